@@ -1,0 +1,236 @@
+"""Settings: a dataclass at the top of each script, TOML presets that stack, flags that win.
+
+    settings, given, paths = parse(TrainConfig, GPTConfig, presets=True, about=__doc__)
+
+A field's help is the comment behind it in the dataclass, so a setting is described once, where it is read.
+"""
+import sys
+
+if sys.version_info < (3, 11):
+    sys.stderr.write("nanoLong needs Python 3.11 or newer, and this is %d.%d: install one and make the virtual environment with it, as in "
+                     "python3.11 -m venv .venv\n" % sys.version_info[:2])
+    sys.exit(2)
+
+import difflib
+import inspect
+import os
+import tomllib
+import types
+import typing
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """What the user asked for cannot be done; the message is one sentence that names the repair."""
+
+
+def main(run, *refusals):
+    """Run a script's main function; UserError and the given exceptions become one line on stderr and exit status 2."""
+    try:
+        sys.exit(run())
+    except (UserError, *refusals) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone, as in `python sample.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=None):
+    """Read the command line into one instance of each dataclass.
+
+    Takes --name=value, --name value, and --name alone for a true bool. With presets, positional *.toml files are read in order,
+    a bare name being looked up in this folder too. `paths` says in words what other positional arguments are (None: there are none).
+    `defaults` replaces defaults by name. Returns (*instances, given, paths): `given` holds the names that were set by preset or flag.
+    Raises UserError; --help prints every setting and exits with status 0.
+    """
+    argv, preset, flags, positional = list(sys.argv[1:] if argv is None else argv), {}, {}, []
+    known = {f.name: f for cls in classes for f in fields(cls) if not _comment(cls, f.name).startswith("internal")}
+    hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+    while argv:
+        word = argv.pop(0)
+        if word in ("--help", "-h"):
+            print(_help(classes, about, presets, paths, defaults or {}))
+            sys.exit(0)
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            name = name.replace("-", "_")
+            _known(name, known, word)
+            if not equals:
+                if bool in (hints[name], *typing.get_args(hints[name])) and not (argv and argv[0].lower() in _BOOLS):
+                    text = "true"
+                elif argv:
+                    text = argv.pop(0)
+                else:
+                    raise UserError(f"--{name} wants a value: --{name}={_example(known[name])}")
+            flags[name] = _convert(name, text, hints[name], f"--{name}={text}")
+        elif presets and word.endswith(".toml"):
+            for name, value in _toml(word).items():
+                _known(name, known, f"{word}: {name}")
+                preset[name] = _convert(name, value, hints[name], f"{word}: {name} = {value!r}")
+        elif paths is None:
+            raise UserError(f"{word!r} is not a setting: settings are given as --name=value" + (", presets as config/NAME.toml" if presets else "") + "; --help lists them")
+        else:
+            positional.append(word)
+    merged = {**(defaults or {}), **preset, **flags}
+    instances = [cls(**{f.name: merged[f.name] for f in fields(cls) if f.name in merged}) for cls in classes]
+    return *instances, {*preset, *flags}, positional
+
+
+_BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def _known(name, known, word):
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1, 0.6)
+        raise UserError(f"{word}: there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; --help lists them all"))
+
+
+def _convert(name, value, hint, where):
+    """A string from the command line, or a value from TOML, as the field's type."""
+    options = [h for h in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)) if h is not type(None)]
+    if isinstance(value, str) and len(options) < len(typing.get_args(hint)) and value.lower() in ("none", "auto"):
+        return None
+    kind = options[0]
+    if typing.get_origin(kind) is typing.Literal:
+        if value not in typing.get_args(kind):
+            raise UserError(f"{where}: {name} is one of {', '.join(map(str, typing.get_args(kind)))}")
+        return value
+    if typing.get_origin(kind) is tuple:
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        return tuple(_convert(name, item.strip() if isinstance(item, str) else item, typing.get_args(kind)[0], where) for item in items if item != "")
+    try:
+        if kind is bool:
+            return _BOOLS[str(value).lower()]
+        if kind is int and isinstance(value, (str, float)):
+            number = float(value.replace("_", "")) if isinstance(value, str) and not value.lstrip("+-").replace("_", "").isdigit() else int(value)
+            if number == int(number):
+                return int(number)
+        elif kind is not str and not isinstance(value, (bool, list, dict)):
+            return kind(value)
+        elif kind is str and isinstance(value, str):
+            return value
+    except (ValueError, KeyError, OverflowError):
+        pass
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise UserError(f"{where}: {name} wants {words[kind]}")
+
+
+def _toml(word):
+    here = Path(__file__).parent
+    file = next((p for p in (Path(word), here / word, here.parent / word) if p.is_file()), None)
+    if file is None:
+        raise UserError(f"there is no preset {word}: config/ holds {', '.join(sorted(p.name for p in here.glob('*.toml')))}")
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{word} is not valid TOML: {error}") from None
+
+
+def _comment(cls, name):
+    """The comment behind a field, in the class of the hierarchy that defines it."""
+    for base in cls.__mro__:
+        if name in base.__dict__.get("__annotations__", {}):
+            for line in inspect.getsource(base).splitlines():
+                if line.strip().startswith(f"{name}:"):
+                    return line.partition("  # ")[2].strip()
+    return ""
+
+
+def _default(field):
+    return field.default_factory() if field.default is MISSING else field.default
+
+
+def _text(value):
+    return "auto" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _example(field):
+    return _text(_default(field)) or "TEXT"
+
+
+def _help(classes, about, presets, paths, defaults):
+    lines = [about.strip(), ""]
+    for cls in classes:
+        hints = typing.get_type_hints(cls)
+        for f in fields(cls):
+            comment = _comment(cls, f.name)
+            if comment.startswith("internal"):
+                continue
+            hint = [h for h in (typing.get_args(hints[f.name]) if isinstance(hints[f.name], types.UnionType) else (hints[f.name],)) if h is not type(None)][0]
+            kind = "|".join(map(str, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else "list" if typing.get_origin(hint) is tuple else hint.__name__
+            lines.append(f"  --{f.name + '=' + (_text(defaults.get(f.name, _default(f))) or chr(39) * 2):<34} {kind:<6} {comment}")
+    if presets:
+        lines += ["", f"presets: {', '.join('config/' + p.name for p in sorted(Path(__file__).parent.glob('*.toml')))}; they stack, and flags win"]
+    if paths:
+        lines += ["", f"positional: {paths}"]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What device, dtype and compile choose when they are left to themselves.
+
+def pick_device(name):
+    """A torch.device for "auto" or a name. A GPU that is there but unusable is an error, never a quiet slide to the CPU."""
+    import torch
+    try:
+        if name == "auto":
+            if not torch.cuda.is_available() and torch.backends.mps.is_available():
+                name = "mps"
+            else:
+                name = "cuda" if torch.cuda.is_available() else "cpu"
+                if name == "cpu" and _nvidia_gpu():
+                    raise UserError(f"there is an NVIDIA GPU, but torch {torch.__version__} cannot use it: install the CUDA build (pip install -r requirements.txt) and a driver "
+                                    "that fits it, or say --device=cpu")
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.ones(8, device=device).sum().item()
+        return device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used ({str(error).splitlines()[0].rstrip('.')}): choose --device=cpu, cuda, cuda:N or mps, or mend its driver") from None
+
+
+def _nvidia_gpu():
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return False
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else False
+
+
+def pick_dtype(name, device):
+    """The torch.dtype of matrix products: bfloat16 where processor or GPU multiply it natively, float16 on other GPUs, else float32."""
+    import torch
+    if name != "auto":
+        if name == "float16" and device.type == "mps":
+            raise UserError("--dtype=float16 trains with a loss scaler, which mps has not: use float32 or bfloat16")
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if device.type == "cpu" and any(getattr(torch.cpu, f, bool)() for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")):
+        return torch.bfloat16
+    return torch.float32
+
+
+def pick_compile(wanted, device, steps):
+    """(whether to compile, why not in words or None). Left to itself: on a GPU always, on a CPU where the run is long enough to pay for it."""
+    import shutil
+    import sysconfig
+    if wanted is False:
+        return False, None
+    if device.type == "mps":
+        return False, "torch.compile is off: it is not ready for mps"
+    if device.type == "cpu" and wanted is None and steps < 500:
+        return False, "torch.compile is off: it takes longer to compile than it saves in a run this short (--compile=true forces it)"
+    if not any(shutil.which(c) for c in ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl")):
+        return False, "torch.compile is off: there is no C++ compiler (install g++, as in apt-get install g++)"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return False, "torch.compile is off: the Python headers are missing (as in apt-get install python3-dev)"
+    if device.type == "cuda":
+        import importlib.util
+        if importlib.util.find_spec("triton") is None:
+            return False, "torch.compile is off: there is no triton for the GPU (pip install triton)"
+    return True, None

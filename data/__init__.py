@@ -1,0 +1,307 @@
+"""Data: tokenizers, token files, and the batches drawn from them.
+
+A dataset is a folder, data/NAME/ or any path: train and validation token files and a meta.json that prepare.py writes. Token files
+are read in three forms: shards with a 256-int header (llm.c's 20240520 form, uint16, and its 20240801 form, uint32), and
+nanoGPT's header-less uint16. Batches are a function of (seed, number of the micro-batch) alone.
+"""
+import base64
+import codecs
+import functools
+import hashlib
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from config import UserError
+
+HERE = Path(__file__).resolve().parent
+HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype), then the number of tokens; 256 int32 in all
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers. Each has encode(text) -> list of ids, decode(ids) -> bytes, vocab_size, bos (an id or None), lengths (bytes per id),
+# and to_json(); from_json() makes it again from a checkpoint's meta.json, with nothing else at hand.
+
+class Bytes:
+    """UTF-8 bytes, and one <bos>."""
+    vocab_size, bos = 257, 256
+    lengths = np.array([1] * 256 + [0])
+
+    def encode(self, text):
+        return list(text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape"))
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256)
+
+    def to_json(self):
+        return {"kind": "bytes"}
+
+
+class Char:
+    """The characters of a text, sorted, as in nanoGPT's shakespeare_char; with bos, one more id that starts a document."""
+
+    def __init__(self, characters, bos=False):
+        self.characters, self.index = characters, {c: i for i, c in enumerate(characters)}
+        self.bos = len(characters) if bos else None
+        self.vocab_size = len(characters) + bos
+        self.lengths = np.array([len(c.encode("utf-8", "surrogatepass")) for c in characters] + [0] * bos)
+
+    def encode(self, text):
+        try:
+            return [self.index[c] for c in text]
+        except KeyError as error:
+            raise UserError(f"the character {error.args[0]!r} does not occur in the text that this vocabulary was made from: leave it out") from None
+
+    def decode(self, ids):
+        return "".join(self.characters[i] for i in ids if i < len(self.characters)).encode("utf-8", "surrogatepass")
+
+    def to_json(self):
+        return {"kind": "char", "characters": self.characters, "bos": self.bos is not None}
+
+
+class BPE:
+    """A tiktoken encoding. Text that looks like a special token is encoded as ordinary text."""
+
+    def __init__(self, encoding, bos=None):
+        self.encoding, self.vocab_size = encoding, encoding.n_vocab
+        self.bos = encoding.eot_token if bos is None else bos
+        tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        self.lengths = np.array([len(tokens.get(i, b"")) for i in range(self.vocab_size)])
+
+    @classmethod
+    def named(cls, name):
+        import tiktoken
+        try:
+            return cls(tiktoken.get_encoding(name))
+        except ValueError:
+            raise UserError(f"there is no tokenizer {name!r}: choose bytes, char, or a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())})") from None
+        except Exception as error:  # tiktoken downloads with requests, whose errors are many
+            raise UserError(f"the {name} vocabulary could not be downloaded ({type(error).__name__}): fetch it where there is a network (python -c \"import tiktoken; "
+                            f"tiktoken.get_encoding('{name}')\" with TIKTOKEN_CACHE_DIR=DIR), copy DIR here and set TIKTOKEN_CACHE_DIR to it") from None
+
+    def encode(self, text):
+        return self.encoding.encode_ordinary(text)
+
+    def decode(self, ids):
+        return b"".join(self.encoding.decode_single_token_bytes(i) for i in ids if i != self.bos and self.lengths[i])
+
+    def to_json(self):
+        e = self.encoding
+        ranks = sorted(e._mergeable_ranks.items(), key=lambda item: item[1])
+        packed = b"".join(len(token).to_bytes(2, "little") + rank.to_bytes(4, "little") + token for token, rank in ranks)
+        return {"kind": "bpe", "name": e.name, "pattern": e._pat_str, "special": e._special_tokens, "bos": self.bos,
+                "ranks": base64.b64encode(zlib.compress(packed, 9)).decode()}
+
+
+def from_json(spec):
+    """The tokenizer that to_json() described, or None for None (a dataset of bare token files of unknown making)."""
+    if spec is None:
+        return None
+    if spec["kind"] == "bytes":
+        return Bytes()
+    if spec["kind"] == "char":
+        return Char(spec["characters"], spec["bos"])
+    if spec["kind"] == "bpe":
+        import tiktoken
+        packed, ranks, at = zlib.decompress(base64.b64decode(spec["ranks"])), {}, 0
+        while at < len(packed):
+            n, rank = int.from_bytes(packed[at:at + 2], "little"), int.from_bytes(packed[at + 2:at + 6], "little")
+            ranks[packed[at + 6:at + 6 + n]] = rank
+            at += 6 + n
+        return BPE(tiktoken.Encoding(spec["name"], pat_str=spec["pattern"], mergeable_ranks=ranks, special_tokens=spec["special"]), spec["bos"])
+    raise UserError(f"this version knows no tokenizer of kind {spec['kind']!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Token files.
+
+def write_tokens(file, ids, vocab_size, raw=False):
+    """Write token ids to a new file in the 20240520 form, the 20240801 form when the vocabulary exceeds uint16, or without header (raw)."""
+    magic = 20240520 if vocab_size <= 1 << 16 else 20240801
+    if raw and magic != 20240520:
+        raise UserError(f"--raw writes uint16, which cannot hold a vocabulary of {vocab_size}: leave --raw out")
+    version, dtype = HEADER[magic]
+    with open(file, "xb") as f:
+        if not raw:
+            header = np.zeros(256, "<i4")
+            header[:3] = magic, version, len(ids)
+            f.write(header.tobytes())
+        f.write(np.asarray(ids, dtype).tobytes())
+
+
+def open_tokens(file):
+    """A token file as a read-only memory map (tokens,). Raises UserError when it is truncated or of an unknown form."""
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        header = np.frombuffer(f.read(1024), "<i4") if size >= 1024 else np.zeros(256, "<i4")
+    if int(header[0]) in HEADER:
+        (version, dtype), n = HEADER[int(header[0])], int(header[2])
+        if header[1] != version:
+            raise UserError(f"{file} is a shard of version {header[1]}, and this program reads version {version}: convert it, or prepare the text again")
+        if size != 1024 + n * dtype.itemsize or n < 1:
+            raise UserError(f"{file} is truncated or damaged: its header promises {n} tokens, {1024 + n * dtype.itemsize} bytes, and it has {size}: fetch or prepare it again")
+        return np.memmap(file, dtype, "r", 1024, (n,))
+    if size == 0 or size % 2:
+        raise UserError(f"{file} is truncated: {size} bytes are no whole number of uint16 tokens: fetch or prepare it again")
+    return np.memmap(file, "<u2", "r")
+
+
+class Split:
+    """The token files of train or validation, cut into windows that do not overlap and stay inside a file.
+
+    bos: an id that is put first in every window (the first token then is a target as well) and is never scored; or None.
+    """
+
+    def __init__(self, files, vocab_size, bos):
+        self.files, self.vocab_size, self.bos = files, vocab_size, bos
+        self.tokens = [open_tokens(file) for file in files]
+
+    def __len__(self):
+        return sum(map(len, self.tokens))
+
+    def count(self, length, offset=0):
+        """How many windows of so many targets each file holds, from an offset on: (files,)."""
+        return np.array([max(0, (len(t) - offset - (self.bos is None)) // length) for t in self.tokens])
+
+    def window(self, number, length, offset=0):
+        """Inputs and targets, int64 (length,) each, of one window; a <bos> among the targets is -1 where bos is set."""
+        ends = self.count(length, offset).cumsum()
+        file = int(np.searchsorted(ends, number, "right"))
+        start = offset + (number - (int(ends[file - 1]) if file else 0)) * length
+        return self.cut(file, start, length)
+
+    def cut(self, file, start, length):
+        """Inputs and targets of the window whose first target is token `start` (bos) or start + 1 (without) of a file."""
+        if self.bos is None:
+            tokens = self.checked(file, start, start + length + 1)
+            return tokens[:-1], tokens[1:]
+        tokens = self.checked(file, start, start + length)
+        return np.concatenate(([self.bos], tokens[:-1])), np.where(tokens == self.bos, -1, tokens)
+
+    def checked(self, file, start, stop):
+        tokens = np.asarray(self.tokens[file][start:stop], np.int64)
+        if tokens.max() >= self.vocab_size:
+            at = int(tokens.argmax())
+            raise UserError(f"{self.files[file]}: token {start + at} is {tokens[at]}, outside the vocabulary of {self.vocab_size}: the file was made with another tokenizer; prepare it again")
+        return tokens
+
+    def batch(self, number, batch_size, length, seed):
+        """Micro-batch `number` of a training run: inputs and targets, int64 (batch_size, length).
+
+        Every epoch visits every window once, in a permutation and from an offset drawn from (seed, epoch).
+        """
+        rows = []
+        for sample in range(number * batch_size, (number + 1) * batch_size):
+            epoch, sample = divmod(sample, _per_epoch(self, length))
+            offset, order = _order(self, length, seed, epoch)
+            rows.append(self.window(int(order[sample]), length, offset))
+        return tuple(np.stack(part) for part in zip(*rows))
+
+
+@functools.lru_cache
+def _per_epoch(split, length):
+    """Windows in an epoch: as many as there are at the worst offset, or, of a text too short for that, without one."""
+    n = int(split.count(length, length - 1).sum() or split.count(length).sum())
+    if n < 1:
+        raise UserError(f"{split.files[0].parent} holds {len(split)} training tokens, too few for a window of {length}: prepare more text, or lower --block_size")
+    return n
+
+
+@functools.lru_cache(maxsize=4)
+def _order(split, length, seed, epoch):
+    """An epoch's offset and its order of windows."""
+    rng = np.random.Generator(np.random.PCG64([seed, epoch]))
+    offset = int(rng.integers(length)) if split.count(length, length - 1).any() else 0
+    return offset, rng.permutation(int(split.count(length, offset).sum()))[:_per_epoch(split, length)]
+
+
+class Dataset:
+    """train and val (Split), tokenizer (or None), vocab_size, bos (an id or None), name, hash (of both splits' files)."""
+
+    def __init__(self, name, bos=None):
+        folder = locate(name)
+        meta = _meta(folder)
+        self.name, self.folder, self.tokenizer = name, folder, from_json(meta["tokenizer"])
+        self.vocab_size = meta["vocab_size"]
+        if bos and meta["bos"] is None:
+            raise UserError(f"dataset {name} has no <bos>: leave --bos out, or prepare it with --tokenizer=bytes")
+        self.bos = meta["bos"] if (meta["bos_default"] if bos is None else bos) else None
+        train, val = (sorted(p for p in folder.glob("*.bin") if split in p.name.lower()) for split in ("train", "val"))
+        if not train or not val:
+            raise UserError(f"{folder} holds no {'train' if not train else 'val'}*.bin: prepare a text with python data/prepare.py FILE --name=NAME, or copy nanoGPT's or llm.c's token files there")
+        self.train, self.val = Split(train, self.vocab_size, self.bos), Split(val, self.vocab_size, self.bos)
+        self.hash = fingerprint(train + val)
+
+    def bytes_of(self, targets):
+        """How many bytes of text the targets stand for (targets of -1 count nothing), or None where the tokenizer is unknown."""
+        return None if self.tokenizer is None else int(self.tokenizer.lengths[targets[targets >= 0]].sum())
+
+
+def stream(tokens, tokenizer):
+    """Turn an iterable of token ids into text as it comes: yields str, holding back bytes that do not make a character yet."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        if text := decoder.decode(tokenizer.decode([token])):
+            yield text
+    if text := decoder.decode(b"", True):
+        yield text
+
+
+def exists(name):
+    """Whether a dataset is there."""
+    try:
+        return bool(locate(name))
+    except UserError:
+        return False
+
+
+def locate(name):
+    """The folder of a dataset: a path, or a name under data/. Raises UserError with the command that makes it."""
+    path = Path(name)
+    if path.is_dir() and (path.is_absolute() or len(path.parts) > 1 or any(path.glob("*.bin"))):
+        return path
+    if (HERE / name).is_dir() and any((HERE / name).glob("*.bin")):
+        return HERE / name
+    ready = sorted(p.parent.name for p in HERE.glob("*/meta.json"))
+    raise UserError(f"there is no dataset {name!r}: prepare it with python data/prepare.py" + (f" --dataset={name}" if name in ("python", "shakespeare", "fineweb10B") else f" FILE_OR_FOLDER --name={name}")
+                    + (f"; ready are {', '.join(ready)}" if ready else ""))
+
+
+def _meta(folder):
+    """meta.json of a dataset; folders of bare token files, as nanoGPT and llm.c leave them, are GPT-2's vocabulary (or GPT-4-sized uint32 shards)."""
+    file = folder / "meta.json"
+    if file.is_file():
+        try:
+            meta = json.loads(file.read_text(encoding="utf-8"))
+            return {key: meta[key] for key in ("tokenizer", "vocab_size", "bos", "bos_default")}
+        except (ValueError, KeyError, OSError) as error:
+            raise UserError(f"{file} is damaged ({type(error).__name__}: {error}): prepare the dataset again") from None
+    if (folder / "meta.pkl").exists():
+        raise UserError(f"the vocabulary of {folder} is in meta.pkl, a pickle, which nanoLong does not open: make it from the text with python data/prepare.py "
+                        f"{folder / 'input.txt'} --tokenizer=char --name=NAME")
+    wide = any(open_tokens(p).dtype.itemsize == 4 for p in sorted(folder.glob("*.bin"))[:1])
+    if wide:
+        raise UserError(f"{folder} holds uint32 tokens and no meta.json that says of which vocabulary: write one with tokenizer (or null), vocab_size, bos and bos_default")
+    try:
+        tokenizer = BPE.named("gpt2").to_json()
+    except UserError:
+        tokenizer = None  # training goes on without; bits per byte and sampled text need the vocabulary
+    return {"tokenizer": tokenizer, "vocab_size": 50257, "bos": 50256, "bos_default": False}
+
+
+def fingerprint(files):
+    """A hash of token files: of all their bytes up to 64 MB, of their size and 256 blocks of 64 KiB spread over each larger one."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with open(file, "rb") as f:
+            if size <= 64_000_000:
+                digest.update(f.read())
+            else:
+                for block in range(256):
+                    f.seek((size - 65536) * block // 255)
+                    digest.update(f.read(65536))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""Stretch a trained checkpoint to longer text, fine-tune it there, and measure what that bought.
+
+    python extend.py out/python-rope --method=yarn --factor=4                  -> out/python-rope-yarn4
+    python extend.py out/python-rope --method=pi --factor=2 --max_iters=0      only stretches
+    python extend.py out/python-rope --factor=4 --init_from=resume             goes on after a stop
+
+load -> stretch -> measure -> train -> measure. The methods are in model.py (STRETCH). What is not said is taken from the run that is
+stretched: its data, its optimizer, as many tokens an iteration, and 0.3 of its learning rate; matrices are not decayed. Stretching again multiplies
+the factors and replaces the method; base and trained length stay the original ones.
+"""
+import config  # first: it says in one sentence that a Python is too old
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch.distributed as dist
+
+import data
+from config import UserError
+from evaluate import loss_by_position, rows_of, table
+from model import GPT, Refused, checkpoint_folder, steps
+from train import TrainConfig, finish, resumed, start_processes, train
+
+
+@dataclass
+class ExtendConfig(TrainConfig):
+    method: str = "yarn"        # none, pi, ntk, ntk-parts or yarn
+    factor: float = 4.0         # how many times longer
+    options: str = ""           # of the method, as in --options=ramp=paper,beta_fast=16
+    max_iters: int = 60         # iterations of fine-tuning; 0: only stretch
+    learning_rate: float = 0.0  # at the peak; by default 0.3 of the run's
+    batch_size: int = 1         # windows in a micro-batch of one process; by default as many tokens an iteration as the run's
+    warmup_iters: int = 10      # iterations of linear rise to the peak
+    weight_decay: float = 0.0   # of matrices and embeddings
+    eval_interval: int = 1000   # iterations between evaluations, each followed by a checkpoint; the first and last step have one anyway
+
+    def method_options(self):
+        """The options as a dict: numbers, true or false, or words."""
+        out = {}
+        for item in filter(None, self.options.split(",")):
+            name, equals, value = item.partition("=")
+            if not equals:
+                raise UserError(f"--options={self.options}: options are given as NAME=VALUE,NAME=VALUE")
+            try:
+                out[name.strip()] = float(value)
+            except ValueError:
+                out[name.strip()] = {"true": True, "false": False}.get(value.lower(), value)
+        return out
+
+
+def defaults_from(model, factor):
+    """What a fine-tuning of this model takes over from the run that made it."""
+    was = model.meta["train"]
+    own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile"}
+    kept = {f.name: was[f.name] for f in fields(TrainConfig) if f.name in was and f.name not in own}
+    windows = max(1, round(was["batch_size"] / factor))  # micro-batches keep their tokens
+    return {**kept, "batch_size": windows, "learning_rate": was["learning_rate"] * (1 if "method" in was else 0.3),
+            "gradient_accumulation_steps": max(1, round(was["gradient_accumulation_steps"] * was["batch_size"] / factor / windows))}
+
+
+def report(model, cfg, when):
+    """Print and return the loss by position at the original and at the stretched length."""
+    dataset = data.Dataset(cfg.dataset, cfg.bos)
+    device = config.pick_device(cfg.device)
+    model.to(device)
+    lengths, rows = sorted({model.config.trained_length, model.config.block_size}), []
+    for length in lengths:
+        try:
+            rows += rows_of(when, *loss_by_position(model, dataset.val, length, 65536, config.pick_dtype(cfg.dtype, device)), ("last-quarter", "position"))
+        except (Refused, UserError) as refusal:
+            rows += [{"checkpoint": when, "task": "loss", "protocol": protocol, "length": length, "refused": str(refusal)} for protocol in ("last-quarter", "position")]
+    print(table(rows, lengths), flush=True)
+    return rows
+
+
+def main():
+    cfg, given, paths = config.parse(ExtendConfig, about=__doc__, presets=True, paths="the run folder, or step folder, to stretch")
+    if len(paths) != 1:
+        raise UserError("give the run folder to stretch, as in python extend.py out/python-rope --method=yarn --factor=4")
+    start_processes(cfg.device)
+    master = not dist.is_initialized() or dist.get_rank() == 0
+    parent = GPT.load(paths[0])
+    if "train" not in parent.meta and not {"dataset", "learning_rate"} <= given:
+        raise UserError(f"{paths[0]} does not say how it was trained: give --dataset and --learning_rate")
+    cfg, *_ = config.parse(ExtendConfig, presets=True, paths="", defaults=defaults_from(parent, cfg.factor))
+    run = Path(paths[0]) if steps(paths[0]) else checkpoint_folder(paths[0]).parent
+    cfg.out_dir = out_dir = cfg.out_dir or f"{run}-{cfg.method}{cfg.factor:g}"
+    model = resumed(cfg)
+    if model:
+        stretch = model.config.stretch or {}
+        for name, value in (("method", cfg.method), ("factor", cfg.factor * (parent.config.stretch or {"factor": 1.0})["factor"])):
+            if name in given and stretch.get(name) != value:
+                raise UserError(f"{model.folder} was made with {name}={stretch.get(name)}: leave the setting out, or choose another --out_dir")
+        cfg, *_ = config.parse(ExtendConfig, presets=True, paths="", defaults=model.meta["train"])
+        cfg.out_dir, cfg.init_from = out_dir, "resume"
+    elif steps(out_dir):
+        raise UserError(f"{out_dir} holds a run already: go on with it by --init_from=resume, or choose another --out_dir")
+    else:
+        model, pretraining = parent, parent.meta.get("pretraining_tokens") or parent.meta.get("tokens", 0)
+        model.stretch(cfg.method, cfg.factor, **cfg.method_options())
+        model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining}
+    spent = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * model.config.block_size
+    if master:
+        pretraining = model.meta["pretraining_tokens"]
+        print(f"{model.config.trained_length} -> {model.config.block_size} tokens by {cfg.method}; fine-tuning on {spent:,} tokens, "
+              + (f"{spent / pretraining:.2%} of the {pretraining:,} of pretraining" if pretraining else "of an unknown number in pretraining"))
+        if "step" not in model.meta:
+            report(model, cfg, "before")
+    try:
+        result = train(model, cfg)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if master:
+        if cfg.max_iters and not result["stopped"]:
+            report(model, cfg, "after")
+        finish(model, result, cfg)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    config.main(main, Refused)

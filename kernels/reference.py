@@ -1,0 +1,132 @@
+"""The operators in plain PyTorch: their specification, and what runs wherever no kernel does.
+
+Read this before any kernel: a kernel is right when it agrees with this file. Notation: B batch, H query heads,
+Hk key/value heads (H a multiple of Hk: grouped queries), T tokens, D head dimension, C model width, V vocabulary.
+"""
+import torch
+import torch.nn.functional as F
+
+
+def rope(q, k, cos, sin):
+    """Rotate queries and keys by their positions (RoFormer, arXiv 2104.09864), in the half-split layout of GPT-NeoX and Llama.
+
+    q (B, H, T, D), k (B, Hk, T, D): any float dtype, returned in it; the arithmetic is float32.
+    cos, sin (T, R/2) or (B, T, R/2): float32 tables of position x frequency, times the attention factor where there is one.
+    Channel c < R/2 is paired with channel c + R/2; channels from R on pass through (R <= D, partial rotary width).
+    """
+    half, dtype = cos.shape[-1], torch.promote_types(q.dtype, cos.dtype)
+    if cos.dim() == 3:  # a row of positions for each sequence: (B, 1, T, R/2)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def rotate(x):
+        a, b, rest = x[..., :half].to(dtype), x[..., half:2 * half].to(dtype), x[..., 2 * half:]
+        return torch.cat((torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype), rest), -1)
+
+    return rotate(q), rotate(k)
+
+
+def attention(q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None):
+    """softmax(q k^T scale + bias, over the keys that a query may see) v.
+
+    q (B, H, Tq, D), k and v (B, Hk, Tk, D). The queries are the last Tq of the Tk tokens (Tq < Tk: decoding with a cache), so
+    query row i stands at index Tk - Tq + i. Returns (B, H, Tq, D) in q's dtype; softmax in float32.
+    bias       None; slopes (H,): adds -slope * distance; or a table (H, m): adds table[h, min(distance, m - 1)], with gradient.
+               Float32; distance = index of the query - index of the key.
+    window     W > 0: a query sees key j only when distance < W or j < sinks, at true positions.
+    positions  (Tk,) or (B, Tk) int64: true positions for `window` where they are not the indices.
+    docs       (B, Tk) int: attention stays within tokens of the same document number.
+    causal     False: every key is seen, and distance is |i - j| (masked language models).
+    scale      default D ** -0.5.
+    """
+    Tq, Tk = q.shape[2], k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # PyTorch's bf16 backward on CPUs is 4 times slower than its float32 one at T = 64 and twice as fast at T = 1024
+    dtype = torch.float32 if q.device.type == "cpu" and q.dtype != torch.float64 and Tk < 512 else q.dtype
+    q, k, v, out = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
+    grouped = q.shape[1] != k.shape[1]
+    plain = bias is None and docs is None and not (window and (Tk > window or positions is not None))
+    if plain and (Tq == Tk or Tq == 1 or not causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and Tq > 1, scale=scale, enable_gqa=grouped).to(out)
+    rows = max(1, (1 << 24) // (Tk * (1 if bias is None else q.shape[1])))  # queries at a time: added terms of at most 64 MiB a sequence
+    y = []
+    for i in range(0, Tq, rows):
+        added = _added(min(rows, Tq - i), Tk - Tq + i, Tk, q.device, bias, window, sinks, positions, docs, causal)
+        y.append(F.scaled_dot_product_attention(q[:, :, i:i + rows], k, v, attn_mask=added.to(dtype) if dtype == torch.float64 else added,
+                                                scale=scale, enable_gqa=grouped))
+    return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(out)
+
+
+def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal):
+    """The terms added to the scores of queries first .. first + rows - 1: float32 (1 or B, 1 or H, rows, Tk), -inf where a key is not seen."""
+    distance = torch.arange(first, first + rows, device=device)[:, None] - torch.arange(Tk, device=device)  # (rows, Tk)
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    seen = seen[None]  # (1, rows, Tk)
+    if window:
+        where = torch.arange(Tk, device=device) if positions is None else positions
+        where = where if where.dim() == 2 else where[None]  # (1 or B, Tk)
+        gap = where[:, first:first + rows, None] - where[:, None, :]
+        seen = seen & ((gap.abs() < window) | (where[:, None, :] < sinks))
+    if docs is not None:
+        seen = seen & (docs[:, first:first + rows, None] == docs[:, None, :])
+    hidden = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None]
+    if bias is None:
+        return hidden
+    distance = distance.clamp(min=0) if causal else distance.abs()
+    if bias.dim() == 1:  # slopes
+        return hidden - bias[:, None, None] * distance
+    if causal:
+        # A table over distances makes a Toeplitz matrix: the windows of one line of values, read backwards. Its gradient is a sum
+        # along diagonals, which unfold's backward does in order (a gather's would add element by element).
+        line = bias[:, torch.arange(first + rows - 1, first - Tk, -1, device=device).clamp(0, bias.shape[1] - 1)]  # by falling distance
+        return hidden + line.unfold(1, Tk, 1).flip(1)
+    return hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
+
+
+def linear_cross_entropy(x, weight, targets, reduction="mean"):
+    """Cross-entropy of the logits x weight^T in chunks of tokens, so that logits (tokens, V) never exist at once, neither forward nor backward.
+
+    x (N, C), weight (V, C), targets (N,) int64; a target of -1 is ignored. Returns nats in float32: the mean over the targets that
+    count (nan where there is none), their "sum", or with reduction="none" each one (N,), 0 where ignored.
+    The weight's gradient is accumulated in float32 whatever the dtype of the product.
+    """
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    losses = _LinearCrossEntropy.apply(x, weight, targets, dtype)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets != -1).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, dtype):
+        wide, w = torch.promote_types(dtype, torch.float32), weight.to(dtype)
+        losses, sums = [], []
+        for rows in _chunks(x, weight):
+            logits = (x[rows].to(dtype) @ w.t()).to(wide)
+            lse = logits.logsumexp(-1)
+            target = logits.gather(1, targets[rows].clamp(min=0)[:, None]).squeeze(1)
+            losses.append(torch.where(targets[rows] == -1, 0.0, lse - target))
+            sums.append(lse)
+        ctx.save_for_backward(x, weight, targets, torch.cat(sums))
+        ctx.dtype = dtype
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, targets, lse = ctx.saved_tensors
+        w, dweight = weight.to(ctx.dtype), torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        grad = torch.where(targets == -1, 0.0, grad)
+        dx = []
+        for rows in _chunks(x, weight):
+            chunk = x[rows].to(ctx.dtype)
+            p = ((chunk @ w.t()).to(lse.dtype) - lse[rows, None]).exp()
+            p.scatter_add_(1, targets[rows].clamp(min=0)[:, None], -torch.ones_like(p[:, :1]))
+            p = (p * grad[rows, None]).to(ctx.dtype)  # the gradient of the logits
+            dx.append((p @ w).to(x.dtype))
+            dweight += p.t() @ chunk
+        return torch.cat(dx), dweight.to(weight.dtype), None, None
+
+
+def _chunks(x, weight):
+    size = max(1, (1 << 25) // weight.shape[0])  # logits of at most 128 MiB in float32
+    return [slice(i, i + size) for i in range(0, len(x), size)]

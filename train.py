@@ -1,0 +1,469 @@
+"""Train a GPT, on one process or many.
+
+    python train.py --pos=rope                                   the demo's model on the embedded default; nothing to prepare
+    python train.py config/shakespeare.toml --pos=learned
+    torchrun --standalone --nproc_per_node=8 train.py config/gpt2.toml --pos=alibi
+    python train.py --out_dir=out/python-rope --init_from=resume goes on from the newest checkpoint
+
+Read model.py first, extend.py next. Each iteration: micro-batches forward and backward, gradients averaged over processes, one
+check that everything is finite, one update. Batches are a function of (seed, step, micro-batch), so the run is the same on any number of
+processes, and a run that was stopped, by whatever means, goes on with the same bits.
+"""
+import config  # first: it says in one sentence that a Python is too old
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import data
+from config import UserError
+from data.prepare import prepare
+from model import GPT, GPTConfig, Refused, checkpoint_folder, steps, verify
+
+
+@dataclass
+class TrainConfig:
+    dataset: str = "python"         # a folder with token files: a path, or a name under data/
+    bos: bool | None = None         # put <bos> first in every window; auto: on for datasets of bytes
+    out_dir: str = ""               # the run folder; by default out/<dataset>-<pos>
+    init_from: Literal["scratch", "resume"] = "scratch"  # resume: go on from the newest checkpoint in out_dir
+    batch_size: int = 16            # windows in a micro-batch of one process
+    gradient_accumulation_steps: int = 1  # micro-batches in an iteration, over all processes
+    max_iters: int = 1000           # iterations, each one update
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon, the rest by AdamW
+    learning_rate: float = 3e-3     # at the peak, for both optimizers
+    min_lr: float = 0.0             # at the end
+    warmup_iters: int = 50          # iterations of linear rise to the peak
+    lr_schedule: Literal["trapezoid", "cosine", "constant"] = "trapezoid"  # after the rise; trapezoid: level, then linear over the last 40 %
+    weight_decay: float = 0.1       # of matrices and embeddings
+    beta1: float = 0.9              # AdamW's decay of the mean gradient
+    beta2: float = 0.95             # AdamW's decay of the mean square
+    grad_clip: float = 1.0          # norm that gradients are clipped to; 0: not clipped
+    eval_interval: int = 250        # iterations between evaluations, each followed by a checkpoint
+    eval_iters: int = 40            # batches in an evaluation, evenly spaced over the validation set; 0: all of it
+    log_interval: int = 10          # iterations between lines in log.jsonl
+    device: str = "auto"            # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; weights and sums are float32
+    compile: bool | None = None     # torch.compile; auto: where it works and the run is long enough to pay for it
+    seed: int = 1337                # of the initial weights, the order of batches and dropout
+    wandb: str = ""                 # log to this Weights & Biases project too
+
+    def __post_init__(self):
+        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("max_iters", "warmup_iters", "eval_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name)} must be a number of at least 0")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise UserError(f"beta1={self.beta1} and beta2={self.beta2} must lie between 0 and 1")
+
+
+# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets: the denominator of MFU (model FLOPs utilisation)
+PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
+        "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12}
+
+
+def learning_rate(cfg, step):
+    """The rate of update number `step`, counted from 0."""
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    done = (step - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)  # 0..1
+    fall = {"constant": 0.0, "cosine": (1 - math.cos(math.pi * min(done, 1))) / 2, "trapezoid": min(1.0, max(0.0, (done - 0.6) / 0.4))}[cfg.lr_schedule]
+    return cfg.learning_rate - (cfg.learning_rate - min(cfg.min_lr, cfg.learning_rate)) * fall
+
+
+def make_optimizers(model, cfg):
+    """One or two optimizers whose groups hold every parameter exactly once. Gains, and a scheme's own parameters, are not decayed."""
+    names = dict(model.named_parameters())
+    matrices = [p for n, p in names.items() if n.startswith("blocks.") and p.dim() == 2]
+    embeddings = [p for n, p in names.items() if n.startswith(("embed.", "head."))]
+    rest = [p for n, p in names.items() if p.dim() < 2 or n.startswith("pos.")]
+    muon = cfg.optimizer == "muon"
+    groups = [{"params": embeddings if muon else embeddings + matrices}, {"params": rest, "weight_decay": 0.0}]
+    fused = all(p.device.type in ("cpu", "cuda") for p in names.values())
+    optimizers = [torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay, fused=fused)]
+    if muon:
+        optimizers.append(torch.optim.Muon(matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    held = [id(p) for o in optimizers for g in o.param_groups for p in g["params"]]
+    assert sorted(held) == sorted(map(id, names.values())), "every parameter belongs to exactly one group"
+    return optimizers
+
+
+def optimizer_tensors(model, optimizers):
+    """The optimizers' state as <parameter>.<moment> -> tensor on the CPU."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {f"{names[id(p)]}.{key}": value.detach().cpu().contiguous() for o in optimizers for p, state in o.state.items() for key, value in state.items() if torch.is_tensor(value)}
+
+
+def load_optimizers(model, optimizers, file):
+    """Put the tensors of optim.safetensors back. Raises UserError when they do not belong to these optimizers."""
+    from safetensors.torch import load_file
+    tensors, params = load_file(file), dict(model.named_parameters())
+    owner = {id(p): o for o in optimizers for g in o.param_groups for p in g["params"]}
+    for key, value in tensors.items():
+        name, _, moment = key.rpartition(".")
+        if name not in params or (moment == "momentum_buffer") != isinstance(owner[id(params[name])], torch.optim.Muon):
+            raise UserError(f"{file} holds {key}, which this optimizer does not keep: resume with the optimizer that the run was started with")
+        owner[id(params[name])].state[params[name]][moment] = value.to(params[name].device)
+
+
+@torch.no_grad()
+def validate(model, split, cfg, autocast, stopped=lambda: False):
+    """Sums over the validation windows: (nats, scored tokens, bytes of text or None), over all processes; None when stopped() came true.
+
+    Windows do not overlap; eval_iters=0 scores each one, n the same n * batch_size evenly spaced ones at every step and process count.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    T, device = model.config.block_size, next(model.parameters()).device
+    count = int(split.val.count(T).sum())
+    if count < 1:
+        raise UserError(f"the validation text of {split.name} holds {len(split.val)} tokens, too few for a window of {T}: prepare more text, or lower --block_size")
+    n = min(cfg.eval_iters * cfg.batch_size, count) or count
+    windows = [i * count // n for i in range(n)]
+    batches = [windows[i:i + cfg.batch_size] for i in range(0, n, cfg.batch_size)]
+    was, _ = model.training, model.eval()
+    sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens, bytes, stopped
+    for batch in batches[rank::world]:
+        if stopped():
+            sums[3] = 1
+            break
+        x, y = map(torch.from_numpy, map(data.np.stack, zip(*(split.val.window(i, T) for i in batch))))
+        with autocast():
+            nats = model(x.to(device), y.to(device), reduction="sum")
+        sums += torch.tensor([nats.item(), (y >= 0).sum(), split.bytes_of(y.numpy()) or 0, 0], dtype=torch.float64)
+    model.train(was)
+    if world > 1:
+        sums = sums.to(device)
+        dist.all_reduce(sums)
+    nats, tokens, size, stop = sums.tolist()
+    return None if stop else (nats, tokens, size or None)
+
+
+def train(model, cfg):
+    """Train a GPT in place by a TrainConfig, writing the run folder cfg.out_dir; returns the last row of the log that holds a val_loss.
+
+    With cfg.init_from="resume" the model must come from GPT.load(cfg.out_dir), and its optimizer and log go on from there. Call it in every
+    process of a torch.distributed group, or in one process without a group. Raises UserError for what the user can mend and FloatingPointError,
+    before the update, when a loss or gradient is not finite. SIGTERM and SIGINT save and return early.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    run, accumulation, T = Path(cfg.out_dir), cfg.gradient_accumulation_steps, model.config.block_size
+    if accumulation % world:
+        raise UserError(f"gradient_accumulation_steps={accumulation} is the total over processes and is not divisible by {world} of them: choose a multiple of {world}")
+    resume = cfg.init_from == "resume" and "step" in model.meta
+    if steps(run) and not resume:
+        raise UserError(f"{run} holds a run already: go on with it by --init_from=resume, or choose another --out_dir")
+    device = config.pick_device(cfg.device)
+    dtype = config.pick_dtype(cfg.dtype, device)
+    compiles, why_not = config.pick_compile(cfg.compile, device, cfg.max_iters)
+    dataset = data.Dataset(cfg.dataset, cfg.bos)
+    if dataset.vocab_size != model.config.vocab_size:
+        raise UserError(f"dataset {cfg.dataset} has a vocabulary of {dataset.vocab_size} and the model one of {model.config.vocab_size}: use the dataset that the model was made for")
+    if resume and model.meta["data_hash"] != dataset.hash:
+        raise UserError(f"the files of dataset {cfg.dataset} are not those that {run} was trained on: restore them, or train anew with another --out_dir")
+    if rank == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = _lock(run)  # held until this function returns
+        for left in run.glob(".tmp-*"):
+            shutil.rmtree(left)
+
+    def autocast():
+        return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+    model.to(device).train()
+    optimizers = make_optimizers(model, cfg)
+    step, scale, good, best, tokens, evaluated = 0, 65536.0 if dtype == torch.float16 else 1.0, 0, None, 0, False
+    if resume:
+        meta = model.meta
+        verify(model.folder / "optim.safetensors", meta)
+        load_optimizers(model, optimizers, model.folder / "optim.safetensors")
+        step, best, tokens, evaluated = meta["step"], meta["best"], meta["tokens"], meta["val_loss"] is not None
+        if dtype == torch.float16:
+            scale, good = meta["scaler"] or (scale, good)
+    log = _Log(run, step, evaluated, cfg) if rank == 0 else None
+    if resume and rank == 0 and (changed := {k: [model.meta["train"].get(k), v] for k, v in asdict(cfg).items() if model.meta["train"].get(k) != v and k != "init_from"}):
+        log.row(step=step, changed=changed)
+        log.say("changed since the checkpoint: " + ", ".join(f"{k} {a} -> {b}" for k, (a, b) in changed.items()))
+    forward = torch.compile(model) if compiles else model
+    if world > 1:
+        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+    peak = next((flops for name, flops in PEAK.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), None)
+    if rank == 0:
+        if why_not:
+            log.say(why_not)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads" if device.type == "cpu" else device.type
+        log.say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {model.flops_per_token() / 1e6:.1f} MFLOP a token; {world} process{'es' * (world > 1)} on {name}, "
+                f"{str(dtype).removeprefix('torch.')}{', compiled' if compiles else ''}; {accumulation * cfg.batch_size * T:,} tokens an iteration"
+                + ("" if peak else "; MFU unknown: the peak of this device is not in the table"))
+        count = int(dataset.val.count(T).sum())
+        log.say(f"validation: {'all' if not cfg.eval_iters else min(count, cfg.eval_iters * cfg.batch_size)} of {count} windows of {T} tokens")
+
+    told, handlers = [], {}  # signals that this process was sent; what was done with them before
+    def note_signal(number, frame):
+        if told:  # a second one does not wait
+            signal.signal(number, handlers[number])
+        told.append(number)
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def save(val_loss):
+        if rank == 0:
+            model.save(run / f"step-{step:06d}", replace=True, optim=optimizer_tensors(model, optimizers), train=asdict(cfg), step=step, val_loss=val_loss, best=best,
+                       tokens=tokens, scaler=[scale, good] if dtype == torch.float16 else None, dataset=cfg.dataset, data_hash=dataset.hash,
+                       tokenizer=dataset.tokenizer and dataset.tokenizer.to_json(), bos=dataset.bos)
+            for old in steps(run)[:-2]:  # the last two are kept, and the best
+                if best is None or old.name != f"step-{best[0]:06d}":
+                    os.rename(old, run / f".tmp-{old.name}")
+            for left in run.glob(".tmp-*"):
+                shutil.rmtree(left)
+        if world > 1:
+            dist.barrier()
+
+    last, clock, since, failure, stop = None, time.perf_counter(), step, None, False  # stop: agreed by all processes, never by one alone
+    try:
+        while True:
+            if not stop and not evaluated and (step % cfg.eval_interval == 0 or step == cfg.max_iters):
+                sums = validate(model, dataset, cfg, autocast, lambda: bool(told))
+                stop = sums is None
+                if not stop:
+                    last = {"step": step, "val_loss": sums[0] / sums[1]}
+                    if not math.isfinite(last["val_loss"]):
+                        raise FloatingPointError(f"the validation loss at step {step} is {last['val_loss']}")
+                    if sums[2]:
+                        last["val_bits_per_byte"] = sums[0] / math.log(2) / sums[2]
+                    best = min(best or [step, last["val_loss"]], [step, last["val_loss"]], key=lambda b: b[1])
+                    evaluated = True
+                    if log:
+                        log.row(**last)
+                        log.say(f"step {step}: validation {last['val_loss']:.4f} nats per token" + (f", {last['val_bits_per_byte']:.4f} bits per byte" if sums[2] else ""))
+                    save(last["val_loss"])
+                clock, since = time.perf_counter(), step
+            if stop or step >= cfg.max_iters:
+                if not evaluated:
+                    save(None)
+                break
+            for o in optimizers:
+                for group in o.param_groups:
+                    group["lr"] = learning_rate(cfg, step)
+            sums = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)  # nats, scored tokens, asked to stop
+            for micro in range(rank, accumulation, world):
+                number = step * accumulation + micro
+                x, y = map(torch.from_numpy, dataset.train.batch(number, cfg.batch_size, T, cfg.seed))
+                torch.manual_seed((cfg.seed << 40) + number)  # dropout, too, is a function of (seed, micro-batch)
+                if world > 1:
+                    forward.require_backward_grad_sync = micro + world >= accumulation
+                with autocast():
+                    nats = forward(x.to(device, non_blocking=True), y.to(device, non_blocking=True), reduction="sum")
+                (nats * (scale * world / (accumulation * cfg.batch_size * T))).backward()
+                sums[0] += nats.detach()
+                sums[1] += int((y >= 0).sum())
+            sums[2] = len(told)
+            if world > 1:
+                dist.all_reduce(sums)
+            grads = [p.grad for p in model.parameters()]
+            norm = torch.nn.utils.get_total_norm(grads)
+            nats, scored, asked, norm = torch.cat((sums, norm[None].to(sums))).tolist()  # the one read of an iteration
+            share = accumulation * cfg.batch_size * T / max(scored, 1) / scale  # from nominal to scored tokens: the mean over what was scored
+            norm *= share
+            if not math.isfinite(nats) or not math.isfinite(norm):
+                if dtype == torch.float16 and math.isfinite(nats) and scale > 1:  # float16 overflows now and then: skip this update, scale less
+                    scale, good = scale / 2, 0
+                    coefficient = None
+                else:
+                    raise FloatingPointError(f"the {'gradient' if math.isfinite(nats) else 'loss'} of iteration {step + 1} (micro-batches {step * accumulation} to "
+                                             f"{(step + 1) * accumulation - 1}) is not finite")
+            else:
+                coefficient = share * min(1.0, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else share
+            if coefficient is not None:
+                torch._foreach_mul_(grads, coefficient)
+                for o in optimizers:
+                    o.step()
+                good += 1
+                if dtype == torch.float16 and good % 2000 == 0:
+                    scale *= 2
+            for o in optimizers:
+                o.zero_grad(set_to_none=True)
+            step, tokens, evaluated = step + 1, tokens + accumulation * cfg.batch_size * T, False
+            stop = bool(asked)
+            if log:
+                now = time.perf_counter()
+                speed = (step - since) * accumulation * cfg.batch_size * T / (now - clock)
+                log.bar(step, f"loss {nats / max(scored, 1):.4f}, {speed:,.0f} tokens/s" + (f", MFU {speed * model.flops_per_token() / peak / world:.1%}" if peak else ""))
+                if step % cfg.log_interval == 0 or step == cfg.max_iters:
+                    log.row(step=step, loss=nats / max(scored, 1), lr=learning_rate(cfg, step - 1), norm=norm, tokens=tokens, tokens_per_second=round(speed))
+                    clock, since = now, step
+    except FloatingPointError as error:
+        kept = steps(run)
+        failure = f"{error}: stopped before the update; " + (f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint was written yet") + "; try a lower --learning_rate, or look at that data"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if log:
+            log.close()
+        model.eval()
+        if rank == 0:
+            lock.close()
+    if failure:
+        raise FloatingPointError(failure)
+    return {**(last or {"step": step}), "stopped": stop}
+
+
+class _Log:
+    """log.jsonl, the progress bar, and optionally wandb. Rows past the step that a run resumes from are dropped: the log agrees with the weights."""
+
+    def __init__(self, run, step, evaluated, cfg):
+        file, rows = run / "log.jsonl", []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() and (step or evaluated) else []:
+            with contextlib.suppress(ValueError):  # a line cut short by a crash
+                row = json.loads(line)
+                if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
+                    rows.append(line)
+        (run / ".log").write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+        os.replace(run / ".log", file)
+        self.file, self.began, self.first, self.told, self.max_iters = open(file, "a", encoding="utf-8"), time.perf_counter(), step, step, cfg.max_iters
+        self.tqdm = tqdm(total=cfg.max_iters, initial=step, unit="it", disable=not sys.stderr.isatty(), leave=False)
+        self.wandb = None
+        if cfg.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb out") from None
+            self.wandb = wandb.init(project=cfg.wandb, name=run.name, config=asdict(cfg), resume="allow", id=run.name)
+
+    def row(self, **row):
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+
+    def say(self, text):
+        self.tqdm.write(text)
+
+    def bar(self, step, text):
+        if not self.tqdm.disable:
+            self.tqdm.set_postfix_str(text, refresh=False)
+            self.tqdm.update(step - self.tqdm.n)
+        elif step - self.told >= max(1, self.max_iters // 10):  # no terminal: a line now and then
+            self.told = step
+            left = (time.perf_counter() - self.began) / max(1, step - self.first) * (self.max_iters - step)
+            print(f"iteration {step}/{self.max_iters}: {text}, {left:.0f} s left", flush=True)
+
+    def close(self):
+        self.tqdm.close()
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _lock(run):
+    """Hold the run folder's lock, a POSIX record lock that the system lets go of when its owner dies. Raises UserError when another process writes there."""
+    file = open(run / "lock", "a+")
+    try:
+        import fcntl
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        import msvcrt
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except OSError:
+        file.seek(0)
+        raise UserError(f"process {file.read().strip() or 'unknown'} is writing to {run}: wait for it, or choose another --out_dir") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def start_processes(device):
+    """Join the process group when torchrun started us: NCCL on GPUs, gloo on CPUs, whose threads are shared out."""
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        device = config.pick_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def resumed(cfg, **kept):
+    """The model of the run to go on with, or None when cfg does not ask for it or nothing was saved yet.
+
+    `kept` are settings of the model that the command line gave: one that contradicts the checkpoint raises UserError.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and steps(cfg.out_dir):
+        cfg.init_from = "resume"  # torchrun started us again after a crash
+    if cfg.init_from != "resume":
+        return None
+    if not Path(cfg.out_dir).is_dir():
+        raise UserError(f"there is no run in {cfg.out_dir} to go on with: leave out --init_from=resume to start one, or name its --out_dir")
+    if not steps(cfg.out_dir):
+        print(f"{cfg.out_dir} holds no checkpoint yet: starting from the beginning")
+        return None
+    model = GPT.load(cfg.out_dir)
+    for name, value in kept.items():
+        if value != getattr(model.config, name):
+            raise UserError(f"{model.folder} has {name}={getattr(model.config, name)}, and you ask for {value}: leave the setting out, or train anew with another --out_dir")
+    return model
+
+
+def finish(model, result, cfg):
+    """Say how it ended, and let the model speak: 300 tokens from an empty prompt."""
+    if result["stopped"]:
+        print(f"stopped and saved in {checkpoint_folder(cfg.out_dir)}; the same command with --init_from=resume goes on")
+        return
+    print(f"{checkpoint_folder(cfg.out_dir)} is written; go on with python sample.py {cfg.out_dir}")
+    dataset = data.Dataset(cfg.dataset, cfg.bos)
+    if dataset.tokenizer and cfg.max_iters:
+        start = [dataset.bos] if dataset.bos is not None else dataset.val.tokens[0][:1].tolist()
+        generator = torch.Generator(next(model.parameters()).device).manual_seed(cfg.seed)
+        tokens = model.generate(torch.tensor([start], device=generator.device), min(300, model.config.block_size), 0.8, top_k=200, generator=generator)
+        print("a sample:\n")
+        for text in data.stream((t.item() for t in tokens), dataset.tokenizer):
+            print(text, end="", flush=True)
+        print()
+
+
+def main():
+    gpt, cfg, given, _ = config.parse(GPTConfig, TrainConfig, about=__doc__, presets=True)
+    cfg.out_dir = out_dir = cfg.out_dir or f"out/{Path(cfg.dataset).name}-{gpt.pos}"
+    start_processes(cfg.device)
+    settings = [name for name in GPTConfig.__dataclass_fields__ if name in given]
+    model = resumed(cfg, **{name: getattr(gpt, name) for name in settings})
+    if model:  # what the command line leaves open is as the run had it
+        _, cfg, *_ = config.parse(GPTConfig, TrainConfig, presets=True, defaults={**asdict(gpt), **model.meta["train"]})
+        cfg.out_dir, cfg.init_from = out_dir, "resume"
+    if cfg.dataset in ("python", "shakespeare") and not data.exists(cfg.dataset):
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            prepare(cfg.dataset)
+        if dist.is_initialized():
+            dist.barrier()
+    if not model:
+        torch.manual_seed(cfg.seed)
+        gpt.vocab_size = data.Dataset(cfg.dataset, cfg.bos).vocab_size
+        model = GPT(gpt)
+    try:
+        result = train(model, cfg)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        finish(model, result, cfg)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    config.main(main, Refused)
