@@ -167,12 +167,9 @@ class T5(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        far = min(self.max_distance, config.trained_length)
-        exact = min(self.n_buckets // 2, max(1, far // 2))
-        distance = torch.arange(far + 1, dtype=torch.float64)
-        log = (distance.clamp(min=exact) / exact).log() / math.log(max(far / exact, 2)) * (self.n_buckets - exact)
-        bucket = torch.where(distance < exact, distance, (exact + log.floor()).clamp(max=self.n_buckets - 1)).long()
-        self.constant("bucket", bucket[:int((bucket < bucket[-1]).sum()) + 1])  # (m,), up to the first distance of the last bucket
+        n, far, exact = self.n_buckets, min(self.max_distance, config.trained_length), self.n_buckets // 2
+        bucket = [d if d < exact else min(n - 1, exact + int(math.log(d / exact) / math.log(far / exact) * (n - exact))) for d in range(far)]
+        self.constant("bucket", torch.tensor(bucket[:bucket.index(bucket[-1]) + 1]))  # (m,), up to the first distance of the last bucket visited
         self.weight = nn.Parameter(torch.zeros(config.n_head, self.n_buckets))
 
     def bias(self, n, layer):

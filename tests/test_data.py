@@ -1,0 +1,245 @@
+"""Tokenizers, token files, windows and batches."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import data
+from config import UserError
+from conftest import ROOT
+from data.prepare import build, prepare_text
+
+TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A data/ of the test's own."""
+    monkeypatch.setattr(data, "HERE", tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+def test_tokenizers_round_trip():
+    char = data.Char("".join(sorted(set(TEXT))), bos=True)
+    for tokenizer in (data.Bytes(), char):
+        again = data.from_json(json.loads(json.dumps(tokenizer.to_json())))
+        ids = again.encode(TEXT)
+        assert again.decode(ids) == TEXT.encode() and max(ids) < again.vocab_size == tokenizer.vocab_size and again.bos == tokenizer.bos == again.vocab_size - 1
+        assert again.lengths[ids].sum() == len(TEXT.encode()) and again.lengths[again.bos] == 0 and again.decode([again.bos]) == b""
+    assert data.Bytes().decode(data.Bytes().encode(b"\xff\x00")) == b"\xff\x00"
+    with pytest.raises(UserError, match="'q'"):
+        char.encode("q")
+    assert "".join(data.stream(data.Bytes().encode("a☃b"), data.Bytes())) == "a☃b"
+    assert list(data.stream([0xe2, 0x98, 0x83, 0xe2, 65], data.Bytes())) == ["☃", "\ufffdA"]
+
+
+def test_gpt2_tokenizer_carries_its_ranks(here):
+    """The real encoding, and again from a checkpoint's JSON alone."""
+    try:
+        gpt2 = data.BPE.named("gpt2")
+    except UserError as error:
+        pytest.skip(str(error))
+    again = data.from_json(json.loads(json.dumps(gpt2.to_json())))
+    for text in (TEXT, "", "<|endoftext|>", " \u200b𝄞 ١٢ \r\n"):
+        assert again.encode(text) == gpt2.encode(text) and again.decode(again.encode(text)) == text.encode()
+        assert again.lengths[again.encode(text)].sum() == len(text.encode())
+    assert again.encode("Hello world") == [15496, 995] and again.vocab_size == 50257 and again.bos == 50256
+    (here / "t.txt").write_text(TEXT)
+    d = data.Dataset(prepare_text(here / "t.txt", "bpe", tokenizer="gpt2"))
+    assert d.vocab_size == 50257 and d.bos is None
+    assert d.tokenizer.decode(d.train.tokens[0][1:].tolist()) == TEXT[:int(len(TEXT) * .9)].encode()
+    assert data.Dataset(here / "data" / "bpe", bos=True).bos == 50256
+
+
+def test_a_bpe_of_its_own_making():
+    """Any tiktoken encoding travels whole: pattern, ranks and special tokens."""
+    import tiktoken
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256, b"abc": 257}
+    mine = data.BPE(tiktoken.Encoding("mine", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300}))
+    again = data.from_json(json.loads(json.dumps(mine.to_json())))
+    assert again.encode("abcab abc") == mine.encode("abcab abc") == [257, 256, 32, 257]
+    assert again.vocab_size == 301 and again.bos == 300 and again.lengths[[257, 300]].tolist() == [3, 0]
+
+
+def test_token_files(tmp_path):
+    ids = list(range(300)) * 3
+    data.write_tokens(tmp_path / "a.bin", ids, 300)
+    data.write_tokens(tmp_path / "b.bin", [70000, 5], 100000)
+    data.write_tokens(tmp_path / "c.bin", ids, 300, raw=True)
+    header = np.fromfile(tmp_path / "a.bin", "<i4", 256)
+    assert header[:3].tolist() == [20240520, 1, 900] and not header[3:].any() and (tmp_path / "a.bin").stat().st_size == 1024 + 1800
+    assert np.fromfile(tmp_path / "b.bin", "<i4", 3).tolist() == [20240801, 7, 2] and data.open_tokens(tmp_path / "b.bin").tolist() == [70000, 5]
+    assert data.open_tokens(tmp_path / "a.bin").tolist() == ids == data.open_tokens(tmp_path / "c.bin").tolist() and (tmp_path / "c.bin").stat().st_size == 1800
+    with pytest.raises(UserError, match="uint16"):
+        data.write_tokens(tmp_path / "d.bin", ids, 100000, raw=True)
+    whole = (tmp_path / "a.bin").read_bytes()
+    for damaged in (whole[:-1], whole[:-2], whole + b"\0\0", whole[:8] + b"\xff\xff\xff\x7f" + whole[12:], whole[:8] + b"\xff\xff\xff\xff" + whole[12:], whole[:4] + b"\x09" + whole[5:], b"", b"x"):
+        (tmp_path / "e.bin").write_bytes(damaged)
+        with pytest.raises(UserError, match="e.bin"):
+            data.open_tokens(tmp_path / "e.bin")
+
+
+def test_windows(tmp_path):
+    """Every target once, in order, within files; <bos> first and never scored."""
+    data.write_tokens(tmp_path / "a.bin", [9, *range(1, 8), 9, 8], 10)
+    data.write_tokens(tmp_path / "b.bin", list(range(5)), 10)
+    files = [tmp_path / "a.bin", tmp_path / "b.bin"]
+    plain, bos = data.Split(files, 10, None), data.Split(files, 10, 9)
+    assert plain.count(4).tolist() == [2, 1] and bos.count(4).tolist() == [2, 1] and plain.count(5).tolist() == [1, 0] and bos.count(5).tolist() == [2, 1]
+    x, y = plain.window(1, 4)
+    assert x.tolist() == [4, 5, 6, 7] and y.tolist() == [5, 6, 7, 9]
+    x, y = plain.window(2, 4)
+    assert x.tolist() == [0, 1, 2, 3] and y.tolist() == [1, 2, 3, 4]
+    x, y = bos.window(0, 5)
+    assert x.tolist() == [9, 9, 1, 2, 3] and y.tolist() == [-1, 1, 2, 3, 4]
+    x, y = bos.window(1, 5)
+    assert x.tolist() == [9, 5, 6, 7, 9] and y.tolist() == [5, 6, 7, -1, 8]
+    low = data.Split(files, 8, None)
+    with pytest.raises(UserError, match=r"a.bin: token 0 is 9, outside the vocabulary of 8"):
+        low.window(0, 4)
+
+
+@pytest.mark.parametrize("bos", [None, 99])
+def test_an_epoch_visits_every_window_once(tmp_path, bos):
+    data.write_tokens(tmp_path / "a.bin", list(range(90)), 100)
+    split = data.Split([tmp_path / "a.bin"], 100, bos)
+    n, L = int(split.count(7, 6).sum()), 7
+    orders = []
+    for epoch in range(3):
+        targets = [split.batch(number, 1, L, 5)[1][0] for number in range(epoch * n, (epoch + 1) * n)]
+        starts = [int(t[0]) for t in targets]
+        assert len(set(starts)) == n and len({s % L for s in starts}) == 1  # windows of one grid, each once
+        orders.append(starts)
+    assert orders[0] != orders[1] and sorted(orders[0]) != sorted(orders[1]) or sorted(orders[1]) != sorted(orders[2])  # the grid's offset moves
+
+
+def test_batches_depend_on_seed_and_number_alone(text_data):
+    d = data.Dataset(text_data)
+    a = d.train.batch(3, 6, 32, 1)
+    again = data.Dataset(text_data).train.batch(3, 6, 32, 1)
+    assert all(np.array_equal(x, y) for x, y in zip(a, again)) and a[0].dtype == np.int64 and a[0].shape == (6, 32)
+    halves = [d.train.batch(n, 3, 32, 1) for n in (6, 7)]  # the same samples in micro-batches of another size
+    assert np.array_equal(np.concatenate([h[0] for h in halves]), a[0])
+    assert not np.array_equal(d.train.batch(3, 6, 32, 2)[0], a[0])
+    far = d.train.batch(10**9, 2, 32, 1)  # the millionth epoch costs no more than the first
+    assert far[0].shape == (2, 32)
+    assert (a[0][:, 0] == 256).all() and not (a[1] == 256).any()
+
+
+def test_prepare_a_file(here):
+    (here / "t.txt").write_bytes(TEXT.encode())
+    for tokenizer in ("bytes", "char"):
+        d = data.Dataset(prepare_text(here / "t.txt", tokenizer, tokenizer=tokenizer))
+        text = TEXT.encode() if tokenizer == "bytes" else TEXT
+        assert d.tokenizer.decode(d.train.tokens[0].tolist()) + d.tokenizer.decode(d.val.tokens[0].tolist()) == TEXT.encode()
+        assert len(d.val) - (tokenizer == "bytes") == len(text) - int(len(text) * .9)
+        assert (d.bos, d.tokenizer.bos) == ((256, 256) if tokenizer == "bytes" else (None, None))
+    with pytest.raises(UserError, match="exists"):
+        prepare_text(here / "t.txt", "char", tokenizer="char")
+    with pytest.raises(UserError, match="no <bos>"):
+        data.Dataset("char", bos=True)
+    assert data.Dataset("bytes", bos=False).bos is None and d.bytes_of(np.array([d.tokenizer.index["☃"], -1, 0])) == 4
+
+
+def test_prepare_a_folder(here):
+    for i in range(60):
+        (here / "src" / f"p{i % 3}").mkdir(parents=True, exist_ok=True)
+        (here / "src" / f"p{i % 3}" / f"f{i}.py").write_text(f"# file {i}\n" + TEXT)
+    (here / "src" / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (here / "src" / ".git").mkdir()
+    (here / "src" / ".git" / "config").write_text("secret")
+    d = data.Dataset(prepare_text(here / "src", "folder"))
+    train, val = (bytes(t for t in split.tokens[0] if t < 256) for split in (d.train, d.val))
+    assert train.count(b"# file") + val.count(b"# file") == 60 and 1 <= val.count(b"# file") <= 15 and b"secret" not in train + val and b"PNG" not in train + val
+    assert (np.asarray(d.train.tokens[0]) == 256).sum() == train.count(b"# file")
+    again = data.Dataset(prepare_text(here / "src", "again"))
+    assert again.hash == d.hash != data.Dataset(prepare_text(here / "src", "more", val_fraction=0.5)).hash
+
+
+def test_what_prepare_refuses(here):
+    (here / "bad.txt").write_bytes(b"abc\xff\xfe" * 9)
+    (here / "empty").mkdir()
+    (here / "none.txt").write_bytes(b"")
+    (here / "good.txt").write_text(TEXT)
+    for path, options, words in (("bad.txt", dict(tokenizer="char"), "byte 3"), ("empty", {}, "no text"), ("none.txt", {}, "no text"), ("gone.txt", {}, "no file"),
+                                 ("good.txt", dict(tokenizer="gpt7"), "gpt7"), ("bad.txt", dict(val_fraction=0.0), "between 0 and 1"), ("bad.txt", dict(name="../x"), "--name")):
+        with pytest.raises(UserError, match=words):
+            prepare_text(here / path, **{"name": "x", **options})
+    assert not list((here / "data").iterdir())  # nothing half-made is left
+    prepare_text(here / "bad.txt", "fine")  # as bytes anything goes
+
+
+def test_foreign_token_folders(here, monkeypatch):
+    """nanoGPT's train.bin and val.bin, and llm.c's shards, as they are."""
+    folder = here / "owt"
+    folder.mkdir()
+    np.arange(500, dtype="<u2").tofile(folder / "train.bin")
+    np.arange(100, dtype="<u2").tofile(folder / "val.bin")
+    d = data.Dataset(str(folder))
+    assert d.vocab_size == 50257 and d.bos is None and len(d.train) == 500
+    assert data.Dataset(str(folder), bos=True).bos == 50256
+    (folder / "meta.pkl").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(UserError, match="pickle"):
+        data.Dataset(str(folder))
+    shards = here / "fineweb"
+    shards.mkdir()
+    for name in ("fw_train_000001.bin", "fw_train_000002.bin", "fw_val_000000.bin"):
+        data.write_tokens(shards / name, range(100), 50257)
+    assert len(data.Dataset(str(shards)).train) == 200
+    (shards / "fw_val_000000.bin").unlink()
+    with pytest.raises(UserError, match="val"):
+        data.Dataset(str(shards))
+    with pytest.raises(UserError, match="prepare.py"):
+        data.Dataset("nothing")
+
+
+def test_fingerprint_notices_a_changed_byte(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * 1000)
+    one = data.fingerprint([tmp_path / "a"])
+    (tmp_path / "a").write_bytes(b"x" * 999 + b"y")
+    assert data.fingerprint([tmp_path / "a"]) != one
+    with open(tmp_path / "big", "wb") as f:
+        f.truncate(70_000_000)
+    two = data.fingerprint([tmp_path / "big"])
+    with open(tmp_path / "big", "r+b") as f:
+        f.truncate(70_000_001)
+    assert data.fingerprint([tmp_path / "big"]) != two
+
+
+def test_the_embedded_default(here):
+    from data.prepare import prepare
+    d = data.Dataset(prepare("python"))
+    meta = json.loads((here / "data" / "python" / "meta.json").read_text())
+    assert 5e6 < meta["tokens"]["train"] < 2e7 and 3e5 < meta["tokens"]["val"] and meta["files"] >= 180 and len(meta["sha256"]) == 2
+    text = bytes(t for t in np.asarray(d.train.tokens[0]) if t < 256)
+    assert b"class ArgumentParser" in text or b"class ArgumentParser" in bytes(t for t in np.asarray(d.val.tokens[0]) if t < 256)
+    assert d.bos == 256 and d.train.tokens[0][0] == 256
+
+
+@pytest.mark.parametrize("name,url", [("shakespeare", "tinyshakespeare"), ("fineweb10B", "fineweb_val")])
+def test_what_cannot_be_downloaded_is_said(here, name, url, monkeypatch):
+    import urllib.request
+    from data.prepare import prepare
+
+    def no_network(*a, **k):
+        raise OSError("Network is unreachable")
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    with pytest.raises(UserError, match=url) as error:
+        prepare(name)
+    assert "by hand" in str(error.value) and "unreachable" in str(error.value)
+    if name == "shakespeare":  # put by hand: checked
+        (here / "data" / name / "input.txt").write_text("not it")
+        with pytest.raises(UserError, match="SHA-256"):
+            prepare(name)
+
+
+def test_build_into_the_real_data_folder_leaves_nothing(tmp_path):
+    before = set((ROOT / "data").iterdir())
+    with pytest.raises(UserError):
+        build("x-test", {"a": tmp_path / "a"} if (tmp_path / "a").write_bytes(b"") == 0 else {}, "a")
+    assert set((ROOT / "data").iterdir()) == before
+    shutil.rmtree(ROOT / "data" / "x-test", ignore_errors=True)
+
+

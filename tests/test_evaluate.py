@@ -1,0 +1,68 @@
+"""The protocols against sums written out window by window."""
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import evaluate
+from config import UserError
+
+
+def split(tmp_path, n=1000, bos=None, files=1):
+    rng = np.random.default_rng(0)
+    for i in range(files):
+        data.write_tokens(tmp_path / f"{i}.bin", rng.integers(0, 49, n - 10 * i), 50)
+    return data.Split([tmp_path / f"{i}.bin" for i in range(files)], 50, bos)
+
+
+@pytest.mark.parametrize("bos", [None, 49])
+@pytest.mark.parametrize("length,max_tokens", [(16, 400), (24, 400), (64, 1000), (400, 400), (1, 50), (999, 5000)])
+def test_every_target_of_the_span_is_scored_once(length, max_tokens, bos, make, tmp_path):
+    """Windows that do not divide the span overlap at the end, and only the rest is scored; the same targets at every length."""
+    model, s = make(pos="alibi"), split(tmp_path, bos=bos, files=2)
+    nats, tokens = evaluate.loss_by_position(model, s, length, max_tokens)
+    span, stream = min(max_tokens, 1000 - (bos is None)), np.asarray(s.tokens[0], np.int64)
+    want, count, at = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64), 0
+    shift = 0 if bos is not None else 1
+    while at < span:
+        start = min(at, span - length)
+        y = stream[start + shift:start + shift + length]
+        x = np.concatenate(([bos], y[:-1])) if bos is not None else stream[start:start + length]
+        loss = torch.nn.functional.cross_entropy(model(torch.tensor(x)[None])[0], torch.tensor(y), reduction="none").detach().double()
+        new = torch.arange(length) >= at - start
+        want, count, at = want + loss * new, count + new, start + length
+    assert torch.equal(tokens, count) and int(tokens.sum()) == span
+    assert torch.allclose(nats, want, rtol=1e-4, atol=1e-3)
+
+
+def test_rows(tmp_path):
+    nats, tokens = torch.arange(10, dtype=torch.float64), torch.tensor([1.0] * 9 + [0.0])
+    rows = evaluate.rows_of("x", nats, tokens, ("chunked", "last-quarter", "position"))
+    assert rows[0] == {"checkpoint": "x", "task": "loss", "protocol": "chunked", "length": 10, "loss": 5.0, "tokens": 9}
+    assert rows[1]["loss"] == (7 + 8 + 9) / 2 and rows[1]["tokens"] == 2
+    by = [row for row in rows if row["protocol"] == "position"]
+    assert [row["position"] for row in by] == [[i, i + 1] for i in range(10)] and by[3]["loss"] == 3.0
+    long = [row for row in evaluate.rows_of("x", torch.ones(256), torch.ones(256), ("position",))]
+    assert len(long) == 16 and long[-1]["position"] == [240, 256]
+    assert "x" in evaluate.table(rows, [10]) and "5.0000" in evaluate.table(rows, [10])
+
+
+def test_refusals_fill_their_cell(make, tmp_path, text_data):
+    model = make(pos="learned", vocab_size=257)
+    model.meta = {"dataset": str(text_data), "bos": 256}
+    cfg = evaluate.EvaluateConfig(max_tokens=200, protocol=("chunked",), device="cpu", dtype="float32")
+    rows = evaluate.measure({"m": model}, cfg, (24, 48, 500))
+    assert "loss" in rows[0] and "24 tokens" in rows[1]["refused"] and "--max_tokens" in rows[2]["refused"] and json.dumps(rows)
+    assert "refused: m at 48" in evaluate.table(rows, (24, 48, 500))
+    with pytest.raises(UserError, match="longer than the"):
+        evaluate.loss_by_position(model, data.Dataset(text_data).val, 10**7)
+
+
+def test_terminal_plot():
+    text = evaluate.terminal_plot({"one": [(256, 1.0), (1024, 3.0)], "two": [(256, 1.0), (1024, 2.0), (2048, float("nan"))]})
+    lines = text.splitlines()
+    assert lines[0].startswith("  3.000 |") and lines[0].rstrip().endswith("A") and "A one" in text and "B two" in text and "256" in lines[-3] and "1024" in lines[-3]
+    assert lines[12].startswith("  1.000 |*")  # both start there
+    assert evaluate.terminal_plot({"none": []}) == "nothing to plot"
