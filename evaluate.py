@@ -39,6 +39,8 @@ class EvaluateConfig:
     def __post_init__(self):
         if min((self.max_tokens, *self.lengths)) < 1:
             raise UserError("lengths and max_tokens count tokens and must be at least 1")
+        if self.plot and not self.plot.endswith(".png"):
+            raise UserError(f"--plot={self.plot} must end in .png")
         if not self.protocol:
             raise UserError("protocol names nothing: choose from chunked, last-quarter, position")
 
@@ -89,7 +91,7 @@ def measure(models, cfg, lengths):
     """The rows of every checkpoint (name -> GPT, on its device), length and protocol; a cell that cannot be has "refused" with the reason."""
     rows, splits = [], {}
     for name, model in models.items():
-        dataset, bos = cfg.dataset or model.meta["dataset"], model.meta["bos"] is not None
+        dataset, bos = cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None
         if (dataset, bos) not in splits:
             splits[dataset, bos] = data.Dataset(dataset, bos)
         if splits[dataset, bos].vocab_size != model.config.vocab_size:
@@ -196,9 +198,9 @@ def picture(rows, lengths, file, note):
             drawn.auto_set_font_size(False)
             drawn.set_fontsize(8)
             drawn.auto_set_column_width([0])
-    axes[0][0].legend(fontsize=8)
+    if axes[0][0].lines:
+        axes[0][0].legend(fontsize=8)
     figure.supxlabel(note, fontsize=7, color="gray")
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     plt.close(figure)
     print(f"{file} is drawn")
@@ -208,8 +210,13 @@ def main():
     cfg, _, paths = config.parse(EvaluateConfig, about=__doc__, paths="run folders or step folders, NAME=FOLDER to name one in table and plot")
     if not paths:
         raise UserError("give at least one run folder, as in python evaluate.py out/python-rope")
+    for file in filter(None, (cfg.plot, cfg.json)):  # before the work, not after it
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        open(file, "ab").close()
     device = config.pick_device(cfg.device)
     folders = {path.partition("=")[0] if "=" in path and not Path(path).exists() else path.rstrip("/"): path if Path(path).exists() else path.partition("=")[2] or path for path in paths}
+    if len(folders) < len(paths):
+        raise UserError("two checkpoints have the same name: give each its own, as in NAME=FOLDER")
     models = {name: GPT.load(folder, cfg.best).to(device) for name, folder in folders.items()}
     for name, model in models.items():
         if "dataset" not in model.meta and not cfg.dataset:
@@ -222,7 +229,6 @@ def main():
         print(f"\n{protocol}, nats per token, by " + ("position" if protocol == "position" else "context length"))
         print(terminal_plot(series_of(rows, protocol)))
     if cfg.json:
-        Path(cfg.json).parent.mkdir(parents=True, exist_ok=True)
         Path(cfg.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if cfg.plot:
         first = next(iter(models.values()))

@@ -9,17 +9,14 @@ stretched: its data, its optimizer, as many tokens an iteration, and 0.3 of its 
 the factors and replaces the method; base and trained length stay the original ones.
 """
 import config  # first: it says in one sentence that a Python is too old
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-
-import torch.distributed as dist
 
 import data
 from config import UserError
 from evaluate import loss_by_position, rows_of, table
-from model import GPT, Refused, checkpoint_folder, steps
-from train import TrainConfig, finish, resumed, start_processes, train
+from model import GPT, GPTConfig, Refused, checkpoint_folder, read_meta, steps
+from train import TrainConfig, agree, finish, resumed
 
 
 @dataclass
@@ -34,28 +31,45 @@ class ExtendConfig(TrainConfig):
     weight_decay: float = 0.0   # of matrices and embeddings
     eval_interval: int = 1000   # iterations between evaluations, each followed by a checkpoint; the first and last step have one anyway
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.factor <= 1e6:
+            raise UserError(f"factor={self.factor} does not stretch: give a number of at least 1, and at most a million")
+
     def method_options(self):
         """The options as a dict: numbers, true or false, or words."""
         out = {}
         for item in filter(None, self.options.split(",")):
             name, equals, value = item.partition("=")
-            if not equals:
+            if not equals or not name.isidentifier() or name in ("self", "method", "factor"):
                 raise UserError(f"--options={self.options}: options are given as NAME=VALUE,NAME=VALUE")
             try:
-                out[name.strip()] = float(value)
+                out[name] = float(value)
             except ValueError:
-                out[name.strip()] = {"true": True, "false": False}.get(value.lower(), value)
+                out[name] = {"true": True, "false": False}.get(value.lower(), value)
         return out
 
 
-def defaults_from(model, factor):
-    """What a fine-tuning of this model takes over from the run that made it."""
-    was = model.meta["train"]
-    own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile"}
+def run_defaults(values, paths):
+    """What the command line leaves open: on resume as the run had it, else taken over from the run that is stretched."""
+    if len(paths) != 1:
+        raise UserError("give the run folder to stretch, as in python extend.py out/python-rope --method=yarn --factor=4")
+    folder = checkpoint_folder(paths[0])
+    method, factor = values.get("method", "yarn"), values.get("factor", 4.0)
+    run = Path(paths[0]) if steps(paths[0]) else folder.parent
+    out_dir = values.get("out_dir") or f"{run}-{method}{factor:g}"
+    if values.get("init_from") == "resume" and steps(out_dir):
+        return {**(read_meta(steps(out_dir)[-1]).get("train") or {}), "out_dir": out_dir, "init_from": "scratch"}
+    was = read_meta(folder).get("train") or {}
+    if not was and not {"dataset", "learning_rate"} <= values.keys():
+        raise UserError(f"{paths[0]} does not say how it was trained: give --dataset and --learning_rate")
+    own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile", "learning_rate"}
     kept = {f.name: was[f.name] for f in fields(TrainConfig) if f.name in was and f.name not in own}
-    windows = max(1, round(was["batch_size"] / factor))  # micro-batches keep their tokens
-    return {**kept, "batch_size": windows, "learning_rate": was["learning_rate"] * (1 if "method" in was else 0.3),
-            "gradient_accumulation_steps": max(1, round(was["gradient_accumulation_steps"] * was["batch_size"] / factor / windows))}
+    if was and 1 <= factor <= 1e6:
+        kept["learning_rate"] = was["learning_rate"] * (1 if "method" in was else 0.3)
+        kept["batch_size"] = max(1, round(was["batch_size"] / factor))  # micro-batches keep their tokens
+        kept["gradient_accumulation_steps"] = max(1, round(was["gradient_accumulation_steps"] * was["batch_size"] / factor / kept["batch_size"]))
+    return {**kept, "out_dir": out_dir}
 
 
 def report(model, cfg, when):
@@ -74,49 +88,35 @@ def report(model, cfg, when):
 
 
 def main():
-    cfg, given, paths = config.parse(ExtendConfig, about=__doc__, presets=True, paths="the run folder, or step folder, to stretch")
-    if len(paths) != 1:
-        raise UserError("give the run folder to stretch, as in python extend.py out/python-rope --method=yarn --factor=4")
-    start_processes(cfg.device)
-    master = not dist.is_initialized() or dist.get_rank() == 0
+    gpt, cfg, given, paths = config.parse(GPTConfig, ExtendConfig, about=__doc__, presets=True, paths="the run folder, or step folder, to stretch", defaults=run_defaults)
+    rank, _ = config.join_processes(cfg.device)
     parent = GPT.load(paths[0])
-    if "train" not in parent.meta and not {"dataset", "learning_rate"} <= given:
-        raise UserError(f"{paths[0]} does not say how it was trained: give --dataset and --learning_rate")
-    cfg, *_ = config.parse(ExtendConfig, presets=True, paths="", defaults=defaults_from(parent, cfg.factor))
-    run = Path(paths[0]) if steps(paths[0]) else checkpoint_folder(paths[0]).parent
-    cfg.out_dir = out_dir = cfg.out_dir or f"{run}-{cfg.method}{cfg.factor:g}"
-    model = resumed(cfg)
+    agree(parent, gpt, given)
+    model = resumed(cfg, gpt, set())
     if model:
-        stretch = model.config.stretch or {}
-        for name, value in (("method", cfg.method), ("factor", cfg.factor * (parent.config.stretch or {"factor": 1.0})["factor"])):
-            if name in given and stretch.get(name) != value:
-                raise UserError(f"{model.folder} was made with {name}={stretch.get(name)}: leave the setting out, or choose another --out_dir")
-        cfg, *_ = config.parse(ExtendConfig, presets=True, paths="", defaults=model.meta["train"])
-        cfg.out_dir, cfg.init_from = out_dir, "resume"
-    elif steps(out_dir):
-        raise UserError(f"{out_dir} holds a run already: go on with it by --init_from=resume, or choose another --out_dir")
+        total = cfg.factor * (parent.config.stretch or {"factor": 1.0})["factor"]
+        asked = {"parent": parent.folder.parent.name, "method": cfg.method, "factor": total, "options": cfg.method_options()}
+        has = {**(model.config.stretch or {}), "parent": Path(model.meta.get("parent", "")).parent.name}
+        for name, value in asked.items():
+            if has.get(name) != value:
+                raise UserError(f"{model.folder} was made with {name} {has.get(name) or 'none'}, and you ask for {value or 'none'}: leave the setting out, or choose another --out_dir")
+    elif steps(cfg.out_dir):
+        raise UserError(f"{cfg.out_dir} holds a run already: go on with it by --init_from=resume, or choose another --out_dir")
     else:
         model, pretraining = parent, parent.meta.get("pretraining_tokens") or parent.meta.get("tokens", 0)
         model.stretch(cfg.method, cfg.factor, **cfg.method_options())
         model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining}
     spent = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * model.config.block_size
-    if master:
+    if rank == 0:
         pretraining = model.meta["pretraining_tokens"]
         print(f"{model.config.trained_length} -> {model.config.block_size} tokens by {cfg.method}; fine-tuning on {spent:,} tokens, "
               + (f"{spent / pretraining:.2%} of the {pretraining:,} of pretraining" if pretraining else "of an unknown number in pretraining"))
         if "step" not in model.meta:
             report(model, cfg, "before")
-    try:
-        result = train(model, cfg)
-    except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if master:
-        if cfg.max_iters and not result["stopped"]:
-            report(model, cfg, "after")
-        finish(model, result, cfg)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    status = finish(model, cfg)
+    if rank == 0 and status == 0 and cfg.max_iters and GPT.load(cfg.out_dir).meta["step"] == cfg.max_iters:
+        report(model, cfg, "after")
+    return status
 
 
 if __name__ == "__main__":

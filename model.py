@@ -9,12 +9,13 @@
 Read next: train.py. Shapes in comments: B batch, T tokens, C width, H query heads, Hk key/value heads, D head dimension, V vocabulary.
 """
 import hashlib
+import inspect
 import json
 import math
 import os
 import shutil
 import warnings
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -60,6 +61,8 @@ class GPTConfig:
         if not self.head_dim and self.n_embd % self.n_head:
             raise Refused(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them, or give head_dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.head_dim < 1 or max(self.n_layer, self.n_head, self.head_dim, self.n_embd, self.vocab_size) > 1 << 24:
+            raise Refused("head_dim, n_layer, n_head, n_embd and vocab_size are sizes of a model: choose them between 1 and 2^24")
         if self.n_head % self.n_kv_head:
             raise Refused(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: choose a divisor of n_head")
         if self.pos not in POSITIONS:
@@ -195,11 +198,11 @@ class Rope(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
+        if not 0 <= config.rope_fraction <= 1 or not 1 < config.rope_base < math.inf:
+            raise Refused(f"rope_fraction={config.rope_fraction} must lie in 0..1 and rope_base={config.rope_base} above 1")
         self.rotary_dim = int(config.rope_fraction * config.head_dim)
         if config.head_dim % 2 or self.rotary_dim % 2:
             raise Refused(f"--pos=rope pairs channels, so head_dim={config.head_dim} and its rotated part of {self.rotary_dim} must be even")
-        if not 0 <= config.rope_fraction <= 1 or config.rope_base <= 1:
-            raise Refused(f"rope_fraction={config.rope_fraction} must lie in 0..1 and rope_base={config.rope_base} above 1")
         self.constant("inv_freq", None)
         stretch = config.stretch or {"method": "none", "factor": 1.0, "options": {}}
         self.stretch(stretch["method"], stretch["factor"], **stretch["options"])
@@ -207,11 +210,10 @@ class Rope(NoPE):
     def stretch(self, method, factor, **options):
         if method not in STRETCH:
             raise Refused(f"there is no method {method!r}: --pos=rope is stretched by {', '.join(STRETCH)}")
-        try:
-            inv_freq, self.attention_factor = STRETCH[method](self.config.rope_base, self.rotary_dim, self.config.trained_length, factor, **options)
-        except TypeError:
-            takes = STRETCH[method].__code__.co_varnames[4:STRETCH[method].__code__.co_argcount]
-            raise Refused(f"method {method!r} takes no options {', '.join(options)}: {', '.join(takes) if takes else 'it has none'}") from None
+        takes = list(inspect.signature(STRETCH[method]).parameters)[4:]
+        if unknown := sorted(set(options) - set(takes)):
+            raise Refused(f"method {method!r} takes no option {unknown[0]!r}: " + (f"its options are {', '.join(takes)}" if takes else "it has none"))
+        inv_freq, self.attention_factor = STRETCH[method](self.config.rope_base, self.rotary_dim, self.config.trained_length, factor, **options)
         self.inv_freq = inv_freq if self.inv_freq is None else inv_freq.to(self.inv_freq)
 
     def rotate(self, q, k, pos, layer):
@@ -250,15 +252,15 @@ def stretch_ntk_parts(base, rotary_dim, trained_context, factor, beta_fast=32.0,
     ramp="index" is linear in the pair's index, with its ends rounded outwards (truncate), as YaRN's released code and every runtime
     have it; ramp="paper" is linear in the number of turns, as the paper's text has it.
     """
-    if not 0 < beta_slow < beta_fast:
-        raise Refused(f"beta_slow={beta_slow} must be above 0 and below beta_fast={beta_fast}")
+    if not all(isinstance(beta, (int, float)) for beta in (beta_slow, beta_fast)) or not 0 < beta_slow < beta_fast < math.inf or not isinstance(truncate, bool):
+        raise Refused(f"beta_slow={beta_slow} must be above 0 and below beta_fast={beta_fast}, and truncate={truncate} true or false")
     inv_freq, _ = stretch_none(base, rotary_dim, trained_context, factor)
     if ramp == "paper":
         keep = ((trained_context * inv_freq / (2 * math.pi) - beta_slow) / (beta_fast - beta_slow)).clamp(0, 1)
     elif ramp == "index":
         low, high = (rotary_dim * math.log(trained_context / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (beta_fast, beta_slow))
         low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
-        low, high = max(low, 0), min(high, rotary_dim - 1)
+        low, high = max(low, 0), max(min(high, rotary_dim - 1), low, 0)
         keep = 1 - ((torch.arange(rotary_dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
     else:
         raise Refused(f"ramp={ramp!r} is neither 'index' nor 'paper'")
@@ -267,6 +269,8 @@ def stretch_ntk_parts(base, rotary_dim, trained_context, factor, beta_fast=32.0,
 
 def stretch_yarn(base, rotary_dim, trained_context, factor, beta_fast=32.0, beta_slow=1.0, ramp="index", truncate=True, attention_factor=None):
     """YaRN (Peng et al. 2023): NTK-by-parts, with cos and sin multiplied by 0.1 ln(factor) + 1, so logits by its square."""
+    if attention_factor is not None and not (isinstance(attention_factor, (int, float)) and 0 < attention_factor < math.inf):
+        raise Refused(f"attention_factor={attention_factor} must be a number above 0")
     inv_freq, _ = stretch_ntk_parts(base, rotary_dim, trained_context, factor, beta_fast, beta_slow, ramp, truncate)
     return inv_freq, 0.1 * math.log(factor) + 1 if attention_factor is None else float(attention_factor)
 
@@ -276,17 +280,6 @@ STRETCH = {"none": stretch_none, "pi": stretch_pi, "ntk": stretch_ntk, "ntk-part
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The transformer: RMSNorm before each half, attention with grouped queries, SwiGLU, no biases: Llama's shape.
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang & Sennrich 2019), over the last dimension, the mean square in float32."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), 1e-5)
-
 
 class Attention(nn.Module):
     """Causal self-attention with grouped queries, optional QK-norm and window. The scheme rotates and biases; its name is not known here."""
@@ -300,7 +293,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(C, Hk * D, bias=False)
         self.o = nn.Linear(H * D, C, bias=False)
         if config.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(D), RMSNorm(D)
+            self.q_norm, self.k_norm = nn.RMSNorm(D, 1e-5), nn.RMSNorm(D, 1e-5)
 
     def forward(self, x, scheme, pos, docs, cache):
         c, (B, T, _) = self.config, x.shape
@@ -335,8 +328,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(config.n_embd), Attention(config, layer)
-        self.mlp_norm, self.mlp = RMSNorm(config.n_embd), MLP(config)
+        self.attention_norm, self.attention = nn.RMSNorm(config.n_embd, 1e-5), Attention(config, layer)
+        self.mlp_norm, self.mlp = nn.RMSNorm(config.n_embd, 1e-5), MLP(config)
         self.dropout = config.dropout
 
     def forward(self, x, scheme, pos, docs, cache):
@@ -377,7 +370,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.pos = POSITIONS[config.pos](config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd)
+        self.norm = nn.RMSNorm(config.n_embd, 1e-5)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
@@ -461,7 +454,7 @@ class GPT(nn.Module):
         cache = Cache()
         for _ in range(max_new_tokens):
             logits = self.head(self.hidden(tokens, cache=cache)[:, -1]).float()  # (B, V)
-            if temperature == 0:
+            if temperature < 1e-5:
                 tokens = logits.argmax(-1, keepdim=True)
             else:
                 logits, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
@@ -494,31 +487,26 @@ class GPT(nn.Module):
     # -----------------------------------------------------------------------------------------------------------------
     # Checkpoints: a folder with model.safetensors, meta.json and, from training, optim.safetensors. It is whole or absent.
 
-    def save(self, folder, optim=None, replace=False, **meta):
+    def save(self, folder, optim=None, **meta):
         """Write a checkpoint folder: into .tmp-* beside it, synced, then one rename. optim: a dict of tensors; meta: what else JSON can hold.
 
-        Raises Refused when the folder exists already, unless replace is set. A tied head is stored once. What meta the model was loaded with is kept.
+        Raises Refused when the folder exists already. A tied head is stored once. What meta the model was loaded with is kept.
         """
         from safetensors.torch import save_file
         folder = Path(folder)
-        if folder.exists() and not replace:
+        if folder.exists():
             raise Refused(f"{folder} exists already: remove it or save elsewhere")
         tmp = folder.parent / f".tmp-{folder.name}"
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
-        weights = {name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}  # a tied head appears once
-        save_file(weights, tmp / "model.safetensors")
+        save_file({name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}, tmp / "model.safetensors")
         if optim is not None:
             save_file(optim, tmp / "optim.safetensors")
         sums = {file.name: _sha256(file) for file in sorted(tmp.iterdir())}
-        meta = {**self.meta, **meta, "format": FORMAT, "config": asdict(self.config), "checksums": sums, "torch": torch.__version__}
-        (tmp / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        for path in (*tmp.iterdir(), tmp):
-            _sync(path)
-        if folder.exists():
-            os.rename(folder, folder.parent / f".tmp-old-{folder.name}")
+        for file in sums:
+            _sync(tmp / file)
+        write_meta(tmp, {**self.meta, **meta, "format": FORMAT, "config": asdict(self.config), "checksums": sums, "torch": torch.__version__})
         os.rename(tmp, folder)
-        shutil.rmtree(folder.parent / f".tmp-old-{folder.name}", ignore_errors=True)
         _sync(folder.parent)
 
     @classmethod
@@ -565,7 +553,8 @@ def checkpoint_folder(path, best=False):
     if not found:
         raise Refused(f"there is no checkpoint in {path}: " + ("it does not exist; train one with python train.py --out_dir=" + str(path) if not path.exists()
                       else "give a run folder (out/NAME) or one of its step folders"))
-    return min(found, key=lambda p: (read_meta(p).get("val_loss") or math.inf, p)) if best else found[-1]
+    measured = {p: value for p in found if best and isinstance(value := read_meta(p).get("val_loss"), float)}
+    return min(measured, key=measured.get) if measured else found[-1]
 
 
 def read_meta(folder):
@@ -579,11 +568,20 @@ def read_meta(folder):
         if unknown := sorted(set(config) - known):
             raise Refused(f"{file} has settings that this version does not know: {', '.join(unknown)}")
         meta["checksums"]["model.safetensors"], GPTConfig(**config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, Refused):
             raise
         raise Refused(f"{file} is damaged ({type(error).__name__}: {error}); {_others(folder)}") from None
     return meta
+
+
+def write_meta(folder, meta):
+    """Write meta.json of a step folder, new or instead of the one it has, by one rename."""
+    new = Path(folder) / ".meta.json"
+    new.write_text(json.dumps(meta, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    _sync(new)
+    os.replace(new, Path(folder) / "meta.json")
+    _sync(folder)
 
 
 def verify(file, meta):
@@ -596,7 +594,7 @@ def verify(file, meta):
 
 def _others(folder):
     others = [str(p) for p in steps(Path(folder).parent) if p.name < Path(folder).name]
-    return f"use the step before it, {others[-1]}" if others else "no earlier step is left, so train again"
+    return f"use the step before it, {others[-1]} (to resume from there, move the damaged one away)" if others else "no earlier step is left, so train again"
 
 
 def _sha256(file):

@@ -34,15 +34,15 @@ class SampleConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
 
     def __post_init__(self):
-        if self.max_new_tokens < 0 or self.num_samples < 1 or self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError("max_new_tokens, temperature and top_k must be at least 0, num_samples at least 1, and top_p above 0 and at most 1")
+        if self.max_new_tokens < 0 or self.num_samples < 1 or not 0 <= self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1 or self.seed < 0:
+            raise UserError("max_new_tokens, temperature, top_k and seed must be at least 0, num_samples at least 1, and top_p above 0 and at most 1")
 
 
 def main():
     cfg, _, paths = config.parse(SampleConfig, about=__doc__, paths="a run folder or step folder")
     runs = paths or ([cfg.out_dir] if cfg.out_dir else sorted({str(p.parent.parent) for p in Path("out").glob("**/step-*/meta.json")}, key=lambda run: Path(run, "log.jsonl").stat().st_mtime
                                                               if Path(run, "log.jsonl").exists() else 0)[-1:])
-    if len(runs) != 1:
+    if len(runs) != 1 or paths and cfg.out_dir:
         raise UserError("give one run folder, as in python sample.py out/python-rope" if runs else "there is no run under out/: train one with python train.py --pos=rope")
     model = GPT.load(runs[0], cfg.best)
     device = config.pick_device(cfg.device)
@@ -55,9 +55,11 @@ def main():
         try:
             start = Path(start[5:]).read_bytes().decode("utf-8", "surrogateescape")
         except OSError as error:
-            raise UserError(f"the prompt {start[5:]} cannot be read: {error.strerror}") from None
+            raise UserError(f"the prompt {start[5:]!r} cannot be read ({error.strerror}): give --start=FILE:PATH of a text") from None
     ids = tokenizer.encode(start if start or bos is not None else "\n")
     ids = [bos, *ids] if bos is not None else ids
+    if len(ids) > 64 * model.config.block_size:
+        raise UserError(f"the prompt's {len(ids)} tokens are more than 64 times the {model.config.block_size} that this model was made for: shorten it, or stretch the model by extend.py")
     total, made_for = len(ids) + cfg.max_new_tokens, model.config.block_size
     if total > made_for and not model.pos.bounded:
         remedy = f"; python extend.py {runs[0]} --method=yarn --factor={-(-total // model.config.block_size)} stretches it" if model.config.pos == "rope" else ""

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import data
 from config import UserError
 from data.prepare import prepare
-from model import GPT, GPTConfig, Refused, checkpoint_folder, steps, verify
+from model import GPT, GPTConfig, Refused, checkpoint_folder, read_meta, steps, verify, write_meta
 
 
 @dataclass
@@ -68,6 +68,8 @@ class TrainConfig:
         for name in ("max_iters", "warmup_iters", "eval_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name}={getattr(self, name)} must be a number of at least 0")
+        if self.seed >= 1 << 63:
+            raise UserError(f"seed={self.seed} must be below 2^63")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise UserError(f"beta1={self.beta1} and beta2={self.beta2} must lie between 0 and 1")
 
@@ -122,16 +124,14 @@ def load_optimizers(model, optimizers, file):
 
 
 @torch.no_grad()
-def validate(model, split, cfg, autocast, stopped=lambda: False):
+def validate(model, dataset, cfg, autocast, stopped=lambda: False):
     """Sums over the validation windows: (nats, scored tokens, bytes of text or None), over all processes; None when stopped() came true.
 
     Windows do not overlap; eval_iters=0 scores each one, n the same n * batch_size evenly spaced ones at every step and process count.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     T, device = model.config.block_size, next(model.parameters()).device
-    count = int(split.val.count(T).sum())
-    if count < 1:
-        raise UserError(f"the validation text of {split.name} holds {len(split.val)} tokens, too few for a window of {T}: prepare more text, or lower --block_size")
+    count = int(dataset.val.count(T).sum())
     n = min(cfg.eval_iters * cfg.batch_size, count) or count
     windows = [i * count // n for i in range(n)]
     batches = [windows[i:i + cfg.batch_size] for i in range(0, n, cfg.batch_size)]
@@ -141,10 +141,10 @@ def validate(model, split, cfg, autocast, stopped=lambda: False):
         if stopped():
             sums[3] = 1
             break
-        x, y = map(torch.from_numpy, map(data.np.stack, zip(*(split.val.window(i, T) for i in batch))))
+        x, y = map(torch.from_numpy, map(data.np.stack, zip(*(dataset.val.window(i, T) for i in batch))))
         with autocast():
             nats = model(x.to(device), y.to(device), reduction="sum")
-        sums += torch.tensor([nats.item(), (y >= 0).sum(), split.bytes_of(y.numpy()) or 0, 0], dtype=torch.float64)
+        sums += torch.tensor([nats.item(), (y >= 0).sum(), dataset.bytes_of(y.numpy()) or 0, 0], dtype=torch.float64)
     model.train(was)
     if world > 1:
         sums = sums.to(device)
@@ -165,7 +165,7 @@ def train(model, cfg):
     if accumulation % world:
         raise UserError(f"gradient_accumulation_steps={accumulation} is the total over processes and is not divisible by {world} of them: choose a multiple of {world}")
     resume = cfg.init_from == "resume" and "step" in model.meta
-    if steps(run) and not resume:
+    if steps(run) and not resume:  # looked at again when the lock is ours
         raise UserError(f"{run} holds a run already: go on with it by --init_from=resume, or choose another --out_dir")
     device = config.pick_device(cfg.device)
     dtype = config.pick_dtype(cfg.dtype, device)
@@ -173,18 +173,26 @@ def train(model, cfg):
     dataset = data.Dataset(cfg.dataset, cfg.bos)
     if dataset.vocab_size != model.config.vocab_size:
         raise UserError(f"dataset {cfg.dataset} has a vocabulary of {dataset.vocab_size} and the model one of {model.config.vocab_size}: use the dataset that the model was made for")
+    dataset.train.require(T)
+    dataset.val.require(T)
     if resume and model.meta["data_hash"] != dataset.hash:
         raise UserError(f"the files of dataset {cfg.dataset} are not those that {run} was trained on: restore them, or train anew with another --out_dir")
     if rank == 0:
         run.mkdir(parents=True, exist_ok=True)
-        lock = _lock(run)  # held until this function returns
+        lock = config.lock(run)  # held until this function returns
+        if (steps(run)[-1:] or [None])[0] != (model.folder if resume else None):
+            raise UserError(f"another process has just written to {run}: start again")
         for left in run.glob(".tmp-*"):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
 
     def autocast():
         return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
-    if device.type == "cpu":  # glibc: keep freed memory; faulting in fresh pages for every temporary tensor costs 7 % of a small model's step
+    if device.type == "cuda":  # the same bits again cost some speed
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    elif sys.platform == "linux":  # glibc: keep freed memory; faulting in fresh pages for every temporary tensor costs 7 % of a small model's step
         with contextlib.suppress(OSError, AttributeError):
             for parameter, value in ((-1, 2**31 - 1), (-2, 1 << 26), (-3, 1 << 25)):  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
                 ctypes.CDLL(None).mallopt(parameter, value)
@@ -218,22 +226,27 @@ def train(model, cfg):
 
     told, handlers = [], {}  # signals that this process was sent; what was done with them before
     def note_signal(number, frame):
-        if told:  # a second one does not wait
-            signal.signal(number, handlers[number])
-        told.append(number)
+        if told and time.monotonic() - told[0] > 1:  # a second one, asked for in earnest, does not wait
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        told.append(time.monotonic())
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def save(val_loss):
         if rank == 0:
-            model.save(run / f"step-{step:06d}", replace=True, optim=optimizer_tensors(model, optimizers), train=asdict(cfg), step=step, val_loss=val_loss, best=best,
-                       tokens=tokens, scaler=[scale, good] if dtype == torch.float16 else None, dataset=cfg.dataset, data_hash=dataset.hash,
-                       tokenizer=dataset.tokenizer and dataset.tokenizer.to_json(), bos=dataset.bos)
+            folder = run / f"step-{step:06d}"
+            if folder.exists():  # saved when a signal cut its evaluation short: the weights are these
+                write_meta(folder, {**read_meta(folder), "val_loss": val_loss, "best": best})
+            else:
+                model.save(folder, optim=optimizer_tensors(model, optimizers), train=asdict(cfg), step=step, val_loss=val_loss, best=best, tokens=tokens,
+                           scaler=[scale, good] if dtype == torch.float16 else None, dataset=cfg.dataset, data_hash=dataset.hash, bos=dataset.bos,
+                           tokenizer=dataset.tokenizer and dataset.tokenizer.to_json(), launch=os.environ.get("TORCHELASTIC_RUN_ID"))
             for old in steps(run)[:-2]:  # the last two are kept, and the best
                 if best is None or old.name != f"step-{best[0]:06d}":
                     os.rename(old, run / f".tmp-{old.name}")
             for left in run.glob(".tmp-*"):
-                shutil.rmtree(left)
+                shutil.rmtree(left, ignore_errors=True)
         if world > 1:
             dist.barrier()
 
@@ -267,7 +280,7 @@ def train(model, cfg):
             for micro in range(rank, accumulation, world):
                 number = step * accumulation + micro
                 x, y = map(torch.from_numpy, dataset.train.batch(number, cfg.batch_size, T, cfg.seed))
-                torch.manual_seed((cfg.seed << 40) + number)  # dropout, too, is a function of (seed, micro-batch)
+                torch.manual_seed(((cfg.seed << 40) + number) % (1 << 63))  # dropout, too, is a function of (seed, micro-batch)
                 if world > 1:
                     forward.require_backward_grad_sync = micro + world >= accumulation
                 with autocast():
@@ -308,7 +321,7 @@ def train(model, cfg):
                 speed = (step - since) * accumulation * cfg.batch_size * T / (now - clock)
                 log.bar(step, f"loss {nats / max(scored, 1):.4f}, {speed:,.0f} tokens/s" + (f", MFU {speed * model.flops_per_token() / peak / world:.1%}" if peak else ""))
                 if step % cfg.log_interval == 0 or step == cfg.max_iters:
-                    log.row(step=step, loss=nats / max(scored, 1), lr=learning_rate(cfg, step - 1), norm=norm, tokens=tokens, tokens_per_second=round(speed))
+                    log.row(step=step, loss=nats / max(scored, 1), lr=learning_rate(cfg, step - 1), norm=norm if math.isfinite(norm) else None, tokens=tokens, tokens_per_second=round(speed))
                     clock, since = now, step
     except FloatingPointError as error:
         kept = steps(run)
@@ -331,8 +344,8 @@ class _Log:
 
     def __init__(self, run, step, evaluated, cfg):
         file, rows = run / "log.jsonl", []
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() and (step or evaluated) else []:
-            with contextlib.suppress(ValueError):  # a line cut short by a crash
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() and (step or evaluated) else []:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut short by a crash
                 row = json.loads(line)
                 if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
                     rows.append(line)
@@ -346,16 +359,20 @@ class _Log:
                 import wandb
             except ImportError:
                 raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb out") from None
-            self.wandb = wandb.init(project=cfg.wandb, name=run.name, config=asdict(cfg), resume="allow", id=run.name)
+            self.wandb = wandb.init(project=cfg.wandb, name=run.name, config=asdict(cfg))
 
     def row(self, **row):
-        self.file.write(json.dumps(row) + "\n")
+        self.file.write(json.dumps(row, allow_nan=False) + "\n")
         self.file.flush()
         if self.wandb:
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
     def say(self, text):
-        self.tqdm.write(text)
+        try:
+            self.tqdm.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # nobody reads us any more: the run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def bar(self, step, text):
         if not self.tqdm.disable:
@@ -364,7 +381,7 @@ class _Log:
         elif step - self.told >= max(1, self.max_iters // 10):  # no terminal: a line now and then
             self.told = step
             left = (time.perf_counter() - self.began) / max(1, step - self.first) * (self.max_iters - step)
-            print(f"iteration {step}/{self.max_iters}: {text}, {left:.0f} s left", flush=True)
+            self.say(f"iteration {step}/{self.max_iters}: {text}, {left:.0f} s left")
 
     def close(self):
         self.tqdm.close()
@@ -373,101 +390,91 @@ class _Log:
             self.wandb.finish()
 
 
-def _lock(run):
-    """Hold the run folder's lock, a POSIX record lock that the system lets go of when its owner dies. Raises UserError when another process writes there."""
-    file = open(run / "lock", "a+")
-    try:
-        import fcntl
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows
-        import msvcrt
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    except OSError:
-        file.seek(0)
-        raise UserError(f"process {file.read().strip() or 'unknown'} is writing to {run}: wait for it, or choose another --out_dir") from None
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
-
-
-def start_processes(device):
-    """Join the process group when torchrun started us: NCCL on GPUs, gloo on CPUs, whose threads are shared out."""
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        device = config.pick_device(device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        else:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-
-
-def resumed(cfg, **kept):
+def resumed(cfg, gpt, given):
     """The model of the run to go on with, or None when cfg does not ask for it or nothing was saved yet.
 
-    `kept` are settings of the model that the command line gave: one that contradicts the checkpoint raises UserError.
+    A setting of the model that the command line gave and that contradicts the checkpoint raises UserError.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and steps(cfg.out_dir):
-        cfg.init_from = "resume"  # torchrun started us again after a crash
+    run = Path(cfg.out_dir)
+    if (run / "meta.json").is_file():
+        raise UserError(f"{run} is a checkpoint, not a run folder: give --out_dir={run.parent} (to go on from this step, move the newer ones away)")
+    if restarted(run):
+        cfg.init_from = "resume"
     if cfg.init_from != "resume":
         return None
-    if not Path(cfg.out_dir).is_dir():
-        raise UserError(f"there is no run in {cfg.out_dir} to go on with: leave out --init_from=resume to start one, or name its --out_dir")
-    if not steps(cfg.out_dir):
-        print(f"{cfg.out_dir} holds no checkpoint yet: starting from the beginning")
+    if not run.is_dir():
+        raise UserError(f"there is no run in {run} to go on with: leave out --init_from=resume to start one, or name its --out_dir")
+    if not steps(run):
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"{run} holds no checkpoint yet: starting from the beginning")
         return None
-    model = GPT.load(cfg.out_dir)
-    for name, value in kept.items():
-        if value != getattr(model.config, name):
-            raise UserError(f"{model.folder} has {name}={getattr(model.config, name)}, and you ask for {value}: leave the setting out, or train anew with another --out_dir")
+    model = GPT.load(run)
+    if not model.meta.keys() >= {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}:
+        raise UserError(f"{model.folder} was not written by training and cannot be resumed: extend.py can fine-tune it")
+    agree(model, gpt, given)
     return model
 
 
-def finish(model, result, cfg):
-    """Say how it ended, and let the model speak: 300 tokens from an empty prompt."""
-    if result["stopped"]:
-        print(f"stopped and saved in {checkpoint_folder(cfg.out_dir)}; the same command with --init_from=resume goes on")
-        return
-    print(f"{checkpoint_folder(cfg.out_dir)} is written; go on with python sample.py {cfg.out_dir}")
-    dataset = data.Dataset(cfg.dataset, cfg.bos)
-    if dataset.tokenizer and cfg.max_iters:
-        start = [dataset.bos] if dataset.bos is not None else dataset.val.tokens[0][:1].tolist()
-        generator = torch.Generator(next(model.parameters()).device).manual_seed(cfg.seed)
-        tokens = model.generate(torch.tensor([start], device=generator.device), min(300, model.config.block_size), 0.8, top_k=200, generator=generator)
-        print("a sample:\n")
-        for text in data.stream((t.item() for t in tokens), dataset.tokenizer):
-            print(text, end="", flush=True)
-        print()
+def restarted(run):
+    """Whether torchrun has started us again after a crash, and the newest checkpoint is of the same launch."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and bool(steps(run)) and read_meta(steps(run)[-1]).get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")
 
 
-def main():
-    gpt, cfg, given, _ = config.parse(GPTConfig, TrainConfig, about=__doc__, presets=True)
-    cfg.out_dir = out_dir = cfg.out_dir or f"out/{Path(cfg.dataset).name}-{gpt.pos}"
-    start_processes(cfg.device)
-    settings = [name for name in GPTConfig.__dataclass_fields__ if name in given]
-    model = resumed(cfg, **{name: getattr(gpt, name) for name in settings})
-    if model:  # what the command line leaves open is as the run had it
-        _, cfg, *_ = config.parse(GPTConfig, TrainConfig, presets=True, defaults={**asdict(gpt), **model.meta["train"]})
-        cfg.out_dir, cfg.init_from = out_dir, "resume"
-    if cfg.dataset in ("python", "shakespeare") and not data.exists(cfg.dataset):
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            prepare(cfg.dataset)
-        if dist.is_initialized():
-            dist.barrier()
-    if not model:
-        torch.manual_seed(cfg.seed)
-        gpt.vocab_size = data.Dataset(cfg.dataset, cfg.bos).vocab_size
-        model = GPT(gpt)
+def agree(model, gpt, given):
+    """Raise UserError where a setting of the model that was given differs from what the checkpoint has."""
+    for name in given & set(GPTConfig.__dataclass_fields__):
+        if getattr(gpt, name) != (was := getattr(model.config, name)):
+            raise UserError(f"{model.folder} has {name}={was}, and you ask for {getattr(gpt, name)}: leave the setting out, or train anew with another --out_dir")
+
+
+def run_defaults(values, paths):
+    """What the command line leaves open: on resume as the run had it, and its folder."""
+    out_dir = values.get("out_dir") or f"out/{Path(values.get('dataset', 'python')).name}-{values.get('pos', 'rope')}"
+    again = values.get("init_from") == "resume" or restarted(out_dir)
+    meta = read_meta(steps(out_dir)[-1]) if again and steps(out_dir) else {"config": {}, "train": {}}
+    return {**meta["config"], **(meta.get("train") or {}), "out_dir": out_dir, "init_from": "scratch"}
+
+
+def finish(model, cfg):
+    """Train, in however many processes; say how it ended, and let the model speak: 300 tokens from an empty prompt. Returns the exit status."""
     try:
         result = train(model, cfg)
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
         return 1
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        finish(model, result, cfg)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if dist.is_initialized() and dist.get_rank():
+        return 0
+    folder = checkpoint_folder(cfg.out_dir)
+    if result["stopped"]:
+        print(f"stopped and saved in {folder}; the same command with --init_from=resume goes on")
+        return 0
+    print(f"{folder} is written; go on with python sample.py {cfg.out_dir}")
+    meta = read_meta(folder)
+    if cfg.max_iters and (tokenizer := data.from_json(meta["tokenizer"])):
+        generator = torch.Generator(next(model.parameters()).device).manual_seed(cfg.seed)
+        start = torch.tensor([[meta["bos"]] if meta["bos"] is not None else tokenizer.encode("\n")], device=generator.device)
+        print("a sample:\n")
+        for text in data.stream((t.item() for t in model.generate(start, min(300, model.config.block_size), 0.8, top_k=200, generator=generator)), tokenizer):
+            print(text, end="", flush=True)
+        print()
+    return 0
+
+
+def main():
+    gpt, cfg, given, _ = config.parse(GPTConfig, TrainConfig, about=__doc__, presets=True, defaults=run_defaults)
+    rank, world = config.join_processes(cfg.device)
+    if cfg.dataset in ("python", "shakespeare"):
+        if rank == 0 and not data.exists(cfg.dataset):
+            prepare(cfg.dataset)
+        if world > 1:
+            dist.barrier()
+    model = resumed(cfg, gpt, given)
+    if not model:
+        torch.manual_seed(cfg.seed)
+        gpt.vocab_size = data.vocabulary(cfg.dataset)
+        model = GPT(gpt)
+    return finish(model, cfg)
 
 
 if __name__ == "__main__":

@@ -26,18 +26,25 @@ class UserError(ValueError):
 
 
 def main(run, *refusals):
-    """Run a script's main function; UserError and the given exceptions become one line on stderr and exit status 2."""
+    """Run a script's main function; UserError, the given exceptions, and files that cannot be read or written become one line on stderr and exit status 2.
+
+    Of several processes each says what it alone met; what all meet alike, before they have joined, is said by rank 0.
+    """
+    sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
     try:
         sys.exit(run())
-    except (UserError, *refusals) as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+    except BrokenPipeError:  # the reader of our output has gone, as in `python sample.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (UserError, OSError, *refusals) as error:
+        if isinstance(error, OSError):
+            error = f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): choose another path, or mend its permissions or the disk"
+        torch = sys.modules.get("torch")
+        if int(os.environ.get("RANK", 0)) == 0 or torch and torch.distributed.is_initialized():
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone, as in `python sample.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
 
 
 def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=None):
@@ -45,7 +52,8 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
 
     Takes --name=value, --name value, and --name alone for a true bool. With presets, positional *.toml files are read in order,
     a bare name being looked up in this folder too. `paths` says in words what other positional arguments are (None: there are none).
-    `defaults` replaces defaults by name. Returns (*instances, given, paths): `given` holds the names that were set by preset or flag.
+    `defaults`, a function of what was given (name -> value) and the other positional arguments, returns what replaces defaults, by name.
+    Returns (*instances, given, paths): `given` holds the names that were set by preset or flag.
     Raises UserError; --help prints every setting and exits with status 0.
     """
     argv, preset, flags, positional = list(sys.argv[1:] if argv is None else argv), {}, {}, []
@@ -54,7 +62,7 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
     while argv:
         word = argv.pop(0)
         if word in ("--help", "-h"):
-            print(_help(classes, about, presets, paths, defaults or {}))
+            print(_help(classes, about, presets, paths))
             sys.exit(0)
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
@@ -76,9 +84,10 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
             raise UserError(f"{word!r} is not a setting: settings are given as --name=value" + (", presets as config/NAME.toml" if presets else "") + "; --help lists them")
         else:
             positional.append(word)
-    merged = {**(defaults or {}), **preset, **flags}
+    given = {**preset, **flags}
+    merged = {**(defaults(given, positional) if defaults else {}), **given}
     instances = [cls(**{f.name: merged[f.name] for f in fields(cls) if f.name in merged}) for cls in classes]
-    return *instances, {*preset, *flags}, positional
+    return *instances, set(given), positional
 
 
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -108,9 +117,9 @@ def _convert(name, value, hint, where):
             return _BOOLS[str(value).lower()]
         if kind is int and isinstance(value, (str, float)):
             number = float(value.replace("_", "")) if isinstance(value, str) and not value.lstrip("+-").replace("_", "").isdigit() else int(value)
-            if number == int(number):
+            if number == int(number) and abs(number) < 2**63:
                 return int(number)
-        elif kind is not str and not isinstance(value, (bool, list, dict)):
+        elif kind is not str and not isinstance(value, (bool, list, dict)) and (kind is float or abs(value) < 2**63):
             return kind(value)
         elif kind is str and isinstance(value, str):
             return value
@@ -126,8 +135,8 @@ def _toml(word):
     if file is None:
         raise UserError(f"there is no preset {word}: config/ holds {', '.join(sorted(p.name for p in here.glob('*.toml')))}")
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{word} is not valid TOML: {error}") from None
 
 
@@ -153,7 +162,7 @@ def _example(field):
     return _text(_default(field)) or "TEXT"
 
 
-def _help(classes, about, presets, paths, defaults):
+def _help(classes, about, presets, paths):
     lines = [about.strip(), ""]
     for cls in classes:
         hints = typing.get_type_hints(cls)
@@ -163,7 +172,7 @@ def _help(classes, about, presets, paths, defaults):
                 continue
             hint = [h for h in (typing.get_args(hints[f.name]) if isinstance(hints[f.name], types.UnionType) else (hints[f.name],)) if h is not type(None)][0]
             kind = "|".join(map(str, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else "list" if typing.get_origin(hint) is tuple else hint.__name__
-            lines.append(f"  --{f.name + '=' + (_text(defaults.get(f.name, _default(f))) or chr(39) * 2):<34} {kind:<6} {comment}")
+            lines.append(f"  --{f.name + '=' + (_text(_default(f)) or chr(39) * 2):<34} {kind:<6} {comment}")
     if presets:
         lines += ["", f"presets: {', '.join('config/' + p.name for p in sorted(Path(__file__).parent.glob('*.toml')))}; they stack, and flags win"]
     if paths:
@@ -187,6 +196,8 @@ def pick_device(name):
                     raise UserError(f"there is an NVIDIA GPU, but torch {torch.__version__} cannot use it: install the CUDA build (pip install -r requirements.txt) and a driver "
                                     "that fits it, or say --device=cpu")
         device = torch.device(name)
+        if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+            raise UserError(f"--device={name} would put all processes on one GPU: say --device=cuda, and each takes its own")
         if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.ones(8, device=device).sum().item()
@@ -234,3 +245,43 @@ def pick_compile(wanted, device, steps):
         if importlib.util.find_spec("triton") is None:
             return False, "torch.compile is off: there is no triton for the GPU (pip install triton)"
     return True, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes: joining those that torchrun started, and being the only one that writes to a folder.
+
+def join_processes(device):
+    """Join the process group when torchrun started us: NCCL on GPUs, gloo on CPUs, whose cores are shared out. Returns (rank, processes)."""
+    import torch
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return 0, 1
+    device = pick_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def lock(folder):
+    """Hold a folder's lock until the file that is returned is closed: a record lock, which the system lets go of when its owner dies.
+
+    Raises UserError when another process holds it.
+    """
+    file = open(folder / "lock", "a+")
+    try:
+        try:
+            import fcntl
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # Windows
+            import msvcrt
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise UserError(f"process {file.read().strip() or 'unknown'} is writing to {folder}: wait for it, or choose another --out_dir") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file

@@ -97,21 +97,24 @@ class BPE:
 
 def from_json(spec):
     """The tokenizer that to_json() described, or None for None (a dataset of bare token files of unknown making)."""
-    if spec is None:
-        return None
-    if spec["kind"] == "bytes":
-        return Bytes()
-    if spec["kind"] == "char":
-        return Char(spec["characters"], spec["bos"])
-    if spec["kind"] == "bpe":
-        import tiktoken
-        packed, ranks, at = zlib.decompress(base64.b64decode(spec["ranks"])), {}, 0
-        while at < len(packed):
-            n, rank = int.from_bytes(packed[at:at + 2], "little"), int.from_bytes(packed[at + 2:at + 6], "little")
-            ranks[packed[at + 6:at + 6 + n]] = rank
-            at += 6 + n
-        return BPE(tiktoken.Encoding(spec["name"], pat_str=spec["pattern"], mergeable_ranks=ranks, special_tokens=spec["special"]), spec["bos"])
-    raise UserError(f"this version knows no tokenizer of kind {spec['kind']!r}")
+    try:
+        if spec is None:
+            return None
+        if spec["kind"] == "bytes":
+            return Bytes()
+        if spec["kind"] == "char":
+            return Char(spec["characters"], spec["bos"])
+        if spec["kind"] == "bpe":
+            import tiktoken
+            packed, ranks, at = zlib.decompress(base64.b64decode(spec["ranks"])), {}, 0
+            while at < len(packed):
+                n, rank = int.from_bytes(packed[at:at + 2], "little"), int.from_bytes(packed[at + 2:at + 6], "little")
+                ranks[packed[at + 6:at + 6 + n]] = rank
+                at += 6 + n
+            return BPE(tiktoken.Encoding(spec["name"], pat_str=spec["pattern"], mergeable_ranks=ranks, special_tokens=spec["special"]), spec["bos"])
+    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+        raise UserError(f"the tokenizer in meta.json is damaged ({type(error).__name__}: {error}): prepare the dataset again, or use another checkpoint") from None
+    raise UserError(f"this version knows no tokenizer of kind {spec['kind']!r}: use the one that wrote it")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,6 +168,11 @@ class Split:
         """How many windows of so many targets each file holds, from an offset on: (files,)."""
         return np.array([max(0, (len(t) - offset - (self.bos is None)) // length) for t in self.tokens])
 
+    def require(self, length):
+        """Raise UserError unless there is a window of this length."""
+        if not self.count(length).any():
+            raise UserError(f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for a window of {length}: prepare more text, or ask for a shorter --block_size (or --factor)")
+
     def window(self, number, length, offset=0):
         """Inputs and targets, int64 (length,) each, of one window; a <bos> among the targets is -1 where bos is set."""
         ends = self.count(length, offset).cumsum()
@@ -203,10 +211,7 @@ class Split:
 @functools.lru_cache
 def _per_epoch(split, length):
     """Windows in an epoch: as many as there are at the worst offset, or, of a text too short for that, without one."""
-    n = int(split.count(length, length - 1).sum() or split.count(length).sum())
-    if n < 1:
-        raise UserError(f"{split.files[0].parent} holds {len(split)} training tokens, too few for a window of {length}: prepare more text, or lower --block_size")
-    return n
+    return int(split.count(length, length - 1).sum() or split.count(length).sum())
 
 
 @functools.lru_cache(maxsize=4)
@@ -249,6 +254,11 @@ def stream(tokens, tokenizer):
         yield text
 
 
+def vocabulary(name):
+    """The size of a dataset's vocabulary."""
+    return _meta(locate(name))["vocab_size"]
+
+
 def exists(name):
     """Whether a dataset is there."""
     try:
@@ -275,8 +285,11 @@ def _meta(folder):
     if file.is_file():
         try:
             meta = json.loads(file.read_text(encoding="utf-8"))
+            n, bos = meta["vocab_size"], meta["bos"]
+            if not (isinstance(n, int) and n > 0 and (bos is None or isinstance(bos, int) and 0 <= bos < n)):
+                raise ValueError(f"vocab_size {n} and bos {bos} do not fit")
             return {key: meta[key] for key in ("tokenizer", "vocab_size", "bos", "bos_default")}
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({type(error).__name__}: {error}): prepare the dataset again") from None
     if (folder / "meta.pkl").exists():
         raise UserError(f"the vocabulary of {folder} is in meta.pkl, a pickle, which nanoLong does not open: make it from the text with python data/prepare.py "

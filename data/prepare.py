@@ -19,6 +19,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -43,6 +45,7 @@ class PrepareConfig:
 
 def prepare(dataset, name="", shards=10, **options):
     """Make a dataset that needs no text from the user, data/<name or dataset>. Raises UserError."""
+    check_name(name or dataset)
     if dataset == "python":
         skip = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
         root = Path(sysconfig.get_path("stdlib"))
@@ -67,26 +70,31 @@ def prepare(dataset, name="", shards=10, **options):
 def prepare_text(path, name="", **options):
     """Make data/<name> from a text file, or from the text files of a folder. Raises UserError."""
     path = Path(path)
-    if not path.exists():
+    if not path.is_file() and not path.is_dir():
         raise UserError(f"there is no file or folder {path}: give the path of a text")
     files = {path.name: path}
     if path.is_dir():
         inside = (p for p in sorted(path.rglob("*")) if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts))
         files = {p.relative_to(path).as_posix(): p for p in inside}
-    return build(name or path.stem, files, source=path.name, **options)
+    return build(name or path.stem, files, source=path.resolve().name, binary=path.is_file(), **options)
 
 
-def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False):
-    """Write data/<name>: files maps the names that the split is drawn from to paths. Published by one rename."""
-    if not name or Path(name).name != name or name.startswith("."):
+def check_name(name):
+    """Raise UserError unless data/<name> may be a dataset's folder."""
+    if not name or Path(name).name != name or name.startswith((".", "_")) or (data.HERE / name).is_file():
         raise UserError(f"--name={name} is no name for a folder under data/: choose letters, digits and dashes")
+
+
+def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, binary=False):
+    """Write data/<name>: files maps the names that the split is drawn from to paths. Published by one rename; binary files are left out unless asked for."""
+    check_name(name)
     if not 0 < val_fraction < 1:
         raise UserError(f"--val_fraction={val_fraction} is no share: choose one between 0 and 1, such as 0.1")
     target = data.HERE / name
-    if (target / "meta.json").exists() or list(target.glob("*.bin")):
+    if list(target.glob("*.bin")):
         raise UserError(f"{target} exists already: choose another --name, or remove it first")
     contents = {key: path.read_bytes() for key, path in sorted(files.items())}
-    texts = {key: content for key, content in contents.items() if content and (len(files) == 1 or b"\0" not in content)}
+    texts = {key: content for key, content in contents.items() if content and (binary or b"\0" not in content)}
     if tokenizer != "bytes":
         decoded, texts = texts, {}
         for key, content in decoded.items():
@@ -123,17 +131,15 @@ def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False):
     meta = {"tokenizer": tokenizer.to_json(), "vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, "bos_default": isinstance(tokenizer, data.Bytes),
             "source": source, "files": len(texts), "tokens": {}, "sha256": {}}
     for split, documents in (("train", train), ("val", val)):
-        ids = []
-        for text in documents:
-            if tokenizer.bos is not None:
-                ids.append(tokenizer.bos)
-            ids.extend(tokenizer.encode(text))
+        start = [] if tokenizer.bos is None else [tokenizer.bos]
+        ids = np.concatenate([part for text in documents for part in (np.array(start, np.uint32), np.frombuffer(text, np.uint8) if isinstance(text, bytes)
+                                                                      else np.array(tokenizer.encode(text), np.uint32))])
         data.write_tokens(tmp / f"{split}.bin", ids, tokenizer.vocab_size, raw)
         meta["tokens"][split] = len(ids)
         meta["sha256"][split] = hashlib.sha256((tmp / f"{split}.bin").read_bytes()).hexdigest()
     (tmp / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-    if target.is_dir():  # with a downloaded text in it: the files move in, meta.json last
-        for file in ("train.bin", "val.bin", "meta.json"):
+    if target.is_dir():  # with a downloaded text in it: the files move in, those that make it a dataset last
+        for file in ("meta.json", "val.bin", "train.bin"):
             os.replace(tmp / file, target / file)
         tmp.rmdir()
     else:
@@ -160,6 +166,8 @@ def download(url, file, sha256, otherwise):
 
 def main():
     cfg, given, paths = config.parse(PrepareConfig, about=__doc__, paths="a text file or a folder of them")
+    if cfg.shards < 1:
+        raise UserError(f"--shards={cfg.shards} must be at least 1")
     options = {key: getattr(cfg, key) for key in ("tokenizer", "val_fraction", "raw") if key in given}
     if len(paths) > 1 or bool(paths) == bool(cfg.dataset):
         raise UserError("give either --dataset=python|shakespeare|fineweb10B, or one file or folder of text")

@@ -8,6 +8,12 @@ import functools
 import torch
 import torch.nn.functional as F
 
+# MKL picks its vector functions at their first call, and two threads that make that call at once now and then get different ones, whose last
+# bits differ (1 process in 60): one thread picks here, so that the same command gives the same bits.
+for _dtype in (torch.float32, torch.float64):
+    for _function in (torch.exp, torch.log, torch.sin, torch.cos):
+        _function(torch.ones(1, dtype=_dtype))
+
 
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions (RoFormer, arXiv 2104.09864), in the half-split layout of GPT-NeoX and Llama.
@@ -52,14 +58,17 @@ def attention(q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=Non
             return sdpa(q, k, v, is_causal=causal and Tq > 1).to(out)
         rows = max(1, (1 << 24) // (Tk * (1 if bias is None else q.shape[1])))  # queries at a time: at most 64 MiB of added terms a sequence
         y = []
+        if bias is not None and q.dtype in (torch.bfloat16, torch.float16) and q.device.type != "cpu":
+            q, k, v = q.float(), k.float(), v.float()  # on GPUs a mask has the dtype of the queries, and bf16 would round distances above 256
         for i in range(0, Tq, rows):
             added = _added(min(rows, Tq - i), Tk - Tq + i, Tk, q.device, bias, window, sinks, positions, docs, causal)
-            y.append(sdpa(q[:, :, i:i + rows], k, v, attn_mask=added.to(q.dtype) if q.dtype == torch.float64 else added))
+            y.append(sdpa(q[:, :, i:i + rows], k, v, attn_mask=added.double() if q.dtype == torch.float64 and bias is not None else added))
         return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(out)
 
 
 def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal):
-    """The terms added to the scores of queries first .. first + rows - 1: float32 (1 or B, 1 or H, rows, Tk), -inf where a key is not seen."""
+    """What the scores of queries first .. first + rows - 1 meet, (1 or B, 1 or H, rows, Tk): without bias a bool mask of the keys that are
+    seen, with it float32 terms to add, -inf where a key is not seen."""
     distance = torch.arange(first, first + rows, device=device)[:, None] - torch.arange(Tk, device=device)  # (rows, Tk)
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     seen = seen[None]  # (1, rows, Tk)
@@ -70,9 +79,9 @@ def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal
         seen = seen & ((gap.abs() < window) | (where[:, None, :] < sinks))
     if docs is not None:
         seen = seen & (docs[:, first:first + rows, None] == docs[:, None, :])
-    hidden = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None]
     if bias is None:
-        return hidden
+        return seen[:, None]
+    hidden = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None]
     distance = distance.clamp(min=0) if causal else distance.abs()
     if bias.dim() == 1:  # slopes
         return hidden - bias[:, None, None] * distance
@@ -87,7 +96,7 @@ def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal
 def linear_cross_entropy(x, weight, targets, reduction="mean"):
     """Cross-entropy of the logits x weight^T in chunks of tokens, so that logits (tokens, V) never exist at once, neither forward nor backward.
 
-    x (N, C), weight (V, C), targets (N,) int64; a target of -1 is ignored. Returns nats in float32: the mean over the targets that
+    x (N, C), weight (V, C), targets (N,) int64; negative targets are ignored. Returns nats in float32: the mean over the targets that
     count (nan where there is none), their "sum", or with reduction="none" each one (N,), 0 where ignored.
     The weight's gradient is accumulated in float32 whatever the dtype of the product.
     """
@@ -95,7 +104,7 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
     losses = _LinearCrossEntropy.apply(x, weight, targets, dtype)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (targets != -1).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets >= 0).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = (x[rows].to(dtype) @ w.t()).to(wide)
             lse = logits.logsumexp(-1)
             target = logits.gather(1, targets[rows].clamp(min=0)[:, None]).squeeze(1)
-            losses.append(torch.where(targets[rows] == -1, 0.0, lse - target))
+            losses.append(torch.where(targets[rows] < 0, 0.0, lse - target))
             sums.append(lse)
         ctx.save_for_backward(x, weight, targets, torch.cat(sums))
         ctx.dtype = dtype
@@ -117,7 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, targets, lse = ctx.saved_tensors
         w, dweight = weight.to(ctx.dtype), torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
-        grad = torch.where(targets == -1, 0.0, grad)
+        grad = torch.where(targets < 0, 0.0, grad)
         dx = []
         for rows in _chunks(x, weight):
             chunk = x[rows].to(ctx.dtype)
@@ -130,5 +139,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(x, weight):
-    size = max(1, (1 << 25) // weight.shape[0])  # logits of at most 128 MiB in float32
+    size = max(128, (1 << 25) // weight.shape[0] // 128 * 128)  # logits of at most 128 MiB in float32
     return [slice(i, i + size) for i in range(0, len(x), size)]

@@ -43,6 +43,25 @@ def run():
     return run
 
 
+@pytest.fixture
+def call(monkeypatch, capfd):
+    """Run a script's main() in this process, which saves the import of torch; returns what run() does."""
+    def call(script, *words, cwd=None):
+        import importlib
+
+        import config
+        from model import Refused
+        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+        if cwd:
+            monkeypatch.chdir(cwd)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            config.main(module.main, Refused)
+        return subprocess.CompletedProcess(words, exit.value.code or 0, *capfd.readouterr())
+    return call
+
+
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory):
     """A dataset folder of real text, bytes with <bos>: some modules of the standard library, 300 kB."""

@@ -73,21 +73,28 @@ def one_sentence(done, *words):
     (["data/prepare.py", "gone.txt"], ["gone.txt"]),
     (["data/prepare.py", "--dataset=imagenet"], ["imagenet"]),
 ], ids=lambda v: " ".join(v) if isinstance(v, list) and v[0].endswith(".py") else "")
-def test_errors(words, say, run, trained, text_data, tmp_path):
+def test_errors(words, say, call, trained, text_data, tmp_path):
     words = [str(trained) if w == "RUN" else w.replace("DATA", str(text_data)) for w in words]
     before = sorted(p for p in tmp_path.rglob("*"))
-    one_sentence(run(*words, cwd=tmp_path), *say)
+    one_sentence(call(*words, cwd=tmp_path), *say)
     assert sorted(p for p in tmp_path.rglob("*")) == before
 
 
-def test_an_existing_run_is_not_overwritten(run, trained, text_data):
+def test_errors_of_real_processes(run, trained, tmp_path):
+    """What the cases above look like from a shell."""
+    for words, say in ((["train.py", "--learning_rat=1"], "learning_rate"), (["extend.py", trained, "--method=yarm"], "ntk-parts"), (["sample.py", "gone"], "gone"), (["evaluate.py", "gone"], "gone"),
+                       (["data/prepare.py", "gone"], "gone")):
+        one_sentence(run(*words, cwd=tmp_path), say)
+
+
+def test_an_existing_run_is_not_overwritten(call, trained, text_data):
     before = {p: p.stat().st_mtime_ns for p in trained.rglob("*")}
-    one_sentence(run("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={trained}"), "--init_from=resume", "--out_dir")
-    one_sentence(run("extend.py", trained, f"--out_dir={trained}"), "--init_from=resume", "--out_dir")
+    one_sentence(call("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={trained}"), "--init_from=resume", "--out_dir")
+    one_sentence(call("extend.py", trained, f"--out_dir={trained}"), "--init_from=resume", "--out_dir")
     assert {p: p.stat().st_mtime_ns for p in trained.rglob("*")} == before
 
 
-def test_damaged_data_and_checkpoints(run, trained, text_data, tmp_path):
+def test_damaged_data_and_checkpoints(call, trained, text_data, tmp_path):
     """Each damage is named by file; the step before a damaged checkpoint is offered."""
     import numpy as np
     import data
@@ -96,14 +103,14 @@ def test_damaged_data_and_checkpoints(run, trained, text_data, tmp_path):
     whole = (bad / "train.bin").read_bytes()
     words = ["train.py", *TINY, f"--dataset={bad}", f"--out_dir={tmp_path}/run"]
     (bad / "train.bin").write_bytes(whole[:-10])
-    one_sentence(run(*words), "train.bin", "truncated")
+    one_sentence(call(*words), "train.bin", "truncated")
     tokens = np.frombuffer(whole[1024:], "<u2").copy()
     tokens[:] = 999
     (bad / "train.bin").unlink()
     data.write_tokens(bad / "train.bin", tokens, 1000)
-    one_sentence(run(*words), "train.bin", "999", "vocabulary of 257")
+    one_sentence(call(*words), "train.bin", "999", "vocabulary of 257")
     (bad / "meta.json").write_text("{")
-    one_sentence(run(*words), "meta.json")
+    one_sentence(call(*words), "meta.json")
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
     model = steps(copy)[-1] / "model.safetensors"
@@ -111,11 +118,11 @@ def test_damaged_data_and_checkpoints(run, trained, text_data, tmp_path):
     bits[len(bits) // 2] ^= 4
     model.write_bytes(bits)
     for words in (["sample.py", copy], ["evaluate.py", copy], ["extend.py", copy, f"--out_dir={tmp_path}/x"], ["train.py", f"--out_dir={copy}", "--init_from=resume", "--max_iters=20"]):
-        one_sentence(run(*words), "model.safetensors", "checksum", steps(copy)[-2].name)
+        one_sentence(call(*words), "model.safetensors", "checksum", steps(copy)[-2].name)
     (steps(copy)[-1] / "optim.safetensors").write_bytes(b"")
     shutil.copy(steps(trained)[-1] / "model.safetensors", model)
-    one_sentence(run("train.py", f"--out_dir={copy}", "--init_from=resume", "--max_iters=20"), "optim.safetensors")
-    assert run("sample.py", copy, "--max_new_tokens=5").returncode == 0  # sampling does not need it
+    one_sentence(call("train.py", f"--out_dir={copy}", "--init_from=resume", "--max_iters=20"), "optim.safetensors")
+    assert call("sample.py", copy, "--max_new_tokens=5").returncode == 0  # sampling does not need it
 
 
 def test_the_whole_path(run, trained, text_data, tmp_path):
@@ -181,8 +188,8 @@ def test_without_triton(run, trained, text_data, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train.py", "extend.py", "evaluate.py", "sample.py", "data/prepare.py"])
-def test_help_lists_every_setting_with_its_line(script, run):
-    done = run(script, "--help")
+def test_help_lists_every_setting_with_its_line(script, call):
+    done = call(script, "--help")
     assert done.returncode == 0 and not done.stderr
     classes = {"train.py": (GPTConfig, train.TrainConfig), "extend.py": (extend.ExtendConfig,), "evaluate.py": (evaluate.EvaluateConfig,), "sample.py": (sample.SampleConfig,),
                "data/prepare.py": (prepare.PrepareConfig,)}[script]
