@@ -179,7 +179,7 @@ def train(model, cfg):
         raise UserError(f"the files of dataset {cfg.dataset} are not those that {run} was trained on: restore them, or train anew with another --out_dir")
     if rank == 0:
         run.mkdir(parents=True, exist_ok=True)
-        lock = config.lock(run)  # held until this function returns
+        config.lock(run)  # until this function returns
         if (steps(run)[-1:] or [None])[0] != (model.folder if resume else None):
             raise UserError(f"another process has just written to {run}: start again")
         for left in run.glob(".tmp-*"):
@@ -332,8 +332,7 @@ def train(model, cfg):
         if log:
             log.close()
         model.eval()
-        if rank == 0:
-            lock.close()
+        config.unlock(run)
     if failure:
         raise FloatingPointError(failure)
     return {**(last or {"step": step}), "stopped": stop}
@@ -408,6 +407,8 @@ def resumed(cfg, gpt, given):
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{run} holds no checkpoint yet: starting from the beginning")
         return None
+    if int(os.environ.get("RANK", 0)) == 0:
+        config.lock(run)  # or another process might take away the step that is read
     model = GPT.load(run)
     if not model.meta.keys() >= {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}:
         raise UserError(f"{model.folder} was not written by training and cannot be resumed: extend.py can fine-tune it")

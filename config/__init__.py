@@ -25,10 +25,14 @@ class UserError(ValueError):
     """What the user asked for cannot be done; the message is one sentence that names the repair."""
 
 
+class LocalError(UserError):
+    """A UserError that one process of several may meet alone, so that each says it for itself."""
+
+
 def main(run, *refusals):
     """Run a script's main function; UserError, the given exceptions, and files that cannot be read or written become one line on stderr and exit status 2.
 
-    Of several processes each says what it alone met; what all meet alike, before they have joined, is said by rank 0.
+    Of several processes rank 0 alone says what all meet alike.
     """
     sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
     try:
@@ -37,10 +41,10 @@ def main(run, *refusals):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (UserError, OSError, *refusals) as error:
+        alone = isinstance(error, (OSError, LocalError))
         if isinstance(error, OSError):
             error = f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): choose another path, or mend its permissions or the disk"
-        torch = sys.modules.get("torch")
-        if int(os.environ.get("RANK", 0)) == 0 or torch and torch.distributed.is_initialized():
+        if alone or int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -265,11 +269,16 @@ def join_processes(device):
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+_locks = {}
+
+
 def lock(folder):
-    """Hold a folder's lock until the file that is returned is closed: a record lock, which the system lets go of when its owner dies.
+    """Hold a folder's lock, a record lock that the system lets go of when its owner dies, until unlock(). Holding it twice is holding it once.
 
     Raises UserError when another process holds it.
     """
+    if folder in _locks:
+        return
     file = open(folder / "lock", "a+")
     try:
         try:
@@ -284,4 +293,10 @@ def lock(folder):
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    return file
+    _locks[folder] = file
+
+
+def unlock(folder):
+    """Let go of a folder's lock."""
+    if folder in _locks:
+        _locks.pop(folder).close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config import UserError
+from config import LocalError, UserError
 
 HERE = Path(__file__).resolve().parent
 HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype), then the number of tokens; 256 int32 in all
@@ -192,7 +192,7 @@ class Split:
         tokens = np.asarray(self.tokens[file][start:stop], np.int64)
         if tokens.max() >= self.vocab_size:
             at = int(tokens.argmax())
-            raise UserError(f"{self.files[file]}: token {start + at} is {tokens[at]}, outside the vocabulary of {self.vocab_size}: the file was made with another tokenizer; prepare it again")
+            raise LocalError(f"{self.files[file]}: token {start + at} is {tokens[at]}, outside the vocabulary of {self.vocab_size}: the file was made with another tokenizer; prepare it again")
         return tokens
 
     def batch(self, number, batch_size, length, seed):

@@ -159,7 +159,7 @@ def test_signals_save_and_exit(number, processes, text_data, tmp_path):
     process.send_signal(number)
     out = process.communicate(timeout=60)[0]
     assert processes or process.returncode == 0, out
-    assert "stopped and saved" in out and "Traceback" not in out.split("torch.distributed.elastic")[0]
+    assert "stopped and saved" in out and (processes or "Traceback" not in out)
     saved = int(steps(tmp_path / "run")[-1].name[5:])
     assert at <= saved <= at + 30 and saved < 300
 
@@ -183,7 +183,7 @@ def test_a_signal_during_evaluation(run, text_data, tmp_path):
 def test_kill_nine_and_resume(run, text_data, tmp_path):
     """Killed at twelve moments, in training and in saving, then resumed each time: the bits of an undisturbed run (promises 1, 2, 7)."""
     import random
-    words = [*[w for w in TINY if not w.startswith(("--max_iters", "--eval_interval"))], "--max_iters=60", "--eval_interval=2", f"--dataset={text_data}"]
+    words = [*[w for w in TINY if not w.startswith(("--max_iters", "--eval_interval"))], "--max_iters=600", "--eval_interval=2", f"--dataset={text_data}"]
     assert run("train.py", *words, f"--out_dir={tmp_path}/a").returncode == 0
     seed = random.randrange(10**6)
     print("seed", seed)
@@ -191,15 +191,13 @@ def test_kill_nine_and_resume(run, text_data, tmp_path):
     while killed < 12:
         at = steps(b)[-1].name if b.exists() and steps(b) else None
         process = start(*words, f"--out_dir={b}", *(["--init_from=resume"] if b.exists() else []))
-        wait_for(lambda: process.poll() is not None or b.exists() and steps(b) and steps(b)[-1].name != at, process) if killed % 3 else time.sleep(draw.uniform(2, 4))
+        wait_for(lambda: process.poll() is not None or b.exists() and steps(b) and steps(b)[-1].name != at, process) if killed % 3 else time.sleep(draw.uniform(1, 2.5))
         time.sleep(draw.uniform(0, 0.04))
         killed += process.poll() is None
         process.kill()
         out = process.communicate()[0]
         assert "Traceback" not in out and "error" not in out, out
-        if steps(b) and int(steps(b)[-1].name[5:]) >= 60:
-            break
-    assert killed >= 6
+        assert not steps(b) or int(steps(b)[-1].name[5:]) < 600, f"the run was over after {killed} kills"
     assert run("train.py", *words, f"--out_dir={b}", "--init_from=resume").returncode == 0
     same_bits(tmp_path / "a", b)
     assert not list(b.glob(".tmp*")) and len(steps(b)) <= 3
