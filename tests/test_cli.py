@@ -139,7 +139,7 @@ def test_the_whole_path(run, trained, text_data, tmp_path):
     assert run("extend.py", trained, "--method=yarn", "--factor=2", "--max_iters=6", "--eval_interval=3", f"--out_dir={tmp_path}/cut", "--init_from=resume").returncode == 0
     for file in ("model.safetensors", "optim.safetensors"):
         assert (steps(tmp_path / "cut")[-1] / file).read_bytes() == (steps(yarn)[-1] / file).read_bytes()
-    one_sentence(run("extend.py", trained, "--method=pi", f"--out_dir={tmp_path}/cut", "--init_from=resume"), "method=yarn")
+    one_sentence(run("extend.py", trained, "--method=pi", f"--out_dir={tmp_path}/cut", "--init_from=resume"), "method yarn")
     again = run("extend.py", yarn, "--method=pi", "--factor=4", "--max_iters=0", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert GPT.load(tmp_path / "yarn-pi4").config.stretch == {"method": "pi", "factor": 8.0, "options": {}, "trained_length": 32}
@@ -207,7 +207,7 @@ def test_settings_parser(tmp_path, monkeypatch):
     gpt, cfg, given, _ = parse("--n_layer", "9", "a.toml", "b.toml", "--qk_norm", "--max_iters=1e3", "--bos", "false", "--compile=auto")
     assert (gpt.n_layer, cfg.learning_rate, gpt.tied, gpt.qk_norm, cfg.max_iters, cfg.bos, cfg.compile) == (9, 1.0, False, True, 1000, False, None)  # presets stack, flags win
     assert isinstance(cfg.learning_rate, float) and given == {"n_layer", "learning_rate", "tied", "qk_norm", "max_iters", "bos", "compile"}
-    assert parse("a.toml", "b.toml")[0].n_layer == 8 and parse(defaults={"n_layer": 3})[0].n_layer == 3
+    assert parse("a.toml", "b.toml")[0].n_layer == 8 and parse("--n_head=1", defaults=lambda given, paths: {"n_layer": 3 * given["n_head"]})[0].n_layer == 3
     for text in ("n_layer = 'x'", "n_layer = 1.5", "n_layers = 3", "n_layer = ", "n_layer = true", "pos = 3", "[n_layer]\na = 1"):
         (tmp_path / "c.toml").write_text(text)
         with pytest.raises(config.UserError, match="c.toml"):
@@ -249,7 +249,7 @@ def test_who_imports_whom():
     for cls in ("Attention", "Block"):
         body = re.search(rf"class {cls}\(.*?(?=\nclass )", (ROOT / "model.py").read_text(), re.S)[0]
         assert not [word for word in re.findall(r"[\"'](\w+)[\"']", body) if word in schemes] and ".pos ==" not in body, cls
-    assert not re.search(r"\b(pickle|eval\(|exec\()", "".join((ROOT / f).read_text() for f in allowed if f != "data/__init__.py"))
+    assert not re.search(r"\bimport pickle|\bpickle\.|(?<![.\w])(eval|exec)\(", "".join((ROOT / f).read_text() for f in allowed if f != "data/__init__.py"))
 
 
 def test_model_works_alone(tmp_path):
