@@ -120,7 +120,8 @@ def _convert(name, value, hint, where):
         if kind is bool:
             return _BOOLS[str(value).lower()]
         if kind is int and isinstance(value, (str, float)):
-            number = float(value.replace("_", "")) if isinstance(value, str) and not value.lstrip("+-").replace("_", "").isdigit() else int(value)
+            digits = str(value).replace("_", "")
+            number = int(digits) if digits.lstrip("+-").isdigit() else float(digits)
             if number == int(number) and abs(number) < 2**63:
                 return int(number)
         elif kind is not str and not isinstance(value, (bool, list, dict)) and (kind is float or abs(value) < 2**63):
