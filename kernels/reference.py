@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 # MKL picks its vector functions at their first call, and two threads that make that call at once now and then get different ones, whose last
-# bits differ (1 process in 60): one thread picks here, so that the same command gives the same bits.
+# bits differ (13 processes of 880): one thread picks here, so that the same command gives the same bits.
 for _dtype in (torch.float32, torch.float64):
     for _function in (torch.exp, torch.log, torch.sin, torch.cos):
         _function(torch.ones(1, dtype=_dtype))
@@ -49,7 +49,7 @@ def attention(q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=Non
     scale      default D ** -0.5.
     """
     Tq, Tk, out = q.shape[2], k.shape[2], q.dtype
-    if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512:  # PyTorch's bf16 backward on CPUs: 8 times slower than float32 at T = 64, twice as fast at T = 1024
+    if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512:  # PyTorch's bf16 attention on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
         q, k, v = q.float(), k.float(), v.float()
     plain = bias is None and docs is None and not (window and (Tk > window or positions is not None))
     sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -112,7 +112,7 @@ def test_optimizers_hold_every_parameter_once(pos):
 
 @pytest.mark.parametrize("settings", [[], ["--optimizer=muon", "--pos=t5", "--dropout=0.2"], ["--dtype=bfloat16", "--pos=learned"], ["--dtype=float16", "--lr_schedule=cosine"]], ids=" ".join)
 def test_resume_gives_the_same_bits(settings, run, text_data, tmp_path):
-    """Stopped at 4 of 8 by a lower max_iters of the schedule's own run, killed, and resumed (promise 2), in every kind of state there is."""
+    """The newest checkpoint lost and the log cut short, then resumed (promise 2), in every kind of state there is."""
     words = ["train.py", *TINY, f"--dataset={text_data}", *settings]
     assert run(*words, f"--out_dir={tmp_path}/a").returncode == 0
     whole = tmp_path / "a"
