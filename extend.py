@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import data
+from checkpoint import checkpoint_folder, read_meta, steps
 from config import UserError
 from evaluate import loss_by_position, rows_of, table
-from model import GPT, GPTConfig, Refused, checkpoint_folder, read_meta, steps
+from model import GPT, GPTConfig, Refused
 from train import TrainConfig, agree, finish, resumed
 
 

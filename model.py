@@ -8,27 +8,18 @@
 
 Read next: train.py. Shapes in comments: B batch, T tokens, C width, H query heads, Hk key/value heads, D head dimension, V vocabulary.
 """
-import hashlib
 import inspect
-import json
 import math
-import os
-import shutil
 import warnings
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import checkpoint
 import kernels
-
-FORMAT = 1  # of checkpoints, in meta.json
-
-
-class Refused(ValueError):
-    """What a scheme, a method or a checkpoint cannot do, in one sentence that names the way out."""
+from checkpoint import Refused
 
 
 class PastTrainedLength(UserWarning):
@@ -37,7 +28,7 @@ class PastTrainedLength(UserWarning):
 
 @dataclass
 class GPTConfig:
-    pos: str = "rope"           # position scheme: nope, learned, sinusoidal, t5, alibi or rope
+    pos: str = "rope"           # position scheme: nope, learned, sinusoidal, shaw, nezha, xl, t5, alibi, kerple, kerple-power, sandwich or rope
     n_layer: int = 4            # blocks
     n_head: int = 3             # query heads
     n_kv_head: int = 0          # key and value heads, each shared by n_head / n_kv_head query heads; 0: n_head
@@ -51,8 +42,13 @@ class GPTConfig:
     rope_fraction: float = 1.0  # rope: share of a head's channels that is rotated
     window: int = 0             # a token sees the last `window` tokens only; 0: all before it
     sinks: int = 0              # with a window: the first `sinks` tokens stay visible
+    nope_every: int = 0         # hybrid: every n-th block has no position scheme and no window; 0: all blocks are alike
+    attn_scale: float = 1.0     # multiplies the 1 / sqrt(head_dim) of the scores
+    random_positions: int = 0   # learned, sinusoidal, rope: a window's positions are drawn, in order, from so many; 0: they are 0, 1, 2, ...
     vocab_size: int = 257       # internal: given by the data
     stretch: dict | None = None  # internal: method, factor, options and trained_length, as GPT.stretch() wrote them
+    nope_layers: list | None = None    # internal: the blocks without a scheme, by default what nope_every says
+    window_layers: list | None = None  # internal: the blocks with the window, by default those with a scheme
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -71,11 +67,31 @@ class GPTConfig:
             raise Refused(f"dropout={self.dropout} is not a share: choose 0 <= dropout < 1")
         if self.window < 0 or self.sinks < 0 or (self.sinks and not self.window):
             raise Refused("window and sinks count tokens, and sinks need a window: give --window=N (0 sees everything) before --sinks=N")
+        if not 0 < self.attn_scale < math.inf:
+            raise Refused(f"attn_scale={self.attn_scale} must be a number above 0")
+        scheme = POSITIONS[self.pos]
+        if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
+            raise Refused(f"nope_every={self.nope_every} does not fit {self.n_layer} blocks: choose 2 to {self.n_layer}, or --pos=nope to take the scheme out of all")
+        if self.nope_every and all(getattr(scheme, place) is getattr(NoPE, place) for place in ("rotate", "bias", "relative")):
+            raise Refused(f"nope_every takes the scheme out of some blocks, and --pos={self.pos} does nothing there: leave it out")
+        if self.random_positions and (scheme.by_index or scheme is NoPE):
+            raise Refused(f"random_positions needs a scheme that reads positions (learned, sinusoidal, rope), and --pos={self.pos} has only distance by index: leave it out")
+        if self.random_positions and not self.block_size <= self.random_positions <= 1 << 24:
+            raise Refused(f"random_positions={self.random_positions} must be at least block_size={self.block_size}, and at most 2^24")
+        if self.nope_layers is None:
+            self.nope_layers = [layer for layer in range(self.n_layer) if self.nope_every and (layer + 1) % self.nope_every == 0]
+        if self.window_layers is None:
+            self.window_layers = [layer for layer in range(self.n_layer) if self.window and layer not in self.nope_layers]
 
     @property
     def trained_length(self):
         """The original training length in tokens: block_size before any stretching."""
         return self.stretch["trained_length"] if self.stretch else self.block_size
+
+    @property
+    def reach(self):
+        """How many positions the model knows: block_size, or more when training drew them at random."""
+        return max(self.block_size, self.random_positions)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,6 +122,15 @@ class NoPE(nn.Module):
         """What distance adds to the scores over n keys: None, float32 slopes (H,), or a float32 table (H, m), m <= n, constant from m - 1 on."""
         return None
 
+    def relative(self, n, layer):
+        """What distance adds to the keys and values themselves, over n of them: None, or (keys, values, offsets), as kernels.attention has them:
+        vectors (H or 1, m, D), m <= n, constant from m - 1 on, the same for values or None, and two query offsets (H, D) or None."""
+        return None
+
+    def prepare(self, length):
+        """Called before `length` tokens in all are read. Returns what the scheme's tables then depend on: a cache filled under another is read anew."""
+        return None
+
     def stretch(self, method, factor, **options):
         """Prepare for factor times the trained length, or raise Refused. Here there is nothing to change: only the allowed length rises."""
         if method != "none" or options:
@@ -132,7 +157,7 @@ class Learned(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.table = nn.Parameter(torch.randn(config.block_size, config.n_embd) * 0.02)
+        self.table = nn.Parameter(torch.randn(config.reach, config.n_embd) * 0.02)
 
     def embed(self, x, pos):
         return x + self.table[pos]
@@ -157,6 +182,64 @@ class Sinusoidal(NoPE):
     def embed(self, x, pos):
         angle = pos[..., None] * self.inv_freq  # (T, C/2) or (B, T, C/2), float64
         return x + self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(x.dtype)
+
+
+class Shaw(NoPE):
+    """A learned vector for each distance, added to the keys, and one added to the values, shared by the heads of a layer (Shaw et al. 2018).
+
+    Distances from `clip` on share the last vector. It is at most half the trained length, so that training sees the last one often: beyond
+    that length it stands for everything far. All start at zero, which is NoPE.
+    """
+    by_index = True
+    clip = 128
+
+    def __init__(self, config):
+        super().__init__(config)
+        rows = min(self.clip, max(1, config.trained_length // 2)) + 1
+        self.keys = nn.Parameter(torch.zeros(config.n_layer, rows, config.head_dim))
+        self.values = nn.Parameter(torch.zeros(config.n_layer, rows, config.head_dim))
+
+    def relative(self, n, layer):
+        return self.keys[layer, None, :n], self.values[layer, None, :n], None
+
+
+class NEZHA(NoPE):
+    """Shaw's vectors, but fixed: sin and cos of the distance, interleaved, for keys and values alike, clipped at 64 (Wei et al. 2019)."""
+    by_index = True
+    clip = 64
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.head_dim % 2:
+            raise Refused(f"--pos=nezha pairs channels, so head_dim={config.head_dim} must be even")
+        rows = min(self.clip, max(1, config.trained_length // 2)) + 1
+        angle = torch.arange(rows)[:, None] * 10000.0 ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+        self.constant("table", torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()[None])  # (1, rows, D)
+
+    def relative(self, n, layer):
+        return self.table[:, :n], self.table[:, :n], None
+
+
+class XL(NoPE):
+    """Transformer-XL's terms (Dai et al. 2019): ((q + u) k + (q + v) W_R R) / sqrt(D), R the sinusoids [sin | cos] of the distance, (C,).
+
+    u and v (H, D) are shared by all layers, W_R (H D, C) is each layer's own. No distance is clipped: beyond the trained length its sinusoids are new.
+    """
+    by_index = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.n_embd % 2:
+            raise Refused(f"--pos=xl pairs channels, so n_embd={config.n_embd} must be even")
+        self.constant("inv_freq", 10000.0 ** -(torch.arange(0, config.n_embd, 2, dtype=torch.float64) / config.n_embd))
+        self.u = nn.Parameter(torch.zeros(config.n_head, config.head_dim))
+        self.v = nn.Parameter(torch.zeros(config.n_head, config.head_dim))
+        self.project = nn.Parameter(torch.randn(config.n_layer, config.n_head * config.head_dim, config.n_embd) * (0.5 / math.sqrt(config.n_embd)))
+
+    def relative(self, n, layer):
+        angle = torch.arange(n, device=self.u.device)[:, None] * self.inv_freq  # (n, C/2), float64
+        R = torch.cat((angle.sin(), angle.cos()), -1).to(self.project.dtype)
+        return F.linear(R, self.project[layer]).unflatten(-1, self.u.shape).transpose(0, 1), None, (self.u, self.v)  # (H, n, D)
 
 
 class T5(NoPE):
@@ -193,6 +276,53 @@ class ALiBi(NoPE):
         return self.slopes
 
 
+def _unsoftplus(x):
+    """What F.softplus turns into x: a start value of a parameter that must stay positive."""
+    return nn.Parameter(x.expm1().log())
+
+
+class Kerple(NoPE):
+    """KERPLE, logarithmic (Chi et al. 2022): -r1 ln(1 + r2 distance), with r1 and r2 above 0 learned for each head and shared by all layers."""
+    by_index = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.r1 = _unsoftplus(torch.rand(config.n_head) * 1.99 + 0.01)  # about U(0, 2), and r2 about U(0, 1)
+        self.r2 = _unsoftplus(torch.rand(config.n_head) * 0.99 + 0.01)
+
+    def bias(self, n, layer):
+        distance = torch.arange(n, device=self.r1.device)
+        return (-F.softplus(self.r1)[:, None] * torch.log1p(F.softplus(self.r2)[:, None] * distance)).float()
+
+
+class KerplePower(NoPE):
+    """KERPLE, power: -r1 distance^r2, with r1 above 0 and 0 < r2 < 2 learned for each head and shared by all layers."""
+    by_index = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.r1 = _unsoftplus(torch.rand(config.n_head) * 0.99 + 0.01)  # about U(0, 1)
+        self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.98 + 0.01).logit())  # 2 sigmoid of it: about U(0, 2)
+
+    def bias(self, n, layer):
+        power = (2 * self.r2.sigmoid()[:, None] * torch.arange(1, n, device=self.r1.device).log()).exp()  # from distance 1 on: 0^p ln 0 is no gradient
+        return (-F.softplus(self.r1)[:, None] * F.pad(power, (1, 0))).float()
+
+
+class Sandwich(NoPE):
+    """What sinusoidal embeddings of width 128 leave of q k, summed over the frequencies and scaled by head (Chi et al. 2023): fixed, and 0 at distance 0."""
+    by_index = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.constant("inv_freq", 10000.0 ** -(torch.arange(2, 130, 2, dtype=torch.float64) / 128))
+        self.constant("slopes", config.n_head / (8 * torch.arange(1, config.n_head + 1, dtype=torch.float64)))
+
+    def bias(self, n, layer):
+        lost = (torch.arange(n, device=self.slopes.device)[:, None] * self.inv_freq).cos().sum(-1) - 64  # (n,)
+        return (self.slopes[:, None] * lost).float()
+
+
 class Rope(NoPE):
     """Rotate each pair of channels (c, c + R/2) of queries and keys by position x frequency (Su et al. 2021), in the half-split layout."""
 
@@ -213,15 +343,31 @@ class Rope(NoPE):
         takes = list(inspect.signature(STRETCH[method]).parameters)[4:]
         if unknown := sorted(set(options) - set(takes)):
             raise Refused(f"method {method!r} takes no option {unknown[0]!r}: " + (f"its options are {', '.join(takes)}" if takes else "it has none"))
+        self.set_table(method, factor, options)
+        self.plan, self.dynamic, self.length = (method, factor, options), "length" in takes and "length" not in options, None
+
+    def set_table(self, method, factor, options):
         inv_freq, self.attention_factor = STRETCH[method](self.config.rope_base, self.rotary_dim, self.config.trained_length, factor, **options)
         self.inv_freq = inv_freq if self.inv_freq is None else inv_freq.to(self.inv_freq)
+
+    def prepare(self, length):
+        """Dynamic methods scale by the total length, rounded up to a multiple of a quarter of the trained one."""
+        if not self.dynamic:
+            return None
+        trained, (method, factor, options) = self.config.trained_length, self.plan
+        length = max(trained, -(-4 * length // trained) * trained / 4)
+        if length != self.length:
+            self.set_table(method, factor, {**options, "length": length})
+            self.length = length
+        return length
 
     def rotate(self, q, k, pos, layer):
         angle = pos[..., None] * self.inv_freq  # (T, R/2) or (B, T, R/2), float64: float32 angles are wrong by 0.06 at a million tokens
         return kernels.rope(q, k, (angle.cos() * self.attention_factor).float(), (angle.sin() * self.attention_factor).float())
 
 
-POSITIONS = {"nope": NoPE, "learned": Learned, "sinusoidal": Sinusoidal, "t5": T5, "alibi": ALiBi, "rope": Rope}
+POSITIONS = {"nope": NoPE, "learned": Learned, "sinusoidal": Sinusoidal, "shaw": Shaw, "nezha": NEZHA, "xl": XL, "t5": T5, "alibi": ALiBi,
+             "kerple": Kerple, "kerple-power": KerplePower, "sandwich": Sandwich, "rope": Rope}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,19 +421,57 @@ def stretch_yarn(base, rotary_dim, trained_context, factor, beta_fast=32.0, beta
     return inv_freq, 0.1 * math.log(factor) + 1 if attention_factor is None else float(attention_factor)
 
 
-STRETCH = {"none": stretch_none, "pi": stretch_pi, "ntk": stretch_ntk, "ntk-parts": stretch_ntk_parts, "yarn": stretch_yarn}
+def stretch_abf(base, rotary_dim, trained_context, factor, new_base=None):
+    """A larger base (ABF: Xiong et al. 2023, Llama 3): 500,000, or what lets the slowest pair's wavelength reach the target; to be fine-tuned."""
+    if rotary_dim <= 2:
+        raise Refused(f"method 'abf' needs at least two pairs of rotated channels, and rotary_dim is {rotary_dim}: use --method=pi")
+    if new_base is None:
+        new_base = base if factor == 1 else max(base, 5e5, (trained_context * factor / (2 * math.pi)) ** (rotary_dim / (rotary_dim - 2)))
+    if not (isinstance(new_base, (int, float)) and 1 < new_base < math.inf):
+        raise Refused(f"new_base={new_base} must be a number above 1")
+    return stretch_none(new_base, rotary_dim, trained_context, factor)
+
+
+def stretch_llama3(base, rotary_dim, trained_context, factor, low_freq_factor=1.0, high_freq_factor=4.0):
+    """Llama 3.1's: pairs that turn more than high_freq_factor times in the trained context stay, less than low_freq_factor are interpolated,
+    and between them the mix is linear in the number of turns: the paper's ramp of NTK-by-parts with other ends."""
+    if not all(isinstance(f, (int, float)) for f in (low_freq_factor, high_freq_factor)) or not 0 < low_freq_factor < high_freq_factor < math.inf:
+        raise Refused(f"low_freq_factor={low_freq_factor} must be above 0 and below high_freq_factor={high_freq_factor}")
+    return stretch_ntk_parts(base, rotary_dim, trained_context, factor, high_freq_factor, low_freq_factor, "paper")
+
+
+def stretch_dynamic_ntk(base, rotary_dim, trained_context, factor, length=None):
+    """NTK-aware for the text at hand, as transformers has it: of `length` tokens in all, scaled by factor x length / trained_context - (factor - 1),
+    so that texts up to trained_context are read as they were learned. Without a length: those."""
+    return stretch_ntk(base, rotary_dim, trained_context, _grown(factor, length, trained_context))
+
+
+def stretch_dynamic_yarn(base, rotary_dim, trained_context, factor, length=None):
+    """YaRN for the text at hand: scaled by length / trained_context (Peng et al. 2023, Dynamic Scaling). The factor only says how far the model is meant to go."""
+    return stretch_yarn(base, rotary_dim, trained_context, _grown(1.0, length, trained_context))
+
+
+def _grown(factor, length, trained_context):
+    """The scale of a dynamic method: 1 up to the trained context."""
+    if length is not None and not (isinstance(length, (int, float)) and 0 < length < math.inf):
+        raise Refused(f"length={length} must be a number of tokens")
+    return max(1.0, factor * (length or trained_context) / trained_context - (factor - 1))
+
+
+STRETCH = {"none": stretch_none, "pi": stretch_pi, "ntk": stretch_ntk, "ntk-parts": stretch_ntk_parts, "yarn": stretch_yarn, "abf": stretch_abf,
+           "llama3": stretch_llama3, "dynamic-ntk": stretch_dynamic_ntk, "dynamic-yarn": stretch_dynamic_yarn}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The transformer: RMSNorm before each half, attention with grouped queries, SwiGLU, no biases: Llama's shape.
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries, optional QK-norm and window. The scheme rotates and biases; its name is not known here."""
+    """Causal self-attention with grouped queries, optional QK-norm and window. The scheme rotates, biases or relates; its name is not known here."""
 
     def __init__(self, config, layer):
         super().__init__()
         H, Hk, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.window = config, layer, config.window if layer in config.window_layers else 0
         self.q = nn.Linear(C, H * D, bias=False)
         self.k = nn.Linear(C, Hk * D, bias=False)
         self.v = nn.Linear(C, Hk * D, bias=False)
@@ -306,8 +490,9 @@ class Attention(nn.Module):
         if cache is not None:  # keys are kept rotated
             k, v = cache.append(self.layer, k, v)
             pos, docs = cache.pos, cache.docs
-        y = kernels.attention(q, k, v, bias=scheme.bias(k.shape[2], self.layer), window=c.window, sinks=c.sinks,
-                              positions=pos if c.window else None, docs=docs)  # (B, H, T, D)
+        n = k.shape[2]
+        y = kernels.attention(q, k, v, bias=scheme.bias(n, self.layer), relative=scheme.relative(n, self.layer), window=self.window, sinks=c.sinks if self.window else 0,
+                              positions=pos if self.window else None, docs=docs, scale=c.attn_scale / math.sqrt(c.head_dim))  # (B, H, T, D)
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -338,18 +523,25 @@ class Block(nn.Module):
 
 
 class Cache:
-    """Keys and values of the tokens read so far, (B, Hk, length, D) per layer, with their positions; room doubles when it runs out."""
+    """Keys and values of the tokens read so far, (B, Hk, length, D) per layer, with those tokens and their positions; room doubles when it runs out."""
 
     def __init__(self):
-        self.length, self.pos, self.docs, self.k, self.v = 0, None, None, {}, {}
+        self.length, self.scale, self.tokens, self.pos, self.docs, self.k, self.v = 0, None, None, None, None, {}, {}
 
-    def extend(self, pos, docs):
-        """Note the positions (T,) or (B, T) and documents (B, T) or None of the tokens about to be read."""
+    def extend(self, tokens, pos, docs, scale):
+        """Note tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None that are about to be read, under scheme.prepare()'s scale.
+
+        Returns what to read: these, or, where the scale has changed, everything again: deeper keys and values came of the older scale.
+        """
         if self.length and (docs is None) != (self.docs is None):
             raise Refused("give docs with every call of a cached reading, or with none")
-        self.length += pos.shape[-1]
-        self.pos = pos if self.pos is None else torch.cat((self.pos, pos), -1)
-        self.docs = docs if self.docs is None else torch.cat((self.docs, docs), -1)
+        self.length += tokens.shape[1]
+        whole = [new if old is None else torch.cat((old, new), -1) for old, new in ((self.tokens, tokens), (self.pos, pos), (self.docs, docs))]
+        self.tokens, self.pos, self.docs = whole
+        if scale != self.scale:
+            self.scale, self.k, self.v = scale, {}, {}
+            return whole
+        return tokens, pos, docs
 
     def append(self, layer, k, v):
         start, end = self.length - k.shape[2], self.length
@@ -368,7 +560,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.meta = config, {}
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.pos = POSITIONS[config.pos](config)
+        self.pos, self.nope = POSITIONS[config.pos](config), NoPE(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, 1e-5)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -410,28 +602,27 @@ class GPT(nn.Module):
 
     def hidden(self, tokens, positions=None, docs=None, cache=None):
         """The final hidden states (B, T, C), after the last norm; arguments as in forward()."""
-        first = cache.length if cache is not None else 0
-        end = first + tokens.shape[1]
+        new, first = tokens.shape[1], cache.length if cache is not None else 0
+        end = first + new
         if positions is None:
             positions = torch.arange(first, end, device=tokens.device)
-        else:
-            self.check_positions(positions, docs)
-            end = int(positions.max()) + 1 if self.pos.bounded else end
-        if end > self.config.block_size:
+        elif not torch.compiler.is_compiling():
+            end = self.check_positions(positions, docs)
+        if end > self.config.reach and not torch.compiler.is_compiling():
             if self.pos.bounded:
-                raise Refused(f"--pos={self.config.pos} has no vector for position {end - 1}: the model was made for {self.config.block_size} tokens, so "
+                raise Refused(f"--pos={self.config.pos} has no vector for position {end - 1}: the model was made for {self.config.reach} tokens, so "
                               "use no more, or train it with a longer --block_size")
-            if not torch.compiler.is_compiling():
-                warnings.warn(f"reading {end} tokens with a model made for {self.config.block_size}", PastTrainedLength, stacklevel=2)
+            warnings.warn(f"reading {end} tokens with a model made for {self.config.reach}", PastTrainedLength, stacklevel=2)
+        scale = self.pos.prepare(end)
         if cache is not None:
-            cache.extend(positions, docs)
+            tokens, positions, docs = cache.extend(tokens, positions, docs, scale)
         x = F.dropout(self.pos.embed(self.embed(tokens), positions), self.config.dropout, self.training)
-        for block in self.blocks:
-            x = block(x, self.pos, positions, docs, cache)
-        return self.norm(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache)
+        return self.norm(x[:, -new:])
 
     def check_positions(self, positions, docs):
-        """Positions given by hand: not negative, and without gaps inside a document where the scheme counts distance by index."""
+        """Positions given by hand: not negative, and without gaps inside a document where the scheme counts distance by index. Returns the last one, plus 1."""
         gaps = positions.diff() != 1
         if docs is not None:
             gaps = gaps & (docs.diff() == 0)
@@ -439,6 +630,15 @@ class GPT(nn.Module):
             raise Refused(f"--pos={self.config.pos} counts distance by index, so positions with gaps mean nothing to it: give consecutive positions")
         if (positions < 0).any():
             raise Refused("positions must not be negative")
+        return int(positions.max()) + 1
+
+    def draw_positions(self, rows, length, seed):
+        """Randomized positions (Ruoss et al. 2023), where config.random_positions is set: int64 (rows, length), each row sorted and distinct, drawn from 0 ..
+        random_positions - 1 by this seed; None where it is not. Training, evaluation and generation hand them to forward()."""
+        if not self.config.random_positions:
+            return None
+        noise = torch.rand(rows, max(length, self.config.random_positions), generator=torch.Generator().manual_seed(seed))
+        return noise.topk(length).indices.sort().values.to(self.embed.weight.device)
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -448,12 +648,14 @@ class GPT(nn.Module):
         """
         if tokens.shape[1] < 1:
             raise Refused("generate() needs at least one token to go on from")
-        if self.pos.bounded and tokens.shape[1] + max_new_tokens - 1 > self.config.block_size:
-            raise Refused(f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones are more than the {self.config.block_size} that --pos={self.config.pos} can hold: "
-                          f"ask for at most --max_new_tokens={max(0, self.config.block_size + 1 - tokens.shape[1])}, or shorten the prompt")
-        cache = Cache()
+        total, reach = tokens.shape[1] + max_new_tokens - 1, self.config.reach  # the last token is not read
+        if self.pos.bounded and total > reach:
+            raise Refused(f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones are more than the {reach} that --pos={self.config.pos} can hold: "
+                          f"ask for at most --max_new_tokens={max(0, reach + 1 - tokens.shape[1])}, or shorten the prompt")
+        cache, drawn = Cache(), self.draw_positions(1, total, 0) if max_new_tokens else None
         for _ in range(max_new_tokens):
-            logits = self.head(self.hidden(tokens, cache=cache)[:, -1]).float()  # (B, V)
+            positions = None if drawn is None else drawn[0, cache.length:cache.length + tokens.shape[1]]
+            logits = self.head(self.hidden(tokens, positions, cache=cache)[:, -1]).float()  # (B, V)
             if temperature < 1e-5:
                 tokens = logits.argmax(-1, keepdim=True)
             else:
@@ -471,6 +673,8 @@ class GPT(nn.Module):
         while base and trained length stay the original ones. Raises Refused, with nothing changed, where scheme or factor do not allow it."""
         if not (math.isfinite(factor) and factor >= 1):
             raise Refused(f"factor={factor} does not stretch: give a number of at least 1")
+        if self.config.random_positions and factor > 1:
+            raise Refused(f"this model was trained on positions drawn from {self.config.random_positions}: up to there it needs no stretching; train it with a larger --random_positions to go on")
         trained, total = self.config.trained_length, factor * (self.config.stretch or {"factor": 1.0})["factor"]
         self.pos.stretch(method, total, **options)
         self.config.stretch = {"method": method, "factor": total, "options": options, "trained_length": trained}
@@ -481,33 +685,17 @@ class GPT(nn.Module):
         of the heads and visible token for the two products of attention (PaLM's count: causality saves nothing)."""
         c = self.config
         length = length or c.block_size
+        visible = sum(min(length, c.window + c.sinks) if layer in c.window_layers else length for layer in range(c.n_layer))
         weights = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and not name.startswith(("embed", "pos", "head")))
-        return 6 * (weights + self.head.weight.numel()) + 12 * c.n_layer * c.n_head * c.head_dim * min(length, c.window + c.sinks or length)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Checkpoints: a folder with model.safetensors, meta.json and, from training, optim.safetensors. It is whole or absent.
+        return 6 * (weights + self.head.weight.numel()) + 12 * visible * c.n_head * c.head_dim
 
     def save(self, folder, optim=None, **meta):
-        """Write a checkpoint folder: into .tmp-* beside it, synced, then one rename. optim: a dict of tensors; meta: what else JSON can hold.
+        """Write a checkpoint folder, whole or not at all. optim: a dict of tensors; meta: what else JSON can hold, beside what meta the model was loaded with.
 
-        Raises Refused when the folder exists already. A tied head is stored once. What meta the model was loaded with is kept.
+        Raises Refused when the folder exists already.
         """
-        from safetensors.torch import save_file
-        folder = Path(folder)
-        if folder.exists():
-            raise Refused(f"{folder} exists already: remove it or save elsewhere")
-        tmp = folder.parent / f".tmp-{folder.name}"
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-        save_file({name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}, tmp / "model.safetensors")
-        if optim is not None:
-            save_file(optim, tmp / "optim.safetensors")
-        sums = {file.name: _sha256(file) for file in sorted(tmp.iterdir())}
-        for file in sums:
-            _sync(tmp / file)
-        write_meta(tmp, {**self.meta, **meta, "format": FORMAT, "config": asdict(self.config), "checksums": sums, "torch": torch.__version__})
-        os.rename(tmp, folder)
-        _sync(folder.parent)
+        weights = {name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}  # a tied head once
+        checkpoint.write(folder, {"model": weights} | ({} if optim is None else {"optim": optim}), {**self.meta, **meta, "config": asdict(self.config)})
 
     @classmethod
     def load(cls, path, best=False):
@@ -515,98 +703,19 @@ class GPT(nn.Module):
 
         model.meta holds the rest of meta.json. Raises Refused, naming the file and a way out, when there is none or it is damaged.
         """
-        from safetensors import SafetensorError, safe_open
-        folder = checkpoint_folder(path, best)
-        meta = read_meta(folder)
-        file = folder / "model.safetensors"
-        verify(file, meta)
-        config = GPTConfig(**meta.pop("config"))
-        with torch.device("meta"):
-            want = {name: tuple(p.shape) for name, p in cls(config).named_parameters()}
+        folder = checkpoint.checkpoint_folder(path, best)
+        meta = checkpoint.read_meta(folder)
+        settings = meta.pop("config")
+        if unknown := sorted(set(settings) - {f.name for f in fields(GPTConfig)}):
+            raise Refused(f"{folder / 'meta.json'} has settings that this version does not know: {', '.join(unknown)}")
         try:
-            with safe_open(file, framework="pt") as weights:
-                have = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}
-                if have != want:
-                    name = next(name for name in {**want, **have} if want.get(name) != have.get(name))
-                    raise Refused(f"{file} does not fit its meta.json: {name} is {have.get(name, 'absent')} where {want.get(name, 'nothing')} is expected; {_others(folder)}")
-                model = cls(config)
-                with torch.no_grad():
-                    for name, p in model.named_parameters():
-                        p.copy_(weights.get_tensor(name))
-        except SafetensorError as error:
-            raise Refused(f"{file} is not a whole safetensors file ({error}); {_others(folder)}") from None
+            config = GPTConfig(**settings)
+            with torch.device("meta"):
+                shapes = {name: tuple(p.shape) for name, p in cls(config).named_parameters()}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise Refused(f"{folder / 'meta.json'} is damaged ({type(error).__name__}: {error}); {checkpoint.others(folder)}") from None
+        checkpoint.check(folder / "model.safetensors", meta, shapes)  # before memory is taken
+        model = cls(config)
+        checkpoint.load_weights(model, folder / "model.safetensors")
         model.meta, model.folder = meta, folder
         return model.eval()
-
-
-def steps(run):
-    """The whole checkpoints of a run folder, oldest first."""
-    return sorted((p for p in Path(run).glob("step-*") if p.name[5:].isdigit() and (p / "meta.json").is_file()), key=lambda p: int(p.name[5:]))
-
-
-def checkpoint_folder(path, best=False):
-    """The step folder that a run folder or step folder stands for. Raises Refused when there is none."""
-    path = Path(path)
-    if (path / "meta.json").is_file():
-        return path
-    found = steps(path)
-    if not found:
-        raise Refused(f"there is no checkpoint in {path}: " + ("it does not exist; train one with python train.py --out_dir=" + str(path) if not path.exists()
-                      else "give a run folder (out/NAME) or one of its step folders"))
-    measured = {p: value for p in found if best and isinstance(value := read_meta(p).get("val_loss"), float)}
-    return min(measured, key=measured.get) if measured else found[-1]
-
-
-def read_meta(folder):
-    """meta.json of a step folder, checked: its format, and that its config is one of ours. Raises Refused."""
-    file = Path(folder) / "meta.json"
-    try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-        known, config = {f.name for f in fields(GPTConfig)}, meta["config"]
-        if meta["format"] != FORMAT:
-            raise Refused(f"{file} is of format {meta['format']}, and this version reads format {FORMAT}")
-        if unknown := sorted(set(config) - known):
-            raise Refused(f"{file} has settings that this version does not know: {', '.join(unknown)}")
-        meta["checksums"]["model.safetensors"], GPTConfig(**config)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, Refused):
-            raise
-        raise Refused(f"{file} is damaged ({type(error).__name__}: {error}); {_others(folder)}") from None
-    return meta
-
-
-def write_meta(folder, meta):
-    """Write meta.json of a step folder, new or instead of the one it has, by one rename."""
-    new = Path(folder) / ".meta.json"
-    new.write_text(json.dumps(meta, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    _sync(new)
-    os.replace(new, Path(folder) / "meta.json")
-    _sync(folder)
-
-
-def verify(file, meta):
-    """Compare a checkpoint file's SHA-256 with the one in its meta.json. Raises Refused."""
-    if not file.is_file():
-        raise Refused(f"{file} is missing; {_others(file.parent)}")
-    if _sha256(file) != meta["checksums"].get(file.name):
-        raise Refused(f"{file} is damaged: its checksum is not the one in meta.json; {_others(file.parent)}")
-
-
-def _others(folder):
-    others = [str(p) for p in steps(Path(folder).parent) if p.name < Path(folder).name]
-    return f"use the step before it, {others[-1]} (to resume from there, move the damaged one away)" if others else "no earlier step is left, so train again"
-
-
-def _sha256(file):
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _sync(path):
-    if os.name == "nt" and Path(path).is_dir():
-        return  # folders cannot be synced there
-    fd = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -11,14 +11,10 @@ processes, and a run that was stopped, by whatever means, goes on with the same 
 """
 import config  # first: it says in one sentence that a Python is too old
 import contextlib
-import ctypes
-import json
 import math
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,12 +22,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import data
+from checkpoint import Log, checkpoint_folder, load_optimizers, optimizer_tensors, read_meta, restarted, steps, verify, write_meta
 from config import UserError
 from data.prepare import prepare
-from model import GPT, GPTConfig, Refused, checkpoint_folder, read_meta, steps, verify, write_meta
+from model import GPT, GPTConfig, Refused
 
 
 @dataclass
@@ -74,11 +70,6 @@ class TrainConfig:
             raise UserError(f"beta1={self.beta1} and beta2={self.beta2} must lie between 0 and 1")
 
 
-# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets: the denominator of MFU (model FLOPs utilisation)
-PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
-        "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12}
-
-
 def learning_rate(cfg, step):
     """The rate of update number `step`, counted from 0."""
     if step < cfg.warmup_iters:
@@ -105,24 +96,6 @@ def make_optimizers(model, cfg):
     return optimizers
 
 
-def optimizer_tensors(model, optimizers):
-    """The optimizers' state as <parameter>.<moment> -> tensor on the CPU."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {f"{names[id(p)]}.{key}": value.detach().cpu().contiguous() for o in optimizers for p, state in o.state.items() for key, value in state.items() if torch.is_tensor(value)}
-
-
-def load_optimizers(model, optimizers, file):
-    """Put the tensors of optim.safetensors back. Raises UserError when they do not belong to these optimizers."""
-    from safetensors.torch import load_file
-    tensors, params = load_file(file), dict(model.named_parameters())
-    owner = {id(p): o for o in optimizers for g in o.param_groups for p in g["params"]}
-    for key, value in tensors.items():
-        name, _, moment = key.rpartition(".")
-        if name not in params or (moment == "momentum_buffer") != isinstance(owner[id(params[name])], torch.optim.Muon):
-            raise UserError(f"{file} holds {key}, which this optimizer does not keep: resume with the optimizer that the run was started with")
-        owner[id(params[name])].state[params[name]][moment] = value.to(params[name].device)
-
-
 @torch.no_grad()
 def validate(model, dataset, cfg, autocast, stopped=lambda: False):
     """Sums over the validation windows: (nats, scored tokens, bytes of text or None), over all processes; None when stopped() came true.
@@ -143,7 +116,7 @@ def validate(model, dataset, cfg, autocast, stopped=lambda: False):
             break
         x, y = map(torch.from_numpy, map(data.np.stack, zip(*(dataset.val.window(i, T) for i in batch))))
         with autocast():
-            nats = model(x.to(device), y.to(device), reduction="sum")
+            nats = model(x.to(device), y.to(device), model.draw_positions(len(x), T, batch[0]), reduction="sum")
         sums += torch.tensor([nats.item(), (y >= 0).sum(), dataset.bytes_of(y.numpy()) or 0, 0], dtype=torch.float64)
     model.train(was)
     if world > 1:
@@ -188,14 +161,7 @@ def train(model, cfg):
     def autocast():
         return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
-    if device.type == "cuda":  # the same bits again cost some speed
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    elif sys.platform == "linux":  # glibc: keep freed memory; faulting in fresh pages for every temporary tensor costs 7 % of a small model's step
-        with contextlib.suppress(OSError, AttributeError):
-            for parameter, value in ((-1, 2**31 - 1), (-2, 1 << 26), (-3, 1 << 25)):  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
-                ctypes.CDLL(None).mallopt(parameter, value)
+    config.prepare_device(device)
     model.to(device).train()
     optimizers = make_optimizers(model, cfg)
     step, scale, good, best, tokens, evaluated = 0, 65536.0 if dtype == torch.float16 else 1.0, 0, None, 0, False
@@ -206,14 +172,14 @@ def train(model, cfg):
         step, best, tokens, evaluated = meta["step"], meta["best"], meta["tokens"], meta["val_loss"] is not None
         if dtype == torch.float16:
             scale, good = meta["scaler"] or (scale, good)
-    log = _Log(run, step, evaluated, cfg) if rank == 0 else None
+    log = Log(run, step, evaluated, cfg.max_iters, cfg.wandb, asdict(cfg)) if rank == 0 else None
     if resume and rank == 0 and (changed := {k: [model.meta["train"].get(k), v] for k, v in asdict(cfg).items() if model.meta["train"].get(k) != v and k != "init_from"}):
         log.row(step=step, changed=changed)
         log.say("changed since the checkpoint: " + ", ".join(f"{k} {a} -> {b}" for k, (a, b) in changed.items()))
     forward = torch.compile(model) if compiles else model
     if world > 1:
         forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
-    peak = next((flops for name, flops in PEAK.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), None)
+    peak = config.peak_flops(device)
     if rank == 0:
         if why_not:
             log.say(why_not)
@@ -224,14 +190,7 @@ def train(model, cfg):
         count = int(dataset.val.count(T).sum())
         log.say(f"validation: {'all' if not cfg.eval_iters else min(count, cfg.eval_iters * cfg.batch_size)} of {count} windows of {T} tokens")
 
-    told, handlers = [], {}  # signals that this process was sent; what was done with them before
-    def note_signal(number, frame):
-        if told and time.monotonic() - told[0] > 1:  # a second one, asked for in earnest, does not wait
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        told.append(time.monotonic())
-    if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    told, release = config.catch_signals()
 
     def save(val_loss):
         if rank == 0:
@@ -284,7 +243,7 @@ def train(model, cfg):
                 if world > 1:
                     forward.require_backward_grad_sync = micro + world >= accumulation
                 with autocast():
-                    nats = forward(x.to(device, non_blocking=True), y.to(device, non_blocking=True), reduction="sum")
+                    nats = forward(x.to(device, non_blocking=True), y.to(device, non_blocking=True), model.draw_positions(len(x), T, number), reduction="sum")
                 (nats * (scale * world / (accumulation * cfg.batch_size * T))).backward()
                 sums[0] += nats.detach()
                 sums[1] += int((y >= 0).sum())
@@ -327,8 +286,7 @@ def train(model, cfg):
         kept = steps(run)
         failure = f"{error}: stopped before the update; " + (f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint was written yet") + "; try a lower --learning_rate, or look at that data"
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        release()
         if log:
             log.close()
         model.eval()
@@ -336,57 +294,6 @@ def train(model, cfg):
     if failure:
         raise FloatingPointError(failure)
     return {**(last or {"step": step}), "stopped": stop}
-
-
-class _Log:
-    """log.jsonl, the progress bar, and optionally wandb. Rows past the step that a run resumes from are dropped: the log agrees with the weights."""
-
-    def __init__(self, run, step, evaluated, cfg):
-        file, rows = run / "log.jsonl", []
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() and (step or evaluated) else []:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut short by a crash
-                row = json.loads(line)
-                if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
-                    rows.append(line)
-        (run / ".log").write_text("".join(row + "\n" for row in rows), encoding="utf-8")
-        os.replace(run / ".log", file)
-        self.file, self.began, self.first, self.told, self.max_iters = open(file, "a", encoding="utf-8"), time.perf_counter(), step, step, cfg.max_iters
-        self.tqdm = tqdm(total=cfg.max_iters, initial=step, unit="it", disable=not sys.stderr.isatty(), leave=False)
-        self.wandb = None
-        if cfg.wandb:
-            try:
-                import wandb
-            except ImportError:
-                raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb out") from None
-            self.wandb = wandb.init(project=cfg.wandb, name=run.name, config=asdict(cfg))
-
-    def row(self, **row):
-        self.file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.file.flush()
-        if self.wandb:
-            self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
-
-    def say(self, text):
-        try:
-            self.tqdm.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:  # nobody reads us any more: the run goes on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def bar(self, step, text):
-        if not self.tqdm.disable:
-            self.tqdm.set_postfix_str(text, refresh=False)
-            self.tqdm.update(step - self.tqdm.n)
-        elif step - self.told >= max(1, self.max_iters // 10):  # no terminal: a line now and then
-            self.told = step
-            left = (time.perf_counter() - self.began) / max(1, step - self.first) * (self.max_iters - step)
-            self.say(f"iteration {step}/{self.max_iters}: {text}, {left:.0f} s left")
-
-    def close(self):
-        self.tqdm.close()
-        self.file.close()
-        if self.wandb:
-            self.wandb.finish()
 
 
 def resumed(cfg, gpt, given):
@@ -414,11 +321,6 @@ def resumed(cfg, gpt, given):
         raise UserError(f"{model.folder} was not written by training and cannot be resumed: extend.py can fine-tune it")
     agree(model, gpt, given)
     return model
-
-
-def restarted(run):
-    """Whether torchrun has started us again after a crash, and the newest checkpoint is of the same launch."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and bool(steps(run)) and read_meta(steps(run)[-1]).get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def agree(model, gpt, given):

@@ -11,6 +11,7 @@ if sys.version_info < (3, 11):
                      "python3.11 -m venv .venv\n" % sys.version_info[:2])
     sys.exit(2)
 
+import contextlib
 import difflib
 import inspect
 import os
@@ -217,6 +218,31 @@ def _nvidia_gpu():
     return any(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else False
 
 
+# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets: the denominator of MFU (model FLOPs utilisation)
+PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
+        "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12}
+
+
+def peak_flops(device):
+    """The peak of a GPU in the table, or None."""
+    import torch
+    return next((flops for name, flops in PEAK.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), None)
+
+
+def prepare_device(device):
+    """Make the same command give the same bits on a GPU, at some cost in speed, and make memory cheap to reuse on Linux."""
+    import ctypes
+    import torch
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    elif sys.platform == "linux":  # glibc: keep freed memory; faulting in fresh pages for every temporary tensor costs 7 % of a small model's step
+        with contextlib.suppress(OSError, AttributeError):
+            for parameter, value in ((-1, 2**31 - 1), (-2, 1 << 26), (-3, 1 << 25)):  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
+                ctypes.CDLL(None).mallopt(parameter, value)
+
+
 def pick_dtype(name, device):
     """The torch.dtype of matrix products: bfloat16 where processor or GPU multiply it natively, float16 on other GPUs, else float32."""
     import torch
@@ -268,6 +294,29 @@ def join_processes(device):
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def catch_signals():
+    """From now on SIGTERM and SIGINT only add to a list. Returns it, and the function that gives them back. A second signal, a second or more after
+    the first and so in earnest, does not wait; outside the main thread nothing is caught."""
+    import signal
+    import threading
+    import time
+    told, before = [], {}
+
+    def note(number, frame):
+        if told and time.monotonic() - told[0] > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        told.append(time.monotonic())
+
+    def release():
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        before.update({number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)})
+    return told, release
 
 
 _locks = {}

@@ -35,22 +35,28 @@ def rope(q, k, cos, sin):
     return rotate(q), rotate(k)
 
 
-def attention(q, k, v, *, bias=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None):
+def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None):
     """softmax(q k^T scale + bias, over the keys that a query may see) v.
 
     q (B, H, Tq, D), k and v (B, Hk, Tk, D). The queries are the last Tq of the Tk tokens (Tq < Tk: decoding with a cache), so
     query row i stands at index Tk - Tq + i. Returns (B, H, Tq, D) in q's dtype; softmax in float32.
     bias       None; slopes (H,): adds -slope * distance; or a table (H, m): adds table[h, min(distance, m - 1)], with gradient.
                Float32; distance = index of the query - index of the key.
+    relative   None; or (keys, values, offsets), with gradients. keys (H or 1, m, D): the score is (q + u) k + (q + w) keys[min(distance, m - 1)],
+               all times scale. values, the same shape, or None: values[min(distance, m - 1)] is added to v. offsets (u, w), each (H, D), or None: zero.
+               (Shaw et al. 2018: keys and values; Transformer-XL, Dai et al. 2019: keys and offsets.)
     window     W > 0: a query sees key j only when distance < W or j < sinks, at true positions.
     positions  (Tk,) or (B, Tk) int64: true positions for `window` where they are not the indices.
     docs       (B, Tk) int: attention stays within tokens of the same document number.
     causal     False: every key is seen, and distance is |i - j| (masked language models).
     scale      default D ** -0.5.
     """
-    Tq, Tk, out = q.shape[2], k.shape[2], q.dtype
+    Tq, Tk, D, out = q.shape[2], k.shape[2], q.shape[3], q.dtype
     if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512:  # PyTorch's bf16 attention on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
         q, k, v = q.float(), k.float(), v.float()
+    if relative is not None:
+        with torch.autocast(q.device.type, enabled=False):
+            return _relative_attention(q, k, v, *relative, D ** -0.5 if scale is None else scale, causal, bias, window, sinks, positions, docs).to(out)
     plain = bias is None and docs is None and not (window and (Tk > window or positions is not None))
     sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     with torch.autocast(q.device.type, enabled=False):  # which would make it bf16 again
@@ -91,6 +97,48 @@ def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal
         line = bias[:, torch.arange(first + rows - 1, first - Tk, -1, device=device).clamp(0, bias.shape[1] - 1)]  # by falling distance
         return hidden + line.unfold(1, Tk, 1).flip(1)
     return hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
+
+
+def _relative_attention(q, k, v, keys, values, offsets, scale, causal, bias, window, sinks, positions, docs):
+    """attention() with relative keys and values, written out: a matrix product over distances, moved from distances to keys along diagonals."""
+    (B, H, Tq, _), Tk, wide = q.shape, k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    q, keys = q.to(wide), keys.to(wide)
+    k, v = (x.to(wide).repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    u, w = (0, 0) if offsets is None else (x.to(wide)[:, None] for x in offsets)  # (H, 1, D)
+    rows = max(1, (1 << 24) // (B * H * 2 * Tk))  # queries at a time: at most 64 MiB of scores over distances
+    y = []
+    for i in range(0, Tq, rows):
+        n, first = min(rows, Tq - i), Tk - Tq + i
+        end = first + n if causal else Tk  # no key after these queries is seen
+        added = _added(n, first, end, q.device, bias, window, sinks, None if positions is None else positions[..., :end], None if docs is None else docs[:, :end], causal)
+        distance = torch.arange(first + n - 1, first - end, -1, device=q.device)  # (n + end - 1,), falling
+        line = (distance.clamp(min=0) if causal else distance.abs()).clamp(max=keys.shape[1] - 1)
+        rest = q[:, :, i:i + n]
+        score = ((rest + u) @ k[:, :, :end].mT + _to_keys((rest + w) @ keys[:, line].mT, end)) * scale  # (B, H, n, end)
+        p = (score.masked_fill(~added, float("-inf")) if added.dtype == torch.bool else score + added).softmax(-1)
+        y.append(p @ v[:, :, :end])
+        if values is not None:
+            y[-1] = y[-1] + _to_distances(p) @ values.to(wide)[:, line]
+    return y[0] if len(y) == 1 else torch.cat(y, 2)
+
+
+def _to_keys(x, keys):
+    """x (..., n, n + keys - 1), over falling distance -> (..., n, keys): row r, which stands r tokens later than row 0, reads from column n - 1 - r on.
+
+    In memory that is one line read from element n - 1 with a stride shorter by one (Transformer-XL's shift)."""
+    *batch, n, length = x.shape
+    if n == 1:
+        return x
+    return x.reshape(*batch, n * length)[..., n - 1:n - 1 + n * (length - 1)].reshape(*batch, n, length - 1)[..., :keys]
+
+
+def _to_distances(p):
+    """The way back: p (..., n, keys) -> (..., n, n + keys - 1), zero where there is no key."""
+    *batch, n, keys = p.shape
+    if n == 1:
+        return p
+    line = F.pad(p, (0, n - 2)).reshape(*batch, n * (n + keys - 2))
+    return F.pad(line, (n - 1, 1)).reshape(*batch, n, n + keys - 1)
 
 
 def linear_cross_entropy(x, weight, targets, reduction="mean"):

@@ -16,7 +16,8 @@ import sample
 import train
 from conftest import ROOT, TINY
 from data import prepare
-from model import GPT, GPTConfig, steps
+from checkpoint import steps
+from model import GPT, GPTConfig
 
 
 @pytest.fixture(scope="module")

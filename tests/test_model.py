@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import kernels
-from model import GPT, GPTConfig, Refused, checkpoint_folder, steps
+from checkpoint import checkpoint_folder, steps
+from model import GPT, GPTConfig, Refused
 
 
 def by_hand(model, tokens):

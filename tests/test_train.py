@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import train
 from config import UserError
 from conftest import ROOT, TINY
-from model import GPT, GPTConfig, steps
+from checkpoint import steps
+from model import GPT, GPTConfig
 
 
 def rows(folder):
