@@ -3,12 +3,17 @@
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024,2048 --plot=out/length.png --json=out/length.json
     python evaluate.py "untouched=out/rope" "stretched=out/rope-yarn4" --protocol=last-quarter
 
-Protocols, in nats per token of the validation text: chunked cuts it into windows of each length that do not overlap and scores every
-token; last-quarter scores only those in the last quarter of a window, which whole-window means hide; position splits each window's
-loss into 16 stretches. All lengths score the same span of text: of a last window that overlaps, only the rest is scored.
+Protocols, in nats per token of the validation text:
+  chunked        windows of each length that do not overlap; every token is scored
+  last-quarter   of these, only the tokens in a window's last quarter, which whole-window means hide
+  position       of these, the loss in each of 16 stretches of the window
+  sliding        windows that advance by --stride; only the last `stride` tokens of each are scored (of the first window: all)
+  token-aligned  the same tokens at every length, the last of windows that end at the same places: does more context help?
+In the first four all lengths score the same span of text: of a last window that overlaps, only the rest is scored. A mean is over all scored tokens,
+never over windows. A dynamic method reads every token of a window at the scale of the whole window, as one forward pass does. A model of random
+positions reads each window at positions drawn as in training.
 """
 import config  # first: it says in one sentence that a Python is too old
-import contextlib
 import json
 import math
 import warnings
@@ -27,7 +32,8 @@ from model import GPT, PastTrainedLength, Refused
 class EvaluateConfig:
     lengths: tuple[int, ...] = ()    # context lengths in tokens; by default 1, 2, 4 and 8 times the shortest trained length
     task: Literal["loss"] = "loss"   # what is measured
-    protocol: tuple[Literal["chunked", "last-quarter", "position"], ...] = ("chunked", "last-quarter")  # how, see above
+    protocol: tuple[Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"], ...] = ("chunked", "last-quarter")  # how, see above
+    stride: int = 256                # sliding, token-aligned: tokens scored at the end of a window; at most the window, and half the shortest length if aligned
     max_tokens: int = 65536          # span of validation text that is scored
     dataset: str = ""                # by default the one that each checkpoint was trained on
     plot: str = ""                   # write the picture to this PNG (matplotlib draws it)
@@ -37,53 +43,61 @@ class EvaluateConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
 
     def __post_init__(self):
-        if min((self.max_tokens, *self.lengths)) < 1:
-            raise UserError("lengths and max_tokens count tokens and must be at least 1")
+        if min((self.max_tokens, self.stride, *self.lengths)) < 1:
+            raise UserError("lengths, stride and max_tokens count tokens and must be at least 1")
         if self.plot and not self.plot.endswith(".png"):
             raise UserError(f"--plot={self.plot} must end in .png")
         if not self.protocol:
-            raise UserError("protocol names nothing: choose from chunked, last-quarter, position")
+            raise UserError("protocol names nothing: choose from chunked, last-quarter, position, sliding, token-aligned")
+
+
+def windows_of(protocol, length, span, stride=256, lengths=()):
+    """Where a protocol reads: a list of (start, skip), windows of `length` targets of which the first `skip` are not scored, within `span` targets."""
+    if protocol == "token-aligned":  # one window of the longest length after the other; of the shorter ones those that end where these do
+        return [(end - length, length - min(stride, max(1, min(lengths) // 2))) for end in range(max(lengths), span + 1, max(lengths))]
+    step = min(stride, length) if protocol == "sliding" else length
+    ends = [*range(length, span, step), span]
+    return [(end - length, 0 if i == 0 else length - (end - ends[i - 1])) for i, end in enumerate(ends)]
 
 
 @torch.no_grad()
-def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32):
+def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32, protocol="chunked", stride=256, lengths=()):
     """Sum of nats and number of scored tokens at each position of windows of `length`: two float64 tensors (length,).
 
-    The windows cover the first min(max_tokens, what there is) targets of the longest file of a data.Split, each exactly once. The model
+    The windows lie in the first min(max_tokens, what there is) targets of the longest file of a data.Split, as windows_of() places them. The model
     computes where its weights are, products in dtype. Raises Refused or UserError where model or text do not reach that far.
     """
     file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
     span = min(max_tokens, len(split.tokens[file]) - (split.bos is None))
-    if length > span:
-        raise UserError(f"a window of {length} tokens is longer than the {span} that are scored: raise --max_tokens, or give a longer validation text")
+    if (longest := max((length, *lengths)) if protocol == "token-aligned" else length) > span:
+        raise UserError(f"a window of {longest} tokens is longer than the {span} that are scored: raise --max_tokens, or give a longer validation text")
     device = next(model.parameters()).device
-    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
     nats, tokens = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
-    starts, rows = list(range(0, span, length)), max(1, 16384 // length)
+    windows, rows = windows_of(protocol, length, span, stride, lengths or (length,)), max(1, 16384 // length)
     was, _ = model.training, model.eval()
-    for i in range(0, len(starts), rows):
-        x, y = map(torch.from_numpy, map(data.np.stack, zip(*(split.cut(file, min(start, span - length), length) for start in starts[i:i + rows]))))
-        if starts[i + len(y) - 1] > span - length:  # the last window overlaps: its beginning was scored
-            y[-1, :starts[-1] - (span - length)] = -1
-        with autocast, warnings.catch_warnings():
+    for i in range(0, len(windows), rows):
+        x, y = map(torch.from_numpy, map(data.np.stack, zip(*(split.cut(file, start, length) for start, _ in windows[i:i + rows]))))
+        for row, (_, skip) in zip(y, windows[i:i + rows]):
+            row[:skip] = -1
+        with config.autocast(device, dtype), warnings.catch_warnings():
             warnings.simplefilter("ignore", PastTrainedLength)
-            loss = model(x.to(device), y.to(device), reduction="none").cpu().double()
+            loss = model(x.to(device), y.to(device), model.draw_positions(len(x), length, windows[i][0]), reduction="none").cpu().double()
         nats += loss.sum(0)
         tokens += (y >= 0).sum(0)
     model.train(was)
     return nats, tokens
 
 
-def rows_of(name, nats, tokens, protocols):
-    """The rows that protocols make of one length's sums by position: dicts as they stand in the JSON."""
+def rows_of(name, nats, tokens, protocols, **more):
+    """The rows that protocols make of one length's sums by position: dicts as they stand in the JSON, with what more is to stand in each."""
     length, rows = len(nats), []
     for protocol in protocols:
         row = {"checkpoint": name, "task": "loss", "protocol": protocol, "length": length}
-        edges = {"chunked": [0, length], "last-quarter": [length * 3 // 4, length]}.get(protocol) or sorted({length * i // 16 for i in range(17)})
+        edges = sorted({length * i // 16 for i in range(17)}) if protocol == "position" else [length * 3 // 4 if protocol == "last-quarter" else 0, length]
         for a, b in zip(edges, edges[1:]):
             count = int(tokens[a:b].sum())
             where = {"position": [a, b]} if protocol == "position" else {}
-            rows.append({**row, **where, "loss": nats[a:b].sum().item() / count if count else math.nan, "tokens": count})
+            rows.append({**row, **more, **where, "loss": nats[a:b].sum().item() / count if count else math.nan, "tokens": count})
     return rows
 
 
@@ -97,11 +111,13 @@ def measure(models, cfg, lengths):
         if splits[dataset, bos].vocab_size != model.config.vocab_size:
             raise UserError(f"{name} has a vocabulary of {model.config.vocab_size} and dataset {dataset} one of {splits[dataset, bos].vocab_size}: give the --dataset that it was trained on")
         dtype = config.pick_dtype(cfg.dtype, next(model.parameters()).device)
-        for length in lengths:
+        together = tuple(p for p in cfg.protocol if p not in ("sliding", "token-aligned"))  # these three are made of the same forward passes
+        for length, protocols in ((length, ps) for length in lengths for ps in (together, *((p,) for p in cfg.protocol if p not in together)) if ps):
+            more = {} if protocols == together else {"stride": min(cfg.stride, max(1, min(lengths) // 2)) if protocols[0] == "token-aligned" else cfg.stride}
             try:
-                rows += rows_of(name, *loss_by_position(model, splits[dataset, bos].val, length, cfg.max_tokens, dtype), cfg.protocol)
+                rows += rows_of(name, *loss_by_position(model, splits[dataset, bos].val, length, cfg.max_tokens, dtype, protocols[0], cfg.stride, lengths), protocols, **more)
             except (Refused, UserError) as refusal:
-                rows += [{"checkpoint": name, "task": "loss", "protocol": protocol, "length": length, "refused": str(refusal)} for protocol in cfg.protocol]
+                rows += [{"checkpoint": name, "task": "loss", "protocol": protocol, "length": length, **more, "refused": str(refusal)} for protocol in protocols]
     return rows
 
 
@@ -113,8 +129,9 @@ def table(rows, lengths):
     for protocol in dict.fromkeys(row["protocol"] for row in rows):
         mine = [row for row in rows if row["protocol"] == protocol]
         if protocol != "position":
-            out += [f"{protocol} (nats per token)".ljust(wide) + "".join(f"{n:>10}" for n in lengths) if wide > 29 else f"{protocol}, nats per token, at"] + (
-                [] if wide > 29 else [" " * wide + "".join(f"{n:>10}" for n in lengths)])
+            title = protocol + (f", stride {mine[0]['stride']}" if "stride" in mine[0] else "")
+            out += [f"{title} (nats per token)".ljust(wide) + "".join(f"{n:>10}" for n in lengths) if wide > 29 + len(title) - len(protocol) else f"{title}, nats per token, at"] + (
+                [] if wide > 29 + len(title) - len(protocol) else [" " * wide + "".join(f"{n:>10}" for n in lengths)])
             for name in names:
                 cells = {row["length"]: row for row in mine if row["checkpoint"] == name}
                 out.append(name.ljust(wide) + "".join(f"{cells[n]['loss']:>10.4f}" if "loss" in cells[n] else f"{'refused':>10}" for n in lengths))
@@ -127,7 +144,7 @@ def table(rows, lengths):
                     cells = [row for row in mine if row["checkpoint"] == name and row["length"] == n]
                     out.append(name.ljust(wide) + ("".join(f"{row['loss']:>7.3f}" for row in cells) if "loss" in cells[0] else "   refused"))
         out.append("")
-    out += [f"refused: {row['checkpoint']} at {row['length']}: {row['refused']}" for row in rows if "refused" in row and row["protocol"] == rows[0]["protocol"]]
+    out += dict.fromkeys(f"refused: {row['checkpoint']} at {row['length']}: {row['refused']}" for row in rows if "refused" in row)
     return "\n".join(out).rstrip()
 
 
@@ -171,15 +188,22 @@ def series_of(rows, protocol):
     return series
 
 
-def picture(rows, lengths, file, note):
-    """Draw a panel per protocol and the first one's table into a PNG; without matplotlib, say so."""
+def pyplot(file):
+    """matplotlib's pyplot, drawing to files; without matplotlib None, and the reason why there will be no such file."""
     try:
         import matplotlib
     except ImportError:
         print(f"no {file}: matplotlib is not installed (pip install matplotlib)")
-        return
+        return None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    return plt
+
+
+def picture(rows, lengths, file, note):
+    """Draw a panel per protocol and the first one's table into a PNG; without matplotlib, say so."""
+    if not (plt := pyplot(file)):
+        return
     protocols = list(dict.fromkeys(row["protocol"] for row in rows))
     names = list(dict.fromkeys(row["checkpoint"] for row in rows))
     figure, axes = plt.subplots(2, len(protocols), figsize=(6.4 * len(protocols), 4.4 + 0.3 * len(names)), squeeze=False, height_ratios=[4, 0.5 + 0.3 * len(names)], layout="constrained")
@@ -204,6 +228,29 @@ def picture(rows, lengths, file, note):
     figure.savefig(file, dpi=120)
     plt.close(figure)
     print(f"{file} is drawn")
+
+
+def wavelengths(before, after, trained, target, file, note):
+    """Draw each rotated pair's wavelength in tokens before and after a stretching, inverse frequencies (R/2,) each, beside both lengths: in the terminal, and
+    as a PNG. A pair whose wavelength exceeds the trained length never completed a turn in training: those are the ones that break beyond it."""
+    before, after = (2 * math.pi / inv_freq.double().cpu() for inv_freq in (before, after))
+    turned, moved = int((before <= trained).sum()), int((after > before * 1.000001).sum())
+    print(f"wavelengths of {len(before)} pairs, in tokens: {turned} complete a turn within the trained {trained}; {moved} are stretched, the slowest from {before[-1]:,.0f} to {after[-1]:,.0f}")
+    x = range(1, len(before) + 1)
+    print(terminal_plot({"log10 of the wavelength before": list(zip(x, before.log10().tolist())), "after": list(zip(x, after.log10().tolist())),
+                         f"trained length {trained}": [(i, math.log10(trained)) for i in (1, len(before))], f"target {target}": [(i, math.log10(target)) for i in (1, len(before))]}))
+    if plt := pyplot(file):
+        figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
+        axes.plot(range(len(before)), before, marker="o", markersize=4, label="before")
+        axes.plot(range(len(after)), after, marker="o", markersize=4, label="after")
+        for length, word, style in ((trained, "trained length", "--"), (target, "target", ":")):
+            axes.axhline(length, color="gray", linestyle=style, label=f"{word} {length}")
+        axes.set(yscale="log", xlabel="rotated pair, fastest first", ylabel="wavelength in tokens", title=note)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        figure.savefig(file, dpi=120)
+        plt.close(figure)
+        print(f"{file} is drawn")
 
 
 def main():

@@ -15,16 +15,17 @@ from pathlib import Path
 import data
 from checkpoint import checkpoint_folder, read_meta, steps
 from config import UserError
-from evaluate import loss_by_position, rows_of, table
-from model import GPT, GPTConfig, Refused
+from evaluate import EvaluateConfig, measure, table, wavelengths
+from model import GPT, STRETCH, GPTConfig, Refused
 from train import TrainConfig, agree, finish, resumed
 
 
 @dataclass
 class ExtendConfig(TrainConfig):
-    method: str = "yarn"        # none, pi, ntk, ntk-parts or yarn
+    method: str = "yarn"        # none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-ntk or dynamic-yarn
     factor: float = 4.0         # how many times longer
     options: str = ""           # of the method, as in --options=ramp=paper,beta_fast=16
+    plot: str = ""              # draw rope's wavelengths before and after, beside both lengths, to this PNG and in the terminal
     max_iters: int = 60         # iterations of fine-tuning; 0: only stretch
     learning_rate: float = 0.0  # at the peak; by default 0.3 of the run's
     batch_size: int = 1         # windows in a micro-batch of one process; by default as many tokens an iteration as the run's
@@ -36,6 +37,8 @@ class ExtendConfig(TrainConfig):
         super().__post_init__()
         if not 1 <= self.factor <= 1e6:
             raise UserError(f"factor={self.factor} does not stretch: give a number of at least 1, and at most a million")
+        if self.plot and not self.plot.endswith(".png"):
+            raise UserError(f"--plot={self.plot} must end in .png")
 
     def method_options(self):
         """The options as a dict: numbers, true or false, or words."""
@@ -64,7 +67,7 @@ def run_defaults(values, paths):
     was = read_meta(folder).get("train") or {}
     if not was and not {"dataset", "learning_rate"} <= values.keys():
         raise UserError(f"{paths[0]} does not say how it was trained: give --dataset and --learning_rate")
-    own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile", "learning_rate"}
+    own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile", "learning_rate", "plot"}
     kept = {f.name: was[f.name] for f in fields(TrainConfig) if f.name in was and f.name not in own}
     if was and 1 <= factor <= 1e6:
         kept["learning_rate"] = was["learning_rate"] * (1 if "method" in was else 0.3)
@@ -74,18 +77,10 @@ def run_defaults(values, paths):
 
 
 def report(model, cfg, when):
-    """Print and return the loss by position at the original and at the stretched length."""
-    dataset = data.Dataset(cfg.dataset, cfg.bos)
-    device = config.pick_device(cfg.device)
-    model.to(device)
-    lengths, rows = sorted({model.config.trained_length, model.config.block_size}), []
-    for length in lengths:
-        try:
-            rows += rows_of(when, *loss_by_position(model, dataset.val, length, 65536, config.pick_dtype(cfg.dtype, device)), ("last-quarter", "position"))
-        except (Refused, UserError) as refusal:
-            rows += [{"checkpoint": when, "task": "loss", "protocol": protocol, "length": length, "refused": str(refusal)} for protocol in ("last-quarter", "position")]
-    print(table(rows, lengths), flush=True)
-    return rows
+    """Print the loss by position at the original and at the stretched length."""
+    how = EvaluateConfig(protocol=("last-quarter", "position"), dataset=cfg.dataset, dtype=cfg.dtype)
+    lengths = sorted({model.config.trained_length, model.config.block_size})
+    print(table(measure({when: model.to(config.pick_device(cfg.device))}, how, lengths), lengths), flush=True)
 
 
 def main():
@@ -93,6 +88,8 @@ def main():
     rank, _ = config.join_processes(cfg.device)
     parent = GPT.load(paths[0])
     agree(parent, gpt, given)
+    if cfg.plot and not getattr(parent.pos, "rotary_dim", 0):
+        raise UserError(f"--plot draws the wavelengths that rope turns by, and this --pos={parent.config.pos} turns nothing: leave it out")
     model = resumed(cfg, gpt, set())
     if model:
         total = cfg.factor * (parent.config.stretch or {"factor": 1.0})["factor"]
@@ -106,10 +103,15 @@ def main():
     else:
         model, pretraining = parent, parent.meta.get("pretraining_tokens") or parent.meta.get("tokens", 0)
         model.stretch(cfg.method, cfg.factor, **cfg.method_options())
-        model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining}
+        model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining, "bos": data.Dataset(cfg.dataset, cfg.bos).bos}
     spent = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * model.config.block_size
     if rank == 0:
         pretraining = model.meta["pretraining_tokens"]
+        if cfg.plot:
+            model.pos.prepare(model.config.block_size)  # a dynamic method: as it reads the longest text
+            Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
+            wavelengths(STRETCH["none"](model.config.rope_base, model.pos.rotary_dim, 1, 1.0)[0], model.pos.inv_freq, model.config.trained_length, model.config.block_size,
+                        cfg.plot, f"{cfg.method}, {model.config.stretch['factor']:g} times {model.config.trained_length} tokens")
         print(f"{model.config.trained_length} -> {model.config.block_size} tokens by {cfg.method}; fine-tuning on {spent:,} tokens, "
               + (f"{spent / pretraining:.2%} of the {pretraining:,} of pretraining" if pretraining else "of an unknown number in pretraining"))
         if "step" not in model.meta:

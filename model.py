@@ -70,10 +70,10 @@ class GPTConfig:
         if not 0 < self.attn_scale < math.inf:
             raise Refused(f"attn_scale={self.attn_scale} must be a number above 0")
         scheme = POSITIONS[self.pos]
-        if self.nope_every and not 2 <= self.nope_every <= self.n_layer:
-            raise Refused(f"nope_every={self.nope_every} does not fit {self.n_layer} blocks: choose 2 to {self.n_layer}, or --pos=nope to take the scheme out of all")
-        if self.nope_every and all(getattr(scheme, place) is getattr(NoPE, place) for place in ("rotate", "bias", "relative")):
-            raise Refused(f"nope_every takes the scheme out of some blocks, and --pos={self.pos} does nothing there: leave it out")
+        outside = all(getattr(scheme, place) is getattr(NoPE, place) for place in ("rotate", "bias", "relative"))
+        if self.nope_every and (outside or not 2 <= self.nope_every <= self.n_layer):
+            raise Refused(f"nope_every={self.nope_every} " + (f"takes the scheme out of some blocks, and --pos={self.pos} does nothing in any: leave it out" if outside else
+                          f"does not fit {self.n_layer} blocks: choose 2 to {self.n_layer}, or --pos=nope to take the scheme out of all"))
         if self.random_positions and (scheme.by_index or scheme is NoPE):
             raise Refused(f"random_positions needs a scheme that reads positions (learned, sinusoidal, rope), and --pos={self.pos} has only distance by index: leave it out")
         if self.random_positions and not self.block_size <= self.random_positions <= 1 << 24:
@@ -276,19 +276,14 @@ class ALiBi(NoPE):
         return self.slopes
 
 
-def _unsoftplus(x):
-    """What F.softplus turns into x: a start value of a parameter that must stay positive."""
-    return nn.Parameter(x.expm1().log())
-
-
 class Kerple(NoPE):
     """KERPLE, logarithmic (Chi et al. 2022): -r1 ln(1 + r2 distance), with r1 and r2 above 0 learned for each head and shared by all layers."""
     by_index = True
 
     def __init__(self, config):
         super().__init__(config)
-        self.r1 = _unsoftplus(torch.rand(config.n_head) * 1.99 + 0.01)  # about U(0, 2), and r2 about U(0, 1)
-        self.r2 = _unsoftplus(torch.rand(config.n_head) * 0.99 + 0.01)
+        self.r1 = nn.Parameter((torch.rand(config.n_head) * 1.99 + 0.01).expm1().log())  # softplus of it: about U(0, 2), and of r2 about U(0, 1)
+        self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.99 + 0.01).expm1().log())
 
     def bias(self, n, layer):
         distance = torch.arange(n, device=self.r1.device)
@@ -301,7 +296,7 @@ class KerplePower(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.r1 = _unsoftplus(torch.rand(config.n_head) * 0.99 + 0.01)  # about U(0, 1)
+        self.r1 = nn.Parameter((torch.rand(config.n_head) * 0.99 + 0.01).expm1().log())  # softplus of it: about U(0, 1)
         self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.98 + 0.01).logit())  # 2 sigmoid of it: about U(0, 2)
 
     def bias(self, n, layer):
@@ -536,8 +531,7 @@ class Cache:
         if self.length and (docs is None) != (self.docs is None):
             raise Refused("give docs with every call of a cached reading, or with none")
         self.length += tokens.shape[1]
-        whole = [new if old is None else torch.cat((old, new), -1) for old, new in ((self.tokens, tokens), (self.pos, pos), (self.docs, docs))]
-        self.tokens, self.pos, self.docs = whole
+        self.tokens, self.pos, self.docs = whole = [new if old is None else torch.cat((old, new), -1) for old, new in ((self.tokens, tokens), (self.pos, pos), (self.docs, docs))]
         if scale != self.scale:
             self.scale, self.k, self.v = scale, {}, {}
             return whole
@@ -560,23 +554,21 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.meta = config, {}
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.pos, self.nope = POSITIONS[config.pos](config), NoPE(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, 1e-5)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
         self.init_weights()
+        self.pos, self.nope = POSITIONS[config.pos](config), NoPE(config)  # last: of one seed, all schemes have the same other weights
 
     def init_weights(self):
         """Every parameter by name: embeddings N(0, 0.02), matrices N(0, 1/(2 sqrt(width in))), the two that feed the residual stream zero,
-        gains one; a scheme draws its own. Raises on a name that no rule covers."""
+        gains one. A scheme draws its own. Raises on a name that no rule covers."""
         with torch.no_grad():
             for name, p in self.named_parameters():
                 kind = name.split(".")[-2]
-                if name.startswith("pos."):
-                    continue
-                elif kind in ("embed", "head"):
+                if kind in ("embed", "head"):
                     p.normal_(0, 0.02)
                 elif kind.endswith("norm"):
                     p.fill_(1)
@@ -623,9 +615,7 @@ class GPT(nn.Module):
 
     def check_positions(self, positions, docs):
         """Positions given by hand: not negative, and without gaps inside a document where the scheme counts distance by index. Returns the last one, plus 1."""
-        gaps = positions.diff() != 1
-        if docs is not None:
-            gaps = gaps & (docs.diff() == 0)
+        gaps = (positions.diff() != 1) if docs is None else (positions.diff() != 1) & (docs.diff() == 0)
         if self.pos.by_index and gaps.any():
             raise Refused(f"--pos={self.config.pos} counts distance by index, so positions with gaps mean nothing to it: give consecutive positions")
         if (positions < 0).any():
@@ -683,8 +673,7 @@ class GPT(nn.Module):
     def flops_per_token(self, length=None):
         """Floating point operations of a training step per token at this length: 6 per weight that multiplies, and 12 per layer, channel
         of the heads and visible token for the two products of attention (PaLM's count: causality saves nothing)."""
-        c = self.config
-        length = length or c.block_size
+        c, length = self.config, length or self.config.block_size
         visible = sum(min(length, c.window + c.sinks) if layer in c.window_layers else length for layer in range(c.n_layer))
         weights = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and not name.startswith(("embed", "pos", "head")))
         return 6 * (weights + self.head.weight.numel()) + 12 * visible * c.n_head * c.head_dim

@@ -71,7 +71,7 @@ def main():
         if sample:
             print("\n" + "-" * 16)
         print(start.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), end="", flush=True)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        with config.autocast(device, dtype):
             tokens = model.generate(torch.tensor([ids], device=device), cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator)
             for text in data.stream((token.item() for token in tokens), tokenizer):
                 print(text, end="", flush=True)

@@ -10,7 +10,6 @@ check that everything is finite, one update. Batches are a function of (seed, st
 processes, and a run that was stopped, by whatever means, goes on with the same bits.
 """
 import config  # first: it says in one sentence that a Python is too old
-import contextlib
 import math
 import os
 import shutil
@@ -97,7 +96,7 @@ def make_optimizers(model, cfg):
 
 
 @torch.no_grad()
-def validate(model, dataset, cfg, autocast, stopped=lambda: False):
+def validate(model, dataset, cfg, dtype, stopped=lambda: False):
     """Sums over the validation windows: (nats, scored tokens, bytes of text or None), over all processes; None when stopped() came true.
 
     Windows do not overlap; eval_iters=0 scores each one, n the same n * batch_size evenly spaced ones at every step and process count.
@@ -115,7 +114,7 @@ def validate(model, dataset, cfg, autocast, stopped=lambda: False):
             sums[3] = 1
             break
         x, y = map(torch.from_numpy, map(data.np.stack, zip(*(dataset.val.window(i, T) for i in batch))))
-        with autocast():
+        with config.autocast(device, dtype):
             nats = model(x.to(device), y.to(device), model.draw_positions(len(x), T, batch[0]), reduction="sum")
         sums += torch.tensor([nats.item(), (y >= 0).sum(), dataset.bytes_of(y.numpy()) or 0, 0], dtype=torch.float64)
     model.train(was)
@@ -158,9 +157,6 @@ def train(model, cfg):
         for left in run.glob(".tmp-*"):
             shutil.rmtree(left, ignore_errors=True)
 
-    def autocast():
-        return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
-
     config.prepare_device(device)
     model.to(device).train()
     optimizers = make_optimizers(model, cfg)
@@ -187,8 +183,7 @@ def train(model, cfg):
         log.say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {model.flops_per_token() / 1e6:.1f} MFLOP a token; {world} process{'es' * (world > 1)} on {name}, "
                 f"{str(dtype).removeprefix('torch.')}{', compiled' if compiles else ''}; {accumulation * cfg.batch_size * T:,} tokens an iteration"
                 + ("" if peak else "; MFU unknown: the peak of this device is not in the table"))
-        count = int(dataset.val.count(T).sum())
-        log.say(f"validation: {'all' if not cfg.eval_iters else min(count, cfg.eval_iters * cfg.batch_size)} of {count} windows of {T} tokens")
+        log.say(f"validation: {'all' if (count := int(dataset.val.count(T).sum())) and not cfg.eval_iters else min(count, cfg.eval_iters * cfg.batch_size)} of {count} windows of {T} tokens")
 
     told, release = config.catch_signals()
 
@@ -213,7 +208,7 @@ def train(model, cfg):
     try:
         while True:
             if not stop and not evaluated and (step % cfg.eval_interval == 0 or step == cfg.max_iters):
-                sums = validate(model, dataset, cfg, autocast, lambda: bool(told))
+                sums = validate(model, dataset, cfg, dtype, lambda: bool(told))
                 stop = sums is None
                 if not stop:
                     last = {"step": step, "val_loss": sums[0] / sums[1]}
@@ -242,7 +237,7 @@ def train(model, cfg):
                 torch.manual_seed(((cfg.seed << 40) + number) % (1 << 63))  # dropout, too, is a function of (seed, micro-batch)
                 if world > 1:
                     forward.require_backward_grad_sync = micro + world >= accumulation
-                with autocast():
+                with config.autocast(device, dtype):
                     nats = forward(x.to(device, non_blocking=True), y.to(device, non_blocking=True), model.draw_positions(len(x), T, number), reduction="sum")
                 (nats * (scale * world / (accumulation * cfg.batch_size * T))).backward()
                 sums[0] += nats.detach()

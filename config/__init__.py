@@ -257,6 +257,12 @@ def pick_dtype(name, device):
     return torch.float32
 
 
+def autocast(device, dtype):
+    """The context in which matrix products have this dtype."""
+    import torch
+    return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
 def pick_compile(wanted, device, steps):
     """(whether to compile, why not in words or None). Left to itself: on a GPU always, on a CPU where the run is long enough to pay for it."""
     import shutil
@@ -276,6 +282,27 @@ def pick_compile(wanted, device, steps):
         if importlib.util.find_spec("triton") is None:
             return False, "torch.compile is off: there is no triton for the GPU (pip install triton)"
     return True, None
+
+
+def provenance(device):
+    """What must stand beside a figure: commit, hardware, torch and date, as a line of text."""
+    import datetime
+    import platform
+    import subprocess
+    import torch
+
+    def git(*words):
+        try:
+            return subprocess.run(["git", *words], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+    commit = (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if git("status", "--porcelain", "--", "*.py") else "")
+    try:
+        cpu = next(line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor() or platform.machine()
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads of {cpu}"
+    return f"commit {commit}, {hardware}, torch {torch.__version__.partition('+')[0]}, {datetime.date.today()}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
