@@ -239,7 +239,8 @@ class XL(NoPE):
     def relative(self, n, layer):
         angle = torch.arange(n, device=self.u.device)[:, None] * self.inv_freq  # (n, C/2), float64
         R = torch.cat((angle.sin(), angle.cos()), -1).to(self.project.dtype)
-        return F.linear(R, self.project[layer]).unflatten(-1, self.u.shape).transpose(0, 1), None, (self.u, self.v)  # (H, n, D)
+        with torch.autocast(R.device.type, enabled=False):  # bfloat16 sinusoids would make far distances alike
+            return F.linear(R, self.project[layer]).unflatten(-1, self.u.shape).transpose(0, 1), None, (self.u, self.v)  # (H, n, D)
 
 
 class T5(NoPE):

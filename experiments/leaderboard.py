@@ -239,9 +239,11 @@ def picture(rows, names, L, file, note):
     colours = [*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2]]
     for i, (name, line) in enumerate(lines.items()):
         x, mean, half = zip(*line)
-        axes.plot(x, mean, marker="osD^vP*X"[i % 8], markersize=5, color=colours[i % 20], label=name)
+        axes.plot(x, mean, marker="osD^vP*X"[i % 8], markersize=5, linestyle="--" if name in HYBRIDS else "-", color=colours[i % 20], label=name)
         axes.fill_between(x, [m - h for m, h in zip(mean, half)], [m + h for m, h in zip(mean, half)], color=colours[i % 20], alpha=0.15, linewidth=0)
-    axes.set(xscale="log", xlabel="tokens in the window", ylabel="nats per token, last quarter of the window", title=f"Trained at {L} tokens, read at up to {32 * L}")
+    means = [mean for line in lines.values() for _, mean, _ in line]
+    margin = 0.06 * (max(means) - min(means)) + 1e-3
+    axes.set(xscale="log", ylim=(min(means) - margin, max(means) + margin), xlabel="tokens in the window", ylabel="nats per token, last quarter of the window", title=f"Trained at {L} tokens, read at up to {32 * L}")
     axes.set_xticks(ticks := [L * f for f in (1, 2, *FACTORS[1:])], [str(t) for t in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
