@@ -66,3 +66,63 @@ def test_terminal_plot():
     assert lines[0].startswith("  3.000 |") and lines[0].rstrip().endswith("A") and "A one" in text and "B two" in text and "256" in lines[-3] and "1024" in lines[-3]
     assert lines[12].startswith("  1.000 |*")  # both start there
     assert evaluate.terminal_plot({"none": []}) == "nothing to plot"
+
+
+@pytest.mark.parametrize("length,span,stride", [(16, 100, 5), (16, 16, 5), (16, 17, 16), (8, 100, 300), (30, 100, 1), (1, 7, 3)])
+def test_windows_of_every_protocol(length, span, stride):
+    """chunked and sliding score each target of the span exactly once; sliding scores at most `stride` of a window after the first, and gives each
+    of them at least length - stride tokens before it."""
+    for protocol in ("chunked", "sliding"):
+        scored = []
+        for i, (start, skip) in enumerate(evaluate.windows_of(protocol, length, span, stride)):
+            assert 0 <= start and start + length <= span and 0 <= skip < length
+            scored += range(start + skip, start + length)
+            if protocol == "sliding" and i:
+                assert length - skip <= stride and skip >= length - stride
+        assert scored == list(range(span))
+
+
+def test_token_aligned_scores_the_same_tokens_at_every_length(make, tmp_path):
+    """Against cross-entropies written out: the last `stride` targets of windows that end at multiples of the longest length."""
+    model, s = make(pos="nope"), split(tmp_path)
+    stream, lengths, stride = torch.tensor(np.asarray(s.tokens[0], np.int64)), (20, 60, 200), 7
+    for length in lengths:
+        nats, tokens = evaluate.loss_by_position(model, s, length, 650, protocol="token-aligned", stride=stride, lengths=lengths)
+        want = 0.0
+        for end in (200, 400, 600):
+            x, y = stream[end - length:end], stream[end - length + 1:end + 1]
+            want += torch.nn.functional.cross_entropy(model(x[None])[0].double(), y, reduction="none")[-stride:].sum().item()
+        assert tokens.sum() == 3 * stride and not tokens[:-stride].any() and nats.sum().item() == pytest.approx(want, rel=1e-5)
+    assert evaluate.windows_of("token-aligned", 20, 650, 256, lengths)[0] == (180, 10)  # at most half the shortest length
+    with pytest.raises(UserError, match="200 tokens"):
+        evaluate.loss_by_position(model, s, 20, 150, protocol="token-aligned", lengths=lengths)
+
+
+def test_sliding_against_one_window_at_a_time(make, tmp_path):
+    model, s = make(pos="alibi"), split(tmp_path)
+    stream, length, stride, span = torch.tensor(np.asarray(s.tokens[0], np.int64)), 24, 10, 95
+    nats, tokens = evaluate.loss_by_position(model, s, length, span, protocol="sliding", stride=stride)
+    want = torch.nn.functional.cross_entropy(model(stream[:24][None])[0].double(), stream[1:25], reduction="sum").item()
+    for end, new in ((34, 10), (44, 10), (54, 10), (64, 10), (74, 10), (84, 10), (94, 10), (95, 1)):
+        want += torch.nn.functional.cross_entropy(model(stream[end - 24:end][None])[0].double(), stream[end - 23:end + 1], reduction="none")[-new:].sum().item()
+    assert tokens.sum() == span and nats.sum().item() == pytest.approx(want, rel=1e-5)
+
+
+def test_a_dynamic_model_is_read_at_the_scale_of_the_window(make, tmp_path):
+    """One forward pass of the whole window, which a window of another length before it does not disturb; random positions are drawn, and alike each time."""
+    model, s = make(pos="rope"), split(tmp_path)
+    plain = evaluate.loss_by_position(model, s, 20, 400)[0]
+    model.stretch("dynamic-ntk", 4)
+    far = evaluate.loss_by_position(model, s, 90, 400)[0]
+    assert torch.equal(evaluate.loss_by_position(model, s, 20, 400)[0], plain) and torch.equal(evaluate.loss_by_position(model, s, 90, 400)[0], far)
+    drawn = make(pos="rope", random_positions=300)
+    a, b = (evaluate.loss_by_position(drawn, s, 20, 400)[0] for _ in range(2))
+    assert torch.equal(a, b) and not torch.allclose(a, plain)
+
+
+def test_wavelengths(tmp_path, capsys):
+    from model import STRETCH
+    evaluate.wavelengths(STRETCH["none"](1e4, 64, 1024, 1.0)[0], STRETCH["yarn"](1e4, 64, 1024, 4.0)[0], 1024, 4096, str(tmp_path / "w.png"), "yarn")
+    said = capsys.readouterr().out
+    assert "18 complete a turn within the trained 1024" in said and "26 are stretched" in said and "47,117 to 188,469" in said  # 2 pi 10000^(62/64), times 4
+    assert (tmp_path / "w.png").read_bytes()[:4] == b"\x89PNG"
