@@ -7,7 +7,7 @@ import torch
 
 import kernels
 from checkpoint import checkpoint_folder, steps
-from model import GPT, GPTConfig, Refused
+from model import GPT, POSITIONS, GPTConfig, Refused
 
 
 def by_hand(model, tokens):
@@ -49,7 +49,7 @@ def test_forward_by_hand(tied, make):
     assert model(tokens, targets, reduction="sum").item() == pytest.approx(losses.sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("pos", ["nope", "learned", "sinusoidal", "t5", "alibi", "rope"])
+@pytest.mark.parametrize("pos", POSITIONS)
 def test_every_parameter_learns(pos, make):
     """Gradients reach every parameter, and agree with finite differences of the loss."""
     model = make(pos=pos, n_kv_head=2, qk_norm=True, window=9, sinks=1).double()
@@ -157,16 +157,17 @@ def test_best(make, tmp_path):
 
 def test_compiles_without_breaks(make):
     """One graph, forward and backward, and the numbers of the eager model."""
-    for pos in ("rope", "t5"):
+    for pos, settings in (("rope", {}), ("t5", {}), ("xl", {}), ("shaw", {}), ("kerple-power", {}), ("rope", {"nope_every": 2, "window": 9}), ("learned", {"random_positions": 30})):
         torch._dynamo.reset()
-        model = make(pos=pos, qk_norm=True, n_kv_head=2)
+        model = make(pos=pos, qk_norm=True, n_kv_head=2, **settings)
         tokens = torch.randint(0, 50, (2, 24))
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        loss = compiled(tokens, tokens, reduction="sum")
+        drawn = model.draw_positions(2, 24, 5)
+        loss = compiled(tokens, tokens, drawn, reduction="sum")
         loss.backward()
         grads = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
-        want = model(tokens, tokens, reduction="sum")
+        want = model(tokens, tokens, drawn, reduction="sum")
         want.backward()
         assert torch.allclose(loss, want, rtol=1e-5)
         for g, p in zip(grads, model.parameters()):

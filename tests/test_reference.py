@@ -8,25 +8,30 @@ import torch
 import kernels
 
 
-def attention_by_loops(q, k, v, bias, window, sinks, positions, docs, causal, scale):
-    """Attention one score at a time."""
+def attention_by_loops(q, k, v, bias, window, sinks, positions, docs, causal, scale, relative=None):
+    """Attention one score at a time; differentiable."""
+    keys, values, offsets = relative or (None, None, None)
     B, H, Tq, D = q.shape
     Tk, group = k.shape[2], H // k.shape[1]
-    out = torch.zeros_like(q)
+    out = []
     for b, h, row in itertools.product(range(B), range(H), range(Tq)):
+        far = lambda table, distance: table[h % len(table), min(abs(distance), table.shape[1] - 1)]  # noqa: E731, B023
         i, scores = Tk - Tq + row, []
         for j in range(Tk):
             p = (lambda t: t) if positions is None else (lambda t: int((positions if positions.dim() == 1 else positions[b])[t]))
             distance = i - j
             seen = (distance >= 0 or not causal) and (not window or abs(p(i) - p(j)) < window or p(j) < sinks) and (docs is None or docs[b, i] == docs[b, j])
-            score = float(q[b, h, row] @ k[b, h // group, j]) * scale
+            score = (q[b, h, row] + (offsets[0][h] if offsets else 0)) @ k[b, h // group, j]
+            score = (score + (0 if keys is None else (q[b, h, row] + (offsets[1][h] if offsets else 0)) @ far(keys, distance))) * scale
             if bias is not None and bias.dim() == 1:
-                score -= float(bias[h]) * abs(distance)
+                score = score - bias[h] * abs(distance)
             elif bias is not None:
-                score += float(bias[h, min(abs(distance), bias.shape[1] - 1)])
-            scores.append(score if seen else -math.inf)
-        out[b, h, row] = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0) @ v[b, h // group]
-    return out
+                score = score + bias[h, min(abs(distance), bias.shape[1] - 1)]
+            scores.append(score if seen else torch.tensor(-math.inf, dtype=q.dtype))
+        p = torch.stack(scores).softmax(0)
+        added = 0 if values is None else sum(p[j] * far(values, i - j) for j in range(Tk))
+        out.append(p @ v[b, h // group] + added)
+    return torch.stack(out).view(B, H, Tq, D)
 
 
 @pytest.mark.parametrize("case", [
@@ -52,6 +57,56 @@ def test_attention(case, rng):
         got = kernels.attention(*(t.to(dtype) for t in (q, k, v)), bias=None if bias is None else bias.float(), **options)
         assert got.dtype == dtype
         assert (got.double() - want).norm() / want.norm() < limit
+
+
+@pytest.mark.parametrize("case", [
+    dict(), dict(heads=1), dict(values=False), dict(offsets=True), dict(values=False, offsets=True), dict(m=1), dict(m=5, heads=1), dict(m=40), dict(Tq=1), dict(Tq=4, offsets=True, Hk=2), dict(Hk=1),
+    dict(causal=False), dict(causal=False, m=5, offsets=True), dict(window=4, sinks=2), dict(window=6, positions=True, Tq=5, m=5), dict(docs=True, Hk=3), dict(docs=True, bias=True, window=3, m=5, Tq=6),
+    dict(scale=0.3, bias=True, offsets=True),
+], ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items()) or "plain")
+def test_relative_attention(case, rng):
+    """Relative keys, values and query offsets, and all their gradients, against float64 loops."""
+    B, H, Tk, D, m = 2, 6, 13, 7, case.get("m", 13)
+    Tq, Hk, heads = case.get("Tq", Tk), case.get("Hk", H), case.get("heads", H)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    q, k, v, keys = draw(B, H, Tq, D), draw(B, Hk, Tk, D), draw(B, Hk, Tk, D), draw(heads, m, D)
+    values, offsets = draw(heads, m, D) if case.get("values", True) else None, (draw(H, D), draw(H, D)) if case.get("offsets") else None
+    bias = torch.randn(H, 6) if case.get("bias") else None
+    positions = torch.stack((torch.arange(13), torch.arange(13) + 4)) if case.get("positions") else None
+    docs = torch.tensor([sorted(rng.integers(0, 3, Tk)) for _ in range(B)]) if case.get("docs") else None
+    options = dict(window=case.get("window", 0), sinks=case.get("sinks", 0), positions=positions, docs=docs, causal=case.get("causal", True))
+    want = attention_by_loops(q, k, v, bias if bias is None else bias.double(), scale=case.get("scale", D**-0.5), relative=(keys, values, offsets), **options)
+    got = kernels.attention(q, k, v, bias=bias, relative=(keys, values, offsets), scale=case.get("scale"), **options)
+    assert (got - want).abs().max() < (1e-12 if bias is None else 1e-6)
+    inputs, out = [t for t in (q, k, v, keys, values, *(offsets or ())) if t is not None], torch.randn_like(want)
+    theirs = torch.autograd.grad((want * out).sum(), inputs, allow_unused=True)
+    for mine, right in zip(torch.autograd.grad((got * out).sum(), inputs), theirs):
+        assert (mine - (0 if right is None else right)).abs().max() < (1e-11 if bias is None else 1e-5)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        low = lambda t: None if t is None else t.detach().to(dtype)  # noqa: E731, B023
+        y = kernels.attention(low(q), low(k), low(v), bias=bias, relative=(low(keys), low(values), tuple(map(low, offsets)) if offsets else None), scale=case.get("scale"), **options)
+        assert y.dtype == dtype and (y.double() - want).norm() / want.norm() < limit
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("keys", [1, 2, 4, 9])
+def test_the_shift_is_a_gather(n, keys, rng):
+    """From falling distance to keys, and its transpose back."""
+    from kernels import reference
+    x, p = torch.randn(2, n, n + keys - 1, dtype=torch.float64), torch.randn(2, n, keys, dtype=torch.float64)
+    index = n - 1 - torch.arange(n)[:, None] + torch.arange(keys)
+    assert torch.equal(reference._to_keys(x, keys), x.gather(2, index.expand(2, n, keys)))
+    back = reference._to_distances(p)
+    assert torch.equal(back, torch.zeros_like(x).scatter(2, index.expand(2, n, keys), p))
+    assert ((reference._to_keys(x, keys) * p).sum() - (x * back).sum()).abs() < 1e-12
+
+
+def test_relative_attention_in_blocks_of_queries_is_the_same(rng):
+    """700 tokens need several blocks at 64 MiB each; so do the same queries cut by hand."""
+    q, k, v, table = torch.randn(4, 6, 700, 4), torch.randn(4, 6, 700, 4), torch.randn(4, 6, 700, 4), torch.randn(1, 33, 4)
+    whole = kernels.attention(q, k, v, relative=(table, table, None))
+    parts = [kernels.attention(q[:, :, i:i + 100], k[:, :, :i + 100], v[:, :, :i + 100], relative=(table, table, None)) for i in range(0, 700, 100)]
+    assert (1 << 24) // (4 * 6 * 2 * 700) < 700 and (torch.cat(parts, 2) - whole).abs().max() < 1e-4
 
 
 def test_attention_in_blocks_of_queries_is_the_same(monkeypatch, rng):
