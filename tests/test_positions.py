@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from model import POSITIONS, Cache, GPTConfig, PastTrainedLength, Refused
+from model import GPT, POSITIONS, Cache, GPTConfig, PastTrainedLength, Refused
 
 SCHEMES = sorted(POSITIONS)
 
@@ -169,3 +169,180 @@ def test_constants_keep_their_dtype_and_are_not_saved(pos, make):
         assert getattr(model.pos, name).dtype == tensor.dtype and torch.equal(getattr(model.pos, name), tensor)
     assert not any(word in name for name in model.state_dict() for word in ("inv_freq", "slopes", "bucket", "pos.table" if pos != "learned" else "inv_freq"))
     assert model(torch.zeros(1, 5, dtype=torch.long)).dtype == torch.bfloat16
+
+
+# --- the schemes by distance, the hybrids and random positions ---------------------------------------------------------
+
+def layer_by_loops(model, x, terms):
+    """The first block's attention over normalised inputs x (T, C) in float64, one score at a time: terms(q, h, i, j) is what the scheme adds to q k, before
+    the scale; its second result is added to the value."""
+    c, w = model.config, {n: p.detach().double() for n, p in model.blocks[0].attention.named_parameters()}
+    T, D = len(x), c.head_dim
+    q, k, v = ((x.double() @ w[f"{n}.weight"].T).view(T, -1, D) for n in "qkv")
+    out = torch.zeros(T, c.n_head, D, dtype=torch.float64)
+    for h in range(c.n_head):
+        for i in range(T):
+            more = [terms(q[i, h], h, i, j) for j in range(i + 1)]
+            p = torch.stack([(q[i, h] @ k[j, h] + more[j][0]) / math.sqrt(D) for j in range(i + 1)]).softmax(0)
+            out[i, h] = sum(p[j] * (v[j, h] + more[j][1]) for j in range(i + 1))
+    return out.flatten(1) @ w["o.weight"].T
+
+
+def layer(model, x):
+    return model.blocks[0].attention(x[None], model.pos, torch.arange(len(x)), None, None)[0]
+
+
+@pytest.mark.parametrize("clip", [3, 1000])
+def test_shaw_by_the_paper(clip, make, monkeypatch):
+    """With k >= T it is the unclipped form, a vector for each distance; with k = 3 all distances from 3 on share one."""
+    monkeypatch.setattr(POSITIONS["shaw"], "clip", clip)
+    model, x = make(pos="shaw", block_size=40), torch.randn(17, 32)
+    keys, values = model.pos.keys[0].double(), model.pos.values[0].double()
+    assert len(keys) == (4 if clip == 3 else 21)
+    want = layer_by_loops(model, x, lambda q, h, i, j: (q @ keys[min(i - j, clip)], values[min(i - j, clip)]))
+    assert (layer(model, x) - want).abs().max() < 1e-4
+    assert scheme("shaw", block_size=1000).keys.shape == (4, 4 if clip == 3 else 501, 8)  # at most half the trained length
+
+
+def test_shaw_starts_as_nope_and_never_asks_for_a_row_it_has_not():
+    for length in (1, 2, 3, 7, 256):
+        assert len(scheme("shaw", block_size=length).keys[0]) == min(128, max(1, length // 2)) + 1
+    torch.manual_seed(3)
+    shaw = GPT(GPTConfig(pos="shaw", n_embd=32, n_head=4, block_size=24))
+    torch.manual_seed(3)
+    nope, tokens = GPT(GPTConfig(pos="nope", n_embd=32, n_head=4, block_size=24)), torch.randint(0, 257, (1, 24))
+    assert torch.allclose(shaw(tokens), nope(tokens), atol=1e-5)
+
+
+def test_nezha_by_the_paper(make):
+    table = scheme("nezha", n_embd=64, n_head=8).table[0]
+    assert len(table) == 65
+    for distance in (0, 1, 17, 64):
+        assert table[distance].tolist() == pytest.approx([f(distance * 10000 ** (-2 * k / 8)) for k in range(4) for f in (math.sin, math.cos)], abs=1e-6)
+    model, x = make(pos="nezha", block_size=20), torch.randn(17, 32)
+    rows = model.pos.table[0].double()
+    want = layer_by_loops(model, x, lambda q, h, i, j: (q @ rows[min(i - j, 10)], rows[min(i - j, 10)]))
+    assert len(rows) == 11 and (layer(model, x) - want).abs().max() < 1e-4
+
+
+def test_xl_by_the_paper(make):
+    """(q + u) k + (q + v) W_R R, by gathering R of each distance: what the shift must equal."""
+    model, x, C = make(pos="xl"), torch.randn(17, 32), 32
+    u, v, W = model.pos.u.double(), model.pos.v.double(), model.pos.project[0].double()
+    k = (x.double() @ model.blocks[0].attention.k.weight.double().T).view(17, 4, 8)
+
+    def terms(q, h, i, j):
+        R = torch.tensor([f((i - j) * 10000 ** (-2 * c / C)) for f in (math.sin, math.cos) for c in range(C // 2)], dtype=torch.float64)
+        return u[h] @ k[j, h] + (q + v[h]) @ (W @ R).view(4, 8)[h], 0
+    want = layer_by_loops(model, x, terms)
+    assert (layer(model, x) - want).abs().max() < 1e-4 * want.abs().max()
+    assert {name: tuple(p.shape) for name, p in model.pos.named_parameters()} == {"u": (4, 8), "v": (4, 8), "project": (2, 32, 32)}  # u and v shared, W_R per layer
+
+
+def test_xl_keeps_far_sinusoids_apart_under_autocast():
+    """The distance's sinusoids and their projection stay float32: in bfloat16, distances past 256 would be alike."""
+    torch.manual_seed(0)
+    xl = scheme("xl")
+    with torch.autocast("cpu", torch.bfloat16):
+        keys = xl.relative(3000, 1)[0]
+    assert keys.dtype == torch.float32 and torch.equal(keys, xl.relative(3000, 1)[0])
+
+
+def test_kerple_golden():
+    log, power = scheme("kerple"), scheme("kerple-power")
+    with torch.no_grad():
+        for p in (log.r1, log.r2, power.r1):
+            p.fill_(math.log(math.expm1(1.0)))  # softplus of it is 1
+        power.r2.fill_(math.log(0.7 / 1.3))  # 2 sigmoid of it is 0.7
+    assert log.bias(101, 0)[2, [0, 1, 10, 100]].tolist() == pytest.approx([0, -.6931, -2.3979, -4.6151], abs=1e-4)
+    assert power.bias(101, 0)[1, [0, 1, 10, 100]].tolist() == pytest.approx([0, -1, -10**.7, -100**.7], rel=1e-5)
+    for s in (log, power):
+        s.bias(101, 0).sum().backward()
+        assert all(p.grad.isfinite().all() and (p.grad != 0).all() for p in s.parameters())
+        assert s.bias(1, 0).tolist() == [[0.0]] * 4 and s.bias(7, 1).dtype == torch.float32
+    torch.manual_seed(0)
+    log, power = scheme("kerple", n_head=1000, head_dim=8), scheme("kerple-power", n_head=1000, head_dim=8)
+    softplus = torch.nn.functional.softplus
+    for value, top in ((softplus(log.r1), 2), (softplus(log.r2), 1), (softplus(power.r1), 1), (2 * power.r2.sigmoid(), 2)):
+        assert 0 < value.min() < 0.05 and 0.95 * top < value.max() <= top and value.mean().item() == pytest.approx(top / 2, rel=0.1)
+
+
+def test_sandwich_golden():
+    bias = scheme("sandwich", n_head=8, n_embd=64).bias(4097, 0)
+    assert bias[0, [0, 1, 16, 256, 4096]].tolist() == pytest.approx([0, -1.4466, -22.3407, -42.4357, -67.2693], abs=1e-4)
+    assert torch.allclose(bias[3] * 4, bias[0])  # head h is divided by 8 h / H
+
+
+def test_what_beyond_odd_widths_is_refused(make):
+    for pos, settings, words in (("nezha", dict(head_dim=7), "even"), ("xl", dict(n_embd=33, head_dim=8), "even"), ("rope", dict(nope_every=1), "choose 2 to 2"), ("rope", dict(nope_every=3), "choose 2 to 2"),
+                                 ("learned", dict(nope_every=2), "leave it out"), ("nope", dict(nope_every=2), "leave it out"), ("rope", dict(attn_scale=0.0), "above 0"),
+                                 ("t5", dict(random_positions=99), "distance by index"), ("nope", dict(random_positions=99), "distance by index"), ("rope", dict(random_positions=23), "block_size=24")):
+        with pytest.raises(Refused, match=words):
+            make(pos=pos, **settings)
+
+
+@pytest.mark.parametrize("pos", ["rope", "alibi", "xl"])
+def test_hybrid_layers(pos, make, tmp_path):
+    """Every second block is without scheme and window, as if each block had been given its own by hand; cached too, and through a checkpoint."""
+    model, tokens = make(pos=pos, n_layer=4, nope_every=2, window=6, sinks=1), torch.randint(0, 50, (1, 20))
+    assert model.config.nope_layers == [1, 3] and model.config.window_layers == [0, 2]
+    plain, nope = make(pos=pos, n_layer=4, window=6, sinks=1), make(pos="nope", n_layer=4)
+    for other in (plain, nope):
+        other.load_state_dict(model.state_dict(), strict=False)
+    x, where = model.embed(tokens), torch.arange(20)
+    for number in range(4):
+        other = (plain, nope)[number % 2]
+        x = other.blocks[number](x, other.pos, where, None, None)
+    assert torch.allclose(model(tokens), model.head(model.norm(x)), atol=1e-4)
+    cache = Cache()
+    assert torch.allclose(torch.cat([model(t, cache=cache) for t in tokens.split([7, 1, 12], 1)], 1), model(tokens), atol=1e-4)
+    model.save(tmp_path / "step-000000")
+    again = GPT.load(tmp_path)
+    assert again.config == model.config and torch.equal(again(tokens), model(tokens))
+    full, short = 12 * 4 * 8, min(20, 7)  # FLOPs of attention: two layers see all, two see window and sinks
+    assert model.flops_per_token(20) - model.flops_per_token(8) == full * 2 * (20 - 8) + full * 2 * (short - short)
+
+
+def test_attn_scale_multiplies_the_scores(make):
+    model, scaled, tokens = make(pos="nope"), make(pos="nope", attn_scale=1.7), torch.randint(0, 50, (2, 15))
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.q.weight *= 1.7
+    assert torch.allclose(model(tokens), scaled(tokens), atol=1e-4) and not torch.allclose(make(pos="nope")(tokens), scaled(tokens), atol=1e-2)
+
+
+@pytest.mark.parametrize("pos", ["learned", "sinusoidal", "rope"])
+def test_random_positions(pos, make, tmp_path):
+    model, tokens = make(pos=pos, random_positions=500), torch.randint(0, 50, (3, 20))
+    drawn = model.draw_positions(3, 20, seed=1)
+    assert drawn.shape == (3, 20) and (drawn.diff() > 0).all() and drawn.min() >= 0 and drawn.max() < 500 and drawn.dtype == torch.int64
+    assert torch.equal(drawn, model.draw_positions(3, 20, seed=1)) and not torch.equal(drawn, model.draw_positions(3, 20, seed=2))
+    many = model.draw_positions(4000, 5, seed=3).double()
+    assert many.mean().item() == pytest.approx(249.5, abs=5) and many[:, 0].mean().item() == pytest.approx(500 / 6, abs=5)  # the least of five uniform draws
+    assert torch.equal(make(pos=pos, random_positions=24).draw_positions(2, 24, 0), torch.arange(24).expand(2, 24)) and make(pos=pos).draw_positions(2, 5, 0) is None
+    whole = torch.stack([model(t[None], positions=p)[0] for t, p in zip(tokens, drawn)])
+    assert torch.allclose(model(tokens, positions=drawn), whole, atol=1e-5)  # a row of positions for each sequence
+    written = torch.cat(list(model.generate(tokens, 30, temperature=0)), 1)
+    where, grown = model.draw_positions(1, 49, 0)[0], tokens
+    for n in range(20, 50):  # the cache changes nothing
+        grown = torch.cat((grown, model(grown, positions=where[:n])[:, -1:].argmax(-1)), 1)
+    assert torch.equal(grown[:, 20:], written)
+    model.save(tmp_path / "step-000000")
+    assert torch.equal(GPT.load(tmp_path)(tokens, positions=drawn), model(tokens, positions=drawn))
+    with pytest.raises(Refused, match="500"):
+        model.stretch("none", 2)
+    if pos == "learned":
+        assert len(model.pos.table) == 500
+        with pytest.raises(Refused, match="500"):
+            model(tokens, positions=torch.arange(481, 501))
+
+
+def test_schemes_share_every_other_weight():
+    """Of one seed: what differs between two schemes is the scheme."""
+    models = []
+    for pos in POSITIONS:
+        torch.manual_seed(5)
+        models.append(GPT(GPTConfig(pos=pos, n_embd=32, n_head=4, n_layer=2)))
+    for model in models[1:]:
+        for (name, a), (other, b) in zip(models[0].named_parameters(), (item for item in model.named_parameters() if not item[0].startswith("pos."))):
+            assert name == other and torch.equal(a, b)
