@@ -17,7 +17,7 @@ import train
 from conftest import ROOT, TINY
 from data import prepare
 from checkpoint import steps
-from model import GPT, GPTConfig
+from model import GPT, POSITIONS, GPTConfig
 
 
 INTERNAL = {"vocab_size", "stretch", "nope_layers", "window_layers"}  # of GPTConfig: no settings
@@ -142,8 +142,9 @@ def test_damaged_data_and_checkpoints(call, trained, text_data, tmp_path):
 def test_the_whole_path(run, trained, text_data, tmp_path):
     """extend, stretch again, resume, evaluate and sample, on a real run, from another folder."""
     yarn = tmp_path / "yarn"
-    done = run("extend.py", trained, "--method=yarn", "--factor=2", "--max_iters=6", "--eval_interval=3", f"--out_dir={yarn}", cwd=tmp_path)
+    done = run("extend.py", trained, "--method=yarn", "--factor=2", "--max_iters=6", "--eval_interval=3", f"--out_dir={yarn}", "--plot=plots/w.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plots/w.png").read_bytes()[:4] == b"\x89PNG" and "the trained 32" in done.stdout and "D target 64" in done.stdout
     meta = json.loads((steps(yarn)[-1] / "meta.json").read_text())
     assert meta["config"]["stretch"] == {"method": "yarn", "factor": 2.0, "options": {}, "trained_length": 32} and meta["config"]["block_size"] == 64
     assert meta["parent"] == str(steps(trained)[-1]) and meta["pretraining_tokens"] == 8 * 4 * 32 and meta["train"]["batch_size"] == 2 and meta["train"]["learning_rate"] == pytest.approx(0.9e-3)
@@ -171,6 +172,47 @@ def test_the_whole_path(run, trained, text_data, tmp_path):
     (tmp_path / "prompt.txt").write_bytes(b"caf\xc3\xa9 \xff <|endoftext|>")
     from_file = run("sample.py", "--start=FILE:prompt.txt", f"--out_dir={yarn}", "--max_new_tokens=3", cwd=tmp_path)
     assert from_file.returncode == 0 and from_file.stdout.startswith("café \ufffd <|endoftext|>")
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_every_scheme_goes_the_whole_path(pos, call, text_data, tmp_path):
+    """Trains, samples past its length, is evaluated there and extended, or says in one sentence why not."""
+    out, learned = tmp_path / "run", pos == "learned"
+    assert call("train.py", *TINY, f"--pos={pos}", "--max_iters=4", f"--dataset={text_data}", f"--out_dir={out}").returncode == 0
+    losses = [json.loads(line)["val_loss"] for line in (out / "log.jsonl").read_text().splitlines() if "val_loss" in line]
+    assert losses[-1] < losses[0] and len((call("sample.py", out, "--max_new_tokens=20", "--temperature=0").stdout)) > 15
+    far = call("sample.py", out, "--max_new_tokens=60")
+    one_sentence(far, "--max_new_tokens=32") if learned else None
+    assert far.returncode == (2 if learned else 0)
+    rows = tmp_path / "rows.json"
+    assert call("evaluate.py", out, "--lengths=16,96", "--protocol=chunked,sliding,token-aligned", "--stride=8", "--max_tokens=480", f"--json={rows}").returncode == 0
+    assert [("refused" in row, row.get("stride")) for row in json.loads(rows.read_text())] == [(learned and far, stride) for far in (False, True) for stride in (None, 8, 8)]
+    if pos == "rope":
+        for method in ("abf", "llama3", "dynamic-ntk", "dynamic-yarn"):
+            done = call("extend.py", out, f"--method={method}", "--factor=2", "--max_iters=2", f"--out_dir={tmp_path}/{method}", f"--plot={tmp_path}/{method}.png")
+            assert done.returncode == 0 and (tmp_path / f"{method}.png").exists(), done.stderr
+            assert call("sample.py", tmp_path / method, "--max_new_tokens=60").returncode == 0
+    else:
+        one_sentence(call("extend.py", out, "--method=yarn", "--factor=2", f"--out_dir={tmp_path}/yarn"), f"--pos={pos}", "--block_size" if learned else "--method=none")
+        done = call("extend.py", out, "--method=none", "--factor=2", "--max_iters=2", f"--out_dir={tmp_path}/none")
+        one_sentence(done, "--block_size") if learned else None
+        assert done.returncode == (2 if learned else 0), done.stderr
+        one_sentence(call("extend.py", out, "--method=none", f"--plot={tmp_path}/w.png", f"--out_dir={tmp_path}/plot"), f"--pos={pos}", "--plot")
+
+
+def test_hybrids_and_random_positions_from_the_shell(call, text_data, tmp_path):
+    """They are in the checkpoint: resuming, sampling and evaluating need no flags."""
+    for name, words in (("hybrid", ["--nope_every=2", "--window=8", "--sinks=2"]), ("random", ["--random_positions=100"]), ("scale", ["--pos=nope", "--attn_scale=1.5"])):
+        out = tmp_path / name
+        assert call("train.py", *TINY, *words, f"--dataset={text_data}", f"--out_dir={out}").returncode == 0
+        shutil.copytree(out, tmp_path / "cut")
+        shutil.rmtree(steps(tmp_path / "cut")[-1])
+        assert call("train.py", f"--out_dir={tmp_path}/cut", "--init_from=resume").returncode == 0
+        for file in ("model.safetensors", "optim.safetensors"):
+            assert (steps(tmp_path / "cut")[-1] / file).read_bytes() == (steps(out)[-1] / file).read_bytes(), name
+        shutil.rmtree(tmp_path / "cut")
+        assert call("sample.py", out, "--max_new_tokens=50").returncode == 0 and call("evaluate.py", out, "--lengths=32,64", "--max_tokens=640").returncode == 0
+    one_sentence(call("extend.py", tmp_path / "random", "--factor=2", f"--out_dir={tmp_path}/x"), "--random_positions")
 
 
 def test_sampling_the_newest_run(run, trained, tmp_path):
