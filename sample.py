@@ -58,11 +58,11 @@ def main():
             raise UserError(f"the prompt {start[5:]!r} cannot be read ({error.strerror}): give --start=FILE:PATH of a text") from None
     ids = tokenizer.encode(start if start or bos is not None else "\n")
     ids = [bos, *ids] if bos is not None else ids
-    if len(ids) > 64 * model.config.block_size:
-        raise UserError(f"the prompt's {len(ids)} tokens are more than 64 times the {model.config.block_size} that this model was made for: shorten it, or stretch the model by extend.py")
-    total, made_for = len(ids) + cfg.max_new_tokens, model.config.block_size
+    if len(ids) > 64 * model.config.reach:
+        raise UserError(f"the prompt's {len(ids)} tokens are more than 64 times the {model.config.reach} that this model was made for: shorten it, or stretch the model by extend.py")
+    total, made_for = len(ids) + cfg.max_new_tokens, model.config.reach
     if total > made_for and not model.pos.bounded:
-        remedy = f"; python extend.py {runs[0]} --method=yarn --factor={-(-total // model.config.block_size)} stretches it" if model.config.pos == "rope" else ""
+        remedy = f"; python extend.py {runs[0]} --method=yarn --factor={-(-total // model.config.block_size)} stretches it" if model.config.pos == "rope" and not model.config.random_positions else ""
         print(f"note: {total} tokens are more than the {made_for} that this model was made for{remedy}", file=sys.stderr)
     warnings.simplefilter("ignore", PastTrainedLength)
     model.to(device)

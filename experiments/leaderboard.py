@@ -109,6 +109,7 @@ def score(name, seed, cfg, dataset, run):
             raise UserError(f"{run} was made with other settings: remove it, or choose other --runs")
     if train(model, how)["stopped"]:
         raise KeyboardInterrupt
+    model.meta["bos"] = dataset.bos  # of a model that was not loaded
     rows = measure({name: model}, EvaluateConfig(dataset=cfg.dataset, max_tokens=cfg.max_tokens, dtype=cfg.dtype), lengths_of(shape["block_size"]))
     rows = [{**row, "seed": seed} for row in rows]
     (run / ".scores").write_text(json.dumps({"key": key, "seconds": round(time.perf_counter() - began), "rows": rows}, indent=1) + "\n", encoding="utf-8")

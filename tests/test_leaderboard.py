@@ -41,7 +41,11 @@ def test_an_entry_of_ones_own(run, text_data, tmp_path):
     assert "my_decay" in text and "refused" in text and "commit" in text and (tmp_path / "results/leaderboard.png").read_bytes()[:4] == b"\x89PNG"
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.safetensors")}
     assert len(stamps) >= 6
+    (again,) = (tmp_path / "runs").rglob("rope-1/scores.json")
+    again.unlink()  # scored anew from its checkpoint: the same to the bit
     done = run(*words, "--seeds=2", cwd=tmp_path)
+    second = json.loads((tmp_path / "results/leaderboard.json").read_text())["rows"]
+    assert [row for row in second if row["seed"] == 1] == board["rows"]
     assert done.returncode == 0 and all(p.stat().st_mtime_ns == stamp for p, stamp in stamps.items())
     assert "± " in (tmp_path / "results/leaderboard.md").read_text()
     (tmp_path / "my_decay.py").write_text(OWN + "\nclass Second(NoPE):\n    pass\n")
