@@ -1,9 +1,52 @@
 """The operators that the model calls: rope(), attention(), linear_cross_entropy().
 
-Each has one signature, stated in reference.py, and this file is the only one that knows on which device which
-implementation runs. Every operator runs on the plain PyTorch reference, on every device.
-Importing this package prints nothing and imports nothing but torch.
+Each has one signature, stated in reference.py, and this file is the only one that knows on which device which implementation runs:
+rope is a Triton kernel on CUDA (sm_80 and newer) and ROCm, and plain PyTorch elsewhere; the other two are plain PyTorch on every device.
+NANOLONG_REFERENCE=1 in the environment forces plain PyTorch everywhere; TRITON_INTERPRET=1 runs the kernels on CPU tensors too, slowly, to test them.
+Importing this package prints nothing and imports nothing but torch; triton is imported when a kernel first runs.
 """
-from .reference import attention, linear_cross_entropy, rope
+import os
+import sys
+
+from . import reference
+from .reference import attention, linear_cross_entropy
 
 __all__ = ["rope", "attention", "linear_cross_entropy"]
+
+
+def rope(q, k, cos, sin):
+    """reference.rope(), by kernels/rotary.py where Triton runs."""
+    if _triton_runs(q.device.type, q.device.index) and q.dtype.itemsize < 8:  # float64 is for checking, and only the reference has it
+        from .rotary import rope as kernel
+        return kernel(q, k, cos, sin)
+    return reference.rope(q, k, cos, sin)
+
+
+_asked = {}
+
+
+def _triton_runs(device, index):
+    """Whether Triton kernels run on a device: asked once."""
+    if (device, index) not in _asked:
+        _asked[device, index] = _ask(device, index)
+    return _asked[device, index]
+
+
+_triton_runs._dynamo_marked_constant = True  # torch.compile calls it while tracing: torch.compiler.assume_constant_result, without importing the compiler here
+
+
+def _ask(device, index):
+    """A GPU on which Triton kernels do not run says so in one line."""
+    if os.environ.get("NANOLONG_REFERENCE", "0") not in ("", "0"):
+        return False
+    if device == "cpu":
+        return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if device != "cuda":
+        return False
+    import importlib.util
+    import torch
+    why = ("triton is not installed" if importlib.util.find_spec("triton") is None else
+           "it is older than sm_80" if not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0) else "")
+    if why:
+        print(f"Triton kernels are off on {torch.cuda.get_device_name(index)}: {why}; plain PyTorch serves instead", file=sys.stderr)
+    return not why

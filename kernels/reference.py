@@ -61,7 +61,7 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     with torch.autocast(q.device.type, enabled=False):  # which would make it bf16 again
         if plain and (Tq == Tk or Tq == 1 or not causal):
-            return sdpa(q, k, v, is_causal=causal and Tq > 1).to(out)
+            return sdpa(q, k, v, is_causal=True if causal and Tq > 1 else False).to(out)  # a bool, of a compiled length that varies, too
         rows = max(1, (1 << 24) // (Tk * (1 if bias is None else q.shape[1])))  # queries at a time: at most 64 MiB of added terms a sequence
         y = []
         if bias is not None and q.dtype in (torch.bfloat16, torch.float16) and q.device.type != "cpu":

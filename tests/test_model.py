@@ -170,6 +170,8 @@ def test_compiles_without_breaks(make):
         want = model(tokens, tokens, drawn, reduction="sum")
         want.backward()
         assert torch.allclose(loss, want, rtol=1e-5)
+        short = tokens[:, :13], tokens[:, :13], None if drawn is None else drawn[:, :13]
+        assert torch.allclose(compiled(*short), model(*short), rtol=1e-5)  # another length
         for g, p in zip(grads, model.parameters()):
             assert torch.allclose(g, p.grad, rtol=1e-3, atol=1e-4)
 
