@@ -46,7 +46,7 @@ def main():
     figure, axes = plt.subplots(2, 4, figsize=(17, 7.6), layout="constrained")
 
     def heat(panel, image, title, x, y="position"):
-        drawn = panel.imshow(image, aspect="auto", cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest", origin="lower")
+        drawn = panel.imshow(image.numpy(), aspect="auto", cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest", origin="lower")
         panel.set(title=title, xlabel=x, ylabel=y)
         figure.colorbar(drawn, ax=panel, shrink=0.8)
 
@@ -61,13 +61,13 @@ def main():
         axes[0][1].text(turning, n * 0.96, f"no full turn in {n} tokens", fontsize=8, va="top", backgroundcolor="white")
         heat(axes[0][2], scheme["nezha"].table[0], "nezha: added to keys and values", "channel", f"distance, from {len(scheme['nezha'].table[0]) - 1} on the same")
         bucket = scheme["t5"].bucket
-        axes[0][3].step(range(1, n), bucket[torch.arange(1, n).clamp(max=len(bucket) - 1)], where="post")
+        axes[0][3].step(range(1, n), bucket[torch.arange(1, n).clamp(max=len(bucket) - 1)].tolist(), where="post")
         axes[0][3].set(title="t5: bucket of a distance", xscale="log", xlabel="distance", ylabel="bucket")
         for panel, pos, title in zip(axes[1], ("alibi", "sandwich", "kerple", "kerple-power"), ("alibi", "sandwich", "kerple, as initialised", "kerple-power, as initialised")):
             bias = scheme[pos].bias(n, 0)
             bias = -bias[:, None] * where if bias.dim() == 1 else bias[:, where.clamp(max=bias.shape[1] - 1)]  # (H, n)
             for head, line in enumerate(bias):
-                panel.plot(where, line, color=plt.get_cmap("viridis")(head / max(1, cfg.n_head - 1)), label=f"head {head}")
+                panel.plot(where.numpy(), line.numpy(), color=plt.get_cmap("viridis")(head / max(1, cfg.n_head - 1)), label=f"head {head}")
             floor = max(-40.0, bias.min().item())
             panel.set(title=title, xlabel="distance", ylabel="added to the scores", ylim=(floor * 1.03 - 0.01, 0.03 * -floor + 0.01))
         if cfg.n_head <= 12:
