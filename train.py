@@ -234,11 +234,11 @@ def train(model, cfg):
             for micro in range(rank, accumulation, world):
                 number = step * accumulation + micro
                 x, y = map(torch.from_numpy, dataset.train.batch(number, cfg.batch_size, T, cfg.seed))
-                torch.manual_seed(((cfg.seed << 40) + number) % (1 << 63))  # dropout, too, is a function of (seed, micro-batch)
+                torch.manual_seed(seed := ((cfg.seed << 40) + number) % (1 << 63))  # dropout and random positions, too, are functions of (seed, micro-batch)
                 if world > 1:
                     forward.require_backward_grad_sync = micro + world >= accumulation
                 with config.autocast(device, dtype):
-                    nats = forward(x.to(device, non_blocking=True), y.to(device, non_blocking=True), model.draw_positions(len(x), T, number), reduction="sum")
+                    nats = forward(x.to(device, non_blocking=True), y.to(device, non_blocking=True), model.draw_positions(len(x), T, seed), reduction="sum")
                 (nats * (scale * world / (accumulation * cfg.batch_size * T))).backward()
                 sums[0] += nats.detach()
                 sums[1] += int((y >= 0).sum())
