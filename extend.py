@@ -63,7 +63,7 @@ def run_defaults(values, paths):
     run = Path(paths[0]) if steps(paths[0]) else folder.parent
     out_dir = values.get("out_dir") or f"{run}-{method}{factor:g}"
     if values.get("init_from") == "resume" and steps(out_dir):
-        return {**(read_meta(steps(out_dir)[-1]).get("train") or {}), "out_dir": out_dir, "init_from": "scratch"}
+        return {**(read_meta(steps(out_dir)[-1]).get("train") or {}), "out_dir": out_dir, "init_from": "scratch", "plot": ""}
     was = read_meta(folder).get("train") or {}
     if not was and not {"dataset", "learning_rate"} <= values.keys():
         raise UserError(f"{paths[0]} does not say how it was trained: give --dataset and --learning_rate")

@@ -169,7 +169,7 @@ def train(model, cfg):
         if dtype == torch.float16:
             scale, good = meta["scaler"] or (scale, good)
     log = Log(run, step, evaluated, cfg.max_iters, cfg.wandb, asdict(cfg)) if rank == 0 else None
-    if resume and rank == 0 and (changed := {k: [model.meta["train"].get(k), v] for k, v in asdict(cfg).items() if model.meta["train"].get(k) != v and k != "init_from"}):
+    if resume and rank == 0 and (changed := {k: [model.meta["train"].get(k), v] for k, v in asdict(cfg).items() if model.meta["train"].get(k) != v and k not in ("init_from", "plot")}):
         log.row(step=step, changed=changed)
         log.say("changed since the checkpoint: " + ", ".join(f"{k} {a} -> {b}" for k, (a, b) in changed.items()))
     forward = torch.compile(model) if compiles else model

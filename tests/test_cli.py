@@ -154,7 +154,10 @@ def test_the_whole_path(run, trained, text_data, tmp_path):
     assert run("extend.py", trained, "--method=yarn", "--factor=2", "--max_iters=6", "--eval_interval=3", f"--out_dir={tmp_path}/cut", "--init_from=resume").returncode == 0
     for file in ("model.safetensors", "optim.safetensors"):
         assert (steps(tmp_path / "cut")[-1] / file).read_bytes() == (steps(yarn)[-1] / file).read_bytes()
-    one_sentence(run("extend.py", trained, "--method=pi", f"--out_dir={tmp_path}/cut", "--init_from=resume"), "method yarn")
+    drawn = (tmp_path / "plots/w.png").stat().st_mtime_ns
+    done = run("extend.py", trained, "--method=yarn", "--factor=2", f"--out_dir={yarn}", "--init_from=resume", cwd=tmp_path)
+    assert done.returncode == 0 and "w.png" not in done.stdout and (tmp_path / "plots/w.png").stat().st_mtime_ns == drawn  # going on draws nothing that it was not asked to
+    one_sentence(run("extend.py", trained, "--method=pi", f"--out_dir={tmp_path}/cut", "--init_from=resume", cwd=tmp_path), "method yarn")
     again = run("extend.py", yarn, "--method=pi", "--factor=4", "--max_iters=0", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert GPT.load(tmp_path / "yarn-pi4").config.stretch == {"method": "pi", "factor": 8.0, "options": {}, "trained_length": 32}
