@@ -76,33 +76,47 @@ def _last_product(rows, X, x_t, m, channel, D: tl.constexpr):
 
 
 @triton.jit
-def _spread(line, r, c, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """From diagonals to a tile: element (r, c) is element x = r - c + BN - 1 of a line (W,), or of its own row's line where ROWS.
-
-    (BM, BN) from (W,) or (BM, W); TRANSPOSED: (BN, BM) from (W,) or (W, BM). A gather over one flat axis: shared memory, where a gather along rows would shuffle."""
-    if TRANSPOSED:
-        x = r[None, :] - c[:, None] + (BN - 1)
-        if ROWS:
-            x = x * BM + r[None, :]
-    else:
-        x = r[:, None] - c[None, :] + (BN - 1)
-        if ROWS:
-            x += r[:, None] * W
-    flat = tl.gather(tl.reshape(line, [W * BM]) if ROWS else line, tl.reshape(x, [BM * BN]), 0)
+def _spread(line, r, c, BM: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """From a line of distances to a tile: element (r, c) is element r - c + BN - 1 of the line (W,). A gather from shared memory."""
+    x = r[None, :] - c[:, None] if TRANSPOSED else r[:, None] - c[None, :]
+    flat = tl.gather(line, tl.reshape(x + (BN - 1), [BM * BN]), 0)
     return tl.reshape(flat, [BN, BM]) if TRANSPOSED else tl.reshape(flat, [BM, BN])
 
 
 @triton.jit
-def _fold(tile, r, x, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr):
-    """The way back, row by row: (BM, BN) -> (BM, W), element (r, x) is element (r, c = r + BN - 1 - x), zero where there is none."""
-    c = r[:, None] + (BN - 1) - x[None, :]
-    there = (c >= 0) & (c < BN)
-    flat = tl.gather(tl.reshape(tile, [BM * BN]), tl.reshape(tl.where(there, r[:, None] * BN + c, 0), [BM * W]), 0)
-    return tl.where(there, tl.reshape(flat, [BM, W]), 0.0)
+def _roll(tile, r, c, B: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """From keys to distances and back, in a square tile: column c goes to column y = (r - c - 1) mod B, which is its own inverse.
+
+    There the distance is i0 - n0 - (B - 1) + y where y >= r (on and above the tile's diagonal), and B more where y < r: each column is two distances."""
+    if TRANSPOSED:
+        at = ((r[None, :] - 1 - c[:, None]) & (B - 1)) * B + r[None, :]
+    else:
+        at = r[:, None] * B + ((r[:, None] - 1 - c[None, :]) & (B - 1))
+    return tl.reshape(tl.gather(tl.reshape(tile, [B * B]), tl.reshape(at, [B * B]), 0), [B, B])
 
 
 @triton.jit
-def _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, x, channel, i0, n0, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
+def _products(rows, X, x_t, base, m, r, c, channel, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """Of a square tile, rows_i X[min(d, m-1)] for each query and key: two products, with the vectors of the B smaller and of the B larger distances."""
+    low, high = _slab(X, x_t, base, m, c, channel, D, DP), _slab(X, x_t, base + B, m, c, channel, D, DP)
+    if TRANSPOSED:
+        both = tl.where(c[:, None] >= r[None, :], tl.dot(low, tl.trans(rows), input_precision=PRECISION), tl.dot(high, tl.trans(rows), input_precision=PRECISION))
+    else:
+        both = tl.where(c[None, :] >= r[:, None], tl.dot(rows, tl.trans(low), input_precision=PRECISION), tl.dot(rows, tl.trans(high), input_precision=PRECISION))
+    return _roll(both, r, c, B, TRANSPOSED)
+
+
+@triton.jit
+def _add_vectors(acc, weights, X, x_t, base, m, r, c, channel, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + sum_j weights[r, j] X[min(d, m-1)], the same two products backwards."""
+    low, high = _slab(X, x_t, base, m, c, channel, D, DP), _slab(X, x_t, base + B, m, c, channel, D, DP)
+    rolled = _roll(weights.to(low.dtype), r, c, B, False)
+    acc = tl.dot(tl.where(c[None, :] >= r[:, None], rolled, 0.0), low, acc, input_precision=PRECISION)
+    return tl.dot(tl.where(c[None, :] >= r[:, None], 0.0, rolled), high, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, channel, i0, n0, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
           KIND: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """The score term of a tile. s: q k^T, (BM, BN) or transposed. Returns (s, shift): the score in log2 is s + shift where _scaled() says so, else s scale + shift;
     shift is a number, or one for each query. far: the table's last value, or r_i keys[m-1] (BM,)."""
@@ -119,15 +133,13 @@ def _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, x, channel, i0, n0, D
         if FAR:
             shift = far
         else:
-            line = tl.load(LINE + tl.minimum(tl.abs(i0 - n0 - (BN - 1) + x), m - 1))
-            s = s * scale + _spread(line, r, c, BM, BN, W, False, TRANSPOSED)
+            line = tl.load(LINE + tl.minimum(tl.abs(i0 - n0 - (BN - 1) + tl.arange(0, W)), m - 1))
+            s = s * scale + _spread(line, r, c, BM, BN, TRANSPOSED)
     elif KIND == VECTORS:
         if FAR:
             shift = far * scale
         else:
-            slab = _slab(LINE, line_t, i0 - n0 - (BN - 1), m, x, channel, D, DP)
-            line = tl.dot(slab, tl.trans(qr), input_precision=PRECISION) if TRANSPOSED else tl.dot(qr, tl.trans(slab), input_precision=PRECISION)
-            s += _spread(line, r, c, BM, BN, W, True, TRANSPOSED)
+            s += _products(qr, LINE, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, TRANSPOSED, PRECISION)
     return s, shift
 
 
@@ -164,8 +176,16 @@ def _seen(i, j, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW: tl.const
 
 
 @triton.jit
-def _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PLANNED: tl.constexpr):
-    """The key blocks of a query block, in five segments: 0 sinks and 1 [lo, left) seen in part, 2 [left, near) whole and far, 3 [near, right) whole, 4 [right, hi) in part."""
+def _beyond(i0, n0, m, B: tl.constexpr):
+    """Whether no distance of the B x B tile that holds key n0, of the queries from i0 on, is below m - 1: then the walk leaves it out."""
+    d = i0 - n0 // B * B
+    return (d - (B - 1) >= m - 1) | (d + B - 1 <= 1 - m)
+
+
+@triton.jit
+def _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PLANNED: tl.constexpr):
+    """The key blocks of a query block, in segments: seen in part, 0 sinks, 1 [lo, left) and 2 [right, hi); seen whole, 3 [near, right), and 4 [left, near) from far,
+    in steps of B keys."""
     i0 = first + block * BM
     i1 = i0 + BM - 1
     sink = 0
@@ -188,13 +208,13 @@ def _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM: tl.cons
         right = tl.maximum(tl.minimum(right, hi), left)
     near = left
     if KIND >= TABLE:
-        near = tl.minimum(tl.maximum(tl.maximum(i0 - m + 2, 0) // BN, left), right)
-    return (0, lo, left, near, right), (sink, left, near, right, hi)  # where the segments start and end
+        near = tl.minimum(tl.maximum(tl.maximum(i0 - m + 2, 0) // B * (B // BN), left), right)
+    return (0, lo, right, near, left), (sink, left, hi, right, near)  # where the segments start and end
 
 
 @triton.jit
 def _query_blocks(block, b, first, Tq, Tk, m, window, sinks, PLAN, plan_b, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PLANNED: tl.constexpr):
-    """The query blocks of a key block, in four segments: 0 [lo, left) see it in part, 1 [left, far) whole, 2 [far, right) whole and from far, 3 [right, hi) in part."""
+    """The query blocks of a key block, in segments: they see it in part, 1 [lo, left) and 2 [right, hi); whole, 3 [left, far), and 4 [far, right) from far."""
     n0 = block * BN
     n1 = n0 + BN - 1
     if PLANNED:
@@ -216,7 +236,7 @@ def _query_blocks(block, b, first, Tq, Tk, m, window, sinks, PLAN, plan_b, BM: t
     far = right
     if KIND >= TABLE:
         far = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(n1 + m - 1 - first, 0), BM), left), right)
-    return (lo, left, far, right), (left, far, right, hi)
+    return (0, lo, right, left, far), (0, left, hi, far, right)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +248,7 @@ def _forward_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, q_b, q_
                     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
                     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
     block, h, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)  # the longest first
-    r, c, x, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, W), tl.arange(0, DP)
+    r, c, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, DP)
     K, V, POS, DOC = K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h, POS + b * p_b, DOC + b * d_b
     LINE, VALUES = LINE + h * line_h, VALUES + h * line_h
     m0 = block * BM
@@ -246,19 +266,17 @@ def _forward_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, q_b, q_
         far = _last_product(qr, LINE, line_t, m, channel, D)
     acc, l, tail = tl.zeros([BM, DP], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     top = tl.full([BM], -1e30, tl.float32)  # finite: a row may see nothing of the first tiles, and -inf - -inf is no number
-    starts, ends = _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS)
+    starts, ends = _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM, BN, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS)
     for segment in tl.static_range(5):
-        MASKED: tl.constexpr = segment < 2 or segment == 4
-        FAR: tl.constexpr = segment == 2
-        if (segment > 2) or (segment == 2 and KIND >= TABLE) or (segment < 2 and (WINDOW or DOCS)):
-            for n in tl.range(starts[segment], ends[segment]):
+        if (segment == 2 or segment == 3) or (segment == 4 and KIND >= TABLE) or (segment < 2 and (WINDOW or DOCS)):
+            for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
                 n0 = n * BN
-                k = _rows(K, k_t, n0, c, Tk, channel, D, DP, MASKED)
+                k = _rows(K, k_t, n0, c, Tk, channel, D, DP, segment < 3)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                s, shift = _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, x, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, FAR, False, PRECISION)
-                if MASKED:
+                s, shift = _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, segment == 4, False, PRECISION)
+                if segment < 3:
                     s = tl.where(_seen(i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, False), s, float("-inf"))
-                if _scaled(KIND, FAR):
+                if _scaled(KIND, segment == 4):
                     new = tl.maximum(top, tl.max(s, 1) + shift)
                     p = tl.exp2(s - (new - shift)[:, None])
                 else:  # the maximum before the scale: then one multiply-add an element
@@ -270,12 +288,11 @@ def _forward_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, q_b, q_
                 acc *= old[:, None]
                 if HAS_VALUES:
                     tail *= old
-                    if FAR:
+                    if segment == 4:
                         tail += sums
                     else:
-                        slab = _slab(VALUES, line_t, i0 - n0 - (BN - 1), m, x, channel, D, DP)
-                        acc = tl.dot(_fold(p, r, x, BM, BN, W).to(slab.dtype), slab, acc, input_precision=PRECISION)
-                v = _rows(V, v_t, n0, c, Tk, channel, D, DP, MASKED)
+                        acc = _add_vectors(acc, p, VALUES, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, PRECISION)
+                v = _rows(V, v_t, n0, c, Tk, channel, D, DP, segment < 3)
                 acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     if HAS_VALUES:
         acc += tail[:, None] * _last(VALUES, line_t, m, channel, D)[None, :]
@@ -295,9 +312,9 @@ def _dq_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, DOUT, DLSE, 
                D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
                WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr, TAILS: tl.constexpr):
     """A program for BM queries of one head: their dQ, the refined delta, and, where TAILS, the row sums that the term's gradient needs:
-    of dS times -d (slopes), or of dS and of P beyond m - 1 (a table's or vectors' last entry)."""
+    of dS times -d (slopes), or of dS and of P over the tiles that the walk leaves out (they belong to a table's or vectors' last entry). BM is the walk's."""
     block, h, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    r, c, x, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, W), tl.arange(0, DP)
+    r, c, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, DP)
     K, V, POS, DOC = K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h, POS + b * p_b, DOC + b * d_b
     LINE, VALUES = LINE + h * line_h, VALUES + h * line_h
     m0 = block * BM
@@ -321,59 +338,59 @@ def _dq_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, DOUT, DLSE, 
         if HAS_VALUES:
             far_value = _last_product(do, VALUES, line_t, m, channel, D)
     dq, dqr = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
-    extra, tail, share = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    starts, ends = _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS)
+    extra, tail, share, far_sums = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    starts, ends = _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM, BN, BM, KIND, CAUSAL, WINDOW, POSITIONS or DOCS)
     for segment in tl.static_range(5):
-        MASKED: tl.constexpr = segment < 2 or segment == 4
-        FAR: tl.constexpr = segment == 2
-        if (segment > 2) or (segment == 2 and KIND >= TABLE) or (segment < 2 and (WINDOW or DOCS)):
-            for n in tl.range(starts[segment], ends[segment]):
+        if (segment == 2 or segment == 3) or (segment == 4 and KIND >= TABLE) or (segment < 2 and (WINDOW or DOCS)):
+            for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
                 n0 = n * BN
-                k = _rows(K, k_t, n0, c, Tk, channel, D, DP, MASKED)
+                k = _rows(K, k_t, n0, c, Tk, channel, D, DP, segment < 3)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                s, shift = _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, x, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, FAR, False, PRECISION)
-                p = tl.exp2((s if _scaled(KIND, FAR) else s * scale) - (lse - shift)[:, None])
-                if MASKED:
+                s, shift = _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, segment == 4, False, PRECISION)
+                p = tl.exp2((s if _scaled(KIND, segment == 4) else s * scale) - (lse - shift)[:, None])
+                if segment < 3:
                     p = tl.where(_seen(i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, False), p, 0.0)
-                v = _rows(V, v_t, n0, c, Tk, channel, D, DP, MASKED)
+                v = _rows(V, v_t, n0, c, Tk, channel, D, DP, segment < 3)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if HAS_VALUES:
-                    if FAR:
+                    if segment == 4:
                         dp += far_value[:, None]
                     else:
-                        slab = _slab(VALUES, line_t, i0 - n0 - (BN - 1), m, x, channel, D, DP)
-                        dp += _spread(tl.dot(do, tl.trans(slab), input_precision=PRECISION), r, c, BM, BN, W, True, False)
+                        dp += _products(do, VALUES, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, False, PRECISION)
                 ds = p * (dp - delta[:, None])
-                extra += tl.sum(ds, 1)
+                sums = tl.sum(ds, 1)
+                extra += sums
                 if TAILS:
-                    if FAR:
-                        tail += tl.sum(ds, 1)
+                    if KIND == SLOPES:
+                        if CAUSAL:  # -d: what the column adds, and what row and tile add
+                            apart = (n0 - i0 - r).to(tl.float32)
+                            tail += tl.sum(ds * c.to(tl.float32)[None, :], 1) + apart * sums
+                            share += tl.sum(p * c.to(tl.float32)[None, :], 1) + apart * tl.sum(p, 1)
+                        else:
+                            weight = -tl.abs((i0 + r)[:, None] - (n0 + c)[None, :]).to(tl.float32)
+                            tail += tl.sum(ds * weight, 1)
+                            share += tl.sum(p * weight, 1)
+                    elif segment == 4:
+                        tail += sums
                         share += tl.sum(p, 1)
-                    elif KIND == SLOPES and CAUSAL:  # -d: what the column adds, and what row and tile add
-                        apart = (n0 - i0 - r).to(tl.float32)
-                        tail += tl.sum(ds * c.to(tl.float32)[None, :], 1) + apart * tl.sum(ds, 1)
-                        share += tl.sum(p * c.to(tl.float32)[None, :], 1) + apart * tl.sum(p, 1)
-                    else:
-                        distance = tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
-                        weight = -distance.to(tl.float32) if KIND == SLOPES else (distance >= m - 1).to(tl.float32)
-                        tail += tl.sum(ds * weight, 1)
-                        share += tl.sum(p * weight, 1)
+                    elif segment < 3 or not CAUSAL:  # of the whole near tiles there are none, in causal attention
+                        beyond = _beyond(i0, n0, m, BM).to(tl.float32)
+                        tail += sums * beyond
+                        share += tl.sum(p, 1) * beyond
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
                 if KIND == VECTORS:
-                    if FAR:
-                        far_sum = tl.sum(ds, 1)
-                        add = far_sum[:, None] * _last(LINE, line_t, m, channel, D)[None, :]
-                        if SAME:
-                            dq += add
-                        else:
-                            dqr += add
+                    if segment == 4:
+                        far_sums += sums
                     else:
-                        slab = _slab(LINE, line_t, i0 - n0 - (BN - 1), m, x, channel, D, DP)
-                        along = _fold(ds, r, x, BM, BN, W).to(slab.dtype)
                         if SAME:
-                            dq = tl.dot(along, slab, dq, input_precision=PRECISION)
+                            dq = _add_vectors(dq, ds, LINE, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, PRECISION)
                         else:
-                            dqr = tl.dot(along, slab, dqr, input_precision=PRECISION)
+                            dqr = _add_vectors(dqr, ds, LINE, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, PRECISION)
+    if KIND == VECTORS:
+        if SAME:
+            dq += far_sums[:, None] * _last(LINE, line_t, m, channel, D)[None, :]
+        else:
+            dqr += far_sums[:, None] * _last(LINE, line_t, m, channel, D)[None, :]
     LN2: tl.constexpr = 0.6931471805599453
     at = b * dq_b + h * dq_h + tl.cast(m0, tl.int64) * dq_t + (r[:, None] * dq_t + channel[None, :])
     here = queries[:, None] & (channel < D)[None, :]
@@ -394,7 +411,7 @@ def _dkdv_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DK
                  WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
     """A program for BN keys of one key head, over the G query heads that share it: dK and dV. Tiles are transposed, (BN, BM), so that P^T and dS^T come as they are used."""
     block, hk, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    r, c, x, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, W), tl.arange(0, DP)
+    r, c, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, DP)
     POS, DOC = POS + b * p_b, DOC + b * d_b
     n0, first = block * BN, Tk - Tq
     k = _rows(K + b * k_b + hk * k_h, k_t, n0, c, Tk, channel, D, DP, True)
@@ -409,39 +426,37 @@ def _dkdv_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DK
             slope = tl.load(line)
         elif KIND == TABLE:
             far = tl.load(line + m - 1)
-        for segment in tl.static_range(4):
-            MASKED: tl.constexpr = segment == 0 or segment == 3
-            FAR: tl.constexpr = segment == 2
-            if segment != 2 or KIND >= TABLE:
-                for n in tl.range(starts[segment], ends[segment]):
+        for segment in tl.static_range(1, 5):
+            if segment < 4 or KIND >= TABLE:
+                for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
                     m0 = n * BM
                     i0, queries = first + m0, m0 + r < Tq
-                    q = _rows(q_at, q_t, m0, r, Tq, channel, D, DP, MASKED)
+                    q = _rows(q_at, q_t, m0, r, Tq, channel, D, DP, segment < 3)
                     qr = q
                     if KIND == VECTORS and not SAME:
-                        qr = _rows(qr_at, qr_t, m0, r, Tq, channel, D, DP, MASKED)
+                        qr = _rows(qr_at, qr_t, m0, r, Tq, channel, D, DP, segment < 3)
                     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-                    if KIND == VECTORS and FAR:
-                        far = _last_product(qr, line, line_t, m, channel, D)
-                    s, shift = _term(s, qr, far, line, line_t, m, slope, scale, r, c, x, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, FAR, True, PRECISION)
-                    if MASKED:
+                    last = far
+                    if KIND == VECTORS and segment == 4:
+                        last = _last_product(qr, line, line_t, m, channel, D)
+                    s, shift = _term(s, qr, last, line, line_t, m, slope, scale, r, c, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, segment == 4, True, PRECISION)
+                    if segment < 3:
                         lse = tl.load(LSE + row + m0 + r, mask=queries, other=float("inf"))
                         delta = tl.load(DELTA + row + m0 + r, mask=queries, other=0.0)
                     else:
                         lse = tl.load(LSE + row + m0 + r)
                         delta = tl.load(DELTA + row + m0 + r)
-                    p = tl.exp2((s if _scaled(KIND, FAR) else s * scale) - (lse - shift)[None, :])
-                    if MASKED:
+                    p = tl.exp2((s if _scaled(KIND, segment == 4) else s * scale) - (lse - shift)[None, :])
+                    if segment < 3:
                         p = tl.where(_seen(i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, True), p, 0.0)
-                    do = _rows(do_at, do_t, m0, r, Tq, channel, D, DP, MASKED)
+                    do = _rows(do_at, do_t, m0, r, Tq, channel, D, DP, segment < 3)
                     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
                     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
                     if HAS_VALUES:
-                        if FAR:
+                        if segment == 4:
                             dp += _last_product(do, values, line_t, m, channel, D)[None, :]
                         else:
-                            slab = _slab(values, line_t, i0 - n0 - (BN - 1), m, x, channel, D, DP)
-                            dp += _spread(tl.dot(slab, tl.trans(do), input_precision=PRECISION), r, c, BM, BN, W, True, True)
+                            dp += _products(do, values, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, True, PRECISION)
                     ds = p * (dp - delta[None, :])
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     LN2: tl.constexpr = 0.6931471805599453
@@ -452,6 +467,45 @@ def _dkdv_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DK
 
 
 @triton.jit
+def _walk_tile(acc, acc_high, dv, dv_high, Q, QR, K, V, DOUT, LSE, DELTA, LINE, VALUES, POS, DOC, q_t, qr_t, k_t, v_t, do_t, line_t, p_t, d_t, m0, n0, base, r, c, channel, hidden, Tq, Tk, m, window, sinks, scale,
+               D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
+               WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile of the walk, queries m0 .. and keys n0 .., into the sums."""
+    queries = m0 + r < Tq
+    q = _rows(Q, q_t, m0, r, Tq, channel, D, DP, True)
+    k = _rows(K, k_t, n0, c, Tk, channel, D, DP, True)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    qr = q
+    if KIND == VECTORS:
+        if not SAME:
+            qr = _rows(QR, qr_t, m0, r, Tq, channel, D, DP, True)
+        s += _products(qr, LINE, line_t, base, m, r, c, channel, D, DP, BM, False, PRECISION)
+    lse = tl.load(LSE + m0 + r, mask=queries, other=float("inf"))
+    delta = tl.load(DELTA + m0 + r, mask=queries, other=0.0)
+    p = tl.exp2(s * scale + hidden - lse[:, None])
+    if WINDOW or DOCS or not CAUSAL:
+        p = tl.where(_seen(Tk - Tq + m0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, False), p, 0.0)
+    do = _rows(DOUT, do_t, m0, r, Tq, channel, D, DP, True)
+    v = _rows(V, v_t, n0, c, Tk, channel, D, DP, True)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if HAS_VALUES:
+        dp += _products(do, VALUES, line_t, base, m, r, c, channel, D, DP, BM, False, PRECISION)
+    ds = p * (dp - delta[:, None])
+    if KIND == TABLE:
+        acc += ds
+    else:
+        low = c[None, :] >= r[:, None]
+        rolled = _roll(ds.to(qr.dtype), r, c, BM, False)
+        acc = tl.dot(tl.trans(tl.where(low, rolled, 0.0)), qr, acc, input_precision=PRECISION)
+        acc_high = tl.dot(tl.trans(tl.where(low, 0.0, rolled)), qr, acc_high, input_precision=PRECISION)
+        if HAS_VALUES:
+            rolled = _roll(p.to(do.dtype), r, c, BM, False)
+            dv = tl.dot(tl.trans(tl.where(low, rolled, 0.0)), do, dv, input_precision=PRECISION)
+            dv_high = tl.dot(tl.trans(tl.where(low, 0.0, rolled)), do, dv_high, input_precision=PRECISION)
+    return acc, acc_high, dv, dv_high
+
+
+@triton.jit
 def _walk_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DLINE, DVALUES,
                  q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, line_h, line_t, p_b, p_t, d_b, d_t, plan_b,
                  Tq, Tk, B, G, m, window, sinks, scale, e_lo,
@@ -459,81 +513,56 @@ def _walk_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DL
                  WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
     """A program for one diagonal of square tiles of one head: query block n meets key block n - e, down the sequence and over the batch, or a share of them.
 
-    Adds up dS, with everything that depends on the distance held still, and folds it along diagonals once: DLINE (shares, H, diagonals, W), by x = r - c + BM - 1.
-    With vectors what is summed is a slab: DLINE (..., W, D) adds up fold(dS)^T r_i, and DVALUES fold(P)^T dO. Distances from m - 1 on are the dQ kernel's."""
+    Adds up dS, with everything that depends on the distance held still, and folds it along the diagonals once: DLINE (shares, H, diagonals, W = 2 BM), by r - c + BM - 1.
+    With vectors what is summed is a slab: DLINE (..., W, D) adds up dS r_i, and DVALUES P dO_i, each row at its distance."""
     diagonal, h, share = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     e = e_lo + diagonal
-    r, c, x, channel = tl.arange(0, BM), tl.arange(0, BM), tl.arange(0, W), tl.arange(0, DP)
-    first = Tk - Tq
-    base = first + e * BM - (BM - 1)  # the distance at x = 0
+    r, c, channel = tl.arange(0, BM), tl.arange(0, BM), tl.arange(0, DP)
+    H, first = tl.num_programs(1), Tk - Tq
+    base = first + e * BM - (BM - 1)  # the least distance
     n_lo, n_hi = tl.maximum(e, 0), tl.minimum(tl.cdiv(Tq, BM), tl.cdiv(Tk, BM) + e)
     if WINDOW and not POSITIONS:
         if base >= window:  # beyond the window only sinks are seen
             n_hi = tl.minimum(n_hi, e + tl.cdiv(sinks, BM))
     length = tl.maximum(n_hi - n_lo, 0)
-    total = length * B  # tiles; int32
+    total = length * B  # tiles
     each = tl.cdiv(total, tl.num_programs(2))
-    line, values = LINE + h * line_h, VALUES + h * line_h
-    gap = base + (BM - 1) + r[:, None] - c[None, :]
-    hidden = tl.where(tl.abs(gap) < m - 1, 0.0, float("-inf"))  # distances from m - 1 on, and the future
+    LINE, VALUES = LINE + h * line_h, VALUES + h * line_h
+    hidden = tl.zeros([BM, BM], tl.float32)
     if CAUSAL:
-        hidden = tl.where(gap >= 0, hidden, float("-inf"))
+        hidden = tl.where(base + (BM - 1) + r[:, None] - c[None, :] >= 0, 0.0, float("-inf"))  # the future
     if KIND == TABLE:
-        hidden += _spread(tl.load(line + tl.minimum(tl.abs(base + x), m - 1)), r, c, BM, BM, W, False, False)
+        hidden += _spread(tl.load(LINE + tl.minimum(tl.abs(base + tl.arange(0, W)), m - 1)), r, c, BM, BM, False)
         acc = tl.zeros([BM, BM], tl.float32)
-        dslab = acc
-        dvslab = acc
     else:
-        slab = _slab(line, line_t, base, m, x, channel, D, DP)
-        vslab = slab
-        if HAS_VALUES:
-            vslab = _slab(values, line_t, base, m, x, channel, D, DP)
-        dslab, dvslab = tl.zeros([W, DP], tl.float32), tl.zeros([W, DP], tl.float32)
-        acc = dslab
-    for t in tl.range(share * each, tl.minimum(share * each + each, total)):
-        b = (t // length).to(tl.int64)
-        n = n_lo + t % length
-        m0, n0 = n * BM, (n - e) * BM
-        queries = m0 + r < Tq
-        visit = True
+        acc = tl.zeros([BM, DP], tl.float32)
+    acc_high, dv, dv_high = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
+    for t in tl.range(share * each, tl.minimum(share * each + each, total), disable_licm=KIND == VECTORS):
+        b, n = (t // length).to(tl.int64), n_lo + t % length
         if POSITIONS or DOCS:
             at = PLAN + b * plan_b + n * 4
-            visit = (n - e >= tl.load(at)) & (n - e < tl.load(at + 3))
-        if visit:
-            row = (b * tl.num_programs(1) + h) * Tq + m0 + r
-            q = _rows(Q + b * q_b + h * q_h, q_t, m0, r, Tq, channel, D, DP, True)
-            k = _rows(K + b * k_b + h // G * k_h, k_t, n0, c, Tk, channel, D, DP, True)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            qr = q
-            if KIND == VECTORS:
-                if not SAME:
-                    qr = _rows(QR + b * qr_b + h * qr_h, qr_t, m0, r, Tq, channel, D, DP, True)
-                s += _spread(tl.dot(qr, tl.trans(slab), input_precision=PRECISION), r, c, BM, BM, W, True, False)
-            lse = tl.load(LSE + row, mask=queries, other=float("inf"))
-            delta = tl.load(DELTA + row, mask=queries, other=0.0)
-            p = tl.exp2(s * scale + hidden - lse[:, None])
-            if WINDOW or DOCS or not CAUSAL:
-                p = tl.where(_seen(first + m0 + r, n0 + c, POS + b * p_b, p_t, DOC + b * d_b, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, False), p, 0.0)
-            do = _rows(DOUT + b * do_b + h * do_h, do_t, m0, r, Tq, channel, D, DP, True)
-            v = _rows(V + b * v_b + h // G * v_h, v_t, n0, c, Tk, channel, D, DP, True)
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            if HAS_VALUES:
-                dp += _spread(tl.dot(do, tl.trans(vslab), input_precision=PRECISION), r, c, BM, BM, W, True, False)
-            ds = p * (dp - delta[:, None])
-            if KIND == TABLE:
-                acc += ds
-            else:
-                dslab = tl.dot(tl.trans(_fold(ds, r, x, BM, BM, W).to(qr.dtype)), qr, dslab, input_precision=PRECISION)
-                if HAS_VALUES:
-                    dvslab = tl.dot(tl.trans(_fold(p, r, x, BM, BM, W).to(do.dtype)), do, dvslab, input_precision=PRECISION)
-    at = ((share * tl.num_programs(1) + h) * tl.num_programs(0) + diagonal) * W + x
-    if KIND == TABLE:
-        tl.store(DLINE + at, tl.sum(_fold(acc, r, x, BM, BM, W), 0))
+            if (n - e >= tl.load(at)) & (n - e < tl.load(at + 3)):
+                acc, acc_high, dv, dv_high = _walk_tile(
+                    acc, acc_high, dv, dv_high, Q + b * q_b + h * q_h, QR + b * qr_b + h * qr_h, K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h, DOUT + b * do_b + h * do_h, LSE + (b * H + h) * Tq,
+                    DELTA + (b * H + h) * Tq, LINE, VALUES, POS + b * p_b, DOC + b * d_b, q_t, qr_t, k_t, v_t, do_t, line_t, p_t, d_t, n * BM, (n - e) * BM, base, r, c, channel, hidden, Tq, Tk, m, window, sinks, scale,
+                    D, DP, BM, KIND, HAS_VALUES, SAME, CAUSAL, WINDOW, POSITIONS, DOCS, PRECISION)
+        else:
+            acc, acc_high, dv, dv_high = _walk_tile(
+                acc, acc_high, dv, dv_high, Q + b * q_b + h * q_h, QR + b * qr_b + h * qr_h, K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h, DOUT + b * do_b + h * do_h, LSE + (b * H + h) * Tq,
+                DELTA + (b * H + h) * Tq, LINE, VALUES, POS + b * p_b, DOC + b * d_b, q_t, qr_t, k_t, v_t, do_t, line_t, p_t, d_t, n * BM, (n - e) * BM, base, r, c, channel, hidden, Tq, Tk, m, window, sinks, scale,
+                D, DP, BM, KIND, HAS_VALUES, SAME, CAUSAL, WINDOW, POSITIONS, DOCS, PRECISION)
+    at = ((share * H + h) * tl.num_programs(0) + diagonal) * W + c
+    if KIND == TABLE:  # once for all the tiles
+        acc, low = _roll(acc, r, c, BM, False), c[None, :] >= r[:, None]
+        tl.store(DLINE + at, tl.sum(tl.where(low, acc, 0.0), 0))
+        tl.store(DLINE + at + BM, tl.sum(tl.where(low, 0.0, acc), 0))
     else:
-        here = (channel < D)[None, :]
-        tl.store(DLINE + at[:, None] * D + channel[None, :], dslab * (scale * 0.6931471805599453), mask=here)
+        here, at = (channel < D)[None, :], at[:, None] * D + channel[None, :]
+        tl.store(DLINE + at, acc * (scale * 0.6931471805599453), mask=here)
+        tl.store(DLINE + at + BM * D, acc_high * (scale * 0.6931471805599453), mask=here)
         if HAS_VALUES:
-            tl.store(DVALUES + at[:, None] * D + channel[None, :], dvslab, mask=here)
+            tl.store(DVALUES + at, dv, mask=here)
+            tl.store(DVALUES + at + BM * D, dv_high, mask=here)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -722,13 +751,13 @@ def _gather_diagonals(grad, part, last, d0, BM, causal):
         line = part.new_zeros(part.shape[0], (part.shape[1] + 1) * BM, *part.shape[3:])
         line[:, :-BM] += part[:, :, :BM].flatten(1, 2)
         line[:, BM:] += part[:, :, BM:].flatten(1, 2)
-        start, end = max(0, d0), min(grad.shape[1], d0 + line.shape[1])
-        if end > start:
-            total[:, start:end] += line[:, start - d0:end - d0]
+        sides = [(line[:, max(0, -d0):], max(0, d0))]  # of distance 0 and more, and where that starts
         if not causal:  # and the keys after the query, from distance -1 down
-            start, end = max(1, 1 - d0 - line.shape[1]), min(grad.shape[1] - 1, -d0)
-            if end >= start:
-                total[:, start:end + 1] += line[:, -end - d0:-start - d0 + 1].flip(1)
+            sides.append((line[:, :max(0, -d0)].flip(1), max(1, 1 - d0 - line.shape[1])))
+        for side, start in sides:
+            inside = min(side.shape[1], max(0, grad.shape[1] - 1 - start))
+            total[:, start:start + inside] += side[:, :inside]
+            total[:, -1] += side[:, inside:].sum(1)
     total[:, -1] += last
     grad.copy_(total if grad.shape[0] == total.shape[0] else total.sum(0, keepdim=True))
 
@@ -774,7 +803,7 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     bias       None; slopes (H,): adds -slope d; or a table (H, m): adds table[h, min(d, m - 1)]. Float32. d = |index of the query - index of the key|.
     relative   None; or (keys, values, offsets): keys (H or 1, m, D) add scale (q + w) keys[min(d, m - 1)] and make q k (q + u) k; values, the same shape, or None; offsets (u, w), (H, D) each, or None.
     window     W > 0: a query sees key j only when their positions are less than W apart or j's position is below `sinks`. positions: (Tk,) or (B, Tk) int, by default the indices.
-    docs       (B, Tk) int: attention stays within tokens of the same number. causal: no key after its query. scale: above 0, default D ** -0.5.
+    docs       (B, Tk) int: attention stays within tokens of the same number. Both below 2^31. causal: no key after its query. scale: above 0, default D ** -0.5.
     Raises ValueError for what the kernels do not do: other dtypes, D > 256, a bias together with relative vectors, scale <= 0, shapes that do not fit.
     """
     (B, H, Tq, D), (HK, Tk) = q.shape, k.shape[1:3]
@@ -792,6 +821,7 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     for name, x, shapes in (("positions", positions, ((Tk,), (B, Tk))), ("docs", docs, ((B, Tk),))):
         if x is not None and (tuple(x.shape) not in shapes or x.is_floating_point()):
             raise ValueError(f"attention: {name} {tuple(x.shape)} of {x.dtype}; integers of shape {' or '.join(map(str, shapes))} are needed")
+    positions, docs = (None if x is None else x.int() for x in (positions, docs))
     line = values = qr = None
     if bias is not None:
         line = (bias.float() * LOG2E).contiguous()
