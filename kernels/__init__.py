@@ -1,15 +1,17 @@
 """The operators that the model calls: rope(), attention(), linear_cross_entropy().
 
 Each has one signature, stated in reference.py, and this file is the only one that knows on which device which implementation runs:
-rope is a Triton kernel on CUDA (sm_80 and newer) and ROCm, and plain PyTorch elsewhere; the other two are plain PyTorch on every device.
+rope and attention are Triton kernels on CUDA (sm_80 and newer) and ROCm, and plain PyTorch elsewhere; linear_cross_entropy is plain PyTorch on every device.
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch everywhere; TRITON_INTERPRET=1 runs the kernels on CPU tensors too, slowly, to test them.
 Importing this package prints nothing and imports nothing but torch; triton is imported when a kernel first runs.
 """
 import os
 import sys
 
+import torch
+
 from . import reference
-from .reference import attention, linear_cross_entropy
+from .reference import linear_cross_entropy
 
 __all__ = ["rope", "attention", "linear_cross_entropy"]
 
@@ -20,6 +22,18 @@ def rope(q, k, cos, sin):
         from .rotary import rope as kernel
         return kernel(q, k, cos, sin)
     return reference.rope(q, k, cos, sin)
+
+
+def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False):
+    """reference.attention(), where Triton runs by kernels/flash.py, or, of few queries that need no gradient, by kernels/decode.py."""
+    kernel = reference.attention
+    if _triton_runs(q.device.type, q.device.index) and v.dtype.itemsize < 8:
+        from .decode import attention as decode
+        from .flash import attention as flash
+        q, k = q.to(v.dtype), k.to(v.dtype)  # as the reference: under autocast a norm leaves them wider
+        given = (q, k, v, bias, *(() if relative is None else (*relative[:2], *(relative[2] or ()))))
+        kernel = flash if q.shape[2] > 8 or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given) else decode
+    return kernel(q, k, v, bias=bias, relative=relative, window=window, sinks=sinks, positions=positions, docs=docs, causal=causal, scale=scale, return_lse=return_lse)
 
 
 _asked = {}
@@ -44,7 +58,6 @@ def _ask(device, index):
     if device != "cuda":
         return False
     import importlib.util
-    import torch
     why = ("triton is not installed" if importlib.util.find_spec("triton") is None else
            "it is older than sm_80" if not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0) else "")
     if why:

@@ -122,7 +122,7 @@ def _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, channel, i0, n0, D: t
     shift is a number, or one for each query. far: the table's last value, or r_i keys[m-1] (BM,)."""
     shift = 0.0
     if KIND == SLOPES:
-        if CAUSAL:  # -slope (i - j): what the column adds, and what row and tile add
+        if CAUSAL and qr.dtype != tl.float32:  # -slope (i - j): what the column adds, and what row and tile add. Exact to 16 bits, and one multiply-add an element
             column = slope * c.to(tl.float32)
             s = s * scale + (column[:, None] if TRANSPOSED else column[None, :])
             shift = slope * (n0 - i0 - r).to(tl.float32)
@@ -325,7 +325,8 @@ def _dq_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, DOUT, DLSE, 
     do = _rows(DOUT + b * do_b + h * do_h, do_t, m0, r, Tq, channel, D, DP, True)
     out = _rows(OUT + b * o_b + h * o_h, o_t, m0, r, Tq, channel, D, DP, True)
     lse = tl.load(LSE + row, mask=queries, other=float("inf"))  # past the last query: P is 0
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - tl.load(DLSE + row, mask=queries, other=0.0)
+    dlse = tl.load(DLSE + row, mask=queries, other=0.0)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
     qr, far, far_value, slope = q, 0.0, 0.0, 0.0
     if KIND == SLOPES:
         slope = tl.load(LINE)
@@ -338,7 +339,8 @@ def _dq_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, DOUT, DLSE, 
         if HAS_VALUES:
             far_value = _last_product(do, VALUES, line_t, m, channel, D)
     dq, dqr = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
-    extra, tail, share, far_sums = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    extra, tail, share, far_sums = -dlse, tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    # extra: what the rows of dS sum to beyond the gradient of the log-sum-exp; it is delta's error
     starts, ends = _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM, BN, BM, KIND, CAUSAL, WINDOW, POSITIONS or DOCS)
     for segment in tl.static_range(5):
         if (segment == 2 or segment == 3) or (segment == 4 and KIND >= TABLE) or (segment < 2 and (WINDOW or DOCS)):
@@ -670,7 +672,7 @@ def _empty(x):
 @torch.library.custom_op("nanolong::attention", mutates_args=())
 def _attention(q: torch.Tensor, qr: Optional[torch.Tensor], k: torch.Tensor, v: torch.Tensor, line: Optional[torch.Tensor], values: Optional[torch.Tensor],
                positions: Optional[torch.Tensor], docs: Optional[torch.Tensor], window: int, sinks: int, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    q, qr, k, v, line, values = (_last_dense(x) for x in (q, qr, k, v, line, values))
+    q, qr, k, v = (_last_dense(x) for x in (q, qr, k, v))
     out, lse = _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
@@ -696,7 +698,7 @@ def _attention_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tenso
     dq, dqr, dk, dv, dline, dvalues = results
     if not out.numel():
         return tuple(x.zero_() for x in results)
-    dout, q, qr, k, v, line, values = (_last_dense(x) for x in (dout, q, qr, k, v, line, values))
+    dout, q, qr, k, v = (_last_dense(x) for x in (dout, q, qr, k, v))
     dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
     call = _Call(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale)
     B, H, HK, Tq, Tk, D, m = call.B, call.H, call.HK, call.Tq, call.Tk, call.D, call.m
@@ -731,7 +733,7 @@ def _attention_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tenso
     e_hi = min(triton.cdiv(Tq, BM) - 1, (near - 1 - first + BM - 1) // BM)
     diagonals, W = e_hi - e_lo + 1, options["W"]
     folded = [None, None]
-    if near > 0 and diagonals > 0:
+    if diagonals > 0:
         shares = max(1, min(512 // (H * diagonals), B * triton.cdiv(Tq, BM)))  # by the shapes alone, so that the same sums come out anywhere
         room = [torch.empty(shares, H, diagonals, W, *((D,) if call.kind == VECTORS.value else ()), dtype=torch.float32, device=q.device) for _ in range(1 + (values is not None))]
         _walk_kernel[diagonals, H, shares](*inputs, *masks, lse, dout, delta, room[0], room[-1], *q_strides, *kv_strides, *dout.stride()[:3], *call.lines, *strides,
@@ -774,8 +776,8 @@ def _(dout, dlse, out, lse, q, qr, k, v, line, values, positions, docs, window, 
 
 
 def _last_dense(x):
-    """As the kernels read it: channels side by side. A gradient that autograd expanded has stride 0."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+    """As the kernels read it: channels side by side (a gradient that autograd expanded has stride 0), tokens less than 2^24 apart, for a block's offsets are 32 bits wide."""
+    return x if x is None or x.stride(-1) == 1 and x.stride(2) < 1 << 24 else x.contiguous()
 
 
 def _keep(ctx, inputs, output):

@@ -35,7 +35,7 @@ def rope(q, k, cos, sin):
     return rotate(q), rotate(k)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None):
+def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False):
     """softmax(q k^T scale + bias, over the keys that a query may see) v.
 
     q (B, H, Tq, D), k and v (B, Hk, Tk, D). The queries are the last Tq of the Tk tokens (Tq < Tk: decoding with a cache), so
@@ -50,13 +50,17 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     docs       (B, Tk) int: attention stays within tokens of the same document number.
     causal     False: every key is seen, and distance is |i - j| (masked language models).
     scale      default D ** -0.5.
+    return_lse also the natural log-sum-exp of each query's scores, (B, H, Tq), float32 (float64 of float64), with gradient.
+    All three in v's dtype: where autocast left queries and keys wider (a norm does), they are rounded to it.
     """
-    Tq, Tk, D, out = q.shape[2], k.shape[2], q.shape[3], q.dtype
+    Tq, Tk, D, out = q.shape[2], k.shape[2], q.shape[3], v.dtype
+    q, k = q.to(out), k.to(out)
     if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512:  # PyTorch's bf16 attention on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
         q, k, v = q.float(), k.float(), v.float()
-    if relative is not None:
+    if relative is not None or return_lse:
         with torch.autocast(q.device.type, enabled=False):
-            return _relative_attention(q, k, v, *relative, D ** -0.5 if scale is None else scale, causal, bias, window, sinks, positions, docs).to(out)
+            y, lse = _written_out(q, k, v, *(relative or (None, None, None)), D ** -0.5 if scale is None else scale, causal, bias, window, sinks, positions, docs)
+            return (y.to(out), lse) if return_lse else y.to(out)
     plain = bias is None and docs is None and not (window and (Tk > window or positions is not None))
     sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     with torch.autocast(q.device.type, enabled=False):  # which would make it bf16 again
@@ -99,27 +103,31 @@ def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal
     return hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
 
 
-def _relative_attention(q, k, v, keys, values, offsets, scale, causal, bias, window, sinks, positions, docs):
-    """attention() with relative keys and values, written out: a matrix product over distances, moved from distances to keys along diagonals."""
+def _written_out(q, k, v, keys, values, offsets, scale, causal, bias, window, sinks, positions, docs):
+    """attention() written out, and its log-sum-exp; relative keys and values are a matrix product over distances, moved from distances to keys along diagonals."""
     (B, H, Tq, _), Tk, wide = q.shape, k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    q, keys = q.to(wide), keys.to(wide)
+    q = q.to(wide)
     k, v = (x.to(wide).repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     u, w = (0, 0) if offsets is None else (x.to(wide)[:, None] for x in offsets)  # (H, 1, D)
     rows = max(1, (1 << 24) // (B * H * 2 * Tk))  # queries at a time: at most 64 MiB of scores over distances
-    y = []
+    y, lse = [], []
     for i in range(0, Tq, rows):
         n, first = min(rows, Tq - i), Tk - Tq + i
         end = first + n if causal else Tk  # no key after these queries is seen
         added = _added(n, first, end, q.device, bias, window, sinks, None if positions is None else positions[..., :end], None if docs is None else docs[:, :end], causal)
-        distance = torch.arange(first + n - 1, first - end, -1, device=q.device)  # (n + end - 1,), falling
-        line = (distance.clamp(min=0) if causal else distance.abs()).clamp(max=keys.shape[1] - 1)
         rest = q[:, :, i:i + n]
-        score = ((rest + u) @ k[:, :, :end].mT + _to_keys((rest + w) @ keys[:, line].mT, end)) * scale  # (B, H, n, end)
-        p = (score.masked_fill(~added, float("-inf")) if added.dtype == torch.bool else score + added).softmax(-1)
+        score = (rest + u) @ k[:, :, :end].mT  # (B, H, n, end)
+        if keys is not None:
+            distance = torch.arange(first + n - 1, first - end, -1, device=q.device)  # (n + end - 1,), falling
+            line = (distance.clamp(min=0) if causal else distance.abs()).clamp(max=keys.shape[1] - 1)
+            score = score + _to_keys((rest + w) @ keys.to(wide)[:, line].mT, end)
+        score = (score * scale).masked_fill(~added, float("-inf")) if added.dtype == torch.bool else score * scale + added
+        lse.append(score.logsumexp(-1))
+        p = score.softmax(-1)
         y.append(p @ v[:, :, :end])
         if values is not None:
             y[-1] = y[-1] + _to_distances(p) @ values.to(wide)[:, line]
-    return y[0] if len(y) == 1 else torch.cat(y, 2)
+    return (y[0], lse[0]) if len(y) == 1 else (torch.cat(y, 2), torch.cat(lse, 2))
 
 
 def _to_keys(x, keys):
