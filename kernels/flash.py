@@ -430,7 +430,7 @@ def _dkdv_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DK
             far = tl.load(line + m - 1)
         for segment in tl.static_range(1, 5):
             if segment < 4 or KIND >= TABLE:
-                for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
+                for n in tl.range(starts[segment], ends[segment], disable_licm=KIND >= TABLE):
                     m0 = n * BM
                     i0, queries = first + m0, m0 + r < Tq
                     q = _rows(q_at, q_t, m0, r, Tq, channel, D, DP, segment < 3)

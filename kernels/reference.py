@@ -154,44 +154,50 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
 
     x (N, C), weight (V, C), targets (N,) int64; negative targets are ignored. Returns nats in float32: the mean over the targets that
     count (nan where there is none), their "sum", or with reduction="none" each one (N,), 0 where ignored.
-    The weight's gradient is accumulated in float32 whatever the dtype of the product.
+    The weight's gradient is accumulated in float32 whatever the dtype of the product. No second derivatives.
     """
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    losses = _LinearCrossEntropy.apply(x, weight, targets, dtype)
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (targets >= 0).sum()
+    early = reduction != "none" and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    losses = _LinearCrossEntropy.apply(x, weight, targets, dtype, early)
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / (targets >= 0).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, targets, dtype):
-        wide, w = torch.promote_types(dtype, torch.float32), weight.to(dtype)
-        losses, sums = [], []
-        for rows in _chunks(x, weight):
-            logits = (x[rows].to(dtype) @ w.t()).to(wide)
-            lse = logits.logsumexp(-1)
-            target = logits.gather(1, targets[rows].clamp(min=0)[:, None]).squeeze(1)
-            losses.append(torch.where(targets[rows] < 0, 0.0, lse - target))
-            sums.append(lse)
-        ctx.save_for_backward(x, weight, targets, torch.cat(sums))
-        ctx.dtype = dtype
-        return torch.cat(losses)
+    """The losses (N,), or their sum alone, (1,), where `early`: then every token has the same factor in what follows, so the gradients are taken while a
+    chunk's logits are at hand, and only multiplied by it in the backward pass. Otherwise the backward pass makes the logits again."""
 
     @staticmethod
+    def forward(ctx, x, weight, targets, dtype, early):
+        ctx.early, ctx.dtype = early, dtype
+        losses, gradients = _chunk_by_chunk(x, weight, targets, dtype, 1 if early else None)
+        ctx.save_for_backward(*(gradients if early else (x, weight, targets)))
+        return losses.sum(0, keepdim=True) if early else losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, weight, targets, lse = ctx.saved_tensors
-        w, dweight = weight.to(ctx.dtype), torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
-        grad = torch.where(targets < 0, 0.0, grad)
-        dx = []
-        for rows in _chunks(x, weight):
-            chunk = x[rows].to(ctx.dtype)
-            p = ((chunk @ w.t()).to(lse.dtype) - lse[rows, None]).exp()
-            p.scatter_add_(1, targets[rows].clamp(min=0)[:, None], -torch.ones_like(p[:, :1]))
-            p = (p * grad[rows, None]).to(ctx.dtype)  # the gradient of the logits
-            dx.append((p @ w).to(x.dtype))
-            dweight += p.t() @ chunk
-        return torch.cat(dx), dweight.to(weight.dtype), None, None
+        if ctx.early:
+            dx, dweight = ctx.saved_tensors
+            return (dx * grad).to(dx.dtype), (dweight * grad).to(dweight.dtype), None, None, None
+        _, (dx, dweight) = _chunk_by_chunk(*ctx.saved_tensors, ctx.dtype, grad[:, None])
+        return dx, dweight, None, None, None
+
+
+def _chunk_by_chunk(x, weight, targets, dtype, factor):
+    """The losses (N,), and, where there is a factor (1, or one for each token (N, 1)), the gradients of the sum of factor x loss."""
+    wide, w, counts = torch.promote_types(dtype, torch.float32), weight.to(dtype), targets[:, None] >= 0
+    losses, dx, dweight = [], [], torch.zeros(weight.shape, dtype=wide, device=weight.device) if factor is not None else None
+    for rows in _chunks(x, weight):
+        chunk, target = x[rows].to(dtype), targets[rows, None].clamp(min=0)
+        p = F.log_softmax(chunk @ w.t(), -1, dtype=wide)
+        losses.append(torch.where(counts[rows], -p.gather(1, target), 0.0).squeeze(1))
+        if factor is not None:  # the gradient of the logits: softmax, less 1 at the target
+            p = p.exp_().scatter_add_(1, target, -torch.ones_like(p[:, :1])).to(dtype)
+            weigh = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
+            dx.append(((p @ w) * weigh).to(x.dtype))
+            dweight += p.t() @ (chunk * weigh).to(dtype)
+    gradients = None if factor is None else (torch.cat(dx) if dx else torch.zeros_like(x), dweight.to(weight.dtype))
+    return torch.cat(losses) if losses else x.new_zeros(0, dtype=wide), gradients
 
 
 def _chunks(x, weight):

@@ -178,6 +178,15 @@ def test_linear_cross_entropy(n, vocab, monkeypatch, rng):
         assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5)
         for mine, theirs in ((c.grad, a.grad), (d.grad, b.grad)):
             assert (mine.double() - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9
+        with torch.no_grad():
+            assert torch.allclose(kernels.linear_cross_entropy(x, w, y, reduction).double(), want.detach(), rtol=1e-5, atol=1e-5)
+    for frozen in (0, 1):  # one of the two alone
+        pair = [x.clone(), w.clone()]
+        pair[1 - frozen].requires_grad_()
+        kernels.linear_cross_entropy(*pair, y, "sum").mul(0.5).backward()
+        both = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        (torch.nn.functional.cross_entropy(both[0] @ both[1].t(), y, ignore_index=-1, reduction="sum") / 2).backward()
+        assert torch.allclose(pair[1 - frozen].grad, both[1 - frozen].grad, rtol=1e-4, atol=1e-5)
 
 
 def test_linear_cross_entropy_keeps_memory_small(rng):
