@@ -5,7 +5,7 @@ DEMO ?= out/demo
 PY = .venv/bin/python
 GO_ON = $(if $(wildcard $(DEMO)/$(1)/step-*),--init_from=resume)
 
-.PHONY: demo test test-all
+.PHONY: demo test test-all bench
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call GO_ON,rope)
@@ -21,6 +21,9 @@ test: .venv/test
 
 test-all: .venv/test
 	$(PY) -m pytest -q tests --all
+
+bench: .venv/demo
+	$(PY) experiments/bench.py
 
 .venv/demo: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("error: nanoLong needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.12, say" % sys.version_info[:2])'

@@ -568,24 +568,56 @@ def _walk_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DL
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tile sizes: (BM, BN, warps, stages), checked in, so that every process of a run computes the same bits. Keyed by the class of shared memory
-# (large: 164 KB and more, sm_80, 90, 100; small: 99 KB, sm_86, 89, 120; amd: 64 KB), bytes of an element, head dimension rounded up, score term and direction.
-# Chosen by ahead-of-time compilation: no spills up to D = 128, shared memory within the card's. Not yet by timing: see results/kernel-notes.md.
+# Tile sizes, checked in, so that every process of a run computes the same bits: BM x BN, warps and stages of software pipelining, for no term, slopes, a table, vectors.
+# By the architecture (sm_86 stands for all cards with 99 KiB of shared memory for a program: sm_86, 89 and 120), bits of an element and head dimension rounded up.
+# Chosen by ahead-of-time compilation (results/aot.md): no spills up to D = 128, shared memory within the card's, fewest instructions an element. Not yet by timing.
+# A walk's tile and vectors' tiles are square, and the dQ kernel's BM is the walk's.
+
+_16 = "16x16x4x1 16x16x4x1 16x16x4x1 16x16x4x1"
+TILES = {
+    "sm_80": {
+        (16, 64): dict(forward="128x64x4x2 128x128x8x2 128x64x8x3 32x32x4x2", dq="128x64x8x2 128x64x8x2 64x32x4x2 32x32x4x1", dkdv="64x128x8x2 32x128x8x2 32x64x4x2 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
+        (16, 128): dict(forward="128x64x8x3 128x64x8x3 64x64x4x2 32x32x4x1", dq="128x64x8x2 64x64x8x2 64x32x4x2 32x32x8x1", dkdv="32x64x4x1 16x128x8x2 32x32x4x2 32x32x4x1", walk="- - 64x64x4x2 32x32x8x1"),
+    },
+    "sm_86": {
+        (16, 64): dict(forward="128x64x4x3 64x64x4x3 64x64x4x3 32x32x4x1", dq="128x64x8x2 128x64x8x2 64x32x4x2 32x32x4x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x2 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
+        (16, 128): dict(forward="128x64x8x2 64x32x4x3 64x32x4x3 32x32x8x1", dq="64x64x8x2 64x64x8x2 32x32x4x2 32x32x8x1", dkdv="64x64x8x2 32x64x4x1 64x64x8x2 32x32x4x1", walk="- - 32x32x4x2 32x32x8x1"),
+    },
+    "sm_90": {
+        (16, 64): dict(forward="128x128x8x2 128x128x8x2 128x128x8x2 64x64x8x1", dq="128x128x8x2 128x64x8x2 64x64x4x3 32x32x4x2", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
+        (16, 128): dict(forward="128x128x8x2 128x64x8x3 128x64x8x3 32x32x8x1", dq="128x64x8x2 64x32x4x2 64x32x4x2 32x32x8x1", dkdv="32x128x8x2 32x64x4x3 32x64x4x2 32x32x4x1", walk="- - 64x64x4x2 32x32x8x1"),
+    },
+    "sm_100": {
+        (16, 64): dict(forward="128x64x8x3 128x64x8x3 128x64x8x3 64x64x4x1", dq="128x64x8x2 128x64x8x2 64x64x4x2 64x64x8x1", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 64x64x8x1", walk="- - 64x64x4x2 64x64x8x1"),
+        (16, 128): dict(forward="64x32x4x3 128x64x8x3 128x64x8x3 64x64x8x1", dq="128x64x8x2 64x64x8x2 64x64x8x2 32x32x4x1", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 32x32x4x1", walk="- - 64x64x8x2 32x32x8x1"),
+    },
+    "gfx942": {
+        (16, 64): dict(forward="128x64x4x1 128x64x4x1 64x64x4x1 32x32x4x1", dq="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", dkdv="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", walk="- - 64x64x4x1 32x32x4x1"),
+        (16, 128): dict(forward="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", dq="64x64x4x1 64x64x4x1 64x32x4x1 32x32x4x1", dkdv="32x64x4x1 32x64x4x1 32x64x4x1 32x32x4x1", walk="- - 64x64x4x1 32x32x4x1"),
+    },
+}
+for _tiles in TILES.values():  # wider elements and heads, alike on all cards for now
+    _tiles[16, 256] = dict(forward="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dq="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dkdv="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", walk="- - 32x32x4x1 16x16x4x1")
+    _tiles[32, 64] = dict(forward="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dq="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dkdv="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", walk="- - 32x32x4x1 16x16x4x1")
+    _tiles[32, 128] = _tiles[32, 256] = dict(forward=_16, dq=_16, dkdv=_16, walk=_16)
+
 
 def tile(family, itemsize, DP, kind, direction):
-    """The tile of a kernel: direction "forward", "dq", "dkdv" or "walk" (square)."""
+    """(BM, BN, warps, stages) of a kernel: direction "forward", "dq", "dkdv" or "walk"."""
     if family == "interpreter":
         return 32, 32, 4, 1
-    return 64, 64, 4, 2
+    row = TILES[family][8 * max(itemsize, 2), max(DP, 64)][direction]
+    return tuple(map(int, row.split()[kind].split("x")))
 
 
 def family_of(device):
-    """The class of a device's shared memory, and how float32 products are taken: three of tf32, or plainly where there are none."""
+    """The rows of TILES for a device, and how float32 products are taken: three of tf32, or plainly where there are none."""
     if device.type == "cpu":
         return "interpreter", "ieee"
     if torch.version.hip:
-        return "amd", "ieee"
-    return ("large" if torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)) else "small"), "tf32x3"
+        return "gfx942", "ieee"
+    major, minor = torch.cuda.get_device_capability(device)
+    return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get((major, minor), "sm_86"), "tf32x3"
 
 
 def plan(docs, positions, window, sinks, Tq, Tk, BM, BN, causal, of_keys=False):
