@@ -475,7 +475,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = nn.RMSNorm(D, 1e-5), nn.RMSNorm(D, 1e-5)
 
-    def forward(self, x, scheme, pos, docs, cache):
+    def forward(self, x, scheme, pos, docs, cache, by_hand=False):
         c, (B, T, _) = self.config, x.shape
         q = self.q(x).view(B, T, c.n_head, c.head_dim)
         k = self.k(x).view(B, T, c.n_kv_head, c.head_dim)
@@ -488,7 +488,7 @@ class Attention(nn.Module):
             pos, docs = cache.pos, cache.docs
         n = k.shape[2]
         y = kernels.attention(q, k, v, bias=scheme.bias(n, self.layer), relative=scheme.relative(n, self.layer), window=self.window, sinks=c.sinks if self.window else 0,
-                              positions=pos if self.window else None, docs=docs, scale=c.attn_scale / math.sqrt(c.head_dim))  # (B, H, T, D)
+                              positions=pos if self.window and by_hand else None, docs=docs, scale=c.attn_scale / math.sqrt(c.head_dim))  # (B, H, T, D)
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -513,8 +513,8 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = nn.RMSNorm(config.n_embd, 1e-5), MLP(config)
         self.dropout = config.dropout
 
-    def forward(self, x, scheme, pos, docs, cache):
-        x = x + F.dropout(self.attention(self.attention_norm(x), scheme, pos, docs, cache), self.dropout, self.training)
+    def forward(self, x, *rest):  # rest: what Attention.forward takes
+        x = x + F.dropout(self.attention(self.attention_norm(x), *rest), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
@@ -522,7 +522,7 @@ class Cache:
     """Keys and values of the tokens read so far, (B, Hk, length, D) per layer, with those tokens and their positions; room doubles when it runs out."""
 
     def __init__(self):
-        self.length, self.scale, self.tokens, self.pos, self.docs, self.k, self.v = 0, None, None, None, None, {}, {}
+        self.length, self.scale, self.tokens, self.pos, self.docs, self.k, self.v, self.by_hand = 0, None, None, None, None, {}, {}, False
 
     def extend(self, tokens, pos, docs, scale):
         """Note tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None that are about to be read, under scheme.prepare()'s scale.
@@ -596,7 +596,7 @@ class GPT(nn.Module):
     def hidden(self, tokens, positions=None, docs=None, cache=None):
         """The final hidden states (B, T, C), after the last norm; arguments as in forward()."""
         new, first = tokens.shape[1], cache.length if cache is not None else 0
-        end = first + new
+        end, by_hand = first + new, positions is not None or cache is not None and cache.by_hand  # otherwise a token's position is its index
         if positions is None:
             positions = torch.arange(first, end, device=tokens.device)
         elif not torch.compiler.is_compiling():
@@ -608,10 +608,10 @@ class GPT(nn.Module):
             warnings.warn(f"reading {end} tokens with a model made for {self.config.reach}", PastTrainedLength, stacklevel=2)
         scale = self.pos.prepare(end)
         if cache is not None:
-            tokens, positions, docs = cache.extend(tokens, positions, docs, scale)
+            cache.by_hand, (tokens, positions, docs) = by_hand, cache.extend(tokens, positions, docs, scale)
         x = F.dropout(self.pos.embed(self.embed(tokens), positions), self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
-            x = block(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache)
+            x = block(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache, by_hand)
         return self.norm(x[:, -new:])
 
     def check_positions(self, positions, docs):

@@ -346,3 +346,16 @@ def test_schemes_share_every_other_weight():
     for model in models[1:]:
         for (name, a), (other, b) in zip(models[0].named_parameters(), (item for item in model.named_parameters() if not item[0].startswith("pos."))):
             assert name == other and torch.equal(a, b)
+
+
+def test_a_window_is_of_positions_where_they_are_given(make):
+    """Positions with gaps, a window and sinks: the window counts positions, whole or with a cache, whichever call they came with; without positions it counts indices."""
+    model, tokens = make(pos="rope", window=6, sinks=2), torch.randint(0, 50, (1, 14))
+    positions = torch.tensor([0, 1, 2, 5, 6, 9, 10, 11, 12, 15, 16, 17, 18, 19])
+    whole, cache = model(tokens, positions=positions), Cache()
+    parts = [model(tokens[:, :8], positions=positions[:8], cache=cache), *(model(tokens[:, i:i + 1], positions=positions[i:i + 1], cache=cache) for i in range(8, 14))]
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4) and not torch.allclose(model(tokens), whole, atol=1e-2)
+    assert torch.equal(model(tokens, positions=torch.arange(14)), model(tokens))
+    cache = Cache()  # positions are given first, and go on from where the indices are
+    parts = [model(tokens[:, :3], positions=torch.tensor([0, 1, 2]), cache=cache), model(tokens[:, 3:], cache=cache)]
+    assert cache.by_hand and torch.allclose(torch.cat(parts, 1), model(tokens), atol=1e-4)
