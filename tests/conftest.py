@@ -14,7 +14,10 @@ sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]  # test_kernels.py runs those in a process of their own
+DEVICE = "cuda" if os.environ.get("NANOLONG_GPU") == "1" else "cpu"
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" or DEVICE == "cuda" else ["interpreted"]  # test_kernels.py runs those in a process of their own
+if DEVICE == "cuda":
+    torch.set_default_device(DEVICE)  # NANOLONG_GPU=1 python -m pytest -q tests/interpreted: the same cases, compiled, on a GPU
 
 # the settings of a run of a second or two
 TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=4", "--max_iters=8", "--warmup_iters=2", "--eval_interval=4", "--eval_iters=2",
