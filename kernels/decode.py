@@ -113,9 +113,9 @@ def shares_of(Tk, programs, BN):
     return max(1, min(256 // programs, triton.cdiv(triton.cdiv(Tk, BN), 4), 64))
 
 
-def tile(itemsize, DP):
-    """Keys in a block, warps and stages: 16 KiB of keys at a time, in 64 KiB of shared memory."""
-    BN = max(16, min(128, 16384 // (DP * itemsize)))
+def tile(itemsize, DP, vectors):
+    """Keys in a block, warps and stages: 16 KiB of keys at a time, half where elements are wide, and half where vectors are read along."""
+    BN = max(16, min(128, 16384 // (2 if itemsize > 2 else 1) // (2 if vectors else 1) // (DP * itemsize)))
     return BN, 4, 2 if DP * BN * itemsize <= 8192 else 1
 
 
@@ -131,7 +131,7 @@ def _decode(q: torch.Tensor, qr: Optional[torch.Tensor], k: torch.Tensor, v: tor
     by_head = line is not None and line.shape[0] > 1
     pack = 1 if kind is VECTORS and by_head else H // HK
     DP = max(16, triton.next_power_of_2(D))
-    BN, warps, stages = tile(q.element_size(), DP)
+    BN, warps, stages = tile(q.element_size(), DP, kind is VECTORS)
     shares = shares_of(min(Tk, window + sinks + 2 * BN) if window and positions is None else Tk, H // pack * B * Tq, BN)
     part = torch.empty(B, H, Tq, shares, D, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(B, H, Tq, shares, dtype=torch.float32, device=q.device) for _ in range(2))

@@ -569,7 +569,7 @@ def _walk_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DL
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tile sizes, checked in, so that every process of a run computes the same bits: BM x BN, warps and stages of software pipelining, for no term, slopes, a table, vectors.
-# By the architecture (sm_86 stands for all cards with 99 KiB of shared memory for a program: sm_86, 89 and 120), bits of an element and head dimension rounded up.
+# By the architecture (sm_86 stands for sm_89 too, and for any other card), bits of an element and head dimension rounded up.
 # Chosen by ahead-of-time compilation (results/aot.md): no spills up to D = 128, shared memory within the card's, fewest instructions an element. Not yet by timing.
 # A walk's tile and vectors' tiles are square, and the dQ kernel's BM is the walk's.
 
@@ -596,6 +596,7 @@ TILES = {
         (16, 128): dict(forward="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", dq="64x64x4x1 64x64x4x1 64x32x4x1 32x32x4x1", dkdv="32x64x4x1 32x64x4x1 32x64x4x1 32x32x4x1", walk="- - 64x64x4x1 32x32x4x1"),
     },
 }
+TILES["sm_120"] = dict(TILES["sm_86"])
 for _tiles in TILES.values():  # wider elements and heads, alike on all cards for now
     _tiles[16, 256] = dict(forward="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dq="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dkdv="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", walk="- - 32x32x4x1 16x16x4x1")
     _tiles[32, 64] = dict(forward="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dq="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dkdv="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", walk="- - 32x32x4x1 16x16x4x1")
@@ -617,7 +618,7 @@ def family_of(device):
     if torch.version.hip:
         return "gfx942", "ieee"
     major, minor = torch.cuda.get_device_capability(device)
-    return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get((major, minor), "sm_86"), "tf32x3"
+    return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get((major, minor), "sm_120" if major >= 12 else "sm_86"), "tf32x3"
 
 
 def plan(docs, positions, window, sinks, Tq, Tk, BM, BN, causal, of_keys=False):
