@@ -573,34 +573,39 @@ def _walk_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DL
 # Chosen by ahead-of-time compilation (results/aot.md): no spills up to D = 128, shared memory within the card's, fewest instructions an element. Not yet by timing.
 # A walk's tile and vectors' tiles are square, and the dQ kernel's BM is the walk's.
 
-_16 = "16x16x4x1 16x16x4x1 16x16x4x1 16x16x4x1"
 TILES = {
     "sm_80": {
-        (16, 64): dict(forward="128x64x4x2 128x128x8x2 128x64x8x3 32x32x4x2", dq="128x64x8x2 128x64x8x2 64x32x4x2 32x32x4x1", dkdv="64x128x8x2 32x128x8x2 32x64x4x2 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
-        (16, 128): dict(forward="128x64x8x3 128x64x8x3 64x64x4x2 32x32x4x1", dq="128x64x8x2 64x64x8x2 64x32x4x2 32x32x8x1", dkdv="32x64x4x1 16x128x8x2 32x32x4x2 32x32x4x1", walk="- - 64x64x4x2 32x32x8x1"),
+        (16, 64): dict(forward="128x64x8x3 128x128x8x2 128x64x8x3 32x32x4x2", dq="128x64x8x2 128x64x8x2 64x32x4x2 32x32x8x2", dkdv="64x128x8x2 32x128x8x2 32x64x4x1 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
+        (16, 128): dict(forward="64x64x4x3 128x64x8x3 64x64x4x2 32x32x8x2", dq="128x64x8x2 64x64x8x2 64x32x4x2 16x16x8x1", dkdv="32x64x4x1 16x128x8x2 32x32x4x2 32x32x8x2", walk="- - 64x64x4x2 16x16x8x1"),
     },
     "sm_86": {
-        (16, 64): dict(forward="128x64x4x3 64x64x4x3 64x64x4x3 32x32x4x1", dq="128x64x8x2 128x64x8x2 64x32x4x2 32x32x4x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x2 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
-        (16, 128): dict(forward="128x64x8x2 64x32x4x3 64x32x4x3 32x32x8x1", dq="64x64x8x2 64x64x8x2 32x32x4x2 32x32x8x1", dkdv="64x64x8x2 32x64x4x1 64x64x8x2 32x32x4x1", walk="- - 32x32x4x2 32x32x8x1"),
+        (16, 64): dict(forward="128x64x4x3 64x64x4x3 64x64x4x3 32x32x4x1", dq="128x64x8x2 128x64x8x2 64x32x4x2 32x32x4x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x1 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
+        (16, 128): dict(forward="128x64x8x2 64x32x4x3 64x64x8x2 32x32x8x1", dq="64x64x8x2 64x64x8x2 32x32x4x2 16x16x8x1", dkdv="64x64x8x2 32x64x4x1 32x64x8x2 32x32x8x2", walk="- - 32x32x4x2 16x16x8x1"),
     },
     "sm_90": {
         (16, 64): dict(forward="128x128x8x2 128x128x8x2 128x128x8x2 64x64x8x1", dq="128x128x8x2 128x64x8x2 64x64x4x3 32x32x4x2", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
-        (16, 128): dict(forward="128x128x8x2 128x64x8x3 128x64x8x3 32x32x8x1", dq="128x64x8x2 64x32x4x2 64x32x4x2 32x32x8x1", dkdv="32x128x8x2 32x64x4x3 32x64x4x2 32x32x4x1", walk="- - 64x64x4x2 32x32x8x1"),
+        (16, 128): dict(forward="128x128x8x2 128x64x8x3 128x64x8x3 32x32x8x1", dq="128x64x8x2 64x32x4x2 64x32x4x2 16x16x8x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x1 32x32x8x2", walk="- - 64x64x4x2 16x16x8x1"),
     },
     "sm_100": {
-        (16, 64): dict(forward="128x64x8x3 128x64x8x3 128x64x8x3 64x64x4x1", dq="128x64x8x2 128x64x8x2 64x64x4x2 64x64x8x1", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 64x64x8x1", walk="- - 64x64x4x2 64x64x8x1"),
-        (16, 128): dict(forward="64x32x4x3 128x64x8x3 128x64x8x3 64x64x8x1", dq="128x64x8x2 64x64x8x2 64x64x8x2 32x32x4x1", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 32x32x4x1", walk="- - 64x64x8x2 32x32x8x1"),
+        (16, 64): dict(forward="128x64x8x3 128x64x8x3 128x64x8x3 64x64x4x1", dq="128x64x8x2 128x64x8x2 64x64x4x2 64x64x8x1", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 64x64x8x2", walk="- - 64x64x4x2 64x64x8x1"),
+        (16, 128): dict(forward="64x32x4x3 128x64x8x3 128x64x8x3 64x64x8x1", dq="128x64x8x2 64x64x8x2 64x64x8x2 64x64x8x1", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 64x64x8x1", walk="- - 64x64x8x2 64x64x8x1"),
+    },
+    "sm_120": {
+        (16, 64): dict(forward="128x64x8x3 64x64x4x3 64x64x4x3 32x32x4x1", dq="128x64x8x2 64x64x8x2 32x32x4x2 32x32x4x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x1 32x32x4x2", walk="- - 32x32x4x2 32x32x8x2"),
+        (16, 128): dict(forward="64x64x8x2 64x32x4x3 64x32x4x3 32x32x8x1", dq="64x64x8x2 64x32x8x2 32x32x4x2 16x16x8x1", dkdv="32x64x8x2 32x64x8x2 32x32x4x2 32x32x8x2", walk="- - 32x32x4x2 16x16x8x1"),
     },
     "gfx942": {
         (16, 64): dict(forward="128x64x4x1 128x64x4x1 64x64x4x1 32x32x4x1", dq="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", dkdv="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", walk="- - 64x64x4x1 32x32x4x1"),
-        (16, 128): dict(forward="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", dq="64x64x4x1 64x64x4x1 64x32x4x1 32x32x4x1", dkdv="32x64x4x1 32x64x4x1 32x64x4x1 32x32x4x1", walk="- - 64x64x4x1 32x32x4x1"),
+        (16, 128): dict(forward="64x64x4x1 64x64x4x1 64x64x4x1 64x64x4x1", dq="64x64x4x1 64x32x4x3 64x32x4x1 16x16x8x1", dkdv="32x64x4x1 32x64x4x1 32x64x4x1 32x32x4x1", walk="- - 64x64x4x1 16x16x8x1"),
     },
 }
-TILES["sm_120"] = dict(TILES["sm_86"])
-for _tiles in TILES.values():  # wider elements and heads, alike on all cards for now
-    _tiles[16, 256] = dict(forward="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dq="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dkdv="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", walk="- - 32x32x4x1 16x16x4x1")
-    _tiles[32, 64] = dict(forward="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dq="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", dkdv="32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1", walk="- - 32x32x4x1 16x16x4x1")
-    _tiles[32, 128] = _tiles[32, 256] = dict(forward=_16, dq=_16, dkdv=_16, walk=_16)
+for _name, _tiles in TILES.items():  # wider elements and heads, much alike on all cards for now
+    _vectors = {"sm_100": "64x64x8x1", "gfx942": "16x16x4x1"}.get(_name, "16x16x8x1")
+    _32, _16 = "32x32x4x1 32x32x4x1 32x32x4x1 ", "16x16x4x1 16x16x4x1 16x16x4x1 "
+    _tiles[16, 256] = dict(forward=_32 + "16x16x4x1", dq=_32 + "16x16x4x1", dkdv=_32 + "16x16x4x1", walk=_32 + "16x16x4x1")
+    _tiles[32, 64] = dict(forward=_32 + _vectors, dq=_32 + _vectors, dkdv=_32 + _vectors, walk=_32 + _vectors)
+    _tiles[32, 128] = dict(forward=_16 + _vectors, dq=_16 + _vectors, dkdv=_16 + _vectors, walk=_16 + _vectors)
+    _tiles[32, 256] = dict.fromkeys(("forward", "dq", "dkdv", "walk"), _16 + "16x16x4x1")
 
 
 def tile(family, itemsize, DP, kind, direction):

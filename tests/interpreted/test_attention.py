@@ -67,7 +67,7 @@ def written(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=N
 def inputs(T, cached, heads, D, m, term, mask, dtype, B=0, **_):
     """Fresh random inputs of a case: leaves that want a gradient, how to put them together, and the options."""
     (H, Hk), dtype = heads, getattr(torch, dtype)
-    B = B or (1 if H > 4 else 2)
+    B = B or (16 if T == 1 else 1 if H > 4 else 2)  # of a few rows one may cancel by chance
     Tq, Tk = T, T + cached
     m = {"1": 1, "5": 5, "T": Tk, "more": Tk + 9}[m]
     leaves = [torch.randn(B, t, h, D).to(dtype).transpose(1, 2) for t, h in ((Tq, H), (Tk, Hk), (Tk, Hk))]  # as a model has them
@@ -94,7 +94,7 @@ def gradient_of(kind, shape, dtype):
 
 def error(x, right):
     x = x.detach()
-    return float((x.double() - right).norm() / right.norm().clamp(min=1e-6 * right.numel() ** 0.5))
+    return float((x.detach().double() - right).norm() / right.norm().clamp(min=1e-6 * right.numel() ** 0.5))
 
 
 def check(case):
@@ -118,10 +118,10 @@ def check(case):
     rounding = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for what, mine, his, right in zip(("out", "lse", *"qkv", "term", "term", "term"), (y, lse, *grads), plain, true):
         if dtype == torch.float32 or float(right.norm()) > 1e-3 * right.numel() ** 0.5:  # where a gradient is zero there is only rounding to compare
-            assert error(mine, right) <= (3 if dtype == torch.bfloat16 else 2) * error(his, right) + rounding, (what, error(mine, right), error(his, right))  # the interpreter cuts to bfloat16 where hardware rounds
+            assert error(mine, right) <= 2 * error(his, right) + rounding, (what, error(mine, right), error(his, right))
         else:
             assert float((mine - right).norm()) < 0.1 * right.numel() ** 0.5, what
-    assert error(few, true[0]) <= 3 * error(plain[0], true[0]) + rounding and error(few_lse, true[1]) <= 3 * error(plain[1], true[1]) + rounding
+    assert error(few, true[0]) <= 2 * error(plain[0], true[0]) + rounding and error(few_lse, true[1]) <= 2 * error(plain[1], true[1]) + rounding
 
 
 def name_of(case):
