@@ -31,8 +31,8 @@ def test_compiled_ahead_of_time_for_every_architecture(request):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["target"] for row in rows} == set(aot.SHARED) and len(rows) == len(list(aot.cases(everything)))
     for row in rows:
-        small = row["stack"] <= 64 and any(word in row["kernel"] for word in ("vectors", "xl")) or "fp32" in row["kernel"]  # results/aot.md names each
-        assert not aot.faults(row) or everything and small and not row["atomics"] and row["shared"] <= aot.SHARED[row["target"]], row
+        known = "fp32" in row["kernel"] or row["target"] == "gfx942" and aot.faults(row) == ["2-byte loads"]  # results/aot.md names each
+        assert not aot.faults(row) or everything and known and not row["atomics"] and row["shared"] <= aot.SHARED[row["target"]], row
     for D in (64, 128):
         per = {term: (count, row["tile"]) for term, count, row in aot.ratios(rows, D)}
         for term, limit in (("slopes", 1.03), ("table", 1.25)):
