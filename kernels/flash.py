@@ -176,10 +176,13 @@ def _seen(i, j, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW: tl.const
 
 
 @triton.jit
-def _beyond(i0, n0, m, B: tl.constexpr):
+def _beyond(i0, n0, m, B: tl.constexpr, CAUSAL: tl.constexpr):
     """Whether no distance of the B x B tile that holds key n0, of the queries from i0 on, is below m - 1: then the walk leaves it out."""
     d = i0 - n0 // B * B
-    return (d - (B - 1) >= m - 1) | (d + B - 1 <= 1 - m)
+    beyond = d - (B - 1) >= m - 1
+    if not CAUSAL:  # causal: the walk takes every tile at the diagonal
+        beyond |= d + B - 1 <= 1 - m
+    return beyond
 
 
 @triton.jit
@@ -376,7 +379,7 @@ def _dq_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, DOUT, DLSE, 
                         tail += sums
                         share += tl.sum(p, 1)
                     elif segment < 3 or not CAUSAL:  # of the whole near tiles there are none, in causal attention
-                        beyond = _beyond(i0, n0, m, BM).to(tl.float32)
+                        beyond = _beyond(i0, n0, m, BM, CAUSAL).to(tl.float32)
                         tail += sums * beyond
                         share += tl.sum(p, 1) * beyond
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)

@@ -115,7 +115,7 @@ def check(case):
     true, plain = by_hand(torch.float64), by_hand(dtype)
     with torch.no_grad():
         few, few_lse = decode.attention(q, k, v, **terms, **options, return_lse=True) if y.shape[2] <= 17 else (y, lse)
-    rounding = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    rounding = {torch.float32: 2e-5 if case["m"] == "1" else 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]  # one entry: its gradient cancels but for the log-sum-exp's
     for what, mine, his, right in zip(("out", "lse", *"qkv", "term", "term", "term"), (y, lse, *grads), plain, true):
         if dtype == torch.float32 or float(right.norm()) > 1e-3 * right.numel() ** 0.5:  # where a gradient is zero there is only rounding to compare
             assert error(mine, right) <= 2 * error(his, right) + rounding, (what, error(mine, right), error(his, right))
@@ -156,6 +156,14 @@ def test_any_tile_sizes(sizes, term, rng, monkeypatch):
     monkeypatch.setattr(flash, "tile", lambda family, itemsize, DP, kind, direction: (*tiles[direction], 4, 1))
     for mask, m in (("causal", "5"), ("sinks", "T"), ("docs", "5"), ("positions", "T"), ("all keys", "5")):
         check(dict(T=100, cached=37, heads=(2, 1), D=16, m=m, term=term, mask=mask, gradient="whole", dtype="float32", B=1))
+
+
+@pytest.mark.parametrize("mask", ["causal", "all keys", "docs"])
+@pytest.mark.parametrize("term", ["table", "shaw", "xl"])
+def test_a_table_of_one_entry_and_a_cache(term, mask, rng):
+    """Every distance is the last one's, also of tiles at the diagonal that a cache has shifted."""
+    for cached in (1, 37):
+        check(dict(T=70, cached=cached, heads=(2, 1), D=16, m="1", term=term, mask=mask, gradient="whole", dtype="float32", B=1))
 
 
 def small(H=2, T=100, D=16, dtype=torch.float32):
