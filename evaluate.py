@@ -1,7 +1,8 @@
-"""Measure checkpoints: loss by context length and by position, several in one table and plot.
+"""Measure checkpoints: loss by context length and by position, several in one table and plot; or whether they find a needle.
 
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024,2048 --plot=out/length.png --json=out/length.json
     python evaluate.py "untouched=out/rope" "stretched=out/rope-yarn4" --protocol=last-quarter
+    python evaluate.py out/rope out/rope-yarn4 --task=needle --plot=out/needle.png
 
 Protocols, in nats per token of the validation text:
   chunked        windows of each length that do not overlap; every token is scored
@@ -12,6 +13,10 @@ Protocols, in nats per token of the validation text:
 In the first four all lengths score the same span of text: of a last window that overlaps, only the rest is scored. A mean is over all scored tokens,
 never over windows. A dynamic method reads every token of a window at the scale of the whole window, as one forward pass does. A model of random
 positions reads each window at positions drawn as in training.
+
+Needle: a passkey of three digits hidden in filler at a depth (0 the start, 1 the end) and asked for at the end. A trial counts when each digit is the likeliest one,
+given those before it (teacher-forced), so nothing is sampled and guessing finds 1 in 1,000; the control column has no key to find. The prompts are functions of (seed, length,
+depth): the same for all checkpoints of one tokenizer. Small models only know the format when training showed it: train.py --passkey=0.1.
 """
 import config  # first: it says in one sentence that a Python is too old
 import json
@@ -31,10 +36,13 @@ from model import GPT, PastTrainedLength, Refused
 @dataclass
 class EvaluateConfig:
     lengths: tuple[int, ...] = ()    # context lengths in tokens; by default 1, 2, 4 and 8 times the shortest trained length
-    task: Literal["loss"] = "loss"   # what is measured
+    task: Literal["loss", "needle"] = "loss"  # what is measured
     protocol: tuple[Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"], ...] = ("chunked", "last-quarter")  # how, see above
     stride: int = 256                # sliding, token-aligned: tokens scored at the end of a window; at most the window, and half the shortest length if aligned
     max_tokens: int = 65536          # span of validation text that is scored
+    depths: int = 5                  # needle: how many, from the start to the end
+    trials: int = 64                 # needle: prompts of each length and depth
+    seed: int = 1                    # needle: of the prompts
     dataset: str = ""                # by default the one that each checkpoint was trained on
     plot: str = ""                   # write the picture to this PNG (matplotlib draws it)
     json: str = ""                   # write the rows to this file
@@ -45,6 +53,8 @@ class EvaluateConfig:
     def __post_init__(self):
         if min((self.max_tokens, self.stride, *self.lengths)) < 1:
             raise UserError("lengths, stride and max_tokens count tokens and must be at least 1")
+        if min(self.depths, self.trials) < 1 or self.seed < 0:
+            raise UserError("depths and trials must be at least 1, and seed at least 0")
         if self.plot and not self.plot.endswith(".png"):
             raise UserError(f"--plot={self.plot} must end in .png")
         if not self.protocol:
@@ -119,6 +129,102 @@ def measure(models, cfg, lengths):
             except (Refused, UserError) as refusal:
                 rows += [{"checkpoint": name, "task": "loss", "protocol": protocol, "length": length, **more, "refused": str(refusal)} for protocol in protocols]
     return rows
+
+
+def fit_scale(model, split, max_tokens=16384):
+    """The factor on the scores under which a model reads training text best: (factor, {factor: loss}), nats per token in the last quarter of windows of block_size."""
+    losses = {}
+    for eighth in range(-4, 13):  # 0.71 to 2.83
+        model.pos.score_scale = 2 ** (eighth / 8)
+        nats, tokens = loss_by_position(model, split, model.config.block_size, max(max_tokens, model.config.block_size))
+        last = model.config.block_size * 3 // 4
+        losses[model.pos.score_scale] = float(nats[last:].sum() / tokens[last:].sum())
+    model.pos.score_scale = 1.0
+    return min(losses, key=losses.get), losses
+
+
+@torch.no_grad()
+def find_needle(model, tokenizer, length, depth, trials=64, seed=1, bos=None, dtype=torch.float32, hidden=True):
+    """Trials in which all digits of the passkey were likeliest, and the answer's mean nats per digit: two floats. depth 0..1; hidden=False: there is no key."""
+    rng = data.np.random.Generator(data.np.random.PCG64([seed, length, round(depth * 1e6), hidden]))
+    device, found, nats, rows = next(model.parameters()).device, 0, 0.0, max(1, 16384 // length)
+    prompts = [data.passkey(tokenizer, length, depth, rng, bos, hidden) for _ in range(trials)]
+    was, _ = model.training, model.eval()
+    for i in range(0, trials, rows):
+        x, y = (torch.from_numpy(data.np.stack(part)).to(device) for part in zip(*prompts[i:i + rows]))
+        with config.autocast(device, dtype), warnings.catch_warnings():
+            warnings.simplefilter("ignore", PastTrainedLength)
+            logits = model.head(model.hidden(x, model.draw_positions(len(x), length, seed))[:, -data.DIGITS:]).float()
+        answer = y[:, -data.DIGITS:]
+        found += int((logits.argmax(-1) == answer).all(1).sum())
+        nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="sum").item()
+    model.train(was)
+    return found / trials, nats / trials / data.DIGITS
+
+
+def needles(models, cfg, lengths):
+    """Rows of every checkpoint, length and depth, and of the control, whose depth is None; a cell that cannot be has "refused" with the reason."""
+    rows = []
+    for name, model in models.items():
+        if not (tokenizer := data.from_json(model.meta.get("tokenizer"))):
+            raise UserError(f"{name} has no tokenizer, so it cannot be asked in text: use one that was trained on a text prepared by data/prepare.py")
+        dtype = config.pick_dtype(cfg.dtype, next(model.parameters()).device)
+        for length in lengths:
+            for depth in (*(i / max(1, cfg.depths - 1) for i in range(cfg.depths)), None):
+                row = {"checkpoint": name, "task": "needle", "length": length, "depth": depth, "trials": cfg.trials, "seed": cfg.seed}
+                try:
+                    found, nats = find_needle(model, tokenizer, length, 0.5 if depth is None else depth, cfg.trials, cfg.seed, model.meta.get("bos"), dtype, depth is not None)
+                    rows.append({**row, "accuracy": found, "nll": nats})
+                except (Refused, UserError) as refusal:
+                    rows.append({**row, "refused": str(refusal)})
+    return rows
+
+
+def heatmaps(rows, lengths):
+    """Needles found, as text: a block of lines per checkpoint, a line per depth, a column per length."""
+    out = []
+    for name in dict.fromkeys(row["checkpoint"] for row in rows):
+        mine = [row for row in rows if row["checkpoint"] == name]
+        out.append(f"{name}: needles found, by depth and length".ljust(20) if not out else name)
+        out.append("   depth " + "".join(f"{n:>9}" for n in lengths))
+        for depth in dict.fromkeys(row["depth"] for row in mine):
+            cells = {row["length"]: row for row in mine if row["depth"] == depth}
+            out.append(("  no key " if depth is None else f"{depth:>8.2f} ") + "".join(f"{' ░▒▓█'[min(4, int(cells[n]['accuracy'] * 4.999))] * 3:>4}{cells[n]['accuracy']:>5.2f}" if "accuracy" in cells[n] else f"{'refused':>9}" for n in lengths))
+        out.append("")
+    out += dict.fromkeys(f"refused: {row['checkpoint']} at {row['length']}: {row['refused']}" for row in rows if "refused" in row)
+    return "\n".join(out).rstrip()
+
+
+def wall(rows, lengths, file, note):
+    """The heatmaps as panels of one PNG, one colour scale for all; under each its mean and the control's."""
+    if not (plt := pyplot(file)):
+        return
+    names = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    columns = min(5, len(names))
+    lines = -(-len(names) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(2.9 * columns + 0.9, 2.6 * lines + 0.5), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(names):]:
+        axis.axis("off")
+    for axis, name in zip(axes.flat, names):
+        mine = {(row["depth"], row["length"]): row.get("accuracy", math.nan) for row in rows if row["checkpoint"] == name}
+        depths = sorted({depth for depth, _ in mine if depth is not None})
+        cells = [[mine[depth, n] for n in lengths] for depth in depths]
+        image = axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for i, line in enumerate(cells):
+            for j, value in enumerate(line):
+                axis.text(j, i, "–" if math.isnan(value) else f"{value:.2f}".lstrip("0") if value < 1 else "1", ha="center", va="center", fontsize=7)
+        control, known = [mine[None, n] for n in lengths], [v for line in cells for v in line if not math.isnan(v)]
+        axis.set_title(f"{name}: mean {sum(known) / len(known):.2f}" if known else f"{name}: refused", fontsize=9)
+        axis.set_xticks(range(len(lengths)), lengths, fontsize=7)
+        axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+        axis.set_xlabel(f"length; without a key at most {max((v for v in control if not math.isnan(v)), default=math.nan):.2f}", fontsize=7)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("depth", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.6, label="passkeys found")
+    figure.supxlabel(note, fontsize=7, color="gray")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    print(f"{file} is drawn")
 
 
 def table(rows, lengths):
@@ -266,18 +372,20 @@ def main():
         raise UserError("two checkpoints have the same name: give each its own, as in NAME=FOLDER")
     models = {name: GPT.load(folder, cfg.best).to(device) for name, folder in folders.items()}
     for name, model in models.items():
-        if "dataset" not in model.meta and not cfg.dataset:
+        if cfg.task == "loss" and "dataset" not in model.meta and not cfg.dataset:
             raise UserError(f"{name} does not say on which text it was trained: give --dataset")
     shortest = min(model.config.trained_length for model in models.values())
-    lengths = cfg.lengths or tuple(shortest * factor for factor in (1, 2, 4, 8))
-    rows = measure(models, cfg, lengths)
-    print(table(rows, lengths))
-    for protocol in cfg.protocol:
+    lengths = cfg.lengths or tuple(shortest * factor for factor in ((1, 2, 4, 8) if cfg.task == "loss" else (1, 2, 3, 4)))
+    rows = (measure if cfg.task == "loss" else needles)(models, cfg, lengths)
+    print((table if cfg.task == "loss" else heatmaps)(rows, lengths))
+    for protocol in cfg.protocol if cfg.task == "loss" else ():
         print(f"\n{protocol}, nats per token, by " + ("position" if protocol == "position" else "context length"))
         print(terminal_plot(series_of(rows, protocol)))
     if cfg.json:
         Path(cfg.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if cfg.plot:
+    if cfg.plot and cfg.task == "needle":
+        wall(rows, lengths, cfg.plot, f"{cfg.trials} prompts a cell, teacher-forced, all {data.DIGITS} digits; chance {10 ** -data.DIGITS}")
+    elif cfg.plot:
         first = next(iter(models.values()))
         picture(rows, lengths, cfg.plot, f"{cfg.max_tokens} tokens of {cfg.dataset or first.meta['dataset']}, data {first.meta.get('data_hash', 'unknown')}")
     return 0

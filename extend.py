@@ -2,29 +2,33 @@
 
     python extend.py out/python-rope --method=yarn --factor=4                  -> out/python-rope-yarn4
     python extend.py out/python-rope --method=pi --factor=2 --max_iters=0      only stretches
+    python extend.py out/python-rope --factor=4 --pose=true                    fine-tunes in windows of the trained length (PoSE)
+    python extend.py out/python-rope --method=drope --factor=4                 drops RoPE, recalibrates at the trained length
     python extend.py out/python-rope --factor=4 --init_from=resume             goes on after a stop
 
-load -> stretch -> measure -> train -> measure. The methods are in model.py (STRETCH). What is not said is taken from the run that is
+load -> stretch -> measure -> train -> measure. RoPE's methods are in stretch.py (STRETCH), what other schemes have in their classes. What is not said is taken from the run that is
 stretched: its data, its optimizer, as many tokens an iteration, and 0.3 of its learning rate; matrices are not decayed. Stretching again multiplies
 the factors and replaces the method; base and trained length stay the original ones.
 """
 import config  # first: it says in one sentence that a Python is too old
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import data
 from checkpoint import checkpoint_folder, read_meta, steps
 from config import UserError
-from evaluate import EvaluateConfig, measure, table, wavelengths
-from model import GPT, STRETCH, GPTConfig, Refused
+from evaluate import EvaluateConfig, fit_scale, measure, table, wavelengths
+from model import ATTEND, GPT, STRETCH, GPTConfig, NoPE, Refused
 from train import TrainConfig, agree, finish, resumed
 
 
 @dataclass
 class ExtendConfig(TrainConfig):
-    method: str = "yarn"        # none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-ntk or dynamic-yarn
+    method: str = "yarn"        # of rope a name in stretch.py; none, pi, dynamic-pi, clamp or scale of the others: the README's table says which
     factor: float = 4.0         # how many times longer
-    options: str = ""           # of the method, as in --options=ramp=paper,beta_fast=16
+    options: str = ""           # of the method, as in --options=ramp=paper,beta_fast=16, or a .json file of them
+    pose: bool = False          # fine-tune in windows of the trained length, in two parts whose positions lie within the target (PoSE)
     plot: str = ""              # draw rope's wavelengths before and after, beside both lengths, to this PNG and in the terminal
     max_iters: int = 60         # iterations of fine-tuning; 0: only stretch
     learning_rate: float = 0.0  # at the peak; by default 0.3 of the run's
@@ -40,8 +44,20 @@ class ExtendConfig(TrainConfig):
         if self.plot and not self.plot.endswith(".png"):
             raise UserError(f"--plot={self.plot} must end in .png")
 
+    def windows(self, model):
+        short = self.pose or self.method == "drope"  # at the trained length
+        return model.config.trained_length if short else model.config.block_size, model.config.block_size if self.pose else 0
+
     def method_options(self):
-        """The options as a dict: numbers, true or false, or words."""
+        """The options as a dict: numbers, true or false, or words; of a file, whatever JSON it holds."""
+        if self.options.endswith(".json"):
+            try:
+                out = json.loads(Path(self.options).read_text(encoding="utf-8"))
+                if not isinstance(out, dict) or {"self", "method", "factor"} & out.keys():
+                    raise ValueError("it holds no object of options")
+            except (OSError, ValueError) as error:
+                raise UserError(f"--options={self.options} cannot be read ({error}): give a JSON file such as {{\"long_factor\": [...]}}") from None
+            return out
         out = {}
         for item in filter(None, self.options.split(",")):
             name, equals, value = item.partition("=")
@@ -67,13 +83,20 @@ def run_defaults(values, paths):
     was = read_meta(folder).get("train") or {}
     if not was and not {"dataset", "learning_rate"} <= values.keys():
         raise UserError(f"{paths[0]} does not say how it was trained: give --dataset and --learning_rate")
-    own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile", "learning_rate", "plot"}
+    own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile", "learning_rate", "plot", "pose", "min_doc", "upsample_docs"}
     kept = {f.name: was[f.name] for f in fields(TrainConfig) if f.name in was and f.name not in own}
+    short = values.get("pose") or method == "drope"
     if was and 1 <= factor <= 1e6:
         kept["learning_rate"] = was["learning_rate"] * (1 if "method" in was else 0.3)
-        kept["batch_size"] = max(1, round(was["batch_size"] / factor))  # micro-batches keep their tokens
-        kept["gradient_accumulation_steps"] = max(1, round(was["gradient_accumulation_steps"] * was["batch_size"] / factor / kept["batch_size"]))
+        shorter = 1 if short else factor
+        kept["batch_size"] = max(1, round(was["batch_size"] / shorter))  # micro-batches keep their tokens
+        kept["gradient_accumulation_steps"] = max(1, round(was["gradient_accumulation_steps"] * was["batch_size"] / shorter / kept["batch_size"]))
     return {**kept, "out_dir": out_dir}
+
+
+def fitted(method, options):
+    """Whether the scale of the scores is to be found, not given."""
+    return options.get("scale") == "fit" or method == "scale" and "scale" not in options
 
 
 def report(model, cfg, when):
@@ -93,7 +116,10 @@ def main():
     model = resumed(cfg, gpt, set())
     if model:
         total = cfg.factor * (parent.config.stretch or {"factor": 1.0})["factor"]
-        asked = {"parent": parent.folder.parent.name, "method": cfg.method, "factor": total, "options": cfg.method_options()}
+        options = cfg.method_options()
+        if fitted(cfg.method, options):
+            options["scale"] = (model.config.stretch or {"options": {}})["options"].get("scale")
+        asked = {"parent": parent.folder.parent.name, "method": cfg.method, "factor": total, "options": options}
         has = {**(model.config.stretch or {}), "parent": Path(model.meta.get("parent", "")).parent.name}
         for name, value in asked.items():
             if has.get(name) != value:
@@ -102,9 +128,21 @@ def main():
         raise UserError(f"{cfg.out_dir} holds a run already: go on with it by --init_from=resume, or choose another --out_dir")
     else:
         model, pretraining = parent, parent.meta.get("pretraining_tokens") or parent.meta.get("tokens", 0)
-        model.stretch(cfg.method, cfg.factor, **cfg.method_options())
+        options = cfg.method_options()
+        if fit := fitted(cfg.method, options):
+            options["scale"] = 1.0
+        model.stretch(cfg.method, cfg.factor, **options)
+        if cfg.max_iters and cfg.method in ATTEND:
+            raise UserError(f"method {cfg.method!r} is for evaluation, not for training: give --max_iters=0")
+        if cfg.pose and (model.pos.by_index or type(model.pos) is NoPE or cfg.method == "drope"):
+            raise UserError(f"--pose skips positions, and {'method drope' if cfg.method == 'drope' else f'--pos={model.config.pos}'} reads none: leave it out")
+        if fit:
+            scale, losses = fit_scale(model.to(config.pick_device(cfg.device)), data.Dataset(cfg.dataset, cfg.bos).train)
+            model.stretch(cfg.method, 1.0, **{**options, "scale": scale})
+            if rank == 0:
+                print(f"scores multiplied by {scale:.3f}: of {len(losses)} factors the best for the last quarter of {model.config.block_size} tokens of training text, {losses[scale]:.4f} nats in the place of {losses[1.0]:.4f}")
         model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining, "bos": data.Dataset(cfg.dataset, cfg.bos).bos}
-    spent = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * model.config.block_size
+    spent = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * cfg.windows(model)[0]
     if rank == 0:
         pretraining = model.meta["pretraining_tokens"]
         if cfg.plot:
@@ -114,6 +152,10 @@ def main():
                         cfg.plot, f"{cfg.method}, {model.config.stretch['factor']:g} times {model.config.trained_length} tokens")
         print(f"{model.config.trained_length} -> {model.config.block_size} tokens by {cfg.method}; fine-tuning on {spent:,} tokens, "
               + (f"{spent / pretraining:.2%} of the {pretraining:,} of pretraining" if pretraining else "of an unknown number in pretraining"))
+        if cfg.max_iters:
+            share = data.Dataset(cfg.dataset, cfg.bos).share_of_long(model.config.block_size)
+            print(f"{share:.0%} of the training tokens lie in documents of at least {model.config.block_size} tokens" + ("" if share > 0.01 else
+                  ": there is next to nothing that long to learn from, so expect no gain from a longer context; prepare longer texts"))
         if "step" not in model.meta:
             report(model, cfg, "before")
     status = finish(model, cfg)

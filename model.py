@@ -1,4 +1,4 @@
-"""nanoLong's GPT: the position schemes, the stretching of RoPE, and a Llama-shaped transformer, in the order of the data flow.
+"""nanoLong's GPT: the position schemes and a Llama-shaped transformer, in the order of the data flow. How RoPE is stretched: stretch.py.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(pos="rope", vocab_size=257))
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import checkpoint
 import kernels
 from checkpoint import Refused
+from stretch import ATTEND, STRETCH
 
 
 class PastTrainedLength(UserWarning):
@@ -102,13 +103,14 @@ class NoPE(nn.Module):
     """No position at all: causal attention alone must count (Haviv et al. 2022). The base of every scheme.
 
     bounded: beyond block_size there is nothing to look up, so it is refused. by_index: distances are counted by index, so
-    positions with gaps inside a document are refused.
+    positions with gaps inside a document are refused. methods: what stretch() takes, with each one's options.
     """
-    bounded = by_index = False
+    bounded = by_index = dynamic = False
+    methods = {"none": (), "scale": ("scale",)}
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, self.divisor, self.score_scale, self.length = config, 1.0, 1.0, None  # divisor: of positions or distances
 
     def embed(self, x, pos):
         """Add to the token embeddings x (B, T, C)."""
@@ -127,14 +129,46 @@ class NoPE(nn.Module):
         vectors (H or 1, m, D), m <= n, constant from m - 1 on, the same for values or None, and two query offsets (H, D) or None."""
         return None
 
+    def attend(self, q, k, v, pos, layer, cache, **options):
+        """Attention of queries (B, H, T, D) over their own and the cache's keys and values: (B, H, T, D). options: kernels.attention's."""
+        q, k = self.rotate(q, k, pos, layer)
+        if cache is not None:  # keys are kept rotated
+            k, v = cache.append(layer, k, v)
+        return kernels.attention(q, k, v, bias=self.bias(k.shape[2], layer), relative=self.relative(k.shape[2], layer), **options)
+
     def prepare(self, length):
-        """Called before `length` tokens in all are read. Returns what the scheme's tables then depend on: a cache filled under another is read anew."""
-        return None
+        """Called before `length` tokens in all are read. Returns what the scheme's tables then depend on: a cache filled under another is read anew.
+
+        Dynamic methods scale by the total length, rounded up to a multiple of a quarter of the trained one."""
+        if self.dynamic:
+            trained = self.config.trained_length
+            self.fit(max(trained, -(-4 * length // trained) * trained / 4))
+        return self.length
+
+    def fit(self, length):
+        """A dynamic method: set the tables for texts of `length` tokens."""
+        self.length, self.divisor = length, length / self.config.trained_length
 
     def stretch(self, method, factor, **options):
-        """Prepare for factor times the trained length, or raise Refused. Here there is nothing to change: only the allowed length rises."""
-        if method != "none" or options:
-            raise Refused(f"--pos={self.config.pos} has nothing for method {method!r} to change: use --method=none, which only raises the allowed length")
+        """Prepare for factor times the trained length, or raise Refused. "none" only raises the allowed length, "pi" divides positions, or distances, by the factor,
+        "dynamic-pi" by that of the text at hand, "scale" multiplies the scores by options["scale"], which extend.py fits."""
+        self.check(method, options)
+        self.divisor, self.score_scale, self.dynamic, self.length = factor if method == "pi" else 1.0, options.get("scale", 1.0), method.startswith("dynamic"), None
+
+    def check(self, method, options):
+        """Raise Refused unless stretch() takes them."""
+        if method not in self.methods:
+            raise Refused(f"--pos={self.config.pos} has nothing for method {method!r} to change: use --method={', '.join(self.methods)}")
+        if unknown := sorted(set(options) - set(self.methods[method])):
+            raise Refused(f"method {method!r} of --pos={self.config.pos} takes no option {unknown[0]!r}: " + (f"its options are {', '.join(self.methods[method])}" if self.methods[method] else "it has none"))
+        if isinstance(scale := options.get("scale", 1.0), bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+            raise Refused(f"scale={scale} must be a number above 0")
+
+    def rows(self, n, count):
+        """Which of `count` rows, one a distance, n distances read, up to the first that reads the last: a slice, or, of divided distances, int64 (m,)."""
+        if self.divisor == 1:
+            return slice(n)
+        return (torch.arange(min(n, math.ceil((count - 1) * self.divisor) + 1)) / self.divisor + 1e-9).long()
 
     def constant(self, name, tensor):
         """Keep a tensor that follows the model's device but never its dtype (bfloat16 frequencies are a classic bug) and is not saved."""
@@ -154,6 +188,7 @@ class NoPE(nn.Module):
 class Learned(NoPE):
     """A learned vector for each position, added to the embeddings (GPT-2)."""
     bounded = True
+    methods = {"pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
@@ -163,7 +198,13 @@ class Learned(NoPE):
         return x + self.table[pos]
 
     def stretch(self, method, factor, **options):
-        raise Refused(f"--pos=learned has no vector for a position past {self.config.trained_length} and none of the methods makes one: train it at the longer --block_size")
+        """The vectors are interpolated: position t reads between rows t / factor, the last one going on (to be fine-tuned)."""
+        super().stretch(method, factor, **options)
+        was, rows = len(self.table), round(self.config.trained_length * factor)
+        if rows != was:  # of a checkpoint they are
+            at = (torch.arange(rows, dtype=torch.float64) * was / rows).clamp(max=was - 1).to(self.table.device)
+            low, table = at.long(), self.table.detach()
+            self.table = nn.Parameter(torch.lerp(table[low], table[(low + 1).clamp(max=was - 1)], (at - low)[:, None].to(table.dtype)))
 
 
 class Sinusoidal(NoPE):
@@ -172,6 +213,7 @@ class Sinusoidal(NoPE):
     The unit sinusoids are scaled to the size of freshly initialised embeddings, 0.02 sqrt(2), or they would drown them.
     """
     scale = 0.02 * math.sqrt(2)
+    methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
@@ -180,7 +222,7 @@ class Sinusoidal(NoPE):
         self.constant("inv_freq", 10000.0 ** -(torch.arange(0, config.n_embd, 2, dtype=torch.float64) / config.n_embd))
 
     def embed(self, x, pos):
-        angle = pos[..., None] * self.inv_freq  # (T, C/2) or (B, T, C/2), float64
+        angle = pos[..., None] * (self.inv_freq / self.divisor)  # (T, C/2) or (B, T, C/2), float64
         return x + self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(x.dtype)
 
 
@@ -191,6 +233,7 @@ class Shaw(NoPE):
     that length it stands for everything far. All start at zero, which is NoPE.
     """
     by_index = True
+    methods = {"none": (), "pi": ()}
     clip = 128
 
     def __init__(self, config):
@@ -200,32 +243,38 @@ class Shaw(NoPE):
         self.values = nn.Parameter(torch.zeros(config.n_layer, rows, config.head_dim))
 
     def relative(self, n, layer):
-        return self.keys[layer, None, :n], self.values[layer, None, :n], None
+        rows = self.rows(n, self.keys.shape[1])
+        return self.keys[layer, None, rows], self.values[layer, None, rows], None
 
 
 class NEZHA(NoPE):
     """Shaw's vectors, but fixed: sin and cos of the distance, interleaved, for keys and values alike, clipped at 64 (Wei et al. 2019)."""
     by_index = True
+    methods = {"none": (), "pi": ()}
     clip = 64
 
     def __init__(self, config):
         super().__init__(config)
         if config.head_dim % 2:
             raise Refused(f"--pos=nezha pairs channels, so head_dim={config.head_dim} must be even")
-        rows = min(self.clip, max(1, config.trained_length // 2)) + 1
-        angle = torch.arange(rows)[:, None] * 10000.0 ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-        self.constant("table", torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()[None])  # (1, rows, D)
+        self.clip = min(self.clip, max(1, config.trained_length // 2))
+        self.constant("inv_freq", 10000.0 ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim))
 
     def relative(self, n, layer):
-        return self.table[:, :n], self.table[:, :n], None
+        distance = torch.arange(min(n, math.ceil(self.clip * self.divisor) + 1), device=self.inv_freq.device) / self.divisor
+        angle = distance.clamp(max=self.clip)[:, None] * self.inv_freq
+        table = torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()[None]  # (1, m, D)
+        return table, table, None
 
 
 class XL(NoPE):
     """Transformer-XL's terms (Dai et al. 2019): ((q + u) k + (q + v) W_R R) / sqrt(D), R the sinusoids [sin | cos] of the distance, (C,).
 
-    u and v (H, D) are shared by all layers, W_R (H D, C) is each layer's own. No distance is clipped: beyond the trained length its sinusoids are new.
+    u and v (H, D) are shared by all layers, W_R (H D, C) is each layer's own. No distance is clipped: beyond the trained length its sinusoids are new,
+    unless method "clamp" makes all of those the farthest that was trained.
     """
     by_index = True
+    methods = {"none": (), "pi": (), "clamp": ()}
 
     def __init__(self, config):
         super().__init__(config)
@@ -235,12 +284,18 @@ class XL(NoPE):
         self.u = nn.Parameter(torch.zeros(config.n_head, config.head_dim))
         self.v = nn.Parameter(torch.zeros(config.n_head, config.head_dim))
         self.project = nn.Parameter(torch.randn(config.n_layer, config.n_head * config.head_dim, config.n_embd) * (0.5 / math.sqrt(config.n_embd)))
+        self.clamped = False
+
+    def stretch(self, method, factor, **options):
+        super().stretch(method, factor, **options)
+        self.clamped = method == "clamp"
 
     def relative(self, n, layer):
-        angle = torch.arange(n, device=self.u.device)[:, None] * self.inv_freq  # (n, C/2), float64
+        m = min(n, self.config.trained_length) if self.clamped else n
+        angle = torch.arange(m, device=self.u.device)[:, None] * (self.inv_freq / self.divisor)  # (m, C/2), float64
         R = torch.cat((angle.sin(), angle.cos()), -1).to(self.project.dtype)
         with torch.autocast(R.device.type, enabled=False):  # bfloat16 sinusoids would make far distances alike
-            return F.linear(R, self.project[layer]).unflatten(-1, self.u.shape).transpose(0, 1), None, (self.u, self.v)  # (H, n, D)
+            return F.linear(R, self.project[layer]).unflatten(-1, self.u.shape).transpose(0, 1), None, (self.u, self.v)  # (H, m, D)
 
 
 class T5(NoPE):
@@ -250,6 +305,7 @@ class T5(NoPE):
     trained length: a bucket never visited in training would keep its initial value and be read beyond it.
     """
     by_index = True
+    methods = {"none": (), "pi": ()}
     n_buckets, max_distance = 32, 128
 
     def __init__(self, config):
@@ -260,12 +316,13 @@ class T5(NoPE):
         self.weight = nn.Parameter(torch.zeros(config.n_head, self.n_buckets))
 
     def bias(self, n, layer):
-        return self.weight[:, self.bucket[:n]].float()
+        return self.weight[:, self.bucket[self.rows(n, len(self.bucket))]].float()
 
 
 class ALiBi(NoPE):
     """Scores fall linearly with distance, by a fixed slope for each head (Press et al. 2022), added after the 1/sqrt(D)."""
     by_index = True
+    methods = {"none": (), "pi": (), "dynamic-pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
@@ -274,12 +331,13 @@ class ALiBi(NoPE):
         self.constant("slopes", torch.tensor(slopes, dtype=torch.float64).float())
 
     def bias(self, n, layer):
-        return self.slopes
+        return self.slopes / self.divisor  # interpolated slopes (Al-Khateeb et al. 2023), where it is not 1
 
 
 class Kerple(NoPE):
     """KERPLE, logarithmic (Chi et al. 2022): -r1 ln(1 + r2 distance), with r1 and r2 above 0 learned for each head and shared by all layers."""
     by_index = True
+    methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
@@ -287,13 +345,14 @@ class Kerple(NoPE):
         self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.99 + 0.01).expm1().log())
 
     def bias(self, n, layer):
-        distance = torch.arange(n, device=self.r1.device)
+        distance = torch.arange(n, device=self.r1.device) / self.divisor
         return (-F.softplus(self.r1)[:, None] * torch.log1p(F.softplus(self.r2)[:, None] * distance)).float()
 
 
 class KerplePower(NoPE):
     """KERPLE, power: -r1 distance^r2, with r1 above 0 and 0 < r2 < 2 learned for each head and shared by all layers."""
     by_index = True
+    methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
@@ -301,13 +360,14 @@ class KerplePower(NoPE):
         self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.98 + 0.01).logit())  # 2 sigmoid of it: about U(0, 2)
 
     def bias(self, n, layer):
-        power = (2 * self.r2.sigmoid()[:, None] * torch.arange(1, n, device=self.r1.device).log()).exp()  # from distance 1 on: 0^p ln 0 is no gradient
+        power = (2 * self.r2.sigmoid()[:, None] * (torch.arange(1, n, device=self.r1.device) / self.divisor).log()).exp()  # from distance 1 on: 0^p ln 0 is no gradient
         return (-F.softplus(self.r1)[:, None] * F.pad(power, (1, 0))).float()
 
 
 class Sandwich(NoPE):
     """What sinusoidal embeddings of width 128 leave of q k, summed over the frequencies and scaled by head (Chi et al. 2023): fixed, and 0 at distance 0."""
     by_index = True
+    methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
@@ -315,7 +375,7 @@ class Sandwich(NoPE):
         self.constant("slopes", config.n_head / (8 * torch.arange(1, config.n_head + 1, dtype=torch.float64)))
 
     def bias(self, n, layer):
-        lost = (torch.arange(n, device=self.slopes.device)[:, None] * self.inv_freq).cos().sum(-1) - 64  # (n,)
+        lost = (torch.arange(n, device=self.slopes.device)[:, None] * (self.inv_freq / self.divisor)).cos().sum(-1) - 64  # (n,)
         return (self.slopes[:, None] * lost).float()
 
 
@@ -330,132 +390,55 @@ class Rope(NoPE):
         if config.head_dim % 2 or self.rotary_dim % 2:
             raise Refused(f"--pos=rope pairs channels, so head_dim={config.head_dim} and its rotated part of {self.rotary_dim} must be even")
         self.constant("inv_freq", None)
-        stretch = config.stretch or {"method": "none", "factor": 1.0, "options": {}}
-        self.stretch(stretch["method"], stretch["factor"], **stretch["options"])
+        self.stretch("none", 1.0)
+
+    methods = {name: list(inspect.signature(method).parameters)[4:] for name, method in STRETCH.items()}
 
     def stretch(self, method, factor, **options):
-        if method not in STRETCH:
-            raise Refused(f"there is no method {method!r}: --pos=rope is stretched by {', '.join(STRETCH)}")
-        takes = list(inspect.signature(STRETCH[method]).parameters)[4:]
-        if unknown := sorted(set(options) - set(takes)):
-            raise Refused(f"method {method!r} takes no option {unknown[0]!r}: " + (f"its options are {', '.join(takes)}" if takes else "it has none"))
+        """By the functions of stretch.py."""
+        self.check(method, options)
         self.set_table(method, factor, options)
-        self.plan, self.dynamic, self.length = (method, factor, options), "length" in takes and "length" not in options, None
+        self.dynamic, self.length = "length" in self.methods[method] and "length" not in options, None
+        self.plan, self.asked = (method, factor, options), None
 
     def set_table(self, method, factor, options):
-        inv_freq, self.attention_factor = STRETCH[method](self.config.rope_base, self.rotary_dim, self.config.trained_length, factor, **options)
-        self.inv_freq = inv_freq if self.inv_freq is None else inv_freq.to(self.inv_freq)
+        """Returns whether the table is another one now."""
+        inv_freq, m = STRETCH[method](self.config.rope_base, self.rotary_dim, self.config.trained_length, factor, **options)
+        same = self.inv_freq is not None and m == self.attention_factor and not inv_freq.is_meta and torch.equal(inv_freq, self.inv_freq.to(inv_freq))
+        self.inv_freq, self.attention_factor = inv_freq if self.inv_freq is None else inv_freq.to(self.inv_freq), m
+        return not same
+
+    def fit(self, length):
+        if length != self.asked:
+            method, factor, options = self.plan
+            if self.set_table(method, factor, {**options, "length": length}) or self.length is None:
+                self.length = length  # the shortest text that is read so: a table that stays leaves a cache whole
+            self.asked = length
 
     def prepare(self, length):
-        """Dynamic methods scale by the total length, rounded up to a multiple of a quarter of the trained one."""
-        if not self.dynamic:
-            return None
-        trained, (method, factor, options) = self.config.trained_length, self.plan
-        length = max(trained, -(-4 * length // trained) * trained / 4)
-        if length != self.length:
-            self.set_table(method, factor, {**options, "length": length})
-            self.length = length
-        return length
+        return length if self.plan[0] in ATTEND else super().prepare(length)  # what attends in its own way keeps no rotated keys
+
+    def turn(self, x, pos):
+        return kernels.rope(x, x, *self.angles(pos))[0]
+
+    def attend(self, q, k, v, pos, layer, cache, window=0, positions=None, docs=None, scale=None, **options):
+        if self.plan[0] not in ATTEND:
+            return super().attend(q, k, v, pos, layer, cache, window=window, positions=positions, docs=docs, scale=scale, **options)
+        if window or docs is not None or pos.dim() > 1 or q.shape[2] != len(pos) or (pos != torch.arange(len(pos), device=pos.device)).any():
+            raise Refused(f"method {self.plan[0]!r} reads one text from its start: leave out windows, documents and positions")
+        return ATTEND[self.plan[0]](q, k, v, self.turn, self.config.trained_length, self.plan[1], scale, **self.plan[2])
+
+    def angles(self, pos):
+        """cos and sin, float32 (T, R/2) or (B, T, R/2), of int64 positions."""
+        angle = pos[..., None] * self.inv_freq  # float64: float32 angles are wrong by 0.06 at a million tokens
+        return (angle.cos() * self.attention_factor).float(), (angle.sin() * self.attention_factor).float()
 
     def rotate(self, q, k, pos, layer):
-        angle = pos[..., None] * self.inv_freq  # (T, R/2) or (B, T, R/2), float64: float32 angles are wrong by 0.06 at a million tokens
-        return kernels.rope(q, k, (angle.cos() * self.attention_factor).float(), (angle.sin() * self.attention_factor).float())
+        return kernels.rope(q, k, *self.angles(pos))
 
 
 POSITIONS = {"nope": NoPE, "learned": Learned, "sinusoidal": Sinusoidal, "shaw": Shaw, "nezha": NEZHA, "xl": XL, "t5": T5, "alibi": ALiBi,
              "kerple": Kerple, "kerple-power": KerplePower, "sandwich": Sandwich, "rope": Rope}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stretching RoPE: pure functions of (base, rotary_dim, trained_context in tokens, factor) that return the inverse frequencies,
-# float64 (rotary_dim / 2,), and the attention factor that multiplies cos and sin. At factor 1 each is plain RoPE, to the bit.
-
-def stretch_none(base, rotary_dim, trained_context, factor):
-    """Plain RoPE, base^(-2k/d): the frequencies stay."""
-    return float(base) ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / max(rotary_dim, 1)), 1.0
-
-
-def stretch_pi(base, rotary_dim, trained_context, factor):
-    """Position interpolation (Chen et al. 2023): positions, so all frequencies, divided by the factor."""
-    return stretch_none(base, rotary_dim, trained_context, factor)[0] / factor, 1.0
-
-
-def stretch_ntk(base, rotary_dim, trained_context, factor):
-    """NTK-aware (bloc97 2023): the base grows so that the slowest pair is interpolated in full and the fastest not at all."""
-    if rotary_dim <= 2:
-        raise Refused(f"method 'ntk' needs at least two pairs of rotated channels, and rotary_dim is {rotary_dim}: use --method=pi")
-    return stretch_none(base * factor ** (rotary_dim / (rotary_dim - 2)), rotary_dim, trained_context, factor)
-
-
-def stretch_ntk_parts(base, rotary_dim, trained_context, factor, beta_fast=32.0, beta_slow=1.0, ramp="index", truncate=True):
-    """NTK-by-parts (Peng et al. 2023, YaRN without its temperature): pairs that turn more than beta_fast times in the trained context
-    stay, those that turn less than beta_slow times are interpolated, and a ramp leads from one to the other.
-
-    ramp="index" is linear in the pair's index, with its ends rounded outwards (truncate), as YaRN's released code and every runtime
-    have it; ramp="paper" is linear in the number of turns, as the paper's text has it.
-    """
-    if not all(isinstance(beta, (int, float)) for beta in (beta_slow, beta_fast)) or not 0 < beta_slow < beta_fast < math.inf or not isinstance(truncate, bool):
-        raise Refused(f"beta_slow={beta_slow} must be above 0 and below beta_fast={beta_fast}, and truncate={truncate} true or false")
-    inv_freq, _ = stretch_none(base, rotary_dim, trained_context, factor)
-    if ramp == "paper":
-        keep = ((trained_context * inv_freq / (2 * math.pi) - beta_slow) / (beta_fast - beta_slow)).clamp(0, 1)
-    elif ramp == "index":
-        low, high = (rotary_dim * math.log(trained_context / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (beta_fast, beta_slow))
-        low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
-        low, high = max(low, 0), max(min(high, rotary_dim - 1), low, 0)
-        keep = 1 - ((torch.arange(rotary_dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
-    else:
-        raise Refused(f"ramp={ramp!r} is neither 'index' nor 'paper'")
-    return inv_freq / factor + keep * (inv_freq - inv_freq / factor), 1.0
-
-
-def stretch_yarn(base, rotary_dim, trained_context, factor, beta_fast=32.0, beta_slow=1.0, ramp="index", truncate=True, attention_factor=None):
-    """YaRN (Peng et al. 2023): NTK-by-parts, with cos and sin multiplied by 0.1 ln(factor) + 1, so logits by its square."""
-    if attention_factor is not None and not (isinstance(attention_factor, (int, float)) and 0 < attention_factor < math.inf):
-        raise Refused(f"attention_factor={attention_factor} must be a number above 0")
-    inv_freq, _ = stretch_ntk_parts(base, rotary_dim, trained_context, factor, beta_fast, beta_slow, ramp, truncate)
-    return inv_freq, 0.1 * math.log(factor) + 1 if attention_factor is None else float(attention_factor)
-
-
-def stretch_abf(base, rotary_dim, trained_context, factor, new_base=None):
-    """A larger base (ABF: Xiong et al. 2023, Llama 3): 500,000, or what lets the slowest pair's wavelength reach the target; to be fine-tuned."""
-    if rotary_dim <= 2:
-        raise Refused(f"method 'abf' needs at least two pairs of rotated channels, and rotary_dim is {rotary_dim}: use --method=pi")
-    if new_base is None:
-        new_base = base if factor == 1 else max(base, 5e5, (trained_context * factor / (2 * math.pi)) ** (rotary_dim / (rotary_dim - 2)))
-    if not (isinstance(new_base, (int, float)) and 1 < new_base < math.inf):
-        raise Refused(f"new_base={new_base} must be a number above 1")
-    return stretch_none(new_base, rotary_dim, trained_context, factor)
-
-
-def stretch_llama3(base, rotary_dim, trained_context, factor, low_freq_factor=1.0, high_freq_factor=4.0):
-    """Llama 3.1's: pairs that turn more than high_freq_factor times in the trained context stay, less than low_freq_factor are interpolated,
-    and between them the mix is linear in the number of turns: the paper's ramp of NTK-by-parts with other ends."""
-    if not all(isinstance(f, (int, float)) for f in (low_freq_factor, high_freq_factor)) or not 0 < low_freq_factor < high_freq_factor < math.inf:
-        raise Refused(f"low_freq_factor={low_freq_factor} must be above 0 and below high_freq_factor={high_freq_factor}")
-    return stretch_ntk_parts(base, rotary_dim, trained_context, factor, high_freq_factor, low_freq_factor, "paper")
-
-
-def stretch_dynamic_ntk(base, rotary_dim, trained_context, factor, length=None):
-    """NTK-aware for the text at hand, as transformers has it: of `length` tokens in all, scaled by factor x length / trained_context - (factor - 1),
-    so that texts up to trained_context are read as they were learned. Without a length: those."""
-    return stretch_ntk(base, rotary_dim, trained_context, _grown(factor, length, trained_context))
-
-
-def stretch_dynamic_yarn(base, rotary_dim, trained_context, factor, length=None):
-    """YaRN for the text at hand: scaled by length / trained_context (Peng et al. 2023, Dynamic Scaling). The factor only says how far the model is meant to go."""
-    return stretch_yarn(base, rotary_dim, trained_context, _grown(1.0, length, trained_context))
-
-
-def _grown(factor, length, trained_context):
-    """The scale of a dynamic method: 1 up to the trained context."""
-    if length is not None and not (isinstance(length, (int, float)) and 0 < length < math.inf):
-        raise Refused(f"length={length} must be a number of tokens")
-    return max(1.0, factor * (length or trained_context) / trained_context - (factor - 1))
-
-
-STRETCH = {"none": stretch_none, "pi": stretch_pi, "ntk": stretch_ntk, "ntk-parts": stretch_ntk_parts, "yarn": stretch_yarn, "abf": stretch_abf,
-           "llama3": stretch_llama3, "dynamic-ntk": stretch_dynamic_ntk, "dynamic-yarn": stretch_dynamic_yarn}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -482,13 +465,12 @@ class Attention(nn.Module):
         v = self.v(x).view(B, T, c.n_kv_head, c.head_dim).transpose(1, 2)  # (B, Hk, T, D)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = scheme.rotate(q.transpose(1, 2), k.transpose(1, 2), pos, self.layer)
-        if cache is not None:  # keys are kept rotated
-            k, v = cache.append(self.layer, k, v)
-            pos, docs = cache.pos, cache.docs
-        n = k.shape[2]
-        y = kernels.attention(q, k, v, bias=scheme.bias(n, self.layer), relative=scheme.relative(n, self.layer), window=self.window, sinks=c.sinks if self.window else 0,
-                              positions=pos if self.window and by_hand else None, docs=docs, scale=c.attn_scale / math.sqrt(c.head_dim))  # (B, H, T, D)
+        seen = dict(window=self.window, sinks=c.sinks if self.window else 0)
+        if cache is not None:
+            docs, seen["positions"] = cache.docs, cache.pos if self.window and by_hand else None
+        elif self.window and by_hand:
+            seen["positions"] = pos
+        y = scheme.attend(q.transpose(1, 2), k.transpose(1, 2), v, pos, self.layer, cache, docs=docs, scale=c.attn_scale * scheme.score_scale / math.sqrt(c.head_dim), **seen)
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -562,6 +544,8 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.init_weights()
         self.pos, self.nope = POSITIONS[config.pos](config), NoPE(config)  # last: of one seed, all schemes have the same other weights
+        if config.stretch:
+            self.pos.stretch(config.stretch["method"], config.stretch["factor"], **config.stretch["options"])
 
     def init_weights(self):
         """Every parameter by name: embeddings N(0, 0.02), matrices N(0, 1/(2 sqrt(width in))), the two that feed the residual stream zero,

@@ -53,20 +53,30 @@ class TrainConfig:
     device: str = "auto"            # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; weights and sums are float32
     compile: bool | None = None     # torch.compile; auto: where it works and the run is long enough to pay for it
+    min_doc: int = 0                # train on documents of at least so many tokens only
+    upsample_docs: int = 1          # how often in an epoch documents that fill a window are visited, those that do not being visited once
+    separate_docs: bool = False     # attention stays inside a document; false: it runs on across what is packed into a window
+    passkey: float = 0.0            # share of the windows that hold a synthetic passkey document, in the place of text
     seed: int = 1337                # of the initial weights, the order of batches and dropout
     wandb: str = ""                 # log to this Weights & Biases project too
 
     def __post_init__(self):
-        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
+        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "upsample_docs"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("max_iters", "warmup_iters", "eval_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed"):
+        if not 0 <= self.passkey <= 1:
+            raise UserError(f"passkey={self.passkey} is not a share: choose 0 to 1")
+        for name in ("max_iters", "min_doc", "warmup_iters", "eval_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name}={getattr(self, name)} must be a number of at least 0")
         if self.seed >= 1 << 63:
             raise UserError(f"seed={self.seed} must be below 2^63")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise UserError(f"beta1={self.beta1} and beta2={self.beta2} must lie between 0 and 1")
+
+    def windows(self, model):
+        """Tokens in a training window, and, where its positions are drawn with a gap from more than that, from how many (else 0)."""
+        return model.config.block_size, 0
 
 
 def learning_rate(cfg, step):
@@ -115,7 +125,8 @@ def validate(model, dataset, cfg, dtype, stopped=lambda: False):
             break
         x, y = map(torch.from_numpy, map(data.np.stack, zip(*(dataset.val.window(i, T) for i in batch))))
         with config.autocast(device, dtype):
-            nats = model(x.to(device), y.to(device), model.draw_positions(len(x), T, batch[0]), reduction="sum")
+            docs = dataset.documents_of(x)
+            nats = model(x.to(device), y.to(device), model.draw_positions(len(x), T, batch[0]), None if docs is None else docs.to(device), reduction="sum")
         sums += torch.tensor([nats.item(), (y >= 0).sum(), dataset.bytes_of(y.numpy()) or 0, 0], dtype=torch.float64)
     model.train(was)
     if world > 1:
@@ -133,7 +144,7 @@ def train(model, cfg):
     before the update, when a loss or gradient is not finite. SIGTERM and SIGINT save and return early.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    run, accumulation, T = Path(cfg.out_dir), cfg.gradient_accumulation_steps, model.config.block_size
+    run, accumulation, (T, reach) = Path(cfg.out_dir), cfg.gradient_accumulation_steps, cfg.windows(model)
     if accumulation % world:
         raise UserError(f"gradient_accumulation_steps={accumulation} is the total over processes and is not divisible by {world} of them: choose a multiple of {world}")
     resume = cfg.init_from == "resume" and "step" in model.meta
@@ -145,8 +156,11 @@ def train(model, cfg):
     dataset = data.Dataset(cfg.dataset, cfg.bos)
     if dataset.vocab_size != model.config.vocab_size:
         raise UserError(f"dataset {cfg.dataset} has a vocabulary of {dataset.vocab_size} and the model one of {model.config.vocab_size}: use the dataset that the model was made for")
+    dataset.select(T, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
     dataset.train.require(T)
-    dataset.val.require(T)
+    dataset.val.require(model.config.block_size)
+    if cfg.passkey:
+        data.passkey(dataset.tokenizer, T, 0.5, data.np.random.default_rng(0), dataset.bos)  # or it says why not
     if resume and model.meta["data_hash"] != dataset.hash:
         raise UserError(f"the files of dataset {cfg.dataset} are not those that {run} was trained on: restore them, or train anew with another --out_dir")
     if rank == 0:
@@ -183,7 +197,7 @@ def train(model, cfg):
         log.say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {model.flops_per_token() / 1e6:.1f} MFLOP a token; {world} process{'es' * (world > 1)} on {name}, "
                 f"{str(dtype).removeprefix('torch.')}{', compiled' if compiles else ''}; {accumulation * cfg.batch_size * T:,} tokens an iteration"
                 + ("" if peak else "; MFU unknown: the peak of this device is not in the table"))
-        log.say(f"validation: {'all' if (count := int(dataset.val.count(T).sum())) and not cfg.eval_iters else min(count, cfg.eval_iters * cfg.batch_size)} of {count} windows of {T} tokens")
+        log.say(f"validation: {'all' if (count := int(dataset.val.count(model.config.block_size).sum())) and not cfg.eval_iters else min(count, cfg.eval_iters * cfg.batch_size)} of {count} windows of {model.config.block_size} tokens")
 
     told, release = config.catch_signals()
 
@@ -233,12 +247,12 @@ def train(model, cfg):
             sums = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)  # nats, scored tokens, asked to stop
             for micro in range(rank, accumulation, world):
                 number = step * accumulation + micro
-                x, y = map(torch.from_numpy, dataset.train.batch(number, cfg.batch_size, T, cfg.seed))
+                x, y, positions, docs = (part if part is None else torch.from_numpy(part).to(device, non_blocking=True) for part in dataset.batch(number, cfg.batch_size, T, cfg.seed, reach, cfg.passkey))
                 torch.manual_seed(seed := ((cfg.seed << 40) + number) % (1 << 63))  # dropout and random positions, too, are functions of (seed, micro-batch)
                 if world > 1:
                     forward.require_backward_grad_sync = micro + world >= accumulation
                 with config.autocast(device, dtype):
-                    nats = forward(x.to(device, non_blocking=True), y.to(device, non_blocking=True), model.draw_positions(len(x), T, seed), reduction="sum")
+                    nats = forward(x, y, model.draw_positions(len(x), T, seed) if positions is None else positions, docs, reduction="sum")
                 (nats * (scale * world / (accumulation * cfg.batch_size * T))).backward()
                 sums[0] += nats.detach()
                 sums[1] += int((y >= 0).sum())

@@ -158,8 +158,8 @@ class Split:
     """
 
     def __init__(self, files, vocab_size, bos):
-        self.files, self.vocab_size, self.bos = files, vocab_size, bos
-        self.tokens = [open_tokens(file) for file in files]
+        self.files, self.vocab_size, self.bos = list(files), vocab_size, bos
+        self.tokens, self.starts = [open_tokens(file) for file in files], [0] * len(files)
 
     def __len__(self):
         return sum(map(len, self.tokens))
@@ -168,43 +168,76 @@ class Split:
         """How many windows of so many targets each file holds, from an offset on: (files,)."""
         return np.array([max(0, (len(t) - offset - (self.bos is None)) // length) for t in self.tokens])
 
+    def documents(self, separator):
+        """(start, stop) of every document, a list for each file: they begin at `separator` (or at the start of a file), which is not counted."""
+        found = []
+        for tokens in self.tokens:
+            at = np.flatnonzero(tokens == separator) if separator is not None else np.array([], int)
+            edges = [*([] if len(at) and at[0] == 0 else [-1]), *at.tolist(), len(tokens)]
+            found.append([(a + 1, b) for a, b in zip(edges, edges[1:]) if b > a + 1])
+        return found
+
+    def selected(self, separator, min_doc, upsample, length):
+        """This split with documents in the place of files: those of at least min_doc tokens; those that hold a window of `length` are there `upsample` times."""
+        other = Split([], self.vocab_size, self.bos)
+        for file, tokens, documents in zip(self.files, self.tokens, self.documents(separator)):
+            for a, b in documents:
+                for _ in range((upsample if b - a >= length + (self.bos is None) else 1) if b - a >= min_doc else 0):
+                    other.files.append(file), other.tokens.append(tokens[a:b]), other.starts.append(a)
+        return other
+
     def require(self, length):
         """Raise UserError unless there is a window of this length."""
         if not self.count(length).any():
+            if not self.files:
+                raise UserError("no training document is as long as --min_doc: lower it, or prepare longer texts")
             raise UserError(f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for a window of {length}: prepare more text, or ask for a shorter --block_size (or --factor)")
 
     def window(self, number, length, offset=0):
         """Inputs and targets, int64 (length,) each, of one window; a <bos> among the targets is -1 where bos is set."""
+        return self.cut(*self.place(number, length, offset), length)
+
+    def place(self, number, length, offset=0):
+        """The file of a window, and where it starts there."""
         ends = self.count(length, offset).cumsum()
         file = int(np.searchsorted(ends, number, "right"))
-        start = offset + (number - (int(ends[file - 1]) if file else 0)) * length
-        return self.cut(file, start, length)
+        return file, offset + (number - (int(ends[file - 1]) if file else 0)) * length
 
     def cut(self, file, start, length):
         """Inputs and targets of the window whose first target is token `start` (bos) or start + 1 (without) of a file."""
+        return self.shifted(self.checked(file, start, start + length + (self.bos is None)))
+
+    def shifted(self, tokens):
+        """Inputs and targets of a piece of text."""
         if self.bos is None:
-            tokens = self.checked(file, start, start + length + 1)
             return tokens[:-1], tokens[1:]
-        tokens = self.checked(file, start, start + length)
         return np.concatenate(([self.bos], tokens[:-1])), np.where(tokens == self.bos, -1, tokens)
+
+    def skipped(self, file, start, length, reach, rng):
+        """Skip-wise training (PoSE: Zhu et al. 2024): inputs, targets and positions, int64 (length,) each, of a window in two parts. The second, from the middle on at
+        the latest, is text from up to reach - length tokens further on, and its positions are, independently, up to reach - length further on."""
+        first, more = int(rng.integers(1, max(1, length // 2) + 1)), length + (self.bos is None)
+        room = len(self.tokens[file]) - start - more
+        skip, jump = int(rng.integers(min(reach - length, room) + 1)), int(rng.integers(reach - length + 1))
+        tokens = np.concatenate((self.checked(file, start, start + first), self.checked(file, start + first + skip, start + more + skip)))
+        return *self.shifted(tokens), np.arange(length) + jump * (np.arange(length) >= first)
 
     def checked(self, file, start, stop):
         tokens = np.asarray(self.tokens[file][start:stop], np.int64)
         if tokens.max() >= self.vocab_size:
             at = int(tokens.argmax())
-            raise LocalError(f"{self.files[file]}: token {start + at} is {tokens[at]}, outside the vocabulary of {self.vocab_size}: the file was made with another tokenizer; prepare it again")
+            raise LocalError(f"{self.files[file]}: token {self.starts[file] + start + at} is {tokens[at]}, outside the vocabulary of {self.vocab_size}: the file was made with another tokenizer; prepare it again")
         return tokens
 
-    def batch(self, number, batch_size, length, seed):
-        """Micro-batch `number` of a training run: inputs and targets, int64 (batch_size, length).
+    def sample(self, number, length, seed):
+        """Where sample `number` of a training run lies: file and start. Every epoch visits every window once, in a permutation and from an offset drawn from (seed, epoch)."""
+        epoch, number = divmod(number, _per_epoch(self, length))
+        offset, order = _order(self, length, seed, epoch)
+        return self.place(int(order[number]), length, offset)
 
-        Every epoch visits every window once, in a permutation and from an offset drawn from (seed, epoch).
-        """
-        rows = []
-        for sample in range(number * batch_size, (number + 1) * batch_size):
-            epoch, sample = divmod(sample, _per_epoch(self, length))
-            offset, order = _order(self, length, seed, epoch)
-            rows.append(self.window(int(order[sample]), length, offset))
+    def batch(self, number, batch_size, length, seed):
+        """Micro-batch `number` of a training run: inputs and targets, int64 (batch_size, length)."""
+        rows = [self.cut(*self.sample(number * batch_size + i, length, seed), length) for i in range(batch_size)]
         return tuple(np.stack(part) for part in zip(*rows))
 
 
@@ -222,8 +255,34 @@ def _order(split, length, seed, epoch):
     return offset, rng.permutation(int(split.count(length, offset).sum()))[:_per_epoch(split, length)]
 
 
+FILLER, NEEDLE, DIGITS = "the grass is green. the sky is blue. ", "key ", 3  # of passkey documents
+
+
+def passkey(tokenizer, length, depth, rng, bos=None, hidden=True):
+    """A passkey document of length + 1 tokens: filler in which `key 123. ` is hidden at a depth (0 start .. 1 end), `key ` at its end, and the digits, which are the answer.
+
+    Returns inputs and targets, int64 (length,) each; the last DIGITS targets are the answer. bos: an id to begin with. hidden=False leaves the key out of the filler:
+    then the answer is known to nobody. Raises UserError when the length has no room, or the vocabulary no such characters.
+    """
+    def encode(text):
+        return [int(t) for t in tokenizer.encode(text)]
+
+    filler, ask, stop = encode(FILLER), encode(NEEDLE), encode(". ")
+    answer = [encode(str(d))[0] for d in rng.integers(10, size=DIGITS)]
+    phase, needle = int(rng.integers(len(filler))), ask + answer + stop
+    room = length + 1 - (bos is not None) - len(needle) - len(ask) - DIGITS
+    if room < 0:
+        raise UserError(f"a passkey document needs {length - room} tokens, and {length} are too few: choose longer --lengths or --block_size")
+    body = [filler[(phase + i) % len(filler)] for i in range(room + len(needle))]
+    if hidden:
+        at = round(depth * room)
+        body[at:] = needle + body[at:room]
+    document = np.array(([] if bos is None else [bos]) + body + ask + answer)
+    return document[:-1].copy(), document[1:]
+
+
 class Dataset:
-    """train and val (Split), tokenizer (or None), vocab_size, bos (an id or None), name, hash (of both splits' files)."""
+    """train and val (Split), tokenizer (or None), vocab_size, bos (an id or None), separator (what starts a document, or None), name, hash (of both splits' files)."""
 
     def __init__(self, name, bos=None):
         folder = locate(name)
@@ -232,12 +291,55 @@ class Dataset:
         self.vocab_size = meta["vocab_size"]
         if bos and meta["bos"] is None:
             raise UserError(f"dataset {name} has no <bos>: leave --bos out, or prepare it with --tokenizer=bytes")
-        self.bos = meta["bos"] if (meta["bos_default"] if bos is None else bos) else None
+        self.bos, self.separator, self.separate = meta["bos"] if (meta["bos_default"] if bos is None else bos) else None, meta["bos"], False
         train, val = (sorted(p for p in folder.glob("*.bin") if split in p.name.lower()) for split in ("train", "val"))
         if not train or not val:
             raise UserError(f"{folder} holds no {'train' if not train else 'val'}*.bin: prepare a text with python data/prepare.py FILE --name=NAME, or copy nanoGPT's or llm.c's token files there")
         self.train, self.val = Split(train, self.vocab_size, self.bos), Split(val, self.vocab_size, self.bos)
         self.hash = fingerprint(train + val)
+
+    def select(self, length, min_doc=0, upsample=1, separate=False):
+        """Choose what is trained on: documents of at least min_doc tokens only; those that hold a window of `length` `upsample` times an epoch; separate:
+        attention stays inside a document. Raises UserError for a dataset that does not tell its documents apart."""
+        if (min_doc or upsample > 1 or separate) and self.separator is None:
+            raise UserError(f"dataset {self.name} has no <bos> between its documents: leave out --min_doc, --upsample_docs and --separate_docs, or prepare it with --tokenizer=bytes or gpt2")
+        if min_doc or upsample > 1:
+            self.train = self.train.selected(self.separator, min_doc, upsample, length)
+        self.separate = separate
+
+    def share_of_long(self, length, enough=1 << 28):
+        """The share of the training tokens that lie in documents of at least `length` tokens; of a large dataset, of its first files."""
+        sizes, seen = [], 0
+        for file, tokens in zip(self.train.files, self.train.tokens):
+            sizes += [b - a for a, b in Split([file], self.vocab_size, None).documents(self.separator)[0]]
+            if (seen := seen + len(tokens)) > enough:
+                break
+        return sum(n for n in sizes if n >= length) / max(1, sum(sizes))
+
+    def documents_of(self, x):
+        """Document numbers (B, T) of inputs (B, T), where attention is to stay inside documents; else None."""
+        return (x == self.separator).cumsum(1) if self.separate else None
+
+    def batch(self, number, batch_size, length, seed, reach=0, passkeys=0.0):
+        """Micro-batch `number` of a training run, a function of (seed, number): inputs and targets, int64 (batch_size, length), positions or None, and documents or None.
+
+        reach > length: each window in two parts whose positions lie within `reach` (PoSE). passkeys: the share of windows that hold a passkey document, of a random
+        length, in the place of text.
+        """
+        rows = []
+        for sample in range(number * batch_size, (number + 1) * batch_size):
+            file, start = self.train.sample(sample, length, seed)
+            rng = np.random.Generator(np.random.PCG64([seed, sample]))
+            if passkeys and rng.random() < passkeys:
+                short = int(rng.integers(min(length, max(length // 4, 24)), length + 1))
+                x, y = passkey(self.tokenizer, short, rng.random(), rng, self.bos)
+                y[:-DIGITS] = -1  # only the answer is learned: scored as a whole, filler and hidden digits drown it
+                row = np.pad(x, (0, length - short)), np.pad(y, (0, length - short), constant_values=-1)
+                rows.append((*row, np.arange(length)) if reach else row)
+            else:
+                rows.append(self.train.skipped(file, start, length, reach, rng) if reach else self.train.cut(file, start, length))
+        x, y, *positions = (np.stack(part) for part in zip(*rows))
+        return x, y, positions[0] if reach else None, self.documents_of(x)
 
     def bytes_of(self, targets):
         """How many bytes of text the targets stand for (targets of -1 count nothing), or None where the tokenizer is unknown."""

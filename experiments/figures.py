@@ -59,7 +59,7 @@ def main():
         turning = int((2 * math.pi / rope.inv_freq <= n).sum())
         axes[0][1].axvline(turning - 0.5, color="black", linestyle="--", linewidth=1)
         axes[0][1].text(turning, n * 0.96, f"no full turn in {n} tokens", fontsize=8, va="top", backgroundcolor="white")
-        heat(axes[0][2], scheme["nezha"].table[0], "nezha: added to keys and values", "channel", f"distance, from {len(scheme['nezha'].table[0]) - 1} on the same")
+        heat(axes[0][2], scheme["nezha"].relative(1000, 0)[0][0], "nezha: added to keys and values", "channel", f"distance, from {scheme['nezha'].clip} on the same")
         bucket = scheme["t5"].bucket
         axes[0][3].step(range(1, n), bucket[torch.arange(1, n).clamp(max=len(bucket) - 1)].tolist(), where="post")
         axes[0][3].set(title="t5: bucket of a distance", xscale="log", xlabel="distance", ylabel="bucket")

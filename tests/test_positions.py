@@ -215,12 +215,12 @@ def test_shaw_starts_as_nope_and_never_asks_for_a_row_it_has_not():
 
 
 def test_nezha_by_the_paper(make):
-    table = scheme("nezha", n_embd=64, n_head=8).table[0]
+    table = scheme("nezha", n_embd=64, n_head=8).relative(1000, 0)[0][0]
     assert len(table) == 65
     for distance in (0, 1, 17, 64):
         assert table[distance].tolist() == pytest.approx([f(distance * 10000 ** (-2 * k / 8)) for k in range(4) for f in (math.sin, math.cos)], abs=1e-6)
     model, x = make(pos="nezha", block_size=20), torch.randn(17, 32)
-    rows = model.pos.table[0].double()
+    rows = model.pos.relative(1000, 0)[0][0].double()
     want = layer_by_loops(model, x, lambda q, h, i, j: (q @ rows[min(i - j, 10)], rows[min(i - j, 10)]))
     assert len(rows) == 11 and (layer(model, x) - want).abs().max() < 1e-4
 
