@@ -113,11 +113,11 @@ def main():
     agree(parent, gpt, given)
     if cfg.plot and not getattr(parent.pos, "rotary_dim", 0):
         raise UserError(f"--plot draws the wavelengths that rope turns by, and this --pos={parent.config.pos} turns nothing: leave it out")
-    model = resumed(cfg, gpt, set())
+    options = cfg.method_options()
+    fit, model = fitted(cfg.method, options), resumed(cfg, gpt, set())
     if model:
         total = cfg.factor * (parent.config.stretch or {"factor": 1.0})["factor"]
-        options = cfg.method_options()
-        if fitted(cfg.method, options):
+        if fit:
             options["scale"] = (model.config.stretch or {"options": {}})["options"].get("scale")
         asked = {"parent": parent.folder.parent.name, "method": cfg.method, "factor": total, "options": options}
         has = {**(model.config.stretch or {}), "parent": Path(model.meta.get("parent", "")).parent.name}
@@ -128,10 +128,7 @@ def main():
         raise UserError(f"{cfg.out_dir} holds a run already: go on with it by --init_from=resume, or choose another --out_dir")
     else:
         model, pretraining = parent, parent.meta.get("pretraining_tokens") or parent.meta.get("tokens", 0)
-        options = cfg.method_options()
-        if fit := fitted(cfg.method, options):
-            options["scale"] = 1.0
-        model.stretch(cfg.method, cfg.factor, **options)
+        model.stretch(cfg.method, cfg.factor, **{**options, **({"scale": 1.0} if fit else {})})
         if cfg.max_iters and cfg.method in ATTEND:
             raise UserError(f"method {cfg.method!r} is for evaluation, not for training: give --max_iters=0")
         if cfg.pose and (model.pos.by_index or type(model.pos) is NoPE or cfg.method == "drope"):
@@ -154,8 +151,7 @@ def main():
               + (f"{spent / pretraining:.2%} of the {pretraining:,} of pretraining" if pretraining else "of an unknown number in pretraining"))
         if cfg.max_iters:
             share = data.Dataset(cfg.dataset, cfg.bos).share_of_long(model.config.block_size)
-            print(f"{share:.0%} of the training tokens lie in documents of at least {model.config.block_size} tokens" + ("" if share > 0.01 else
-                  ": there is next to nothing that long to learn from, so expect no gain from a longer context; prepare longer texts"))
+            print(f"{share:.0%} of the training tokens lie in documents of at least {model.config.block_size} tokens" + ": warning: there is nothing that long to learn from; prepare longer texts" * (share < 0.01))
         if "step" not in model.meta:
             report(model, cfg, "before")
     status = finish(model, cfg)

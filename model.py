@@ -110,7 +110,7 @@ class NoPE(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.divisor, self.score_scale, self.length = config, 1.0, 1.0, None  # divisor: of positions or distances
+        self.config, self.divisor, self.score_scale, self.length, self.clamped = config, 1.0, 1.0, None, False  # divisor: of positions or distances
 
     def embed(self, x, pos):
         """Add to the token embeddings x (B, T, C)."""
@@ -154,6 +154,7 @@ class NoPE(nn.Module):
         "dynamic-pi" by that of the text at hand, "scale" multiplies the scores by options["scale"], which extend.py fits."""
         self.check(method, options)
         self.divisor, self.score_scale, self.dynamic, self.length = factor if method == "pi" else 1.0, options.get("scale", 1.0), method.startswith("dynamic"), None
+        self.clamped = method == "clamp"
 
     def check(self, method, options):
         """Raise Refused unless stretch() takes them."""
@@ -270,8 +271,7 @@ class NEZHA(NoPE):
 class XL(NoPE):
     """Transformer-XL's terms (Dai et al. 2019): ((q + u) k + (q + v) W_R R) / sqrt(D), R the sinusoids [sin | cos] of the distance, (C,).
 
-    u and v (H, D) are shared by all layers, W_R (H D, C) is each layer's own. No distance is clipped: beyond the trained length its sinusoids are new,
-    unless method "clamp" makes all of those the farthest that was trained.
+    u and v (H, D) are shared by all layers, W_R (H D, C) is each layer's own. Beyond the trained length its sinusoids are new, unless "clamp" makes them the last.
     """
     by_index = True
     methods = {"none": (), "pi": (), "clamp": ()}
@@ -284,11 +284,6 @@ class XL(NoPE):
         self.u = nn.Parameter(torch.zeros(config.n_head, config.head_dim))
         self.v = nn.Parameter(torch.zeros(config.n_head, config.head_dim))
         self.project = nn.Parameter(torch.randn(config.n_layer, config.n_head * config.head_dim, config.n_embd) * (0.5 / math.sqrt(config.n_embd)))
-        self.clamped = False
-
-    def stretch(self, method, factor, **options):
-        super().stretch(method, factor, **options)
-        self.clamped = method == "clamp"
 
     def relative(self, n, layer):
         m = min(n, self.config.trained_length) if self.clamped else n
@@ -418,15 +413,12 @@ class Rope(NoPE):
     def prepare(self, length):
         return length if self.plan[0] in ATTEND else super().prepare(length)  # what attends in its own way keeps no rotated keys
 
-    def turn(self, x, pos):
-        return kernels.rope(x, x, *self.angles(pos))[0]
-
     def attend(self, q, k, v, pos, layer, cache, window=0, positions=None, docs=None, scale=None, **options):
         if self.plan[0] not in ATTEND:
             return super().attend(q, k, v, pos, layer, cache, window=window, positions=positions, docs=docs, scale=scale, **options)
         if window or docs is not None or pos.dim() > 1 or q.shape[2] != len(pos) or (pos != torch.arange(len(pos), device=pos.device)).any():
             raise Refused(f"method {self.plan[0]!r} reads one text from its start: leave out windows, documents and positions")
-        return ATTEND[self.plan[0]](q, k, v, self.turn, self.config.trained_length, self.plan[1], scale, **self.plan[2])
+        return ATTEND[self.plan[0]](q, k, v, lambda x, at: kernels.rope(x, x, *self.angles(at))[0], self.config.trained_length, self.plan[1], scale, **self.plan[2])
 
     def angles(self, pos):
         """cos and sin, float32 (T, R/2) or (B, T, R/2), of int64 positions."""
@@ -465,12 +457,9 @@ class Attention(nn.Module):
         v = self.v(x).view(B, T, c.n_kv_head, c.head_dim).transpose(1, 2)  # (B, Hk, T, D)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        seen = dict(window=self.window, sinks=c.sinks if self.window else 0)
-        if cache is not None:
-            docs, seen["positions"] = cache.docs, cache.pos if self.window and by_hand else None
-        elif self.window and by_hand:
-            seen["positions"] = pos
-        y = scheme.attend(q.transpose(1, 2), k.transpose(1, 2), v, pos, self.layer, cache, docs=docs, scale=c.attn_scale * scheme.score_scale / math.sqrt(c.head_dim), **seen)
+        held = pos if cache is None else cache.pos
+        y = scheme.attend(q.transpose(1, 2), k.transpose(1, 2), v, pos, self.layer, cache, window=self.window, sinks=c.sinks if self.window else 0, positions=held if self.window and by_hand else None,
+                          docs=docs if cache is None else cache.docs, scale=c.attn_scale * scheme.score_scale / math.sqrt(c.head_dim))
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 

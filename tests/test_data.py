@@ -53,6 +53,90 @@ def test_gpt2_tokenizer_carries_its_ranks(here):
     assert data.Dataset(here / "data" / "bpe", bos=True).bos == 50256
 
 
+def test_documents(tmp_path):
+    """Where they begin and end; those that are long enough; those that fill a window twice; which number each token has."""
+    stream = [9, *[1] * 5, 9, *[2] * 30, 9, 9, *[3] * 12, 9, *[4] * 11]
+    for name in ("train", "val"):
+        data.write_tokens(tmp_path / f"{name}.bin", stream, 10)
+    meta = {"tokenizer": None, "vocab_size": 10, "bos": 9, "bos_default": True}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    d = data.Dataset(tmp_path)
+    assert d.train.documents(9) == [[(1, 6), (7, 37), (39, 51), (52, 63)]] and d.train.documents(None) == [[(0, 63)]] and d.train.documents(7) == [[(0, 63)]]
+    assert [d.share_of_long(n) for n in (1, 12, 13, 31)] == pytest.approx([1.0, 42 / 58, 30 / 58, 0.0])
+    assert d.documents_of(np.array([[9, 1, 9, 9, 2]])) is None
+    d.select(12, min_doc=6, upsample=3, separate=True)
+    assert [sorted(set(t.tolist())) for t in d.train.tokens] == [[2]] * 3 + [[3]] * 3 + [[4]] and d.train.starts == [7, 7, 7, 39, 39, 39, 52]
+    assert d.documents_of(np.array([[9, 1, 9, 9, 2]])).tolist() == [[1, 1, 2, 3, 3]]
+    for number in range(20):  # windows stay inside a document
+        x, y, positions, docs = d.batch(number, 2, 12, 1)
+        assert (x[:, 0] == 9).all() and all(len(set(row)) == 1 for row in y.tolist()) and positions is None and (docs == 1).all()
+    with pytest.raises(UserError, match="--min_doc"):
+        d.select(12, min_doc=100)
+        d.train.require(12)
+    (tmp_path / "meta.json").write_text(json.dumps({**meta, "bos": None, "bos_default": False}))
+    for words in (dict(min_doc=3), dict(upsample=2), dict(separate=True)):
+        with pytest.raises(UserError, match="no <bos>"):
+            data.Dataset(tmp_path).select(12, **words)
+
+
+@pytest.mark.parametrize("bos", [None, 999])
+def test_skip_wise_windows(bos, tmp_path):
+    """PoSE by its definition, on a text whose tokens are their indices: two parts, the first of at most half; gaps in text and positions each within reach - length, and independent."""
+    data.write_tokens(tmp_path / "t.bin", np.arange(999), 1000)
+    split, seen = data.Split([tmp_path / "t.bin"], 1000, bos), []
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        start = seed % 2 * (999 - 20 - (bos is None) - seed % 3 * 30)  # near the end too
+        x, y, positions = split.skipped(0, start, 20, 80, rng)
+        assert len(x) == len(y) == len(positions) == 20 and positions[0] == 0
+        text = y if bos is not None else x
+        gaps, jumps = np.diff(text), np.diff(positions)
+        first = int(np.argmax(jumps > 1)) + 1 if (jumps > 1).any() else int(np.argmax(gaps > 1)) + 1 if (gaps > 1).any() else 1
+        assert text[0] == start and (np.delete(gaps, first - 1) == 1).all() and (np.delete(jumps, first - 1) == 1).all() and first <= 10
+        assert 0 <= jumps.sum() - 19 <= 60 and 0 <= gaps.sum() - 19 <= 60 and (bos is None or x[0] == bos) and np.array_equal(x[1:], y[:-1])
+        seen.append((first, jumps.sum() - 19, gaps.sum() - 19))
+    first, jump, skip = np.array(seen).T
+    assert {1, 10} <= set(first) and jump.max() > 55 and skip.max() > 50 and (jump != skip).mean() > 0.8
+
+
+def test_passkeys(here):
+    """Read back from the text: one key, at the depth asked for, of the length asked for, and the same digits at the end; or none; of bytes and characters."""
+    import re
+    for tokenizer in (data.Bytes(), data.Char("".join(sorted(set(data.FILLER + data.NEEDLE + "0123456789"))), bos=True)):
+        for length in (24, 25, 96, 301):
+            for depth in (0.0, 0.5, 1.0):
+                for bos in (None, tokenizer.bos):
+                    rng = np.random.default_rng(length)
+                    x, y = data.passkey(tokenizer, length, depth, rng, bos)
+                    assert len(x) == len(y) == length and np.array_equal(x[1:], y[:-1]) and x.base is not y.base
+                    text = tokenizer.decode([*x.tolist()[bos is not None:], y[-1]]).decode()
+                    (first, second) = re.finditer(r"key (\d{3})", text)
+                    assert first[1] == second[1] == tokenizer.decode(y[-3:].tolist()).decode() and second.end() == len(text)
+                    room = len(text) - len("key 123. key 123")
+                    assert first.start() == round(depth * room) and set(text.replace(first[0] + ". ", "", 1)[:-7]) <= set(data.FILLER)
+        x, y = data.passkey(tokenizer, 80, 0.5, np.random.default_rng(1), None, hidden=False)
+        assert len(re.findall("key", tokenizer.decode(x.tolist()).decode())) == 1 and len(x) == 80
+    with pytest.raises(UserError, match="too few"):
+        data.passkey(data.Bytes(), 10, 0.5, np.random.default_rng(1))
+    with pytest.raises(UserError, match="does not occur"):
+        data.passkey(data.Char("abc"), 80, 0.5, np.random.default_rng(1))
+
+
+def test_batches_with_passkeys(text_data):
+    """So many of the windows, only their digits scored, the same for any size of micro-batch; the other windows as without."""
+    d = data.Dataset(text_data)
+    x, y, *_ = d.batch(0, 200, 64, 7, passkeys=0.25)
+    plain, _ = d.train.batch(0, 200, 64, 7)
+    keys = (y >= 0).sum(1) == data.DIGITS
+    assert 30 <= keys.sum() <= 70 and np.array_equal(x[~keys], plain[~keys])
+    for row, target in zip(x[keys], y[keys]):
+        assert (np.diff(np.flatnonzero(target >= 0)) == 1).all() and b"key" in bytes(row[1:].tolist()) and 15 <= (target >= 0).argmax() < 64
+    halves = [d.batch(n, 100, 64, 7, passkeys=0.25) for n in (0, 1)]
+    assert np.array_equal(np.concatenate([h[0] for h in halves]), x) and not np.array_equal(d.batch(0, 200, 64, 8, passkeys=0.25)[0], x)
+    x, y, positions, _ = d.batch(0, 8, 64, 7, reach=256, passkeys=0.5)
+    assert positions.shape == (8, 64) and positions.max() < 256
+
+
 def test_a_bpe_of_its_own_making():
     """Any tiktoken encoding travels whole: pattern, ranks and special tokens."""
     import tiktoken

@@ -37,6 +37,63 @@ def test_every_target_of_the_span_is_scored_once(length, max_tokens, bos, make, 
     assert torch.allclose(nats, want, rtol=1e-4, atol=1e-3)
 
 
+def test_needles(make, text_data, tmp_path):
+    """A model that knows the answer finds all, one that guesses none; the same prompts for all models; refusals fill their cells; both maps are drawn."""
+    class Oracle(torch.nn.Module):
+        """Logits that point at what followed the first 'key '."""
+        def __init__(self, wrong=0):
+            super().__init__()
+            self.weight, self.wrong, self.seen = torch.nn.Parameter(torch.zeros(1)), wrong, []
+
+        def draw_positions(self, *_):
+            return None
+
+        def hidden(self, x, positions):
+            self.seen.append(x)
+            out = torch.zeros(*x.shape, 257)
+            for row, logits in zip(x, out):
+                text = bytes(t for t in row.tolist() if t < 256)
+                digits = text[text.index(b"key ") + 4:][:3]
+                for i, d in enumerate(digits):
+                    logits[len(row) - 3 + i, d + (i < self.wrong)] = 9.0
+            return out
+
+        def head(self, x):
+            return x
+
+    oracle = Oracle()
+    for length in (30, 64, 129):
+        for depth in (0.0, 0.4, 1.0):
+            found, nats = evaluate.find_needle(oracle, data.Bytes(), length, depth, 20, 3, 256)
+            assert found == 1.0 and nats < 0.1
+    assert evaluate.find_needle(Oracle(wrong=1), data.Bytes(), 64, 0.5, 20)[0] == 0.0  # one digit in three is not enough
+    again = Oracle()
+    evaluate.find_needle(again, data.Bytes(), 30, 0.0, 20, 3, 256)
+    assert torch.equal(again.seen[0], oracle.seen[0])
+    models = {name: make(pos=name, vocab_size=257) for name in ("rope", "learned")}
+    for model in models.values():
+        model.meta = {"tokenizer": data.Bytes().to_json(), "bos": 256}
+    cfg = evaluate.EvaluateConfig(task="needle", depths=3, trials=5, device="cpu", dtype="float32")
+    rows = evaluate.needles(models, cfg, (24, 60))
+    assert len(rows) == 2 * 2 * 4 and [("refused" in row) for row in rows if row["checkpoint"] == "learned"] == [False] * 4 + [True] * 4
+    assert all(row["accuracy"] == 0 and row["nll"] > 1 for row in rows if "refused" not in row) and json.dumps(rows) and {row["depth"] for row in rows} == {0, 0.5, 1, None}
+    text = evaluate.heatmaps(rows, (24, 60))
+    assert "no key" in text and "refused: learned at 60" in text and "0.50" in text
+    evaluate.wall(rows, (24, 60), str(tmp_path / "wall.png"), "note")
+    assert (tmp_path / "wall.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_scale_is_fitted(make, text_data):
+    """The best of 17 factors by the loss on training text, each as if the model had that attn_scale."""
+    model = make(pos="nope", vocab_size=257)
+    split = data.Dataset(text_data).train
+    best, losses = evaluate.fit_scale(model, split, 2000)
+    assert len(losses) == 17 and losses[best] == min(losses.values()) and 1.0 in losses and model.pos.score_scale == 1.0
+    model.config.attn_scale = 2 ** 0.5
+    nats, tokens = evaluate.loss_by_position(model, split, 24, 2000)
+    assert losses[2 ** 0.5] == pytest.approx(float(nats[18:].sum() / tokens[18:].sum()), rel=1e-6)
+
+
 def test_rows(tmp_path):
     nats, tokens = torch.arange(10, dtype=torch.float64), torch.tensor([1.0] * 9 + [0.0])
     rows = evaluate.rows_of("x", nats, tokens, ("chunked", "last-quarter", "position"))
