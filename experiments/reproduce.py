@@ -11,6 +11,7 @@ Four parts, each a table (and a picture) in results/reproduce.md, .json, .png an
 2. needles: passkeys found, by length and depth, the same prompts for all; models trained on passkey documents of up to the trained length alone.
 3. where the position is known (probe), and how far heads look.
 4. which method each scheme takes, by trying them all.
+What only a GPU has time for is in nope_tables.py, tasks.py, masked_lm.py and long_code.py, each with a --budget=gpu of its own.
 And the orderings that the literature predicts, each judged in every seed by itself, with a 95 % interval over windows (or prompts).
 """
 import sys

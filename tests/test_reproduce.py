@@ -101,3 +101,32 @@ def test_search_from_the_shell(call, run, text_data, tmp_path):
         done = call("experiments/search.py", *words)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert steps(rope)
+
+
+def test_tables_without_positions(run, text_data, tmp_path):
+    """Each length and size once, resumed from what is there, and refused with other settings."""
+    words = ["experiments/nope_tables.py", "--budget=try", f"--datasets={text_data}", "--pos=nope,alibi", f"--runs={tmp_path}/runs", f"--out_dir={tmp_path}", "--device=cpu", "--max_tokens=500"]
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "nope.json").read_text())["rows"]
+    assert sorted({(row["length"], row["width"]) for row in rows}) == [(8, 64), (16, 32), (16, 64)] and len(rows) == 6 and all(4 < row["loss"] < 6 for row in rows)
+    assert "By length" in (tmp_path / "nope.md").read_text()
+    again = run(*words, cwd=tmp_path)
+    assert again.returncode == 0 and "tokens/s" not in again.stdout and json.loads((tmp_path / "nope.json").read_text())["rows"] == rows
+    done = run(*words[:-1], "--max_tokens=600", cwd=tmp_path)
+    assert done.returncode == 2 and "--runs" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_long_code(run, text_data, tmp_path):
+    """Every method, factor and share; the share is of the pretraining tokens; going on trains nothing anew."""
+    words = ["experiments/long_code.py", "--budget=try", f"--dataset={text_data}", "--methods=none,yarn", "--factors=4", f"--runs={tmp_path}/runs", f"--out_dir={tmp_path}", "--device=cpu"]
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "long_code.json").read_text())["rows"]
+    assert [(row["method"], row["share"]) for row in rows] == [("untouched", 0), *((method, share) for method in ("none", "yarn") for share in (0, 0.001, 0.01, 0.1))]
+    assert rows[0]["loss"] == rows[1]["loss"] and set(rows[0]["loss"]) == {"16", "64"}
+    tuned = GPT.load(tmp_path / f"runs/try-{text_data.name}/yarn-4-0.1")
+    assert tuned.config.block_size == 64 and tuned.meta["step"] == 2 and tuned.meta["tokens"] * 10 == GPT.load(tmp_path / f"runs/try-{text_data.name}/base").meta["tokens"]
+    again = run(*words, cwd=tmp_path)
+    assert again.returncode == 0 and json.loads((tmp_path / "long_code.json").read_text())["rows"] == rows and "tokens/s" not in again.stdout
+    assert run(*words[:-1], "--methods=yarm", cwd=tmp_path).returncode == 2
