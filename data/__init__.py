@@ -199,7 +199,7 @@ class Split:
 
     def place(self, number, length, offset=0):
         """The file of a window, and where it starts there."""
-        ends = self.count(length, offset).cumsum()
+        ends = _ends(self, length, offset)
         file = int(np.searchsorted(ends, number, "right"))
         return file, offset + (number - (int(ends[file - 1]) if file else 0)) * length
 
@@ -239,6 +239,12 @@ class Split:
         """Micro-batch `number` of a training run: inputs and targets, int64 (batch_size, length)."""
         rows = [self.cut(*self.sample(number * batch_size + i, length, seed), length) for i in range(batch_size)]
         return tuple(np.stack(part) for part in zip(*rows))
+
+
+@functools.lru_cache(maxsize=8)
+def _ends(split, length, offset):
+    """Windows in all files up to each: (files,), of which there are as many as documents where those are selected."""
+    return split.count(length, offset).cumsum()
 
 
 @functools.lru_cache

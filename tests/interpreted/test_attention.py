@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import decode, flash, reference
+from kernels import decode, flash
 
 FACTORS = dict(
     T=(1, 17, 63, 64, 65, 130), cached=(0, 1, 37), heads=((1, 1), (3, 3), (6, 6), (12, 12), (4, 1)), D=(16, 40, 64, 80, 128), m=("1", "5", "T", "more"),
