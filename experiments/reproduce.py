@@ -328,7 +328,7 @@ def write(cfg, seeds, curves, natives, needles, probes, heads, lines, seconds):
         text += ["", f"### Gap closed at {far}", "", "| | " + " | ".join("zero-shot" if not u else f"{u} updates ({share(u):.1%})" for u in tune) + " |", "|---" * (len(tune) + 1) + "|"]
         text += [f"| {name} | " + " | ".join(spread(closed(name, u), 2) if str(u) in curves[0][name] else "–" for u in tune) + " |" for name in order]
         if plt := pyplot(out / "reproduce.png"):
-            figure, axes = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+            figure, axes = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")
             colours = [*plt.get_cmap("tab20").colors]
             for i, name in enumerate(order):
                 marks = dict(marker="os^D"[i % 4], markersize=4, color=colours[i % 20], label=name)
@@ -340,7 +340,7 @@ def write(cfg, seeds, curves, natives, needles, probes, heads, lines, seconds):
             axes[0].set_xticks(lengths, lengths)
             axes[0].minorticks_off()
             axes[1].set(xlabel="updates at the target", ylabel="gap closed", title=f"gap closed at {far}: 0 untouched, 1 trained there", ylim=(-0.25, 1.1))
-            axes[0].legend(fontsize=7, ncols=2)
+            figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right")
             for axis in axes:
                 axis.grid(alpha=0.3)
             figure.supxlabel(note, fontsize=7, color="gray")
