@@ -63,7 +63,7 @@ def one_sentence(done, *words):
     (["train.py", "--bos=maybe"], ["true or false"]),
     (["extend.py"], ["run folder"]),
     (["extend.py", "out/never-made"], ["does not exist"]),
-    (["extend.py", "RUN", "--method=yarm"], ["none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-ntk, dynamic-yarn"]),
+    (["extend.py", "RUN", "--method=yarm"], ["none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-pi, dynamic-ntk, dynamic-yarn, ntk-frozen"]),
     (["extend.py", "RUN", "--factor=0.5"], ["at least 1"]),
     (["extend.py", "RUN", "--options=beta"], ["NAME=VALUE"]),
     (["extend.py", "RUN", "--options=beta=1"], ["beta_fast"]),
