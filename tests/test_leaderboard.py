@@ -11,6 +11,12 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import leaderboard  # noqa: E402
 from config import UserError  # noqa: E402
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Scripts on models this small are slower on two."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 OWN = '''
 import torch
 from model import NoPE

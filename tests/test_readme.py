@@ -35,7 +35,7 @@ def test_the_scheme_in_the_readme(monkeypatch, tmp_path):
 
 def test_files_and_presets_exist():
     for name in re.findall(r"`((?:config|data|kernels|tests|results)/[\w./-]*|\w+\.(?:py|txt|toml))`", README):
-        assert (ROOT / name).exists() or (ROOT / "config" / name).exists(), name
+        assert any((ROOT / folder / name).exists() for folder in (".", "config", "experiments")), name
     for image in re.findall(r"!\[.*?\]\((.*?)\)", README):
         assert (ROOT / image).read_bytes()[:4] == b"\x89PNG"
     for scheme in room.POSITIONS:

@@ -14,6 +14,12 @@ from experiments import reproduce, search
 from model import GPT, STRETCH
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Scripts on models this small are slower on two."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def test_the_smallest_budget(run, text_data, tmp_path):
     """All parts from the shell; the same command again measures nothing anew; a part by itself."""
     words = ["experiments/reproduce.py", "--budget=try", f"--dataset={text_data}", f"--runs={tmp_path}/runs", "--device=cpu", f"--out_dir={tmp_path}/results"]

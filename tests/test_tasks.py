@@ -54,6 +54,12 @@ SOLVERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Scripts on models this small are slower on two."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_against_a_solver(task, rng):
     function, trained, tested, tokens = TASKS[task]
