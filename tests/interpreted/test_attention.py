@@ -140,7 +140,7 @@ def test_against_float64(case, rng):
 def test_fuzz(rng):
     """Cases drawn at random from the full product."""
     random.seed(int(rng.integers(1 << 30)))
-    for _ in range(300):
+    for _ in range(100):
         case = {name: random.choice(values) for name, values in FACTORS.items()} | {"T": random.randint(1, 140), "D": random.randint(1, 130)}
         print(case)
         check(case)
