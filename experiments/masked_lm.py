@@ -1,6 +1,6 @@
 """Masked language modelling: what the schemes are worth when attention is not causal (Haviv et al. 2022).
 
-    python experiments/masked_lm.py                           four schemes, three seeds, causal and masked: 24 runs, each 3 to 4 minutes of one core
+    python experiments/masked_lm.py                           four schemes, three seeds, causal and masked: 24 runs of some minutes each (not timed whole)
     python experiments/masked_lm.py --pos=nope,rope           only some; any scheme of model.py
     python experiments/masked_lm.py --budget=gpu              a larger model on longer text
 

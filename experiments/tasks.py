@@ -1,6 +1,6 @@
 """Length generalisation: small algorithmic tasks, trained on short samples and tested on longer ones (after Kazemnejad et al. 2023).
 
-    python experiments/tasks.py                                            seven tasks, five schemes, three seeds: 105 runs, each 3 to 5 minutes of one core
+    python experiments/tasks.py                                            seven tasks, five schemes, three seeds: 105 runs of some minutes each (not timed whole)
     python experiments/tasks.py --pos=nope,rope --tasks=copy,reverse       only some
     python experiments/tasks.py --budget=gpu                               a wider model, four times the batch, four times as long
 
