@@ -64,7 +64,9 @@ def one_thread(monkeypatch):
 def test_every_task_against_a_solver(task, rng):
     function, trained, tested, tokens = TASKS[task]
     drawn, longest = random.Random(int(rng.integers(1 << 30))), 0
-    for n in [*range(1, tested + 1), *[tested] * 400 * (task == "span")]:
+    for n in [*range(1, tested + 1), tested]:
+        if task == "span" and longest:  # the last time round: markers around all digits, which chance would seldom draw
+            drawn.sample = lambda population, k: [population[0], population[-1]]
         for _ in range(5):
             x, y = function(drawn, n)
             assert len(x) + len(y) <= tokens(n)
