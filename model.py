@@ -1,4 +1,4 @@
-"""nanoLong's GPT: the position schemes and a Llama-shaped transformer, in the order of the data flow. How RoPE is stretched: stretch.py.
+"""nanoLong's GPT: the position schemes and a Llama-shaped transformer, in the order of the data flow. How RoPE is stretched: stretch.py; how tokens are drawn: generate.py.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(pos="rope", vocab_size=257))
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import checkpoint
 import kernels
 from checkpoint import Refused
+from generate import Cache, generate  # noqa: F401: from model import Cache
 from stretch import ATTEND, STRETCH
 
 
@@ -47,6 +48,10 @@ class GPTConfig:
     attn_scale: float = 1.0     # multiplies the 1 / sqrt(head_dim) of the scores
     random_positions: int = 0   # learned, sinusoidal, rope: a window's positions are drawn, in order, from so many; 0: they are 0, 1, 2, ...
     vocab_size: int = 257       # internal: given by the data
+    norm_eps: float = 1e-5      # internal: of imported checkpoints (hf.py)
+    mlp_width: int = 0          # internal: of the hidden layer; 0: 8/3 of n_embd, rounded up to a multiple of 32
+    qkv_bias: bool = False      # internal: queries, keys and values have a bias
+    family: str = ""            # internal: "gpt2" is the subclass in hf.py
     stretch: dict | None = None  # internal: method, factor, options and trained_length, as GPT.stretch() wrote them
     nope_layers: list | None = None    # internal: the blocks without a scheme, by default what nope_every says
     window_layers: list | None = None  # internal: the blocks with the window, by default those with a scheme
@@ -68,8 +73,8 @@ class GPTConfig:
             raise Refused(f"dropout={self.dropout} is not a share: choose 0 <= dropout < 1")
         if self.window < 0 or self.sinks < 0 or (self.sinks and not self.window):
             raise Refused("window and sinks count tokens, and sinks need a window: give --window=N (0 sees everything) before --sinks=N")
-        if not 0 < self.attn_scale < math.inf:
-            raise Refused(f"attn_scale={self.attn_scale} must be a number above 0")
+        if not (0 < self.attn_scale < math.inf and 0 < self.norm_eps < 1 and 0 <= self.mlp_width <= 1 << 24):
+            raise Refused(f"attn_scale={self.attn_scale}, norm_eps={self.norm_eps} and mlp_width={self.mlp_width} must be numbers above 0")
         scheme = POSITIONS[self.pos]
         outside = all(getattr(scheme, place) is getattr(NoPE, place) for place in ("rotate", "bias", "relative"))
         if self.nope_every and (outside or not 2 <= self.nope_every <= self.n_layer):
@@ -443,12 +448,12 @@ class Attention(nn.Module):
         super().__init__()
         H, Hk, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
         self.config, self.layer, self.window = config, layer, config.window if layer in config.window_layers else 0
-        self.q = nn.Linear(C, H * D, bias=False)
-        self.k = nn.Linear(C, Hk * D, bias=False)
-        self.v = nn.Linear(C, Hk * D, bias=False)
+        self.q = nn.Linear(C, H * D, bias=config.qkv_bias)
+        self.k = nn.Linear(C, Hk * D, bias=config.qkv_bias)
+        self.v = nn.Linear(C, Hk * D, bias=config.qkv_bias)
         self.o = nn.Linear(H * D, C, bias=False)
         if config.qk_norm:
-            self.q_norm, self.k_norm = nn.RMSNorm(D, 1e-5), nn.RMSNorm(D, 1e-5)
+            self.q_norm, self.k_norm = nn.RMSNorm(D, config.norm_eps), nn.RMSNorm(D, config.norm_eps)
 
     def forward(self, x, scheme, pos, docs, cache, by_hand=False):
         c, (B, T, _) = self.config, x.shape
@@ -464,11 +469,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020): three matrices, 8/3 of the model's width rounded up to a multiple of 32 between them."""
+    """SwiGLU (Shazeer 2020): three matrices, with config.mlp_width channels between them."""
 
     def __init__(self, config):
         super().__init__()
-        hidden = -(-8 * config.n_embd // (3 * 32)) * 32
+        hidden = config.mlp_width or -(-8 * config.n_embd // (3 * 32)) * 32
         self.gate = nn.Linear(config.n_embd, hidden, bias=False)
         self.up = nn.Linear(config.n_embd, hidden, bias=False)
         self.down = nn.Linear(hidden, config.n_embd, bias=False)
@@ -480,45 +485,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(config.n_embd, 1e-5), Attention(config, layer)
-        self.mlp_norm, self.mlp = nn.RMSNorm(config.n_embd, 1e-5), MLP(config)
+        self.attention_norm, self.attention = nn.RMSNorm(config.n_embd, config.norm_eps), Attention(config, layer)
+        self.mlp_norm, self.mlp = nn.RMSNorm(config.n_embd, config.norm_eps), MLP(config)
         self.dropout = config.dropout
 
     def forward(self, x, *rest):  # rest: what Attention.forward takes
         x = x + F.dropout(self.attention(self.attention_norm(x), *rest), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
-
-
-class Cache:
-    """Keys and values of the tokens read so far, (B, Hk, length, D) per layer, with those tokens and their positions; room doubles when it runs out."""
-
-    def __init__(self):
-        self.length, self.scale, self.tokens, self.pos, self.docs, self.k, self.v, self.by_hand = 0, None, None, None, None, {}, {}, False
-
-    def extend(self, tokens, pos, docs, scale):
-        """Note tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None that are about to be read, under scheme.prepare()'s scale.
-
-        Returns what to read: these, or, where the scale has changed, everything again: deeper keys and values came of the older scale.
-        """
-        if self.length and (docs is None) != (self.docs is None):
-            raise Refused("give docs with every call of a cached reading, or with none")
-        self.length += tokens.shape[1]
-        self.tokens, self.pos, self.docs = whole = [new if old is None else torch.cat((old, new), -1) for old, new in ((self.tokens, tokens), (self.pos, pos), (self.docs, docs))]
-        if scale != self.scale:
-            self.scale, self.k, self.v = scale, {}, {}
-            return whole
-        return tokens, pos, docs
-
-    def append(self, layer, k, v):
-        start, end = self.length - k.shape[2], self.length
-        for store, new in ((self.k, k), (self.v, v)):
-            if layer not in store or store[layer].shape[2] < end:
-                room = new.new_empty(*new.shape[:2], max(end, 2 * start), new.shape[3])
-                if layer in store:
-                    room[:, :, :start] = store[layer][:, :, :start]
-                store[layer] = room
-            store[layer][:, :, start:end] = new
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
 
 class GPT(nn.Module):
@@ -527,7 +500,7 @@ class GPT(nn.Module):
         self.config, self.meta = config, {}
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = nn.RMSNorm(config.n_embd, 1e-5)
+        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
@@ -546,6 +519,8 @@ class GPT(nn.Module):
                     p.normal_(0, 0.02)
                 elif kind.endswith("norm"):
                     p.fill_(1)
+                elif name.endswith("bias"):
+                    p.zero_()
                 elif kind in ("q", "k", "v", "gate", "up"):
                     p.normal_(0, 0.5 / math.sqrt(p.shape[1]))
                 elif kind in ("o", "down"):
@@ -604,33 +579,12 @@ class GPT(nn.Module):
         noise = torch.rand(rows, max(length, self.config.random_positions), generator=torch.Generator().manual_seed(seed))
         return noise.topk(length).indices.sort().values.to(self.embed.weight.device)
 
-    @torch.no_grad()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         """Continue tokens (B, T), T >= 1: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
 
         temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass.
         """
-        if tokens.shape[1] < 1:
-            raise Refused("generate() needs at least one token to go on from")
-        total, reach = tokens.shape[1] + max_new_tokens - 1, self.config.reach  # the last token is not read
-        if self.pos.bounded and total > reach:
-            raise Refused(f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones are more than the {reach} that --pos={self.config.pos} can hold: "
-                          f"ask for at most --max_new_tokens={max(0, reach + 1 - tokens.shape[1])}, or shorten the prompt")
-        cache, drawn = Cache(), self.draw_positions(1, total, 0) if max_new_tokens else None
-        for _ in range(max_new_tokens):
-            positions = None if drawn is None else drawn[0, cache.length:cache.length + tokens.shape[1]]
-            logits = self.head(self.hidden(tokens, positions, cache=cache)[:, -1]).float()  # (B, V)
-            if temperature < 1e-5:
-                tokens = logits.argmax(-1, keepdim=True)
-            else:
-                logits, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
-                mass = logits.softmax(-1).cumsum(-1) - logits.softmax(-1)  # of the likelier tokens
-                drop = mass >= top_p if top_p < 1 else torch.zeros_like(mass, dtype=torch.bool)
-                drop[:, top_k or logits.shape[-1]:] = True
-                drop[:, 0] = False
-                choice = torch.multinomial(logits.masked_fill(drop, float("-inf")).softmax(-1), 1, generator=generator)
-                tokens = order.gather(1, choice)
-            yield tokens
+        return generate(self, tokens, max_new_tokens, temperature, top_k, top_p, generator)
 
     def stretch(self, method, factor, **options):
         """Make the model ready for factor times its length, in place; a second stretch replaces the method and multiplies the factors,
@@ -673,6 +627,9 @@ class GPT(nn.Module):
             raise Refused(f"{folder / 'meta.json'} has settings that this version does not know: {', '.join(unknown)}")
         try:
             config = GPTConfig(**settings)
+            if config.family:  # an imported checkpoint of another shape: a subclass
+                from hf import FAMILIES
+                cls = FAMILIES[config.family]
             with torch.device("meta"):
                 shapes = {name: tuple(p.shape) for name, p in cls(config).named_parameters()}
         except (TypeError, KeyError, AttributeError) as error:
