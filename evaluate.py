@@ -115,7 +115,9 @@ def measure(models, cfg, lengths):
     """The rows of every checkpoint (name -> GPT, on its device), length and protocol; a cell that cannot be has "refused" with the reason."""
     rows, splits = [], {}
     for name, model in models.items():
-        dataset, bos = cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None
+        dataset, bos = cfg.dataset or model.meta.get("dataset"), model.meta.get("bos") is not None
+        if not dataset:
+            raise UserError(f"{name} does not say what it was trained on: give --dataset, prepared with its own tokenizer by python data/prepare.py FILE --tokenizer=RUN --name=NAME")
         if (dataset, bos) not in splits:
             splits[dataset, bos] = data.Dataset(dataset, bos)
         if splits[dataset, bos].vocab_size != model.config.vocab_size:

@@ -4,7 +4,7 @@
     from model import STRETCH
     inv_freq, attention_factor = STRETCH["yarn"](10000.0, 64, 1024, 4.0)
 
-At factor 1 each is plain RoPE, to the bit, but for drope, which takes RoPE away. A method with an option `length`, the tokens of the whole text at hand,
+At factor 1 each is plain RoPE, to the bit, but for drope, which takes RoPE away, and for longrope with a table. A method with an option `length`, the tokens of the whole text at hand,
 is dynamic: the model gives it at every forward pass. What the other schemes have to stretch is in their classes, in model.py.
 """
 import math
@@ -112,12 +112,12 @@ def stretch_ntk_lceg(base, rotary_dim, trained_context, factor, multiplier=None,
 
 def stretch_longrope(base, rotary_dim, trained_context, factor, long_factor=None, short_factor=None, attention_factor=None, length=None):
     """LongRoPE (Ding et al. 2024) from a table: pair k's frequency divided by long_factor[k] for texts longer than trained_context, by short_factor[k], where there is
-    one, for others; cos and sin multiplied by sqrt(1 + ln factor / ln trained_context). Searched for by experiments/search.py; any static table can be written so."""
+    one, for others, whatever the factor; cos and sin multiplied by sqrt(1 + ln factor / ln trained_context). Searched for by experiments/search.py; any static table can be written so."""
     inv_freq, _ = stretch_none(base, rotary_dim, trained_context, factor)
     for name, table in (("long_factor", long_factor), ("short_factor", short_factor)):
         if table is not None and not (isinstance(table, list) and len(table) == len(inv_freq) and all(isinstance(x, (int, float)) and 0 < x < math.inf for x in table)):
             raise Refused(f"{name} must be a list of {len(inv_freq)} numbers above 0, one for each rotated pair")
-    if factor == 1:
+    if long_factor is None and factor == 1:
         return inv_freq, 1.0
     if long_factor is None:
         raise Refused(f"method 'longrope' applies a table: give --options=FILE.json, where FILE.json holds {{\"long_factor\": [...]}} with {len(inv_freq)} numbers, as experiments/search.py writes it")

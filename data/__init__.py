@@ -9,6 +9,8 @@ import codecs
 import functools
 import hashlib
 import json
+import re
+import unicodedata
 import zlib
 from pathlib import Path
 
@@ -21,12 +23,12 @@ HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # mag
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers. Each has encode(text) -> list of ids, decode(ids) -> bytes, vocab_size, bos (an id or None), lengths (bytes per id),
-# and to_json(); from_json() makes it again from a checkpoint's meta.json, with nothing else at hand.
+# Tokenizers. Each has encode(text) -> list of ids, decode(ids) -> bytes, vocab_size, bos (an id or None), eos (where it is another), lengths
+# (bytes per id), and to_json(); from_json() makes it again from a checkpoint's meta.json, with nothing else at hand.
 
 class Bytes:
     """UTF-8 bytes, and one <bos>."""
-    vocab_size, bos = 257, 256
+    vocab_size, bos, eos = 257, 256, None
     lengths = np.array([1] * 256 + [0])
 
     def encode(self, text):
@@ -41,6 +43,7 @@ class Bytes:
 
 class Char:
     """The characters of a text, sorted, as in nanoGPT's shakespeare_char; with bos, one more id that starts a document."""
+    eos = None
 
     def __init__(self, characters, bos=False):
         self.characters, self.index = characters, {c: i for i, c in enumerate(characters)}
@@ -62,11 +65,14 @@ class Char:
 
 
 class BPE:
-    """A tiktoken encoding. Text that looks like a special token is encoded as ordinary text."""
+    """A tiktoken encoding. Text that looks like a special token is encoded as ordinary text.
 
-    def __init__(self, encoding, bos=None):
-        self.encoding, self.vocab_size = encoding, encoding.n_vocab
-        self.bos = encoding.eot_token if bos is None else bos
+    bos, eos: what starts, and where it is another, ends a document; vocab_size: the model's, where it is padded; nfc: text is composed (Unicode NFC) before it is encoded.
+    """
+
+    def __init__(self, encoding, bos=None, eos=None, vocab_size=None, nfc=False):
+        self.encoding, self.vocab_size, self.eos, self.nfc = encoding, vocab_size or encoding.n_vocab, eos, nfc
+        self.bos = encoding._special_tokens.get("<|endoftext|>") if bos is None else bos
         tokens = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         self.lengths = np.array([len(tokens.get(i, b"")) for i in range(self.vocab_size)])
 
@@ -82,7 +88,7 @@ class BPE:
                             f"tiktoken.get_encoding('{name}')\" with TIKTOKEN_CACHE_DIR=DIR), copy DIR here and set TIKTOKEN_CACHE_DIR to it") from None
 
     def encode(self, text):
-        return self.encoding.encode_ordinary(text)
+        return self.encoding.encode_ordinary(unicodedata.normalize("NFC", text) if self.nfc else text)
 
     def decode(self, ids):
         return b"".join(self.encoding.decode_single_token_bytes(i) for i in ids if i != self.bos and self.lengths[i])
@@ -91,8 +97,40 @@ class BPE:
         e = self.encoding
         ranks = sorted(e._mergeable_ranks.items(), key=lambda item: item[1])
         packed = b"".join(len(token).to_bytes(2, "little") + rank.to_bytes(4, "little") + token for token, rank in ranks)
-        return {"kind": "bpe", "name": e.name, "pattern": e._pat_str, "special": e._special_tokens, "bos": self.bos,
+        more = {"eos": self.eos, "vocab_size": self.vocab_size, "nfc": self.nfc} if (self.eos, self.vocab_size, self.nfc) != (None, e.n_vocab, False) else {}
+        return {"kind": "bpe", "name": e.name, "pattern": e._pat_str, "special": e._special_tokens, "bos": self.bos, **more,
                 "ranks": base64.b64encode(zlib.compress(packed, 9)).decode()}
+
+
+class Packaged:
+    """An imported tokenizer.json that is no byte-level BPE (sentencepiece's, say): the optional tokenizers package encodes. Arguments as of BPE."""
+
+    def __init__(self, text, bos, eos, vocab_size):
+        self.text, self.bos, self.eos, self.vocab_size = text, bos, eos, vocab_size
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise UserError("this vocabulary is no byte-level BPE, and reading it needs a package: pip install tokenizers (token ids work without)") from None
+        try:
+            self.tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # the package raises Exception itself
+            raise UserError(f"the tokenizer in meta.json is damaged ({error}): import the checkpoint again") from None
+        special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.pieces = [b"" if i in special else self._piece(self.tokenizer.id_to_token(i) or "") for i in range(vocab_size)]
+        self.lengths = np.array([len(piece) for piece in self.pieces])
+
+    @staticmethod
+    def _piece(token):
+        return bytes([int(token[3:5], 16)]) if re.fullmatch(r"<0x[0-9A-F]{2}>", token) else token.replace("\u2581", " ").encode()
+
+    def encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return b"".join(self.pieces[i] for i in ids)
+
+    def to_json(self):
+        return {"kind": "packaged", "bos": self.bos, "eos": self.eos, "vocab_size": self.vocab_size, "tokenizer": base64.b64encode(zlib.compress(self.text.encode(), 9)).decode()}
 
 
 def from_json(spec):
@@ -111,7 +149,10 @@ def from_json(spec):
                 n, rank = int.from_bytes(packed[at:at + 2], "little"), int.from_bytes(packed[at + 2:at + 6], "little")
                 ranks[packed[at + 6:at + 6 + n]] = rank
                 at += 6 + n
-            return BPE(tiktoken.Encoding(spec["name"], pat_str=spec["pattern"], mergeable_ranks=ranks, special_tokens=spec["special"]), spec["bos"])
+            return BPE(tiktoken.Encoding(spec["name"], pat_str=spec["pattern"], mergeable_ranks=ranks, special_tokens=spec["special"]), spec["bos"],
+                       *(spec.get(key) for key in ("eos", "vocab_size", "nfc")))
+        if spec["kind"] == "packaged":
+            return Packaged(zlib.decompress(base64.b64decode(spec["tokenizer"])).decode(), spec["bos"], spec["eos"], spec["vocab_size"])
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         raise UserError(f"the tokenizer in meta.json is damaged ({type(error).__name__}: {error}): prepare the dataset again, or use another checkpoint") from None
     raise UserError(f"this version knows no tokenizer of kind {spec['kind']!r}: use the one that wrote it")

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import config
 import data
+from checkpoint import Refused, checkpoint_folder, read_meta
 from config import UserError
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -37,7 +38,7 @@ FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 class PrepareConfig:
     dataset: str = ""          # a dataset to make from nothing: python, shakespeare or fineweb10B
     name: str = ""             # data/NAME is written; by default the dataset's or the file's name
-    tokenizer: str = "bytes"   # bytes, char, or a tiktoken encoding such as gpt2
+    tokenizer: str = "bytes"   # bytes, char, a tiktoken encoding such as gpt2, or a run folder whose model's tokenizer it is to be
     val_fraction: float = 0.1  # share of the text that is validation
     raw: bool = False          # write nanoGPT's header-less uint16 instead of shards with a header
     shards: int = 10           # fineweb10B: training shards to download, of 100M tokens and 200 MB each
@@ -123,6 +124,11 @@ def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, b
         tokenizer = data.Bytes()
     elif tokenizer == "char":
         tokenizer = data.Char("".join(sorted(set().union(*texts.values()))), bos=len(texts) > 1)
+    elif os.sep in tokenizer or Path(tokenizer).is_dir():
+        found = read_meta(checkpoint_folder(tokenizer)).get("tokenizer")
+        if found is None:
+            raise UserError(f"the model in {tokenizer} works on token ids and has no tokenizer: prepare its token files with your own program, or choose another --tokenizer")
+        tokenizer = data.from_json(found)
     else:
         tokenizer = data.BPE.named(tokenizer)
     tmp = data.HERE / f".tmp-{name}-{os.getpid()}"
@@ -179,4 +185,4 @@ def main():
 
 
 if __name__ == "__main__":
-    config.main(main)
+    config.main(main, Refused)
