@@ -164,8 +164,8 @@ def read_config(folder):
     values = read_json(file)
     kind = values.get("model_type")
     if kind not in DEFAULTS:
-        raise UserError(f"{folder} is a {kind} model, which {WHY_NOT[kind]}" if isinstance(kind, str) and kind in WHY_NOT else f"{folder} is of model_type {kind!r}"
-                        + f", and this model does not: what can be imported is {', '.join(DEFAULTS)}" if kind in WHY_NOT else f"{folder} is of model_type {kind!r}, and what can be imported is {', '.join(DEFAULTS)}")
+        what = f"{folder} is a {kind} model, which {WHY_NOT[kind]}" if isinstance(kind, str) and kind in WHY_NOT else f"{folder} is of model_type {kind!r}, which is not known here"
+        raise UserError(f"{what}: what can be imported is {', '.join(DEFAULTS)}")
     hf = Fields(file, values, DEFAULTS[kind])
     if values.get("quantization_config"):
         raise UserError(f"{folder} is quantised, and weights are read in float32, float16 or bfloat16: fetch the checkpoint that it was made from")
@@ -414,9 +414,12 @@ def weights_of(model, order):
     for i in range(c.n_layer):
         scheme = model.nope if i in c.nope_layers else model.pos
         factor = c.attn_scale * scheme.score_scale * (scheme.attention_factor**2 if getattr(scheme, "plan", ("",))[0] == "drope" else 1.0)
-        inside = ["q_norm.weight"] if c.qk_norm else ["q.weight", *(["q.bias"] if c.qkv_bias else [])]
-        for name in inside if factor != 1 else ():
-            params[f"blocks.{i}.attention.{name}"] = params[f"blocks.{i}.attention.{name}"] * factor
+        factors = torch.full((D,), float(factor))
+        if order is not None and i not in c.nope_layers:
+            factors[scheme.rotary_dim:] /= scheme.attention_factor**2  # there it multiplies the channels too that are not rotated
+        for name in () if (factors == 1).all() else ["q_norm.weight"] if c.qk_norm else ["q.weight", *(["q.bias"] if c.qkv_bias else [])]:
+            p = params[f"blocks.{i}.attention.{name}"].unflatten(0, (-1, D))
+            params[f"blocks.{i}.attention.{name}"] = (p * factors.view(-1, *[1] * (p.dim() - 2))).flatten(0, 1)
         for name in () if order is None or i in c.nope_layers else ("q.weight", "k.weight", "q.bias", "k.bias", "q_norm.weight", "k_norm.weight"):
             if (p := params.get(f"blocks.{i}.attention.{name}")) is not None:
                 params[f"blocks.{i}.attention.{name}"] = p.unflatten(0, (-1, D))[:, order].flatten(0, 1)
