@@ -115,9 +115,7 @@ def measure(models, cfg, lengths):
     """The rows of every checkpoint (name -> GPT, on its device), length and protocol; a cell that cannot be has "refused" with the reason."""
     rows, splits = [], {}
     for name, model in models.items():
-        dataset, bos = cfg.dataset or model.meta.get("dataset"), model.meta.get("bos") is not None
-        if not dataset:
-            raise UserError(f"{name} does not say what it was trained on: give --dataset, prepared with its own tokenizer by python data/prepare.py FILE --tokenizer=RUN --name=NAME")
+        dataset, bos = cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None
         if (dataset, bos) not in splits:
             splits[dataset, bos] = data.Dataset(dataset, bos)
         if splits[dataset, bos].vocab_size != model.config.vocab_size:
@@ -375,7 +373,7 @@ def main():
     models = {name: GPT.load(folder, cfg.best).to(device) for name, folder in folders.items()}
     for name, model in models.items():
         if cfg.task == "loss" and "dataset" not in model.meta and not cfg.dataset:
-            raise UserError(f"{name} does not say on which text it was trained: give --dataset")
+            raise UserError(f"{name} does not say on which text it was trained: give --dataset (of an imported checkpoint: prepared by python data/prepare.py FILE --tokenizer={model.folder.parent} --name=NAME)")
     shortest = min(model.config.trained_length for model in models.values())
     lengths = cfg.lengths or tuple(shortest * factor for factor in ((1, 2, 4, 8) if cfg.task == "loss" else (1, 2, 3, 4)))
     rows = (measure if cfg.task == "loss" else needles)(models, cfg, lengths)

@@ -273,12 +273,12 @@ def test_without_triton(run, trained, text_data, tmp_path):
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("script", ["train.py", "extend.py", "evaluate.py", "sample.py", "data/prepare.py", "experiments/leaderboard.py"])
+@pytest.mark.parametrize("script", ["train.py", "extend.py", "evaluate.py", "sample.py", "data/prepare.py", "hf.py", "experiments/leaderboard.py"])
 def test_help_lists_every_setting_with_its_line(script, call):
     done = call(script, "--help")
     assert done.returncode == 0 and not done.stderr
     classes = {"train.py": (GPTConfig, train.TrainConfig), "extend.py": (extend.ExtendConfig,), "evaluate.py": (evaluate.EvaluateConfig,), "sample.py": (sample.SampleConfig,),
-               "data/prepare.py": (prepare.PrepareConfig,), "experiments/leaderboard.py": ()}[script]
+               "data/prepare.py": (prepare.PrepareConfig,), "hf.py": (__import__("hf").HFConfig,), "experiments/leaderboard.py": ()}[script]
     for cls in classes:
         for name in cls.__dataclass_fields__:
             if name not in INTERNAL:
@@ -309,7 +309,7 @@ def test_a_python_too_old_is_told_so():
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.version_info = (3, 9, 18); import config"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and "3.11" in done.stderr and "3.9" in done.stderr and len(done.stderr.splitlines()) == 1
-    for script in ("train.py", "extend.py", "evaluate.py", "sample.py"):
+    for script in ("train.py", "extend.py", "evaluate.py", "sample.py", "hf.py"):
         first = next(node for node in ast.parse((ROOT / script).read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom)))
         assert first.names[0].name == "config", script
 
@@ -326,7 +326,7 @@ def test_who_imports_whom():
     """extend -> train, evaluate -> model -> kernels; train, evaluate, sample -> data, config; and never the other way."""
     allowed = {"kernels/__init__.py": {"kernels"}, "kernels/reference.py": set(), "kernels/rotary.py": set(), "kernels/flash.py": set(), "kernels/decode.py": set(), "checkpoint.py": set(), "stretch.py": {"kernels", "checkpoint"}, "generate.py": {"checkpoint"}, "model.py": {"kernels", "checkpoint", "generate", "stretch", "hf"}, "config/__init__.py": set(), "data/__init__.py": {"config"}, "data/prepare.py": {"config", "data", "checkpoint"},
                "optim.py": set(), "train.py": {"config", "data", "checkpoint", "model", "optim"}, "evaluate.py": {"config", "data", "model"}, "sample.py": {"config", "data", "model"},
-               "extend.py": {"config", "data", "checkpoint", "model", "train", "evaluate"}}
+               "extend.py": {"config", "data", "checkpoint", "model", "train", "evaluate"}, "data/tokenizer_json.py": {"config", "data"}, "hf.py": {"config", "data", "checkpoint", "model"}}
     ours = {"kernels", "checkpoint", "stretch", "generate", "optim", "model", "config", "data", "train", "evaluate", "sample", "extend", "hf", "experiments"}
     for file, may in allowed.items():
         tree = ast.parse((ROOT / file).read_text())
