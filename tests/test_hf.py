@@ -72,9 +72,11 @@ def checkpoint(folder, dtype=torch.float32, name="model.safetensors", **more):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     with torch.device("meta"):
-        model = GPT(hf.read_config(folder))
+        found = hf.read_config(folder)
+        model = hf.FAMILIES.get(found.family, GPT)(found)
     shapes = {p: q.shape for p, q in model.named_parameters()}
-    tensors = {theirs: torch.randn(sum(shapes[o][0] for o in ours), *shapes[ours[0]][1:]).to(dtype) * 0.1 for theirs, (ours, _) in hf.layout(model.config).items()}
+    tensors = {theirs: torch.randn(sum(shapes[o][0] for o in ours), *shapes[ours[0]][1:]).to(dtype) * 0.1 for theirs, (ours, _) in hf.layout(found).items()}
+    tensors = {theirs: tensor.t().contiguous() if hf.layout(found)[theirs][1] else tensor for theirs, tensor in tensors.items()}
     if name:
         save_file(tensors, folder / name)
     return tensors
