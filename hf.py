@@ -321,7 +321,8 @@ def import_checkpoint(source, target):
           + (f"; window {gpt.window} in {len(gpt.window_layers)} of {gpt.n_layer} layers" if gpt.window else "") + (f"; {len(gpt.nope_layers)} layers without RoPE" if gpt.nope_layers else ""))
     if gpt.stretch and gpt.stretch["method"] == "dynamic-ntk":
         note += "\nnote: a dynamic scale is that of the text's length rounded up to a quarter of the trained one, where transformers takes the exact length and keeps keys of the older scale"
-    print(note.strip())
+    if note:
+        print(note.strip())
     return folder
 
 

@@ -241,7 +241,7 @@ def ours_out(folder, names=OURS):
 
 def main():
     cfg, _, _ = config.parse(InterchangeConfig, about=__doc__)
-    text = ["# In and out of Hugging Face's format", "", f"`python experiments/interchange.py`, {config.provenance(torch.device('cpu'))}. Random weights, logits of size 1 to 10, float32. A difference is the largest over {READ} tokens "
+    text = ["# In and out of Hugging Face's format", "", f"`python experiments/interchange.py`, {config.provenance(torch.device('cpu'))}. Random weights, float32. A difference is the largest over {READ} tokens "
             f"({L} trained), two texts; *cached* after 41 tokens at once, one by one.", ""]
     with tempfile.TemporaryDirectory() as place:
         rows = there_and_back(cases_of(cfg.only), Path(place))
@@ -249,7 +249,8 @@ def main():
     for row in rows:
         text.append(f"| {row['architecture']} | {row['rope']} | {'yes' if row['tied'] else 'no'} | {row['whole']:.1e} | " + ("" if row["cached"] is None else f"{row['cached']:.1e}")
                     + (" | refused | |" if "refused" in row else f" | {row['exported']:.1e} | {row['bytes']} bytes |"))
-    text += ["", f"Largest of all: {max(max(row['whole'], row['cached'] or 0, row.get('exported', 0)) for row in rows):.1e}. `dynamic` is compared without a cache, and longrope with two tables too: transformers keeps keys of the older scale there.", ""]
+    sizes = [row["size"] for row in rows]
+    text += ["", f"The largest logit of a model is {min(sizes):.1f} to {max(sizes):.1f}. Largest difference of all: {max(max(row['whole'], row['cached'] or 0, row.get('exported', 0)) for row in rows):.1e}. `dynamic` is compared without a cache, and longrope with two tables too: transformers keeps keys of the older scale there.", ""]
     with tempfile.TemporaryDirectory() as place:
         mine = ours_out(Path(place))
     text += ["## Our models, exported", "", "| model | there | exported | export, import, export |", "|---|---|---|---|"]
