@@ -1,7 +1,9 @@
 # Two commands on a fresh machine: make demo, make test. Every line here can be typed by hand; README.md shows them.
 # Only the CPU build of torch: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu      Another Python: make demo PYTHON=python3.12
+# Tests run in two processes of one thread; with more cores: make test JOBS=8
 PYTHON ?= python3
 DEMO ?= out/demo
+JOBS ?= 2
 PY = .venv/bin/python
 GO_ON = $(if $(wildcard $(DEMO)/$(1)/step-*),--init_from=resume)
 
@@ -17,10 +19,10 @@ demo: .venv/demo
 		"YaRN + fine-tune=$(DEMO)/rope-yarn4" --lengths=256,512,1024,2048 --protocol=last-quarter --plot=$(DEMO)/length.png --json=$(DEMO)/length.json
 
 test: .venv/test
-	$(PY) -m pytest -q tests
+	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal
 
 test-all: .venv/test
-	$(PY) -m pytest -q tests --all
+	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal --all
 
 bench: .venv/demo
 	$(PY) experiments/bench.py

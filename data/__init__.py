@@ -315,7 +315,7 @@ def passkey(tokenizer, length, depth, rng, bos=None, hidden=True):
         return [int(t) for t in tokenizer.encode(text)]
 
     filler, ask, stop = encode(FILLER), encode(NEEDLE), encode(". ")
-    answer = [encode(str(d))[0] for d in rng.integers(10, size=DIGITS)]
+    answer = [encode(str(d))[-1] for d in rng.integers(10, size=DIGITS)]
     phase, needle = int(rng.integers(len(filler))), ask + answer + stop
     room = length + 1 - (bos is not None) - len(needle) - len(ask) - DIGITS
     if room < 0:

@@ -129,6 +129,22 @@ class Seed:
             found += (nats.sum(1) / (y >= 0).sum(1)).tolist()
         return [round(x, 5) for x in found]
 
+    def tuned(self, model, updates, batch, length, rate, reach=0, passkeys=0.0):
+        """Fine-tune a model in place, in windows of `length`; yields how many updates it has had: 0, before the first, to `updates`."""
+        optimizers = make_optimizers(model, TrainConfig(weight_decay=0.0))
+        for update in range(updates):
+            yield update
+            for group in (group for o in optimizers for group in o.param_groups):
+                group["lr"] = rate * min(1, (update + 1) / 5)
+            x, y, positions, _ = (None if part is None else torch.from_numpy(part).to(self.device) for part in self.dataset.batch(10**6 + update, batch, length, self.seed, reach, passkeys))
+            with config.autocast(self.device, self.dtype):
+                model.train()(x, y, positions).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for o in optimizers:
+                o.step()
+                o.zero_grad(set_to_none=True)
+        yield updates
+
     def curve(self, name):
         """A method's losses: {updates: {length: [per window]}}; beside the target, fine-tuned models are read at all lengths only at first and last."""
         L, tune = self.sizes["shape"]["block_size"], self.sizes["tune"]
@@ -136,20 +152,10 @@ class Seed:
         stretched(model, name)
         short = name == "drope" or "PoSE" in name
         length, reach, batch = L if short else FACTOR * L, FACTOR * L if "PoSE" in name else 0, self.sizes["batch"] // (1 if short else FACTOR)
-        optimizers, found = make_optimizers(model, TrainConfig(weight_decay=0.0)), {}
-        for update in range(0 if name in ZERO_SHOT else tune[-1] + 1):
+        found = {}
+        for update in () if name in ZERO_SHOT else self.tuned(model, tune[-1], batch, length, 1e-3, reach):
             if update in tune:
                 found[update] = {n: self.losses(model, n) for n in ((L, 2 * L, FACTOR * L, 2 * FACTOR * L) if update in (tune[0], tune[-1]) else (FACTOR * L,))}
-            for o in optimizers:
-                for group in o.param_groups:
-                    group["lr"] = 1e-3 * min(1, (update + 1) / 5)
-            x, y, positions, _ = (None if part is None else torch.from_numpy(part).to(self.device) for part in self.dataset.batch(10**6 + update, batch, length, self.seed, reach))
-            with config.autocast(self.device, self.dtype):
-                model.train()(x, y, positions).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for o in optimizers:
-                o.step()
-                o.zero_grad(set_to_none=True)
         return found or {0: {n: self.losses(model, n) for n in (L, 2 * L, FACTOR * L, 2 * FACTOR * L)}}
 
     def native(self):
@@ -168,17 +174,9 @@ class Seed:
         else:
             stretched(model, name)
         if name == "drope":  # recalibrated at the trained length, for a tenth of the training
-            optimizers = make_optimizers(model, TrainConfig(weight_decay=0.0))
             batch = max(1, self.sizes["batch"] * self.sizes["shape"]["block_size"] // L)
-            for update in range(max(2, sizes["iters"] // 5)):
-                for group in (group for o in optimizers for group in o.param_groups):
-                    group["lr"] = 2e-3 * min(1, (update + 1) / 5)
-                x, y, _, _ = self.dataset.batch(10**6 + update, batch, L, self.seed, 0, 1.0)
-                with config.autocast(self.device, self.dtype):
-                    model.train()(torch.from_numpy(x).to(self.device), torch.from_numpy(y).to(self.device)).backward()
-                for o in optimizers:
-                    o.step()
-                    o.zero_grad(set_to_none=True)
+            for _ in self.tuned(model, max(2, sizes["iters"] // 5), batch, L, 2e-3, passkeys=1.0):
+                pass
         tokenizer, rows = self.dataset.tokenizer, []
         for length in needle_lengths(L):
             for depth in (0.0, 0.25, 0.5, 0.75, 1.0, None):

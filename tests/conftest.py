@@ -14,6 +14,9 @@ sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; so do the processes that they start
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 DEVICE = "cuda" if os.environ.get("NANOLONG_GPU") == "1" else "cpu"
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" or DEVICE == "cuda" else ["interpreted"]  # test_kernels.py runs those in a process of their own
 if DEVICE == "cuda":
@@ -33,6 +36,9 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if "slow" in item.keywords]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+    long = [item for item in items if "test_numbers_under_the_interpreter" in item.nodeid]  # minutes each: one at the start of each of two workers' share
+    rest = [item for item in items if item not in long]
+    items[:] = long[:1] + rest[:len(rest) // 2] + long[1:] + rest[len(rest) // 2:]
 
 
 def pytest_configure(config):

@@ -13,15 +13,13 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_triton
-def test_numbers_under_the_interpreter(request):
-    """tests/interpreted, in two processes of one thread each."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests/interpreted", *(["--all"] if request.config.getoption("--all") else []), "-k"]
-    running = [subprocess.Popen([*command, choice], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-               for choice in ("against_float64", "not against_float64")]
-    for process in running:
-        text = process.communicate()[0]
-        print(text[-6000:])
-        assert process.returncode == 0 and " passed" in text
+@pytest.mark.parametrize("half", ["against_float64", "not against_float64"])
+def test_numbers_under_the_interpreter(half, request):
+    """tests/interpreted, in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", ROOT / "tests/interpreted", *(["--all"] if request.config.getoption("--all") else []), "-k", half]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout[-6000:])
+    assert done.returncode == 0 and " passed" in done.stdout
 
 
 @needs_triton
