@@ -8,6 +8,7 @@
 
 Read next: train.py. Shapes in comments: B batch, T tokens, C width, H query heads, Hk key/value heads, D head dimension, V vocabulary.
 """
+import functools
 import inspect
 import math
 import warnings
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint as recompute, create_selective_checkpoint_contexts
 
 import checkpoint
 import kernels
@@ -494,10 +496,15 @@ class Block(nn.Module):
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
+def attention_is_kept(context, operator, *args, **kwargs):
+    """What a block whose activations are not kept does keep beside its input: attention's output and log-sum-exp, whichever kernel made them."""
+    return CheckpointPolicy.MUST_SAVE if "attention" in operator.name() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.meta = config, {}
+        self.config, self.meta, self.checkpoint_activations = config, {}, False
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -559,6 +566,8 @@ class GPT(nn.Module):
             cache.by_hand, (tokens, positions, docs) = by_hand, cache.extend(tokens, positions, docs, scale)
         x = F.dropout(self.pos.embed(self.embed(tokens), positions), self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                block = functools.partial(recompute, block, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, attention_is_kept))
             x = block(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache, by_hand)
         return self.norm(x[:, -new:])
 
