@@ -139,9 +139,12 @@ class NoPE(nn.Module):
     def attend(self, q, k, v, pos, layer, cache, **options):
         """Attention of queries (B, H, T, D) over their own and the cache's keys and values: (B, H, T, D). options: kernels.attention's."""
         q, k = self.rotate(q, k, pos, layer)
-        if cache is not None:  # keys are kept rotated
+        if cache is None:
+            bias, relative = self.bias(k.shape[2], layer), self.relative(k.shape[2], layer)
+        else:  # keys are kept rotated
             k, v = cache.append(layer, k, v)
-        return kernels.attention(q, k, v, bias=self.bias(k.shape[2], layer), relative=self.relative(k.shape[2], layer), **options)
+            bias, relative = cache.terms(self, layer, k.shape[2])
+        return kernels.attention(q, k, v, bias=bias, relative=relative, **options)
 
     def prepare(self, length):
         """Called before `length` tokens in all are read. Returns what the scheme's tables then depend on: a cache filled under another is read anew.
@@ -466,7 +469,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         held = pos if cache is None else cache.pos
         y = scheme.attend(q.transpose(1, 2), k.transpose(1, 2), v, pos, self.layer, cache, window=self.window, sinks=c.sinks if self.window else 0, positions=held if self.window and by_hand else None,
-                          docs=docs if cache is None else cache.docs, scale=c.attn_scale * scheme.score_scale / math.sqrt(c.head_dim))
+                          docs=docs if cache is None else cache.docs, length=None if cache is None else cache.count, scale=c.attn_scale * scheme.score_scale / math.sqrt(c.head_dim))
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -552,6 +555,8 @@ class GPT(nn.Module):
         """The final hidden states (B, T, C), after the last norm; arguments as in forward()."""
         new, first = tokens.shape[1], cache.length if cache is not None else 0
         end, by_hand = first + new, positions is not None or cache is not None and cache.by_hand  # otherwise a token's position is its index
+        if cache is not None and cache.at is not None:  # a reading of fixed shape: checked when it began
+            return self.layers(tokens, positions, docs, cache, cache.by_hand)
         if positions is None:
             positions = torch.arange(first, end, device=tokens.device)
         elif not torch.compiler.is_compiling():
@@ -564,12 +569,16 @@ class GPT(nn.Module):
         scale = self.pos.prepare(end)
         if cache is not None:
             cache.by_hand, (tokens, positions, docs) = by_hand, cache.extend(tokens, positions, docs, scale)
+        return self.layers(tokens, positions, docs, cache, by_hand)[:, -new:]
+
+    def layers(self, tokens, positions, docs, cache, by_hand):
+        """hidden() without its checks, of all that is read: (B, T, C)."""
         x = F.dropout(self.pos.embed(self.embed(tokens), positions), self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 block = functools.partial(recompute, block, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, attention_is_kept))
             x = block(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache, by_hand)
-        return self.norm(x[:, -new:])
+        return self.norm(x)
 
     def check_positions(self, positions, docs):
         """Positions given by hand: not negative, and without gaps inside a document where the scheme counts distance by index. Returns the last one, plus 1."""
@@ -589,9 +598,10 @@ class GPT(nn.Module):
         return noise.topk(length).indices.sort().values.to(self.embed.weight.device)
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-        """Continue tokens (B, T), T >= 1: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
+        """Continue tokens (B, T), T >= 1, or a list of B prompts (T,) of any lengths: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
 
-        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass.
+        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass. generator: one, or a list of
+        one for each row. Prompts of unequal length are read as if each were alone.
         """
         return generate(self, tokens, max_new_tokens, temperature, top_k, top_p, generator)
 

@@ -24,7 +24,7 @@ def rope(q, k, cos, sin):
     return reference.rope(q, k, cos, sin)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False):
+def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False, length=None):
     """reference.attention(), where Triton runs by kernels/flash.py, or, of few queries that need no gradient, by kernels/decode.py."""
     kernel = reference.attention
     if _triton_runs(q.device.type, q.device.index) and v.dtype.itemsize < 8:
@@ -32,8 +32,9 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
         from .flash import attention as flash
         q, k = q.to(v.dtype), k.to(v.dtype)  # as the reference: under autocast a norm leaves them wider
         given = (q, k, v, bias, *(() if relative is None else (*relative[:2], *(relative[2] or ()))))
-        kernel = flash if q.shape[2] > 8 or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given) else decode
-    return kernel(q, k, v, bias=bias, relative=relative, window=window, sinks=sinks, positions=positions, docs=docs, causal=causal, scale=scale, return_lse=return_lse)
+        kernel = decode if length is not None else flash if q.shape[2] > 8 or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given) else decode
+    more = {} if length is None else {"length": length}
+    return kernel(q, k, v, bias=bias, relative=relative, window=window, sinks=sinks, positions=positions, docs=docs, causal=causal, scale=scale, return_lse=return_lse, **more)
 
 
 _asked = {}

@@ -35,7 +35,7 @@ def rope(q, k, cos, sin):
     return rotate(q), rotate(k)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False):
+def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False, length=None):
     """softmax(q k^T scale + bias, over the keys that a query may see) v.
 
     q (B, H, Tq, D), k and v (B, Hk, Tk, D). The queries are the last Tq of the Tk tokens (Tq < Tk: decoding with a cache), so
@@ -51,8 +51,12 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     causal     False: every key is seen, and distance is |i - j| (masked language models).
     scale      default D ** -0.5.
     return_lse also the natural log-sum-exp of each query's scores, (B, H, Tq), float32 (float64 of float64), with gradient.
+    length     int64 (1,): only so many of the keys are there, without gradient (decoding in a room of fixed size).
     All three in v's dtype: where autocast left queries and keys wider (a norm does), they are rounded to it.
     """
+    if length is not None:
+        n = int(length)
+        k, v, positions, docs = k[:, :, :n], v[:, :, :n], None if positions is None else positions[..., :n], None if docs is None else docs[:, :n]
     Tq, Tk, D, out = q.shape[2], k.shape[2], q.shape[3], v.dtype
     q, k = q.to(out), k.to(out)
     if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512:  # PyTorch's bf16 attention on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
