@@ -8,7 +8,6 @@
 
 Read next: train.py. Shapes in comments: B batch, T tokens, C width, H query heads, Hk key/value heads, D head dimension, V vocabulary.
 """
-import functools
 import inspect
 import math
 import warnings
@@ -17,12 +16,11 @@ from dataclasses import asdict, dataclass, fields
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint as recompute, create_selective_checkpoint_contexts
 
 import checkpoint
 import kernels
 from checkpoint import Refused
-from generate import Cache, generate  # noqa: F401: from model import Cache
+from generate import Cache, Linear, generate  # noqa: F401: from model import Cache
 from stretch import ATTEND, STRETCH
 
 
@@ -395,6 +393,7 @@ class Rope(NoPE):
         if config.head_dim % 2 or self.rotary_dim % 2:
             raise Refused(f"--pos=rope pairs channels, so head_dim={config.head_dim} and its rotated part of {self.rotary_dim} must be even")
         self.constant("inv_freq", None)
+        self.turned = (None,)
         self.stretch("none", 1.0)
 
     methods = {name: list(inspect.signature(method).parameters)[4:] for name, method in STRETCH.items()}
@@ -432,8 +431,13 @@ class Rope(NoPE):
 
     def angles(self, pos):
         """cos and sin, float32 (T, R/2) or (B, T, R/2), of int64 positions."""
+        if not torch.compiler.is_compiling() and self.turned[0] is pos and self.turned[1] is self.inv_freq and self.turned[2:4] == (pos._version, self.attention_factor):
+            return self.turned[4]  # once for all blocks, which share them
         angle = pos[..., None] * self.inv_freq  # float64: float32 angles are wrong by 0.06 at a million tokens
-        return (angle.cos() * self.attention_factor).float(), (angle.sin() * self.attention_factor).float()
+        tables = (angle.cos() * self.attention_factor).float(), (angle.sin() * self.attention_factor).float()
+        if not torch.compiler.is_compiling():
+            self.turned = pos, self.inv_freq, pos._version, self.attention_factor, tables
+        return tables
 
     def rotate(self, q, k, pos, layer):
         return kernels.rope(q, k, *self.angles(pos))
@@ -453,10 +457,10 @@ class Attention(nn.Module):
         super().__init__()
         H, Hk, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
         self.config, self.layer, self.window = config, layer, config.window if layer in config.window_layers else 0
-        self.q = nn.Linear(C, H * D, bias=config.qkv_bias)
-        self.k = nn.Linear(C, Hk * D, bias=config.qkv_bias)
-        self.v = nn.Linear(C, Hk * D, bias=config.qkv_bias)
-        self.o = nn.Linear(H * D, C, bias=False)
+        self.q = Linear(C, H * D, bias=config.qkv_bias)
+        self.k = Linear(C, Hk * D, bias=config.qkv_bias)
+        self.v = Linear(C, Hk * D, bias=config.qkv_bias)
+        self.o = Linear(H * D, C, bias=False)
         if config.qk_norm:
             self.q_norm, self.k_norm = nn.RMSNorm(D, config.norm_eps), nn.RMSNorm(D, config.norm_eps)
 
@@ -479,9 +483,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         hidden = config.mlp_width or -(-8 * config.n_embd // (3 * 32)) * 32
-        self.gate = nn.Linear(config.n_embd, hidden, bias=False)
-        self.up = nn.Linear(config.n_embd, hidden, bias=False)
-        self.down = nn.Linear(hidden, config.n_embd, bias=False)
+        self.gate = Linear(config.n_embd, hidden, bias=False)
+        self.up = Linear(config.n_embd, hidden, bias=False)
+        self.down = Linear(hidden, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -499,11 +503,6 @@ class Block(nn.Module):
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
-def attention_is_kept(context, operator, *args, **kwargs):
-    """What a block whose activations are not kept does keep beside its input: attention's output and log-sum-exp, whichever kernel made them."""
-    return CheckpointPolicy.MUST_SAVE if "attention" in operator.name() else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -511,7 +510,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
         self.init_weights()
@@ -575,9 +574,8 @@ class GPT(nn.Module):
         """hidden() without its checks, of all that is read: (B, T, C)."""
         x = F.dropout(self.pos.embed(self.embed(tokens), positions), self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                block = functools.partial(recompute, block, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, attention_is_kept))
-            x = block(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache, by_hand)
+            run = kernels.keeping_attention(block) if self.checkpoint_activations and torch.is_grad_enabled() else block
+            x = run(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache, by_hand)
         return self.norm(x)
 
     def check_positions(self, positions, docs):

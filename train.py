@@ -55,7 +55,7 @@ class TrainConfig:
     device: str = "auto"            # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; weights and sums are float32
     compile: bool | None = None     # torch.compile; auto: where it works and the run is long enough to pay for it
-    checkpoint_activations: bool = False  # keep a block's input and its attention, and compute the rest again in the backward pass: a third of the memory, or less, for a third more time
+    checkpoint_activations: bool = False  # of a block keep its input and its attention, and compute the rest again in the backward pass: less memory for more time
     min_doc: int = 0                # train on documents of at least so many tokens only
     upsample_docs: int = 1          # how often in an epoch documents that fill a window are visited, those that do not being visited once
     separate_docs: bool = False     # attention stays inside a document; false: it runs on across what is packed into a window

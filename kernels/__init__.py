@@ -37,6 +37,19 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     return kernel(q, k, v, bias=bias, relative=relative, window=window, sinks=sinks, positions=positions, docs=docs, causal=causal, scale=scale, return_lse=return_lse, **more)
 
 
+def keeping_attention(block):
+    """block(*args), of whose activations only the arguments and attention's output and log-sum-exp are kept, whichever kernel makes them: the backward pass computes the rest again, with the
+    same dropout. Of attention that is written out in plain PyTorch (relative vectors; a bias with gradient) nothing is kept."""
+    from functools import partial
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    return partial(checkpoint, block, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _kept))
+
+
+def _kept(context, operator, *args, **kwargs):
+    from torch.utils.checkpoint import CheckpointPolicy
+    return CheckpointPolicy.MUST_SAVE if "attention" in operator.name() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 _asked = {}
 
 
