@@ -200,6 +200,7 @@ def _chunk_by_chunk(x, weight, targets, dtype, factor):
             weigh = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
             dx.append(((p @ w) * weigh).to(x.dtype))
             dweight += p.t() @ (chunk * weigh).to(dtype)
+        del p  # before the next chunk's logits
     gradients = None if factor is None else (torch.cat(dx) if dx else torch.zeros_like(x), dweight.to(weight.dtype))
     return torch.cat(losses) if losses else x.new_zeros(0, dtype=wide), gradients
 
