@@ -8,13 +8,13 @@ from checkpoint import Refused
 
 
 class Linear(torch.nn.Linear):
-    """nn.Linear, whose product with a single row is one with a vector: on CPUs bfloat16 matrices are then read as they lie, and not packed anew for every token."""
+    """nn.Linear, whose product with a single row is, under autocast on a CPU, one with a vector: the bfloat16 matrix is read as it lies, and not packed anew for every token."""
 
     def forward(self, x):
-        if x.numel() != self.in_features or x.device.type != "cpu" or torch.is_grad_enabled():
-            return super().forward(x)
+        if not torch.is_autocast_enabled("cpu") or torch.is_grad_enabled() or x.numel() != self.in_features or x.device.type != "cpu":
+            return F.linear(x, self.weight, self.bias)
         y = (self.weight @ x.view(-1)).view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class Cache:
@@ -45,15 +45,17 @@ class Cache:
     def append(self, layer, k, v):
         if self.at is not None:  # all of the room: attention is told how many of its keys are there
             return self.k[layer].index_copy_(2, self.at, k), self.v[layer].index_copy_(2, self.at, v)
-        start, end = self.length - k.shape[2], self.length
-        for store, new in ((self.k, k), (self.v, v)):
-            if layer not in store or store[layer].shape[2] < end:
-                room = new.new_empty(*new.shape[:2], max(end, self.room, 2 * start), new.shape[3])
+        new, end = k.shape[2], self.length
+        if layer not in self.k or self.k[layer].shape[2] < end:
+            for store, part in ((self.k, k), (self.v, v)):
+                room = part.new_empty(*part.shape[:2], max(end, self.room, 2 * (end - new)), part.shape[3])
                 if layer in store:
-                    room[:, :, :start] = store[layer][:, :, :start]
+                    room[:, :, :end - new] = store[layer][:, :, :end - new]
                 store[layer] = room
-            store[layer][:, :, start:end] = new
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+        k_room, v_room = self.k[layer], self.v[layer]
+        k_room.narrow(2, end - new, new).copy_(k)
+        v_room.narrow(2, end - new, new).copy_(v)
+        return k_room.narrow(2, 0, end), v_room.narrow(2, 0, end)
 
     def terms(self, scheme, layer, n):
         """The scheme's bias and relative vectors over n keys or more, in a known room made once."""

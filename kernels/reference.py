@@ -3,6 +3,7 @@
 Read this before any kernel: a kernel is right when it agrees with this file. Notation: B batch, H query heads,
 Hk key/value heads (H a multiple of Hk: grouped queries), T tokens, D head dimension, C model width, V vocabulary.
 """
+import contextlib
 import functools
 
 import torch
@@ -61,13 +62,14 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     q, k = q.to(out), k.to(out)
     if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512:  # PyTorch's bf16 attention on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
         q, k, v = q.float(), k.float(), v.float()
+    as_it_is = torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else contextlib.nullcontext()  # autocast would make it bf16 again
     if relative is not None or return_lse:
-        with torch.autocast(q.device.type, enabled=False):
+        with as_it_is:
             y, lse = _written_out(q, k, v, *(relative or (None, None, None)), D ** -0.5 if scale is None else scale, causal, bias, window, sinks, positions, docs)
             return (y.to(out), lse) if return_lse else y.to(out)
     plain = bias is None and docs is None and not (window and (Tk > window or positions is not None))
     sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    with torch.autocast(q.device.type, enabled=False):  # which would make it bf16 again
+    with as_it_is:
         if plain and (Tq == Tk or Tq == 1 or not causal):
             return sdpa(q, k, v, is_causal=True if causal and Tq > 1 else False).to(out)  # a bool, of a compiled length that varies, too
         rows = max(1, (1 << 24) // (Tk * (1 if bias is None else q.shape[1])))  # queries at a time: at most 64 MiB of added terms a sequence
