@@ -5,6 +5,7 @@ rope and attention are Triton kernels on CUDA (sm_80 and newer) and ROCm, and pl
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch everywhere; TRITON_INTERPRET=1 runs the kernels on CPU tensors too, slowly, to test them.
 Importing this package prints nothing and imports nothing but torch; triton is imported when a kernel first runs.
 """
+import logging
 import os
 import sys
 
@@ -35,6 +36,9 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
         kernel = decode if length is not None else flash if q.shape[2] > 8 or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given) else decode
     more = {} if length is None else {"length": length}
     return kernel(q, k, v, bias=bias, relative=relative, window=window, sinks=sinks, positions=positions, docs=docs, causal=causal, scale=scale, return_lse=return_lse, **more)
+
+
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # under torch.compile the next one is warned of in four lines: it asks for no in-place operators, and there are none
 
 
 def keeping_attention(block):

@@ -257,3 +257,11 @@ def test_bench_wants_a_checkout(call, tmp_path):
     for words, say in ((["train"], "--nanogpt=PATH"), (["trains"], "'trains'"), (["train", "--iterations=3"], "at least 8")):
         done = call("experiments/bench.py", *words, "--device=cpu", f"--out_dir={tmp_path}")
         assert done.returncode == 2 and say in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_settings_read_their_source_once(capsys):
+    """--help, and every start, within 0.3 s of `import torch`: a class's source is looked up once, not for every setting."""
+    config._source.cache_clear()
+    with pytest.raises(SystemExit):
+        config.parse(GPTConfig, train.TrainConfig, presets=True, argv=["--help"])
+    assert config._source.cache_info().misses == 2 and "--checkpoint_activations=false" in capsys.readouterr().out
