@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
+import evaluate
 import generate
 import kernels
 import train
@@ -257,6 +259,26 @@ def test_bench_wants_a_checkout(call, tmp_path):
     for words, say in ((["train"], "--nanogpt=PATH"), (["trains"], "'trains'"), (["train", "--iterations=3"], "at least 8")):
         done = call("experiments/bench.py", *words, "--device=cpu", f"--out_dir={tmp_path}")
         assert done.returncode == 2 and say in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_long_windows_are_read_in_pieces(pos, make, monkeypatch):
+    """To the same loss of every token, past the trained length and with positions by hand; a dynamic method reads at once."""
+    x, y = torch.randint(0, 50, (2, 45)), torch.randint(0, 50, (2, 45))
+    for settings, method in (({}, None), (dict(window=9, sinks=2, n_kv_head=2), None), *(((dict(random_positions=90), None), ({}, "dynamic-ntk"), ({}, "self-extend")) if pos == "rope" else ())):
+        model, lengths = make(pos=pos, **{"block_size": 48 if pos == "learned" else 24, **settings}), []
+        if method:
+            model.stretch(method, 2)
+        hidden = model.hidden
+        model.hidden = lambda tokens, *rest: lengths.append(tokens.shape[1]) or hidden(tokens, *rest)
+        drawn = model.draw_positions(2, 45, 3)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = evaluate.read(model, x, y, drawn)
+            monkeypatch.setattr(evaluate, "CHUNK", 16)
+            pieces = evaluate.read(model, x, y, drawn)
+            monkeypatch.undo()
+        assert torch.allclose(whole, pieces, atol=1e-4) and lengths == [45, *((45,) if method else (16, 16, 13))]
 
 
 def test_settings_read_their_source_once(capsys):
