@@ -44,7 +44,7 @@ class BenchConfig:
     lengths: tuple[int, ...] = ()  # of attention, in tokens; by default 1k to 128k on a GPU, 256 and 1024 on a CPU
     minutes: float = 9.5           # rows that have not begun by then are left out, and said to be
     nanogpt: str = ""              # train: a checkout of nanoGPT to measure beside
-    rounds: int = 2                # train, sample: how often the rivals take turns
+    rounds: int = 3                # train, sample: how often the rivals take turns
     iterations: int = 0            # train: of a run; by default 200 and 35
     device: str = "auto"           # auto, cpu, cuda or cuda:N
     out_dir: str = ""              # by default results/<device>
