@@ -30,7 +30,7 @@ import torch
 
 import data
 from config import UserError
-from model import GPT, PastTrainedLength, Refused
+from model import GPT, Cache, PastTrainedLength, Refused
 
 
 @dataclass
@@ -91,11 +91,24 @@ def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32
             row[:skip] = -1
         with config.autocast(device, dtype), warnings.catch_warnings():
             warnings.simplefilter("ignore", PastTrainedLength)
-            loss = model(x.to(device), y.to(device), model.draw_positions(len(x), length, windows[i][0]), reduction="none").cpu().double()
+            loss = read(model, x.to(device), y.to(device), model.draw_positions(len(x), length, windows[i][0])).cpu().double()
         nats += loss.sum(0)
         tokens += (y >= 0).sum(0)
     model.train(was)
     return nats, tokens
+
+
+CHUNK = 16384  # tokens
+
+
+def read(model, x, y, positions):
+    """The loss (B, T) of each token. More than CHUNK tokens are read piece by piece into a cache, so that beside it memory does not grow with T; a method whose tables depend on the length of
+    the text reads it at once, as does a text that a piece holds."""
+    length = x.shape[1]
+    if length <= CHUNK or model.pos.prepare(CHUNK) != model.pos.prepare(length):
+        return model(x, y, positions, reduction="none")
+    cache, pieces = Cache(length), [slice(a, a + CHUNK) for a in range(0, length, CHUNK)]
+    return torch.cat([model(x[:, piece], y[:, piece], None if positions is None else positions[..., piece], cache=cache, reduction="none") for piece in pieces], 1)
 
 
 def rows_of(name, nats, tokens, protocols, **more):

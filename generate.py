@@ -1,14 +1,32 @@
-"""Generation: the cache of keys and values, and the drawing of tokens. GPT.generate() in model.py is the door."""
+"""Generation: the cache of keys and values, the drawing of tokens, and, on a GPU, the reading of one token as a CUDA graph. GPT.generate() in model.py is the door."""
+import warnings
+
 import torch
+import torch.nn.functional as F
 
 from checkpoint import Refused
 
 
-class Cache:
-    """Keys and values of the tokens read so far, (B, Hk, length, D) per layer, with those tokens and their positions; room doubles when it runs out."""
+class Linear(torch.nn.Linear):
+    """nn.Linear, whose product with a single row is, under autocast on a CPU, one with a vector: the bfloat16 matrix is read as it lies, and not packed anew for every token."""
 
-    def __init__(self):
+    def forward(self, x):
+        if not torch.is_autocast_enabled("cpu") or torch.is_grad_enabled() or x.numel() != self.in_features or x.device.type != "cpu":
+            return F.linear(x, self.weight, self.bias)
+        y = (self.weight @ x.view(-1)).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class Cache:
+    """Keys and values of the tokens read so far, (B, Hk, length, D) per layer, with those tokens and their positions.
+
+    room: for how many tokens memory is taken at once, and what distance adds is tabulated; 0: it doubles when it runs out, and tables are made anew for each reading.
+    at, count: of a reading of fixed shape (fixed_step) where its token is written, and how many tokens there are with it: int64 tensors (1,) on the device; else None.
+    """
+
+    def __init__(self, room=0):
         self.length, self.scale, self.tokens, self.pos, self.docs, self.k, self.v, self.by_hand = 0, None, None, None, None, {}, {}, False
+        self.room, self.tables, self.at, self.count = room, {}, None, None
 
     def extend(self, tokens, pos, docs, scale):
         """Note tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None that are about to be read, under scheme.prepare()'s scale.
@@ -20,43 +38,139 @@ class Cache:
         self.length += tokens.shape[1]
         self.tokens, self.pos, self.docs = whole = [new if old is None else torch.cat((old, new), -1) for old, new in ((self.tokens, tokens), (self.pos, pos), (self.docs, docs))]
         if scale != self.scale:
-            self.scale, self.k, self.v = scale, {}, {}
+            self.scale, self.k, self.v, self.tables = scale, {}, {}, {}
             return whole
         return tokens, pos, docs
 
     def append(self, layer, k, v):
-        start, end = self.length - k.shape[2], self.length
-        for store, new in ((self.k, k), (self.v, v)):
-            if layer not in store or store[layer].shape[2] < end:
-                room = new.new_empty(*new.shape[:2], max(end, 2 * start), new.shape[3])
+        if self.at is not None:  # all of the room: attention is told how many of its keys are there
+            return self.k[layer].index_copy_(2, self.at, k), self.v[layer].index_copy_(2, self.at, v)
+        new, end = k.shape[2], self.length
+        if layer not in self.k or self.k[layer].shape[2] < end:
+            for store, part in ((self.k, k), (self.v, v)):
+                room = part.new_empty(*part.shape[:2], max(end, self.room, 2 * (end - new)), part.shape[3])
                 if layer in store:
-                    room[:, :, :start] = store[layer][:, :, :start]
+                    room[:, :, :end - new] = store[layer][:, :, :end - new]
                 store[layer] = room
-            store[layer][:, :, start:end] = new
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+        k_room, v_room = self.k[layer], self.v[layer]
+        k_room.narrow(2, end - new, new).copy_(k)
+        v_room.narrow(2, end - new, new).copy_(v)
+        return k_room.narrow(2, 0, end), v_room.narrow(2, 0, end)
+
+    def terms(self, scheme, layer, n):
+        """The scheme's bias and relative vectors over n keys or more, in a known room made once."""
+        if not self.room:
+            return scheme.bias(n, layer), scheme.relative(n, layer)
+        if layer not in self.tables or self.tables[layer][0] < n:
+            m = max(n, self.room)
+            self.tables[layer] = m, scheme.bias(m, layer), scheme.relative(m, layer)
+        return self.tables[layer][1:]
 
 
 @torch.no_grad()
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """What GPT.generate() promises, of a model."""
-    if tokens.shape[1] < 1:
+    lengths, device = [len(row) for row in tokens], model.embed.weight.device
+    width, reach = max(lengths, default=0), model.config.reach
+    if min(lengths, default=0) < 1:
         raise Refused("generate() needs at least one token to go on from")
-    total, reach = tokens.shape[1] + max_new_tokens - 1, model.config.reach  # the last token is not read
+    total = width + max_new_tokens - 1  # the last token is not read
     if model.pos.bounded and total > reach:
-        raise Refused(f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones are more than the {reach} that --pos={model.config.pos} can hold: "
-                      f"ask for at most --max_new_tokens={max(0, reach + 1 - tokens.shape[1])}, or shorten the prompt")
-    cache, drawn = Cache(), model.draw_positions(1, total, 0) if max_new_tokens else None
-    for _ in range(max_new_tokens):
-        positions = None if drawn is None else drawn[0, cache.length:cache.length + tokens.shape[1]]
-        logits = model.head(model.hidden(tokens, positions, cache=cache)[:, -1]).float()  # (B, V)
-        if temperature < 1e-5:
-            tokens = logits.argmax(-1, keepdim=True)
+        raise Refused(f"{width} prompt tokens and {max_new_tokens} new ones are more than the {reach} that --pos={model.config.pos} can hold: "
+                      f"ask for at most --max_new_tokens={max(0, reach + 1 - width)}, or shorten the prompt")
+    if not max_new_tokens:
+        return
+    drawn = {n: model.draw_positions(1, n + max_new_tokens - 1, 0) for n in set(lengths)} if model.config.random_positions else {}
+    positions, docs = drawn[width][0] if drawn else None, None
+    if min(lengths) < width:  # padded at the left: there a token is a document of its own, so no text sees it, and positions start with the text
+        if model.pos.dynamic:
+            raise Refused("a dynamic method scales by the length of each text, so prompts of unequal length cannot be read together: give them one at a time, or stretch with --options=length=N")
+        rows = [F.pad(drawn[n][0] if drawn else torch.arange(total - width + n, device=device), (width - n, 0)) for n in lengths]
+        positions, docs = torch.stack(rows), (width - torch.tensor(lengths, device=device)[:, None] - torch.arange(total, device=device)).clamp(min=0)
+        tokens = torch.stack([F.pad(row, (width - len(row), 0)) for row in tokens])
+    elif not torch.is_tensor(tokens):
+        tokens = torch.stack(list(tokens))
+    cache, step = Cache(total), None
+    for number in range(max_new_tokens):
+        if number == 1 and device.type == "cuda":
+            step = graph_of(model, cache, positions, docs)
+        if step and number:
+            logits = step(tokens)
         else:
-            logits, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
-            mass = logits.softmax(-1).cumsum(-1) - logits.softmax(-1)  # of the likelier tokens
-            drop = mass >= top_p if top_p < 1 else torch.zeros_like(mass, dtype=torch.bool)
-            drop[:, top_k or logits.shape[-1]:] = True
-            drop[:, 0] = False
-            choice = torch.multinomial(logits.masked_fill(drop, float("-inf")).softmax(-1), 1, generator=generator)
-            tokens = order.gather(1, choice)
+            now = slice(cache.length, cache.length + tokens.shape[1])
+            logits = model.head(model.hidden(tokens, None if positions is None else positions[..., now], None if docs is None else docs[:, now], cache)[:, -1]).float()  # (B, V)
+        tokens = draw(logits, temperature, top_k, top_p, generator)
         yield tokens
+
+
+def draw(logits, temperature, top_k, top_p, generator):
+    """A token for each row of logits (B, V), float32: int64 (B, 1). generator: one, or a list of one for each row. Only top_p without top_k needs the vocabulary in order."""
+    if temperature < 1e-5 or top_k == 1:
+        return logits.argmax(-1, keepdim=True)
+    p, order = (logits / temperature).softmax(-1), None
+    if 0 < top_k < p.shape[-1]:
+        p, order = p.topk(top_k)
+    elif top_p < 1:
+        p, order = p.sort(dim=-1, descending=True, stable=True)
+    if top_p < 1:
+        p = torch.where(p.cumsum(-1) - p < top_p, p, 0.0)  # the mass of the likelier tokens
+    if isinstance(generator, (list, tuple)):
+        choice = torch.cat([torch.multinomial(row[None], 1, generator=g) for row, g in zip(p, generator, strict=True)])
+    else:
+        choice = torch.multinomial(p, 1, generator=generator)
+    return choice if order is None else order.gather(1, choice)
+
+
+def fixed_step(model, cache, positions=None, docs=None):
+    """Reads one token a row into a cache that has room for it, with shapes that do not change as the text grows: returns read(tokens (B, 1)) -> logits (B, V), float32, and
+    rewind(), after which it stands at the cache's length again. positions (room,) or (B, room) and docs (B, room) are those of the whole text, where they are not the indices, and one.
+
+    Where it stands are tensors on the device, so a read can be captured. Under autocast the matrices are cast once, here.
+    """
+    device, length, dtype = cache.tokens.device, cache.length, None
+    cache.pos, cache.docs = torch.arange(cache.room, device=device) if positions is None else positions, docs
+    cache.at, cache.count = torch.tensor([length], device=device), torch.tensor([length + 1], device=device)
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    cast = {f"{name}.{kind}": p.to(dtype) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) for kind, p in module.named_parameters()} if dtype else {}
+
+    def read(tokens):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):  # a cast that autocast keeps would be freed under a graph
+            here = cache.pos.index_select(-1, cache.at)
+            logits = torch.func.functional_call(model, cast, (tokens,), {"positions": here, "cache": cache}, tie_weights=False)[:, -1].float()
+        torch._foreach_add_([cache.at, cache.count], 1)
+        return logits
+
+    def rewind():
+        cache.at.fill_(length), cache.count.fill_(length + 1)
+    return read, rewind
+
+
+def graph_of(model, cache, positions, docs):
+    """fixed_step() as a CUDA graph: a function of tokens (B, 1). Where there can be none it says why, and returns None: then every step is launched kernel by kernel."""
+    was = cache.pos, cache.docs
+    try:
+        if model.pos.prepare(cache.length) != model.pos.prepare(cache.room) or model.pos.dynamic:
+            raise RuntimeError("the method's tables change as the text grows")
+        read, rewind = fixed_step(model, cache, positions, docs)
+        tokens, graph, side = torch.zeros(len(cache.tokens), 1, dtype=torch.long, device=cache.tokens.device), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiles what is to be compiled
+            for _ in range(2):
+                read(tokens)
+                rewind()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            logits = read(tokens)
+        rewind()
+    except RuntimeError as error:
+        warnings.warn(f"drawing without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=3)
+        cache.at = cache.count = None
+        cache.pos, cache.docs = was
+        return None
+
+    def step(new):
+        tokens.copy_(new)
+        graph.replay()
+        return logits
+    return step

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import checkpoint
 import kernels
 from checkpoint import Refused
-from generate import Cache, generate  # noqa: F401: from model import Cache
+from generate import Cache, Linear, generate  # noqa: F401: from model import Cache
 from stretch import ATTEND, STRETCH
 
 
@@ -137,9 +137,12 @@ class NoPE(nn.Module):
     def attend(self, q, k, v, pos, layer, cache, **options):
         """Attention of queries (B, H, T, D) over their own and the cache's keys and values: (B, H, T, D). options: kernels.attention's."""
         q, k = self.rotate(q, k, pos, layer)
-        if cache is not None:  # keys are kept rotated
+        if cache is None:
+            bias, relative = self.bias(k.shape[2], layer), self.relative(k.shape[2], layer)
+        else:  # keys are kept rotated
             k, v = cache.append(layer, k, v)
-        return kernels.attention(q, k, v, bias=self.bias(k.shape[2], layer), relative=self.relative(k.shape[2], layer), **options)
+            bias, relative = cache.terms(self, layer, k.shape[2])
+        return kernels.attention(q, k, v, bias=bias, relative=relative, **options)
 
     def prepare(self, length):
         """Called before `length` tokens in all are read. Returns what the scheme's tables then depend on: a cache filled under another is read anew.
@@ -390,6 +393,7 @@ class Rope(NoPE):
         if config.head_dim % 2 or self.rotary_dim % 2:
             raise Refused(f"--pos=rope pairs channels, so head_dim={config.head_dim} and its rotated part of {self.rotary_dim} must be even")
         self.constant("inv_freq", None)
+        self.turned = (None,)
         self.stretch("none", 1.0)
 
     methods = {name: list(inspect.signature(method).parameters)[4:] for name, method in STRETCH.items()}
@@ -427,8 +431,13 @@ class Rope(NoPE):
 
     def angles(self, pos):
         """cos and sin, float32 (T, R/2) or (B, T, R/2), of int64 positions."""
+        if not torch.compiler.is_compiling() and self.turned[0] is pos and self.turned[1] is self.inv_freq and self.turned[2:4] == (pos._version, self.attention_factor):
+            return self.turned[4]  # once for all blocks, which share them
         angle = pos[..., None] * self.inv_freq  # float64: float32 angles are wrong by 0.06 at a million tokens
-        return (angle.cos() * self.attention_factor).float(), (angle.sin() * self.attention_factor).float()
+        tables = (angle.cos() * self.attention_factor).float(), (angle.sin() * self.attention_factor).float()
+        if not torch.compiler.is_compiling():
+            self.turned = pos, self.inv_freq, pos._version, self.attention_factor, tables
+        return tables
 
     def rotate(self, q, k, pos, layer):
         return kernels.rope(q, k, *self.angles(pos))
@@ -448,10 +457,10 @@ class Attention(nn.Module):
         super().__init__()
         H, Hk, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
         self.config, self.layer, self.window = config, layer, config.window if layer in config.window_layers else 0
-        self.q = nn.Linear(C, H * D, bias=config.qkv_bias)
-        self.k = nn.Linear(C, Hk * D, bias=config.qkv_bias)
-        self.v = nn.Linear(C, Hk * D, bias=config.qkv_bias)
-        self.o = nn.Linear(H * D, C, bias=False)
+        self.q = Linear(C, H * D, bias=config.qkv_bias)
+        self.k = Linear(C, Hk * D, bias=config.qkv_bias)
+        self.v = Linear(C, Hk * D, bias=config.qkv_bias)
+        self.o = Linear(H * D, C, bias=False)
         if config.qk_norm:
             self.q_norm, self.k_norm = nn.RMSNorm(D, config.norm_eps), nn.RMSNorm(D, config.norm_eps)
 
@@ -464,7 +473,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         held = pos if cache is None else cache.pos
         y = scheme.attend(q.transpose(1, 2), k.transpose(1, 2), v, pos, self.layer, cache, window=self.window, sinks=c.sinks if self.window else 0, positions=held if self.window and by_hand else None,
-                          docs=docs if cache is None else cache.docs, scale=c.attn_scale * scheme.score_scale / math.sqrt(c.head_dim))
+                          docs=docs if cache is None else cache.docs, length=None if cache is None else cache.count, scale=c.attn_scale * scheme.score_scale / math.sqrt(c.head_dim))
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -474,9 +483,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         hidden = config.mlp_width or -(-8 * config.n_embd // (3 * 32)) * 32
-        self.gate = nn.Linear(config.n_embd, hidden, bias=False)
-        self.up = nn.Linear(config.n_embd, hidden, bias=False)
-        self.down = nn.Linear(hidden, config.n_embd, bias=False)
+        self.gate = Linear(config.n_embd, hidden, bias=False)
+        self.up = Linear(config.n_embd, hidden, bias=False)
+        self.down = Linear(hidden, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -497,11 +506,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.meta = config, {}
+        self.config, self.meta, self.checkpoint_activations = config, {}, False
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
         self.init_weights()
@@ -545,6 +554,8 @@ class GPT(nn.Module):
         """The final hidden states (B, T, C), after the last norm; arguments as in forward()."""
         new, first = tokens.shape[1], cache.length if cache is not None else 0
         end, by_hand = first + new, positions is not None or cache is not None and cache.by_hand  # otherwise a token's position is its index
+        if cache is not None and cache.at is not None:  # a reading of fixed shape: checked when it began
+            return self.layers(tokens, positions, docs, cache, cache.by_hand)
         if positions is None:
             positions = torch.arange(first, end, device=tokens.device)
         elif not torch.compiler.is_compiling():
@@ -557,10 +568,15 @@ class GPT(nn.Module):
         scale = self.pos.prepare(end)
         if cache is not None:
             cache.by_hand, (tokens, positions, docs) = by_hand, cache.extend(tokens, positions, docs, scale)
+        return self.layers(tokens, positions, docs, cache, by_hand)[:, -new:]
+
+    def layers(self, tokens, positions, docs, cache, by_hand):
+        """hidden() without its checks, of all that is read: (B, T, C)."""
         x = F.dropout(self.pos.embed(self.embed(tokens), positions), self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
-            x = block(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache, by_hand)
-        return self.norm(x[:, -new:])
+            run = kernels.keeping_attention(block) if self.checkpoint_activations and torch.is_grad_enabled() else block
+            x = run(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache, by_hand)
+        return self.norm(x)
 
     def check_positions(self, positions, docs):
         """Positions given by hand: not negative, and without gaps inside a document where the scheme counts distance by index. Returns the last one, plus 1."""
@@ -580,9 +596,10 @@ class GPT(nn.Module):
         return noise.topk(length).indices.sort().values.to(self.embed.weight.device)
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-        """Continue tokens (B, T), T >= 1: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
+        """Continue tokens (B, T), T >= 1, or a list of B prompts (T,) of any lengths: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
 
-        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass.
+        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass. generator: one, or a list of
+        one for each row. Prompts of unequal length are read as if each were alone.
         """
         return generate(self, tokens, max_new_tokens, temperature, top_k, top_p, generator)
 

@@ -46,7 +46,8 @@ def main():
         raise UserError("give one run folder, as in python sample.py out/python-rope" if runs else "there is no run under out/: train one with python train.py --pos=rope")
     model = GPT.load(runs[0], cfg.best)
     device = config.pick_device(cfg.device)
-    dtype = config.pick_dtype(cfg.dtype, device)
+    small = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 16e6  # of one row at a time the casts cost more than bfloat16 saves
+    dtype = config.pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
     tokenizer, bos = data.from_json(model.meta.get("tokenizer")), model.meta.get("bos")
     if tokenizer is None:
         raise UserError(f"{runs[0]} was trained on bare token files, so its vocabulary is unknown here and it cannot write text")

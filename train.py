@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +55,7 @@ class TrainConfig:
     device: str = "auto"            # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; weights and sums are float32
     compile: bool | None = None     # torch.compile; auto: where it works and the run is long enough to pay for it
+    checkpoint_activations: bool = False  # of a block keep its input and its attention, and compute the rest again in the backward pass: less memory for more time
     min_doc: int = 0                # train on documents of at least so many tokens only
     upsample_docs: int = 1          # how often in an epoch documents that fill a window are visited, those that do not being visited once
     separate_docs: bool = False     # attention stays inside a document; false: it runs on across what is packed into a window
@@ -148,6 +150,7 @@ def train(model, cfg):
 
     config.prepare_device(device)
     model.to(device).train()
+    model.checkpoint_activations = cfg.checkpoint_activations
     optimizers = make_optimizers(model, cfg)
     step, scale, good, best, tokens, evaluated = 0, 65536.0 if dtype == torch.float16 else 1.0, 0, None, 0, False
     if resume:
@@ -176,6 +179,13 @@ def train(model, cfg):
 
     told, release = config.catch_signals()
 
+    def prepared(number):
+        """Micro-batch `number`: (x, y, positions, docs) on their way to the device, how many targets count, and the seed of its dropout and random positions."""
+        seed = ((cfg.seed << 40) + number) % (1 << 63)
+        x, y, positions, docs = dataset.batch(number, cfg.batch_size, T, cfg.seed, reach, cfg.passkey)
+        parts = [torch.from_numpy(part) if isinstance(part, data.np.ndarray) else part for part in (x, y, model.draw_positions(len(x), T, seed) if positions is None else positions, docs)]
+        return [part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and part is not None and not part.is_cuda else part for part in parts], int((y >= 0).sum()), seed
+
     def save(val_loss):
         if rank == 0:
             folder = run / f"step-{step:06d}"
@@ -194,6 +204,8 @@ def train(model, cfg):
             dist.barrier()
 
     last, clock, since, failure, stop = None, time.perf_counter(), step, None, False  # stop: agreed by all processes, never by one alone
+    ahead = ThreadPoolExecutor(1)  # prepares the next micro-batch while this one is computed; what it raises is raised where the batch is asked for
+    coming = ahead.submit(prepared, step * accumulation + rank)
     try:
         while True:
             if not stop and not evaluated and (step % cfg.eval_interval == 0 or step == cfg.max_iters):
@@ -221,21 +233,23 @@ def train(model, cfg):
                     group["lr"] = learning_rate(cfg, step)
             sums = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)  # nats, scored tokens, asked to stop
             for micro in range(rank, accumulation, world):
-                number = step * accumulation + micro
-                x, y, positions, docs = (part if part is None else torch.from_numpy(part).to(device, non_blocking=True) for part in dataset.batch(number, cfg.batch_size, T, cfg.seed, reach, cfg.passkey))
-                torch.manual_seed(seed := ((cfg.seed << 40) + number) % (1 << 63))  # dropout and random positions, too, are functions of (seed, micro-batch)
+                parts, scored, seed = coming.result()
+                coming = ahead.submit(prepared, step * accumulation + micro + world if micro + world < accumulation else (step + 1) * accumulation + rank)
+                x, y, positions, docs = (part if part is None else part.to(device, non_blocking=True) for part in parts)
+                torch.manual_seed(seed)  # dropout and random positions, too, are functions of (seed, micro-batch)
                 if world > 1:
                     forward.require_backward_grad_sync = micro + world >= accumulation
                 with config.autocast(device, dtype):
-                    nats = forward(x, y, model.draw_positions(len(x), T, seed) if positions is None else positions, docs, reduction="sum")
+                    nats = forward(x, y, positions, docs, reduction="sum")
                 (nats * (scale * world / (accumulation * cfg.batch_size * T))).backward()
                 sums[0] += nats.detach()
-                sums[1] += int((y >= 0).sum())
+                sums[1] += scored
             sums[2] = len(told)
             if world > 1:
                 dist.all_reduce(sums)
             grads = [p.grad for p in model.parameters()]
             norm = torch.nn.utils.get_total_norm(grads)
+            wait([coming])  # the next batch is queued
             nats, scored, asked, norm = torch.cat((sums, norm[None].to(sums))).tolist()  # the one read of an iteration
             share = accumulation * cfg.batch_size * T / max(scored, 1) / scale  # from nominal to scored tokens: the mean over what was scored
             norm *= share
@@ -271,6 +285,7 @@ def train(model, cfg):
         failure = f"{error}: stopped before the update; " + (f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint was written yet") + "; try a lower --learning_rate, or look at that data"
     finally:
         release()
+        ahead.shutdown()
         if log:
             log.close()
         model.eval()

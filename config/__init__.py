@@ -13,6 +13,7 @@ if sys.version_info < (3, 11):
 
 import contextlib
 import difflib
+import functools
 import inspect
 import os
 import tomllib
@@ -146,11 +147,14 @@ def _toml(word):
         raise UserError(f"{word} is not valid TOML: {error}") from None
 
 
+_source = functools.lru_cache(inspect.getsource)  # it parses the whole file, which for each setting anew took a second
+
+
 def _comment(cls, name):
     """The comment behind a field, in the class of the hierarchy that defines it."""
     for base in cls.__mro__:
         if name in base.__dict__.get("__annotations__", {}):
-            for line in inspect.getsource(base).splitlines():
+            for line in _source(base).splitlines():
                 if line.strip().startswith(f"{name}:"):
                     return line.partition("  # ")[2].strip()
     return ""

@@ -3,8 +3,11 @@
     python experiments/bench.py                                everything: under 10 minutes on a GPU, some 3 on 2 CPU cores
     python experiments/bench.py --only=attention,step          sections: ceilings rope attention decode loss step
     python experiments/bench.py --lengths=1024,4096            attention at these lengths
+    python experiments/bench.py train --nanogpt=PATH           whole training runs beside nanoGPT's (bench_train.py)
+    python experiments/bench.py sample                         drawing text beside transformers' generate (bench_sample.py)
+    python experiments/bench.py memory                         memory counted on paper beside the measured peak (bench_memory.py)
 
-Writes bench.md, bench.json and bench.png to results/<device>/. Every time is a median, side by side with the others of its case, and `beside` is the time of the case's first row
+The last three, a few minutes each, write train.md, sample.md and memory.md with their .json to results/<device>/; the others write bench.md, bench.json and bench.png. Every time is a median, side by side with the others of its case, and `beside` is the time of the case's first row
 over this row's: above 1 is faster. A rival that is not installed has no row; one that cannot do a case has its reason. On a GPU the L2 is flushed between runs; on a
 CPU the rivals take turns. FLOPs of attention are counted as FlashAttention's authors do: 4 T^2 D / 2 a head forward, causal, and 2.5 times that backward.
 """
@@ -14,12 +17,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config  # first: it says in one sentence that a Python is too old
 import gc
+import importlib
 import importlib.util
 import json
 import re
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,21 +35,25 @@ from kernels import reference
 from model import GPT, POSITIONS, GPTConfig, Refused
 
 SECTIONS = ("ceilings", "rope", "attention", "decode", "loss", "step")
+WHOLE = ("train", "sample", "memory")  # each in a file of its own
 
 
 @dataclass
 class BenchConfig:
-    only: tuple[str, ...] = ()     # sections; by default all
+    only: tuple[str, ...] = ()     # sections; by default all but train, sample and memory
     lengths: tuple[int, ...] = ()  # of attention, in tokens; by default 1k to 128k on a GPU, 256 and 1024 on a CPU
     minutes: float = 9.5           # rows that have not begun by then are left out, and said to be
+    nanogpt: str = ""              # train: a checkout of nanoGPT to measure beside
+    rounds: int = 3                # train, sample: how often the rivals take turns
+    iterations: int = 0            # train: of a run; by default 200 and 35
     device: str = "auto"           # auto, cpu, cuda or cuda:N
     out_dir: str = ""              # by default results/<device>
 
     def __post_init__(self):
-        if unknown := sorted({*self.only} - {*SECTIONS}):
-            raise UserError(f"there is no section {unknown[0]!r}: --only takes {', '.join(SECTIONS)}")
-        if any(n < 1 for n in self.lengths) or self.minutes <= 0:
-            raise UserError("lengths and minutes must be above 0")
+        if unknown := sorted({*self.only} - {*SECTIONS, *WHOLE}):
+            raise UserError(f"there is no section {unknown[0]!r}: --only takes {', '.join((*SECTIONS, *WHOLE))}")
+        if any(n < 1 for n in self.lengths) or self.minutes <= 0 or self.rounds < 1 or self.iterations < 0 or 0 < self.iterations < 8:
+            raise UserError("lengths, minutes and rounds must be above 0, and iterations at least 8")
 
 
 @dataclass
@@ -333,19 +341,29 @@ def plot(b, file):
 
 
 def main():
-    cfg, *_ = config.parse(BenchConfig, about=__doc__)
+    cfg, _, words = config.parse(BenchConfig, about=__doc__, paths="sections, as another way to say --only")
+    if words:
+        cfg = replace(cfg, only=(*cfg.only, *words))
     device = config.pick_device(cfg.device)
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"--device={cfg.device}: timings are taken on cpu and cuda")
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-") if device.type == "cuda" else "cpu"
     folder = Path(cfg.out_dir or f"results/{name}")
     folder.mkdir(parents=True, exist_ok=True)
+    for section in dict.fromkeys(word for word in cfg.only if word in WHOLE):
+        room = importlib.import_module(f"bench_{section}")
+        lines, rows = room.measure(cfg, device)
+        command = f"python experiments/bench.py {section}{' --nanogpt=PATH' * (section == 'train')}"
+        (folder / f"{section}.json").write_text(json.dumps({"provenance": config.provenance(device), "command": command, "rows": rows}, indent=1) + "\n")
+        (folder / f"{section}.md").write_text("\n".join([f"# {section}", "", f"`{command}`; {config.provenance(device)}.", "", room.__doc__.strip().partition(": ")[2], "", *lines, ""]))
+        print("\n".join([*lines, f"wrote {folder / section}.md and .json"]))
     torch.manual_seed(0)
     b = Bench(cfg, device)
-    for section in cfg.only or SECTIONS:
+    for section in (chosen := [word for word in cfg.only if word in SECTIONS] if cfg.only else SECTIONS):
         globals()[section](b)
-    write(b, folder, plot(b, folder / "bench.png"))
-    print(f"wrote {folder / 'bench.md'} and bench.json")
+    if chosen:
+        write(b, folder, plot(b, folder / "bench.png"))
+        print(f"wrote {folder / 'bench.md'} and bench.json")
 
 
 if __name__ == "__main__":

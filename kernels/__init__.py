@@ -5,6 +5,7 @@ rope and attention are Triton kernels on CUDA (sm_80 and newer) and ROCm, and pl
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch everywhere; TRITON_INTERPRET=1 runs the kernels on CPU tensors too, slowly, to test them.
 Importing this package prints nothing and imports nothing but torch; triton is imported when a kernel first runs.
 """
+import logging
 import os
 import sys
 
@@ -24,7 +25,7 @@ def rope(q, k, cos, sin):
     return reference.rope(q, k, cos, sin)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False):
+def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False, length=None):
     """reference.attention(), where Triton runs by kernels/flash.py, or, of few queries that need no gradient, by kernels/decode.py."""
     kernel = reference.attention
     if _triton_runs(q.device.type, q.device.index) and v.dtype.itemsize < 8:
@@ -32,8 +33,25 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
         from .flash import attention as flash
         q, k = q.to(v.dtype), k.to(v.dtype)  # as the reference: under autocast a norm leaves them wider
         given = (q, k, v, bias, *(() if relative is None else (*relative[:2], *(relative[2] or ()))))
-        kernel = flash if q.shape[2] > 8 or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given) else decode
-    return kernel(q, k, v, bias=bias, relative=relative, window=window, sinks=sinks, positions=positions, docs=docs, causal=causal, scale=scale, return_lse=return_lse)
+        kernel = decode if length is not None else flash if q.shape[2] > 8 or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given) else decode
+    more = {} if length is None else {"length": length}
+    return kernel(q, k, v, bias=bias, relative=relative, window=window, sinks=sinks, positions=positions, docs=docs, causal=causal, scale=scale, return_lse=return_lse, **more)
+
+
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # under torch.compile the next one is warned of in four lines: it asks for no in-place operators, and there are none
+
+
+def keeping_attention(block):
+    """block(*args), of whose activations only the arguments and attention's output and log-sum-exp are kept, whichever kernel makes them: the backward pass computes the rest again, with the
+    same dropout. Of attention that is written out in plain PyTorch (relative vectors; a bias with gradient) nothing is kept."""
+    from functools import partial
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    return partial(checkpoint, block, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _kept))
+
+
+def _kept(context, operator, *args, **kwargs):
+    from torch.utils.checkpoint import CheckpointPolicy
+    return CheckpointPolicy.MUST_SAVE if "attention" in operator.name() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _asked = {}

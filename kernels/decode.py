@@ -22,11 +22,13 @@ NONE, SLOPES, TABLE, VECTORS = (tl.constexpr(kind) for kind in range(4))  # the 
 
 
 @triton.jit
-def _share_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, OUT, TOP, SUM, q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, line_h, line_t, p_b, p_t, d_b, d_t,
+def _share_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, LENGTH, OUT, TOP, SUM, q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, line_h, line_t, p_b, p_t, d_b, d_t,
                   Tq, Tk, H, G, m, window, sinks, scale,
                   D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
-                  WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
+                  WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr, COUNTED: tl.constexpr):
     """A program for a share of the keys, PACK query heads that read the same key head, and one query of each."""
+    if COUNTED:  # so many of the keys are there: shapes and launch stay the same as a cache fills its room
+        Tk = tl.load(LENGTH).to(tl.int32)
     share, group, bt = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, t = (bt // Tq).to(tl.int64), bt % Tq
     r, n, channel = tl.arange(0, ROWS), tl.arange(0, BN), tl.arange(0, DP)
@@ -121,7 +123,7 @@ def tile(itemsize, DP, vectors):
 
 @torch.library.custom_op("nanolong::attention_decode", mutates_args=())
 def _decode(q: torch.Tensor, qr: Optional[torch.Tensor], k: torch.Tensor, v: torch.Tensor, line: Optional[torch.Tensor], values: Optional[torch.Tensor],
-            positions: Optional[torch.Tensor], docs: Optional[torch.Tensor], window: int, sinks: int, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+            positions: Optional[torch.Tensor], docs: Optional[torch.Tensor], window: int, sinks: int, causal: bool, scale: float, length: Optional[torch.Tensor] = None) -> tuple[torch.Tensor, torch.Tensor]:
     q, qr, k, v = (x if x is None or x.stride(-1) == 1 and x.stride(2) < 1 << 24 else x.contiguous() for x in (q, qr, k, v))  # a block's offsets are 32 bits wide
     (B, H, Tq, D), (HK, Tk) = q.shape, k.shape[1:3]
     out, lse = _room(q)
@@ -138,17 +140,17 @@ def _decode(q: torch.Tensor, qr: Optional[torch.Tensor], k: torch.Tensor, v: tor
     pos, doc, other = q if positions is None else positions, q if docs is None else docs, q if qr is None else qr
     precision = "ieee" if q.dtype != torch.float32 or q.device.type == "cpu" or torch.version.hip else "tf32x3"
     _share_kernel[shares, H // pack, B * Tq](
-        q, other, k, v, q if line is None else line, q if values is None else values, pos, doc, part, top, total, *q.stride()[:3], *other.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, other, k, v, q if line is None else line, q if values is None else values, pos, doc, q if length is None else length, part, top, total, *q.stride()[:3], *other.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         line.stride(0) if by_head else 0, line.stride(1) if kind is VECTORS else 1, pos.stride(0) if pos.dim() == 2 else 0, pos.stride(-1), doc.stride(0), doc.stride(-1),
         Tq, Tk, H, H // HK, 0 if kind is NONE else line.shape[1] if line.dim() > 1 else 0, window, sinks, scale / math.log(2),
-        D, DP, BN, pack, max(16, triton.next_power_of_2(pack)), kind.value, values is not None, qr is None, causal, window > 0, window > 0 and positions is not None, docs is not None, precision,
+        D, DP, BN, pack, max(16, triton.next_power_of_2(pack)), kind.value, values is not None, qr is None, causal, window > 0, window > 0 and positions is not None, docs is not None, precision, length is not None,
         num_warps=warps, num_stages=stages)
     _join_kernel[Tq, H, B](part, top, total, out, lse, *out.stride()[:3], Tq, H, shares, D, DP, triton.next_power_of_2(shares), num_warps=4)
     return out, lse
 
 
 @_decode.register_fake
-def _(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale):
+def _(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale, length=None):
     return _room(q)
 
 
@@ -158,11 +160,11 @@ def _room(q):
     return torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2), torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False):
+def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False, length=None):
     """attention() of kernels/flash.py for few queries, without gradient: the same arguments, results and terms.
 
     q (B, H, Tq, D), k and v (B, Hk, Tk, D), 1 <= D <= 256: float16, bfloat16 or float32, all the same, any strides; the queries are the last Tq of the Tk tokens. Each query reads
-    the cache once. Returns (B, H, Tq, D); with return_lse also the natural log-sum-exp, float32 (B, H, Tq). Raises ValueError for what the kernel does not do.
+    the cache once. length: int64 (1,), only so many of the keys are there, read on the device: the same launch serves a cache that fills its room (a CUDA graph). Returns (B, H, Tq, D); with return_lse also the natural log-sum-exp, float32 (B, H, Tq). Raises ValueError for what the kernel does not do.
     """
     (B, H, Tq, D), (HK, Tk) = q.shape, k.shape[1:3]
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -192,5 +194,5 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
         if offsets is not None:
             q, qr = ((q + offset[:, None]).to(q.dtype) for offset in offsets)
     positions, docs = (None if x is None else x.int() for x in (positions, docs))
-    out, lse = _decode(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale)
+    out, lse = _decode(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale, length)
     return (out, lse * math.log(2)) if return_lse else out

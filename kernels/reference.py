@@ -3,6 +3,7 @@
 Read this before any kernel: a kernel is right when it agrees with this file. Notation: B batch, H query heads,
 Hk key/value heads (H a multiple of Hk: grouped queries), T tokens, D head dimension, C model width, V vocabulary.
 """
+import contextlib
 import functools
 
 import torch
@@ -35,7 +36,7 @@ def rope(q, k, cos, sin):
     return rotate(q), rotate(k)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False):
+def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False, length=None):
     """softmax(q k^T scale + bias, over the keys that a query may see) v.
 
     q (B, H, Tq, D), k and v (B, Hk, Tk, D). The queries are the last Tq of the Tk tokens (Tq < Tk: decoding with a cache), so
@@ -51,19 +52,24 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     causal     False: every key is seen, and distance is |i - j| (masked language models).
     scale      default D ** -0.5.
     return_lse also the natural log-sum-exp of each query's scores, (B, H, Tq), float32 (float64 of float64), with gradient.
+    length     int64 (1,): only so many of the keys are there, without gradient (decoding in a room of fixed size).
     All three in v's dtype: where autocast left queries and keys wider (a norm does), they are rounded to it.
     """
+    if length is not None:
+        n = int(length)
+        k, v, positions, docs = k[:, :, :n], v[:, :, :n], None if positions is None else positions[..., :n], None if docs is None else docs[:, :n]
     Tq, Tk, D, out = q.shape[2], k.shape[2], q.shape[3], v.dtype
     q, k = q.to(out), k.to(out)
     if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512:  # PyTorch's bf16 attention on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
         q, k, v = q.float(), k.float(), v.float()
+    as_it_is = torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else contextlib.nullcontext()  # autocast would make it bf16 again
     if relative is not None or return_lse:
-        with torch.autocast(q.device.type, enabled=False):
+        with as_it_is:
             y, lse = _written_out(q, k, v, *(relative or (None, None, None)), D ** -0.5 if scale is None else scale, causal, bias, window, sinks, positions, docs)
             return (y.to(out), lse) if return_lse else y.to(out)
     plain = bias is None and docs is None and not (window and (Tk > window or positions is not None))
     sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    with torch.autocast(q.device.type, enabled=False):  # which would make it bf16 again
+    with as_it_is:
         if plain and (Tq == Tk or Tq == 1 or not causal):
             return sdpa(q, k, v, is_causal=True if causal and Tq > 1 else False).to(out)  # a bool, of a compiled length that varies, too
         rows = max(1, (1 << 24) // (Tk * (1 if bias is None else q.shape[1])))  # queries at a time: at most 64 MiB of added terms a sequence
@@ -196,6 +202,7 @@ def _chunk_by_chunk(x, weight, targets, dtype, factor):
             weigh = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
             dx.append(((p @ w) * weigh).to(x.dtype))
             dweight += p.t() @ (chunk * weigh).to(dtype)
+        del p  # before the next chunk's logits
     gradients = None if factor is None else (torch.cat(dx) if dx else torch.zeros_like(x), dweight.to(weight.dtype))
     return torch.cat(losses) if losses else x.new_zeros(0, dtype=wide), gradients
 

@@ -84,13 +84,15 @@ def attention_case(target, direction, D, term, masks=False, dtype="bf16", G=1):
         family = {"sm_89": "sm_86"}.get(target, target)
         BM, BN, warps, stages = flash.tile(family, bits // 8, DP, kind, direction)
         sizes = dict(BM=BM, BN=BN, W=triton.next_power_of_2(BM + BN))
-    constants = dict(**sizes, D=D, DP=DP, KIND=kind, HAS_VALUES=term == "vectors", SAME=term != "xl", CAUSAL=True, WINDOW=masks, POSITIONS=masks, DOCS=masks, TAILS=kind > 0,
+    constants = dict(**sizes, D=D, DP=DP, KIND=kind, HAS_VALUES=term == "vectors", SAME=term != "xl", CAUSAL=True, WINDOW=masks, POSITIONS=masks, DOCS=masks, COUNTED=masks, TAILS=kind > 0,
                      PRECISION="ieee" if bits == 16 or target.startswith("gfx") else "tf32x3", p_t=1, d_t=1, **({"G": 1} if G == 1 else {}), **({"line_t": 1} if kind < 3 else {}))
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 
     def type_of(name):
         if name in ("LSE", "DLSE", "DELTA", "EXTRA", "TAIL", "DLINE", "DVALUES", "TOP", "SUM") or name == "LINE" and 0 < kind < 3 or name == "OUT" and direction == "decode":
             return "*fp32"
+        if name == "LENGTH":
+            return "*i64"
         if name in ("POS", "DOC", "PLAN"):
             return "*i32" if masks else f"*{dtype}"
         if name[0].isupper() and name not in ("Tq", "Tk", "G", "B", "H"):

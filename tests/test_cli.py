@@ -315,11 +315,11 @@ def test_a_python_too_old_is_told_so():
 
 
 def test_the_house_stays_small():
-    """At most 1,300 lines in the four files that a newcomer reads, and 57 settings of them."""
+    """At most 1,300 lines in the four files that a newcomer reads, and 58 settings of them."""
     files = ["model.py", "train.py", "sample.py", "extend.py"]
     assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 1300
     names = {name for cls in (GPTConfig, train.TrainConfig, extend.ExtendConfig, sample.SampleConfig) for name in cls.__dataclass_fields__} - INTERNAL
-    assert len(names) <= 57, len(names)
+    assert len(names) <= 58, len(names)
 
 
 def test_who_imports_whom():

@@ -244,6 +244,21 @@ def test_far_apart_in_memory(rng):
         assert torch.equal(decode.attention(q[:, :, :1], k, k), decode.attention(q[:, :, :1], near[:, :, :T], near[:, :, :T]))
 
 
+def test_a_room_partly_filled(rng):
+    """decode's length, a tensor: the keys from there on, whatever lies in their memory, are not there; every term, and all masks at once."""
+    room, D = 150, 16
+    q, k, v = torch.randn(2, 4, 1, D), torch.randn(2, 2, room, D), torch.randn(2, 2, room, D)
+    docs, positions = (20 - torch.arange(room)).clamp(min=0).expand(2, room), torch.stack(((torch.arange(room) - 20).clamp(min=0), torch.arange(room)))
+    for n in (1, 37, 149, room):
+        rest = [torch.cat((x[:, :, :n], torch.full_like(x[:, :, n:], math.nan)), 2) for x in (k, v)]
+        for terms in ({}, dict(bias=torch.rand(4)), dict(bias=torch.randn(4, room)), dict(relative=(torch.randn(1, 30, D), torch.randn(1, 30, D), None)), dict(relative=(torch.randn(4, room, D), None, (torch.randn(4, D), torch.randn(4, D))))):
+            for masks in ({}, dict(window=16, sinks=2), dict(window=16, sinks=2, positions=positions, docs=docs)):
+                shorter = {**masks, **{name: masks[name][:, :n] for name in ("positions", "docs") if name in masks}}
+                got, lse = decode.attention(q, *rest, **terms, **masks, length=torch.tensor([n]), return_lse=True)
+                right, right_lse = decode.attention(q, k[:, :, :n], v[:, :, :n], **terms, **shorter, return_lse=True)
+                assert error(got, right.double()) < 1e-6 and torch.allclose(lse, right_lse, atol=1e-5), (n, terms.keys(), masks.keys())
+
+
 def test_no_tile_is_visited_in_vain(rng):
     """The plan of packed documents: exactly the tiles that hold something seen, and among the whole ones none that needs a mask."""
     docs, T = torch.cat((torch.zeros(1, 150), torch.ones(1, 51), torch.full((1, 70), 2)), 1).int(), 271
@@ -262,7 +277,7 @@ def test_opcheck_and_compile(rng):
     docs = torch.zeros(2, 40, dtype=torch.int32)
     for args in ((q, None, k, v, None, None, None, None, 0, 0, True, 0.25), (q, None, k, v, table, None, None, docs, 9, 1, True, 0.25), (q, q.detach(), k, v, keys, keys, None, None, 0, 0, False, 0.25)):
         assert set(torch.library.opcheck(flash._attention, args).values()) == {"SUCCESS"}
-    assert set(torch.library.opcheck(decode._decode, (q.detach()[:, :, :2], None, k.detach(), v.detach(), table.detach(), None, None, None, 0, 0, True, 0.25)).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(decode._decode, (q.detach()[:, :, :2], None, k.detach(), v.detach(), table.detach(), None, None, None, 0, 0, True, 0.25, torch.tensor([30]))).values()) == {"SUCCESS"}
     compiled = torch.compile(lambda q, k, v, table: kernels.attention(q, k, v, bias=table), fullgraph=True, backend="aot_eager", dynamic=True)
     for T in (40, 33):
         with warnings.catch_warnings():

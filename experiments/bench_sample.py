@@ -1,0 +1,140 @@
+"""`bench.py sample`: tokens drawn a second, beside transformers' generate on the same weights.
+
+RoPE models of random weights, saved as a checkpoint and handed to transformers as a Llama; each rival is a process of its own, started outside the project, in turns. Timed is the drawing alone: the median
+difference between drawing many tokens and a few after prompts of 64 tokens (or of 16, 32, 48 and 64, padded on the left), at temperature 0.8 of the 200 likeliest. `beside` is against the first row of a case in
+the same round, the median over the rounds: above 1 is faster. Before that the float32 rivals draw greedily, and whether they draw the same tokens stands in the last column. "as sample.py chooses" is its --dtype=auto.
+On a GPU the share of memory bandwidth is that of reading the weights once a token, in the dtype of products, against a copy's bandwidth measured in our process.
+"""
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import torch
+from config import UserError
+from model import GPT, GPTConfig
+
+CASES = {  # name: settings of the model, lengths of the prompts, tokens drawn
+    "the demo's shape, 1.8 M, batch 1": (dict(n_layer=4, n_head=3, n_embd=192, block_size=512, vocab_size=257), (64,), 200),
+    "GPT-2's shape, 124 M, batch 1": (dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304), (64,), 48),
+    "GPT-2's shape, 124 M, 4 prompts of unequal length": (dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304), (16, 32, 48, 64), 24),
+}
+# Both children: argv is a JSON of how. They print ms a token, the greedy tokens, and the bandwidth of a copy.
+OURS = """
+import sys; sys.path.insert(0, how["root"])
+import config
+from model import GPT
+model, device = GPT.load(how["folder"]).to(how["device"]), torch.device(how["device"])
+config.prepare_device(device)
+dtype = getattr(torch, how["dtype"])
+def draw(n, k):
+    with config.autocast(device, dtype):
+        return torch.cat(list(model.generate([p.to(device) for p in prompts] if len(prompts) > 1 else prompts[0][None].to(device), n, 0.8 if k else 0.0, top_k=k)), 1)
+"""
+THEIRS = """
+from transformers import LlamaConfig, LlamaForCausalLM
+if how["export"]:
+    model = LlamaForCausalLM.from_pretrained(how["export"], dtype=getattr(torch, how["dtype"]))
+else:  # what hf.py export writes: here only until it is there
+    from safetensors.torch import load_file
+    c, weights = how["config"], {}
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attention": "self_attn"} | {n: n + "_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")}
+    for name, w in load_file(how["folder"] + "/model.safetensors").items():
+        parts = [names.get(part, part) for part in name.replace("blocks", "layers").replace("embed.", "embed_tokens.").split(".")]
+        weights["model." + ".".join(parts)] = w
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=c["vocab_size"], hidden_size=c["n_embd"], intermediate_size=-(-8 * c["n_embd"] // 96) * 32, num_hidden_layers=c["n_layer"], num_attention_heads=c["n_head"],
+                                         rms_norm_eps=1e-5, max_position_embeddings=c["block_size"], tie_word_embeddings=True))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model.to(getattr(torch, how["dtype"]))
+model.eval().to(how["device"])
+width = max(map(len, prompts))
+ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts]).to(how["device"])
+mask = torch.stack([torch.nn.functional.pad(torch.ones_like(p), (width - len(p), 0)) for p in prompts]).to(how["device"])
+def draw(n, k):
+    more = dict(do_sample=True, temperature=0.8, top_k=k) if k else dict(do_sample=False)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, pad_token_id=0, eos_token_id=-1, **more)[:, width:]
+"""
+CHILD = """
+import json, statistics, sys, time, torch, warnings
+how = json.loads(sys.argv[1])
+warnings.simplefilter("ignore")
+prompts = [torch.tensor(p) for p in how["prompts"]]
+{}
+def seconds(n):
+    start = time.perf_counter()
+    draw(n, 200)[0, -1].item()
+    return time.perf_counter() - start
+greedy = draw(12, 0).tolist()
+few, many = 4, how["tokens"]
+seconds(few)
+ms = 1000 * statistics.median((seconds(many) - seconds(few)) / (many - few) for _ in range(3))
+copy = None
+if how["device"] == "cuda":
+    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"); y = torch.empty_like(x); y.copy_(x); torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10): y.copy_(x)
+    torch.cuda.synchronize()
+    copy = 20 * x.numel() / (time.perf_counter() - start)
+print("RESULT", json.dumps([ms, greedy, copy]))
+"""
+
+
+def measure(cfg, device):
+    """(lines of Markdown, rows)."""
+    rows, notes = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, (case, (settings, lengths, tokens)) in enumerate(CASES.items()):
+            torch.manual_seed(number)
+            model, folder, export = GPT(GPTConfig(**settings)), Path(scratch, f"model{number}"), None
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.normal_(0, 0.04) if p.dim() == 2 else None
+            model.save(folder)
+            size = sum(p.numel() for p in model.parameters())
+            if (ROOT / "hf.py").exists():
+                export = Path(scratch, f"export{number}")
+                done = subprocess.run([sys.executable, "hf.py", "export", str(folder), str(export)], cwd=ROOT, capture_output=True, text=True)
+                if done.returncode:
+                    raise UserError(f"hf.py could not export the model to measure beside: {done.stderr.strip()[-200:]}")
+            chosen = "bfloat16" if device.type == "cuda" or size > 16e6 and torch.cpu._is_avx512_bf16_supported() else "float32"  # as sample.py has it
+            turns = {"transformers, float32": (THEIRS, "float32"), "transformers, bfloat16": (THEIRS, "bfloat16"), "ours, float32": (OURS, "float32"), "ours, bfloat16": (OURS, "bfloat16")}
+            found, greedy, broken, copy = {what: [] for what in turns}, {}, {}, None
+            for _ in range(cfg.rounds):
+                for what, (code, dtype) in turns.items():
+                    how = dict(root=str(ROOT), folder=str(folder), export=export and str(export), config=settings, device=device.type, dtype=dtype, tokens=tokens,
+                               prompts=[torch.randint(0, settings["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths])
+                    done = subprocess.run([sys.executable, "-c", CHILD.format(code), json.dumps(how)], cwd=scratch, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+                    if "RESULT" not in done.stdout:
+                        broken[what] = (done.stderr.strip().splitlines() or ["without a word"])[-1][:120]
+                        continue
+                    ms, greedy[what], bandwidth = json.loads(done.stdout.split("RESULT")[1])
+                    copy = copy or bandwidth
+                    found[what].append(ms)
+                    print(f"{case}: {what}: {ms:.2f} ms a token", flush=True)
+            base = found["transformers, float32"]
+            for what in turns:
+                row = {"case": case, "what": what + " (as sample.py chooses)" * (what == f"ours, {chosen}"), "note": broken.get(what, "")}
+                if times := found[what]:
+                    ms = statistics.median(times)
+                    row |= {"ms": ms, "tokens_per_second": 1000 * len(lengths) / ms, "beside": statistics.median(b / t for b, t in zip(base, times)) if base else None}
+                    if copy:
+                        row["bandwidth"] = size * (2 if "bfloat16" in what else 4) / (ms / 1000) / copy
+                    if what == "ours, float32" and "transformers, float32" in greedy:
+                        row["same"] = greedy[what] == greedy["transformers, float32"]
+                rows.append(row)
+            theirs = [r["ms"] for r in rows if r["case"] == case and r["what"].startswith("transformers") and "ms" in r]
+            mine = next((r for r in rows if r["case"] == case and "chooses" in r["what"] and "ms" in r), None)
+            if mine and base and "batch 1" in case:
+                notes.append(f"Goal at batch 1, 1.5 times transformers as it comes (float32): {case.partition(',')[0]}: {mine['beside']:.2f}, {'met' if mine['beside'] >= 1.5 else 'not met'}; "
+                             f"beside the faster of its two dtypes {min(theirs) / mine['ms']:.2f}.")
+    lines = ["| case | | ms a step | tokens/s | beside | of memory bandwidth | same greedy tokens |", "|---|---|---|---|---|---|---|"]
+    for r in rows:
+        lines.append(f"| {r['case']} | {r['what']} | " + (f"{r['ms']:.2f} | {r['tokens_per_second']:,.1f} | {r['beside']:.2f}" if r.get("beside") else f"{r['note'] or 'not measured'} | | ") + " | "
+                     + (f"{r['bandwidth']:.0%}" if r.get("bandwidth") else "") + " | " + ({True: "yes", False: "no", None: ""}[r.get("same")]) + " |")
+    return [*lines, "", *notes], rows
