@@ -65,6 +65,9 @@ class TrainConfig:
         for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "upsample_docs"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, most in (("batch_size", 1 << 20), ("gradient_accumulation_steps", 1 << 20), ("upsample_docs", 1000)):
+            if getattr(self, name) > most:
+                raise UserError(f"{name}={getattr(self, name)} would never be done: give at most {most}")
         if not 0 <= self.passkey <= 1:
             raise UserError(f"passkey={self.passkey} is not a share: choose 0 to 1")
         for name in ("max_iters", "min_doc", "warmup_iters", "eval_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed"):
@@ -219,7 +222,7 @@ def train(model, cfg):
             for o in optimizers:
                 for group in o.param_groups:
                     group["lr"] = learning_rate(cfg, step)
-            sums = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)  # nats, scored tokens, asked to stop
+            losses, sums = {}, torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)  # nats, scored tokens, asked to stop
             for micro in range(rank, accumulation, world):
                 number = step * accumulation + micro
                 x, y, positions, docs = (part if part is None else torch.from_numpy(part).to(device, non_blocking=True) for part in dataset.batch(number, cfg.batch_size, T, cfg.seed, reach, cfg.passkey))
@@ -229,7 +232,8 @@ def train(model, cfg):
                 with config.autocast(device, dtype):
                     nats = forward(x, y, model.draw_positions(len(x), T, seed) if positions is None else positions, docs, reduction="sum")
                 (nats * (scale * world / (accumulation * cfg.batch_size * T))).backward()
-                sums[0] += nats.detach()
+                losses[number] = nats.detach()
+                sums[0] += losses[number]
                 sums[1] += int((y >= 0).sum())
             sums[2] = len(told)
             if world > 1:
@@ -244,8 +248,11 @@ def train(model, cfg):
                     scale, good = scale / 2, 0
                     coefficient = None
                 else:
+                    first = torch.tensor(min((number for number, loss in losses.items() if not loss.isfinite()), default=(step + 1) * accumulation), device=device)
+                    if world > 1:
+                        dist.all_reduce(first, dist.ReduceOp.MIN)
                     raise FloatingPointError(f"the {'gradient' if math.isfinite(nats) else 'loss'} of iteration {step + 1} (micro-batches {step * accumulation} to "
-                                             f"{(step + 1) * accumulation - 1}) is not finite")
+                                             f"{(step + 1) * accumulation - 1}{'' if math.isfinite(nats) else f', first of micro-batch {first}'}) is not finite")
             else:
                 coefficient = share * min(1.0, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else share
             if coefficient is not None:
@@ -360,6 +367,7 @@ def main():
     if not model:
         torch.manual_seed(cfg.seed)
         gpt.vocab_size = data.vocabulary(cfg.dataset)
+        config.require_memory(4 * gpt.n_embd * (gpt.n_layer * (2 * (gpt.n_head + gpt.n_kv_head) * gpt.head_dim + 8 * gpt.n_embd) + (2 - gpt.tied) * gpt.vocab_size))  # of the weights
         model = GPT(gpt)
     return finish(model, cfg)
 

@@ -12,7 +12,9 @@ if sys.version_info < (3, 11):
     sys.exit(2)
 
 import contextlib
+import datetime
 import difflib
+import errno
 import inspect
 import os
 import tomllib
@@ -31,7 +33,8 @@ class LocalError(UserError):
 
 
 def main(run, *refusals):
-    """Run a script's main function; UserError, the given exceptions, and files that cannot be read or written become one line on stderr and exit status 2.
+    """Run a script's main function; UserError, the given exceptions, files that cannot be read or written, and memory that is not there become one line on stderr
+    and exit status 2; a fellow process that has ended or hangs becomes one and status 1.
 
     Of several processes rank 0 alone says what all meet alike.
     """
@@ -44,12 +47,54 @@ def main(run, *refusals):
     except (UserError, OSError, *refusals) as error:
         alone = isinstance(error, (OSError, LocalError))
         if isinstance(error, OSError):
-            error = f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): choose another path, or mend its permissions or the disk"
+            error = NO_MEMORY if error.errno == errno.ENOMEM else f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): choose another path, or mend its permissions or the disk"
         if alone or int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        lost = _fellow_lost(error)
+        if not lost and not isinstance(error, MemoryError) and not any(words in str(error) for words in ("out of memory", "t allocate memory", "bad_alloc")):
+            raise
+        print(f"error: {lost or NO_MEMORY}", file=sys.stderr)
+        if lost:  # the group is broken: taking it down in order might wait for the one that is lost
+            sys.stderr.flush(), os._exit(1)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+NO_MEMORY = ("out of memory: lower --batch_size (raising --gradient_accumulation_steps as much keeps the batch), --block_size, --n_embd or --n_layer in training, --lengths in evaluation, "
+             "--max_new_tokens or the prompt in sampling, or use a machine that has more")
+
+
+def silence():
+    """Seconds that a process waits for the others before it ends itself: NANOLONG_TIMEOUT, by default 600."""
+    try:
+        seconds = float(os.environ.get("NANOLONG_TIMEOUT", 600))
+        if not 0 < seconds < 1e7:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"NANOLONG_TIMEOUT={os.environ['NANOLONG_TIMEOUT']} is no number of seconds: give one above 0, such as 600") from None
+    return seconds
+
+
+def require_memory(size):
+    """Raise UserError when the machine has less memory than so many bytes. (Taken bit by bit it would be granted, and the process killed without a word.)"""
+    try:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return
+    if size > have:
+        raise UserError(f"the weights alone take {size / 2**30:,.0f} GiB, and this machine has {have / 2**30:,.0f}: lower --n_layer or --n_embd")
+
+
+def _fellow_lost(error):
+    """The sentence for an error of torch.distributed, else None."""
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_available() and (isinstance(error, torch.distributed.DistError) or "gloo" in str(error) or "Connection closed by peer" in str(error)):
+        return (f"process {os.environ.get('RANK', 0)} has lost another one, which ended or has not answered for {silence():g} seconds (NANOLONG_TIMEOUT): look at what the others said; "
+                "the last checkpoint is whole, and --init_from=resume goes on from it")
+    return None
 
 
 def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=None):
@@ -90,7 +135,8 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
         else:
             positional.append(word)
     given = {**preset, **flags}
-    merged = {**(defaults(given, positional) if defaults else {}), **given}
+    rest = {name: value for name, value in (defaults(given, positional) if defaults else {}).items() if name in known}
+    merged = {**{name: _convert(name, value, hints[name], f"the run that is gone on from has {name} = {value!r:.60}") for name, value in rest.items()}, **given}
     instances = [cls(**{f.name: merged[f.name] for f in fields(cls) if f.name in merged}) for cls in classes]
     return *instances, set(given), positional
 
@@ -106,12 +152,14 @@ def _known(name, known, word):
 
 def _convert(name, value, hint, where):
     """A string from the command line, or a value from TOML, as the field's type."""
+    if value is None and len(typing.get_args(hint)) > 1 and isinstance(hint, types.UnionType):
+        return None
     options = [h for h in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)) if h is not type(None)]
     if isinstance(value, str) and len(options) < len(typing.get_args(hint)) and value.lower() in ("none", "auto"):
         return None
     kind = options[0]
     if typing.get_origin(kind) is typing.Literal:
-        if value not in typing.get_args(kind):
+        if not isinstance(value, str) or value not in typing.get_args(kind):
             raise UserError(f"{where}: {name} is one of {', '.join(map(str, typing.get_args(kind)))}")
         return value
     if typing.get_origin(kind) is tuple:
@@ -142,7 +190,7 @@ def _toml(word):
         raise UserError(f"there is no preset {word}: config/ holds {', '.join(sorted(p.name for p in here.glob('*.toml')))}")
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{word} is not valid TOML: {error}") from None
 
 
@@ -286,7 +334,6 @@ def pick_compile(wanted, device, steps):
 
 def provenance(device):
     """What must stand beside a figure: commit, hardware, torch and date, as a line of text."""
-    import datetime
     import platform
     import subprocess
     import torch
@@ -309,7 +356,8 @@ def provenance(device):
 # Processes: joining those that torchrun started, and being the only one that writes to a folder.
 
 def join_processes(device):
-    """Join the process group when torchrun started us: NCCL on GPUs, gloo on CPUs, whose cores are shared out. Returns (rank, processes)."""
+    """Join the process group when torchrun started us: NCCL on GPUs, gloo on CPUs, whose cores are shared out. A process that waits
+    for another longer than silence() ends itself. Returns (rank, processes)."""
     import torch
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         return 0, 1
@@ -319,7 +367,7 @@ def join_processes(device):
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=silence()))
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
