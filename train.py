@@ -166,7 +166,7 @@ def train(model, cfg):
         log.say("changed since the checkpoint: " + ", ".join(f"{k} {a} -> {b}" for k, (a, b) in changed.items()))
     forward = torch.compile(model) if compiles else model
     if world > 1:
-        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None)
     peak = config.peak_flops(device)
     if rank == 0:
         if why_not:

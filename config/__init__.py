@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import difflib
 import errno
+import functools
 import inspect
 import os
 import tomllib
@@ -177,7 +178,7 @@ def _convert(name, value, hint, where):
             return kind(value)
         elif kind is str and isinstance(value, str):
             return value
-    except (ValueError, KeyError, OverflowError):
+    except (ValueError, KeyError, OverflowError, TypeError):
         pass
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     raise UserError(f"{where}: {name} wants {words[kind]}")
@@ -194,11 +195,16 @@ def _toml(word):
         raise UserError(f"{word} is not valid TOML: {error}") from None
 
 
+@functools.cache
+def _source(cls):
+    return inspect.getsource(cls).splitlines()
+
+
 def _comment(cls, name):
     """The comment behind a field, in the class of the hierarchy that defines it."""
     for base in cls.__mro__:
         if name in base.__dict__.get("__annotations__", {}):
-            for line in inspect.getsource(base).splitlines():
+            for line in _source(base):
                 if line.strip().startswith(f"{name}:"):
                     return line.partition("  # ")[2].strip()
     return ""
@@ -367,8 +373,36 @@ def join_processes(device):
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=silence()))
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    patience = datetime.timedelta(seconds=silence())
+    store, rank, world = next(torch.distributed.rendezvous("env://", timeout=patience))
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=_meet(store, rank, world), rank=rank, world_size=world, timeout=patience)
+    return rank, world
+
+
+def _meet(store, rank, world):
+    """A part of the store for those that are here now. torchrun keeps its store over restarts, where the addresses of the dead would be found; and its count of restarts,
+    which may differ between machines, is made the highest of all, so that all resume or none."""
+    import time
+    import torch
+    token, count, until = os.urandom(8).hex(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), time.monotonic() + silence()
+    if rank:
+        store.set(f"nanolong/hello/{rank}", token)
+        group = store.get(f"nanolong/welcome/{token}").decode()  # waits for it
+        store.set(f"nanolong/{group}/{rank}", count)
+    else:
+        group, missing = token, set(range(1, world))
+        while missing:
+            for other in sorted(missing):
+                if store.check([f"nanolong/hello/{other}"]):  # perhaps of one that is dead by now
+                    store.set(f"nanolong/welcome/{store.get(f'nanolong/hello/{other}').decode()}", group)
+            missing -= {other for other in missing if store.check([f"nanolong/{group}/{other}"])}
+            if time.monotonic() > until:
+                raise torch.distributed.DistError(f"{len(missing)} processes have not come")
+            time.sleep(0.01)
+        store.set(f"nanolong/{group}/restarts", str(max(int(count), *(int(store.get(f"nanolong/{group}/{other}")) for other in range(1, world)), 0)))
+    if count != (most := store.get(f"nanolong/{group}/restarts").decode()):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = most
+    return torch.distributed.PrefixStore(f"nanolong/{group}/group", store)
 
 
 def catch_signals():
