@@ -124,6 +124,8 @@ def from_json(spec):
                 at += 6 + n
             if max(*ranks.values(), *spec["special"].values(), 0) >= 1 << 24:
                 raise ValueError("its ids are no ids")
+            if missing := [i for i in range(256) if bytes([i]) not in ranks]:
+                raise ValueError(f"byte {missing[0]} has no token")
             return BPE(tiktoken.Encoding(spec["name"], pat_str=spec["pattern"], mergeable_ranks=ranks, special_tokens=spec["special"]), spec["bos"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
         raise UserError(f"the tokenizer in meta.json is damaged ({type(error).__name__}: {error}): prepare the dataset again, or use another checkpoint") from None

@@ -107,6 +107,7 @@ class Torture:
         """Fork a child that runs a script's main(); before() is called in it first, and what that returns, a function or None, last."""
         self.count += 1
         said = self.folder / f"said-{os.getpid()}-{self.count}"
+        said.touch()
         pid = os.fork()
         if pid:
             return pid, said
