@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -28,28 +29,37 @@ class Refused(ValueError):
 def write(folder, tensors, meta):
     """Write a checkpoint folder: into .tmp-* beside it, synced, then one rename. tensors: file stem -> dict of tensors; meta: what JSON can hold.
 
-    Raises Refused when the folder exists already.
+    Raises Refused when the folder exists already, and OSError when the disk is full; then nothing is left of it.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     folder = Path(folder)
     if folder.exists():
         raise Refused(f"{folder} exists already: remove it or save elsewhere")
     tmp = folder.parent / f".tmp-{folder.name}"
     shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    for stem, named in tensors.items():
-        save_file(named, tmp / f"{stem}.safetensors")
-    sums = {file.name: _sha256(file) for file in sorted(tmp.iterdir())}
-    for file in sums:
-        _sync(tmp / file)
-    write_meta(tmp, {**meta, "format": FORMAT, "checksums": sums, "torch": torch.__version__})
-    os.rename(tmp, folder)
+    try:
+        tmp.mkdir(parents=True)
+        for stem, named in tensors.items():
+            try:
+                save_file(named, tmp / f"{stem}.safetensors")
+            except SafetensorError as error:  # the system's error, in words
+                code = re.search(r"os error (\d+)", str(error))
+                raise OSError(int(code[1]) if code else 0, os.strerror(int(code[1])) if code else str(error), str(folder)) from None
+        sums = {file.name: _sha256(file) for file in sorted(tmp.iterdir())}
+        for file in sums:
+            _sync(tmp / file)
+        write_meta(tmp, {**meta, "format": FORMAT, "checksums": sums, "torch": torch.__version__})
+        os.rename(tmp, folder)
+    except OSError:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
     _sync(folder.parent)
 
 
 def steps(run):
     """The whole checkpoints of a run folder, oldest first."""
-    return sorted((p for p in Path(run).glob("step-*") if p.name[5:].isdigit() and (p / "meta.json").is_file()), key=lambda p: int(p.name[5:]))
+    return sorted((p for p in Path(run).glob("step-*") if p.name[5:].isdecimal() and (p / "meta.json").is_file()), key=lambda p: int(p.name[5:]))
 
 
 def restarted(run):
@@ -71,23 +81,53 @@ def checkpoint_folder(path, best=False):
 
 
 def read_meta(folder):
-    """meta.json of a step folder, its format checked. Raises Refused."""
+    """meta.json of a step folder: its format, its own checksum and the kinds of its values checked. Raises Refused."""
     file = Path(folder) / "meta.json"
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
         if meta["format"] != FORMAT:
-            raise Refused(f"{file} is of format {meta['format']}, and this version reads format {FORMAT}")
+            raise Refused(f"{file} is of format {meta['format']!r:.20}, and this version reads format {FORMAT}")
+        if meta["checksums"].get("meta.json", seal := _seal(meta)) != seal:  # checkpoints of before 2026-11-21 have none
+            raise Refused(f"{file} is damaged or was edited: its checksum is not the one that it holds; {others(folder)}")
         dict(meta["config"]), meta["checksums"]["model.safetensors"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        for name, fits in KINDS.items():
+            if name in meta and not fits(meta[name]):
+                raise ValueError(f"{name} is {meta[name]!r:.60}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, Refused):
             raise
         raise Refused(f"{file} is damaged ({type(error).__name__}: {error}); {others(folder)}") from None
     return meta
 
 
+def _number(x):
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1 << 53
+
+
+def _count(x, least=0):
+    return type(x) is int and least <= x < 1 << 53
+
+
+# What the values of meta.json must be, where they are there: a file that was damaged with a fitting checksum is refused, too
+KINDS = {"step": _count, "tokens": _count, "pretraining_tokens": _count, "val_loss": lambda x: x is None or _number(x), "bos": lambda x: x is None or _count(x),
+         "best": lambda x: x is None or len(x) == 2 and _count(x[0]) and _number(x[1]), "scaler": lambda x: x is None or len(x) == 2 and _number(x[0]) and x[0] > 0 and _count(x[1]),
+         "dataset": lambda x: isinstance(x, str), "data_hash": lambda x: isinstance(x, str), "parent": lambda x: isinstance(x, str), "launch": lambda x: x is None or isinstance(x, str),
+         "tokenizer": lambda x: x is None or isinstance(x, dict),
+         "train": lambda x: not x and (x is None or x == {}) or isinstance(x["dataset"], str) and 0 <= x["learning_rate"] and _number(x["learning_rate"]) and _count(x["batch_size"], 1)
+         and _count(x["gradient_accumulation_steps"], 1)}
+
+
+def _seal(meta):
+    """SHA-256 of what a meta.json says, but for this checksum."""
+    said = {**meta, "checksums": {name: sum for name, sum in meta["checksums"].items() if name != "meta.json"}}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
 def write_meta(folder, meta):
-    """Write meta.json of a step folder, new or instead of the one it has, by one rename."""
+    """Write meta.json of a step folder, new or instead of the one it has, by one rename, with its own checksum in it."""
     new = Path(folder) / ".meta.json"
+    meta = json.loads(json.dumps(meta, allow_nan=False))
+    meta["checksums"]["meta.json"] = _seal(meta)
     new.write_text(json.dumps(meta, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     _sync(new)
     os.replace(new, Path(folder) / "meta.json")
@@ -109,6 +149,8 @@ def check(file, meta, shapes):
     try:
         with safe_open(file, framework="pt") as weights:
             have = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}
+            if kinds := {weights.get_slice(name).get_dtype() for name in have} - {"F32"}:
+                raise Refused(f"{file} holds numbers of kind {kinds.pop()}, and checkpoints hold float32; {others(file.parent)}")
     except SafetensorError as error:
         raise Refused(f"{file} is not a whole safetensors file ({error}); {others(file.parent)}") from None
     if have != shapes:
@@ -133,13 +175,19 @@ def optimizer_tensors(model, optimizers):
 
 def load_optimizers(model, optimizers, file):
     """Put the tensors of optim.safetensors back. Raises Refused when they do not belong to these optimizers."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
-    tensors, params = load_file(file), dict(model.named_parameters())
+    try:
+        tensors, params = load_file(file), dict(model.named_parameters())
+    except SafetensorError as error:
+        raise Refused(f"{file} is not a whole safetensors file ({error}); {others(file.parent)}") from None
     owner = {id(p): o for o in optimizers for g in o.param_groups for p in g["params"]}
+    wanted = {f"{name}.{moment}": () if moment == "step" else tuple(p.shape) for name, p in params.items()
+              for moment in (("momentum_buffer",) if isinstance(owner[id(p)], torch.optim.Muon) else ("exp_avg", "exp_avg_sq", "step"))}
+    if wrong := sorted(key for key, value in tensors.items() if wanted.get(key) != tuple(value.shape) or value.dtype != torch.float32) or sorted(tensors and wanted.keys() - tensors.keys()):
+        raise Refused(f"{file} {'holds' if wrong[0] in tensors else 'lacks'} {wrong[0]}, which is not what this optimizer keeps: resume with the optimizer that the run was started with")
     for key, value in tensors.items():
         name, _, moment = key.rpartition(".")
-        if name not in params or (moment == "momentum_buffer") != isinstance(owner[id(params[name])], torch.optim.Muon):
-            raise Refused(f"{file} holds {key}, which this optimizer does not keep: resume with the optimizer that the run was started with")
         owner[id(params[name])].state[params[name]][moment] = value.to(params[name].device)
 
 

@@ -53,8 +53,8 @@ class EvaluateConfig:
     def __post_init__(self):
         if min((self.max_tokens, self.stride, *self.lengths)) < 1:
             raise UserError("lengths, stride and max_tokens count tokens and must be at least 1")
-        if min(self.depths, self.trials) < 1 or self.seed < 0:
-            raise UserError("depths and trials must be at least 1, and seed at least 0")
+        if not (1 <= self.depths <= 1000 and 1 <= self.trials <= 1 << 20) or self.seed < 0:
+            raise UserError("depths must be at least 1 and at most 1,000, trials at most 2^20, and seed at least 0")
         if self.plot and not self.plot.endswith(".png"):
             raise UserError(f"--plot={self.plot} must end in .png")
         if not self.protocol:

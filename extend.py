@@ -55,7 +55,7 @@ class ExtendConfig(TrainConfig):
                 out = json.loads(Path(self.options).read_text(encoding="utf-8"))
                 if not isinstance(out, dict) or {"self", "method", "factor"} & out.keys():
                     raise ValueError("it holds no object of options")
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise UserError(f"--options={self.options} cannot be read ({error}): give a JSON file such as {{\"long_factor\": [...]}}") from None
             return out
         out = {}
@@ -141,7 +141,7 @@ def main():
         model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining, "bos": data.Dataset(cfg.dataset, cfg.bos).bos}
     spent = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * cfg.windows(model)[0]
     if rank == 0:
-        pretraining = model.meta["pretraining_tokens"]
+        pretraining = model.meta.get("pretraining_tokens")
         if cfg.plot:
             model.pos.prepare(model.config.block_size)  # a dynamic method: as it reads the longest text
             Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)

@@ -57,14 +57,19 @@ class GPTConfig:
     window_layers: list | None = None  # internal: the blocks with the window, by default those with a scheme
 
     def __post_init__(self):
+        for f in fields(self):  # a checkpoint's JSON may hold anything
+            value, kinds = getattr(self, f.name), {int: int, float: (int, float), bool: bool, str: str}.get(f.type)
+            if kinds and (not isinstance(value, kinds) or isinstance(value, bool) != (f.type is bool) or f.type is float and not abs(value) < math.inf):
+                raise Refused(f"{f.name}={value!r:.60} is not of its kind, {f.type.__name__}: see --help")
         self.n_kv_head = self.n_kv_head or self.n_head
         if min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.block_size, self.vocab_size) < 1:
             raise Refused("n_layer, n_head, n_kv_head, n_embd, block_size and vocab_size must all be at least 1")
         if not self.head_dim and self.n_embd % self.n_head:
             raise Refused(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them, or give head_dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.head_dim < 1 or max(self.n_layer, self.n_head, self.head_dim, self.n_embd, self.vocab_size) > 1 << 24:
-            raise Refused("head_dim, n_layer, n_head, n_embd and vocab_size are sizes of a model: choose them between 1 and 2^24")
+        if self.head_dim < 1 or max(self.n_layer << 12, self.n_head << 8, self.head_dim << 8, self.n_embd, self.vocab_size, self.block_size >> 16) > 1 << 24 or \
+                self.n_layer * self.n_embd * (self.n_head * self.head_dim + self.mlp_width) + self.n_embd * self.vocab_size > 1 << 40:
+            raise Refused("n_layer (up to 2^12), n_head and head_dim (2^16), n_embd and vocab_size (2^24) and block_size (2^40) are sizes of a model of at most 2^40 parameters: choose smaller ones")
         if self.n_head % self.n_kv_head:
             raise Refused(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: choose a divisor of n_head")
         if self.pos not in POSITIONS:
@@ -88,6 +93,12 @@ class GPTConfig:
             self.nope_layers = [layer for layer in range(self.n_layer) if self.nope_every and (layer + 1) % self.nope_every == 0]
         if self.window_layers is None:
             self.window_layers = [layer for layer in range(self.n_layer) if self.window and layer not in self.nope_layers]
+        for name in ("nope_layers", "window_layers"):
+            if not isinstance(layers := getattr(self, name), list) or len(layers) > self.n_layer or not all(type(layer) is int and 0 <= layer < self.n_layer for layer in layers):
+                raise Refused(f"{name} lists blocks, and there are {self.n_layer}")
+        if (s := self.stretch) is not None and not (isinstance(s, dict) and {"method", "factor", "options", "trained_length"} <= s.keys() and isinstance(s["options"], dict) and isinstance(s["factor"], (int, float))
+                                                    and isinstance(s["method"], str) and 1 <= s["factor"] < 1e12 and type(s["trained_length"]) is int and 1 <= s["trained_length"] <= self.block_size):
+            raise Refused("stretch is no stretching that was written by GPT.stretch()")
 
     @property
     def trained_length(self):
@@ -649,7 +660,9 @@ class GPT(nn.Module):
                 cls = FAMILIES[config.family]
             with torch.device("meta"):
                 shapes = {name: tuple(p.shape) for name, p in cls(config).named_parameters()}
-        except (TypeError, KeyError, AttributeError) as error:
+            if not 0 <= (meta.get("bos") or 0) < config.vocab_size:
+                raise ValueError(f"bos {meta['bos']} is outside the vocabulary")
+        except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, RuntimeError, ImportError) as error:
             raise Refused(f"{folder / 'meta.json'} is damaged ({type(error).__name__}: {error}); {checkpoint.others(folder)}") from None
         checkpoint.check(folder / "model.safetensors", meta, shapes)  # before memory is taken
         model = cls(config)

@@ -67,6 +67,9 @@ class TrainConfig:
         for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "upsample_docs"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, most in (("batch_size", 1 << 20), ("gradient_accumulation_steps", 1 << 20), ("upsample_docs", 1000)):
+            if getattr(self, name) > most:
+                raise UserError(f"{name}={getattr(self, name)} would never be done: give at most {most}")
         if not 0 <= self.passkey <= 1:
             raise UserError(f"passkey={self.passkey} is not a share: choose 0 to 1")
         for name in ("max_iters", "min_doc", "warmup_iters", "eval_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed"):
@@ -166,7 +169,7 @@ def train(model, cfg):
         log.say("changed since the checkpoint: " + ", ".join(f"{k} {a} -> {b}" for k, (a, b) in changed.items()))
     forward = torch.compile(model) if compiles else model
     if world > 1:
-        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None)
     peak = config.peak_flops(device)
     if rank == 0:
         if why_not:
@@ -231,7 +234,7 @@ def train(model, cfg):
             for o in optimizers:
                 for group in o.param_groups:
                     group["lr"] = learning_rate(cfg, step)
-            sums = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)  # nats, scored tokens, asked to stop
+            losses, sums = {}, torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)  # nats, scored tokens, asked to stop
             for micro in range(rank, accumulation, world):
                 parts, scored, seed = coming.result()
                 coming = ahead.submit(prepared, step * accumulation + micro + world if micro + world < accumulation else (step + 1) * accumulation + rank)
@@ -242,6 +245,7 @@ def train(model, cfg):
                 with config.autocast(device, dtype):
                     nats = forward(x, y, positions, docs, reduction="sum")
                 (nats * (scale * world / (accumulation * cfg.batch_size * T))).backward()
+                losses[step * accumulation + micro] = nats.detach()
                 sums[0] += nats.detach()
                 sums[1] += scored
             sums[2] = len(told)
@@ -258,8 +262,11 @@ def train(model, cfg):
                     scale, good = scale / 2, 0
                     coefficient = None
                 else:
+                    first = torch.tensor(min((number for number, loss in losses.items() if not loss.isfinite()), default=(step + 1) * accumulation), device=device)
+                    if world > 1:
+                        dist.all_reduce(first, dist.ReduceOp.MIN)
                     raise FloatingPointError(f"the {'gradient' if math.isfinite(nats) else 'loss'} of iteration {step + 1} (micro-batches {step * accumulation} to "
-                                             f"{(step + 1) * accumulation - 1}) is not finite")
+                                             f"{(step + 1) * accumulation - 1}{'' if math.isfinite(nats) else f', first of micro-batch {first}'}) is not finite")
             else:
                 coefficient = share * min(1.0, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else share
             if coefficient is not None:
@@ -375,6 +382,7 @@ def main():
     if not model:
         torch.manual_seed(cfg.seed)
         gpt.vocab_size = data.vocabulary(cfg.dataset)
+        config.require_memory(4 * gpt.n_embd * (gpt.n_layer * (2 * (gpt.n_head + gpt.n_kv_head) * gpt.head_dim + 8 * gpt.n_embd) + (2 - gpt.tied) * gpt.vocab_size))  # of the weights
         model = GPT(gpt)
     return finish(model, cfg)
 

@@ -12,7 +12,9 @@ if sys.version_info < (3, 11):
     sys.exit(2)
 
 import contextlib
+import datetime
 import difflib
+import errno
 import functools
 import inspect
 import os
@@ -32,7 +34,8 @@ class LocalError(UserError):
 
 
 def main(run, *refusals):
-    """Run a script's main function; UserError, the given exceptions, and files that cannot be read or written become one line on stderr and exit status 2.
+    """Run a script's main function; UserError, the given exceptions, files that cannot be read or written, and memory that is not there become one line on stderr
+    and exit status 2; a fellow process that has ended or hangs becomes one and status 1.
 
     Of several processes rank 0 alone says what all meet alike.
     """
@@ -45,12 +48,54 @@ def main(run, *refusals):
     except (UserError, OSError, *refusals) as error:
         alone = isinstance(error, (OSError, LocalError))
         if isinstance(error, OSError):
-            error = f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): choose another path, or mend its permissions or the disk"
+            error = NO_MEMORY if error.errno == errno.ENOMEM else f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): choose another path, or mend its permissions or the disk"
         if alone or int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        lost = _fellow_lost(error)
+        if not lost and not isinstance(error, MemoryError) and not any(words in str(error) for words in ("out of memory", "t allocate memory", "bad_alloc")):
+            raise
+        print(f"error: {lost or NO_MEMORY}", file=sys.stderr)
+        if lost:  # the group is broken: taking it down in order might wait for the one that is lost
+            sys.stderr.flush(), os._exit(1)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+NO_MEMORY = ("out of memory: lower --batch_size (raising --gradient_accumulation_steps as much keeps the batch), --block_size, --n_embd or --n_layer in training, --lengths in evaluation, "
+             "--max_new_tokens or the prompt in sampling, or use a machine that has more")
+
+
+def silence():
+    """Seconds that a process waits for the others before it ends itself: NANOLONG_TIMEOUT, by default 600."""
+    try:
+        seconds = float(os.environ.get("NANOLONG_TIMEOUT", 600))
+        if not 0 < seconds < 1e7:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"NANOLONG_TIMEOUT={os.environ['NANOLONG_TIMEOUT']} is no number of seconds: give one above 0, such as 600") from None
+    return seconds
+
+
+def require_memory(size):
+    """Raise UserError when the machine has less memory than so many bytes. (Taken bit by bit it would be granted, and the process killed without a word.)"""
+    try:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return
+    if size > have:
+        raise UserError(f"the weights alone take {size / 2**30:,.0f} GiB, and this machine has {have / 2**30:,.0f}: lower --n_layer or --n_embd")
+
+
+def _fellow_lost(error):
+    """The sentence for an error of torch.distributed, else None."""
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_available() and (isinstance(error, torch.distributed.DistError) or "gloo" in str(error) or "Connection closed by peer" in str(error)):
+        return (f"process {os.environ.get('RANK', 0)} has lost another one, which ended or has not answered for {silence():g} seconds (NANOLONG_TIMEOUT): look at what the others said; "
+                "the last checkpoint is whole, and --init_from=resume goes on from it")
+    return None
 
 
 def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=None):
@@ -91,7 +136,8 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
         else:
             positional.append(word)
     given = {**preset, **flags}
-    merged = {**(defaults(given, positional) if defaults else {}), **given}
+    rest = {name: value for name, value in (defaults(given, positional) if defaults else {}).items() if name in known}
+    merged = {**{name: _convert(name, value, hints[name], f"the run that is gone on from has {name} = {value!r:.60}") for name, value in rest.items()}, **given}
     instances = [cls(**{f.name: merged[f.name] for f in fields(cls) if f.name in merged}) for cls in classes]
     return *instances, set(given), positional
 
@@ -107,12 +153,14 @@ def _known(name, known, word):
 
 def _convert(name, value, hint, where):
     """A string from the command line, or a value from TOML, as the field's type."""
+    if value is None and len(typing.get_args(hint)) > 1 and isinstance(hint, types.UnionType):
+        return None
     options = [h for h in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)) if h is not type(None)]
     if isinstance(value, str) and len(options) < len(typing.get_args(hint)) and value.lower() in ("none", "auto"):
         return None
     kind = options[0]
     if typing.get_origin(kind) is typing.Literal:
-        if value not in typing.get_args(kind):
+        if not isinstance(value, str) or value not in typing.get_args(kind):
             raise UserError(f"{where}: {name} is one of {', '.join(map(str, typing.get_args(kind)))}")
         return value
     if typing.get_origin(kind) is tuple:
@@ -130,7 +178,7 @@ def _convert(name, value, hint, where):
             return kind(value)
         elif kind is str and isinstance(value, str):
             return value
-    except (ValueError, KeyError, OverflowError):
+    except (ValueError, KeyError, OverflowError, TypeError):
         pass
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     raise UserError(f"{where}: {name} wants {words[kind]}")
@@ -143,18 +191,20 @@ def _toml(word):
         raise UserError(f"there is no preset {word}: config/ holds {', '.join(sorted(p.name for p in here.glob('*.toml')))}")
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{word} is not valid TOML: {error}") from None
 
 
-_source = functools.lru_cache(inspect.getsource)  # it parses the whole file, which for each setting anew took a second
+@functools.cache
+def _source(cls):
+    return inspect.getsource(cls).splitlines()
 
 
 def _comment(cls, name):
     """The comment behind a field, in the class of the hierarchy that defines it."""
     for base in cls.__mro__:
         if name in base.__dict__.get("__annotations__", {}):
-            for line in _source(base).splitlines():
+            for line in _source(base):
                 if line.strip().startswith(f"{name}:"):
                     return line.partition("  # ")[2].strip()
     return ""
@@ -290,7 +340,6 @@ def pick_compile(wanted, device, steps):
 
 def provenance(device):
     """What must stand beside a figure: commit, hardware, torch and date, as a line of text."""
-    import datetime
     import platform
     import subprocess
     import torch
@@ -313,7 +362,8 @@ def provenance(device):
 # Processes: joining those that torchrun started, and being the only one that writes to a folder.
 
 def join_processes(device):
-    """Join the process group when torchrun started us: NCCL on GPUs, gloo on CPUs, whose cores are shared out. Returns (rank, processes)."""
+    """Join the process group when torchrun started us: NCCL on GPUs, gloo on CPUs, whose cores are shared out. A process that waits
+    for another longer than silence() ends itself. Returns (rank, processes)."""
     import torch
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         return 0, 1
@@ -323,8 +373,36 @@ def join_processes(device):
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    patience = datetime.timedelta(seconds=silence())
+    store, rank, world = next(torch.distributed.rendezvous("env://", timeout=patience))
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=_meet(store, rank, world), rank=rank, world_size=world, timeout=patience)
+    return rank, world
+
+
+def _meet(store, rank, world):
+    """A part of the store for those that are here now. torchrun keeps its store over restarts, where the addresses of the dead would be found; and its count of restarts,
+    which may differ between machines, is made the highest of all, so that all resume or none."""
+    import time
+    import torch
+    token, count, until = os.urandom(8).hex(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), time.monotonic() + silence()
+    if rank:
+        store.set(f"nanolong/hello/{rank}", token)
+        group = store.get(f"nanolong/welcome/{token}").decode()  # waits for it
+        store.set(f"nanolong/{group}/{rank}", count)
+    else:
+        group, missing = token, set(range(1, world))
+        while missing:
+            for other in sorted(missing):
+                if store.check([f"nanolong/hello/{other}"]):  # perhaps of one that is dead by now
+                    store.set(f"nanolong/welcome/{store.get(f'nanolong/hello/{other}').decode()}", group)
+            missing -= {other for other in missing if store.check([f"nanolong/{group}/{other}"])}
+            if time.monotonic() > until:
+                raise torch.distributed.DistError(f"{len(missing)} processes have not come")
+            time.sleep(0.01)
+        store.set(f"nanolong/{group}/restarts", str(max(int(count), *(int(store.get(f"nanolong/{group}/{other}")) for other in range(1, world)), 0)))
+    if count != (most := store.get(f"nanolong/{group}/restarts").decode()):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = most
+    return torch.distributed.PrefixStore(f"nanolong/{group}/group", store)
 
 
 def catch_signals():

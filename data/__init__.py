@@ -133,6 +133,15 @@ class Packaged:
         return {"kind": "packaged", "bos": self.bos, "eos": self.eos, "vocab_size": self.vocab_size, "tokenizer": base64.b64encode(zlib.compress(self.text.encode(), 9)).decode()}
 
 
+def inflate(text, limit=1 << 26):
+    """What was compressed and written in base64, of at most so many bytes: a few bytes can promise gigabytes."""
+    unpack = zlib.decompressobj()
+    content = unpack.decompress(base64.b64decode(text), limit)
+    if unpack.unconsumed_tail or not unpack.eof:
+        raise ValueError("it is cut short, or larger than any vocabulary")
+    return content
+
+
 def from_json(spec):
     """The tokenizer that to_json() described, or None for None (a dataset of bare token files of unknown making)."""
     try:
@@ -141,19 +150,26 @@ def from_json(spec):
         if spec["kind"] == "bytes":
             return Bytes()
         if spec["kind"] == "char":
+            if not (isinstance(spec["characters"], str) and isinstance(spec["bos"], bool)):
+                raise TypeError("characters are text, and bos is true or false")
             return Char(spec["characters"], spec["bos"])
+        if not all(spec.get(key) is None or type(spec[key]) is int and 0 <= spec[key] < 1 << 24 for key in ("bos", "eos", "vocab_size")):
+            raise ValueError("its ids are no ids")
         if spec["kind"] == "bpe":
             import tiktoken
-            packed, ranks, at = zlib.decompress(base64.b64decode(spec["ranks"])), {}, 0
+            packed, ranks, at = inflate(spec["ranks"]), {}, 0
             while at < len(packed):
                 n, rank = int.from_bytes(packed[at:at + 2], "little"), int.from_bytes(packed[at + 2:at + 6], "little")
                 ranks[packed[at + 6:at + 6 + n]] = rank
                 at += 6 + n
-            return BPE(tiktoken.Encoding(spec["name"], pat_str=spec["pattern"], mergeable_ranks=ranks, special_tokens=spec["special"]), spec["bos"],
-                       *(spec.get(key) for key in ("eos", "vocab_size", "nfc")))
+            if max(*ranks.values(), *spec["special"].values(), 0) >= 1 << 24:
+                raise ValueError("its ids are no ids")
+            if missing := [i for i in range(256) if bytes([i]) not in ranks]:
+                raise ValueError(f"byte {missing[0]} has no token")
+            return BPE(tiktoken.Encoding(spec["name"], pat_str=spec["pattern"], mergeable_ranks=ranks, special_tokens=spec["special"]), spec["bos"], *(spec.get(key) for key in ("eos", "vocab_size", "nfc")))
         if spec["kind"] == "packaged":
-            return Packaged(zlib.decompress(base64.b64decode(spec["tokenizer"])).decode(), spec["bos"], spec["eos"], spec["vocab_size"])
-    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+            return Packaged(inflate(spec["tokenizer"]).decode(), spec["bos"], spec["eos"], spec["vocab_size"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
         raise UserError(f"the tokenizer in meta.json is damaged ({type(error).__name__}: {error}): prepare the dataset again, or use another checkpoint") from None
     raise UserError(f"this version knows no tokenizer of kind {spec['kind']!r}: use the one that wrote it")
 
@@ -336,13 +352,16 @@ class Dataset:
         meta = _meta(folder)
         self.name, self.folder, self.tokenizer = name, folder, from_json(meta["tokenizer"])
         self.vocab_size = meta["vocab_size"]
+        if self.tokenizer and self.tokenizer.vocab_size > self.vocab_size:
+            raise UserError(f"the tokenizer of {folder} has {self.tokenizer.vocab_size} tokens and its meta.json a vocabulary of {self.vocab_size}: prepare the dataset again")
         if bos and meta["bos"] is None:
             raise UserError(f"dataset {name} has no <bos>: leave --bos out, or prepare it with --tokenizer=bytes")
         self.bos, self.separator, self.separate = meta["bos"] if (meta["bos_default"] if bos is None else bos) else None, meta["bos"], False
         train, val = (sorted(p for p in folder.glob("*.bin") if split in p.name.lower()) for split in ("train", "val"))
         if not train or not val:
             raise UserError(f"{folder} holds no {'train' if not train else 'val'}*.bin: prepare a text with python data/prepare.py FILE --name=NAME, or copy nanoGPT's or llm.c's token files there")
-        self.train, self.val = Split(train, self.vocab_size, self.bos), Split(val, self.vocab_size, self.bos)
+        known = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size  # a vocabulary may be padded
+        self.train, self.val = Split(train, known, self.bos), Split(val, known, self.bos)
         self.hash = fingerprint(train + val)
 
     def select(self, length, min_doc=0, upsample=1, separate=False):
@@ -438,7 +457,7 @@ def _meta(folder):
             if not (isinstance(n, int) and n > 0 and (bos is None or isinstance(bos, int) and 0 <= bos < n)):
                 raise ValueError(f"vocab_size {n} and bos {bos} do not fit")
             return {key: meta[key] for key in ("tokenizer", "vocab_size", "bos", "bos_default")}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{file} is damaged ({type(error).__name__}: {error}): prepare the dataset again") from None
     if (folder / "meta.pkl").exists():
         raise UserError(f"the vocabulary of {folder} is in meta.pkl, a pickle, which nanoLong does not open: make it from the text with python data/prepare.py "
