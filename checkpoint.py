@@ -62,6 +62,20 @@ def steps(run):
     return sorted((p for p in Path(run).glob("step-*") if p.name[5:].isdecimal() and (p / "meta.json").is_file()), key=lambda p: int(p.name[5:]))
 
 
+def sweep(run):
+    """Remove what a run folder holds that was not finished."""
+    for left in Path(run).glob(".tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def prune(run, best=None):
+    """Remove a run folder's older checkpoints, but for the last two and that of step `best`. One that is on its way out is no checkpoint any more."""
+    for old in steps(run)[:-2]:
+        if best is None or int(old.name[5:]) != best:
+            os.rename(old, Path(run) / f".tmp-{old.name}")
+    sweep(run)
+
+
 def restarted(run):
     """Whether torchrun has started us again after a crash, and the newest checkpoint is of the same launch."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and bool(steps(run)) and read_meta(steps(run)[-1]).get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")

@@ -12,7 +12,6 @@ processes, and a run that was stopped, by whatever means, goes on with the same 
 import config  # first: it says in one sentence that a Python is too old
 import math
 import os
-import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from checkpoint import Log, checkpoint_folder, load_optimizers, optimizer_tensors, read_meta, restarted, steps, verify, write_meta
+from checkpoint import Log, checkpoint_folder, load_optimizers, optimizer_tensors, prune, read_meta, restarted, steps, sweep, verify, write_meta
 from config import UserError
 from data.prepare import prepare
 from model import GPT, GPTConfig, Refused
@@ -148,8 +147,7 @@ def train(model, cfg):
         config.lock(run)  # until this function returns
         if (steps(run)[-1:] or [None])[0] != (model.folder if resume else None):
             raise UserError(f"another process has just written to {run}: start again")
-        for left in run.glob(".tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        sweep(run)
 
     config.prepare_device(device)
     model.to(device).train()
@@ -157,9 +155,8 @@ def train(model, cfg):
     optimizers = make_optimizers(model, cfg)
     step, scale, good, best, tokens, evaluated = 0, 65536.0 if dtype == torch.float16 else 1.0, 0, None, 0, False
     if resume:
-        meta = model.meta
-        verify(model.folder / "optim.safetensors", meta)
-        load_optimizers(model, optimizers, model.folder / "optim.safetensors")
+        verify(file := model.folder / "optim.safetensors", meta := model.meta)
+        load_optimizers(model, optimizers, file)
         step, best, tokens, evaluated = meta["step"], meta["best"], meta["tokens"], meta["val_loss"] is not None
         if dtype == torch.float16:
             scale, good = meta["scaler"] or (scale, good)
@@ -198,11 +195,7 @@ def train(model, cfg):
                 model.save(folder, optim=optimizer_tensors(model, optimizers), train=asdict(cfg), step=step, val_loss=val_loss, best=best, tokens=tokens,
                            scaler=[scale, good] if dtype == torch.float16 else None, dataset=cfg.dataset, data_hash=dataset.hash, bos=dataset.bos,
                            tokenizer=dataset.tokenizer and dataset.tokenizer.to_json(), launch=os.environ.get("TORCHELASTIC_RUN_ID"))
-            for old in steps(run)[:-2]:  # the last two are kept, and the best
-                if best is None or old.name != f"step-{best[0]:06d}":
-                    os.rename(old, run / f".tmp-{old.name}")
-            for left in run.glob(".tmp-*"):
-                shutil.rmtree(left, ignore_errors=True)
+            prune(run, best and best[0])
         if world > 1:
             dist.barrier()
 
@@ -288,8 +281,7 @@ def train(model, cfg):
                     log.row(step=step, loss=nats / max(scored, 1), lr=learning_rate(cfg, step - 1), norm=norm if math.isfinite(norm) else None, tokens=tokens, tokens_per_second=round(speed))
                     clock, since = now, step
     except FloatingPointError as error:
-        kept = steps(run)
-        failure = f"{error}: stopped before the update; " + (f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint was written yet") + "; try a lower --learning_rate, or look at that data"
+        failure = f"{error}: stopped before the update; " + (f"the last checkpoint is {steps(run)[-1]}" if steps(run) else "no checkpoint was written yet") + "; try a lower --learning_rate, or look at that data"
     finally:
         release()
         ahead.shutdown()
@@ -303,10 +295,7 @@ def train(model, cfg):
 
 
 def resumed(cfg, gpt, given):
-    """The model of the run to go on with, or None when cfg does not ask for it or nothing was saved yet.
-
-    A setting of the model that the command line gave and that contradicts the checkpoint raises UserError.
-    """
+    """The model of the run to go on with, or None when cfg does not ask for it or nothing was saved yet. Raises UserError where a given setting contradicts the checkpoint."""
     run = Path(cfg.out_dir)
     if (run / "meta.json").is_file():
         raise UserError(f"{run} is a checkpoint, not a run folder: give --out_dir={run.parent} (to go on from this step, move the newer ones away)")
