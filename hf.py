@@ -20,7 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import checkpoint
 import kernels
 from checkpoint import Refused
-from generate import Cache, Linear, generate  # noqa: F401: from model import Cache
+from generate import Cache, Linear, generate  # noqa: F401 (from model import Cache)
 from stretch import ATTEND, STRETCH
 
 

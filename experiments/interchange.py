@@ -24,7 +24,6 @@ import torch
 
 import hf
 from config import UserError
-from data import Char
 from model import GPT, GPTConfig, PastTrainedLength, Refused
 
 L = 64  # the trained length of every case
