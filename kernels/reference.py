@@ -16,6 +16,9 @@ for _dtype in (torch.float32, torch.float64):
         _function(torch.ones(1, dtype=_dtype))
 
 
+PIECE = 1 << 24  # scores, or terms added to them, that exist at a time: 64 MiB in float32
+
+
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions (RoFormer, arXiv 2104.09864), in the half-split layout of GPT-NeoX and Llama.
 
@@ -72,14 +75,23 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     with as_it_is:
         if plain and (Tq == Tk or Tq == 1 or not causal):
             return sdpa(q, k, v, is_causal=True if causal and Tq > 1 else False).to(out)  # a bool, of a compiled length that varies, too
-        rows = max(1, (1 << 24) // (Tk * (1 if bias is None else q.shape[1])))  # queries at a time: at most 64 MiB of added terms a sequence
-        y = []
+        rows = max(1, PIECE // (Tk * (1 if bias is None else q.shape[1])))  # queries at a time: at most 64 MiB of added terms a sequence
         if bias is not None and q.dtype in (torch.bfloat16, torch.float16) and q.device.type != "cpu":
             q, k, v = q.float(), k.float(), v.float()  # on GPUs a mask has the dtype of the queries, and bf16 would round distances above 256
-        for i in range(0, Tq, rows):
+
+        def piece(i, q, k, v, bias):
             added = _added(min(rows, Tq - i), Tk - Tq + i, Tk, q.device, bias, window, sinks, positions, docs, causal)
-            y.append(sdpa(q[:, :, i:i + rows], k, v, attn_mask=added.double() if q.dtype == torch.float64 and bias is not None else added))
+            return sdpa(q[:, :, i:i + rows], k, v, attn_mask=added.double() if q.dtype == torch.float64 and bias is not None else added)
+        y = [_again(Tq > rows, piece, i, q, k, v, bias) for i in range(0, Tq, rows)]
         return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(out)
+
+
+def _again(several, piece, *args):
+    """piece(*args). Where there are several, training keeps nothing of one but the arguments, and computes it again in the backward pass: or all pieces together would be a (T, T) tensor."""
+    if several and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        from torch.utils.checkpoint import checkpoint
+        return checkpoint(piece, *args, use_reentrant=False, preserve_rng_state=False)
+    return piece(*args)
 
 
 def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal):
@@ -115,9 +127,9 @@ def _written_out(q, k, v, keys, values, offsets, scale, causal, bias, window, si
     q = q.to(wide)
     k, v = (x.to(wide).repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     u, w = (0, 0) if offsets is None else (x.to(wide)[:, None] for x in offsets)  # (H, 1, D)
-    rows = max(1, (1 << 24) // (B * H * 2 * Tk))  # queries at a time: at most 64 MiB of scores over distances
-    y, lse = [], []
-    for i in range(0, Tq, rows):
+    rows = max(1, PIECE // (B * H * 2 * Tk))  # queries at a time: at most 64 MiB of scores over distances
+
+    def piece(i, q, k, v, keys, values, u, w, bias):
         n, first = min(rows, Tq - i), Tk - Tq + i
         end = first + n if causal else Tk  # no key after these queries is seen
         added = _added(n, first, end, q.device, bias, window, sinks, None if positions is None else positions[..., :end], None if docs is None else docs[:, :end], causal)
@@ -128,11 +140,10 @@ def _written_out(q, k, v, keys, values, offsets, scale, causal, bias, window, si
             line = (distance.clamp(min=0) if causal else distance.abs()).clamp(max=keys.shape[1] - 1)
             score = score + _to_keys((rest + w) @ keys.to(wide)[:, line].mT, end)
         score = (score * scale).masked_fill(~added, float("-inf")) if added.dtype == torch.bool else score * scale + added
-        lse.append(score.logsumexp(-1))
         p = score.softmax(-1)
-        y.append(p @ v[:, :, :end])
-        if values is not None:
-            y[-1] = y[-1] + _to_distances(p) @ values.to(wide)[:, line]
+        y = p @ v[:, :, :end]
+        return y if values is None else y + _to_distances(p) @ values.to(wide)[:, line], score.logsumexp(-1)
+    y, lse = zip(*(_again(Tq > rows, piece, i, q, k, v, keys, values, u, w, bias) for i in range(0, Tq, rows)))
     return (y[0], lse[0]) if len(y) == 1 else (torch.cat(y, 2), torch.cat(lse, 2))
 
 

@@ -222,6 +222,22 @@ def test_attention_of_a_room_partly_filled(rng):
         assert torch.equal(kernels.attention(q, k, k, window=9, positions=positions, docs=docs, length=torch.tensor([n])), kernels.attention(q, k[:, :, :n], k[:, :, :n], **some))
 
 
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_scores_exist_piece_by_piece(pos, make, monkeypatch):
+    """In training too: of many pieces nothing as large as (T, T) is kept for the backward pass, which has the same gradients, in a checkpointed block as well."""
+    tokens, results = torch.randint(0, 50, (1, 120)), []
+    for piece, checkpointed in ((1 << 24, False), (2000, False), (2000, True)):
+        monkeypatch.setattr(kernels.reference, "PIECE", piece)
+        model, kept = make(pos=pos, window=20, block_size=120), []
+        model.checkpoint_activations = checkpointed
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            loss = model(tokens, tokens)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        assert (max(kept) < 120 * 120) == (piece == 2000)
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for other in results[1:] for a, b in zip(results[0], other))
+
+
 @pytest.mark.parametrize("settings,B,dtype,checkpointed", [
     (dict(n_layer=2, n_head=2, n_embd=64, block_size=4096, vocab_size=60), 1, "float32", True),  # no (T, T), nor (T, vocabulary)
     (dict(n_layer=3, n_head=4, n_kv_head=2, n_embd=128, block_size=128, vocab_size=300, dropout=0.1), 8, "bfloat16", False),
