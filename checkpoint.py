@@ -62,6 +62,15 @@ def steps(run):
     return sorted((p for p in Path(run).glob("step-*") if p.name[5:].isdecimal() and (p / "meta.json").is_file()), key=lambda p: int(p.name[5:]))
 
 
+def prune(run, best):
+    """Keep the last two checkpoints of a run and the best, [step, loss] or None; remove the others, and what is half-made or half-removed."""
+    for old in steps(run)[:-2]:
+        if best is None or old.name != f"step-{best[0]:06d}":
+            os.rename(old, run / f".tmp-{old.name}")
+    for left in run.glob(".tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def restarted(run):
     """Whether torchrun has started us again after a crash, and the newest checkpoint is of the same launch."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and bool(steps(run)) and read_meta(steps(run)[-1]).get("launch") == os.environ.get("TORCHELASTIC_RUN_ID")

@@ -12,7 +12,6 @@ processes, and a run that was stopped, by whatever means, goes on with the same 
 import config  # first: it says in one sentence that a Python is too old
 import math
 import os
-import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from checkpoint import Log, checkpoint_folder, load_optimizers, optimizer_tensors, read_meta, restarted, steps, verify, write_meta
+from checkpoint import Log, checkpoint_folder, load_optimizers, optimizer_tensors, prune, read_meta, restarted, steps, verify, write_meta
 from config import UserError
 from data.prepare import prepare
 from model import GPT, GPTConfig, Refused
@@ -146,8 +145,7 @@ def train(model, cfg):
         config.lock(run)  # until this function returns
         if (steps(run)[-1:] or [None])[0] != (model.folder if resume else None):
             raise UserError(f"another process has just written to {run}: start again")
-        for left in run.glob(".tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        prune(run, model.meta["best"] if resume else None)  # what a crash may have left
 
     config.prepare_device(device)
     model.to(device).train()
@@ -188,11 +186,7 @@ def train(model, cfg):
                 model.save(folder, optim=optimizer_tensors(model, optimizers), train=asdict(cfg), step=step, val_loss=val_loss, best=best, tokens=tokens,
                            scaler=[scale, good] if dtype == torch.float16 else None, dataset=cfg.dataset, data_hash=dataset.hash, bos=dataset.bos,
                            tokenizer=dataset.tokenizer and dataset.tokenizer.to_json(), launch=os.environ.get("TORCHELASTIC_RUN_ID"))
-            for old in steps(run)[:-2]:  # the last two are kept, and the best
-                if best is None or old.name != f"step-{best[0]:06d}":
-                    os.rename(old, run / f".tmp-{old.name}")
-            for left in run.glob(".tmp-*"):
-                shutil.rmtree(left, ignore_errors=True)
+            prune(run, best)
         if world > 1:
             dist.barrier()
 
