@@ -62,18 +62,13 @@ def steps(run):
     return sorted((p for p in Path(run).glob("step-*") if p.name[5:].isdecimal() and (p / "meta.json").is_file()), key=lambda p: int(p.name[5:]))
 
 
-def sweep(run):
-    """Remove what a run folder holds that was not finished."""
-    for left in Path(run).glob(".tmp-*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def prune(run, best=None):
-    """Remove a run folder's older checkpoints, but for the last two and that of step `best`. One that is on its way out is no checkpoint any more."""
+def prune(run, best):
+    """Keep the last two checkpoints of a run and the best, [step, loss] or None; remove the others, and what is half-made or half-removed."""
     for old in steps(run)[:-2]:
-        if best is None or int(old.name[5:]) != best:
-            os.rename(old, Path(run) / f".tmp-{old.name}")
-    sweep(run)
+        if best is None or old.name != f"step-{best[0]:06d}":
+            os.rename(old, run / f".tmp-{old.name}")
+    for left in run.glob(".tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def restarted(run):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from checkpoint import Log, checkpoint_folder, load_optimizers, optimizer_tensors, prune, read_meta, restarted, steps, sweep, verify, write_meta
+from checkpoint import Log, checkpoint_folder, load_optimizers, optimizer_tensors, prune, read_meta, restarted, steps, verify, write_meta
 from config import UserError
 from data.prepare import prepare
 from model import GPT, GPTConfig, Refused
@@ -147,7 +147,7 @@ def train(model, cfg):
         config.lock(run)  # until this function returns
         if (steps(run)[-1:] or [None])[0] != (model.folder if resume else None):
             raise UserError(f"another process has just written to {run}: start again")
-        sweep(run)
+        prune(run, model.meta["best"] if resume else None)  # what a crash may have left
 
     config.prepare_device(device)
     model.to(device).train()
@@ -195,7 +195,7 @@ def train(model, cfg):
                 model.save(folder, optim=optimizer_tensors(model, optimizers), train=asdict(cfg), step=step, val_loss=val_loss, best=best, tokens=tokens,
                            scaler=[scale, good] if dtype == torch.float16 else None, dataset=cfg.dataset, data_hash=dataset.hash, bos=dataset.bos,
                            tokenizer=dataset.tokenizer and dataset.tokenizer.to_json(), launch=os.environ.get("TORCHELASTIC_RUN_ID"))
-            prune(run, best and best[0])
+            prune(run, best)
         if world > 1:
             dist.barrier()
 
