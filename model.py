@@ -607,10 +607,9 @@ class GPT(nn.Module):
         return noise.topk(length).indices.sort().values.to(self.embed.weight.device)
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-        """Continue tokens (B, T), T >= 1, or a list of B prompts (T,) of any lengths: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
+        """Continue tokens (B, T), T >= 1, or a list of B prompts (T,) of any lengths, each as if alone: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
 
-        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass. generator: one, or a list of
-        one for each row. Prompts of unequal length are read as if each were alone.
+        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass. generator: one, or a list of one a row.
         """
         return generate(self, tokens, max_new_tokens, temperature, top_k, top_p, generator)
 
