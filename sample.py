@@ -49,8 +49,8 @@ def main():
     small = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 16e6  # of one row at a time the casts cost more than bfloat16 saves
     dtype = config.pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
     tokenizer, bos = data.from_json(model.meta.get("tokenizer")), model.meta.get("bos")
-    if tokenizer is None:
-        raise UserError(f"{runs[0]} was trained on bare token files, so its vocabulary is unknown here and it cannot write text")
+    if tokenizer is None or tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"{runs[0]} was trained on bare token files, so its vocabulary is unknown here and it cannot write text" if tokenizer is None else f"the vocabulary of {runs[0]} is not its model's: use another checkpoint")
     start = cfg.start
     if start.startswith("FILE:"):
         try:
