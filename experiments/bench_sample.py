@@ -1,6 +1,6 @@
 """`bench.py sample`: tokens drawn a second, beside transformers' generate on the same weights.
 
-RoPE models of random weights, saved as a checkpoint and handed to transformers as a Llama; each rival is a process of its own, started outside the project, in turns. Timed is the drawing alone: the median
+RoPE models of random weights, saved as a checkpoint and handed to transformers by hf.py; each rival is a process of its own, started outside the project, in turns. Timed is the drawing alone: the median
 difference between drawing many tokens and a few after prompts of 64 tokens (or of 16, 32, 48 and 64, padded on the left), at temperature 0.8 of the 200 likeliest. `beside` is against the first row of a case in
 the same round, the median over the rounds: above 1 is faster. Before that the float32 rivals draw greedily, and whether they draw the same tokens stands in the last column. "as sample.py chooses" is its --dtype=auto.
 On a GPU the share of memory bandwidth is that of reading the weights once a token, in the dtype of products, against a copy's bandwidth measured in our process.
@@ -37,21 +37,8 @@ def draw(n, k):
         return torch.cat(list(model.generate([p.to(device) for p in prompts] if len(prompts) > 1 else prompts[0][None].to(device), n, 0.8 if k else 0.0, top_k=k)), 1)
 """
 THEIRS = """
-from transformers import LlamaConfig, LlamaForCausalLM
-if how["export"]:
-    model = LlamaForCausalLM.from_pretrained(how["export"], dtype=getattr(torch, how["dtype"]))
-else:  # what hf.py export writes: here only until it is there
-    from safetensors.torch import load_file
-    c, weights = how["config"], {}
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attention": "self_attn"} | {n: n + "_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")}
-    for name, w in load_file(how["folder"] + "/model.safetensors").items():
-        parts = [names.get(part, part) for part in name.replace("blocks", "layers").replace("embed.", "embed_tokens.").split(".")]
-        weights["model." + ".".join(parts)] = w
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=c["vocab_size"], hidden_size=c["n_embd"], intermediate_size=-(-8 * c["n_embd"] // 96) * 32, num_hidden_layers=c["n_layer"], num_attention_heads=c["n_head"],
-                                         rms_norm_eps=1e-5, max_position_embeddings=c["block_size"], tie_word_embeddings=True))
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    model.to(getattr(torch, how["dtype"]))
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(how["export"], dtype=getattr(torch, how["dtype"]))
 model.eval().to(how["device"])
 width = max(map(len, prompts))
 ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts]).to(how["device"])
@@ -91,23 +78,21 @@ def measure(cfg, device):
     with tempfile.TemporaryDirectory() as scratch:
         for number, (case, (settings, lengths, tokens)) in enumerate(CASES.items()):
             torch.manual_seed(number)
-            model, folder, export = GPT(GPTConfig(**settings)), Path(scratch, f"model{number}"), None
+            model, folder, export = GPT(GPTConfig(**settings)), Path(scratch, f"model{number}"), Path(scratch, f"export{number}")
             with torch.no_grad():
                 for p in model.parameters():
                     p.normal_(0, 0.04) if p.dim() == 2 else None
             model.save(folder)
             size = sum(p.numel() for p in model.parameters())
-            if (ROOT / "hf.py").exists():
-                export = Path(scratch, f"export{number}")
-                done = subprocess.run([sys.executable, "hf.py", "export", str(folder), str(export)], cwd=ROOT, capture_output=True, text=True)
-                if done.returncode:
-                    raise UserError(f"hf.py could not export the model to measure beside: {done.stderr.strip()[-200:]}")
+            done = subprocess.run([sys.executable, "hf.py", "export", str(folder), str(export), "--verify=false"], cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                raise UserError(f"hf.py could not export the model to measure beside: {done.stderr.strip()[-200:]}")
             chosen = "bfloat16" if device.type == "cuda" or size > 16e6 and torch.cpu._is_avx512_bf16_supported() else "float32"  # as sample.py has it
             turns = {"transformers, float32": (THEIRS, "float32"), "transformers, bfloat16": (THEIRS, "bfloat16"), "ours, float32": (OURS, "float32"), "ours, bfloat16": (OURS, "bfloat16")}
             found, greedy, broken, copy = {what: [] for what in turns}, {}, {}, None
             for _ in range(cfg.rounds):
                 for what, (code, dtype) in turns.items():
-                    how = dict(root=str(ROOT), folder=str(folder), export=export and str(export), config=settings, device=device.type, dtype=dtype, tokens=tokens,
+                    how = dict(root=str(ROOT), folder=str(folder), export=str(export), device=device.type, dtype=dtype, tokens=tokens,
                                prompts=[torch.randint(0, settings["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths])
                     done = subprocess.run([sys.executable, "-c", CHILD.format(code), json.dumps(how)], cwd=scratch, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
                     if "RESULT" not in done.stdout:
