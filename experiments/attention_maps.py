@@ -53,8 +53,9 @@ class MapsConfig:
             raise UserError(f"--plot={self.plot} must end in .png")
 
 
-def dense(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None):
+def dense(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, length=None):
     """kernels.attention() with its probabilities, (B, H, Tq, D) and (B, H, Tq, Tk): arguments as there, every score at once, in float32 (float64 of float64)."""
+    assert length is None, "no room that is partly filled is looked into"
     (B, H, Tq, D), Tk, out = q.shape, k.shape[2], v.dtype
     wide = torch.promote_types(out, torch.float32)
     q, k, v = (x.to(out).to(wide) for x in (q, k, v))

@@ -62,7 +62,7 @@ def test_every_refusal(tmp_path):
     """Each in one sentence, and nothing written (refusals() itself asserts that all were refused)."""
     said = interchange.refusals(tmp_path)
     assert len(said) > 50 and all(len(sentence.splitlines()) == 1 for _, sentence in said)
-    for what, word in (("model_type bloom", "ALiBi"), ("a pickle", "pytorch_model.bin"), ("an index whose file leaves the folder", "secret"), ("num_hidden_layers: 60000", "60000")):
+    for what, word in (("model_type bloom", "ALiBi"), ("a pickle", "pytorch_model.bin"), ("an index whose file leaves the folder", "secret"), ("num_hidden_layers: 60000", "n_layer")):
         assert word in dict(said)[what]
 
 

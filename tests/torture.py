@@ -614,13 +614,13 @@ def elastic(t):
             assert code in ((0,) if until is None else (-signal.SIGKILL, 1)) and "Traceback" not in text_of(child), text_of(child)
 
     def changes(run):
-        """As two, as one, and as two again."""
+        """As two, as one, and as two again: the 24 batches of 12 iterations."""
         logs = t.new("batches"), t.new("batches")
         batches(t.new(), logs[0], 1)
         cuts = sorted(t.rng.sample(range(2, 22), 2))
         for world, until in (2, cuts[0]), (1, cuts[1]), (2, None):
             batches(run, logs[1], world, until)
-        right, seen = (sorted(set(log.read_text().splitlines()), key=lambda line: int(line.split()[0])) for log in logs)
+        right, seen = (sorted({line for line in log.read_text().splitlines() if int(line.split()[0]) < 24}, key=lambda line: int(line.split()[0])) for log in logs)  # one more is prepared, and not used
         assert right == seen and len(right) == 24, f"other batches, cut at {cuts}"
         a, b = ({row["step"]: row["loss"] for row in rows_of(r) if "loss" in row} for r in (single, run))
         assert a.keys() == b.keys() and max(abs(a[s] - b[s]) for s in a) < 1e-5
