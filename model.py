@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import checkpoint
 import kernels
 from checkpoint import Refused
-from generate import Cache, Linear, generate  # noqa: F401 (from model import Cache)
+from generate import Cache, Linear, RMSNorm, generate  # noqa: F401 (from model import Cache)
 from stretch import ATTEND, STRETCH
 
 
@@ -473,7 +473,7 @@ class Attention(nn.Module):
         self.v = Linear(C, Hk * D, bias=config.qkv_bias)
         self.o = Linear(H * D, C, bias=False)
         if config.qk_norm:
-            self.q_norm, self.k_norm = nn.RMSNorm(D, config.norm_eps), nn.RMSNorm(D, config.norm_eps)
+            self.q_norm, self.k_norm = RMSNorm(D, config.norm_eps), RMSNorm(D, config.norm_eps)
 
     def forward(self, x, scheme, pos, docs, cache, by_hand=False):
         c, (B, T, _) = self.config, x.shape
@@ -505,8 +505,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(config.n_embd, config.norm_eps), Attention(config, layer)
-        self.mlp_norm, self.mlp = nn.RMSNorm(config.n_embd, config.norm_eps), MLP(config)
+        self.attention_norm, self.attention = RMSNorm(config.n_embd, config.norm_eps), Attention(config, layer)
+        self.mlp_norm, self.mlp = RMSNorm(config.n_embd, config.norm_eps), MLP(config)
         self.dropout = config.dropout
 
     def forward(self, x, *rest):  # rest: what Attention.forward takes
@@ -520,7 +520,7 @@ class GPT(nn.Module):
         self.config, self.meta, self.checkpoint_activations = config, {}, False
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight

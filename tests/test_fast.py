@@ -303,3 +303,18 @@ def test_settings_read_their_source_once(capsys):
     with pytest.raises(SystemExit):
         config.parse(GPTConfig, train.TrainConfig, presets=True, argv=["--help"])
     assert config._source.cache_info().misses == 2 and "--checkpoint_activations=false" in capsys.readouterr().out
+
+
+def test_norms_of_a_single_row(rng):
+    """A dot product and a scale, beside float64, of large and small rows and of zeros; more rows, and gradients, go the general way."""
+    torch.manual_seed(int(rng.integers(1 << 30)))
+    for width in (1, 7, 192, 768):
+        norm = generate.RMSNorm(width, 1e-5)
+        torch.nn.init.normal_(norm.weight)
+        for scale in (0.0, 1e-4, 1.0, 1e4):
+            x = torch.randn(1, 1, width) * scale
+            right = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+            with torch.no_grad():
+                assert norm(x).shape == x.shape and (norm(x) - right).abs().max() <= 1e-6 * (right.abs().max() + 1e-9)
+                assert torch.allclose(norm(x.expand(1, 3, width)), norm(x).expand(1, 3, width), rtol=1e-5, atol=1e-7)
+            assert torch.allclose(norm(x), right.float(), rtol=1e-5, atol=1e-7) and norm(x).requires_grad
