@@ -156,7 +156,7 @@ def _convert(name, value, hint, where):
     if value is None and len(typing.get_args(hint)) > 1 and isinstance(hint, types.UnionType):
         return None
     options = [h for h in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)) if h is not type(None)]
-    if isinstance(value, str) and len(options) < len(typing.get_args(hint)) and value.lower() in ("none", "auto"):
+    if isinstance(value, str) and isinstance(hint, types.UnionType) and len(options) < len(typing.get_args(hint)) and value.lower() in ("none", "auto"):
         return None
     kind = options[0]
     if typing.get_origin(kind) is typing.Literal:

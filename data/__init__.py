@@ -88,7 +88,12 @@ class BPE:
                             f"tiktoken.get_encoding('{name}')\" with TIKTOKEN_CACHE_DIR=DIR), copy DIR here and set TIKTOKEN_CACHE_DIR to it") from None
 
     def encode(self, text):
-        return self.encoding.encode_ordinary(unicodedata.normalize("NFC", text) if self.nfc else text)
+        try:
+            return self.encoding.encode_ordinary(unicodedata.normalize("NFC", text) if self.nfc else text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, which is no Exception: a pattern that matches the empty text, say
+                raise
+            raise UserError(f"this vocabulary cannot encode the text ({error}): prepare the dataset again, or use another checkpoint") from None
 
     def decode(self, ids):
         return b"".join(self.encoding.decode_single_token_bytes(i) for i in ids if i != self.bos and self.lengths[i])

@@ -298,6 +298,9 @@ def test_settings_parser(tmp_path, monkeypatch):
         (tmp_path / "c.toml").write_text(text)
         with pytest.raises(config.UserError, match="c.toml"):
             parse("c.toml")
+    assert parse("--dtype=auto")[1].dtype == "auto"
+    with pytest.raises(config.UserError, match="dtype is one of"):
+        parse("--dtype=none")
     for preset in (ROOT / "config").glob("*.toml"):
         gpt, cfg, *_ = parse(str(preset))
         plain = parse()
