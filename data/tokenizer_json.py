@@ -163,7 +163,7 @@ def write(folder, tokenizer, starts, length):
     else:
         text = json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": [
             {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True} for token, i in sorted(special.items(), key=lambda item: item[1])],
-            **_spec(tokenizer), "post_processor": None if not starts else {
+            **_spec(tokenizer, special), "post_processor": None if not starts else {
                 "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": name[tokenizer.bos], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
                 "pair": [{"SpecialToken": {"id": name[tokenizer.bos], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
                 "special_tokens": {name[tokenizer.bos]: {"id": name[tokenizer.bos], "ids": [tokenizer.bos], "tokens": [name[tokenizer.bos]]}}}}, ensure_ascii=False) + "\n"
@@ -173,19 +173,19 @@ def write(folder, tokenizer, starts, length):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _spec(tokenizer):
-    """normalizer, pre_tokenizer, decoder and model of a tokenizer.json."""
+def _spec(tokenizer, special):
+    """normalizer, pre_tokenizer, decoder and model of a tokenizer.json. special: text -> id. These are in the vocabulary too: a token of added_tokens that is not gets the next free id, whatever id stands there."""
     cut, whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}, {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                                                                                                          "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
     if isinstance(tokenizer, Char):
         vocab = {c: i for i, c in enumerate(tokenizer.characters)}
         return {"normalizer": None, "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(?m:.)"}, "behavior": "Isolated", "invert": False}, "decoder": {"type": "Fuse"},
-                "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}}
+                "model": {"type": "WordLevel", "vocab": vocab | special, "unk_token": "<unk>"}}
     if isinstance(tokenizer, Bytes):
-        return {"normalizer": None, "pre_tokenizer": cut, "decoder": cut, "model": {**whole, "vocab": {CHARACTER[byte]: byte for byte in range(256)}, "merges": []}}
+        return {"normalizer": None, "pre_tokenizer": cut, "decoder": cut, "model": {**whole, "vocab": {CHARACTER[byte]: byte for byte in range(256)} | special, "merges": []}}
     ranks = tokenizer.encoding._mergeable_ranks
     made = [(rank, ranks[token[:i]], ranks[token[i:]], token[:i], token[i:]) for token, rank in ranks.items() for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
     written = {token: "".join(CHARACTER[byte] for byte in token) for token in ranks}
     return {"normalizer": {"type": "NFC"} if tokenizer.nfc else None, "decoder": cut,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": tokenizer.encoding._pat_str}, "behavior": "Isolated", "invert": False}, cut]},
-            "model": {**whole, "vocab": {written[token]: rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])}, "merges": [[written[a], written[b]] for *_, a, b in sorted(made)]}}
+            "model": {**whole, "vocab": dict(sorted([*((written[token], rank) for token, rank in ranks.items()), *special.items()], key=lambda item: item[1])), "merges": [[written[a], written[b]] for *_, a, b in sorted(made)]}}

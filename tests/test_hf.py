@@ -204,6 +204,10 @@ def test_a_tokenizer_there_and_back(name, trained_bpe, tmp_path, rng):
     starts = bool(rng.integers(2))
     tokenizer_json.write(tmp_path, mine, starts, 64)
     theirs, drawn = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), random.Random(int(rng.integers(1 << 30)))
+    special = mine.encoding._special_tokens if isinstance(mine, data.BPE) else {} if mine.bos is None else {"<bos>": mine.bos}
+    assert all(theirs.token_to_id(token) == i and theirs.id_to_token(i) == token for token, i in special.items())
+    ordinary = [i for i in range(mine.vocab_size) if i not in special.values() and len(mine.decode([i]))]
+    assert all(theirs.decode([i]) == mine.decode([i]).decode(errors="replace") for i in ordinary)  # also those that no text below happens to hold
     letters = mine.characters if name == "char" else "ab1 2'stT\n\r =é½٣e\u0301 \u00a0中🙂aaa   "
     for _ in range(200):
         text = "".join(drawn.choices(letters, k=drawn.randint(1, 50)))
