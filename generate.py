@@ -1,4 +1,4 @@
-"""Generation: the cache of keys and values, the drawing of tokens, and, on a GPU, the reading of one token as a CUDA graph. GPT.generate() in model.py is the door."""
+"""Generation: the cache of keys and values, the drawing of tokens, and the reading of one token compiled, and on a GPU as a CUDA graph. GPT.generate() in model.py is the door."""
 import warnings
 
 import torch
@@ -18,13 +18,14 @@ class Linear(torch.nn.Linear):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """nn.RMSNorm, which for a single row on a CPU is a dot product and a scale: the general one launches eight small operators there, for every block and token."""
+    """nn.RMSNorm, which for a single row on a CPU is a dot product and two scalings: the general one launches eight small operators there, for every block and token."""
 
     def forward(self, x):
-        if torch.is_grad_enabled() or x.numel() != self.weight.numel() or x.device.type != "cpu" or x.dtype != torch.float32:
+        n = self.weight.numel()
+        if torch.is_grad_enabled() or x.numel() != n or x.device.type != "cpu" or x.dtype != torch.float32 or not self.eps or torch.compiler.is_compiling():
             return super().forward(x)
         row = x.view(-1)
-        return x * (torch.dot(row, row) / len(row) + self.eps).rsqrt() * self.weight
+        return (x * self.weight).mul_((n / (torch.dot(row, row).item() + n * self.eps)) ** 0.5)
 
 
 class Cache:
@@ -58,7 +59,7 @@ class Cache:
         new, end = k.shape[2], self.length
         if layer not in self.k or self.k[layer].shape[2] < end:
             for store, part in ((self.k, k), (self.v, v)):
-                room = part.new_empty(*part.shape[:2], max(end, self.room, 2 * (end - new)), part.shape[3])
+                room = part.new_zeros(*part.shape[:2], max(end, self.room, 2 * (end - new)), part.shape[3])  # zeros: what lies beyond the text is multiplied by nothing, and must be a number
                 if layer in store:
                     room[:, :, :end - new] = store[layer][:, :, :end - new]
                 store[layer] = room
@@ -78,32 +79,37 @@ class Cache:
 
 
 @torch.no_grad()
-def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, compiled=False):
     """What GPT.generate() promises, of a model."""
     lengths, device = [len(row) for row in tokens], model.embed.weight.device
     width, reach = max(lengths, default=0), model.config.reach
     if min(lengths, default=0) < 1:
         raise Refused("generate() needs at least one token to go on from")
     total = width + max_new_tokens - 1  # the last token is not read
+    room = -(-total // 256) * 256 if compiled else total  # so that a prompt longer by a few tokens compiles nothing
     if model.pos.bounded and total > reach:
         raise Refused(f"{width} prompt tokens and {max_new_tokens} new ones are more than the {reach} that --pos={model.config.pos} can hold: "
                       f"ask for at most --max_new_tokens={max(0, reach + 1 - width)}, or shorten the prompt")
     if not max_new_tokens:
         return
     drawn = {n: model.draw_positions(1, n + max_new_tokens - 1, 0) for n in set(lengths)} if model.config.random_positions else {}
-    positions, docs = drawn[width][0] if drawn else None, None
+    positions, docs = F.pad(drawn[width][0], (0, room - total)) if drawn else None, None
     if min(lengths) < width:  # padded at the left: there a token is a document of its own, so no text sees it, and positions start with the text
         if model.pos.dynamic:
             raise Refused("a dynamic method scales by the length of each text, so prompts of unequal length cannot be read together: give them one at a time, or stretch with --options=length=N")
-        rows = [F.pad(drawn[n][0] if drawn else torch.arange(total - width + n, device=device), (width - n, 0)) for n in lengths]
-        positions, docs = torch.stack(rows), (width - torch.tensor(lengths, device=device)[:, None] - torch.arange(total, device=device)).clamp(min=0)
+        rows = [F.pad(drawn[n][0] if drawn else torch.arange(total - width + n, device=device), (width - n, room - total)) for n in lengths]
+        positions, docs = torch.stack(rows), (width - torch.tensor(lengths, device=device)[:, None] - torch.arange(room, device=device)).clamp(min=0)
         tokens = torch.stack([F.pad(row, (width - len(row), 0)) for row in tokens])
     elif not torch.is_tensor(tokens):
         tokens = torch.stack(list(tokens))
-    cache, step = Cache(total), None
+    if compiled and model.pos.dynamic:
+        raise Refused("a dynamic method's tables change as the text grows, so no step can be compiled: leave out --compile, or stretch with --options=length=N")
+    cache, step = Cache(room), None
     for number in range(max_new_tokens):
         if number == 1 and device.type == "cuda":
-            step = graph_of(model, cache, positions, docs)
+            step = graph_of(model, cache, positions, docs, compiled)
+        elif number == 1 and compiled:
+            step, _ = fixed_step(model, cache, positions, docs, compiled)
         if step and number:
             logits = step(tokens)
         else:
@@ -131,7 +137,7 @@ def draw(logits, temperature, top_k, top_p, generator):
     return choice if order is None else order.gather(1, choice)
 
 
-def fixed_step(model, cache, positions=None, docs=None):
+def fixed_step(model, cache, positions=None, docs=None, compiled=False):
     """Reads one token a row into a cache that has room for it, with shapes that do not change as the text grows: returns read(tokens (B, 1)) -> logits (B, V), float32, and
     rewind(), after which it stands at the cache's length again. positions (room,) or (B, room) and docs (B, room) are those of the whole text, where they are not the indices, and one.
 
@@ -153,16 +159,16 @@ def fixed_step(model, cache, positions=None, docs=None):
 
     def rewind():
         cache.at.fill_(length), cache.count.fill_(length + 1)
-    return read, rewind
+    return torch.compile(read, fullgraph=True) if compiled else read, rewind
 
 
-def graph_of(model, cache, positions, docs):
+def graph_of(model, cache, positions, docs, compiled):
     """fixed_step() as a CUDA graph: a function of tokens (B, 1). Where there can be none it says why, and returns None: then every step is launched kernel by kernel."""
     was = cache.pos, cache.docs
     try:
         if model.pos.prepare(cache.length) != model.pos.prepare(cache.room) or model.pos.dynamic:
             raise RuntimeError("the method's tables change as the text grows")
-        read, rewind = fixed_step(model, cache, positions, docs)
+        read, rewind = fixed_step(model, cache, positions, docs, compiled)
         tokens, graph, side = torch.zeros(len(cache.tokens), 1, dtype=torch.long, device=cache.tokens.device), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles what is to be compiled

@@ -606,12 +606,12 @@ class GPT(nn.Module):
         noise = torch.rand(rows, max(length, self.config.random_positions), generator=torch.Generator().manual_seed(seed))
         return noise.topk(length).indices.sort().values.to(self.embed.weight.device)
 
-    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, compiled=False):
         """Continue tokens (B, T), T >= 1, or a list of B prompts (T,) of any lengths, each as if alone: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
 
-        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass. generator: one, or a list of one a row.
+        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass. generator: one, or a list of one a row. compiled: the reading of a token, by torch.compile.
         """
-        return generate(self, tokens, max_new_tokens, temperature, top_k, top_p, generator)
+        return generate(self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled)
 
     def stretch(self, method, factor, **options):
         """Make the model ready for factor times its length, in place; a second stretch replaces the method and multiplies the factors,

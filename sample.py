@@ -32,6 +32,7 @@ class SampleConfig:
     best: bool = False           # of a run folder take the step with the best validation loss, not the newest
     device: str = "auto"         # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    compile: bool = False        # torch.compile the reading of a token: pays for long texts only
 
     def __post_init__(self):
         if self.max_new_tokens < 0 or self.num_samples < 1 or not 0 <= self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1 or self.seed < 0:
@@ -48,6 +49,8 @@ def main():
     device = config.pick_device(cfg.device)
     small = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 16e6  # of one row at a time the casts cost more than bfloat16 saves
     dtype = config.pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
+    compiled, why_not = config.pick_compile(cfg.compile, device, 0)
+    print(f"note: {why_not}\n" if why_not else "", end="", file=sys.stderr)
     tokenizer, bos = data.from_json(model.meta.get("tokenizer")), model.meta.get("bos")
     if tokenizer is None or tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"{runs[0]} was trained on bare token files, so its vocabulary is unknown here and it cannot write text" if tokenizer is None else f"the vocabulary of {runs[0]} is not its model's: use another checkpoint")
@@ -66,14 +69,13 @@ def main():
         remedy = f"; python extend.py {runs[0]} --method=yarn --factor={-(-total // model.config.block_size)} stretches it" if model.config.pos == "rope" and not model.config.random_positions else ""
         print(f"note: {total} tokens are more than the {made_for} that this model was made for{remedy}", file=sys.stderr)
     warnings.simplefilter("ignore", PastTrainedLength)
-    model.to(device)
     for sample in range(cfg.num_samples):
         generator = torch.Generator(device).manual_seed(cfg.seed + sample)
         if sample:
             print("\n" + "-" * 16)
         print(start.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), end="", flush=True)
         with config.autocast(device, dtype):
-            tokens = model.generate(torch.tensor([ids], device=device), cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator)
+            tokens = model.to(device).generate(torch.tensor([ids], device=device), cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled)
             for text in data.stream((token.item() for token in tokens), tokenizer):
                 print(text, end="", flush=True)
     print()

@@ -2,7 +2,7 @@
 
 On a CPU: nanoGPT's own train.py, run in its checkout (--nanogpt=PATH, whose data/shakespeare_char is prepared) as its README says for CPUs and compiled too, beside our train.py as it comes and not compiled, on the
 same token files with the same number of threads: nanoGPT's character shape, and the demo's. A run's time is the median over its iterations without the first five, as each program logs them; the
-first iteration counts from the start of the process, compilation included; memory is the most that the process held (ru_maxrss, without its compiler's helpers). `beside` is tokens/s over those of the
+first iteration counts from the start of the process, compilation with an empty cache included; memory is the most that the process held (ru_maxrss, without its compiler's helpers). `beside` is tokens/s over those of the
 first row in the same round, the median over the rounds; the second and later rounds are of the first row and of ours as it comes, compiled.
 
 On a GPU: 124 M parameters at T = 1k and 4k, random tokens, bfloat16, compiled, in a process for each: ours, nanoGPT's model with its optimizer, transformers' Llama with SDPA. A rival that is not installed has no row.
@@ -78,8 +78,9 @@ print("RESULT", json.dumps([steps * B * T / (time.perf_counter() - start), torch
 
 def run(words, cwd, seen):
     """A process from its start to its end: (stdout and stderr, most memory held in MB, seconds until seen(its lines so far) first came true)."""
-    start, lines, first = time.monotonic(), [], None
-    process = subprocess.Popen([sys.executable, "-u", *map(str, words)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines, first, cache = [], None, tempfile.mkdtemp()
+    start = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-u", *map(str, words)], cwd=cwd, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
     reader.start()
     while True:
@@ -91,6 +92,7 @@ def run(words, cwd, seen):
         time.sleep(0.01)
     process.returncode = os.waitstatus_to_exitcode(status)
     reader.join(5)
+    shutil.rmtree(cache, ignore_errors=True)
     if process.returncode:
         raise UserError(f"{' '.join(map(str, words[:3]))} failed, and said: {''.join(lines)[-300:].strip()!r}")
     return "".join(lines), usage.ru_maxrss / 1024, first

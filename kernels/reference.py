@@ -36,6 +36,8 @@ def rope(q, k, cos, sin):
         turned = (turned * cos + turned.roll(half, -1) * sin).to(x.dtype)
         return turned if x.shape[-1] == 2 * half else torch.cat((turned, x[..., 2 * half:]), -1)
 
+    if q.shape[2] == 1 and not torch.is_grad_enabled():  # a token that is drawn: half the launches
+        return rotate(torch.cat((q, k), 1)).split((q.shape[1], k.shape[1]), 1)
     return rotate(q), rotate(k)
 
 
@@ -58,19 +60,22 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
     length     int64 (1,): only so many of the keys are there, without gradient (decoding in a room of fixed size).
     All three in v's dtype: where autocast left queries and keys wider (a norm does), they are rounded to it.
     """
-    if length is not None:
-        n = int(length)
+    if length is not None and not torch.compiler.is_compiling():
+        n, length = int(length), None
         k, v, positions, docs = k[:, :, :n], v[:, :, :n], None if positions is None else positions[..., :n], None if docs is None else docs[:, :n]
     Tq, Tk, D, out = q.shape[2], k.shape[2], q.shape[3], v.dtype
+    if length is not None and not causal:
+        raise NotImplementedError("a compiled reading of a room that is partly filled is causal")
+    first = Tk - Tq if length is None else length - Tq  # the index of the first query; compiled, a room keeps its shape: a key that is not there yet lies in the future
     q, k = q.to(out), k.to(out)
-    if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512:  # PyTorch's bf16 attention on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
+    if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512 and q.shape[2] > 1:  # PyTorch's bf16 attention of many queries on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
         q, k, v = q.float(), k.float(), v.float()
     as_it_is = torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else contextlib.nullcontext()  # autocast would make it bf16 again
     if relative is not None or return_lse:
         with as_it_is:
-            y, lse = _written_out(q, k, v, *(relative or (None, None, None)), D ** -0.5 if scale is None else scale, causal, bias, window, sinks, positions, docs)
+            y, lse = _written_out(q, k, v, *(relative or (None, None, None)), D ** -0.5 if scale is None else scale, causal, bias, window, sinks, positions, docs, first)
             return (y.to(out), lse) if return_lse else y.to(out)
-    plain = bias is None and docs is None and not (window and (Tk > window or positions is not None))
+    plain = length is None and bias is None and docs is None and not (window and (Tk > window or positions is not None))
     sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     with as_it_is:
         if plain and (Tq == Tk or Tq == 1 or not causal):
@@ -80,7 +85,7 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
             q, k, v = q.float(), k.float(), v.float()  # on GPUs a mask has the dtype of the queries, and bf16 would round distances above 256
 
         def piece(i, q, k, v, bias):
-            added = _added(min(rows, Tq - i), Tk - Tq + i, Tk, q.device, bias, window, sinks, positions, docs, causal)
+            added = _added(min(rows, Tq - i), first + i, Tk, q.device, bias, window, sinks, positions, docs, causal)
             return sdpa(q[:, :, i:i + rows], k, v, attn_mask=added.double() if q.dtype == torch.float64 and bias is not None else added)
         y = [_again(Tq > rows, piece, i, q, k, v, bias) for i in range(0, Tq, rows)]
         return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(out)
@@ -95,18 +100,19 @@ def _again(several, piece, *args):
 
 
 def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal):
-    """What the scores of queries first .. first + rows - 1 meet, (1 or B, 1 or H, rows, Tk): without bias a bool mask of the keys that are
-    seen, with it float32 terms to add, -inf where a key is not seen."""
-    distance = torch.arange(first, first + rows, device=device)[:, None] - torch.arange(Tk, device=device)  # (rows, Tk)
+    """What the scores of queries first .. first + rows - 1 (first: an int, or a tensor (1,)) meet, (1 or B, 1 or H, rows, Tk): without bias
+    a bool mask of the keys that are seen, with it float32 terms to add, -inf where a key is not seen."""
+    here = torch.arange(rows, device=device) + first
+    distance = here[:, None] - torch.arange(Tk, device=device)  # (rows, Tk)
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     seen = seen[None]  # (1, rows, Tk)
     if window:
         where = torch.arange(Tk, device=device) if positions is None else positions
         where = where if where.dim() == 2 else where[None]  # (1 or B, Tk)
-        gap = where[:, first:first + rows, None] - where[:, None, :]
+        gap = where[:, here, None] - where[:, None, :]
         seen = seen & ((gap.abs() < window) | (where[:, None, :] < sinks))
     if docs is not None:
-        seen = seen & (docs[:, first:first + rows, None] == docs[:, None, :])
+        seen = seen & (docs[:, here, None] == docs[:, None, :])
     if bias is None:
         return seen[:, None]
     hidden = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None]
@@ -116,12 +122,12 @@ def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal
     if causal:
         # A table over distances makes a Toeplitz matrix: the windows of one line of values, read backwards. Its gradient is a sum
         # along diagonals, which unfold's backward does in order (a gather's would add element by element).
-        line = bias[:, torch.arange(first + rows - 1, first - Tk, -1, device=device).clamp(0, bias.shape[1] - 1)]  # by falling distance
+        line = bias[:, (here[-1:] - torch.arange(rows + Tk - 1, device=device)).clamp(0, bias.shape[1] - 1)]  # by falling distance
         return hidden + line.unfold(1, Tk, 1).flip(1)
     return hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
 
 
-def _written_out(q, k, v, keys, values, offsets, scale, causal, bias, window, sinks, positions, docs):
+def _written_out(q, k, v, keys, values, offsets, scale, causal, bias, window, sinks, positions, docs, start):
     """attention() written out, and its log-sum-exp; relative keys and values are a matrix product over distances, moved from distances to keys along diagonals."""
     (B, H, Tq, _), Tk, wide = q.shape, k.shape[2], torch.promote_types(q.dtype, torch.float32)
     q = q.to(wide)
@@ -130,13 +136,13 @@ def _written_out(q, k, v, keys, values, offsets, scale, causal, bias, window, si
     rows = max(1, PIECE // (B * H * 2 * Tk))  # queries at a time: at most 64 MiB of scores over distances
 
     def piece(i, q, k, v, keys, values, u, w, bias):
-        n, first = min(rows, Tq - i), Tk - Tq + i
-        end = first + n if causal else Tk  # no key after these queries is seen
+        n, first = min(rows, Tq - i), start + i
+        end = first + n if causal and isinstance(first, int) else Tk  # no key after these queries is seen
         added = _added(n, first, end, q.device, bias, window, sinks, None if positions is None else positions[..., :end], None if docs is None else docs[:, :end], causal)
         rest = q[:, :, i:i + n]
         score = (rest + u) @ k[:, :, :end].mT  # (B, H, n, end)
         if keys is not None:
-            distance = torch.arange(first + n - 1, first - end, -1, device=q.device)  # (n + end - 1,), falling
+            distance = first + n - 1 - torch.arange(n + end - 1, device=q.device)  # falling
             line = (distance.clamp(min=0) if causal else distance.abs()).clamp(max=keys.shape[1] - 1)
             score = score + _to_keys((rest + w) @ keys.to(wide)[:, line].mT, end)
         score = (score * scale).masked_fill(~added, float("-inf")) if added.dtype == torch.bool else score * scale + added

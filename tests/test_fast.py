@@ -178,6 +178,40 @@ def test_steps_of_fixed_shape(pos, make):
         assert (generate.fixed_step(model, cache)[0](tokens[:, 39:]) - whole[:, 39]).norm() < 0.05 * whole[:, 39].norm()
 
 
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_compiled_steps_draw_the_same(pos, make, monkeypatch):
+    """One graph for the whole text and the next ones of about its length, without breaks; windows, prompts of unequal length, drawn positions; the memory beyond the text holds no harm."""
+    graphs, compiler = [], torch.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend=backend, **how))
+    random = dict(random_positions=70) if pos in ("rope", "sinusoidal") else {}
+    for settings in ({}, dict(window=9, sinks=2), dict(nope_every=2, **random) if pos not in ("nope", "learned", "sinusoidal") else random):
+        torch._dynamo.reset()
+        graphs.clear()
+        model = make(pos=pos, n_layer=2, n_kv_head=2, block_size=64, **settings)
+        prompts = [torch.randint(0, 50, (n,)) for n in (7, 3, 12)]
+        for start in (prompts, prompts[:1], torch.randint(0, 50, (1, 9))):
+            want, got = (torch.cat(list(model.generate(start, 12, temperature=0.9, generator=[torch.Generator().manual_seed(i) for i in range(len(start))], compiled=compiled)), 1) for compiled in (False, True))
+            assert torch.equal(want, got)
+        assert len(graphs) == 2  # three rows, and one
+
+
+def test_what_is_not_compiled(make):
+    model = make(pos="rope")
+    model.stretch("dynamic-yarn", 2)
+    with pytest.raises(Refused, match="leave out --compile"):
+        list(model.generate(torch.tensor([[1]]), 2, compiled=True))
+
+
+def test_compiled_sampling_from_the_shell(run, text_data, tmp_path):
+    assert run("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}").returncode == 0
+    plain, fast = (run("sample.py", str(tmp_path / "run"), "--start=the ", "--max_new_tokens=24", "--temperature=0", "--dtype=float32", f"--compile={compiled}") for compiled in ("false", "true"))
+    assert fast.returncode == 0 and fast.stdout == plain.stdout and not fast.stderr.startswith("Traceback"), fast.stderr
+
+
 def test_a_known_room_is_taken_once(make):
     """generate() reads into the memory that the prompt was read into, and what distance adds is tabulated once."""
     model, calls = make(pos="kerple"), []
