@@ -909,7 +909,7 @@ def input(t):  # noqa: A001
     """Files, flags and prompts that nobody should give."""
     import hypothesis
     from hypothesis import strategies as st
-    run, few, examples = t.new(), t.cfg.fast, t.cfg.examples
+    run, examples = t.new(), t.cfg.examples
     t.run(t.words(run))
     odd = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from((1 << 31, 1 << 63, 10**30, -10**9, 1e308, 1e-308, -0.5, math.inf, math.nan, 1 << 24, 65537, "", "x", "rope", "none", "../../x", "/", "9" * 400, [], {}, [1], {"a": 1},
                                                                             [[]], "\0", "\ud800", "1e999", "true")), st.text(max_size=9), st.floats(), st.integers())
