@@ -59,7 +59,8 @@ class Cache:
         new, end = k.shape[2], self.length
         if layer not in self.k or self.k[layer].shape[2] < end:
             for store, part in ((self.k, k), (self.v, v)):
-                room = part.new_zeros(*part.shape[:2], max(end, self.room, 2 * (end - new)), part.shape[3])  # zeros: what lies beyond the text is multiplied by nothing, and must be a number
+                make = part.new_zeros if self.room else part.new_empty  # in a reading of fixed shape what lies beyond the text is multiplied by nothing, and must be a number
+                room = make(*part.shape[:2], max(end, self.room, 2 * (end - new)), part.shape[3])
                 if layer in store:
                     room[:, :, :end - new] = store[layer][:, :, :end - new]
                 store[layer] = room
