@@ -367,6 +367,8 @@ def join_processes(device):
     import torch
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         return 0, 1
+    if os.environ.get("TORCHELASTIC_RUN_ID") == "none" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+        raise UserError("torchrun --max-restarts without a name cannot tell a restart from another run in the same folder: add --standalone, or on several machines --rdzv_id=NAME")
     device = pick_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

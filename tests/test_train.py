@@ -324,6 +324,14 @@ def test_torchrun_restarts_from_the_checkpoint(run, text_data, tmp_path):
     assert done.returncode == 0 and max(losses(tmp_path / "run")) == 10, done.stderr
 
 
+def test_restarts_need_a_name(text_data, tmp_path, call, monkeypatch):
+    """Without one a restart would take an older run of the folder, of another launch without a name, for its own."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "2"}.items():
+        monkeypatch.setenv(name, value)  # as torchrun --master_port=29511 --max-restarts=2 has them
+    done = call("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}")
+    assert done.returncode == 2 and "--rdzv_id=NAME" in done.stderr and not (tmp_path / "run").exists()
+
+
 def test_train_is_importable_and_returns_its_last_evaluation(cfg):
     c = cfg(eval_iters=0, max_iters=3)
     result = train.train(tiny(pos="alibi", window=8, sinks=2), c)
