@@ -103,8 +103,8 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0,
         tokens = torch.stack([F.pad(row, (width - len(row), 0)) for row in tokens])
     elif not torch.is_tensor(tokens):
         tokens = torch.stack(list(tokens))
-    if compiled and model.pos.dynamic:
-        raise Refused("a dynamic method's tables change as the text grows, so no step can be compiled: leave out --compile, or stretch with --options=length=N")
+    if compiled and changes(model, width, total):
+        raise Refused("this method's tables change as the text grows, so no step can be compiled: leave out --compile")
     cache, step = Cache(room), None
     for number in range(max_new_tokens):
         if number == 1 and device.type == "cuda":
@@ -138,6 +138,11 @@ def draw(logits, temperature, top_k, top_p, generator):
     return choice if order is None else order.gather(1, choice)
 
 
+def changes(model, few, many):
+    """Whether a text of few tokens is read otherwise than the beginning of one of many."""
+    return model.pos.dynamic or model.pos.prepare(few) != model.pos.prepare(many)
+
+
 def fixed_step(model, cache, positions=None, docs=None, compiled=False):
     """Reads one token a row into a cache that has room for it, with shapes that do not change as the text grows: returns read(tokens (B, 1)) -> logits (B, V), float32, and
     rewind(), after which it stands at the cache's length again. positions (room,) or (B, room) and docs (B, room) are those of the whole text, where they are not the indices, and one.
@@ -167,7 +172,7 @@ def graph_of(model, cache, positions, docs, compiled):
     """fixed_step() as a CUDA graph: a function of tokens (B, 1). Where there can be none it says why, and returns None: then every step is launched kernel by kernel."""
     was = cache.pos, cache.docs
     try:
-        if model.pos.prepare(cache.length) != model.pos.prepare(cache.room) or model.pos.dynamic:
+        if changes(model, cache.length, cache.room):
             raise RuntimeError("the method's tables change as the text grows")
         read, rewind = fixed_step(model, cache, positions, docs, compiled)
         tokens, graph, side = torch.zeros(len(cache.tokens), 1, dtype=torch.long, device=cache.tokens.device), torch.cuda.CUDAGraph(), torch.cuda.Stream()

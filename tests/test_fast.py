@@ -200,10 +200,11 @@ def test_compiled_steps_draw_the_same(pos, make, monkeypatch):
 
 
 def test_what_is_not_compiled(make):
-    model = make(pos="rope")
-    model.stretch("dynamic-yarn", 2)
-    with pytest.raises(Refused, match="leave out --compile"):
-        list(model.generate(torch.tensor([[1]]), 2, compiled=True))
+    for method in ("dynamic-yarn", "ntk-frozen", "self-extend"):
+        model = make(pos="rope")
+        model.stretch(method, 2)
+        with pytest.raises(Refused, match="leave out --compile"):
+            list(model.generate(torch.tensor([[1]]), 2, compiled=True))
 
 
 def test_compiled_sampling_from_the_shell(run, text_data, tmp_path):
