@@ -21,6 +21,7 @@ depth): the same for all checkpoints of one tokenizer. Small models only know th
 import config  # first: it says in one sentence that a Python is too old
 import json
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +132,9 @@ def measure(models, cfg, lengths):
         dataset, bos = cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None
         if (dataset, bos) not in splits:
             splits[dataset, bos] = data.Dataset(dataset, bos)
-        if splits[dataset, bos].vocab_size != model.config.vocab_size:
-            raise UserError(f"{name} has a vocabulary of {model.config.vocab_size} and dataset {dataset} one of {splits[dataset, bos].vocab_size}: give the --dataset that it was trained on")
+        splits[dataset, bos].require(name, model.config.vocab_size, model.meta.get("tokenizer"))
+        if dataset == model.meta.get("dataset") and model.meta.get("data_hash", splits[dataset, bos].hash) != splits[dataset, bos].hash:
+            print(f"note: dataset {dataset} is {splits[dataset, bos].hash}, and {name} was trained when it was {model.meta['data_hash']}: what is read here it may have seen in training", file=sys.stderr)
         dtype = config.pick_dtype(cfg.dtype, next(model.parameters()).device)
         together = tuple(p for p in cfg.protocol if p not in ("sliding", "token-aligned"))  # these three are made of the same forward passes
         for length, protocols in ((length, ps) for length in lengths for ps in (together, *((p,) for p in cfg.protocol if p not in together)) if ps):
@@ -376,9 +378,6 @@ def main():
     cfg, _, paths = config.parse(EvaluateConfig, about=__doc__, paths="run folders or step folders, NAME=FOLDER to name one in table and plot")
     if not paths:
         raise UserError("give at least one run folder, as in python evaluate.py out/python-rope")
-    for file in filter(None, (cfg.plot, cfg.json)):  # before the work, not after it
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        open(file, "ab").close()
     device = config.pick_device(cfg.device)
     folders = {path.partition("=")[0] if "=" in path and not Path(path).exists() else path.rstrip("/"): path if Path(path).exists() else path.partition("=")[2] or path for path in paths}
     if len(folders) < len(paths):
@@ -387,6 +386,12 @@ def main():
     for name, model in models.items():
         if cfg.task == "loss" and "dataset" not in model.meta and not cfg.dataset:
             raise UserError(f"{name} does not say on which text it was trained: give --dataset (of an imported checkpoint: prepared by python data/prepare.py FILE --tokenizer={model.folder.parent} --name=NAME)")
+    for file in map(Path, filter(None, (cfg.plot, cfg.json))):  # whether they can be written, before the work and not after it
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = not file.exists()
+        open(file, "ab").close()
+        if new:
+            file.unlink()
     shortest = min(model.config.trained_length for model in models.values())
     lengths = cfg.lengths or tuple(shortest * factor for factor in ((1, 2, 4, 8) if cfg.task == "loss" else (1, 2, 3, 4)))
     rows = (measure if cfg.task == "loss" else needles)(models, cfg, lengths)
@@ -400,7 +405,8 @@ def main():
         wall(rows, lengths, cfg.plot, f"{cfg.trials} prompts a cell, teacher-forced, all {data.DIGITS} digits; chance {10 ** -data.DIGITS}")
     elif cfg.plot:
         first = next(iter(models.values()))
-        picture(rows, lengths, cfg.plot, f"{cfg.max_tokens} tokens of {cfg.dataset or first.meta['dataset']}, data {first.meta.get('data_hash', 'unknown')}")
+        read = data.Dataset(cfg.dataset or first.meta["dataset"])
+        picture(rows, lengths, cfg.plot, f"{min(cfg.max_tokens, len(read.val))} tokens of {read.name}, data {read.hash}")
     return 0
 
 

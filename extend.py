@@ -20,6 +20,7 @@ from checkpoint import checkpoint_folder, read_meta, steps
 from config import UserError
 from evaluate import EvaluateConfig, fit_scale, measure, table, wavelengths
 from model import ATTEND, GPT, STRETCH, GPTConfig, NoPE, Refused
+from stretch import at_trained_length
 from train import TrainConfig, agree, finish, resumed
 
 
@@ -45,8 +46,7 @@ class ExtendConfig(TrainConfig):
             raise UserError(f"--plot={self.plot} must end in .png")
 
     def windows(self, model):
-        short = self.pose or self.method == "drope"  # at the trained length
-        return model.config.trained_length if short else model.config.block_size, model.config.block_size if self.pose else 0
+        return model.config.trained_length if at_trained_length(self.method, self.pose) else model.config.block_size, model.config.block_size if self.pose else 0
 
     def method_options(self):
         """The options as a dict: numbers, true or false, or words; of a file, whatever JSON it holds."""
@@ -80,15 +80,16 @@ def run_defaults(values, paths):
     out_dir = values.get("out_dir") or f"{run}-{method}{factor:g}"
     if values.get("init_from") == "resume" and steps(out_dir):
         return {**(read_meta(steps(out_dir)[-1]).get("train") or {}), "out_dir": out_dir, "init_from": "scratch", "plot": ""}
-    was = read_meta(folder).get("train") or {}
+    meta = read_meta(folder)
+    was, stretch = meta.get("train") or {}, meta["config"].get("stretch") or {"factor": 1.0}
     if not was and not {"dataset", "learning_rate"} <= values.keys():
         raise UserError(f"{paths[0]} does not say how it was trained: give --dataset and --learning_rate")
     own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile", "learning_rate", "plot", "pose", "min_doc", "upsample_docs"}
-    kept = {f.name: was[f.name] for f in fields(TrainConfig) if f.name in was and f.name not in own}
-    short = values.get("pose") or method == "drope"
+    kept = {f.name: was[f.name] for f in fields(TrainConfig) if f.name in was and f.name not in own} if was else {"bos": meta.get("bos") is not None}
     if was and 1 <= factor <= 1e6:
         kept["learning_rate"] = was["learning_rate"] * (1 if "method" in was else 0.3)
-        shorter = 1 if short else factor
+        reach = 1 if at_trained_length(was.get("method"), was.get("pose")) else stretch["factor"]  # of the parent's windows, in trained lengths
+        shorter = (1 if at_trained_length(method, values.get("pose")) else factor * stretch["factor"]) / reach
         kept["batch_size"] = max(1, round(was["batch_size"] / shorter))  # micro-batches keep their tokens
         kept["gradient_accumulation_steps"] = max(1, round(was["gradient_accumulation_steps"] * was["batch_size"] / shorter / kept["batch_size"]))
     return {**kept, "out_dir": out_dir}
@@ -138,7 +139,7 @@ def main():
             model.stretch(cfg.method, 1.0, **{**options, "scale": scale})
             if rank == 0:
                 print(f"scores multiplied by {scale:.3f}: of {len(losses)} factors the best for the last quarter of {model.config.block_size} tokens of training text, {losses[scale]:.4f} nats in the place of {losses[1.0]:.4f}")
-        model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining, "bos": data.Dataset(cfg.dataset, cfg.bos).bos}
+        model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining, "bos": data.Dataset(cfg.dataset, cfg.bos).bos, "tokenizer": parent.meta.get("tokenizer")}
     spent = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * cfg.windows(model)[0]
     if rank == 0:
         pretraining = model.meta.get("pretraining_tokens")

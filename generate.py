@@ -4,6 +4,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 
+import kernels
 from checkpoint import Refused
 
 
@@ -170,28 +171,31 @@ def fixed_step(model, cache, positions=None, docs=None, compiled=False):
 
 def graph_of(model, cache, positions, docs, compiled):
     """fixed_step() as a CUDA graph: a function of tokens (B, 1). Where there can be none it says why, and returns None: then every step is launched kernel by kernel."""
-    was = cache.pos, cache.docs
+    device, stream, was = cache.tokens.device, torch.cuda.current_stream(), (cache.pos, cache.docs)
     try:
         if changes(model, cache.length, cache.room):
             raise RuntimeError("the method's tables change as the text grows")
+        if not compiled and not kernels.triton_runs(device):
+            raise RuntimeError("plain PyTorch reads on the host how long the text is")
         read, rewind = fixed_step(model, cache, positions, docs, compiled)
-        tokens, graph, side = torch.zeros(len(cache.tokens), 1, dtype=torch.long, device=cache.tokens.device), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        tokens, graph, side = torch.zeros(len(cache.tokens), 1, dtype=torch.long, device=device), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(stream)
         with torch.cuda.stream(side):  # compiles what is to be compiled
             for _ in range(2):
                 read(tokens)
                 rewind()
-        torch.cuda.current_stream().wait_stream(side)
+        stream.wait_stream(side)
         with torch.cuda.graph(graph):
             logits = read(tokens)
         rewind()
     except RuntimeError as error:
         warnings.warn(f"drawing without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=3)
+        torch.cuda.set_stream(stream)  # a capture that fails leaves its own
         cache.at = cache.count = None
         cache.pos, cache.docs = was
         return None
 
-    def step(new):
+    def step(new, kept=read):  # with it the weights that it cast: the graph reads them where they lie
         tokens.copy_(new)
         graph.replay()
         return logits

@@ -347,7 +347,7 @@ def write_rope(model):
     if R == D and (method == "llama3" or method == "ntk-parts" and options.get("ramp") == "paper") and factor > 1:
         low, high = (options.get("low_freq_factor", 1.0), options.get("high_freq_factor", 4.0)) if method == "llama3" else (options.get("beta_slow", 1.0), options.get("beta_fast", 32.0))
         return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **outside, "low_freq_factor": float(low), "high_freq_factor": float(high)}, c.block_size, None
-    if R == D and method == "longrope":
+    if R == D and method == "longrope" and options.get("long_factor"):
         long, short = ([*map(float, options.get(key) or options["long_factor"])] for key in ("long_factor", "short_factor"))
         m = None if options.get("attention_factor") is None else float(options["attention_factor"])
         return {"rope_type": "longrope", "rope_theta": base, "factor": factor, **outside, "long_factor": long, "short_factor": short,

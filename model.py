@@ -21,7 +21,7 @@ import checkpoint
 import kernels
 from checkpoint import Refused
 from generate import Cache, Linear, RMSNorm, generate  # noqa: F401 (from model import Cache)
-from stretch import ATTEND, STRETCH
+from stretch import ATTEND, STRETCH, frequencies
 
 
 class PastTrainedLength(UserWarning):
@@ -85,8 +85,8 @@ class GPTConfig:
         if self.nope_every and (outside or not 2 <= self.nope_every <= self.n_layer):
             raise Refused(f"nope_every={self.nope_every} " + (f"takes the scheme out of some blocks, and --pos={self.pos} does nothing in any: leave it out" if outside else
                           f"does not fit {self.n_layer} blocks: choose 2 to {self.n_layer}, or --pos=nope to take the scheme out of all"))
-        if self.random_positions and (scheme.by_index or scheme is NoPE):
-            raise Refused(f"random_positions needs a scheme that reads positions (learned, sinusoidal, rope), and --pos={self.pos} has only distance by index: leave it out")
+        if self.random_positions and (scheme.by_index or scheme is NoPE or self.window):
+            raise Refused("random_positions needs a scheme that reads positions (learned, sinusoidal, rope), and " + ("a window counts them too: leave one of them out" if self.window else f"--pos={self.pos} has only distance by index: leave it out"))
         if self.random_positions and not self.block_size <= self.random_positions <= 1 << 24:
             raise Refused(f"random_positions={self.random_positions} must be at least block_size={self.block_size}, and at most 2^24")
         if self.nope_layers is None:
@@ -151,7 +151,7 @@ class NoPE(nn.Module):
         if cache is None:
             bias, relative = self.bias(k.shape[2], layer), self.relative(k.shape[2], layer)
         else:  # keys are kept rotated
-            k, v = cache.append(layer, k, v)
+            k, v = cache.append(layer, k.to(v.dtype), v)
             bias, relative = cache.terms(self, layer, k.shape[2])
         return kernels.attention(q, k, v, bias=bias, relative=relative, **options)
 
@@ -418,7 +418,7 @@ class Rope(NoPE):
 
     def set_table(self, method, factor, options):
         """Returns whether the table is another one now."""
-        inv_freq, m = STRETCH[method](self.config.rope_base, self.rotary_dim, self.config.trained_length, factor, **options)
+        inv_freq, m = frequencies(method, self.config.rope_base, self.rotary_dim, self.config.trained_length, factor, **options)
         same = self.inv_freq is not None and m == self.attention_factor and not inv_freq.is_meta and torch.equal(inv_freq, self.inv_freq.to(inv_freq))
         self.inv_freq, self.attention_factor = inv_freq if self.inv_freq is None else inv_freq.to(self.inv_freq), m
         return not same
@@ -618,7 +618,7 @@ class GPT(nn.Module):
         while base and trained length stay the original ones. Raises Refused, with nothing changed, where scheme or factor do not allow it."""
         if not (math.isfinite(factor) and factor >= 1):
             raise Refused(f"factor={factor} does not stretch: give a number of at least 1")
-        if self.config.random_positions and factor > 1:
+        if self.config.random_positions and (factor > 1 or method != "none"):
             raise Refused(f"this model was trained on positions drawn from {self.config.random_positions}: up to there it needs no stretching; train it with a larger --random_positions to go on")
         trained, total = self.config.trained_length, factor * (self.config.stretch or {"factor": 1.0})["factor"]
         self.pos.stretch(method, total, **options)

@@ -41,8 +41,7 @@ class SampleConfig:
 
 def main():
     cfg, _, paths = config.parse(SampleConfig, about=__doc__, paths="a run folder or step folder")
-    runs = paths or ([cfg.out_dir] if cfg.out_dir else sorted({str(p.parent.parent) for p in Path("out").glob("**/step-*/meta.json")}, key=lambda run: Path(run, "log.jsonl").stat().st_mtime
-                                                              if Path(run, "log.jsonl").exists() else 0)[-1:])
+    runs = paths or ([cfg.out_dir] if cfg.out_dir else sorted({str(p.parent.parent) for p in Path("out").glob("**/step-*/meta.json")}, key=lambda run: max(p.stat().st_mtime for p in Path(run).glob("step-*/meta.json")))[-1:])
     if len(runs) != 1 or paths and cfg.out_dir:
         raise UserError("give one run folder, as in python sample.py out/python-rope" if runs else "there is no run under out/: train one with python train.py --pos=rope")
     model = GPT.load(runs[0], cfg.best)
@@ -60,8 +59,7 @@ def main():
             start = Path(start[5:]).read_bytes().decode("utf-8", "surrogateescape")
         except OSError as error:
             raise UserError(f"the prompt {start[5:]!r} cannot be read ({error.strerror}): give --start=FILE:PATH of a text") from None
-    ids = tokenizer.encode(start if start or bos is not None else "\n")
-    ids = [bos, *ids] if bos is not None else ids
+    ids = data.prompt(tokenizer, bos, start)
     if len(ids) > 64 * model.config.reach:
         raise UserError(f"the prompt's {len(ids)} tokens are more than 64 times the {model.config.reach} that this model was made for: shorten it, or stretch the model by extend.py")
     total, made_for = len(ids) + cfg.max_new_tokens, model.config.reach

@@ -76,7 +76,7 @@ def stretch_abf(base, rotary_dim, trained_context, factor, new_base=None):
 def stretch_llama3(base, rotary_dim, trained_context, factor, low_freq_factor=1.0, high_freq_factor=4.0):
     """Llama 3.1's: pairs that turn more than high_freq_factor times in the trained context stay, less than low_freq_factor are interpolated,
     and between them the mix is linear in the number of turns: the paper's ramp of NTK-by-parts with other ends."""
-    if not all(isinstance(f, (int, float)) for f in (low_freq_factor, high_freq_factor)) or not 0 < low_freq_factor < high_freq_factor < math.inf:
+    if not all(isinstance(f, (int, float)) and not isinstance(f, bool) for f in (low_freq_factor, high_freq_factor)) or not 0 < low_freq_factor < high_freq_factor < math.inf:
         raise Refused(f"low_freq_factor={low_freq_factor} must be above 0 and below high_freq_factor={high_freq_factor}")
     return stretch_ntk_parts(base, rotary_dim, trained_context, factor, high_freq_factor, low_freq_factor, "paper")
 
@@ -142,7 +142,7 @@ def stretch_drope(base, rotary_dim, trained_context, factor, scale=1.0):
 
 def stretch_lm_infinite(base, rotary_dim, trained_context, factor, sinks=10):
     """LM-Infinite (Han et al. 2024), for evaluation: the frequencies stay; see lm_infinite()."""
-    if not (isinstance(sinks, (int, float)) and sinks == int(sinks) and 0 <= sinks < trained_context):
+    if not (isinstance(sinks, (int, float)) and 0 <= sinks < trained_context and sinks == int(sinks)):
         raise Refused(f"sinks={sinks} must be a number of tokens below the trained {trained_context}")
     return stretch_none(base, rotary_dim, trained_context, factor)
 
@@ -151,6 +151,24 @@ def stretch_self_extend(base, rotary_dim, trained_context, factor, window=None, 
     """Self-Extend (Jin et al. 2024), for evaluation: the frequencies stay; see self_extend()."""
     self_extend_sizes(trained_context, factor, window, group)
     return stretch_none(base, rotary_dim, trained_context, factor)
+
+
+def at_trained_length(method, pose):
+    """Whether fine-tuning reads windows of the trained length, not of the stretched one."""
+    return pose or method == "drope"
+
+
+def frequencies(method, base, rotary_dim, trained_context, factor, **options):
+    """STRETCH[method], of options that were not looked at yet: Refused, too, where its arithmetic leads nowhere."""
+    try:
+        inv_freq, m = STRETCH[method](base, rotary_dim, trained_context, factor, **options)
+    except Refused:
+        raise
+    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
+        raise Refused(f"method {method!r} cannot be computed with {options or 'its defaults'} from {trained_context} tokens ({error}): choose other options") from None
+    if not (math.isfinite(m) and (inv_freq.is_meta or inv_freq.isfinite().all())):
+        raise Refused(f"method {method!r} with {options or 'its defaults'} makes frequencies that are no numbers: choose other options")
+    return inv_freq, m
 
 
 def _number(name, value):
@@ -187,7 +205,7 @@ def lm_infinite(q, k, v, turn, trained_context, factor, scale, sinks=10):
     rows = min(sinks, T - W)  # the first of these queries have not all sinks behind their window
     parts = [kernels.attention(far[:, :, :rows], *(x[:, :, :rows] for x in first), scale=scale, return_lse=True)]
     if T - W > rows:
-        parts.append(kernels.attention(far[:, :, rows:], *first, causal=False, scale=scale, return_lse=True))
+        parts.append(kernels.reference.attention(far[:, :, rows:], *first, causal=False, scale=scale, return_lse=True))  # more queries than keys
     return _merged(near, tuple(torch.cat(part, 2) for part in zip(*parts)), W)
 
 

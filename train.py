@@ -133,8 +133,7 @@ def train(model, cfg):
     dtype = config.pick_dtype(cfg.dtype, device)
     compiles, why_not = config.pick_compile(cfg.compile, device, cfg.max_iters)
     dataset = data.Dataset(cfg.dataset, cfg.bos)
-    if dataset.vocab_size != model.config.vocab_size:
-        raise UserError(f"dataset {cfg.dataset} has a vocabulary of {dataset.vocab_size} and the model one of {model.config.vocab_size}: use the dataset that the model was made for")
+    dataset.require("the model", model.config.vocab_size, model.meta.get("tokenizer"))
     dataset.select(T, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
     dataset.train.require(T)
     dataset.val.require(model.config.block_size)
@@ -164,7 +163,7 @@ def train(model, cfg):
     if resume and rank == 0 and (changed := {k: [model.meta["train"].get(k), v] for k, v in asdict(cfg).items() if model.meta["train"].get(k) != v and k not in ("init_from", "plot")}):
         log.row(step=step, changed=changed)
         log.say("changed since the checkpoint: " + ", ".join(f"{k} {a} -> {b}" for k, (a, b) in changed.items()))
-    forward = torch.compile(model) if compiles else model
+    forward = config.compiled(model) if compiles else model
     if world > 1:
         forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None)
     peak = config.peak_flops(device)
@@ -194,7 +193,7 @@ def train(model, cfg):
             else:
                 model.save(folder, optim=optimizer_tensors(model, optimizers), train=asdict(cfg), step=step, val_loss=val_loss, best=best, tokens=tokens,
                            scaler=[scale, good] if dtype == torch.float16 else None, dataset=cfg.dataset, data_hash=dataset.hash, bos=dataset.bos,
-                           tokenizer=dataset.tokenizer and dataset.tokenizer.to_json(), launch=os.environ.get("TORCHELASTIC_RUN_ID"))
+                           tokenizer=model.meta.get("tokenizer") or dataset.tokenizer and dataset.tokenizer.to_json(), launch=os.environ.get("TORCHELASTIC_RUN_ID"))
             prune(run, best)
         if world > 1:
             dist.barrier()
@@ -314,6 +313,8 @@ def resumed(cfg, gpt, given):
     model = GPT.load(run)
     if not model.meta.keys() >= {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}:
         raise UserError(f"{model.folder} was not written by training and cannot be resumed: extend.py can fine-tune it")
+    if "method" in model.meta["train"] and not hasattr(cfg, "method"):
+        raise UserError(f"{model.folder} was written by extend.py: go on with it by the command that made it, and --init_from=resume")
     agree(model, gpt, given)
     return model
 
@@ -351,7 +352,7 @@ def finish(model, cfg):
     meta = read_meta(folder)
     if cfg.max_iters and (tokenizer := data.from_json(meta["tokenizer"])):
         generator = torch.Generator(next(model.parameters()).device).manual_seed(cfg.seed)
-        start = torch.tensor([[meta["bos"]] if meta["bos"] is not None else tokenizer.encode("\n")], device=generator.device)
+        start = torch.tensor([data.prompt(tokenizer, meta["bos"], "")], device=generator.device)
         print("a sample:\n")
         for text in data.stream((t.item() for t in model.generate(start, min(300, model.config.block_size), 0.8, top_k=200, generator=generator)), tokenizer):
             print(text, end="", flush=True)

@@ -54,7 +54,7 @@ def main(run, *refusals):
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
         lost = _fellow_lost(error)
-        if not lost and not isinstance(error, MemoryError) and not any(words in str(error) for words in ("out of memory", "t allocate memory", "bad_alloc")):
+        if not lost and not isinstance(error, MemoryError) and not any(words in str(error) for words in ("out of memory", "t allocate memory", "bad_alloc", "size calculation overflowed")):
             raise
         print(f"error: {lost or NO_MEMORY}", file=sys.stderr)
         if lost:  # the group is broken: taking it down in order might wait for the one that is lost
@@ -260,9 +260,11 @@ def pick_device(name):
             raise UserError(f"--device={name} would put all processes on one GPU: say --device=cuda, and each takes its own")
         if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # Triton launches where the current device is
         torch.ones(8, device=device).sum().item()
         return device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UserError(f"device {name!r} cannot be used ({str(error).splitlines()[0].rstrip('.')}): choose --device=cpu, cuda, cuda:N or mps, or mend its driver") from None
 
 
@@ -336,6 +338,13 @@ def pick_compile(wanted, device, steps):
         if importlib.util.find_spec("triton") is None:
             return False, "torch.compile is off: there is no triton for the GPU (pip install triton)"
     return True, None
+
+
+def compiled(model):
+    """torch.compile(model), with a fresh count of recompilations: dynamo gives up on a function after eight kinds of it, and a process may train more models than that."""
+    import torch
+    torch._dynamo.reset()
+    return torch.compile(model)
 
 
 def provenance(device):

@@ -188,6 +188,8 @@ def write_tokens(file, ids, vocab_size, raw=False):
     if raw and magic != 20240520:
         raise UserError(f"--raw writes uint16, which cannot hold a vocabulary of {vocab_size}: leave --raw out")
     version, dtype = HEADER[magic]
+    if len(ids) >= 1 << 31:
+        raise UserError(f"{len(ids):,} tokens are more than a token file can count (2,147,483,647): prepare the text as a folder of several --name's, or with a larger vocabulary")
     with open(file, "xb") as f:
         if not raw:
             header = np.zeros(256, "<i4")
@@ -362,12 +364,21 @@ class Dataset:
         if bos and meta["bos"] is None:
             raise UserError(f"dataset {name} has no <bos>: leave --bos out, or prepare it with --tokenizer=bytes")
         self.bos, self.separator, self.separate = meta["bos"] if (meta["bos_default"] if bos is None else bos) else None, meta["bos"], False
-        train, val = (sorted(p for p in folder.glob("*.bin") if split in p.name.lower()) for split in ("train", "val"))
+        train, val = (sorted(p for p in folder.glob("*.bin") if re.search(rf"(?<![a-z])(?:{words})(?![a-z])", p.name.lower())) for words in ("train|training", "val|valid|validation"))
+        if both := set(train) & set(val):
+            raise UserError(f"{min(both)} could be text for training and for validation: name it after one of them")
         if not train or not val:
             raise UserError(f"{folder} holds no {'train' if not train else 'val'}*.bin: prepare a text with python data/prepare.py FILE --name=NAME, or copy nanoGPT's or llm.c's token files there")
         known = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size  # a vocabulary may be padded
         self.train, self.val = Split(train, known, self.bos), Split(val, known, self.bos)
         self.hash = fingerprint(train + val)
+
+    def require(self, what, vocab_size, tokenizer):
+        """Raise UserError unless a model, `what` in the sentence, of this vocabulary and tokenizer (from_json()'s, or None where it is unknown) can read this text."""
+        if self.vocab_size != vocab_size:
+            raise UserError(f"dataset {self.name} has a vocabulary of {self.vocab_size} and {what} one of {vocab_size}: give the --dataset that it was trained on")
+        if tokenizer and self.tokenizer and not same_tokens(self.tokenizer, from_json(tokenizer)):
+            raise UserError(f"the tokens of dataset {self.name} stand for other text than those of {what}: give the --dataset that it was trained on, or prepare the text with the model's own tokenizer (--tokenizer=RUN)")
 
     def select(self, length, min_doc=0, upsample=1, separate=False):
         """Choose what is trained on: documents of at least min_doc tokens only; those that hold a window of `length` `upsample` times an epoch; separate:
@@ -415,6 +426,27 @@ class Dataset:
     def bytes_of(self, targets):
         """How many bytes of text the targets stand for (targets of -1 count nothing), or None where the tokenizer is unknown."""
         return None if self.tokenizer is None else int(self.tokenizer.lengths[targets[targets >= 0]].sum())
+
+
+def same_tokens(one, other):
+    """Whether two tokenizers give every id the same text."""
+    if one.to_json() == other.to_json():
+        return True
+    n = len(one.lengths)
+    return n == len(other.lengths) and bool((one.lengths == other.lengths).all()) and one.decode(range(n)) == other.decode(range(n))
+
+
+def prompt(tokenizer, bos, text):
+    """The ids that a text to be continued begins with: <bos> where there is one. An empty text without one is a new line, or the first token of a vocabulary that has none."""
+    ids = [int(i) for i in tokenizer.encode(text)]
+    if bos is not None:
+        return [bos, *ids]
+    if text:
+        return ids
+    try:
+        return [int(i) for i in tokenizer.encode("\n")]
+    except UserError:
+        return [0]
 
 
 def stream(tokens, tokenizer):

@@ -136,14 +136,18 @@ def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, b
     tmp.mkdir()
     meta = {"tokenizer": tokenizer.to_json(), "vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, "bos_default": isinstance(tokenizer, data.Bytes),
             "source": source, "files": len(texts), "tokens": {}, "sha256": {}}
-    for split, documents in (("train", train), ("val", val)):
-        start = [] if tokenizer.bos is None else [tokenizer.bos]
-        ids = np.concatenate([part for text in documents for part in (np.array(start, np.uint32), np.frombuffer(text, np.uint8) if isinstance(text, bytes)
-                                                                      else np.array(tokenizer.encode(text), np.uint32))])
-        data.write_tokens(tmp / f"{split}.bin", ids, tokenizer.vocab_size, raw)
-        meta["tokens"][split] = len(ids)
-        meta["sha256"][split] = hashlib.sha256((tmp / f"{split}.bin").read_bytes()).hexdigest()
-    (tmp / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    try:
+        for split, documents in (("train", train), ("val", val)):
+            start = [] if tokenizer.bos is None else [tokenizer.bos]
+            ids = np.concatenate([part for text in documents for part in (np.array(start, np.uint32), np.frombuffer(text, np.uint8) if isinstance(text, bytes)
+                                                                          else np.array(tokenizer.encode(text), np.uint32))])
+            data.write_tokens(tmp / f"{split}.bin", ids, tokenizer.vocab_size, raw)
+            meta["tokens"][split] = len(ids)
+            meta["sha256"][split] = hashlib.sha256((tmp / f"{split}.bin").read_bytes()).hexdigest()
+        (tmp / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
     if target.is_dir():  # with a downloaded text in it: the files move in, those that make it a dataset last
         for file in ("meta.json", "val.bin", "train.bin"):
             os.replace(tmp / file, target / file)
@@ -161,6 +165,8 @@ def download(url, file, sha256, otherwise):
         try:
             with urllib.request.urlopen(url, timeout=30) as reply, open(part, "wb") as f:
                 shutil.copyfileobj(reply, f, 1 << 20)
+                if (size := reply.headers.get("Content-Length")) and f.tell() != int(size):
+                    raise OSError(f"{f.tell()} of {size} bytes came")
         except (OSError, urllib.error.URLError) as error:
             part.unlink(missing_ok=True)
             raise UserError(f"{file.name} could not be downloaded from {url} ({getattr(error, 'reason', error)}): fetch it by hand, and then {otherwise}") from None

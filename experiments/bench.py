@@ -291,7 +291,8 @@ def step(b):
                 kept["model"] = GPT(GPTConfig(**shape, **settings)).to(b.device)
                 kept["optimizer"] = torch.optim.AdamW(kept["model"].parameters(), lr=1e-4, fused=True)
             with torch.autocast(b.device.type, torch.bfloat16, enabled=b.gpu):
-                kept["model"](tokens, tokens).backward()
+                loss = kept["model"](tokens, tokens)
+            loss.backward()
             kept["optimizer"].step()
             kept["optimizer"].zero_grad()
         return run

@@ -31,7 +31,6 @@ import sys; sys.path.insert(0, how["root"])
 import config
 from model import GPT
 model, device = GPT.load(how["folder"]).to(how["device"]), torch.device(how["device"])
-config.prepare_device(device)
 dtype = getattr(torch, how["dtype"])
 def draw(n, k):
     with config.autocast(device, dtype):

@@ -186,8 +186,7 @@ def load(paths, cfg):
             raise UserError(f"{name} does not say on which text it was trained: give --dataset")
         if key not in datasets:
             datasets[key] = data.Dataset(*key)
-        if datasets[key].vocab_size != model.config.vocab_size:
-            raise UserError(f"{name} has a vocabulary of {model.config.vocab_size} and dataset {key[0]} one of {datasets[key].vocab_size}: give the --dataset that it was trained on")
+        datasets[key].require(name, model.config.vocab_size, model.meta.get("tokenizer"))
         ready[name] = model, datasets[key]
     return ready
 

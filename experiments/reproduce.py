@@ -138,7 +138,8 @@ class Seed:
                 group["lr"] = rate * min(1, (update + 1) / 5)
             x, y, positions, _ = (None if part is None else torch.from_numpy(part).to(self.device) for part in self.dataset.batch(10**6 + update, batch, length, self.seed, reach, passkeys))
             with config.autocast(self.device, self.dtype):
-                model.train()(x, y, positions).backward()
+                loss = model.train()(x, y, positions)
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for o in optimizers:
                 o.step()

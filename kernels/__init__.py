@@ -54,6 +54,11 @@ def _kept(context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if "attention" in operator.name() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def triton_runs(device):
+    """Whether Triton kernels run on a torch.device."""
+    return _triton_runs(device.type, device.index)
+
+
 _asked = {}
 
 
@@ -76,7 +81,11 @@ def _ask(device, index):
     if device != "cuda":
         return False
     import importlib.util
+    import shutil
+    import sysconfig
     why = ("triton is not installed" if importlib.util.find_spec("triton") is None else
+           "there is no C compiler, with which triton builds its launcher (install gcc)" if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang"))) else
+           "the Python headers are missing, with which triton builds its launcher (as in apt-get install python3-dev)" if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")) else
            "it is older than sm_80" if not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0) else "")
     if why:
         print(f"Triton kernels are off on {torch.cuda.get_device_name(index)}: {why}; plain PyTorch serves instead", file=sys.stderr)

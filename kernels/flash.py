@@ -764,7 +764,7 @@ def _attention_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tenso
     if call.kind == TABLE.value:
         last = extra.sum((0, 2)), None  # in natural units
     else:
-        last = torch.einsum("bhi,bhid->hd", extra, call.qr.float()) * scale, None if values is None else torch.einsum("bhi,bhid->hd", share, dout.float())
+        last = (extra[..., None] * call.qr.float()).sum((0, 2)) * scale, None if values is None else (share[..., None] * dout.float()).sum((0, 2))  # no matrix product, which autocast would round
     BM, _, options = call.tile("walk")
     masks, strides = call.masks(BM, BM)
     first, near = Tk - Tq, m - 1  # the diagonals e = query block - key block whose tiles hold distances of |d| < near

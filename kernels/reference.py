@@ -181,7 +181,8 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
     """
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     early = reduction != "none" and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    losses = _LinearCrossEntropy.apply(x, weight, targets, dtype, early)
+    apply = _uncompiled if torch.compiler.is_compiling() and len(_chunks(x, weight)) > 32 else _LinearCrossEntropy.apply  # a graph would have each chunk again
+    losses = apply(x, weight, targets, dtype, early)
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / (targets >= 0).sum()
 
 
@@ -206,6 +207,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
+def _uncompiled(*args):
+    return _LinearCrossEntropy.apply(*args)
+
+
+_uncompiled._torchdynamo_disable = True  # torch.compiler.disable, without importing the compiler here
+
+
 def _chunk_by_chunk(x, weight, targets, dtype, factor):
     """The losses (N,), and, where there is a factor (1, or one for each token (N, 1)), the gradients of the sum of factor x loss."""
     wide, w, counts = torch.promote_types(dtype, torch.float32), weight.to(dtype), targets[:, None] >= 0
@@ -215,7 +223,7 @@ def _chunk_by_chunk(x, weight, targets, dtype, factor):
         p = F.log_softmax(chunk @ w.t(), -1, dtype=wide)
         losses.append(torch.where(counts[rows], -p.gather(1, target), 0.0).squeeze(1))
         if factor is not None:  # the gradient of the logits: softmax, less 1 at the target
-            p = p.exp_().scatter_add_(1, target, -torch.ones_like(p[:, :1])).to(dtype)
+            p = p.exp_().scatter_(1, target, -1.0, reduce="add").to(dtype)
             weigh = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
             dx.append(((p @ w) * weigh).to(x.dtype))
             dweight += p.t() @ (chunk * weigh).to(dtype)

@@ -1,6 +1,7 @@
 """The scripts as a user meets them: settings, errors in one sentence, the whole path, and the counts that keep the house small."""
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import config
+import data
 import evaluate
 import extend
 import sample
 import train
 from conftest import ROOT, TINY
 from data import prepare
-from checkpoint import steps
+from checkpoint import read_meta, steps
 from model import GPT, POSITIONS, GPTConfig
 
 
@@ -249,6 +251,76 @@ def test_sampling_the_newest_run(run, trained, tmp_path):
     one_sentence(run("sample.py", cwd=tmp_path), "train.py")
     shutil.copytree(trained, tmp_path / "out" / "deep" / "run")
     assert run("sample.py", "--max_new_tokens=2", cwd=tmp_path).returncode == 0
+
+
+def test_an_imported_run_may_be_the_newest(trained, tmp_path, call):
+    """It has no log; the time is that of the checkpoint."""
+    for name, n in (("a", 2), ("b", 1)):
+        shutil.copytree(trained, tmp_path / "out" / name)
+        for meta in (tmp_path / "out" / name).glob("step-*/meta.json"):
+            os.utime(meta, (10**9 + n, 10**9 + n))
+    (tmp_path / "out" / "a" / "log.jsonl").unlink()
+    done = call("sample.py", "--max_new_tokens=40", "--start=a prompt", cwd=tmp_path)
+    assert done.returncode == 0 and "out/a --method" in done.stderr and "out/b" not in done.stderr, done.stderr
+
+
+def letters(folder, characters):
+    """A dataset of these letters alone, by characters."""
+    folder.mkdir()
+    for split, n in (("train", 400), ("val", 200)):
+        data.write_tokens(folder / f"{split}.bin", [i * i % len(characters) for i in range(n)], len(characters))
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": {"kind": "char", "characters": characters, "bos": False}, "vocab_size": len(characters), "bos": None, "bos_default": False}))
+    return folder
+
+
+def test_whose_tokens_they_are(call, tmp_path):
+    """Vocabularies of one size are told apart by what they stand for; the hash under a picture is that of what was read; no newline is needed to begin."""
+    mine, other = letters(tmp_path / "acgt", "ACGT"), letters(tmp_path / "wxyz", "WXYZ")
+    run = tmp_path / "run"
+    done = call("train.py", *TINY, f"--dataset={mine}", f"--out_dir={run}")
+    assert done.returncode == 0 and "a sample:" in done.stdout
+    done = call("sample.py", run, "--max_new_tokens=5")
+    assert done.returncode == 0 and set(done.stdout.strip()) <= set("ACGT")
+    one_sentence(call("evaluate.py", run, f"--dataset={other}"), "stand for other text", "--tokenizer=RUN")
+    one_sentence(call("extend.py", run, f"--dataset={other}", "--max_iters=0", f"--out_dir={tmp_path}/x"), "stand for other text")
+    assert not (tmp_path / "x").exists()
+    bare = letters(tmp_path / "bare", "ACGT")
+    (bare / "meta.json").write_text(json.dumps({"tokenizer": None, "vocab_size": 4, "bos": None, "bos_default": False}))
+    assert call("extend.py", run, f"--dataset={bare}", "--max_iters=0", "--factor=2", f"--out_dir={tmp_path}/y").returncode == 0
+    assert read_meta(steps(tmp_path / "y")[-1])["tokenizer"]["characters"] == "ACGT"  # of token files that do not say
+    drawn = {}
+    picture, evaluate.picture = evaluate.picture, lambda rows, lengths, file, note: drawn.update(note=note)
+    try:
+        assert call("evaluate.py", run, "--lengths=32", f"--plot={tmp_path}/p.png", "--max_tokens=999999").returncode == 0
+        assert f"200 tokens of {mine}, data {data.Dataset(str(mine)).hash}" == drawn["note"]
+        data.write_tokens(mine / "more_val.bin", [1] * 50, 4)
+        done = call("evaluate.py", run, "--lengths=32")
+        assert done.returncode == 0 and "may have seen in training" in done.stderr
+    finally:
+        evaluate.picture = picture
+    for words in ((f"--plot={tmp_path}/none.png", f"--json={tmp_path}/none.json", tmp_path / "nothing"), (f"--plot={tmp_path}/none.png", run, f"--dataset={other}")):
+        assert call("evaluate.py", *words).returncode == 2 and not (tmp_path / "none.png").exists() and not (tmp_path / "none.json").exists()
+
+
+def test_who_resumes_what(call, trained, text_data, tmp_path):
+    """train.py would read windows of another length than the fine-tuning that it goes on with."""
+    words = ["extend.py", trained, "--factor=4", "--pose=true", "--max_iters=2", f"--out_dir={tmp_path}/pose"]
+    assert call(*words).returncode == 0
+    one_sentence(call("train.py", "--init_from=resume", f"--out_dir={tmp_path}/pose"), "extend.py")
+    meta = read_meta(steps(tmp_path / "pose")[-1])["train"]
+    assert meta["batch_size"] == 4  # windows of the trained length: 4 x 32
+    for name, parent, more, batch in (("a", "pose", ["--factor=2"], 1), ("b", "pose", ["--factor=2", "--pose=true"], 4)):  # the parent's tokens an iteration: 128
+        assert call("extend.py", tmp_path / parent, *more, "--max_iters=0", f"--out_dir={tmp_path}/{name}").returncode == 0
+        assert read_meta(steps(tmp_path / name)[-1])["train"]["batch_size"] == batch, name
+
+
+@pytest.mark.parametrize("words", [["--method=lm-infinite", "--options=sinks=inf"], ["--method=lm-infinite", "--options=sinks=nan"], ["--method=llama3", "--options=low_freq_factor=true"], ["--method=yarn", "--options=beta_fast=1e308"],
+                                   ["--method=ntk-lceg", "--options=length=1e308"], ["--method=self-extend", "--options=window=inf"], ["--method=abf", "--options=new_base=true"], ["--method=ntk", "--factor=1e6"]])
+def test_options_that_lead_nowhere(words, call, trained, tmp_path):
+    done = call("extend.py", trained, *words, "--max_iters=0", f"--out_dir={tmp_path}/x")
+    if done.returncode:
+        one_sentence(done)
+        assert not (tmp_path / "x").exists()
 
 
 def test_a_reader_that_goes_away(trained):

@@ -1,6 +1,8 @@
 """Tokenizers, token files, windows and batches."""
+import base64
 import json
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -317,6 +319,66 @@ def test_what_cannot_be_downloaded_is_said(here, name, url, monkeypatch):
         (here / "data" / name / "input.txt").write_text("not it")
         with pytest.raises(UserError, match="SHA-256"):
             prepare(name)
+
+
+def test_a_download_that_is_cut_off(here):
+    """It is not kept as if it were whole, and fetched again the next time."""
+    import http.server
+    import threading
+    from data.prepare import download
+    sent = []
+
+    class Half(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            sent.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "11024")
+            self.end_headers()
+            self.wfile.write(bytes(4000 if len(sent) < 3 else 11024))
+
+        def log_message(self, *words):
+            pass
+    server = http.server.HTTPServer(("127.0.0.1", 0), Half)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    file, url = here / "x_train_0.bin", f"http://127.0.0.1:{server.server_port}/x"
+    try:
+        for _ in range(2):
+            with pytest.raises(UserError, match="4000 of 11024"):
+                download(url, file, None, "put it there")
+            assert not file.exists() and not list(here.glob("*.part"))
+        assert download(url, file, None, "put it there").stat().st_size == 11024 and len(sent) == 3
+    finally:
+        server.shutdown()
+
+
+def test_which_files_are_which_split(tmp_path):
+    """By words: a retrieval_train.bin is not for validation."""
+    for name in ("retrieval_train.bin", "retrieval_val.bin", "constraint_train_000001.bin", "val2.bin"):
+        data.write_tokens(tmp_path / name, [1, 2, 3], 5)
+    (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": None, "vocab_size": 5, "bos": None, "bos_default": False}))
+    d = data.Dataset(str(tmp_path))
+    assert [f.name for f in d.train.files] == ["constraint_train_000001.bin", "retrieval_train.bin"] and [f.name for f in d.val.files] == ["retrieval_val.bin", "val2.bin"]
+    data.write_tokens(tmp_path / "train_val.bin", [1, 2, 3], 5)
+    with pytest.raises(UserError, match="train_val.bin could be"):
+        data.Dataset(str(tmp_path))
+
+
+def test_more_tokens_than_a_header_counts(tmp_path):
+    class Long(list):
+        def __len__(self):
+            return 1 << 31
+    with pytest.raises(UserError, match="2,147,483,648 tokens"):
+        data.write_tokens(tmp_path / "x.bin", Long(), 5)
+    assert not (tmp_path / "x.bin").exists()
+
+
+def test_the_same_tokens():
+    """By what they stand for, however they are written down."""
+    gpt2 = data.from_json({"kind": "bpe", "name": "a", "pattern": ".", "special": {}, "bos": None, "ranks": base64.b64encode(zlib.compress(b"".join(b"\1\0" + i.to_bytes(4, "little") + bytes([i]) for i in range(256)))).decode()})
+    other = data.from_json({**gpt2.to_json(), "name": "b", "pattern": "..?"})
+    swapped = data.from_json({**gpt2.to_json(), "ranks": base64.b64encode(zlib.compress(b"".join(b"\1\0" + (255 - i).to_bytes(4, "little") + bytes([i]) for i in range(256)))).decode()})
+    assert data.same_tokens(gpt2, other) and not data.same_tokens(gpt2, swapped) and data.same_tokens(data.Bytes(), data.Bytes())
+    assert not data.same_tokens(data.Char("ACGT", False), data.Char("WXYZ", False)) and not data.same_tokens(data.Char("AC", False), data.Char("ACG", False))
 
 
 def test_build_into_the_real_data_folder_leaves_nothing(tmp_path):

@@ -1,10 +1,12 @@
 """What makes the whole fast and frugal changes no result: checkpointed blocks, batches prepared ahead, prompts read together, steps of fixed shape; and memory is what the count says."""
 import contextlib
+import gc
 import json
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -176,6 +178,61 @@ def test_steps_of_fixed_shape(pos, make):
         whole, cache = model(tokens).float(), Cache(40)
         model.hidden(tokens[:, :39], cache=cache)
         assert (generate.fixed_step(model, cache)[0](tokens[:, 39:]) - whole[:, 39]).norm() < 0.05 * whole[:, 39].norm()
+
+
+class NoGraph:
+    """What graph_of() asks of torch.cuda, without a GPU: a capture computes, and a replay computes nothing."""
+    def __init__(self, *graph):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+    def wait_stream(self, other):
+        pass
+
+    replay = __enter__
+
+
+def test_a_graph_keeps_what_it_reads(make, monkeypatch):
+    """The 16-bit copies of the weights are the graph's inputs, and must live as long as it; where it cannot be made, the stream and the cache are as before."""
+    for name in ("CUDAGraph", "Stream", "graph", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, NoGraph)
+    left, copies, call = [], [], torch.func.functional_call
+    monkeypatch.setattr(torch.cuda, "set_stream", left.append)
+    monkeypatch.setattr(torch.func, "functional_call", lambda model, cast, *more, **how: (copies.append([weakref.ref(w) for w in cast.values()]), call(model, cast, *more, **how))[1])
+    model, tokens = make(pos="rope"), torch.randint(0, 50, (1, 9))
+    for runs in (True, False):
+        monkeypatch.setattr(kernels, "triton_runs", lambda device, runs=runs: runs)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            cache = Cache(20)
+            model.hidden(tokens, cache=cache)
+            where = cache.pos
+            if runs:
+                step = generate.graph_of(model, cache, None, None, False)
+                gc.collect()
+                assert len(copies[-1]) == 15 and all(copy() is not None for copy in copies[-1]) and step(tokens[:, :1]).shape == (1, 50) and not left
+            else:
+                with pytest.warns(UserWarning, match="plain PyTorch"):
+                    assert generate.graph_of(model, cache, None, None, False) is None
+                assert left and cache.at is None and cache.pos is where
+
+
+def test_many_models_are_compiled_in_one_process(make):
+    """Dynamo gives up on a function after eight kinds of it: config.compiled() begins anew."""
+    counts = []
+    for pos in POSITIONS:
+        seen, model = [], make(pos=pos, n_layer=1)
+        compiler, torch.compile = torch.compile, lambda f, compiler=torch.compile, seen=seen: compiler(f, backend=lambda graph, inputs: seen.append(1) or graph.forward)
+        try:
+            config.compiled(model)(torch.randint(0, 50, (1, 8)), torch.randint(0, 50, (1, 8)))
+        finally:
+            torch.compile = compiler
+        counts.append(len(seen))
+    assert min(counts) == 1, counts
 
 
 @pytest.mark.parametrize("pos", POSITIONS)

@@ -276,7 +276,7 @@ def test_sandwich_golden():
 def test_what_beyond_odd_widths_is_refused(make):
     for pos, settings, words in (("nezha", dict(head_dim=7), "even"), ("xl", dict(n_embd=33, head_dim=8), "even"), ("rope", dict(nope_every=1), "choose 2 to 2"), ("rope", dict(nope_every=3), "choose 2 to 2"),
                                  ("learned", dict(nope_every=2), "leave it out"), ("nope", dict(nope_every=2), "leave it out"), ("rope", dict(attn_scale=0.0), "above 0"),
-                                 ("t5", dict(random_positions=99), "distance by index"), ("nope", dict(random_positions=99), "distance by index"), ("rope", dict(random_positions=23), "block_size=24")):
+                                 ("t5", dict(random_positions=99), "distance by index"), ("nope", dict(random_positions=99), "distance by index"), ("rope", dict(random_positions=23), "block_size=24"), ("rope", dict(random_positions=99, window=8), "a window counts")):
         with pytest.raises(Refused, match=words):
             make(pos=pos, **settings)
 
@@ -329,6 +329,11 @@ def test_random_positions(pos, make, tmp_path):
     assert torch.equal(grown[:, 20:], written)
     model.save(tmp_path / "step-000000")
     assert torch.equal(GPT.load(tmp_path)(tokens, positions=drawn), model(tokens, positions=drawn))
+    if pos != "learned":
+        model.stretch("none", 1.0)
+    assert torch.equal(GPT.load(tmp_path)(tokens, positions=drawn), model(tokens, positions=drawn))
+    with pytest.raises(Refused, match="500"):
+        model.stretch("pi", 1.0)  # would cut the vectors of `learned` down to the length of a window
     with pytest.raises(Refused, match="500"):
         model.stretch("none", 2)
     if pos == "learned":

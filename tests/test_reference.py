@@ -158,6 +158,23 @@ def test_rope_rotates_pairs(width, rotated, rng):
     assert low.dtype == torch.bfloat16 and (low.float() - got[0]).abs().max() < 0.05
 
 
+def test_a_loss_of_many_chunks_is_not_unrolled(monkeypatch):
+    """Compiled, a graph would hold every chunk again; of many it calls the loss as it is."""
+    from kernels import reference
+    monkeypatch.setattr(reference, "_chunks", lambda x, w: [slice(i, i + 2) for i in range(0, len(x), 2)])
+    for n, in_one in ((32, True), (160, False)):
+        torch._dynamo.reset()
+        seen, x, w = [], torch.randn(n, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+        targets = torch.randint(0, 30, (n,))
+        f = lambda x: reference.linear_cross_entropy(x * 2, w, targets)  # noqa: E731
+        loss = torch.compile(f, backend=lambda graph, inputs: seen.append(len(graph.graph.nodes)) or graph.forward)(x)
+        loss.backward()
+        got, x.grad, w.grad = (x.grad, w.grad), None, None
+        want = f(x)
+        want.backward()
+        assert (len(seen) == 1) == in_one and (in_one or sum(seen) < 40) and torch.equal(loss, want) and torch.equal(got[0], x.grad) and torch.equal(got[1], w.grad)
+
+
 @pytest.mark.parametrize("n,vocab", [(1, 2), (37, 11), (300, 257)])
 def test_linear_cross_entropy(n, vocab, monkeypatch, rng):
     """Loss and both gradients against float64 autograd of the plain formula, with several chunks and ignored targets."""
@@ -177,7 +194,7 @@ def test_linear_cross_entropy(n, vocab, monkeypatch, rng):
         (got if weight is None else (got * weight).sum()).backward()
         assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5)
         for mine, theirs in ((c.grad, a.grad), (d.grad, b.grad)):
-            assert (mine.double() - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9
+            assert (mine.double() - theirs).norm() <= 1e-5 * theirs.norm() + 1e-6  # softmax - 1 cancels where a token is all but certain
         with torch.no_grad():
             assert torch.allclose(kernels.linear_cross_entropy(x, w, y, reduction).double(), want.detach(), rtol=1e-5, atol=1e-5)
     for frozen in (0, 1):  # one of the two alone
