@@ -1,6 +1,6 @@
 """kernels/flash.py and kernels/decode.py under Triton's interpreter, on CPU tensors: run by tests/test_kernels.py in a process with TRITON_INTERPRET=1.
 
-On a GPU, compiled: NANOLONG_GPU=1 python -m pytest -q tests/interpreted."""
+On a GPU, compiled: NANOLONG_GPU=1 python -m pytest -q tests/interpreted -n 8."""
 import itertools
 import math
 import random
