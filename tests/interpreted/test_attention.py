@@ -225,7 +225,7 @@ def test_packed_equals_separate(term, rng):
     assert error(whole, parts.double()) < 1e-6
     dy = torch.randn_like(whole)
     mine, theirs = (torch.autograd.grad(y, leaves, dy, allow_unused=True) for y in (whole, parts))
-    assert all(error(a, b.double()) < 3e-6 for a, b in zip(mine, theirs))
+    assert all(error(a, b.double()) < (3e-6 if a.dim() == 4 else 5e-5) for a, b in zip(mine, theirs))  # a slope's gradient is a sum of thousands of numbers of both signs
     again = flash.attention(q, k, v, **terms, docs=docs)
     assert torch.equal(whole, again) and all(torch.equal(a, b) for a, b in zip(mine, torch.autograd.grad(again, leaves, dy, allow_unused=True)))
     before = flash.attention(q, k, v, **terms)
