@@ -595,7 +595,7 @@ TILES = {
     },
     "sm_120": {
         (16, 64): dict(forward="128x64x8x3 64x64x4x3 64x64x4x3 32x32x4x1", dq="128x64x8x2 64x64x8x2 32x32x4x2 32x32x4x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x1 32x32x4x2", walk="- - 32x32x4x2 32x32x8x2"),
-        (16, 128): dict(forward="64x64x8x2 64x32x4x3 64x32x4x3 32x32x8x1", dq="64x64x8x2 64x32x8x2 32x32x4x2 16x16x8x1", dkdv="32x64x8x2 32x64x8x2 32x32x4x2 32x32x8x2", walk="- - 32x32x4x2 16x16x8x1"),
+        (16, 128): dict(forward="64x64x8x2 64x32x4x3 64x32x4x3 32x32x8x1", dq="64x64x8x2 64x32x8x2 64x32x8x2 16x16x8x1", dkdv="32x64x8x2 32x64x8x2 32x32x4x2 32x32x8x2", walk="- - 32x32x4x2 16x16x8x1"),
     },
     "gfx942": {
         (16, 64): dict(forward="128x64x4x1 128x64x4x1 64x64x4x1 32x32x4x1", dq="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", dkdv="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", walk="- - 64x64x4x1 32x32x4x1"),
