@@ -1,7 +1,7 @@
 """Compile the Triton kernels ahead of time for every architecture, without a GPU, and read off what they cost. A script: prints JSON, one object a line.
 
     python tests/aot.py            60 compilations for sm_80, 86, 89, 90, 100, 120 and gfx942, with the tile sizes that would run
-    python tests/aot.py --all      every head dimension, dtype, score term and mask: 1,722 compilations, 6 minutes of 2 idle cores; --report writes results/aot.md
+    python tests/aot.py --all      every head dimension, dtype, score term and mask: 1,722 compilations, 6 to 10 minutes of 2 cores where triton's cache has them, most of an hour where not; --report writes results/aot.md
 
 Triton's interpreter and its compiler cannot live in one process, so tests/test_kernels.py runs this in a child. Pointers, strides and token counts are declared
 divisible by 16, as the just-in-time compiler finds them in a model: without that the code is not the code that runs.
