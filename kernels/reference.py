@@ -65,7 +65,7 @@ def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions
         k, v, positions, docs = k[:, :, :n], v[:, :, :n], None if positions is None else positions[..., :n], None if docs is None else docs[:, :n]
     Tq, Tk, D, out = q.shape[2], k.shape[2], q.shape[3], v.dtype
     if length is not None and not causal:
-        raise NotImplementedError("a compiled reading of a room that is partly filled is causal")
+        raise ValueError("a compiled reading of a room that is partly filled is causal")
     first = Tk - Tq if length is None else length - Tq  # the index of the first query; compiled, a room keeps its shape: a key that is not there yet lies in the future
     q, k = q.to(out), k.to(out)
     if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512 and q.shape[2] > 1:  # PyTorch's bf16 attention of many queries on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
