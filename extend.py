@@ -1,165 +1,418 @@
-"""Stretch a trained checkpoint to longer text, fine-tune it there, and measure what that bought.
-
-    python extend.py out/python-rope --method=yarn --factor=4                  -> out/python-rope-yarn4
-    python extend.py out/python-rope --method=pi --factor=2 --max_iters=0      only stretches
-    python extend.py out/python-rope --factor=4 --pose=true                    fine-tunes in windows of the trained length (PoSE)
-    python extend.py out/python-rope --method=drope --factor=4                 drops RoPE, recalibrates at the trained length
-    python extend.py out/python-rope --factor=4 --init_from=resume             goes on after a stop
-
-load -> stretch -> measure -> train -> measure. RoPE's methods are in stretch.py (STRETCH), what other schemes have in their classes. What is not said is taken from the run that is
-stretched: its data, its optimizer, as many tokens an iteration, and 0.3 of its learning rate; matrices are not decayed. Stretching again multiplies
-the factors and replaces the method; base and trained length stay the original ones.
 """
-import config  # first: it says in one sentence that a Python is too old
+Extend the context of a trained checkpoint, fine-tune it briefly, and measure what that bought.
+
+    python extend.py out/python-rope --method=yarn --factor=4    writes out/python-rope-yarn4
+    python extend.py out/python-rope --method=pi --factor=2 --max_iters=0         only extends
+    python extend.py out/python-rope --factor=4 --pose=true    trains at the original length (PoSE)
+    python extend.py out/python-rope --method=drope --factor=4       drops RoPE, then fine-tunes
+    python extend.py out/python-rope --factor=4 --init_from=resume   goes on after a stop
+
+The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_scaling.py, those of
+the other schemes in their classes in model.py. Defaults come from the run that is extended: its
+data, its optimizer, as many tokens per step, and 0.3 of its learning rate, without weight decay.
+Extending again multiplies the factors and replaces the method.
+"""
+
+from nanolong import python_version  # noqa: F401  # isort: skip
+
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import numpy as np
+
 import data
-from checkpoint import checkpoint_folder, read_meta, steps
-from config import UserError
-from evaluate import EvaluateConfig, fit_scale, measure, table, wavelengths
-from model import ATTEND, GPT, STRETCH, GPTConfig, NoPE, Refused
-from stretch import at_trained_length
-from train import TrainConfig, agree, finish, resumed
+import rope_scaling
+from evaluate import EvaluateConfig, loss_by_position, make_records, measure_losses
+from model import GPT, GPTConfig, NoPE
+from nanolong import cli, validate
+from nanolong.checkpoint import find_checkpoint, read_meta, save_model
+from nanolong.device import pick_device, pick_dtype
+from nanolong.distributed import join_processes
+from nanolong.errors import UserError
+from nanolong.plots import format_loss_table, plot_wavelengths
+from nanolong.run_folder import list_steps
+from nanolong.training_run import check_same_settings, existing_run, resume_run
+from train import TrainConfig, train_and_sample
 
 
 @dataclass
 class ExtendConfig(TrainConfig):
-    method: str = "yarn"        # of rope a name in stretch.py; none, pi, dynamic-pi, clamp or scale of the others: the README's table says which
-    factor: float = 4.0         # how many times longer
-    options: str = ""           # of the method, as in --options=ramp=paper,beta_fast=16, or a .json file of them
-    pose: bool = False          # fine-tune in windows of the trained length, in two parts whose positions lie within the target (PoSE)
-    plot: str = ""              # draw rope's wavelengths before and after, beside both lengths, to this PNG and in the terminal
-    max_iters: int = 60         # iterations of fine-tuning; 0: only stretch
+    # [extension]
+    # rope: a name in rope_scaling.py; others: none, pi, dynamic-pi, clamp or scale, see docs
+    method: str = "yarn"
+    factor: float = 4.0  # how many times longer the context gets
+    options: str = ""  # of the method: ramp=paper,beta_fast=16 for example, or a .json file of them
+    pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
+    text: str = ""  # evaluate on this text file, not on the dataset's validation set
+    plot: str = ""  # plot rope's wavelengths before and after to this PNG, and in the terminal
+    # [optimisation]
+    max_iters: int = 60  # steps of fine-tuning; 0: only extend, which needs no data
     learning_rate: float = 0.0  # at the peak; by default 0.3 of the run's
-    batch_size: int = 1         # windows in a micro-batch of one process; by default as many tokens an iteration as the run's
-    warmup_iters: int = 10      # iterations of linear rise to the peak
-    weight_decay: float = 0.0   # of matrices and embeddings
-    eval_interval: int = 1000   # iterations between evaluations, each followed by a checkpoint; the first and last step have one anyway
+    batch_size: int = 1  # sequences in a micro-batch; by default as many tokens a step as the run
+    warmup_iters: int = 10  # steps of linear warmup
+    weight_decay: float = 0.0  # of matrices and embeddings
+    # [evaluation]
+    eval_interval: int = 1000  # steps between evaluations; the first and the last step have one
 
     def __post_init__(self):
-        super().__post_init__()
-        if not 1 <= self.factor <= 1e6:
-            raise UserError(f"factor={self.factor} does not stretch: give a number of at least 1, and at most a million")
-        if self.plot and not self.plot.endswith(".png"):
-            raise UserError(f"--plot={self.plot} must end in .png")
-
-    def windows(self, model):
-        return model.config.trained_length if at_trained_length(self.method, self.pose) else model.config.block_size, model.config.block_size if self.pose else 0
+        validate.check_extend(self)
 
     def method_options(self):
-        """The options as a dict: numbers, true or false, or words; of a file, whatever JSON it holds."""
+        """The options as a dict of numbers, booleans and text; of a file, whatever JSON it has."""
         if self.options.endswith(".json"):
-            try:
-                out = json.loads(Path(self.options).read_text(encoding="utf-8"))
-                if not isinstance(out, dict) or {"self", "method", "factor"} & out.keys():
-                    raise ValueError("it holds no object of options")
-            except (OSError, ValueError, RecursionError) as error:
-                raise UserError(f"--options={self.options} cannot be read ({error}): give a JSON file such as {{\"long_factor\": [...]}}") from None
-            return out
-        out = {}
+            return read_options(self.options)
+        options = {}
         for item in filter(None, self.options.split(",")):
             name, equals, value = item.partition("=")
-            if not equals or not name.isidentifier() or name in ("self", "method", "factor"):
-                raise UserError(f"--options={self.options}: options are given as NAME=VALUE,NAME=VALUE")
-            try:
-                out[name] = float(value)
-            except ValueError:
-                out[name] = {"true": True, "false": False}.get(value.lower(), value)
-        return out
+            if not equals or not name.isidentifier() or name in RESERVED:
+                raise UserError(
+                    f"--options={self.options} is malformed: give NAME=VALUE,NAME=VALUE"
+                )
+            options[name] = parse_option(value)
+        return options
 
 
-def run_defaults(values, paths):
-    """What the command line leaves open: on resume as the run had it, else taken over from the run that is stretched."""
+RESERVED = {"self", "method", "factor"}  # no names of options
+
+
+def parse_option(value):
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def read_options(file):
+    try:
+        options = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(options, dict) or RESERVED & options.keys():
+            raise ValueError("it holds no object of options")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"--options={file} cannot be read ({error}): give a JSON file such as "
+            '{"long_factor": [...]}'
+        ) from None
+    return options
+
+
+# -----------------------------------------------------------------------------
+# Defaults that come from the run that is extended.
+
+
+def run_defaults(given, paths):
+    """The defaults that depend on what is given. Raises UserError where there is no run."""
     if len(paths) != 1:
-        raise UserError("give the run folder to stretch, as in python extend.py out/python-rope --method=yarn --factor=4")
-    folder = checkpoint_folder(paths[0])
-    method, factor = values.get("method", "yarn"), values.get("factor", 4.0)
-    run = Path(paths[0]) if steps(paths[0]) else folder.parent
-    out_dir = values.get("out_dir") or f"{run}-{method}{factor:g}"
-    if values.get("init_from") == "resume" and steps(out_dir):
-        return {**(read_meta(steps(out_dir)[-1]).get("train") or {}), "out_dir": out_dir, "init_from": "scratch", "plot": ""}
-    meta = read_meta(folder)
-    was, stretch = meta.get("train") or {}, meta["config"].get("stretch") or {"factor": 1.0}
-    if not was and not {"dataset", "learning_rate"} <= values.keys():
-        raise UserError(f"{paths[0]} does not say how it was trained: give --dataset and --learning_rate")
-    own = {"method", "factor", "options", "out_dir", "init_from", "max_iters", "warmup_iters", "weight_decay", "eval_interval", "min_lr", "compile", "learning_rate", "plot", "pose", "min_doc", "upsample_docs"}
-    kept = {f.name: was[f.name] for f in fields(TrainConfig) if f.name in was and f.name not in own} if was else {"bos": meta.get("bos") is not None}
-    if was and 1 <= factor <= 1e6:
-        kept["learning_rate"] = was["learning_rate"] * (1 if "method" in was else 0.3)
-        reach = 1 if at_trained_length(was.get("method"), was.get("pose")) else stretch["factor"]  # of the parent's windows, in trained lengths
-        shorter = (1 if at_trained_length(method, values.get("pose")) else factor * stretch["factor"]) / reach
-        kept["batch_size"] = max(1, round(was["batch_size"] / shorter))  # micro-batches keep their tokens
-        kept["gradient_accumulation_steps"] = max(1, round(was["gradient_accumulation_steps"] * was["batch_size"] / shorter / kept["batch_size"]))
-    return {**kept, "out_dir": out_dir}
+        raise UserError(
+            "extend.py extends one run folder: name it, as in "
+            "python extend.py out/python-rope --method=yarn --factor=4"
+        )
+    folder = find_checkpoint(paths[0])
+    run = Path(paths[0]) if list_steps(paths[0]) else folder.parent
+    suffix = f"{given.get('method', 'yarn')}{given.get('factor', 4.0):g}"
+    out_dir = given.get("out_dir") or f"{run}-{suffix}"
+    settings = {}
+    if given.get("init_from") == "resume" and list_steps(out_dir):
+        settings = read_meta(list_steps(out_dir)[-1]).get("train") or {}
+        settings = {**settings, "plot": "", "text": ""}
+    if not settings.get("dataset"):
+        settings = inherited_settings(read_meta(folder), given, paths[0])
+    return {**settings, "out_dir": out_dir, "init_from": "scratch"}
 
 
-def fitted(method, options):
-    """Whether the scale of the scores is to be found, not given."""
-    return options.get("scale") == "fit" or method == "scale" and "scale" not in options
+OWN_SETTINGS = {  # not inherited: extend.py has its own defaults, or they are for one run only
+    *("method", "factor", "options", "pose", "plot", "text", "out_dir", "init_from", "max_iters"),
+    *("learning_rate", "min_lr", "warmup_iters", "weight_decay", "eval_interval", "compile"),
+    *("min_doc", "upsample_docs"),
+}
+
+
+def inherited_settings(meta, given, path):
+    """The settings to take over from a checkpoint's meta.json."""
+    parent = meta.get("train") or {}
+    if not parent:
+        fine_tunes = given.get("max_iters", ExtendConfig.max_iters) > 0
+        if fine_tunes and not {"dataset", "learning_rate"} <= given.keys():
+            raise UserError(
+                f"{path} has no record of its training: give --dataset and --learning_rate, or "
+                "--max_iters=0 to only extend it"
+            )
+        return {"bos": meta.get("bos") is not None}
+    names = [field.name for field in fields(TrainConfig) if field.name in parent]
+    settings = {name: parent[name] for name in names if name not in OWN_SETTINGS}
+    factor = given.get("factor", ExtendConfig.factor)
+    if not 1 <= factor <= 1e6:
+        return settings  # refused by the range check
+    # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
+    settings["learning_rate"] = parent["learning_rate"] * (1 if "method" in parent else 0.3)
+    # Keep the tokens of a micro-batch and of a step, where sequences get longer.
+    extension = meta["config"].get("extension") or {"factor": 1.0}
+    parent_length = extension["factor"]  # in original lengths
+    length = factor * extension["factor"]
+    method, pose = given.get("method", ExtendConfig.method), given.get("pose")
+    if rope_scaling.trains_at_original_length(parent.get("method"), parent.get("pose")):
+        parent_length = 1
+    if rope_scaling.trains_at_original_length(method, pose):
+        length = 1
+    longer = length / parent_length
+    batch_size = max(1, round(parent["batch_size"] / longer))
+    accumulation = parent["gradient_accumulation_steps"] * parent["batch_size"] / longer
+    settings["batch_size"] = batch_size
+    settings["gradient_accumulation_steps"] = max(1, round(accumulation / batch_size))
+    return settings
+
+
+# -----------------------------------------------------------------------------
+# Extending.
+
+
+def extend_model(model, cfg, given, rank):
+    """Extend a loaded model in place, by the settings. Raises UserError."""
+    options = cfg.method_options()
+    if fits_scale(cfg.method, options):
+        split = text_to_fit(model, cfg, given)
+        options["scale"] = fit_scale(model, cfg, options, split, rank)
+    model.extend(cfg.method, cfg.factor, **options)
+    if cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY:
+        raise UserError(f"method {cfg.method!r} is not for training: give --max_iters=0")
+    no_positions = model.pos.by_index or type(model.pos) is NoPE
+    if cfg.pose and (no_positions or cfg.method == "drope"):
+        what = "method drope" if cfg.method == "drope" else f"--pos={model.config.pos}"
+        raise UserError(f"--pose skips position ids, and {what} uses none: leave it out")
+    meta = model.meta
+    model.meta = {
+        "parent": str(model.folder),
+        "pretraining_tokens": meta.get("pretraining_tokens") or meta.get("tokens", 0),
+        **{name: meta.get(name) for name in ("bos", "tokenizer", "dataset", "data_hash")},
+    }
+
+
+def fits_scale(method, options):
+    """Whether the factor on the scores is to be fitted, not given."""
+    return options.get("scale") == "fit" or (method == "scale" and "scale" not in options)
+
+
+def text_to_fit(model, cfg, given):
+    """The data.Split that a scale is fitted on: the text, or the training data."""
+    if cfg.text:
+        return read_text(model, cfg.text)
+    if not cfg.max_iters and "dataset" not in given:
+        raise UserError(
+            f"method {cfg.method!r} needs a scale, or text to fit it on: give "
+            "--options=scale=NUMBER, --text=FILE or --dataset=NAME"
+        )
+    return data.Dataset(cfg.dataset, cfg.bos).train
+
+
+def fit_scale(model, cfg, options, split, rank=0):
+    """
+    Find the factor on the scores, 0.71 to 2.83, with the lowest loss in the last quarter of
+    sequences of the extended length. The model is a trial: it is extended for each candidate.
+    """
+    trial = GPT.load(model.folder).to(pick_device(cfg.device))
+    trial.extend(cfg.method, cfg.factor, **{**options, "scale": 1.0})
+    length = trial.config.block_size
+    losses = {}
+    for eighth in range(-4, 13):
+        scale = 2 ** (eighth / 8)
+        trial.extend(cfg.method, 1.0, **{**options, "scale": scale})
+        loss_sum, n_scored = loss_by_position(trial, split, length, max(16384, length))
+        last = slice(length * 3 // 4, None)
+        losses[scale] = float(loss_sum[last].sum() / n_scored[last].sum())
+    best = min(losses, key=losses.get)
+    if rank == 0:
+        print(
+            f"scale {best:.3f}: the best of {len(losses)} for the last quarter of {length} tokens, "
+            f"{losses[best]:.4f} nats per token instead of {losses[1.0]:.4f}"
+        )
+    return best
+
+
+def read_text(model, file):
+    """A text file as a data.Split, in the tokens of the model. Raises UserError."""
+    tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
+    if tokenizer is None:
+        raise UserError("the tokenizer of this checkpoint is unknown: give --dataset, not --text")
+    try:
+        text = Path(file).read_bytes().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise UserError(
+            f"--text={file} cannot be read ({error.strerror}): give a text file"
+        ) from None
+    split = data.Split([], model.config.vocab_size, model.meta.get("bos"))
+    split.files.append(Path(file))
+    split.tokens.append(np.array(tokenizer.encode(text)))
+    split.starts.append(0)
+    return split
+
+
+def check_same_extension(model, parent, cfg):
+    """Raise UserError where a run to resume was made with another parent or method."""
+    extension = model.config.extension or {}
+    options = cfg.method_options()
+    if fits_scale(cfg.method, options):
+        options["scale"] = extension.get("options", {}).get("scale")
+    factor = cfg.factor
+    if parent.config.extension:
+        factor *= parent.config.extension["factor"]
+    asked = {
+        "parent": parent.folder.parent.name,
+        "method": cfg.method,
+        "factor": factor,
+        "options": options,
+    }
+    saved = {**extension, "parent": Path(model.meta.get("parent", "")).parent.name}
+    for name, value in asked.items():
+        if saved.get(name) != value:
+            raise UserError(
+                f"{model.folder} was made with {name} {saved.get(name) or 'none'}, not "
+                f"{value or 'none'}: leave the setting out, or choose another --out_dir"
+            )
+
+
+def training_lengths(model, cfg):
+    """The tokens of a training sequence, and with PoSE the positions that they skip through."""
+    config = model.config
+    if rope_scaling.trains_at_original_length(cfg.method, cfg.pose):
+        return config.original_length, config.block_size if cfg.pose else 0
+    return config.block_size, 0
+
+
+def save_extended(model, cfg):
+    """Save a checkpoint that is extended and not fine-tuned; it can be trained by resuming."""
+    folder = Path(cfg.out_dir) / "step-000000"
+    if not folder.exists():
+        trained = bool(read_meta(Path(model.meta["parent"])).get("train"))
+        save_model(
+            model,
+            folder,
+            optim={},
+            train=asdict(cfg) if trained else {},
+            step=0,
+            val_loss=None,
+            best=None,
+            tokens=0,
+            scaler=None,
+        )
+    print(f"saved {folder}; sample from it with python sample.py {cfg.out_dir}")
+
+
+# -----------------------------------------------------------------------------
+# Reports.
+
+
+def print_summary(model, cfg):
+    """Print the lengths and what will be trained; plot the wavelengths where that is asked for."""
+    config = model.config
+    lengths = f"{config.original_length} -> {config.block_size} tokens"
+    print(f"context length: {lengths} ({cfg.method})")
+    if cfg.plot:
+        plot_extension(model, cfg)
+    if not cfg.max_iters:
+        return
+    train_length, _ = training_lengths(model, cfg)
+    tokens = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * train_length
+    pretraining = model.meta.get("pretraining_tokens")
+    of_pretraining = "an unknown fraction of pretraining"
+    if pretraining:
+        of_pretraining = f"{tokens / pretraining:.2%} of the {pretraining:,} of pretraining"
+    print(f"fine-tuning on {tokens:,} tokens, {of_pretraining}")
+    fraction = data.Dataset(cfg.dataset, cfg.bos).long_fraction(config.block_size)
+    print(
+        f"{fraction:.0%} of the training tokens are in documents of at least "
+        f"{config.block_size} tokens"
+    )
+    if fraction < 0.01:
+        print("warning: there is almost nothing that long to learn from; prepare longer texts")
+
+
+def plot_extension(model, cfg):
+    """Plot the wavelengths of RoPE before and after."""
+    config, pos = model.config, model.pos
+    pos.set_length(config.block_size)  # a dynamic method: as for the longest input
+    before, _ = rope_scaling.none(config.rope_base, pos.rotary_dim, 1, 1.0)
+    Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
+    factor = config.extension["factor"]
+    title = f"{cfg.method}, {factor:g} times {config.original_length} tokens"
+    plot_wavelengths(
+        before, pos.inv_freq, config.original_length, config.block_size, cfg.plot, title
+    )
 
 
 def report(model, cfg, when):
-    """Print the loss by position at the original and at the stretched length."""
-    how = EvaluateConfig(protocol=("last-quarter", "position"), dataset=cfg.dataset, dtype=cfg.dtype)
-    lengths = sorted({model.config.trained_length, model.config.block_size})
-    print(table(measure({when: model.to(config.pick_device(cfg.device))}, how, lengths), lengths), flush=True)
+    """Print the loss by position at the original and at the extended length."""
+    device = pick_device(cfg.device)
+    model.to(device)
+    lengths = sorted({model.config.original_length, model.config.block_size})
+    protocols = ("last-quarter", "position")
+    if cfg.text:
+        split = read_text(model, cfg.text)
+        dtype = pick_dtype(cfg.dtype, device)
+        records = []
+        for length in lengths:
+            sums = loss_by_position(model, split, length, dtype=dtype)
+            records += make_records(when, *sums, protocols)
+    else:
+        settings = EvaluateConfig(protocol=protocols, dataset=cfg.dataset, dtype=cfg.dtype)
+        records = measure_losses({when: model}, settings, lengths)
+    print(format_loss_table(records, lengths), flush=True)
+
+
+def check_request(parent, cfg):
+    """Refuse, before any work, what cannot be plotted or evaluated."""
+    if cfg.plot and not getattr(parent.pos, "rotary_dim", 0):
+        raise UserError(
+            f"--plot shows the wavelengths of rope, and --pos={parent.config.pos} has none: "
+            "leave it out"
+        )
+    if cfg.text:
+        length = round(parent.config.block_size * cfg.factor)
+        read_text(parent, cfg.text).require_length(length)
 
 
 def main():
-    gpt, cfg, given, paths = config.parse(GPTConfig, ExtendConfig, about=__doc__, presets=True, paths="the run folder, or step folder, to stretch", defaults=run_defaults)
-    rank, _ = config.join_processes(cfg.device)
+    cfg, model_config, given, paths = cli.parse(
+        ExtendConfig,
+        about=__doc__,
+        presets=True,
+        paths="the run folder, or checkpoint folder, to extend",
+        defaults=run_defaults,
+        accepted=(GPTConfig,),
+    )
+    rank, _ = join_processes(cfg.device)
+    # Load the checkpoint to extend, or the run to resume.
     parent = GPT.load(paths[0])
-    agree(parent, gpt, given)
-    if cfg.plot and not getattr(parent.pos, "rotary_dim", 0):
-        raise UserError(f"--plot draws the wavelengths that rope turns by, and this --pos={parent.config.pos} turns nothing: leave it out")
-    options = cfg.method_options()
-    fit, model = fitted(cfg.method, options), resumed(cfg, gpt, set())
-    if model:
-        total = cfg.factor * (parent.config.stretch or {"factor": 1.0})["factor"]
-        if fit:
-            options["scale"] = (model.config.stretch or {"options": {}})["options"].get("scale")
-        asked = {"parent": parent.folder.parent.name, "method": cfg.method, "factor": total, "options": options}
-        has = {**(model.config.stretch or {}), "parent": Path(model.meta.get("parent", "")).parent.name}
-        for name, value in asked.items():
-            if has.get(name) != value:
-                raise UserError(f"{model.folder} was made with {name} {has.get(name) or 'none'}, and you ask for {value or 'none'}: leave the setting out, or choose another --out_dir")
-    elif steps(cfg.out_dir):
-        raise UserError(f"{cfg.out_dir} holds a run already: go on with it by --init_from=resume, or choose another --out_dir")
+    check_same_settings(parent, model_config, given)
+    check_request(parent, cfg)
+    model = resume_run(GPT, cfg, model_config, set())
+    if model is not None:
+        check_same_extension(model, parent, cfg)
+    elif list_steps(cfg.out_dir):
+        raise existing_run(cfg.out_dir)
     else:
-        model, pretraining = parent, parent.meta.get("pretraining_tokens") or parent.meta.get("tokens", 0)
-        model.stretch(cfg.method, cfg.factor, **{**options, **({"scale": 1.0} if fit else {})})
-        if cfg.max_iters and cfg.method in ATTEND:
-            raise UserError(f"method {cfg.method!r} is for evaluation, not for training: give --max_iters=0")
-        if cfg.pose and (model.pos.by_index or type(model.pos) is NoPE or cfg.method == "drope"):
-            raise UserError(f"--pose skips positions, and {'method drope' if cfg.method == 'drope' else f'--pos={model.config.pos}'} reads none: leave it out")
-        if fit:
-            scale, losses = fit_scale(model.to(config.pick_device(cfg.device)), data.Dataset(cfg.dataset, cfg.bos).train)
-            model.stretch(cfg.method, 1.0, **{**options, "scale": scale})
-            if rank == 0:
-                print(f"scores multiplied by {scale:.3f}: of {len(losses)} factors the best for the last quarter of {model.config.block_size} tokens of training text, {losses[scale]:.4f} nats in the place of {losses[1.0]:.4f}")
-        model.meta = {"parent": str(model.folder), "pretraining_tokens": pretraining, "bos": data.Dataset(cfg.dataset, cfg.bos).bos, "tokenizer": parent.meta.get("tokenizer")}
-    spent = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * cfg.windows(model)[0]
+        # Extend.
+        model = parent
+        extend_model(model, cfg, given, rank)
     if rank == 0:
-        pretraining = model.meta.get("pretraining_tokens")
-        if cfg.plot:
-            model.pos.prepare(model.config.block_size)  # a dynamic method: as it reads the longest text
-            Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
-            wavelengths(STRETCH["none"](model.config.rope_base, model.pos.rotary_dim, 1, 1.0)[0], model.pos.inv_freq, model.config.trained_length, model.config.block_size,
-                        cfg.plot, f"{cfg.method}, {model.config.stretch['factor']:g} times {model.config.trained_length} tokens")
-        print(f"{model.config.trained_length} -> {model.config.block_size} tokens by {cfg.method}; fine-tuning on {spent:,} tokens, "
-              + (f"{spent / pretraining:.2%} of the {pretraining:,} of pretraining" if pretraining else "of an unknown number in pretraining"))
-        if cfg.max_iters:
-            share = data.Dataset(cfg.dataset, cfg.bos).share_of_long(model.config.block_size)
-            print(f"{share:.0%} of the training tokens lie in documents of at least {model.config.block_size} tokens" + ": warning: there is nothing that long to learn from; prepare longer texts" * (share < 0.01))
-        if "step" not in model.meta:
-            report(model, cfg, "before")
-    status = finish(model, cfg)
-    if rank == 0 and status == 0 and cfg.max_iters and GPT.load(cfg.out_dir).meta["step"] == cfg.max_iters:
+        print_summary(model, cfg)
+    # Without fine-tuning no dataset is opened, but to evaluate on it.
+    if not cfg.max_iters:
+        if rank == 0:
+            save_extended(model, cfg)
+            if cfg.text or "dataset" in given:
+                report(model, cfg, "extended")
+        return 0
+    # Evaluate, train, evaluate.
+    if rank == 0 and "step" not in model.meta:
+        report(model, cfg, "before")
+    status = train_and_sample(model, cfg, *training_lengths(model, cfg))
+    finished = status == 0 and find_checkpoint(cfg.out_dir).name == f"step-{cfg.max_iters:06d}"
+    if rank == 0 and finished:
         report(model, cfg, "after")
     return status
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

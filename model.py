@@ -1,132 +1,128 @@
-"""nanoLong's GPT: the position schemes and a Llama-shaped transformer, in the order of the data flow. How RoPE is stretched: stretch.py; how tokens are drawn: generate.py.
+"""
+A GPT whose position scheme is a flag: the position schemes and the transformer, in one file.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(pos="rope", vocab_size=257))
-    logits = model(tokens)                      # (B, T) int64 -> (B, T, V)
-    loss = model(tokens, targets)               # mean nats per token, targets of -1 ignored
+    logits = model(tokens)  # (B, T) int64 -> (B, T, V)
+    loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Read next: train.py. Shapes in comments: B batch, T tokens, C width, H query heads, Hk key/value heads, D head dimension, V vocabulary.
+Contents: GPTConfig, 12 position schemes, Attention, SwiGLU and GeluMLP, Block, GPT.
+Read next: rope_scaling.py (how RoPE's context is extended), train.py.
+Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, V vocab_size.
 """
-import inspect
+
 import math
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import checkpoint
 import kernels
-from checkpoint import Refused
-from generate import Cache, Linear, RMSNorm, generate  # noqa: F401 (from model import Cache)
-from stretch import ATTEND, STRETCH, frequencies
+import rope_scaling
+
+try:
+    from nanolong.errors import UserError
+except ImportError:  # this file was copied into another project
+    UserError = ValueError
 
 
-class PastTrainedLength(UserWarning):
-    """The model is read at more tokens than it was made for."""
+class ContextLengthWarning(UserWarning):
+    """The input is longer than the model's context length."""
 
 
 @dataclass
 class GPTConfig:
-    pos: str = "rope"           # position scheme: nope, learned, sinusoidal, shaw, nezha, xl, t5, alibi, kerple, kerple-power, sandwich or rope
-    n_layer: int = 4            # blocks
-    n_head: int = 3             # query heads
-    n_kv_head: int = 0          # key and value heads, each shared by n_head / n_kv_head query heads; 0: n_head
-    head_dim: int = 0           # width of a head; 0: n_embd / n_head
-    n_embd: int = 192           # width of the model
-    block_size: int = 256       # tokens in a window: the length that the model is made for
-    dropout: float = 0.0        # share of activations dropped in training
-    qk_norm: bool = False       # RMS-normalise queries and keys, with a learned gain, before they are rotated
-    tied: bool = True           # the head's matrix is the embedding's
-    rope_base: float = 10000.0  # rope: the wavelengths run from 2 pi to about 2 pi rope_base tokens
-    rope_fraction: float = 1.0  # rope: share of a head's channels that is rotated
-    window: int = 0             # a token sees the last `window` tokens only; 0: all before it
-    sinks: int = 0              # with a window: the first `sinks` tokens stay visible
-    nope_every: int = 0         # hybrid: every n-th block has no position scheme and no window; 0: all blocks are alike
-    attn_scale: float = 1.0     # multiplies the 1 / sqrt(head_dim) of the scores
-    random_positions: int = 0   # learned, sinusoidal, rope: a window's positions are drawn, in order, from so many; 0: they are 0, 1, 2, ...
-    vocab_size: int = 257       # internal: given by the data
-    norm_eps: float = 1e-5      # internal: of imported checkpoints (hf.py)
-    mlp_width: int = 0          # internal: of the hidden layer; 0: 8/3 of n_embd, rounded up to a multiple of 32
-    qkv_bias: bool = False      # internal: queries, keys and values have a bias
-    family: str = ""            # internal: "gpt2" is the subclass in hf.py
-    stretch: dict | None = None  # internal: method, factor, options and trained_length, as GPT.stretch() wrote them
-    nope_layers: list | None = None    # internal: the blocks without a scheme, by default what nope_every says
-    window_layers: list | None = None  # internal: the blocks with the window, by default those with a scheme
+    # [model]
+    vocab_size: int = 257  # set by the dataset
+    block_size: int = 256  # context length in tokens
+    n_layer: int = 4  # transformer blocks
+    n_head: int = 3  # query heads
+    n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
+    n_embd: int = 192  # embedding size
+    head_dim: int = 0  # channels of a head; 0: n_embd / n_head
+    mlp_dim: int = 0  # hidden channels of the MLP; 0: about 8/3 n_embd (swiglu), 4 n_embd (gelu)
+    norm: str = "rmsnorm"  # rmsnorm, or layernorm (GPT-2)
+    mlp: str = "swiglu"  # swiglu, or gelu (GPT-2)
+    bias: str = "none"  # linear layers that have a bias: none, qkv (Qwen2) or all (GPT-2)
+    norm_eps: float = 1e-5  # added to the variance in the norms
+    qk_norm: bool = False  # RMSNorm on queries and keys, before they are rotated
+    tie_embeddings: bool = True  # the output layer shares the embedding's weights
+    dropout: float = 0.0  # fraction of activations dropped in training
+    # [position]
+    pos: str = "rope"  # position scheme, a key of POSITIONS in model.py
+    rope_base: float = 10000.0  # rope: wavelengths run from 2 pi to about 2 pi rope_base tokens
+    rope_fraction: float = 1.0  # rope: fraction of a head's channels that is rotated
+    window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
+    sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
+    # layers by letter, repeated: F full attention, W window, N full without positions, S window
+    # without positions; auto: F, with a window W
+    layer_pattern: str | None = None
+    attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
+    # train on sorted random positions below this (Ruoss et al. 2023); 0: off
+    random_positions: int = 0
+    # set by GPT.extend(): method, factor, options, original_length
+    extension: dict | None = None
 
     def __post_init__(self):
-        for f in fields(self):  # a checkpoint's JSON may hold anything
-            value, kinds = getattr(self, f.name), {int: int, float: (int, float), bool: bool, str: str}.get(f.type)
-            if kinds and (not isinstance(value, kinds) or isinstance(value, bool) != (f.type is bool) or f.type is float and not abs(value) < math.inf):
-                raise Refused(f"{f.name}={value!r:.60} is not of its kind, {f.type.__name__}: see --help")
         self.n_kv_head = self.n_kv_head or self.n_head
-        if min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.block_size, self.vocab_size) < 1:
-            raise Refused("n_layer, n_head, n_kv_head, n_embd, block_size and vocab_size must all be at least 1")
-        if not self.head_dim and self.n_embd % self.n_head:
-            raise Refused(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them, or give head_dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.head_dim < 1 or max(self.n_layer << 12, self.n_head << 8, self.head_dim << 8, self.n_embd, self.vocab_size, self.block_size >> 16) > 1 << 24 or \
-                self.n_layer * self.n_embd * (self.n_head * self.head_dim + self.mlp_width) + self.n_embd * self.vocab_size > 1 << 40:
-            raise Refused("n_layer (up to 2^12), n_head and head_dim (2^16), n_embd and vocab_size (2^24) and block_size (2^40) are sizes of a model of at most 2^40 parameters: choose smaller ones")
-        if self.n_head % self.n_kv_head:
-            raise Refused(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: choose a divisor of n_head")
-        if self.pos not in POSITIONS:
-            raise Refused(f"there is no position scheme {self.pos!r}: pos is one of {', '.join(POSITIONS)}")
-        if not 0 <= self.dropout < 1:
-            raise Refused(f"dropout={self.dropout} is not a share: choose 0 <= dropout < 1")
-        if self.window < 0 or self.sinks < 0 or (self.sinks and not self.window):
-            raise Refused("window and sinks count tokens, and sinks need a window: give --window=N (0 sees everything) before --sinks=N")
-        if not (0 < self.attn_scale < math.inf and 0 < self.norm_eps < 1 and 0 <= self.mlp_width <= 1 << 24):
-            raise Refused(f"attn_scale={self.attn_scale}, norm_eps={self.norm_eps} and mlp_width={self.mlp_width} must be numbers above 0")
-        scheme = POSITIONS[self.pos]
-        outside = all(getattr(scheme, place) is getattr(NoPE, place) for place in ("rotate", "bias", "relative"))
-        if self.nope_every and (outside or not 2 <= self.nope_every <= self.n_layer):
-            raise Refused(f"nope_every={self.nope_every} " + (f"takes the scheme out of some blocks, and --pos={self.pos} does nothing in any: leave it out" if outside else
-                          f"does not fit {self.n_layer} blocks: choose 2 to {self.n_layer}, or --pos=nope to take the scheme out of all"))
-        if self.random_positions and (scheme.by_index or scheme is NoPE or self.window):
-            raise Refused("random_positions needs a scheme that reads positions (learned, sinusoidal, rope), and " + ("a window counts them too: leave one of them out" if self.window else f"--pos={self.pos} has only distance by index: leave it out"))
-        if self.random_positions and not self.block_size <= self.random_positions <= 1 << 24:
-            raise Refused(f"random_positions={self.random_positions} must be at least block_size={self.block_size}, and at most 2^24")
-        if self.nope_layers is None:
-            self.nope_layers = [layer for layer in range(self.n_layer) if self.nope_every and (layer + 1) % self.nope_every == 0]
-        if self.window_layers is None:
-            self.window_layers = [layer for layer in range(self.n_layer) if self.window and layer not in self.nope_layers]
-        for name in ("nope_layers", "window_layers"):
-            if not isinstance(layers := getattr(self, name), list) or len(layers) > self.n_layer or not all(type(layer) is int and 0 <= layer < self.n_layer for layer in layers):
-                raise Refused(f"{name} lists blocks, and there are {self.n_layer}")
-        if (s := self.stretch) is not None and not (isinstance(s, dict) and {"method", "factor", "options", "trained_length"} <= s.keys() and isinstance(s["options"], dict) and isinstance(s["factor"], (int, float))
-                                                    and isinstance(s["method"], str) and 1 <= s["factor"] < 1e12 and type(s["trained_length"]) is int and 1 <= s["trained_length"] <= self.block_size):
-            raise Refused("stretch is no stretching that was written by GPT.stretch()")
+        if not self.mlp_dim and self.mlp == "swiglu":
+            self.mlp_dim = -(-8 * self.n_embd // (3 * 32)) * 32  # rounded up to a multiple of 32
+        self.mlp_dim = self.mlp_dim or 4 * self.n_embd
+        if self.layer_pattern is None:
+            self.layer_pattern = "W" if self.window else "F"
 
     @property
-    def trained_length(self):
-        """The original training length in tokens: block_size before any stretching."""
-        return self.stretch["trained_length"] if self.stretch else self.block_size
+    def original_length(self):
+        """The context length in tokens before any extension."""
+        return self.extension["original_length"] if self.extension else self.block_size
 
     @property
-    def reach(self):
-        """How many positions the model knows: block_size, or more when training drew them at random."""
+    def max_positions(self):
+        """Position ids below this occur in training."""
         return max(self.block_size, self.random_positions)
 
+    def layer_kind(self, layer):
+        """The letter of a layer: F, W, N or S."""
+        return self.layer_pattern[layer % len(self.layer_pattern)]
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Position schemes. A scheme can act in the places that NoPE shows, where each is the identity; a new one is a class and
-# a line in POSITIONS. `pos` is an int64 tensor of positions, (T,) or (B, T); `layer` the index of the block that asks.
+    def uses_window(self, layer):
+        return self.layer_kind(layer) in "WS"
+
+    def uses_positions(self, layer):
+        return self.layer_kind(layer) in "FW"
+
+
+# -----------------------------------------------------------------------------
+# Position schemes. To add one, derive a class from NoPE, override one of the four hooks (embed,
+# rotate, bias, relative) and add a line to POSITIONS.
+
 
 class NoPE(nn.Module):
-    """No position at all: causal attention alone must count (Haviv et al. 2022). The base of every scheme.
-
-    bounded: beyond block_size there is nothing to look up, so it is refused. by_index: distances are counted by index, so
-    positions with gaps inside a document are refused. methods: what stretch() takes, with each one's options.
     """
-    bounded = by_index = dynamic = False
-    methods = {"none": (), "scale": ("scale",)}
+    No position information; the causal mask alone (Haviv et al. 2022). The base of all schemes.
+
+    In the hooks, pos holds position ids, (T,) or (B, T) int64; layer is the index of the layer;
+    n is the number of keys. A distance is the index of the query minus the index of the key.
+    """
+
+    bounded = False  # True: nothing can be computed at positions from max_positions on
+    by_index = False  # True: uses distances between indices, so position ids must be consecutive
+    methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
+    _cacheable = True  # False: attend() needs all queries, so a cache is refilled for every token
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.divisor, self.score_scale, self.length, self.clamped = config, 1.0, 1.0, None, False  # divisor: of positions or distances
+        self.config = config
+        self.position_scale = 1.0  # positions, or distances, are divided by this
+        self._score_scale = 1.0  # attention scores are multiplied by this
+        self._dynamic = False  # True: the tables follow the length of the input
+        self._tables_version = None  # changes with the tables; cached keys are then stale
+
+    # The four hooks.
 
     def embed(self, x, pos):
         """Add to the token embeddings x (B, T, C)."""
@@ -137,61 +133,90 @@ class NoPE(nn.Module):
         return q, k
 
     def bias(self, n, layer):
-        """What distance adds to the scores over n keys: None, float32 slopes (H,), or a float32 table (H, m), m <= n, constant from m - 1 on."""
+        """
+        Add to the scores by distance: None, float32 slopes (H,) for -slope * distance, or a
+        float32 table (H, m), m <= n, whose last entry holds for all greater distances.
+        """
         return None
 
     def relative(self, n, layer):
-        """What distance adds to the keys and values themselves, over n of them: None, or (keys, values, offsets), as kernels.attention has them:
-        vectors (H or 1, m, D), m <= n, constant from m - 1 on, the same for values or None, and two query offsets (H, D) or None."""
+        """
+        Add vectors to keys and values by distance: None, or (keys, values, offsets).
+
+        keys: (H or 1, m, D), m <= n, the last holds for all greater distances; values: the same
+        shape or None; offsets: two (H, D) added to the queries, or None. See kernels/reference.py.
+        """
         return None
 
-    def attend(self, q, k, v, pos, layer, cache, **options):
-        """Attention of queries (B, H, T, D) over their own and the cache's keys and values: (B, H, T, D). options: kernels.attention's."""
+    # Attention and context extension.
+
+    def attend(self, q, k, v, pos, layer, cache, **mask):
+        """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D)."""
         q, k = self.rotate(q, k, pos, layer)
         if cache is None:
-            bias, relative = self.bias(k.shape[2], layer), self.relative(k.shape[2], layer)
-        else:  # keys are kept rotated
-            k, v = cache.append(layer, k.to(v.dtype), v)
-            bias, relative = cache.terms(self, layer, k.shape[2])
-        return kernels.attention(q, k, v, bias=bias, relative=relative, **options)
+            n = k.shape[2]
+            bias, relative = self.bias(n, layer), self.relative(n, layer)
+        else:
+            k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
+            bias, relative = cache.position_terms(self, layer, k.shape[2])
+        return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
 
-    def prepare(self, length):
-        """Called before `length` tokens in all are read. Returns what the scheme's tables then depend on: a cache filled under another is read anew.
+    def extend(self, method, factor, **options):
+        """Prepare for factor times the original length. Raises UserError, with nothing changed."""
+        self.check_method(method, options)
+        self.position_scale = factor if method == "pi" else 1.0
+        self._score_scale = options.get("scale", 1.0)
+        self._dynamic = method.startswith("dynamic")
+        self._tables_version = None
 
-        Dynamic methods scale by the total length, rounded up to a multiple of a quarter of the trained one."""
-        if self.dynamic:
-            trained = self.config.trained_length
-            self.fit(max(trained, -(-4 * length // trained) * trained / 4))
-        return self.length
-
-    def fit(self, length):
-        """A dynamic method: set the tables for texts of `length` tokens."""
-        self.length, self.divisor = length, length / self.config.trained_length
-
-    def stretch(self, method, factor, **options):
-        """Prepare for factor times the trained length, or raise Refused. "none" only raises the allowed length, "pi" divides positions, or distances, by the factor,
-        "dynamic-pi" by that of the text at hand, "scale" multiplies the scores by options["scale"], which extend.py fits."""
-        self.check(method, options)
-        self.divisor, self.score_scale, self.dynamic, self.length = factor if method == "pi" else 1.0, options.get("scale", 1.0), method.startswith("dynamic"), None
-        self.clamped = method == "clamp"
-
-    def check(self, method, options):
-        """Raise Refused unless stretch() takes them."""
+    def check_method(self, method, options):
+        """Raise UserError unless extend() takes this method and these options."""
+        scheme = f"--pos={self.config.pos}"
         if method not in self.methods:
-            raise Refused(f"--pos={self.config.pos} has nothing for method {method!r} to change: use --method={', '.join(self.methods)}")
-        if unknown := sorted(set(options) - set(self.methods[method])):
-            raise Refused(f"method {method!r} of --pos={self.config.pos} takes no option {unknown[0]!r}: " + (f"its options are {', '.join(self.methods[method])}" if self.methods[method] else "it has none"))
-        if isinstance(scale := options.get("scale", 1.0), bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-            raise Refused(f"scale={scale} must be a number above 0")
+            known = ", ".join(self.methods)
+            raise UserError(f"{scheme} has no extension method {method!r}: use --method={known}")
+        allowed = self.methods[method]
+        for name in sorted(set(options) - set(allowed)):
+            known = f"use {', '.join(allowed)}" if allowed else "leave it out"
+            raise UserError(f"method {method!r} of {scheme} has no option {name!r}: {known}")
+        if "scale" in options:
+            rope_scaling.check_number("scale", options["scale"])
 
-    def rows(self, n, count):
-        """Which of `count` rows, one a distance, n distances read, up to the first that reads the last: a slice, or, of divided distances, int64 (m,)."""
-        if self.divisor == 1:
+    def set_length(self, length):
+        """
+        Set the tables for an input of this many tokens, cached ones included; called before every
+        forward pass. Returns the version of the tables: a cache filled under another is refilled.
+        """
+        if not self._cacheable:
+            return length
+        if self._dynamic:
+            # rounded up to a quarter of the original length, so that growing text rarely rescales
+            original = self.config.original_length
+            quarters = -(-4 * length // original)
+            self.update_tables(max(original, quarters * original / 4))
+        return self._tables_version
+
+    def update_tables(self, length):
+        """Set the tables of a dynamic method for inputs of this many tokens."""
+        self.position_scale = length / self.config.original_length
+        self._tables_version = length
+
+    def distance_index(self, n, size):
+        """
+        Index a table of `size` distances by the distances 0..n-1, divided by position_scale.
+
+        Returns a slice or int64 (m,), m <= n: it ends where the table's last entry is reached.
+        """
+        if self.position_scale == 1:
             return slice(n)
-        return (torch.arange(min(n, math.ceil((count - 1) * self.divisor) + 1)) / self.divisor + 1e-9).long()
+        m = min(n, math.ceil((size - 1) * self.position_scale) + 1)
+        return (torch.arange(m) / self.position_scale + 1e-9).long()
 
-    def constant(self, name, tensor):
-        """Keep a tensor that follows the model's device but never its dtype (bfloat16 frequencies are a classic bug) and is not saved."""
+    # Constant tables follow the model's device but keep their dtype: model.bfloat16() must not
+    # round frequencies. They are not buffers, which are saved and which DDP broadcasts.
+
+    def register_constant(self, name, tensor):
+        """Keep a tensor that follows the model's device, never its dtype, and is not saved."""
         setattr(self, name, tensor)
         self.__dict__.setdefault("_constants", []).append(name)
 
@@ -199,472 +224,748 @@ class NoPE(nn.Module):
         super()._apply(fn, recurse)
         device = fn(torch.zeros(1)).device
         for name in self.__dict__.get("_constants", []):
-            tensor = getattr(self, name)
-            no_double = device.type == "mps" and tensor.dtype == torch.float64
-            setattr(self, name, tensor.to(device, torch.float32 if no_double else tensor.dtype))
+            table = getattr(self, name)
+            no_float64 = device.type == "mps" and table.dtype == torch.float64
+            setattr(self, name, table.to(device, torch.float32 if no_float64 else table.dtype))
         return self
 
 
 class Learned(NoPE):
-    """A learned vector for each position, added to the embeddings (GPT-2)."""
+    """Learned absolute position embeddings (GPT-2)."""
+
     bounded = True
     methods = {"pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
-        self.table = nn.Parameter(torch.randn(config.reach, config.n_embd) * 0.02)
+        self.table = nn.Parameter(torch.randn(config.max_positions, config.n_embd) * 0.02)
 
     def embed(self, x, pos):
         return x + self.table[pos]
 
-    def stretch(self, method, factor, **options):
-        """The vectors are interpolated: position t reads between rows t / factor, the last one going on (to be fine-tuned)."""
-        super().stretch(method, factor, **options)
-        was, rows = len(self.table), round(self.config.trained_length * factor)
-        if rows != was:  # of a checkpoint they are
-            at = (torch.arange(rows, dtype=torch.float64) * was / rows).clamp(max=was - 1).to(self.table.device)
-            low, table = at.long(), self.table.detach()
-            self.table = nn.Parameter(torch.lerp(table[low], table[(low + 1).clamp(max=was - 1)], (at - low)[:, None].to(table.dtype)))
+    def extend(self, method, factor, **options):
+        """Interpolate the table linearly to factor times its rows; meant to be fine-tuned."""
+        super().extend(method, factor, **options)
+        old_size = len(self.table)
+        new_size = round(self.config.original_length * factor)
+        if new_size == old_size:  # the model is loaded from an extended checkpoint
+            return
+        table = self.table.detach()
+        source = torch.arange(new_size, dtype=torch.float64) * old_size / new_size
+        source = source.clamp(max=old_size - 1).to(table.device)
+        low = source.long()
+        high = (low + 1).clamp(max=old_size - 1)
+        weight = (source - low)[:, None].to(table.dtype)
+        self.table = nn.Parameter(torch.lerp(table[low], table[high], weight))
+
+
+def sinusoid_frequencies(dim):
+    """The inverse frequencies of Vaswani et al. (2017): float64 (dim / 2,)."""
+    return 10000.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def interleave_sin_cos(angle):
+    """(..., n) angles -> (..., 2n): sin, cos, sin, cos, ..."""
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)
 
 
 class Sinusoidal(NoPE):
-    """sin and cos of the position, interleaved, at wavelengths of 2 pi to 2 pi 10000 tokens, added to the embeddings (Vaswani et al. 2017).
+    """Fixed sinusoidal position embeddings (Vaswani et al. 2017)."""
 
-    The unit sinusoids are scaled to the size of freshly initialised embeddings, 0.02 sqrt(2), or they would drown them.
-    """
-    scale = 0.02 * math.sqrt(2)
     methods = {"none": (), "pi": ()}
+    scale = 0.02 * math.sqrt(2)  # the size of fresh token embeddings; unit sinusoids would dominate
 
     def __init__(self, config):
         super().__init__(config)
-        if config.n_embd % 2:
-            raise Refused(f"--pos=sinusoidal pairs channels, so n_embd={config.n_embd} must be even")
-        self.constant("inv_freq", 10000.0 ** -(torch.arange(0, config.n_embd, 2, dtype=torch.float64) / config.n_embd))
+        assert config.n_embd % 2 == 0, "sin and cos take turns, so n_embd must be even"
+        self.register_constant("inv_freq", sinusoid_frequencies(config.n_embd))
 
     def embed(self, x, pos):
-        angle = pos[..., None] * (self.inv_freq / self.divisor)  # (T, C/2) or (B, T, C/2), float64
-        return x + self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(x.dtype)
+        angle = pos[..., None] * (self.inv_freq / self.position_scale)  # (T, C/2) or (B, T, C/2)
+        return x + self.scale * interleave_sin_cos(angle).to(x.dtype)
 
 
 class Shaw(NoPE):
-    """A learned vector for each distance, added to the keys, and one added to the values, shared by the heads of a layer (Shaw et al. 2018).
-
-    Distances from `clip` on share the last vector. It is at most half the trained length, so that training sees the last one often: beyond
-    that length it stands for everything far. All start at zero, which is NoPE.
     """
+    Learned vectors by distance, added to keys and values (Shaw et al. 2018); zero at first.
+
+    All distances from max_distance on share the last vector. That is at most half the original
+    length, so that training uses the last vector often: it stands for everything farther away.
+    """
+
     by_index = True
     methods = {"none": (), "pi": ()}
-    clip = 128
+    max_distance = 128
 
     def __init__(self, config):
         super().__init__(config)
-        rows = min(self.clip, max(1, config.trained_length // 2)) + 1
-        self.keys = nn.Parameter(torch.zeros(config.n_layer, rows, config.head_dim))
-        self.values = nn.Parameter(torch.zeros(config.n_layer, rows, config.head_dim))
+        size = min(self.max_distance, max(1, config.original_length // 2)) + 1
+        self.keys = nn.Parameter(torch.zeros(config.n_layer, size, config.head_dim))
+        self.values = nn.Parameter(torch.zeros(config.n_layer, size, config.head_dim))
 
     def relative(self, n, layer):
-        rows = self.rows(n, self.keys.shape[1])
-        return self.keys[layer, None, rows], self.values[layer, None, rows], None
+        index = self.distance_index(n, self.keys.shape[1])
+        return self.keys[layer, None, index], self.values[layer, None, index], None
 
 
 class NEZHA(NoPE):
-    """Shaw's vectors, but fixed: sin and cos of the distance, interleaved, for keys and values alike, clipped at 64 (Wei et al. 2019)."""
+    """Shaw's scheme with fixed sinusoidal vectors (Wei et al. 2019)."""
+
     by_index = True
     methods = {"none": (), "pi": ()}
-    clip = 64
+    max_distance = 64
 
     def __init__(self, config):
         super().__init__(config)
-        if config.head_dim % 2:
-            raise Refused(f"--pos=nezha pairs channels, so head_dim={config.head_dim} must be even")
-        self.clip = min(self.clip, max(1, config.trained_length // 2))
-        self.constant("inv_freq", 10000.0 ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim))
+        assert config.head_dim % 2 == 0, "sin and cos take turns, so head_dim must be even"
+        self.max_distance = min(self.max_distance, max(1, config.original_length // 2))
+        self.register_constant("inv_freq", sinusoid_frequencies(config.head_dim))
 
     def relative(self, n, layer):
-        distance = torch.arange(min(n, math.ceil(self.clip * self.divisor) + 1), device=self.inv_freq.device) / self.divisor
-        angle = distance.clamp(max=self.clip)[:, None] * self.inv_freq
-        table = torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()[None]  # (1, m, D)
+        m = min(n, math.ceil(self.max_distance * self.position_scale) + 1)
+        distance = torch.arange(m, device=self.inv_freq.device) / self.position_scale
+        angle = distance.clamp(max=self.max_distance)[:, None] * self.inv_freq
+        table = interleave_sin_cos(angle).float()[None]  # (1, m, D)
         return table, table, None
 
 
-class XL(NoPE):
-    """Transformer-XL's terms (Dai et al. 2019): ((q + u) k + (q + v) W_R R) / sqrt(D), R the sinusoids [sin | cos] of the distance, (C,).
-
-    u and v (H, D) are shared by all layers, W_R (H D, C) is each layer's own. Beyond the trained length its sinusoids are new, unless "clamp" makes them the last.
+class TransformerXL(NoPE):
     """
+    Scores (q + u) k + (q + v) W_R R(distance), R sinusoidal (Transformer-XL, Dai et al. 2019).
+
+    u and v (H, D) are shared by all layers; every layer has its own W_R (H D, C). The method
+    "clamp" uses the last distance seen in training for all greater ones.
+    """
+
     by_index = True
     methods = {"none": (), "pi": (), "clamp": ()}
 
     def __init__(self, config):
         super().__init__(config)
-        if config.n_embd % 2:
-            raise Refused(f"--pos=xl pairs channels, so n_embd={config.n_embd} must be even")
-        self.constant("inv_freq", 10000.0 ** -(torch.arange(0, config.n_embd, 2, dtype=torch.float64) / config.n_embd))
-        self.u = nn.Parameter(torch.zeros(config.n_head, config.head_dim))
-        self.v = nn.Parameter(torch.zeros(config.n_head, config.head_dim))
-        self.project = nn.Parameter(torch.randn(config.n_layer, config.n_head * config.head_dim, config.n_embd) * (0.5 / math.sqrt(config.n_embd)))
+        H, D, C = config.n_head, config.head_dim, config.n_embd
+        assert C % 2 == 0, "sin and cos come in pairs, so n_embd must be even"
+        self._clamped = False
+        self.register_constant("inv_freq", sinusoid_frequencies(C))
+        self.u = nn.Parameter(torch.zeros(H, D))
+        self.v = nn.Parameter(torch.zeros(H, D))
+        self.project = nn.Parameter(torch.randn(config.n_layer, H * D, C) * (0.5 / math.sqrt(C)))
+
+    def extend(self, method, factor, **options):
+        super().extend(method, factor, **options)
+        self._clamped = method == "clamp"
 
     def relative(self, n, layer):
-        m = min(n, self.config.trained_length) if self.clamped else n
-        angle = torch.arange(m, device=self.u.device)[:, None] * (self.inv_freq / self.divisor)  # (m, C/2), float64
+        m = min(n, self.config.original_length) if self._clamped else n
+        distance = torch.arange(m, device=self.u.device)
+        angle = distance[:, None] * (self.inv_freq / self.position_scale)  # (m, C/2), float64
         R = torch.cat((angle.sin(), angle.cos()), -1).to(self.project.dtype)
-        with torch.autocast(R.device.type, enabled=False):  # bfloat16 sinusoids would make far distances alike
-            return F.linear(R, self.project[layer]).unflatten(-1, self.u.shape).transpose(0, 1), None, (self.u, self.v)  # (H, m, D)
+        with torch.autocast(R.device.type, enabled=False):  # bfloat16 would merge great distances
+            keys = F.linear(R, self.project[layer])
+        keys = keys.unflatten(-1, self.u.shape).transpose(0, 1)  # (H, m, D)
+        return keys, None, (self.u, self.v)
 
 
 class T5(NoPE):
-    """A learned score for each head and bucket of distances, shared by all layers (Raffel et al. 2020), added after the 1/sqrt(D).
-
-    The first half of the buckets hold one distance each, the rest grow logarithmically up to max_distance, which is at most the
-    trained length: a bucket never visited in training would keep its initial value and be read beyond it.
     """
+    A learned score by head and bucket of distances, shared by all layers (Raffel et al. 2020).
+
+    Half of the buckets hold one distance each, the others grow logarithmically to max_distance.
+    """
+
     by_index = True
     methods = {"none": (), "pi": ()}
-    n_buckets, max_distance = 32, 128
+    n_buckets = 32
+    max_distance = 128
 
     def __init__(self, config):
         super().__init__(config)
-        n, far, exact = self.n_buckets, min(self.max_distance, config.trained_length), self.n_buckets // 2
-        bucket = [d if d < exact else min(n - 1, exact + int(math.log(d / exact) / math.log(far / exact) * (n - exact))) for d in range(far)]
-        self.constant("bucket", torch.tensor(bucket[:bucket.index(bucket[-1]) + 1]))  # (m,), up to the first distance of the last bucket visited
+        # at most the original length: a bucket never used in training would keep its first value
+        max_distance = min(self.max_distance, config.original_length)
+        bucket = [self.bucket_of(distance, max_distance) for distance in range(max_distance)]
+        bucket = bucket[: bucket.index(bucket[-1]) + 1]  # up to the start of the last bucket used
+        self.register_constant("bucket", torch.tensor(bucket))
         self.weight = nn.Parameter(torch.zeros(config.n_head, self.n_buckets))
 
+    def bucket_of(self, distance, max_distance):
+        exact = self.n_buckets // 2
+        if distance < exact:
+            return distance
+        log_ratio = math.log(distance / exact) / math.log(max_distance / exact)
+        return min(self.n_buckets - 1, exact + int(log_ratio * (self.n_buckets - exact)))
+
     def bias(self, n, layer):
-        return self.weight[:, self.bucket[self.rows(n, len(self.bucket))]].float()
+        index = self.distance_index(n, len(self.bucket))
+        return self.weight[:, self.bucket[index]].float()
 
 
 class ALiBi(NoPE):
-    """Scores fall linearly with distance, by a fixed slope for each head (Press et al. 2022), added after the 1/sqrt(D)."""
+    """Scores fall linearly with distance, by a fixed slope for each head (Press et al. 2022)."""
+
     by_index = True
     methods = {"none": (), "pi": (), "dynamic-pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
-        H, power = config.n_head, 2 ** int(math.log2(config.n_head))  # of a head count that is no power of two, every other slope of the next one
-        slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)] + [2 ** (-4 * (2 * h + 1) / power) for h in range(H - power)]
-        self.constant("slopes", torch.tensor(slopes, dtype=torch.float64).float())
+        n = 2 ** int(math.log2(config.n_head))
+        slopes = [2 ** (-8 * (h + 1) / n) for h in range(n)]
+        # heads beyond a power of two take every other slope of the next power
+        slopes += [2 ** (-4 * (2 * h + 1) / n) for h in range(config.n_head - n)]
+        self.register_constant("slopes", torch.tensor(slopes, dtype=torch.float64).float())
 
     def bias(self, n, layer):
-        return self.slopes / self.divisor  # interpolated slopes (Al-Khateeb et al. 2023), where it is not 1
+        return self.slopes / self.position_scale  # interpolated slopes (Al-Khateeb et al. 2023)
 
 
 class Kerple(NoPE):
-    """KERPLE, logarithmic (Chi et al. 2022): -r1 ln(1 + r2 distance), with r1 and r2 above 0 learned for each head and shared by all layers."""
+    """KERPLE, logarithmic (Chi et al. 2022): -r1 log(1 + r2 distance), learned by head."""
+
     by_index = True
     methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
-        self.r1 = nn.Parameter((torch.rand(config.n_head) * 1.99 + 0.01).expm1().log())  # softplus of it: about U(0, 2), and of r2 about U(0, 1)
+        # softplus(r1) starts near U(0, 2), softplus(r2) near U(0, 1)
+        self.r1 = nn.Parameter((torch.rand(config.n_head) * 1.99 + 0.01).expm1().log())
         self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.99 + 0.01).expm1().log())
 
     def bias(self, n, layer):
-        distance = torch.arange(n, device=self.r1.device) / self.divisor
-        return (-F.softplus(self.r1)[:, None] * torch.log1p(F.softplus(self.r2)[:, None] * distance)).float()
+        distance = torch.arange(n, device=self.r1.device) / self.position_scale
+        r1 = F.softplus(self.r1)[:, None]
+        r2 = F.softplus(self.r2)[:, None]
+        return (-r1 * torch.log1p(r2 * distance)).float()
 
 
 class KerplePower(NoPE):
-    """KERPLE, power: -r1 distance^r2, with r1 above 0 and 0 < r2 < 2 learned for each head and shared by all layers."""
+    """KERPLE, power (Chi et al. 2022): -r1 distance^r2 with 0 < r2 < 2, learned by head."""
+
     by_index = True
     methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
         super().__init__(config)
-        self.r1 = nn.Parameter((torch.rand(config.n_head) * 0.99 + 0.01).expm1().log())  # softplus of it: about U(0, 1)
-        self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.98 + 0.01).logit())  # 2 sigmoid of it: about U(0, 2)
+        # softplus(r1) starts near U(0, 1), 2 sigmoid(r2) near U(0, 2)
+        self.r1 = nn.Parameter((torch.rand(config.n_head) * 0.99 + 0.01).expm1().log())
+        self.r2 = nn.Parameter((torch.rand(config.n_head) * 0.98 + 0.01).logit())
 
     def bias(self, n, layer):
-        power = (2 * self.r2.sigmoid()[:, None] * (torch.arange(1, n, device=self.r1.device) / self.divisor).log()).exp()  # from distance 1 on: 0^p ln 0 is no gradient
-        return (-F.softplus(self.r1)[:, None] * F.pad(power, (1, 0))).float()
+        # from distance 1 on: the derivative of 0^r2 is not finite
+        distance = torch.arange(1, n, device=self.r1.device) / self.position_scale
+        r1 = F.softplus(self.r1)[:, None]
+        r2 = 2 * self.r2.sigmoid()[:, None]
+        power = (r2 * distance.log()).exp()
+        return (-r1 * F.pad(power, (1, 0))).float()
 
 
 class Sandwich(NoPE):
-    """What sinusoidal embeddings of width 128 leave of q k, summed over the frequencies and scaled by head (Chi et al. 2023): fixed, and 0 at distance 0."""
+    """The product of two sinusoidal embeddings by distance, a fixed bias (Chi et al. 2023)."""
+
     by_index = True
     methods = {"none": (), "pi": ()}
+    dim = 128  # of the sinusoidal embeddings, whatever the size of the model
 
     def __init__(self, config):
         super().__init__(config)
-        self.constant("inv_freq", 10000.0 ** -(torch.arange(2, 130, 2, dtype=torch.float64) / 128))
-        self.constant("slopes", config.n_head / (8 * torch.arange(1, config.n_head + 1, dtype=torch.float64)))
+        index = torch.arange(2, self.dim + 2, 2, dtype=torch.float64)
+        head = torch.arange(1, config.n_head + 1, dtype=torch.float64)
+        self.register_constant("inv_freq", 10000.0 ** -(index / self.dim))
+        self.register_constant("slopes", config.n_head / (8 * head))
 
     def bias(self, n, layer):
-        lost = (torch.arange(n, device=self.slopes.device)[:, None] * (self.inv_freq / self.divisor)).cos().sum(-1) - 64  # (n,)
-        return (self.slopes[:, None] * lost).float()
+        distance = torch.arange(n, device=self.slopes.device)[:, None]
+        product = (distance * (self.inv_freq / self.position_scale)).cos().sum(-1)
+        return (self.slopes[:, None] * (product - self.dim // 2)).float()  # 0 at distance 0
 
 
-class Rope(NoPE):
-    """Rotate each pair of channels (c, c + R/2) of queries and keys by position x frequency (Su et al. 2021), in the half-split layout."""
+class RoPE(NoPE):
+    """Rotary position embeddings (Su et al. 2021): channel c is paired with c + rotary_dim / 2."""
+
+    methods = rope_scaling.OPTIONS
 
     def __init__(self, config):
         super().__init__(config)
-        if not 0 <= config.rope_fraction <= 1 or not 1 < config.rope_base < math.inf:
-            raise Refused(f"rope_fraction={config.rope_fraction} must lie in 0..1 and rope_base={config.rope_base} above 1")
         self.rotary_dim = int(config.rope_fraction * config.head_dim)
-        if config.head_dim % 2 or self.rotary_dim % 2:
-            raise Refused(f"--pos=rope pairs channels, so head_dim={config.head_dim} and its rotated part of {self.rotary_dim} must be even")
-        self.constant("inv_freq", None)
-        self.turned = (None,)
-        self.stretch("none", 1.0)
-
-    methods = {name: list(inspect.signature(method).parameters)[4:] for name, method in STRETCH.items()}
-
-    def stretch(self, method, factor, **options):
-        """By the functions of stretch.py."""
-        self.check(method, options)
-        self.set_table(method, factor, options)
-        self.dynamic, self.length = "length" in self.methods[method] and "length" not in options, None
-        self.plan, self.asked = (method, factor, options), None
-
-    def set_table(self, method, factor, options):
-        """Returns whether the table is another one now."""
-        inv_freq, m = frequencies(method, self.config.rope_base, self.rotary_dim, self.config.trained_length, factor, **options)
-        same = self.inv_freq is not None and m == self.attention_factor and not inv_freq.is_meta and torch.equal(inv_freq, self.inv_freq.to(inv_freq))
-        self.inv_freq, self.attention_factor = inv_freq if self.inv_freq is None else inv_freq.to(self.inv_freq), m
-        return not same
-
-    def fit(self, length):
-        if length != self.asked:
-            method, factor, options = self.plan
-            if self.set_table(method, factor, {**options, "length": length}) or self.length is None:
-                self.length = length  # the shortest text that is read so: a table that stays leaves a cache whole
-            self.asked = length
-
-    def prepare(self, length):
-        return length if self.plan[0] in ATTEND else super().prepare(length)  # what attends in its own way keeps no rotated keys
-
-    def attend(self, q, k, v, pos, layer, cache, window=0, positions=None, docs=None, scale=None, **options):
-        if self.plan[0] not in ATTEND:
-            return super().attend(q, k, v, pos, layer, cache, window=window, positions=positions, docs=docs, scale=scale, **options)
-        if window or docs is not None or pos.dim() > 1 or q.shape[2] != len(pos) or (pos != torch.arange(len(pos), device=pos.device)).any():
-            raise Refused(f"method {self.plan[0]!r} reads one text from its start: leave out windows, documents and positions")
-        return ATTEND[self.plan[0]](q, k, v, lambda x, at: kernels.rope(x, x, *self.angles(at))[0], self.config.trained_length, self.plan[1], scale, **self.plan[2])
-
-    def angles(self, pos):
-        """cos and sin, float32 (T, R/2) or (B, T, R/2), of int64 positions."""
-        if not torch.compiler.is_compiling() and self.turned[0] is pos and self.turned[1] is self.inv_freq and self.turned[2:4] == (pos._version, self.attention_factor):
-            return self.turned[4]  # once for all blocks, which share them
-        angle = pos[..., None] * self.inv_freq  # float64: float32 angles are wrong by 0.06 at a million tokens
-        tables = (angle.cos() * self.attention_factor).float(), (angle.sin() * self.attention_factor).float()
-        if not torch.compiler.is_compiling():
-            self.turned = pos, self.inv_freq, pos._version, self.attention_factor, tables
-        return tables
+        assert config.head_dim % 2 == 0 and self.rotary_dim % 2 == 0, "RoPE pairs channels"
+        self.attention_factor = 1.0  # cos and sin are multiplied by this
+        self.register_constant("inv_freq", None)
+        self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
+        self.extend("none", 1.0)
 
     def rotate(self, q, k, pos, layer):
-        return kernels.rope(q, k, *self.angles(pos))
+        return kernels.rope(q, k, *self.cos_sin(pos))
+
+    def cos_sin(self, pos):
+        """
+        Compute cos and sin of position x frequency: float32 (T, R/2) or (B, T, R/2).
+
+        All layers of a forward pass share one computation; a compiler shares it by itself.
+        """
+        compiling = torch.compiler.is_compiling()
+        last = None if compiling else self._cos_sin
+        if last and last[0] is pos and last[1] == pos._version and last[2] is self.inv_freq:
+            return last[3]
+        angle = pos[..., None] * self.inv_freq  # float64: float32 is off by 0.06 rad at 1 M tokens
+        cos = (angle.cos() * self.attention_factor).float()
+        sin = (angle.sin() * self.attention_factor).float()
+        if not compiling:
+            self._cos_sin = (pos, pos._version, self.inv_freq, (cos, sin))
+        return cos, sin
+
+    def extend(self, method, factor, **options):
+        """Replace the frequencies by those of a method of rope_scaling.py."""
+        self.check_method(method, options)
+        self._set_frequencies(method, factor, options)
+        self._method = method
+        self._factor = factor
+        self._options = options
+        self._dynamic = "length" in self.methods[method] and "length" not in options
+        self._tables_version = None
+        self._tables_length = None
+
+    def update_tables(self, length):
+        if length == self._tables_length:
+            return
+        options = {**self._options, "length": length}
+        changed = self._set_frequencies(self._method, self._factor, options)
+        if changed or self._tables_version is None:
+            self._tables_version = length  # lengths that share a table share a version
+        self._tables_length = length
+
+    def _set_frequencies(self, method, factor, options):
+        """Returns whether the table has changed."""
+        config, old = self.config, self.inv_freq
+        inv_freq, attention_factor = rope_scaling.frequencies(
+            method, config.rope_base, self.rotary_dim, config.original_length, factor, **options
+        )
+        same = old is not None and attention_factor == self.attention_factor
+        same = same and not inv_freq.is_meta and torch.equal(inv_freq, old.to(inv_freq))
+        self.inv_freq = inv_freq if old is None else inv_freq.to(old)
+        self.attention_factor = attention_factor
+        self._cos_sin = None
+        return not same
+
+    def _rotate_to(self, x, pos):
+        """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
+        return kernels.rope(x, x, *self.cos_sin(pos))[0]
+
+    def _check_whole_text(self, q, pos, mask):
+        """LM-Infinite and Self-Extend choose their own positions and masks."""
+        whole = pos.dim() == 1 and q.shape[2] == len(pos)
+        whole = whole and not mask.get("window") and mask.get("docs") is None
+        if not whole or (pos != torch.arange(len(pos), device=pos.device)).any():
+            raise UserError(
+                f"method {self._method!r} needs one text from its start: leave out windows, "
+                "documents and explicit positions"
+            )
 
 
-POSITIONS = {"nope": NoPE, "learned": Learned, "sinusoidal": Sinusoidal, "shaw": Shaw, "nezha": NEZHA, "xl": XL, "t5": T5, "alibi": ALiBi,
-             "kerple": Kerple, "kerple-power": KerplePower, "sandwich": Sandwich, "rope": Rope}
+class LMInfinite(RoPE):
+    """RoPE with a window and attention sinks, distances bounded (Han et al. 2024)."""
+
+    _cacheable = False
+
+    def attend(self, q, k, v, pos, layer, cache, **mask):
+        self._check_whole_text(q, pos, mask)
+        original_length = self.config.original_length
+        return rope_scaling.lm_infinite(
+            q, k, v, self._rotate_to, original_length, mask["scale"], **self._options
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The transformer: RMSNorm before each half, attention with grouped queries, SwiGLU, no biases: Llama's shape.
+class SelfExtend(RoPE):
+    """RoPE whose distant positions are grouped (Jin et al. 2024)."""
+
+    _cacheable = False
+
+    def attend(self, q, k, v, pos, layer, cache, **mask):
+        self._check_whole_text(q, pos, mask)
+        window, group = rope_scaling.self_extend_sizes(
+            self.config.original_length, self._factor, **self._options
+        )
+        return rope_scaling.self_extend(q, k, v, self._rotate_to, window, group, mask["scale"])
+
+
+POSITIONS = {
+    "nope": NoPE,
+    "learned": Learned,
+    "sinusoidal": Sinusoidal,
+    "shaw": Shaw,
+    "nezha": NEZHA,
+    "xl": TransformerXL,
+    "t5": T5,
+    "alibi": ALiBi,
+    "kerple": Kerple,
+    "kerple-power": KerplePower,
+    "sandwich": Sandwich,
+    "rope": RoPE,
+}
+
+
+def scheme_class(pos, method):
+    """The class of a scheme; two extension methods of RoPE replace attention, in subclasses."""
+    if POSITIONS[pos] is RoPE:
+        return {"lm-infinite": LMInfinite, "self-extend": SelfExtend}.get(method, RoPE)
+    if method in rope_scaling.EVALUATION_ONLY:
+        raise UserError(f"method {method!r} replaces attention: use it with --pos=rope only")
+    return POSITIONS[pos]
+
+
+# -----------------------------------------------------------------------------
+# The transformer: pre-norm, grouped-query attention and SwiGLU, which is Llama's shape; GPT-2's
+# LayerNorm, GELU and biases are settings.
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return kernels.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+
+def make_norm(config):
+    norm = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return norm(config.n_embd, config.norm_eps)
+
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries, optional QK-norm and window. The scheme rotates, biases or relates; its name is not known here."""
+    """Causal self-attention with grouped queries; the scheme adds the positions."""
 
     def __init__(self, config, layer):
         super().__init__()
-        H, Hk, D, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
-        self.config, self.layer, self.window = config, layer, config.window if layer in config.window_layers else 0
-        self.q = Linear(C, H * D, bias=config.qkv_bias)
-        self.k = Linear(C, Hk * D, bias=config.qkv_bias)
-        self.v = Linear(C, Hk * D, bias=config.qkv_bias)
-        self.o = Linear(H * D, C, bias=False)
-        if config.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(D, config.norm_eps), RMSNorm(D, config.norm_eps)
+        assert config.n_head % config.n_kv_head == 0, "query heads share key/value heads evenly"
+        self.layer = layer
+        self.n_head = config.n_head
+        self.n_kv_head = config.n_kv_head
+        self.head_dim = config.head_dim
+        self.window = config.window if config.uses_window(layer) else 0
+        self.sinks = config.sinks if self.window else 0
+        self.attn_scale = config.attn_scale
+        self.qk_norm = config.qk_norm
+        qkv_bias = config.bias in ("qkv", "all")
+        self.q = Linear(config.n_embd, self.n_head * self.head_dim, bias=qkv_bias)
+        self.k = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
+        self.v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
+        self.o = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias == "all")
+        if self.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
 
-    def forward(self, x, scheme, pos, docs, cache, by_hand=False):
-        c, (B, T, _) = self.config, x.shape
-        q = self.q(x).view(B, T, c.n_head, c.head_dim)
-        k = self.k(x).view(B, T, c.n_kv_head, c.head_dim)
-        v = self.v(x).view(B, T, c.n_kv_head, c.head_dim).transpose(1, 2)  # (B, Hk, T, D)
-        if c.qk_norm:
+    def forward(self, x, scheme, pos, cache, mask):
+        B, T, _ = x.shape
+        # Project to queries, keys and values.
+        q = self.q(x).view(B, T, self.n_head, self.head_dim)
+        k = self.k(x).view(B, T, self.n_kv_head, self.head_dim)
+        v = self.v(x).view(B, T, self.n_kv_head, self.head_dim)
+        if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        held = pos if cache is None else cache.pos
-        y = scheme.attend(q.transpose(1, 2), k.transpose(1, 2), v, pos, self.layer, cache, window=self.window, sinks=c.sinks if self.window else 0, positions=held if self.window and by_hand else None,
-                          docs=docs if cache is None else cache.docs, length=None if cache is None else cache.count, scale=c.attn_scale * scheme.score_scale / math.sqrt(c.head_dim))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or Hk, T, D)
+        # Attend, with the scheme's rotation or bias.
+        scale = self.attn_scale * scheme._score_scale / math.sqrt(self.head_dim)
+        limits = {"window": self.window, "sinks": self.sinks, "scale": scale}
+        y = scheme.attend(q, k, v, pos, self.layer, cache, **limits, **mask)  # (B, H, T, D)
+        # Concatenate the heads and project back.
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 
-class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020): three matrices, with config.mlp_width channels between them."""
+class SwiGLU(nn.Module):
+    """The gated MLP of Llama (Shazeer 2020)."""
 
     def __init__(self, config):
         super().__init__()
-        hidden = config.mlp_width or -(-8 * config.n_embd // (3 * 32)) * 32
-        self.gate = Linear(config.n_embd, hidden, bias=False)
-        self.up = Linear(config.n_embd, hidden, bias=False)
-        self.down = Linear(hidden, config.n_embd, bias=False)
+        bias = config.bias == "all"
+        self.gate = Linear(config.n_embd, config.mlp_dim, bias=bias)
+        self.up = Linear(config.n_embd, config.mlp_dim, bias=bias)
+        self.down = Linear(config.mlp_dim, config.n_embd, bias=bias)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class GeluMLP(nn.Module):
+    """The MLP of GPT-2."""
+
+    def __init__(self, config):
+        super().__init__()
+        bias = config.bias == "all"
+        self.up = Linear(config.n_embd, config.mlp_dim, bias=bias)
+        self.down = Linear(config.mlp_dim, config.n_embd, bias=bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(config.n_embd, config.norm_eps), Attention(config, layer)
-        self.mlp_norm, self.mlp = RMSNorm(config.n_embd, config.norm_eps), MLP(config)
-        self.dropout = config.dropout
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = make_norm(config)
+        self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GeluMLP(config)
+        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, *rest):  # rest: what Attention.forward takes
-        x = x + F.dropout(self.attention(self.attention_norm(x), *rest), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+    def forward(self, x, scheme, pos, cache, mask):
+        x = x + self.dropout(self.attention(self.attention_norm(x), scheme, pos, cache, mask))
+        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x
 
 
 class GPT(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.config, self.meta, self.checkpoint_activations = config, {}, False
+        self.config = config
+        self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
+        self.activation_checkpointing = False  # recompute blocks in the backward pass
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.norm = make_norm(config)
         self.head = Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tied:
+        if config.tie_embeddings:
             self.head.weight = self.embed.weight
         self.init_weights()
-        self.pos, self.nope = POSITIONS[config.pos](config), NoPE(config)  # last: of one seed, all schemes have the same other weights
-        if config.stretch:
-            self.pos.stretch(config.stretch["method"], config.stretch["factor"], **config.stretch["options"])
+        # Created last: with the same seed, all schemes start from the same other weights.
+        method = config.extension["method"] if config.extension else "none"
+        self.pos = scheme_class(config.pos, method)(config)
+        self.nope = NoPE(config)  # for layers without positions
+        if config.extension:
+            self.pos.extend(method, config.extension["factor"], **config.extension["options"])
 
+    @torch.no_grad()
     def init_weights(self):
-        """Every parameter by name: embeddings N(0, 0.02), matrices N(0, 1/(2 sqrt(width in))), the two that feed the residual stream zero,
-        gains one. A scheme draws its own. Raises on a name that no rule covers."""
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                kind = name.split(".")[-2]
-                if kind in ("embed", "head"):
-                    p.normal_(0, 0.02)
-                elif kind.endswith("norm"):
-                    p.fill_(1)
-                elif name.endswith("bias"):
-                    p.zero_()
-                elif kind in ("q", "k", "v", "gate", "up"):
-                    p.normal_(0, 0.5 / math.sqrt(p.shape[1]))
-                elif kind in ("o", "down"):
-                    p.zero_()
-                else:
-                    raise RuntimeError(f"init_weights has no rule for {name}")
-
-    def forward(self, tokens, targets=None, positions=None, docs=None, cache=None, reduction="mean"):
-        """tokens (B, T) int64 -> logits (B, T, V); with targets (B, T) -> the loss in nats, float32, and no logits are kept.
-
-        targets of -1 are ignored; reduction "mean", "sum" or "none" (B, T). positions (T,) or (B, T) int64: by default the indices,
-        going on where the cache ends. docs (B, T): document numbers, attention stays inside one. cache: a model.Cache, extended here.
-        Past block_size tokens the model computes and warns (PastTrainedLength); a scheme that has nothing to look up there raises Refused.
         """
-        x = self.hidden(tokens, positions, docs, cache)
+        Initialize every parameter by its name; a position scheme initializes its own.
+
+        embed, head:       normal, std 0.02
+        q, k, v, gate, up: normal, std 0.5 / sqrt(fan_in)
+        o, down:           zero (they feed the residual stream)
+        norms: one; biases: zero
+        """
+        for name, p in self.named_parameters():
+            module = name.split(".")[-2]
+            if name.endswith("bias"):
+                p.zero_()
+            elif module in ("embed", "head"):
+                p.normal_(std=0.02)
+            elif module.endswith("norm"):
+                p.fill_(1)
+            elif module in ("q", "k", "v", "gate", "up"):
+                p.normal_(std=0.5 / math.sqrt(p.shape[1]))
+            elif module in ("o", "down"):
+                p.zero_()
+            else:
+                raise RuntimeError(f"init_weights() has no rule for {name}: add one")
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        docs: torch.Tensor | None = None,
+        cache=None,
+        reduction: str = "mean",
+    ) -> torch.Tensor:
+        """
+        Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
+
+        The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
+        "none" (B, T). The logits (B, T, V) are never built for it.
+
+        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's
+        docs:      document ids (B, T); attention stays within a document
+        cache:     a nanolong.inference.KVCache, extended in place
+
+        Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
+        cannot compute there, or that cannot use the given positions.
+        """
+        x = self.hidden_states(tokens, positions, docs, cache)
         if targets is None:
             return self.head(x)
-        loss = kernels.linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), reduction)
+        loss = kernels.linear_cross_entropy(
+            x.flatten(0, 1), self.head.weight, targets.flatten(), reduction
+        )
         return loss.view_as(targets) if reduction == "none" else loss
 
-    def hidden(self, tokens, positions=None, docs=None, cache=None):
-        """The final hidden states (B, T, C), after the last norm; arguments as in forward()."""
-        new, first = tokens.shape[1], cache.length if cache is not None else 0
-        end, by_hand = first + new, positions is not None or cache is not None and cache.by_hand  # otherwise a token's position is its index
-        if cache is not None and cache.at is not None:  # a reading of fixed shape: checked when it began
-            return self.layers(tokens, positions, docs, cache, cache.by_hand)
-        if positions is None:
-            positions = torch.arange(first, end, device=tokens.device)
+    def hidden_states(self, tokens, positions=None, docs=None, cache=None):
+        """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
+        T = tokens.shape[1]
+        tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
+        # Embed the tokens.
+        x = self.dropout(self.pos.embed(self.embed(tokens), pos))
+        # Forward the blocks.
+        for layer, block in enumerate(self.blocks):
+            scheme = self.pos if self.config.uses_positions(layer) else self.nope
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                block = kernels.selective_checkpoint(block)
+            x = block(x, scheme, pos, cache, mask)
+        # A cache whose tables have changed computes all of its tokens again.
+        return self.norm(x)[:, -T:]
+
+    def prepare_inputs(self, tokens, positions, docs, cache):
+        """
+        Check the inputs, set the scheme's tables and enter the tokens into the cache.
+
+        Returns the tokens to compute, their position ids, and the mask: keyword arguments of
+        kernels.attention that hold for all layers.
+        """
+        if cache is not None and cache.fixed_shape:  # checked when its fixed shape was set up
+            return tokens, positions, cache.mask()
+        start = 0 if cache is None else cache.length
+        end = start + tokens.shape[1]
+        explicit = positions is not None
+        if not explicit:
+            positions = torch.arange(start, end, device=tokens.device)
         elif not torch.compiler.is_compiling():
             end = self.check_positions(positions, docs)
-        if end > self.config.reach and not torch.compiler.is_compiling():
-            if self.pos.bounded:
-                raise Refused(f"--pos={self.config.pos} has no vector for position {end - 1}: the model was made for {self.config.reach} tokens, so "
-                              "use no more, or train it with a longer --block_size")
-            warnings.warn(f"reading {end} tokens with a model made for {self.config.reach}", PastTrainedLength, stacklevel=2)
-        scale = self.pos.prepare(end)
+        self.check_length(end)
+        tables_version = self.pos.set_length(end)
         if cache is not None:
-            cache.by_hand, (tokens, positions, docs) = by_hand, cache.extend(tokens, positions, docs, scale)
-        return self.layers(tokens, positions, docs, cache, by_hand)[:, -new:]
-
-    def layers(self, tokens, positions, docs, cache, by_hand):
-        """hidden() without its checks, of all that is read: (B, T, C)."""
-        x = F.dropout(self.pos.embed(self.embed(tokens), positions), self.config.dropout, self.training)
-        for layer, block in enumerate(self.blocks):
-            run = kernels.keeping_attention(block) if self.checkpoint_activations and torch.is_grad_enabled() else block
-            x = run(x, self.nope if layer in self.config.nope_layers else self.pos, positions, docs, cache, by_hand)
-        return self.norm(x)
+            tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
+            return tokens, positions, cache.mask()
+        return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
 
     def check_positions(self, positions, docs):
-        """Positions given by hand: not negative, and without gaps inside a document where the scheme counts distance by index. Returns the last one, plus 1."""
-        gaps = (positions.diff() != 1) if docs is None else (positions.diff() != 1) & (docs.diff() == 0)
+        """Check explicit position ids. Returns the greatest, plus 1."""
+        gaps = positions.diff() != 1
+        if docs is not None:
+            gaps = gaps & (docs.diff() == 0)
         if self.pos.by_index and gaps.any():
-            raise Refused(f"--pos={self.config.pos} counts distance by index, so positions with gaps mean nothing to it: give consecutive positions")
+            raise UserError(
+                f"--pos={self.config.pos} uses distances between indices, so position ids with "
+                "gaps have no meaning: give consecutive ones"
+            )
         if (positions < 0).any():
-            raise Refused("positions must not be negative")
+            raise UserError("position ids must not be negative: count from 0")
         return int(positions.max()) + 1
 
-    def draw_positions(self, rows, length, seed):
-        """Randomized positions (Ruoss et al. 2023), where config.random_positions is set: int64 (rows, length), each row sorted and distinct, drawn from 0 ..
-        random_positions - 1 by this seed; None where it is not. Training, evaluation and generation hand them to forward()."""
-        if not self.config.random_positions:
+    def check_length(self, end):
+        """Warn beyond the context length; raise UserError where the scheme ends."""
+        limit = self.config.max_positions
+        if end <= limit or torch.compiler.is_compiling():
+            return
+        if self.pos.bounded:
+            raise UserError(
+                f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
+                f"{limit} tokens, so use no more, or train with a longer --block_size"
+            )
+        message = f"{end} tokens are more than the model's context of {limit}"
+        warnings.warn(message, ContextLengthWarning, stacklevel=4)
+
+    def sample_positions(self, batch_size: int, length: int, seed: int):
+        """
+        Sample sorted, distinct position ids (batch_size, length) int64 below random_positions
+        (Ruoss et al. 2023); None when it is 0. Training, evaluation and generation pass them on.
+        """
+        n = self.config.random_positions
+        if not n:
             return None
-        noise = torch.rand(rows, max(length, self.config.random_positions), generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.rand(batch_size, max(length, n), generator=generator)
         return noise.topk(length).indices.sort().values.to(self.embed.weight.device)
 
-    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, compiled=False):
-        """Continue tokens (B, T), T >= 1, or a list of B prompts (T,) of any lengths, each as if alone: yields (B, 1) int64 tensors, one at a time, drawn from softmax(logits / temperature).
-
-        temperature 0 takes the likeliest token; top_k > 0 keeps the k likeliest, top_p < 1 the fewest that hold that share of the mass. generator: one, or a list of one a row. compiled: the reading of a token, by torch.compile.
+    def extend(self, method: str, factor: float, **options) -> None:
         """
-        return generate(self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled)
+        Extend the context length by factor, in place; weights change for learned embeddings only.
 
-    def stretch(self, method, factor, **options):
-        """Make the model ready for factor times its length, in place; a second stretch replaces the method and multiplies the factors,
-        while base and trained length stay the original ones. Raises Refused, with nothing changed, where scheme or factor do not allow it."""
+        A second extension replaces the method and multiplies the factors; base and original length
+        stay. Raises UserError, with nothing changed, for what the scheme cannot do.
+        """
+        config = self.config
         if not (math.isfinite(factor) and factor >= 1):
-            raise Refused(f"factor={factor} does not stretch: give a number of at least 1")
-        if self.config.random_positions and (factor > 1 or method != "none"):
-            raise Refused(f"this model was trained on positions drawn from {self.config.random_positions}: up to there it needs no stretching; train it with a larger --random_positions to go on")
-        trained, total = self.config.trained_length, factor * (self.config.stretch or {"factor": 1.0})["factor"]
-        self.pos.stretch(method, total, **options)
-        self.config.stretch = {"method": method, "factor": total, "options": options, "trained_length": trained}
-        self.config.block_size = round(trained * total)
+            raise UserError(f"factor={factor} does not extend the context: give at least 1")
+        if config.random_positions and (factor > 1 or method != "none"):
+            raise UserError(
+                f"this model was trained on positions below {config.random_positions} and needs no "
+                "extension up to there: train with a larger --random_positions to go on"
+            )
+        original_length = config.original_length
+        total = factor * (config.extension["factor"] if config.extension else 1.0)
+        scheme = self.pos
+        if type(scheme) is not scheme_class(config.pos, method):
+            scheme = scheme_class(config.pos, method)(config).to(self.embed.weight.device)
+        scheme.extend(method, total, **options)  # raises before anything has changed
+        self.pos = scheme
+        config.block_size = round(original_length * total)
+        config.extension = {
+            "method": method,
+            "factor": total,
+            "options": options,
+            "original_length": original_length,
+        }
 
-    def flops_per_token(self, length=None):
-        """Floating point operations of a training step per token at this length: 6 per weight that multiplies, and 12 per layer, channel
-        of the heads and visible token for the two products of attention (PaLM's count: causality saves nothing)."""
-        c, length = self.config, length or self.config.block_size
-        visible = sum(min(length, c.window + c.sinks) if layer in c.window_layers else length for layer in range(c.n_layer))
-        weights = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and not name.startswith(("embed", "pos", "head")))
-        return 6 * (weights + self.head.weight.numel()) + 12 * visible * c.n_head * c.head_dim
-
-    def save(self, folder, optim=None, **meta):
-        """Write a checkpoint folder, whole or not at all. optim: a dict of tensors; meta: what else JSON can hold, beside what meta the model was loaded with.
-
-        Raises Refused when the folder exists already.
+    def flops_per_token(self, length: int | None = None) -> int:
         """
-        weights = {name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}  # a tied head once
-        checkpoint.write(folder, {"model": weights} | ({} if optim is None else {"optim": optim}), {**self.meta, **meta, "config": asdict(self.config)})
+        Count the floating-point operations of a training step per token (PaLM, Chowdhery 2022).
+
+        6 per weight of a matrix product, 12 per layer, channel and visible key.
+        """
+        c = self.config
+        length = length or c.block_size
+        visible = sum(
+            min(length, c.window + c.sinks) if c.uses_window(layer) else length
+            for layer in range(c.n_layer)
+        )
+        linears = (module for module in self.modules() if isinstance(module, nn.Linear))
+        weights = sum(linear.weight.numel() for linear in linears)
+        return 6 * weights + 12 * visible * c.n_head * c.head_dim
+
+    def generate(
+        self,
+        tokens,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        generator=None,
+        compiled: bool = False,
+    ):
+        """
+        Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
+
+        tokens:      (B, T), T >= 1, or a list of B prompts (T,) of any lengths
+        temperature: 0 is greedy
+        top_k:       keep the k most likely tokens; 0: all
+        top_p:       keep the most likely tokens whose probabilities sum to this
+        generator:   one torch.Generator, or a list of one for each row
+        compiled:    compile the decoding step
+        """
+        try:
+            from nanolong import inference
+        except ImportError:  # this file was copied into another project
+            return self.generate_plain(tokens, max_new_tokens, temperature, top_k, generator)
+        return inference.generate(
+            self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled
+        )
+
+    @torch.no_grad()
+    def generate_plain(self, tokens, max_new_tokens, temperature=1.0, top_k=0, generator=None):
+        """Continue tokens (B, T) without a cache: the plain loop, to read and to change."""
+        for _ in range(max_new_tokens):
+            # Forward the whole text, keep the logits of the last token.
+            logits = self(tokens)[:, -1].float() / max(temperature, 1e-5)  # (B, V)
+            if top_k:
+                kth_best = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < kth_best, -torch.inf)
+            # Sample the next token and append it.
+            token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            tokens = torch.cat((tokens, token), 1)
+            yield token
+
+    def save(self, folder) -> None:
+        """Write a checkpoint folder, whole or not at all. Raises UserError when it exists."""
+        from nanolong import checkpoint
+
+        checkpoint.save_model(self, folder)
 
     @classmethod
-    def load(cls, path, best=False):
-        """The model of a run folder (its newest whole step, or its best) or of a step folder: on the CPU, float32, eval mode.
-
-        model.meta holds the rest of meta.json. Raises Refused, naming the file and a way out, when there is none or it is damaged.
+    def load(cls, path, best: bool = False) -> "GPT":
         """
-        folder = checkpoint.checkpoint_folder(path, best)
-        meta = checkpoint.read_meta(folder)
-        settings = meta.pop("config")
-        if unknown := sorted(set(settings) - {f.name for f in fields(GPTConfig)}):
-            raise Refused(f"{folder / 'meta.json'} has settings that this version does not know: {', '.join(unknown)}")
-        try:
-            config = GPTConfig(**settings)
-            if config.family:  # an imported checkpoint of another shape: a subclass
-                from hf import FAMILIES
-                cls = FAMILIES[config.family]
-            with torch.device("meta"):
-                shapes = {name: tuple(p.shape) for name, p in cls(config).named_parameters()}
-            if not 0 <= (meta.get("bos") or 0) < config.vocab_size:
-                raise ValueError(f"bos {meta['bos']} is outside the vocabulary")
-        except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, RuntimeError, ImportError) as error:
-            raise Refused(f"{folder / 'meta.json'} is damaged ({type(error).__name__}: {error}); {checkpoint.others(folder)}") from None
-        checkpoint.check(folder / "model.safetensors", meta, shapes)  # before memory is taken
-        model = cls(config)
-        checkpoint.load_weights(model, folder / "model.safetensors")
-        model.meta, model.folder = meta, folder
-        return model.eval()
+        Load the newest (or best) checkpoint of a run folder, or a checkpoint folder.
+
+        Returns the model in eval mode on the CPU in float32; model.meta holds the rest of
+        meta.json. Raises UserError where there is no checkpoint or it is damaged.
+        """
+        from nanolong import checkpoint
+
+        return checkpoint.load_model(cls, GPTConfig, POSITIONS, path, best)

@@ -1,11 +1,14 @@
-"""Sample text from a checkpoint, printed as it comes.
+"""Sample text from a checkpoint and print it while it is generated.
 
     python sample.py out/python-rope --start="def " --max_new_tokens=500
-    python sample.py --start=FILE:prompt.txt         the newest run under out/
+    python sample.py --start=FILE:prompt.txt    # the newest run under out/
 
-Takes a run folder (its newest step) or a step folder. How a model was stretched is in its checkpoint, so there is nothing to repeat here.
+Takes a run folder (its newest step) or a step folder. The checkpoint says how its context was
+extended, so no flag of extend.py is repeated here.
 """
-import config  # first: it says in one sentence that a Python is too old
+
+from nanolong import python_version  # noqa: F401  # isort: skip
+import math
 import sys
 import warnings
 from dataclasses import dataclass
@@ -14,71 +17,122 @@ from typing import Literal
 
 import torch
 
-import data
-from config import UserError
-from model import GPT, PastTrainedLength, Refused
+from data import decode_stream, encode_prompt, tokenizer_from_json
+from model import GPT, ContextLengthWarning
+from nanolong import cli, validate
+from nanolong.device import autocast, pick_compile, pick_device, pick_dtype
+from nanolong.errors import UserError
+from nanolong.run_folder import latest_run
+
+# In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.
+MIN_PARAMETERS_BFLOAT16 = 16e6
 
 
 @dataclass
 class SampleConfig:
-    out_dir: str = ""            # the run folder, as another way to name it; by default the newest under out/
-    start: str = ""              # the prompt; FILE:PATH reads it from a file
-    max_new_tokens: int = 500    # tokens to write
-    num_samples: int = 1         # texts to write
-    temperature: float = 0.8     # 0: the likeliest token; 1: as the model thinks
-    top_k: int = 200             # keep the k likeliest tokens; 0: all
-    top_p: float = 1.0           # keep the fewest tokens that hold this share of the probability
-    seed: int = 1337             # of the draws; sample i of several uses seed + i
-    best: bool = False           # of a run folder take the step with the best validation loss, not the newest
-    device: str = "auto"         # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
-    compile: bool = False        # torch.compile the reading of a token: pays for long texts only
+    # [sampling]
+    start: str = ""  # the prompt; FILE:PATH reads it from a file
+    max_new_tokens: int = 500  # tokens to generate
+    num_samples: int = 1  # number of samples
+    temperature: float = 0.8  # divides the logits; 0: greedy decoding
+    top_k: int = 200  # sample from the k most likely tokens; 0: from all
+    # nucleus sampling: sample from the most likely tokens whose probabilities sum to this
+    top_p: float = 1.0
+    seed: int = 1337  # of the first sample; sample i uses seed + i
+    # [checkpoint]
+    out_dir: str = ""  # the run folder, as another way to name it; default: the newest under out/
+    best: bool = False  # of a run folder, use the step with the lowest validation loss
+    # [system]
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    # dtype of matrix products; auto: float32 for small models on a CPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    compile: bool = False  # torch.compile the decoding step; pays for long texts only
 
     def __post_init__(self):
-        if self.max_new_tokens < 0 or self.num_samples < 1 or not 0 <= self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1 or self.seed < 0:
-            raise UserError("max_new_tokens, temperature, top_k and seed must be at least 0, num_samples at least 1, and top_p above 0 and at most 1")
+        validate.check_sample(self)
+
+
+def read_prompt(start):
+    """Return the prompt as text; bytes that are not UTF-8 become surrogate escapes."""
+    if not start.startswith("FILE:"):
+        return start
+    file = start.removeprefix("FILE:")
+    try:
+        return Path(file).read_bytes().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        reason = f"the prompt {file!r} cannot be read ({error.strerror})"
+        raise UserError(f"{reason}: give --start=FILE:PATH of a text file") from None
+
+
+def check_length(model, run, prompt_length, max_new_tokens):
+    """Print a note where the text will exceed the context length; refuse an absurd prompt."""
+    config = model.config
+    context = config.max_positions
+    if prompt_length > 64 * context:
+        raise UserError(
+            f"the prompt has {prompt_length} tokens, more than 64 times the context length of "
+            f"{context}: shorten it, or extend the model by extend.py"
+        )
+    total = prompt_length + max_new_tokens
+    if total <= context or model.pos.bounded:  # generate() refuses where a scheme is bounded
+        return
+    note = f"note: {total} tokens are more than the context length of {context}"
+    if config.pos == "rope" and not config.random_positions:
+        factor = math.ceil(total / config.block_size)
+        note += f"; to extend it: python extend.py {run} --method=yarn --factor={factor}"
+    print(note, file=sys.stderr)
 
 
 def main():
-    cfg, _, paths = config.parse(SampleConfig, about=__doc__, paths="a run folder or step folder")
-    runs = paths or ([cfg.out_dir] if cfg.out_dir else sorted({str(p.parent.parent) for p in Path("out").glob("**/step-*/meta.json")}, key=lambda run: max(p.stat().st_mtime for p in Path(run).glob("step-*/meta.json")))[-1:])
-    if len(runs) != 1 or paths and cfg.out_dir:
-        raise UserError("give one run folder, as in python sample.py out/python-rope" if runs else "there is no run under out/: train one with python train.py --pos=rope")
-    model = GPT.load(runs[0], cfg.best)
-    device = config.pick_device(cfg.device)
-    small = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 16e6  # of one row at a time the casts cost more than bfloat16 saves
-    dtype = config.pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
-    compiled, why_not = config.pick_compile(cfg.compile, device, 0)
-    print(f"note: {why_not}\n" if why_not else "", end="", file=sys.stderr)
-    tokenizer, bos = data.from_json(model.meta.get("tokenizer")), model.meta.get("bos")
-    if tokenizer is None or tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(f"{runs[0]} was trained on bare token files, so its vocabulary is unknown here and it cannot write text" if tokenizer is None else f"the vocabulary of {runs[0]} is not its model's: use another checkpoint")
-    start = cfg.start
-    if start.startswith("FILE:"):
-        try:
-            start = Path(start[5:]).read_bytes().decode("utf-8", "surrogateescape")
-        except OSError as error:
-            raise UserError(f"the prompt {start[5:]!r} cannot be read ({error.strerror}): give --start=FILE:PATH of a text") from None
-    ids = data.prompt(tokenizer, bos, start)
-    if len(ids) > 64 * model.config.reach:
-        raise UserError(f"the prompt's {len(ids)} tokens are more than 64 times the {model.config.reach} that this model was made for: shorten it, or stretch the model by extend.py")
-    total, made_for = len(ids) + cfg.max_new_tokens, model.config.reach
-    if total > made_for and not model.pos.bounded:
-        remedy = f"; python extend.py {runs[0]} --method=yarn --factor={-(-total // model.config.block_size)} stretches it" if model.config.pos == "rope" and not model.config.random_positions else ""
-        print(f"note: {total} tokens are more than the {made_for} that this model was made for{remedy}", file=sys.stderr)
-    warnings.simplefilter("ignore", PastTrainedLength)
-    for sample in range(cfg.num_samples):
-        generator = torch.Generator(device).manual_seed(cfg.seed + sample)
-        if sample:
+    cfg, _, paths = cli.parse(SampleConfig, about=__doc__, paths="a run folder or a step folder")
+
+    # load the model
+    runs = [*paths, cfg.out_dir] if cfg.out_dir else paths
+    if len(runs) > 1:
+        raise UserError("there are several run folders: give one (python sample.py out/NAME)")
+    run = runs[0] if runs else latest_run()
+    if run is None:
+        raise UserError("there is no run under out/: train one (python train.py --pos=rope)")
+    model = GPT.load(run, cfg.best)
+    tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
+    if tokenizer is None:
+        raise UserError(f"{run} has no tokenizer, so it cannot write text: use another checkpoint")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"{run} has a tokenizer larger than its vocabulary: use another checkpoint")
+
+    # choose where and how to compute
+    device = pick_device(cfg.device)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    small = device.type == "cpu" and n_parameters < MIN_PARAMETERS_BFLOAT16
+    dtype = pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
+    compiled, why_not = pick_compile(cfg.compile, device, 0)
+    if why_not:
+        print(f"note: {why_not}", file=sys.stderr)
+    model.to(device)
+
+    # encode the prompt
+    start = read_prompt(cfg.start)
+    ids = encode_prompt(tokenizer, model.meta.get("bos"), start)
+    check_length(model, run, len(ids), cfg.max_new_tokens)
+    warnings.simplefilter("ignore", ContextLengthWarning)  # check_length() has said so
+    x = torch.tensor([ids], device=device)  # (1, T)
+
+    # generate, and print each character as soon as it is complete
+    for i in range(cfg.num_samples):
+        if i:
             print("\n" + "-" * 16)
-        print(start.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), end="", flush=True)
-        with config.autocast(device, dtype):
-            tokens = model.to(device).generate(torch.tensor([ids], device=device), cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled)
-            for text in data.stream((token.item() for token in tokens), tokenizer):
+        printable = start.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        print(printable, end="", flush=True)
+        generator = torch.Generator(device).manual_seed(cfg.seed + i)
+        with autocast(device, dtype):
+            tokens = model.generate(
+                x, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled
+            )
+            for text in decode_stream((token.item() for token in tokens), tokenizer):
                 print(text, end="", flush=True)
     print()
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

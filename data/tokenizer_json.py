@@ -1,191 +1,532 @@
-"""Hugging Face's tokenizer.json: byte-level BPE (GPT-2, Llama 3, SmolLM, Qwen) becomes a tiktoken encoding, and back.
+"""Hugging Face's tokenizer.json, read and written.
 
-Both merge the pair of neighbours of the lowest rank. tiktoken ranks a pair by the token that it makes, tokenizer.json by its place in `merges`: where tokens are numbered in the order of their
-merges, as in all of these, that is the same. Text is encoded both ways, by tiktoken and by the merges as they stand in the file, before an imported vocabulary is believed.
-A vocabulary of another kind (sentencepiece's) keeps its tokenizer.json, which the optional tokenizers package reads.
+Byte-level BPE (GPT-2, Llama 3, SmolLM, Qwen) becomes a tiktoken encoding. Both merge the
+neighbouring pair of the lowest rank. tiktoken ranks a pair by the token that it makes,
+tokenizer.json by its place in `merges`. That is the same where tokens are numbered in the order of
+their merges, as they are in all of these. To be sure, an imported vocabulary must encode a sample
+text by tiktoken as it does by the merges in the file.
+
+A vocabulary of another kind, such as sentencepiece's, keeps its tokenizer.json, which the optional
+tokenizers package reads.
 """
+
 import json
+import unicodedata
+from itertools import pairwise
 
-from config import UserError
-from data import BPE, Bytes, Char, Packaged
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, PackagedTokenizer
+from nanolong.errors import UserError
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json")
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # what ByteLevel splits by
-DIGITS_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"  # the same after Digits has cut each digit out
-SAMPLE = ("The quick brown fox can't jump 3.14159 times over 1,024 lazy dogs' backs; it'll try, won't it?\n\n\tdef f(x, *, y=None):\n        return {'a': [x ** 2, -y]}  # tail   \n\r\n"
-          "Fünf Größen, naïve café, Ærøskøbing; Ελληνικά, Русский текст, עברית, العربية, हिन्दी, 中文字符, 日本語のテキスト, 한국어. ½ ² Ⅻ ١٢٣ 🙂👩‍👩‍👧 e\u0301   \u00a0\u3000aaaaaaa     \n   \n<b>&amp;</b> http://x.org/?q=%20#1")
+# What belongs to a tokenizer in a Hugging Face directory.
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
-# the characters that stand for bytes: printable ones for themselves, the others moved up from U+0100
-_plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-CHARACTER = {byte: chr(byte) for byte in _plain} | {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - {*_plain}))}
-BYTE = {character: byte for byte, character in CHARACTER.items()}
+# How the pre-tokenizer ByteLevel splits text, and how Digits and ByteLevel do together.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_DIGITS_PATTERN = (
+    r"'s|'t|'re|'ve|'m|'ll|'d|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+)
+
+# Words, code, many scripts, composed and decomposed characters, and every kind of white space.
+SAMPLE = (
+    "The quick brown fox can't jump 3.14159 times over 1,024 lazy dogs' backs; it'll try, "
+    "won't it?\n\n\tdef f(x, *, y=None):\n        return {'a': [x ** 2, -y]}  # tail   \n\r\n"
+    "Fünf Größen, naïve café, Ærøskøbing; Ελληνικά, Русский текст, עברית, العربية, हिन्दी, "
+    "中文字符, 日本語のテキスト, 한국어. ½ ² Ⅻ ١٢٣ 🙂👩‍👩‍👧 e\u0301   \u00a0\u3000aaaaaaa     "
+    "\n   \n<b>&amp;</b> http://x.org/?q=%20#1"
+)
+
+# Byte-level BPE writes a token with one character for each byte: printable bytes stand for
+# themselves, the others are moved up from U+0100.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_TO_CHARACTER = {byte: chr(byte) for byte in PRINTABLE}
+BYTE_TO_CHARACTER |= {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
+CHARACTER_TO_BYTE = {character: byte for byte, character in BYTE_TO_CHARACTER.items()}
 
 
-class OtherKind(ValueError):
-    """Not a byte-level BPE that tiktoken could read, and why."""
+class UnsupportedTokenizer(ValueError):
+    """Say why a tokenizer.json cannot be read without the tokenizers package."""
 
 
-def read(folder, vocab_size, read_json):
-    """(tokenizer or None, the id to put before a text or None, a note in words) of a Hugging Face directory, for a model with so many ids. Raises UserError."""
+def sample_text(tokenizer) -> str:
+    """Return a text that a tokenizer can encode, for comparisons."""
+    if isinstance(tokenizer, CharTokenizer):
+        return tokenizer.characters
+    return SAMPLE
+
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+def read(folder, vocab_size: int, read_json):
+    """Read the tokenizer of a Hugging Face directory, for a model with so many ids.
+
+    read_json: a function from a path to the parsed file.
+
+    Returns the tokenizer or None, the id that starts every text or None, and a note for the user
+    that may be empty. Raises UserError where the file is damaged or belongs to another model.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
-        return None, None, f"note: there is no tokenizer.json in {folder}: the model works on token ids only" + (" (for text, let transformers write one from tokenizer.model)" if (folder / "tokenizer.model").is_file() else "")
-    spec, settings = read_json(file), read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    hf = read_json(folder / "config.json")
+        note = f"note: there is no tokenizer.json in {folder}: the model works on token ids only"
+        if (folder / "tokenizer.model").is_file():
+            note += " (for text, let transformers write one from tokenizer.model)"
+        return None, None, note
+
+    spec = read_json(file)
+    settings = {}
+    if (folder / "tokenizer_config.json").is_file():
+        settings = read_json(folder / "tokenizer_config.json")
+    model_config = read_json(folder / "config.json")
     try:
-        added = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
-        if not all(isinstance(content, str) and type(i) is int for content, i in added.items()):
-            raise TypeError("added_tokens need text and ids")
-        bos, eos = (_id(hf.get(f"{name}_token_id"), settings.get(f"{name}_token"), added, vocab_size) for name in ("bos", "eos"))
-        first = _first(spec.get("post_processor"), added)
-        starts = first is not None or bool(settings.get("add_bos_token")) and bos is not None
-        bos = eos if bos is None else bos
-        bos = bos if first is None else first
-        used = max([*added.values(), *(spec["model"]["vocab"].values() if isinstance(spec["model"]["vocab"], dict) else [len(spec["model"]["vocab"]) - 1])])
-        if used >= vocab_size:
-            raise UserError(f"{file} numbers tokens up to {used}, and the model has {vocab_size}: it belongs to another model")
-        try:
-            tokenizer = from_spec(spec, added, bos, None if eos == bos else eos, vocab_size)
-            note = ""
-        except OtherKind as reason:
-            note = f"note: {reason}: text needs the tokenizers package (pip install tokenizers); token ids work without it"
-            try:
-                tokenizer = Packaged(file.read_text(encoding="utf-8"), bos, None if eos == bos else eos, vocab_size)
-            except UserError:
-                return None, bos if starts else None, note + ", and it is not installed: install it and import again"
-        return tokenizer, bos if starts else None, note
+        added = added_tokens(spec)
+        bos, eos, starts_text = special_ids(spec, settings, model_config, added, vocab_size)
+        check_largest_id(file, spec, added, vocab_size)
+        tokenizer, note = make_tokenizer(file, spec, added, bos, eos, vocab_size)
+    except UserError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}): fetch it again") from None
+        raise UserError(
+            f"{file} is damaged ({type(error).__name__}: {error}): download it again"
+        ) from None
+    return tokenizer, bos if starts_text else None, note
 
 
-def _id(number, token, added, vocab_size):
-    """The id of a special token: config.json's, or that of tokenizer_config.json's token; of several the first."""
-    number = number[0] if isinstance(number, list) and number else number
+def added_tokens(spec):
+    """Return the tokens that were added to the vocabulary, mostly special ones: text -> id."""
+    added = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
+    for content, i in added.items():
+        if not isinstance(content, str) or type(i) is not int:
+            raise TypeError("added_tokens need text and ids")
+    return added
+
+
+def special_ids(spec, settings, model_config, added, vocab_size):
+    """Return bos, eos (None where it is bos), and whether bos is put before every text."""
+    bos_id = model_config.get("bos_token_id")
+    eos_id = model_config.get("eos_token_id")
+    bos = special_id(bos_id, settings.get("bos_token"), added, vocab_size)
+    eos = special_id(eos_id, settings.get("eos_token"), added, vocab_size)
+    first = first_special_id(spec.get("post_processor"), added)
+    adds_bos = bool(settings.get("add_bos_token")) and bos is not None
+    if first is not None:
+        bos = first
+    elif bos is None:
+        bos = eos
+    return bos, None if eos == bos else eos, first is not None or adds_bos
+
+
+def special_id(number, token, added, vocab_size):
+    """Return the id of a special token, or None.
+
+    number: config.json's id, or a list of them, of which the first counts. token: the token in
+    tokenizer_config.json, which counts where there is no number.
+    """
+    if isinstance(number, list) and number:
+        number = number[0]
     if type(number) is int and 0 <= number < vocab_size:
         return number
-    return added.get(token.get("content") if isinstance(token, dict) else token) if isinstance(token, (str, dict)) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return added.get(token) if isinstance(token, str) else None
 
 
-def _first(processor, added):
-    """The id of the special token that a post-processor puts before a text, or None."""
+def first_special_id(processor, added):
+    """Return the id that a post-processor puts before a text, or None."""
     if not isinstance(processor, dict):
         return None
     if processor.get("type") == "Sequence":
-        return next((found for part in processor["processors"] if (found := _first(part, added)) is not None), None)
-    single = processor.get("single") if processor.get("type") == "TemplateProcessing" else None
-    return added.get(single[0]["SpecialToken"]["id"]) if single and "SpecialToken" in single[0] else None
+        for part in processor["processors"]:
+            found = first_special_id(part, added)
+            if found is not None:
+                return found
+        return None
+    if processor.get("type") == "TemplateProcessing":
+        template = processor.get("single")
+        if template and "SpecialToken" in template[0]:
+            return added.get(template[0]["SpecialToken"]["id"])
+    return None
+
+
+def check_largest_id(file, spec, added, vocab_size):
+    """Raise UserError where a token's id is outside the model's vocabulary."""
+    vocab = spec["model"]["vocab"]
+    # Unigram models list their tokens
+    ids = vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
+    largest = max([*added.values(), *ids])
+    if largest >= vocab_size:
+        raise UserError(
+            f"{file} numbers tokens up to {largest}, and the model has {vocab_size}, so it belongs "
+            "to another model: put the right file in its place"
+        )
+
+
+def make_tokenizer(file, spec, added, bos, eos, vocab_size):
+    """Return the tokenizer of a parsed tokenizer.json, and a note for the user.
+
+    Without the tokenizers package there is none for some files.
+    """
+    try:
+        return from_spec(spec, added, bos, eos, vocab_size), ""
+    except UnsupportedTokenizer as reason:
+        note = (
+            f"note: {reason}: text needs the tokenizers package (pip install tokenizers); token "
+            "ids work without it"
+        )
+    try:
+        return PackagedTokenizer(file.read_text(encoding="utf-8"), bos, eos, vocab_size), note
+    except UserError:
+        return None, note + ", and it is not installed: install it and import again"
 
 
 def from_spec(spec, added, bos, eos, vocab_size):
-    """The tokenizer of a parsed tokenizer.json. Raises OtherKind where it is no byte-level BPE that tiktoken, or Bytes, or Char, can stand for."""
-    model, before, normal = spec["model"], spec.get("pre_tokenizer") or {}, spec.get("normalizer")
-    parts = before.get("pretokenizers", [before])
-    if model.get("type") == "WordLevel" and [part.get("type") for part in parts] == ["Split"] and all(len(token) == 1 for token in model["vocab"] if token not in added):
-        characters = "".join(sorted((token for token in model["vocab"] if token not in added), key=model["vocab"].get))
-        if [*map(model["vocab"].get, characters)] == [*range(len(characters))] and vocab_size == len(characters) + len(added) <= len(characters) + 1:
-            return Char(characters, bool(added))
-    if model.get("type") != "BPE" or model.get("byte_fallback") or parts[-1].get("type") != "ByteLevel":
-        raise OtherKind("this vocabulary is no byte-level BPE")
-    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")) or parts[-1].get("add_prefix_space"):
-        raise OtherKind("this byte-level BPE marks words or puts a space before the text")
-    if normal and normal.get("type") == "Sequence" and len(normal["normalizers"]) == 1:
-        normal = normal["normalizers"][0]
-    if normal and normal.get("type") != "NFC":
-        raise OtherKind(f"this byte-level BPE changes the text first ({normal.get('type')})")
-    splits = [(part.get("type"), part.get("use_regex", True), part.get("individual_digits"), part.get("behavior"), part.get("invert")) for part in parts]
-    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
-    if splits == [("ByteLevel", False, None, None, None)] and not merges:  # what write() makes of Bytes
-        if {token: i for token, i in model["vocab"].items() if token not in added} == {CHARACTER[byte]: byte for byte in range(256)} and [*added.values()] == [256] and vocab_size == 257:
-            return Bytes()
-        raise OtherKind("this byte-level vocabulary has no merges")
-    if splits == [("ByteLevel", True, None, None, None)]:
-        pattern = GPT2
-    elif splits == [("Digits", True, True, None, None), ("ByteLevel", True, None, None, None)]:
-        pattern = DIGITS_GPT2
-    elif len(splits) == 2 and splits[0][0] == "Split" and splits[0][3:] in (("Isolated", False), ("Isolated", None)) and splits[1][:2] == ("ByteLevel", False) and "Regex" in parts[0]["pattern"]:
-        pattern = parts[0]["pattern"]["Regex"]
-    else:
-        raise OtherKind(f"this byte-level BPE cuts text by {', '.join(str(part.get('type')) for part in parts)}, for which tiktoken has no pattern")
-    ids = {token: i for token, i in model["vocab"].items() if token not in added}
+    """Make a BPETokenizer, ByteTokenizer or CharTokenizer from a parsed tokenizer.json.
+
+    added: text -> id of the added tokens. Raises UnsupportedTokenizer where none of them encodes
+    as the file says.
+    """
+    model = spec["model"]
+    splitter = spec.get("pre_tokenizer") or {}
+    steps = splitter.get("pretokenizers", [splitter])
+    if model.get("type") == "WordLevel":
+        tokenizer = read_characters(model, steps, added, vocab_size)
+        if tokenizer is not None:
+            return tokenizer
+
+    check_byte_level(model, steps)
+    nfc = composes_text(spec.get("normalizer"))
+    merges = [
+        tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1))
+        for merge in model["merges"]
+    ]
+    ids = ordinary_tokens(model, added)
+    if not merges and step_types(steps) == ["ByteLevel"] and not splits_by_regex(steps[-1]):
+        return read_bytes(ids, added, vocab_size)
+    pattern = split_pattern(steps)
+    ranks = merge_ranks(ids, merges, added)
     try:
-        ranks = {bytes(BYTE[c] for c in token): i for token, i in ids.items()}
-        made = [ids[a + b] for a, b in merges]
-    except KeyError as error:
-        raise OtherKind(f"this byte-level BPE has a token or merge outside its alphabet ({error.args[0]!r})") from None
-    if len(set(ids.values())) < len(ids) or set(ids.values()) & set(added.values()):
-        raise OtherKind("two tokens of this vocabulary share an id")
-    if any(a > b for a, b in zip(made, made[1:])) or not all(bytes([byte]) in ranks for byte in range(256)):
-        raise OtherKind("this byte-level BPE does not number its tokens in the order of their merges")
-    import tiktoken
-    try:
-        tokenizer = BPE(tiktoken.Encoding("imported", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added), bos, eos, vocab_size, bool(normal))
-        mine, theirs = tokenizer.encode(SAMPLE), by_merges(SAMPLE, pattern, ids, merges, bool(normal), model.get("ignore_merges"))
-    except Exception as error:  # tiktoken and regex raise what they like on patterns that they do not read
-        raise OtherKind(f"tiktoken cannot read this vocabulary ({error})") from None
-    if mine != theirs:
-        raise OtherKind("tiktoken encodes a sample of text otherwise than this vocabulary's own merges")
+        import tiktoken
+
+        encoding = tiktoken.Encoding(
+            "imported", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added
+        )
+        tokenizer = BPETokenizer(encoding, bos, eos, vocab_size, nfc)
+        by_tiktoken = tokenizer.encode(SAMPLE)
+        whole = model.get("ignore_merges")
+        by_merges = encode_by_merges(SAMPLE, pattern, ids, merges, nfc, whole)
+    # tiktoken and regex raise many kinds of errors on patterns that they cannot read
+    except Exception as error:
+        raise UnsupportedTokenizer(f"tiktoken cannot read this vocabulary ({error})") from None
+    if by_tiktoken != by_merges:
+        raise UnsupportedTokenizer(
+            "tiktoken encodes a sample of text otherwise than this vocabulary's own merges"
+        )
     return tokenizer
 
 
-def by_merges(text, pattern, ids, merges, nfc=False, whole=False):
-    """Encode as a tokenizer.json says: the pair of the earliest merge first, the leftmost of several. Slow; to check by. whole: a piece that is a token stays one."""
-    import unicodedata
+def ordinary_tokens(model, added):
+    return {token: i for token, i in model["vocab"].items() if token not in added}
 
+
+def step_types(steps):
+    return [step.get("type") for step in steps]
+
+
+def splits_by_regex(byte_level):
+    return byte_level.get("use_regex", True)
+
+
+def read_characters(model, steps, added, vocab_size):
+    """Make the CharTokenizer that write() made a WordLevel vocabulary of, or return None."""
+    if step_types(steps) != ["Split"]:
+        return None
+    ids = ordinary_tokens(model, added)
+    if any(len(token) != 1 for token in ids):
+        return None
+    if sorted(ids.values()) != list(range(len(ids))):
+        return None
+    if len(added) > 1 or vocab_size != len(ids) + len(added):
+        return None
+    return CharTokenizer("".join(sorted(ids, key=ids.get)), bool(added))
+
+
+def read_bytes(ids, added, vocab_size):
+    """Make the ByteTokenizer that write() made a vocabulary without merges of."""
+    byte_ids = {BYTE_TO_CHARACTER[byte]: byte for byte in range(256)}
+    if ids != byte_ids or list(added.values()) != [256] or vocab_size != 257:
+        raise UnsupportedTokenizer("this byte-level vocabulary has no merges")
+    return ByteTokenizer()
+
+
+def check_byte_level(model, steps):
+    """Raise UnsupportedTokenizer unless this is byte-level BPE that only merges."""
+    last = steps[-1]
+    if model.get("type") != "BPE" or model.get("byte_fallback") or last.get("type") != "ByteLevel":
+        raise UnsupportedTokenizer("this vocabulary is not byte-level BPE")
+    marks = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    if any(model.get(mark) for mark in marks) or last.get("add_prefix_space"):
+        raise UnsupportedTokenizer(
+            "this byte-level BPE marks words or puts a space before the text"
+        )
+
+
+def composes_text(normalizer):
+    """Whether a normalizer composes the text (NFC). Raises UnsupportedTokenizer for others."""
+    if normalizer and normalizer.get("type") == "Sequence" and len(normalizer["normalizers"]) == 1:
+        normalizer = normalizer["normalizers"][0]
+    if normalizer and normalizer.get("type") != "NFC":
+        raise UnsupportedTokenizer(
+            f"this byte-level BPE changes the text first ({normalizer.get('type')})"
+        )
+    return bool(normalizer)
+
+
+def split_pattern(steps):
+    """Return the regular expression for the pieces of text that a pre-tokenizer makes."""
+    types = step_types(steps)
+    by_regex = splits_by_regex(steps[-1])
+    first = steps[0]
+    if types == ["ByteLevel"] and by_regex:
+        return GPT2_PATTERN
+    if types == ["Digits", "ByteLevel"] and first.get("individual_digits") and by_regex:
+        return GPT2_DIGITS_PATTERN
+    isolates = first.get("behavior") == "Isolated" and not first.get("invert")
+    if types == ["Split", "ByteLevel"] and isolates and not by_regex:
+        if "Regex" in first["pattern"]:
+            return first["pattern"]["Regex"]
+    raise UnsupportedTokenizer(
+        f"this byte-level BPE splits text by {', '.join(map(str, types))}, for which tiktoken has "
+        "no pattern"
+    )
+
+
+def merge_ranks(ids, merges, added):
+    """Return tiktoken's ranks, bytes -> id.
+
+    ids: token -> id. merges: pairs of tokens in order. Raises UnsupportedTokenizer where the ids
+    are not in the order of the merges.
+    """
+    try:
+        ranks = {bytes(CHARACTER_TO_BYTE[c] for c in token): i for token, i in ids.items()}
+        merged_ids = [ids[left + right] for left, right in merges]
+    except KeyError as error:
+        raise UnsupportedTokenizer(
+            f"this byte-level BPE has a token or merge outside its alphabet ({error.args[0]!r})"
+        ) from None
+    unique = set(ids.values())
+    if len(unique) < len(ids) or unique & set(added.values()):
+        raise UnsupportedTokenizer("two tokens of this vocabulary share an id")
+    in_order = all(a <= b for a, b in pairwise(merged_ids))
+    if not in_order or not all(bytes([byte]) in ranks for byte in range(256)):
+        raise UnsupportedTokenizer(
+            "this byte-level BPE does not number its tokens in the order of their merges"
+        )
+    return ranks
+
+
+def encode_by_merges(text, pattern, ids, merges, nfc=False, whole=False):
+    """Encode text as a tokenizer.json says: merge the pair of the earliest merge, leftmost first.
+
+    It is slow, and only there to check tiktoken. whole: a piece that is a token stays one.
+    """
     import regex
-    rank, out = {merge: i for i, merge in reversed([*enumerate(merges)])}, []
-    for piece in regex.findall(pattern, unicodedata.normalize("NFC", text) if nfc else text):
-        parts = [CHARACTER[byte] for byte in piece.encode()]
-        if whole and "".join(parts) in ids:
-            parts = ["".join(parts)]
-        while pairs := [(rank[pair], i) for i, pair in enumerate(zip(parts, parts[1:])) if pair in rank]:
+
+    rank = {}
+    for i, merge in enumerate(merges):
+        rank.setdefault(merge, i)
+    if nfc:
+        text = unicodedata.normalize("NFC", text)
+    encoded = []
+    for piece in regex.findall(pattern, text):
+        tokens = [BYTE_TO_CHARACTER[byte] for byte in piece.encode()]
+        if whole and "".join(tokens) in ids:
+            tokens = ["".join(tokens)]
+        while True:
+            pairs = [(rank[pair], i) for i, pair in enumerate(pairwise(tokens)) if pair in rank]
+            if not pairs:
+                break
             _, i = min(pairs)
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        out += [ids[part] for part in parts]
-    return out
+            tokens[i : i + 2] = [tokens[i] + tokens[i + 1]]
+        encoded += [ids[token] for token in tokens]
+    return encoded
 
 
-def sample_of(tokenizer):
-    """A text that both sides can encode."""
-    return tokenizer.characters if isinstance(tokenizer, Char) else SAMPLE
+# -----------------------------------------------------------------------------
+# Writing
 
 
-def write(folder, tokenizer, starts, length):
-    """tokenizer.json and tokenizer_config.json of a tokenizer; starts: whether bos is put before a text. None: nothing is written."""
+def write(folder, tokenizer, adds_bos: bool, length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json; nothing where the tokenizer is None.
+
+    adds_bos: whether bos is put before every text. length: the model's context length.
+    """
     if tokenizer is None:
         return
-    special = tokenizer.encoding._special_tokens if isinstance(tokenizer, BPE) else {} if tokenizer.bos is None else {"<bos>": tokenizer.bos}
-    name = {i: token for token, i in special.items()}
-    if isinstance(tokenizer, Packaged):
+    if isinstance(tokenizer, PackagedTokenizer):
         text = tokenizer.text
-        name = {i: token.content for i, token in tokenizer.tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.tokenizer.get_added_tokens_decoder()
+        names = {i: token.content for i, token in added.items()}
     else:
-        text = json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": [
-            {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True} for token, i in sorted(special.items(), key=lambda item: item[1])],
-            **_spec(tokenizer, special), "post_processor": None if not starts else {
-                "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": name[tokenizer.bos], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [{"SpecialToken": {"id": name[tokenizer.bos], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {name[tokenizer.bos]: {"id": name[tokenizer.bos], "ids": [tokenizer.bos], "tokens": [name[tokenizer.bos]]}}}}, ensure_ascii=False) + "\n"
+        special = special_tokens(tokenizer)
+        spec = tokenizer_spec(tokenizer, special, adds_bos)
+        text = json.dumps(spec, ensure_ascii=False) + "\n"
+        names = {i: name for name, i in special.items()}
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+
     eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "clean_up_tokenization_spaces": False, "bos_token": name.get(tokenizer.bos), "eos_token": name.get(eos), "add_bos_token": starts}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": names.get(tokenizer.bos),
+        "eos_token": names.get(eos),
+        "add_bos_token": adds_bos,
+    }
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def _spec(tokenizer, special):
-    """normalizer, pre_tokenizer, decoder and model of a tokenizer.json. special: text -> id. These are in the vocabulary too: a token of added_tokens that is not gets the next free id, whatever id stands there."""
-    cut, whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}, {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                                                                                                         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
-    if isinstance(tokenizer, Char):
-        vocab = {c: i for i, c in enumerate(tokenizer.characters)}
-        return {"normalizer": None, "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(?m:.)"}, "behavior": "Isolated", "invert": False}, "decoder": {"type": "Fuse"},
-                "model": {"type": "WordLevel", "vocab": vocab | special, "unk_token": "<unk>"}}
-    if isinstance(tokenizer, Bytes):
-        return {"normalizer": None, "pre_tokenizer": cut, "decoder": cut, "model": {**whole, "vocab": {CHARACTER[byte]: byte for byte in range(256)} | special, "merges": []}}
+def special_tokens(tokenizer):
+    """Return the special tokens of a tokenizer: text -> id."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.encoding._special_tokens
+    if tokenizer.bos is None:
+        return {}
+    return {"<bos>": tokenizer.bos}
+
+
+def tokenizer_spec(tokenizer, special, adds_bos):
+    """Return the content of tokenizer.json. special: text -> id."""
+    added = [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for token, i in sorted(special.items(), key=lambda item: item[1])
+    ]
+    if isinstance(tokenizer, CharTokenizer):
+        parts = character_spec(tokenizer, special)
+    elif isinstance(tokenizer, ByteTokenizer):
+        parts = byte_spec(special)
+    else:
+        parts = bpe_spec(tokenizer, special)
+    post_processor = None
+    if adds_bos:
+        names = {i: name for name, i in special.items()}
+        post_processor = bos_template(names[tokenizer.bos], tokenizer.bos)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **parts,
+        "post_processor": post_processor,
+    }
+
+
+def bos_template(name, bos):
+    """Return the post-processor that puts bos before a text, or before a pair of texts."""
+    special = {"SpecialToken": {"id": name, "type_id": 0}}
+    first = {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [special, first],
+        "pair": [special, first, second],
+        "special_tokens": {name: {"id": name, "ids": [bos], "tokens": [name]}},
+    }
+
+
+# The normalizer, pre_tokenizer, decoder and model of a tokenizer.json. The special tokens are in
+# the model's vocabulary too: an added token that is not would get the next free id, not its own.
+
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+BPE_MODEL = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": True,
+}
+
+
+def isolated_split(pattern):
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+def character_spec(tokenizer, special):
+    vocab = {character: i for i, character in enumerate(tokenizer.characters)}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": isolated_split(r"(?m:.)"),
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocab | special, "unk_token": "<unk>"},
+    }
+
+
+def byte_spec(special):
+    vocab = {BYTE_TO_CHARACTER[byte]: byte for byte in range(256)}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": BYTE_LEVEL,
+        "decoder": BYTE_LEVEL,
+        "model": {**BPE_MODEL, "vocab": vocab | special, "merges": []},
+    }
+
+
+def bpe_spec(tokenizer, special):
     ranks = tokenizer.encoding._mergeable_ranks
-    made = [(rank, ranks[token[:i]], ranks[token[i:]], token[:i], token[i:]) for token, rank in ranks.items() for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-    written = {token: "".join(CHARACTER[byte] for byte in token) for token in ranks}
-    return {"normalizer": {"type": "NFC"} if tokenizer.nfc else None, "decoder": cut,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": tokenizer.encoding._pat_str}, "behavior": "Isolated", "invert": False}, cut]},
-            "model": {**whole, "vocab": dict(sorted([*((written[token], rank) for token, rank in ranks.items()), *special.items()], key=lambda item: item[1])), "merges": [[written[a], written[b]] for *_, a, b in sorted(made)]}}
+    text = {token: "".join(BYTE_TO_CHARACTER[byte] for byte in token) for token in ranks}
+    ids = [(text[token], rank) for token, rank in ranks.items()]
+    vocab = dict(sorted([*ids, *special.items()], key=lambda item: item[1]))
+
+    # every pair of tokens that makes a token, in the order of ranks
+    merges = []
+    for token, rank in ranks.items():
+        for i in range(1, len(token)):
+            left = token[:i]
+            right = token[i:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], ranks[right], left, right))
+    merges.sort()
+
+    split = isolated_split(tokenizer.encoding._pat_str)
+    return {
+        "normalizer": {"type": "NFC"} if tokenizer.nfc else None,
+        "decoder": BYTE_LEVEL,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]},
+        "model": {
+            **BPE_MODEL,
+            "vocab": vocab,
+            "merges": [[text[left], text[right]] for *_, left, right in merges],
+        },
+    }

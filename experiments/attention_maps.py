@@ -1,24 +1,33 @@
-"""Where attention looks: how far back, and how alike the patterns of two checkpoints are (Kazemnejad et al. 2023; ALiBi's slopes: Press et al. 2022).
+"""Measure how far attention looks, and how alike the attention of two checkpoints is.
 
-    python experiments/attention_maps.py out/alibi out/nope                          windows of the shortest trained length
-    python experiments/attention_maps.py nope=out/nope out/t5 --lengths=256 --plot=out/attention.png --json=out/attention.json
+    python experiments/attention_maps.py out/alibi out/nope
+    python experiments/attention_maps.py nope=out/nope out/t5 --lengths=256 --plot=out/attention.png
 
-Over windows of validation text, for each layer and head, every query but a window's first, which has only itself to look at, weighs what it attends to by probability:
-  distance     in tokens, i - j of query i and key j
-  normalised   (t - n + 1) / t of query t and key n, both counted from 1: 1/t is the token itself, 1 the window's first. Even attention is about 1/2
-  histogram    the share of the probability in each of --bins equal stretches of the normalised distance, the nearest first
-`even` is a model that attends to all it sees alike. Where a scheme adds -slope x distance (alibi), each head's slope m stands beside its range 1/m, and beside the distance
-that the slope gives alone, when all else in the scores is equal: a window is too short for the small slopes to have their whole range.
-The divergence of two checkpoints on the same windows: of two heads, the Jensen-Shannon divergence of their probabilities, in nats (0: the same, ln 2 = 0.693: nowhere alike),
-averaged over the queries; of two layers at the same depth, the least over all pairs of heads, one of each checkpoint; of two checkpoints, the mean over the layers.
+For sequences of validation text, each layer and each head, averaged over all queries but the first
+(which only sees itself) and weighted by attention probability (Kazemnejad et al. 2023):
+  distance    i - j of query i and key j, in tokens
+  normalised  (t - n + 1) / t of query t and key n, both counted from 1: 1 / t is the token itself,
+              1 the first token of the sequence; uniform attention is at about 1 / 2
+  histogram   the probability in each of --bins equal parts of the normalised distance, from near
+              to far
+The line `uniform` is a head that attends equally to all it sees. Where a scheme adds -slope x
+distance (ALiBi: Press et al. 2022), the table gives each head's slope m, its range 1 / m, and the
+mean distance of the slope alone, when all else in the scores is equal: a sequence is too short for
+the small slopes to have their whole range.
 
-Attention is computed here for that, densely and in float32, in the place of kernels.attention; the model and its kernels know nothing of it.
+Divergence of two checkpoints on the same sequences: of two heads, the Jensen-Shannon divergence of
+their probabilities in nats (0: equal, ln 2 = 0.693: disjoint), averaged over queries; of two layers
+at the same depth, the smallest over all pairs of heads; of two checkpoints, the mean over layers.
+
+This file computes attention densely in float32, in place of kernels.attention; neither the model
+nor the kernels know about it.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
+from nanolong import python_version  # noqa: F401  # isort: skip
 import contextlib
 import itertools
 import json
@@ -28,294 +37,621 @@ from dataclasses import dataclass
 import torch
 
 import kernels
-from config import UserError
-from evaluate import pyplot
-from experiments.probe import load, windows_of
-from model import PastTrainedLength, Refused
+from experiments.probe import (
+    check_writable,
+    load_checkpoints,
+    sample_sequences,
+    select,
+    shortest_context,
+)
+from model import ContextLengthWarning
+from nanolong import cli
+from nanolong.device import pick_device
+from nanolong.errors import UserError
+from nanolong.plots import format_refusals, import_pyplot, unique
+from nanolong.provenance import provenance
 
 
 @dataclass
 class MapsConfig:
-    lengths: tuple[int, ...] = ()  # windows in tokens; by default the shortest trained length
-    windows: int = 32              # windows of validation text
-    bins: int = 10                 # of the histogram
-    dataset: str = ""              # by default the one that each checkpoint was trained on
-    plot: str = ""                 # write the picture to this PNG (matplotlib draws it)
-    json: str = ""                 # write the rows to this file
-    best: bool = False             # of a run folder take the step with the best validation loss, not the newest
-    seed: int = 1337               # of the windows
-    device: str = "auto"           # auto, cpu, cuda, cuda:N or mps
+    lengths: tuple[int, ...] = ()  # sequence lengths; default: the shortest original context length
+    windows: int = 32  # sequences of validation text
+    bins: int = 10  # bins of the histogram
+    dataset: str = ""  # default: the one each checkpoint was trained on
+    plot: str = ""  # write a figure to this PNG (needs matplotlib)
+    json: str = ""  # write the records to this file
+    best: bool = False  # load the step with the lowest validation loss, not the newest
+    seed: int = 1337  # of the choice of sequences
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
-        if min((self.windows, self.bins, *(n - 1 for n in self.lengths))) < 1 or self.seed < 0:
-            raise UserError("windows and bins must be at least 1, seed at least 0, and lengths, which count tokens, at least 2")
+        if min(self.windows, self.bins) < 1 or self.seed < 0:
+            raise UserError(
+                "windows and bins must be at least 1, and seed at least 0: "
+                "raise the one that is too small"
+            )
+        if any(length < 2 for length in self.lengths):
+            raise UserError("the first query sees only itself: give lengths of at least 2")
         if self.plot and not self.plot.endswith(".png"):
-            raise UserError(f"--plot={self.plot} must end in .png")
+            raise UserError(f"--plot={self.plot} is not a PNG file: give a name ending in .png")
 
 
-def dense(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, length=None):
-    """kernels.attention() with its probabilities, (B, H, Tq, D) and (B, H, Tq, Tk): arguments as there, every score at once, in float32 (float64 of float64)."""
-    assert length is None, "no room that is partly filled is looked into"
-    (B, H, Tq, D), Tk, out = q.shape, k.shape[2], v.dtype
-    wide = torch.promote_types(out, torch.float32)
-    q, k, v = (x.to(out).to(wide) for x in (q, k, v))
-    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    index = torch.arange(Tk, device=q.device)
-    distance = index[Tk - Tq:, None] - index  # (Tq, Tk)
-    seen = (distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool))[None]
+# -----------------------------------------------------------------------------
+# Attention with its probabilities.
+
+
+def visible_keys(distance, window, sinks, positions, docs, causal):
+    """Which keys each query may see: bool, (1 or B, Tq, Tk). Arguments as in dense_attention."""
+    n_queries, n_keys = distance.shape
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    visible = visible[None]
     if window:
-        where = index[None] if positions is None else positions.view(-1, Tk)  # (1 or B, Tk)
-        seen = seen & (((where[:, Tk - Tq:, None] - where[:, None]).abs() < window) | (where[:, None] < sinks))
+        if positions is None:
+            positions = torch.arange(n_keys, device=distance.device)
+        keys = positions.view(-1, n_keys)  # (1 or B, Tk)
+        queries = keys[:, n_keys - n_queries :]
+        near = (queries[:, :, None] - keys[:, None]).abs() < window
+        is_sink = keys[:, None] < sinks
+        visible = visible & (near | is_sink)
     if docs is not None:
-        seen = seen & (docs[:, Tk - Tq:, None] == docs[:, None])
+        visible = visible & (docs[:, n_keys - n_queries :, None] == docs[:, None])
+    return visible
+
+
+def bias_scores(bias, distance):
+    """The (H, Tq, Tk) that slopes (H,) or a table by distance (H, m) add to the scores."""
+    if bias.dim() == 1:
+        return -bias[:, None, None] * distance
+    return bias[:, distance.clamp(max=bias.shape[1] - 1)]
+
+
+def dense_attention(
+    q,
+    k,
+    v,
+    *,
+    bias=None,
+    relative=None,
+    window=0,
+    sinks=0,
+    positions=None,
+    docs=None,
+    causal=True,
+    scale=None,
+    length=None,
+):
+    """kernels.attention() that also returns the probabilities.
+
+    Arguments are those of kernels.attention. Returns (B, H, Tq, D) and (B, H, Tq, Tk). Computed in
+    float32 (float64 of float64), with all scores in memory.
+    """
+    assert length is None, "a cache of fixed capacity is not supported"
+    B, H, Tq, D = q.shape
+    Tk = k.shape[2]
+    dtype = v.dtype
+    compute_dtype = torch.promote_types(dtype, torch.float32)
+    # as the kernels: round to v's dtype first, where autocast left queries and keys wider
+    q, k, v = (x.to(dtype).to(compute_dtype) for x in (q, k, v))
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+
+    index = torch.arange(Tk, device=q.device)
+    distance = index[Tk - Tq :, None] - index  # (Tq, Tk)
+    visible = visible_keys(distance, window, sinks, positions, docs, causal)
     distance = distance.clamp(min=0) if causal else distance.abs()
+
     keys, values, offsets = relative or (None, None, None)
-    u, w = (x.to(wide)[:, None] for x in offsets) if offsets is not None else (0, 0)  # (H, 1, D)
-    score = (q + u) @ k.mT
+    u, w = 0, 0
+    if offsets is not None:
+        u, w = (x.to(compute_dtype)[:, None] for x in offsets)  # (H, 1, D)
+    scores = (q + u) @ k.mT
     if keys is not None:
-        row = distance.clamp(max=keys.shape[1] - 1).expand(B, H, Tq, Tk)  # of the vectors
-        score = score + ((q + w) @ keys.to(wide).mT).gather(-1, row)
-    score = score * (D ** -0.5 if scale is None else scale)
+        clipped = distance.clamp(max=keys.shape[1] - 1).expand(B, H, Tq, Tk)
+        by_distance = (q + w) @ keys.to(compute_dtype).mT  # (B, H, Tq, m)
+        scores = scores + by_distance.gather(-1, clipped)
+    scores = scores * (D**-0.5 if scale is None else scale)
     if bias is not None:
-        score = score + (-bias[:, None, None] * distance if bias.dim() == 1 else bias[:, distance.clamp(max=bias.shape[1] - 1)])
-    p = score.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        scores = scores + bias_scores(bias, distance)
+
+    p = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
     y = p @ v
     if values is not None:
-        y = y + p.new_zeros(B, H, Tq, values.shape[1]).scatter_add(-1, row, p) @ values.to(wide)
-    return y.to(out), p
+        # the probability at each clipped distance, times its value vector
+        by_distance = p.new_zeros(B, H, Tq, values.shape[1]).scatter_add(-1, clipped, p)
+        y = y + by_distance @ values.to(compute_dtype)
+    return y.to(dtype), p
 
 
 @contextlib.contextmanager
-def captured():
-    """While it lasts, kernels.attention is dense() above. Yields a list to which each call, that is each layer in turn, adds its probabilities (B, H, Tq, Tk)."""
-    maps, plain = [], kernels.attention
+def record_attention():
+    """Replace kernels.attention by dense_attention. Yields a list that collects probabilities.
 
-    def attention(*given, **options):
-        y, p = dense(*given, **options)
+    Each call, that is each layer in turn, appends its (B, H, Tq, Tk).
+    """
+    maps = []
+    original = kernels.attention
+
+    def attention(*args, **kwargs):
+        y, p = dense_attention(*args, **kwargs)
         maps.append(p)
         return y
+
     kernels.attention = attention
     try:
         yield maps
     finally:
-        kernels.attention = plain
+        kernels.attention = original
 
 
 @torch.no_grad()
-def maps_of(model, tokens, number=0):
-    """The probabilities of every layer, a list of (B, H, T, T), over tokens (B, T), in eval mode. Models of random positions draw them by `number`."""
-    was, device = model.training, next(model.parameters()).device
+def attention_maps(model, tokens, seed=0):
+    """The probabilities of every layer for tokens (B, T), in eval mode: a list of (B, H, T, T).
+
+    seed: of the positions, for a model of random positions.
+    """
+    was_training = model.training
+    device = next(model.parameters()).device
     model.eval()
-    with captured() as maps, warnings.catch_warnings():
-        warnings.simplefilter("ignore", PastTrainedLength)
-        model.hidden(tokens.to(device), model.draw_positions(*tokens.shape, number))
-    model.train(was)
+    with record_attention() as maps, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContextLengthWarning)
+        model.hidden_states(tokens.to(device), model.sample_positions(*tokens.shape, seed))
+    model.train(was_training)
     return maps
 
 
-def attended(p, bins=10):
-    """Probabilities (B, H, T, T) -> per head, meaned over sequences and queries 1 .. T-1: distance (H,), normalised distance (H,), histogram (H, bins), float64."""
+# -----------------------------------------------------------------------------
+# How far attention looks.
+
+
+def summarise(p, bins=10):
+    """Average probabilities (B, H, T, T) over sequences and queries 1 .. T-1.
+
+    Returns, per head in float64: distance (H,), normalised distance (H,), histogram (H, bins).
+    """
     T = p.shape[-1]
-    mass = p[:, :, 1:].mean(0).cpu().double()  # (H, T-1, T)
-    i, j = torch.arange(1, T)[:, None], torch.arange(T)
-    distance = (i - j).clamp(min=0)  # above the diagonal there is no mass
-    stretch = (bins * (distance + 1) - 1) // (i + 1)  # the bin of (distance + 1) / (i + 1), which belongs to the one it closes; in whole numbers, since 0.3 * 10 is not 3
-    histogram = torch.zeros(len(mass), bins, dtype=torch.float64).index_add_(1, stretch.flatten(), mass.flatten(1))
-    return (mass * distance).sum(-1).mean(-1), (mass * (distance + 1) / (i + 1)).sum(-1).mean(-1), histogram / (T - 1)
+    p = p[:, :, 1:].mean(0).cpu().double()  # (H, T-1, T)
+    query = torch.arange(1, T)[:, None]
+    distance = (query - torch.arange(T)).clamp(min=0)  # above the diagonal p is 0
+    # The bin of the normalised distance; an upper edge belongs to the bin below it. In integers,
+    # because 0.3 * 10 is not 3.
+    index = (bins * (distance + 1) - 1) // (query + 1)
+    histogram = torch.zeros(len(p), bins, dtype=torch.float64)
+    histogram.index_add_(1, index.flatten(), p.flatten(1))
+    mean_distance = (p * distance).sum(-1).mean(-1)
+    mean_normalised = (p * (distance + 1) / (query + 1)).sum(-1).mean(-1)
+    return mean_distance, mean_normalised, histogram / (T - 1)
 
 
-def by_slope(slopes, T, window=0, sinks=0):
-    """Probabilities (1, H, T, T) of causal heads in whose scores -slope x distance is all there is: slopes (H,)."""
-    nothing = torch.zeros(1, len(slopes), T, 1)
-    return dense(nothing, nothing, nothing, bias=slopes.cpu(), window=window, sinks=sinks)[1]
+def slope_attention(slopes, T, window=0, sinks=0):
+    """Probabilities (1, H, T, T) of causal heads whose only score is -slope x distance."""
+    zeros = torch.zeros(1, len(slopes), T, 1)
+    _, p = dense_attention(zeros, zeros, zeros, bias=slopes.cpu(), window=window, sinks=sinks)
+    return p
 
 
-def distances(model, dataset, name="model", length=None, windows=32, bins=10, seed=1337, device=None):
-    """A row per layer and head: "distance" in tokens, "normalised", "histogram", and, where the scheme adds slopes, "slope", "range" (1 / slope) and "slope_alone".
+def layer_slopes(model, layer, length):
+    """The slopes (H,) that the scheme adds in a layer, or None."""
+    if not model.config.uses_positions(layer):
+        return None
+    bias = model.pos.bias(length, layer)
+    return bias if bias is not None and bias.dim() == 1 else None
 
-    model: a GPT, which is put on the device (default: where it is). dataset: a data.Dataset, whose val split is read. length: tokens in a window, by default the
-    trained length. Raises Refused or UserError where model or text do not reach that far.
+
+def slope_distances(model, layer, slopes, length):
+    """The mean distance (H,) that the slopes alone give, with the layer's window."""
+    window, sinks = 0, 0
+    if model.config.uses_window(layer):
+        window, sinks = model.config.window, model.config.sinks
+    return summarise(slope_attention(slopes, length, window, sinks))[0]
+
+
+def distances(
+    model, dataset, name="model", length=None, windows=32, bins=10, seed=1337, device=None
+):
+    """Measure where each head looks on validation text. Returns a record per layer and head.
+
+    Each has "distance" in tokens, "normalised", "histogram" and, where the scheme adds slopes,
+    "slope", "range" (1 / slope) and "slope_alone". model: a GPT, moved to the device (default:
+    where it is). dataset: a data.Dataset. length: default the original context length. Raises
+    UserError when the text is shorter, or the model cannot compute so many positions.
     """
-    length, rows = length or model.config.trained_length, []
-    tokens, _ = windows_of(dataset.val, length, windows, seed)
+    length = length or model.config.original_length
+    tokens, _ = sample_sequences(dataset.val, length, windows, seed)
     model.to(device or next(model.parameters()).device)
+
+    # Sum over sequences, one at a time: maps are large.
     sums = None
-    for number, window in enumerate(tokens.split(1)):  # one at a time: maps are large
-        found = [attended(p, bins) for p in maps_of(model, window, number)]
-        sums = found if sums is None else [tuple(a + b for a, b in zip(*pair)) for pair in zip(sums, found)]
+    for i, sequence in enumerate(tokens.split(1)):
+        layers = [summarise(p, bins) for p in attention_maps(model, sequence, i)]
+        if sums is None:
+            sums = layers
+        else:
+            pairs = zip(sums, layers, strict=True)
+            sums = [tuple(map(torch.add, total, new)) for total, new in pairs]
+
+    n = len(tokens)
+    records = []
     for layer, (distance, normalised, histogram) in enumerate(sums):
-        slopes = None if layer in model.config.nope_layers else model.pos.bias(length, layer)
-        slopes = slopes if slopes is not None and slopes.dim() == 1 else None
-        alone = None if slopes is None else attended(by_slope(slopes, length, *((model.config.window, model.config.sinks) if layer in model.config.window_layers else ())))[0]
+        slopes = layer_slopes(model, layer, length)
+        if slopes is not None:
+            alone = slope_distances(model, layer, slopes, length)
         for head in range(len(distance)):
-            rows.append({"checkpoint": name, "task": "attention", "length": length, "layer": layer, "head": head, "distance": distance[head].item() / len(tokens),
-                         "normalised": normalised[head].item() / len(tokens), "histogram": (histogram[head] / len(tokens)).tolist(), "windows": len(tokens)})
+            record = {
+                "checkpoint": name,
+                "task": "attention",
+                "length": length,
+                "layer": layer,
+                "head": head,
+                "distance": distance[head].item() / n,
+                "normalised": normalised[head].item() / n,
+                "histogram": (histogram[head] / n).tolist(),
+                "windows": n,
+            }
             if slopes is not None:
-                rows[-1] |= {"slope": slopes[head].item(), "range": 1 / slopes[head].item(), "slope_alone": alone[head].item()}
-    return rows
+                record["slope"] = slopes[head].item()
+                record["range"] = 1 / slopes[head].item()
+                record["slope_alone"] = alone[head].item()
+            records.append(record)
+    return records
 
 
-def even(length, bins=10):
-    """The row of a head that attends alike to all that it sees."""
-    distance, normalised, histogram = attended(by_slope(torch.zeros(1), length), bins)
-    return {"checkpoint": "even", "task": "attention", "length": length, "distance": distance.item(), "normalised": normalised.item(), "histogram": histogram[0].tolist()}
+def uniform(length, bins=10):
+    """The record of a head that attends equally to all it sees."""
+    distance, normalised, histogram = summarise(slope_attention(torch.zeros(1), length), bins)
+    return {
+        "checkpoint": "uniform",
+        "task": "attention",
+        "length": length,
+        "distance": distance.item(),
+        "normalised": normalised.item(),
+        "histogram": histogram[0].tolist(),
+    }
 
 
-def divergence(p, q):
-    """Jensen-Shannon divergence in nats of probabilities along the last dimension, 0 .. ln 2: the entropy of their mean less the mean of their entropies."""
-    def entropy(x):
-        return -torch.xlogy(x, x).sum(-1)
-    return (entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2).clamp(min=0)
+# -----------------------------------------------------------------------------
+# How alike two checkpoints are.
 
 
-def between(maps, others):
-    """Divergences (layers, H, H') of all pairs of heads of two models' maps over the same window, lists of (1, H, T, T), meaned over queries 1 .. T-1."""
-    return torch.stack([torch.stack([divergence(head, q[0, :, 1:]).mean(-1) for head in p[0, :, 1:]]) for p, q in zip(maps, others)]).cpu()
+def entropy(p):
+    """Entropy in nats along the last dimension."""
+    return -torch.xlogy(p, p).sum(-1)
 
 
-def divergences(ready, length=None, windows=32, seed=1337, device=None):
-    """A row per pair of checkpoints: "divergence" in nats, as defined above, and "layers", that of each layer.
+def jensen_shannon(p, q):
+    """Jensen-Shannon divergence in nats along the last dimension, 0 .. ln 2."""
+    divergence = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
+    return divergence.clamp(min=0)
 
-    ready: name -> (GPT, data.Dataset). length: by default the shortest trained length. Two checkpoints of different depth or text cannot be compared: "refused" says why.
+
+def head_divergences(maps, other_maps):
+    """Divergences of all pairs of heads of two models, averaged over queries 1 .. T-1.
+
+    maps: a list of (1, H, T, T) over layers, of the same sequence. Returns (layers, H, H').
     """
-    length, rows = length or min(model.config.trained_length for model, _ in ready.values()), []
-    for a, b in itertools.combinations(ready, 2):
-        (model, text), (other, other_text) = ready[a], ready[b]
-        row = {"checkpoint": a, "with": b, "task": "divergence", "length": length}
+    layers = []
+    for p, q in zip(maps, other_maps, strict=True):
+        rows = [jensen_shannon(head, q[0, :, 1:]).mean(-1) for head in p[0, :, 1:]]
+        layers.append(torch.stack(rows))
+    return torch.stack(layers).cpu()
+
+
+def check_comparable(name, model, dataset, other_name, other_model, other_dataset):
+    """Raise UserError where two checkpoints differ in depth or text."""
+    n_layer = model.config.n_layer
+    other_n_layer = other_model.config.n_layer
+    if n_layer != other_n_layer:
+        raise UserError(
+            f"{name} has {n_layer} layers and {other_name} {other_n_layer}: "
+            "compare checkpoints of the same depth"
+        )
+    if (dataset.hash, dataset.bos) != (other_dataset.hash, other_dataset.bos):
+        raise UserError(
+            f"{name} and {other_name} differ in their dataset or in --bos: "
+            "compare checkpoints of one dataset"
+        )
+
+
+def compare(model, other, dataset, length, windows, seed, device):
+    """The divergence of each layer of two models, and the number of sequences."""
+    tokens, _ = sample_sequences(dataset.val, length, windows, seed)
+    for one in (model, other):
+        one.to(device or next(one.parameters()).device)
+    total = 0
+    for i, sequence in enumerate(tokens.split(1)):
+        maps = attention_maps(model, sequence, i)
+        total = total + head_divergences(maps, attention_maps(other, sequence, i))
+    mean = total / len(tokens)
+    return mean.flatten(1).amin(1), len(tokens)
+
+
+def divergences(loaded, length=None, windows=32, seed=1337, device=None):
+    """Compare all pairs of checkpoints. Returns a record per pair.
+
+    Each has "divergence" in nats and "layers", that of each layer, or "refused" with the reason why
+    the two cannot be compared. loaded: name -> (GPT, data.Dataset). length: default the shortest
+    original context length.
+    """
+    length = length or shortest_context(loaded)
+    records = []
+    for a, b in itertools.combinations(loaded, 2):
+        model, dataset = loaded[a]
+        other, other_dataset = loaded[b]
+        record = {"checkpoint": a, "with": b, "task": "divergence", "length": length}
         try:
-            if model.config.n_layer != other.config.n_layer:
-                raise UserError(f"{a} has {model.config.n_layer} layers and {b} {other.config.n_layer}: compare checkpoints of one depth")
-            if (text.hash, text.bos) != (other_text.hash, other_text.bos):
-                raise UserError(f"{a} and {b} read different text, or only one of them <bos>: compare checkpoints of one data set")
-            tokens, pairs = windows_of(text.val, length, windows, seed)[0], 0
-            for one in (model, other):
-                one.to(device or next(one.parameters()).device)
-            for number, window in enumerate(tokens.split(1)):
-                pairs = pairs + between(maps_of(model, window, number), maps_of(other, window, number))
-            layers = (pairs / len(tokens)).flatten(1).amin(1)
-            rows.append({**row, "divergence": layers.mean().item(), "layers": layers.tolist(), "windows": len(tokens)})
-        except (Refused, UserError) as refusal:
-            rows.append({**row, "refused": str(refusal)})
-    return rows
+            check_comparable(a, model, dataset, b, other, other_dataset)
+            layers, n = compare(model, other, dataset, length, windows, seed, device)
+            record["divergence"] = layers.mean().item()
+            record["layers"] = layers.tolist()
+            record["windows"] = n
+        except UserError as error:
+            record["refused"] = str(error)
+        records.append(record)
+    return records
 
 
-def mean_of(rows, key):
-    """The mean of a number, or of each in a list, over rows."""
-    values = torch.tensor([row[key] for row in rows], dtype=torch.float64).mean(0)
-    return values.tolist()
+# -----------------------------------------------------------------------------
+# Table.
 
 
-def table(rows, bins):
-    """The rows as text: per length a line per checkpoint, then its heads, its slopes and the divergences."""
-    out, wide = [], max(10, *(len(row["checkpoint"]) for row in rows))
-    for length in dict.fromkeys(row["length"] for row in rows):
-        mine = [row for row in rows if row["length"] == length and "distance" in row]
-        names = list(dict.fromkeys(row["checkpoint"] for row in mine))
-        out += [f"attention in windows of {length}, mean over layers and heads: distance in tokens, normalised, and percent of the probability in each {bins}th of it, nearest first",
-                " " * wide + f"{'tokens':>8}{'norm.':>7}  " + "".join(f"{(b + 1) / bins:>6.2f}" for b in range(bins))]
-        for name in (*names, "even"):
-            heads = [row for row in mine if row["checkpoint"] == name] if name in names else [even(length, bins)]
-            out.append(name.ljust(wide) + f"{mean_of(heads, 'distance'):>8.1f}{mean_of(heads, 'normalised'):>7.3f}  " + "".join(f"{100 * share:>6.1f}" for share in mean_of(heads, "histogram")))
+def mean_of(records, key):
+    """The mean of a number, or of each number of a list, over records."""
+    values = torch.tensor([record[key] for record in records], dtype=torch.float64)
+    return values.mean(0).tolist()
+
+
+def summary_lines(records, length, names, bins, width):
+    """A line per checkpoint, averaged over layers and heads, and one of uniform attention."""
+    edges = [(b + 1) / bins for b in range(bins)]
+    lines = [
+        f"attention at length {length}, mean over layers and heads: distance in tokens, "
+        f"normalised distance, percent of the probability in each bin of it (nearest first)",
+        " " * width + f"{'tokens':>8}{'norm.':>7}  " + "".join(f"{edge:>6.2f}" for edge in edges),
+    ]
+    for name in (*names, "uniform"):
+        heads = select(records, checkpoint=name, length=length)
+        if name not in names:
+            heads = [uniform(length, bins)]
+        percents = [100 * p for p in mean_of(heads, "histogram")]
+        lines.append(
+            name.ljust(width)
+            + f"{mean_of(heads, 'distance'):>8.1f}{mean_of(heads, 'normalised'):>7.3f}  "
+            + "".join(f"{percent:>6.1f}" for percent in percents)
+        )
+    return lines
+
+
+def head_lines(heads, name):
+    """The distance of each head of a checkpoint: a line per layer."""
+    n_head = 1 + max(record["head"] for record in heads)
+    titles = [f"head {head}" for head in range(n_head)]
+    lines = [
+        f"{name}, tokens (normalised) of each head",
+        " " * 10 + "".join(f"{title:>14}" for title in titles),
+    ]
+    for layer in unique(heads, "layer"):
+        cells = [
+            f"{record['distance']:>7.1f} ({record['normalised']:.2f})"
+            for record in select(heads, layer=layer)
+        ]
+        lines.append(f"layer {layer}".ljust(10) + "".join(cells))
+    return lines
+
+
+def slope_lines(heads, name):
+    """Each slope of a checkpoint, its range and the measured distance, averaged over layers."""
+    lines = [
+        f"{name}, by slope m, tokens",
+        f"{'head':<10}{'m':>10}{'1/m':>10}{'m alone':>10}{'measured':>10}",
+    ]
+    for head in unique(heads, "head"):
+        layers = select(heads, head=head)
+        first = layers[0]
+        lines.append(
+            f"{head:<10}{first['slope']:>10.5f}{first['range']:>10.1f}"
+            f"{first['slope_alone']:>10.1f}{mean_of(layers, 'distance'):>10.1f}"
+        )
+    return lines
+
+
+def divergence_lines(pairs):
+    """A line per pair of checkpoints, the most alike first."""
+    lines = [
+        "Jensen-Shannon divergence of attention in nats, 0 to 0.693, of the closest heads of each "
+        "layer: mean over layers, then each layer; the most alike first"
+    ]
+    titles = [f"{record['checkpoint']}, {record['with']}" for record in pairs]
+    width = max(map(len, titles))
+    for record in sorted(pairs, key=lambda record: record["divergence"]):
+        title = f"{record['checkpoint']}, {record['with']}"
+        layers = "".join(f"{layer:>7.3f}" for layer in record["layers"])
+        lines.append(f"{title.ljust(width)}{record['divergence']:>8.3f}  {layers}")
+    return lines
+
+
+def format_table(records, bins):
+    """The records as text: per length the summary, heads, slopes and divergences."""
+    width = max(10, *(len(record["checkpoint"]) for record in records))
+    lines = []
+    for length in unique(records, "length"):
+        at_length = select(records, length=length)
+        measured = [record for record in at_length if "distance" in record]
+        names = unique(measured, "checkpoint")
+        lines += summary_lines(measured, length, names, bins, width)
         for name in names:
-            heads = [row for row in mine if row["checkpoint"] == name]
-            out += ["", f"{name}, tokens (normalised) of each head", " " * 10 + "".join(f"{'head ' + str(head):>14}" for head in range(max(row["head"] for row in heads) + 1))]
-            for layer in dict.fromkeys(row["layer"] for row in heads):
-                out.append(f"layer {layer}".ljust(10) + "".join(f"{row['distance']:>7.1f} ({row['normalised']:.2f})" for row in heads if row["layer"] == layer))
-            if sloped := [row for row in heads if "slope" in row]:
-                out += ["", f"{name}, by slope m, tokens", f"{'head':<10}{'m':>10}{'1/m':>10}{'m alone':>10}{'measured':>10}"]
-                for head in dict.fromkeys(row["head"] for row in sloped):
-                    same = [row for row in sloped if row["head"] == head]
-                    out.append(f"{head:<10}{same[0]['slope']:>10.5f}{same[0]['range']:>10.1f}{same[0]['slope_alone']:>10.1f}{mean_of(same, 'distance'):>10.1f}")
-        out.append("")
-        if pairs := [row for row in rows if row["length"] == length and "divergence" in row]:
-            out.append("Jensen-Shannon divergence of attention, nats, 0 to 0.693: the closest heads of each layer, mean over the layers, and each layer; the most alike first")
-            both = max(len(f"{row['checkpoint']}, {row['with']}") for row in pairs)
-            for row in sorted(pairs, key=lambda row: row["divergence"]):
-                out.append(f"{row['checkpoint']}, {row['with']}".ljust(both) + f"{row['divergence']:>8.3f}  " + "".join(f"{layer:>7.3f}" for layer in row["layers"]))
-            out.append("")
-    out += dict.fromkeys(f"refused: {row['checkpoint']} at {row['length']}: {row['refused']}" for row in rows if "refused" in row)
-    return "\n".join(out).rstrip()
+            heads = select(measured, checkpoint=name)
+            lines += ["", *head_lines(heads, name)]
+            with_slopes = [record for record in heads if "slope" in record]
+            if with_slopes:
+                lines += ["", *slope_lines(with_slopes, name)]
+        lines.append("")
+        pairs = [record for record in at_length if "divergence" in record]
+        if pairs:
+            lines += [*divergence_lines(pairs), ""]
+    lines += format_refusals(records)
+    return "\n".join(lines).rstrip()
 
 
-def picture(rows, bins, file, note):
-    """Per length: the histograms, every head's mean distance by layer, the slopes' ranges where there are any, and the divergences where there are two checkpoints."""
-    if not (plt := pyplot(file)):
+# -----------------------------------------------------------------------------
+# Figure.
+
+
+def line_style(i):
+    """Colour and marker of the i-th checkpoint."""
+    return {"color": f"C{i % 10}", "marker": "osD^vP*X"[i % 8], "markersize": 4}
+
+
+def plot_histograms(axes, records, names, length, bins):
+    """Draw the probability by normalised distance, a line per checkpoint."""
+    centres = [(b + 0.5) / bins for b in range(bins)]
+    for i, name in enumerate(names):
+        heads = select(records, checkpoint=name)
+        if heads:
+            axes.plot(centres, mean_of(heads, "histogram"), label=name, **line_style(i))
+    flat = uniform(length, bins)["histogram"]
+    axes.plot(centres, flat, color="gray", linestyle="--", label="uniform")
+    axes.set_title(f"where attention looks, sequences of {length}")
+    axes.set_xlabel("normalised distance, (t - n + 1) / t")
+    axes.set(ylabel="fraction of the probability", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def plot_head_distances(axes, records, names, length, bins):
+    """Draw the mean distance of every head, by layer."""
+    for i, name in enumerate(names):
+        heads = select(records, checkpoint=name)
+        # side by side within a layer
+        offset = 0.6 * (i / len(names) - 0.5)
+        layers = [record["layer"] + offset for record in heads]
+        tokens = [record["distance"] for record in heads]
+        axes.plot(layers, tokens, linestyle="", **line_style(i))
+    axes.axhline(uniform(length, bins)["distance"], color="gray", linestyle="--")
+    axes.set(xlabel="layer", ylabel="mean distance in tokens", yscale="log")
+    axes.set_title("mean distance of every head")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+
+
+def plot_slopes(axes, records, names, length):
+    """Draw each head's mean distance over the range 1/m of its slope."""
+    with_slopes = [record for record in records if "slope" in record]
+    for i, name in enumerate(names):
+        heads = select(with_slopes, checkpoint=name)
+        if not heads:
+            continue
+        ranges = [record["range"] for record in heads]
+        tokens = [record["distance"] for record in heads]
+        alone = [record["slope_alone"] for record in heads]
+        label = f"{name}, heads of all layers"
+        axes.plot(ranges, tokens, linestyle="", label=label, **line_style(i))
+        dash = {"linestyle": "", "marker": "_", "markersize": 14, "color": "black"}
+        axes.plot(ranges, alone, label="slope alone", **dash)
+    ends = [1, max([length, *(record["range"] for record in with_slopes)])]
+    axes.plot(ends, ends, color="gray", linestyle=":", label="distance = 1/m")
+    axes.set(xscale="log", yscale="log", xlabel="1/m", ylabel="mean distance in tokens")
+    axes.set_title("a head's slope m and its range")
+    axes.grid(alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))  # each label once
+    axes.legend(by_label.values(), by_label.keys(), fontsize=8)
+
+
+def plot_divergences(figure, axes, pairs, names):
+    """Draw the matrix of divergences."""
+    matrix = torch.full((len(names), len(names)), float("nan")).fill_diagonal_(0)
+    for record in pairs:
+        a = names.index(record["checkpoint"])
+        b = names.index(record["with"])
+        matrix[a, b] = matrix[b, a] = record["divergence"]
+    image = axes.imshow(matrix.numpy(), cmap="viridis_r", vmin=0)
+    half = matrix.nan_to_num().max() / 2
+    for a, b in (matrix > 0).nonzero().tolist():
+        color = "white" if matrix[a, b] > half else "black"
+        label = f"{matrix[a, b]:.2f}"
+        axes.text(b, a, label, ha="center", va="center", fontsize=7, color=color)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_title("Jensen-Shannon divergence in nats")
+    figure.colorbar(image, ax=axes, shrink=0.8)
+
+
+def plot_records(records, bins, file, note):
+    """Draw a PNG with a row per length.
+
+    Panels: the histograms, the mean distance of every head, the slopes where there are any, and the
+    divergences where there are two checkpoints.
+    """
+    plt = import_pyplot(file)
+    measured = [record for record in records if "distance" in record]
+    if plt is None or not measured:
         return
-    lengths = [n for n in dict.fromkeys(row["length"] for row in rows) if any("distance" in row and row["length"] == n for row in rows)]
-    if not lengths:
-        return
-    sloped, paired = any("slope" in row for row in rows), any("divergence" in row for row in rows)
-    names = list(dict.fromkeys(row["checkpoint"] for row in rows))
-    figure, axes = plt.subplots(len(lengths), 2 + sloped + paired, figsize=(5.6 * (2 + sloped + paired), 4.4 * len(lengths)), squeeze=False, layout="constrained")
-    for length, (shares, far, *more) in zip(lengths, axes):
-        mine = [row for row in rows if row["length"] == length and "distance" in row]
-        centres, flat = [(b + 0.5) / bins for b in range(bins)], even(length, bins)
-        for i, name in enumerate(names):
-            if not (heads := [row for row in mine if row["checkpoint"] == name]):
-                continue
-            look = {"color": f"C{i % 10}", "marker": "osD^vP*X"[i % 8], "markersize": 4}
-            shares.plot(centres, mean_of(heads, "histogram"), label=name, **look)
-            far.plot([row["layer"] + 0.6 * (i / len(names) - 0.5) for row in heads], [row["distance"] for row in heads], linestyle="", **look)
-            if (own := [row for row in heads if "slope" in row]):
-                more[0].plot([row["range"] for row in own], [row["distance"] for row in own], linestyle="", label=f"{name}, each layer's heads", **look)
-                more[0].plot([row["range"] for row in own], [row["slope_alone"] for row in own], linestyle="", marker="_", markersize=14, color="black", label="slope alone")
-        shares.plot(centres, flat["histogram"], color="gray", linestyle="--", label="even")
-        far.axhline(flat["distance"], color="gray", linestyle="--")
-        shares.set(xlabel="normalised distance, (t - n + 1) / t", ylabel="share of the probability", title=f"where attention looks, windows of {length}", ylim=(0, None))
-        far.set(xlabel="layer", ylabel="mean distance in tokens", title="every head's mean distance", yscale="log")
-        far.xaxis.get_major_locator().set_params(integer=True)
-        if sloped:
-            reach = [1, max([length, *(row["range"] for row in mine if "slope" in row)])]
-            more[0].plot(reach, reach, color="gray", linestyle=":", label="distance = 1/m")
-            more[0].set(xscale="log", yscale="log", xlabel="1/m", ylabel="mean distance in tokens", title="a head's slope m and its range")
-        for panel in (shares, far, *more[:sloped]):
-            panel.grid(alpha=0.3)
-        for panel in (shares, *more[:sloped]):
-            handles = dict(zip(*reversed(panel.get_legend_handles_labels())))  # each label once
-            panel.legend(handles.values(), handles.keys(), fontsize=8)
-        if paired:
-            square = torch.full((len(names), len(names)), float("nan")).fill_diagonal_(0)
-            for row in rows:
-                if row["length"] == length and "divergence" in row:
-                    a, b = names.index(row["checkpoint"]), names.index(row["with"])
-                    square[a, b] = square[b, a] = row["divergence"]
-            drawn = more[-1].imshow(square.numpy(), cmap="viridis_r", vmin=0)
-            for a, b in (square > 0).nonzero().tolist():
-                more[-1].text(b, a, f"{square[a, b]:.2f}", ha="center", va="center", fontsize=7, color="white" if square[a, b] > square.nan_to_num().max() / 2 else "black")
-            more[-1].set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-            more[-1].set_yticks(range(len(names)), names, fontsize=8)
-            more[-1].set(title="Jensen-Shannon divergence in nats")
-            figure.colorbar(drawn, ax=more[-1], shrink=0.8)
+    lengths = unique(measured, "length")
+    names = unique(records, "checkpoint")
+    has_slopes = any("slope" in record for record in records)
+    has_pairs = any("divergence" in record for record in records)
+    n_columns = 2 + has_slopes + has_pairs
+    figure, axes = plt.subplots(
+        len(lengths),
+        n_columns,
+        figsize=(5.6 * n_columns, 4.4 * len(lengths)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, length in zip(axes, lengths, strict=True):
+        heads = select(measured, length=length)
+        plot_histograms(row[0], heads, names, length, bins)
+        plot_head_distances(row[1], heads, names, length, bins)
+        if has_slopes:
+            plot_slopes(row[2], heads, names, length)
+        if has_pairs:
+            pairs = [r for r in select(records, length=length) if "divergence" in r]
+            plot_divergences(figure, row[-1], pairs, names)
     figure.supxlabel(note.replace("; ", "\n"), fontsize=7, color="gray")
     figure.savefig(file, dpi=120)
     plt.close(figure)
-    print(f"{file} is drawn")
+    print(f"wrote {file}")
+
+
+# -----------------------------------------------------------------------------
+# The command line.
+
+
+def measure(loaded, length, cfg):
+    """All records of one length: distances of each checkpoint, divergences of each pair."""
+    records = []
+    comparable = {}
+    for name, (model, dataset) in loaded.items():
+        try:
+            records += distances(model, dataset, name, length, cfg.windows, cfg.bins, cfg.seed)
+            comparable[name] = (model, dataset)
+        except UserError as error:
+            record = {"checkpoint": name, "task": "attention", "length": length}
+            records.append({**record, "refused": str(error)})
+    return records + divergences(comparable, length, cfg.windows, cfg.seed)
 
 
 def main():
-    cfg, _, paths = config.parse(MapsConfig, about=__doc__, paths="run folders or step folders, NAME=FOLDER to name one in table and plot")
-    for file in filter(None, (cfg.plot, cfg.json)):  # before the work, not after it
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        open(file, "ab").close()
-    ready, rows = load(paths, cfg), []
-    for length in cfg.lengths or (min(model.config.trained_length for model, _ in ready.values()),):
-        for name, (model, dataset) in ready.items():
-            try:
-                rows += distances(model, dataset, name, length, cfg.windows, cfg.bins, cfg.seed)
-            except (Refused, UserError) as refusal:
-                rows.append({"checkpoint": name, "task": "attention", "length": length, "refused": str(refusal)})
-        refused = [row["checkpoint"] for row in rows if row["length"] == length and "refused" in row]
-        rows += divergences({name: pair for name, pair in ready.items() if name not in refused}, length, cfg.windows, cfg.seed)
-    print(table(rows, cfg.bins))
-    first, device = next(iter(ready.values()))[1], config.pick_device(cfg.device)
-    note = f"{config.provenance(device)}; {first.name} {first.hash}, {cfg.windows} windows, seed {cfg.seed}"
+    cfg, _, paths = cli.parse(
+        MapsConfig, about=__doc__, paths="run folders or step folders; NAME=FOLDER gives a name"
+    )
+    check_writable(cfg.plot, cfg.json)
+    loaded = load_checkpoints(paths, cfg)
+    records = []
+    for length in cfg.lengths or (shortest_context(loaded),):
+        records += measure(loaded, length, cfg)
+    print(format_table(records, cfg.bins))
+
+    first_dataset = next(iter(loaded.values()))[1]
+    note = (
+        f"{provenance(pick_device(cfg.device))}; {first_dataset.name} {first_dataset.hash}, "
+        f"{cfg.windows} sequences, seed {cfg.seed}"
+    )
     print(f"\n{note}")
     if cfg.json:
-        Path(cfg.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        Path(cfg.json).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     if cfg.plot:
-        picture(rows, cfg.bins, cfg.plot, note)
+        plot_records(records, cfg.bins, cfg.plot, note)
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

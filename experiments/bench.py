@@ -1,371 +1,763 @@
-"""The operators and a whole training step, timed beside what one would use instead, in one run.
+"""Time the operators and a training step, compared with the alternatives, in one run.
 
-    python experiments/bench.py                                everything: under 10 minutes on a GPU, some 3 on 2 CPU cores
-    python experiments/bench.py --only=attention,step          sections: ceilings rope attention decode loss step
-    python experiments/bench.py --lengths=1024,4096            attention at these lengths
-    python experiments/bench.py train --nanogpt=PATH           whole training runs beside nanoGPT's (bench_train.py)
-    python experiments/bench.py sample                         drawing text beside transformers' generate (bench_sample.py)
-    python experiments/bench.py memory                         memory counted on paper beside the measured peak (bench_memory.py)
+    python experiments/bench.py                        the operators; 10 min on a GPU, 3 on a CPU
+    python experiments/bench.py --only=attention,step  some of the operators
+    python experiments/bench.py --lengths=1024,4096    attention at these lengths
+    python experiments/bench.py train --nanogpt=PATH   training runs, compared with nanoGPT's
+    python experiments/bench.py sample                 generation, compared with transformers
+    python experiments/bench.py memory                 memory of a training step
+    python experiments/bench.py train sample --baseline=PATH   compared with a checkout of ours
+    python experiments/bench.py memory --redraw=true   rewrite the table from its JSON
 
-The last three, a few minutes each, write train.md, sample.md and memory.md with their .json to results/<device>/; the others write bench.md, bench.json and bench.png. Every time is a median, side by side with the others of its case, and `beside` is the time of the case's first row
-over this row's: above 1 is faster. A rival that is not installed has no row; one that cannot do a case has its reason. On a GPU the L2 is flushed between runs; on a
-CPU the rivals take turns. FLOPs of attention are counted as FlashAttention's authors do: 4 T^2 D / 2 a head forward, causal, and 2.5 times that backward.
+train, sample and memory (bench_train.py, bench_sample.py, bench_memory.py) take a few minutes each
+and write train.md, sample.md and memory.md with their JSON to results/<device>/. The operators go
+to bench.md, bench.json and bench.png. Times are medians. `speedup` is the time of the first row of
+a case divided by this row's: above 1 is faster. An alternative that is not installed has no row;
+one that cannot compute a case has the reason. On a GPU the L2 cache is flushed between runs; on a
+CPU the implementations take turns. Attention FLOPs are counted as in FlashAttention's paper:
+causal, 4 T^2 D / 2 per head forward, and 2.5 times that backward.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
+from nanolong import python_version  # noqa: F401  # isort: skip
+import functools
 import gc
-import importlib
 import importlib.util
 import json
 import re
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 import kernels
-from config import UserError
-from evaluate import pyplot
+from experiments import bench_memory, bench_sample, bench_train
 from kernels import reference
-from model import GPT, POSITIONS, GPTConfig, Refused
+from model import GPT, POSITIONS, GPTConfig
+from nanolong import cli
+from nanolong.device import pick_device
+from nanolong.errors import UserError
+from nanolong.plots import import_pyplot
+from nanolong.provenance import provenance
 
-SECTIONS = ("ceilings", "rope", "attention", "decode", "loss", "step")
-WHOLE = ("train", "sample", "memory")  # each in a file of its own
+OPERATORS = ("ceilings", "rope", "attention", "decode", "loss", "step")
+WHOLE_RUNS = {"train": bench_train, "sample": bench_sample, "memory": bench_memory}
 
 
 @dataclass
 class BenchConfig:
-    only: tuple[str, ...] = ()     # sections; by default all but train, sample and memory
-    lengths: tuple[int, ...] = ()  # of attention, in tokens; by default 1k to 128k on a GPU, 256 and 1024 on a CPU
-    minutes: float = 9.5           # rows that have not begun by then are left out, and said to be
-    nanogpt: str = ""              # train: a checkout of nanoGPT to measure beside
-    rounds: int = 3                # train, sample: how often the rivals take turns
-    iterations: int = 0            # train: of a run; by default 200 and 35
-    device: str = "auto"           # auto, cpu, cuda or cuda:N
-    out_dir: str = ""              # by default results/<device>
+    # ceilings, rope, attention, decode, loss, step (default: these), train, sample, memory
+    only: tuple[str, ...] = ()
+    # attention lengths in tokens; default: 1k to 128k on a GPU, 256 and 1024 on a CPU
+    lengths: tuple[int, ...] = ()
+    minutes: float = 9.5  # operators: cases that have not started by then are left out
+    nanogpt: str = ""  # train: a checkout of nanoGPT to compare with
+    baseline: str = ""  # train, sample: another checkout of nanoLong to compare with
+    rounds: int = 3  # train, sample: how often the implementations take turns
+    iterations: int = 0  # train: steps of a run; default: 200 and 35
+    redraw: bool = False  # rewrite tables and figures from the JSON files, without measuring
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    out_dir: str = ""  # default: results/<device>
 
     def __post_init__(self):
-        if unknown := sorted({*self.only} - {*SECTIONS, *WHOLE}):
-            raise UserError(f"there is no section {unknown[0]!r}: --only takes {', '.join((*SECTIONS, *WHOLE))}")
-        if any(n < 1 for n in self.lengths) or self.minutes <= 0 or self.rounds < 1 or self.iterations < 0 or 0 < self.iterations < 8:
-            raise UserError("lengths, minutes and rounds must be above 0, and iterations at least 8")
+        sections = (*OPERATORS, *WHOLE_RUNS)
+        unknown = sorted(set(self.only) - set(sections))
+        if unknown:
+            raise UserError(
+                f"there is no section {unknown[0]!r}: --only takes {', '.join(sections)}"
+            )
+        if any(length < 1 for length in self.lengths) or self.minutes <= 0 or self.rounds < 1:
+            raise UserError(
+                "lengths, minutes and rounds must be above 0: raise the one that is not"
+            )
+        if self.iterations and self.iterations < 8:
+            raise UserError(
+                f"iterations={self.iterations} leaves nothing to time after the warm-up: "
+                "give at least 8"
+            )
 
 
 @dataclass
 class Row:
     section: str
-    case: str          # what all rows of a comparison have in common
-    what: str          # ours, or whose
+    case: str  # what the rows of one comparison have in common
+    name: str  # the implementation
     ms: float | None = None
-    rate: float | None = None    # in `unit`
+    rate: float | None = None  # in `unit`
     unit: str = ""
-    peak_mb: float | None = None  # of memory, above what was there before; GPUs only
-    beside: float | None = None  # the time of the case's first row over this row's
+    peak_mb: float | None = None  # memory above what was allocated before; GPUs only
+    speedup: float | None = None  # the time of the case's first row / this row's
     note: str = ""
 
 
-class Bench:
+class Benchmark:
+    """The device, the clock and the rows measured so far."""
+
     def __init__(self, cfg, device):
-        self.cfg, self.device, self.gpu, self.rows, self.start = cfg, device, device.type == "cuda", [], time.monotonic()
-        self.dtype, self.flops = torch.bfloat16 if self.gpu else torch.float32, "TFLOP/s" if self.gpu else "GFLOP/s"
+        self.cfg = cfg
+        self.device = device
+        self.is_gpu = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
+        self.flops_unit = "TFLOP/s" if self.is_gpu else "GFLOP/s"
+        self.rows = []
+        self.start = time.monotonic()
 
-    def random(self, *shape, grad=True, dtype=None):
-        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype).requires_grad_(grad)
+    def randn(self, *shape, requires_grad=True, dtype=None):
+        x = torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
+        return x.requires_grad_(requires_grad)
 
-    def late(self):
+    def randn_heads(self, B, T, H, D, requires_grad=True):
+        """Random (B, H, T, D) in the memory layout of a transposed (B, T, H, D)."""
+        x = self.randn(B, T, H, D, requires_grad=False)
+        return x.transpose(1, 2).requires_grad_(requires_grad)
+
+    def out_of_time(self):
         return time.monotonic() - self.start > 60 * self.cfg.minutes
 
-    def time(self, f, seconds=0.3):
-        """Median milliseconds of f()."""
-        if self.gpu:
+    def median_ms(self, run, seconds):
+        """Median milliseconds of run(), called for so many seconds."""
+        if self.is_gpu:
             from triton.testing import do_bench
-            return do_bench(f, warmup=30, rep=1000 * seconds, return_mode="median")
-        times, end = [], time.perf_counter() + seconds
+
+            return do_bench(run, warmup=30, rep=1000 * seconds, return_mode="median")
+        times = []
+        end = time.perf_counter() + seconds
         while len(times) < 3 or time.perf_counter() < end:
-            begun = time.perf_counter()
-            f()
-            times.append(1000 * (time.perf_counter() - begun))
+            start = time.perf_counter()
+            run()
+            times.append(1000 * (time.perf_counter() - start))
         return statistics.median(times)
 
-    def compare(self, section, case, rivals, amount, unit):
-        """A row for each rival, name -> function, or -> a sentence why not. amount / seconds is its rate, given in `unit`."""
-        amount /= {"TFLOP/s": 1e9, "GFLOP/s": 1e6, "GB/s": 1e6, "tokens/s": 1e-3}[unit]  # for milliseconds
-        if self.late():
+    def warm_up(self, run, row):
+        """Call run() once to compile it; on a GPU once more to measure its memory."""
+        run()
+        if not self.is_gpu:
+            return
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        row.peak_mb = (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def compare(self, section, case, implementations, amount, unit):
+        """Measure a row for each implementation: name -> function, or -> the reason why not.
+
+        amount: the work of one call, so that amount / seconds is the rate, given in `unit`.
+        """
+        if self.out_of_time():
             self.rows.append(Row(section, case, "", note="not reached"))
             return
-        rows, turns = [], {}
-        for name, f in rivals.items():
+        scale = {"TFLOP/s": 1e12, "GFLOP/s": 1e9, "GB/s": 1e9, "tokens/s": 1}[unit]
+        rows = []
+        times = {}
+        for name, run in implementations.items():
             row = Row(section, case, name, unit=unit)
             rows.append(row)
+            if isinstance(run, str):
+                row.note = run
+                continue
             try:
-                if isinstance(f, str):
-                    raise RuntimeError(f)
-                f()  # compiles, and takes its memory
-                if self.gpu:
-                    torch.cuda.synchronize()
-                    gc.collect()
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    f()
-                    torch.cuda.synchronize()
-                    row.peak_mb = (torch.cuda.max_memory_allocated() - before) / 2**20
-                turns[name] = []
-            except Exception as error:  # a rival that cannot do this case: its reason is the row
-                row.note = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error).strip().split("\n")[0][:100]
+                self.warm_up(run, row)
+                times[name] = []
+            except Exception as error:  # this implementation cannot compute the case
+                row.note = first_line(error)
                 gc.collect()
-                if self.gpu:
+                if self.is_gpu:
                     torch.cuda.empty_cache()
-        for _ in range(1 if self.gpu else 5):
-            for name in turns:
-                turns[name].append(self.time(rivals[name], 0.15 if self.gpu else 0.1))
+
+        for _ in range(1 if self.is_gpu else 5):
+            for name in times:
+                seconds = 0.15 if self.is_gpu else 0.1
+                times[name].append(self.median_ms(implementations[name], seconds))
+
         for row in rows:
-            if turns.get(row.what):
-                row.ms = statistics.median(turns[row.what])
-                row.rate = amount / row.ms
-                row.beside = rows[0].ms / row.ms if rows[0].ms else None
-            shown = "  ".join(filter(None, (f"{row.ms:.3f} ms" if row.ms else "", f"{row.rate:.1f} {unit}" if row.rate else "", f"x{row.beside:.2f}" if row.beside else "", row.note)))
-            print(f"{section:10} {case:38} {row.what:34} {shown}", flush=True)
+            if row.name in times:
+                row.ms = statistics.median(times[row.name])
+                row.rate = amount / scale / (row.ms / 1000)
+                if rows[0].ms:
+                    row.speedup = rows[0].ms / row.ms
+            print_row(row)
         self.rows += rows
 
 
-def both(f, leaves):
-    """A function that runs f forward and backward, with a gradient of ones' size that is not all ones."""
-    out = f()
-    ahead = torch.randn_like(out[0] if isinstance(out, tuple) else out)
-    del out
-
-    def run():
-        y = f()
-        torch.autograd.grad(y[0] if isinstance(y, tuple) else y, [x for x in leaves if x.requires_grad], ahead, allow_unused=True)
-    return run
+def first_line(error):
+    """An exception as one short line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return str(error).strip().split("\n")[0][:100]
 
 
-def has(*packages):
-    return all(importlib.util.find_spec(p) for p in packages)
+def print_row(row):
+    cells = []
+    if row.ms:
+        cells += [f"{row.ms:.3f} ms", f"{row.rate:.1f} {row.unit}"]
+    if row.speedup:
+        cells.append(f"x{row.speedup:.2f}")
+    if row.note:
+        cells.append(row.note)
+    print(f"{row.section:10} {row.case:38} {row.name:34} {'  '.join(cells)}", flush=True)
 
 
-def ceilings(b):
-    """What the machine can do: a copy, in bytes read and written, and a matrix product."""
-    x = torch.empty(1 << 30 if b.gpu else 1 << 26, dtype=torch.uint8, device=b.device)
-    y, n = torch.empty_like(x), 8192 if b.gpu else 2048
-    b.compare("ceilings", f"copy of {x.numel() >> 20} MiB", {"copy": lambda: y.copy_(x)}, 2 * x.numel(), "GB/s")
-    p, q = b.random(n, n, grad=False), b.random(n, n, grad=False)
-    b.compare("ceilings", f"product of {n}^3, {str(b.dtype)[6:]}", {"torch.mm": lambda: p @ q}, 2 * n**3, b.flops)
+def first_output(out):
+    return out[0] if isinstance(out, tuple) else out
 
 
-def rope(b):
-    """Bytes: queries and keys, read once and written once. The copy beside it moves as many."""
-    for B, H, Hk, T, D in ((8, 12, 12, 4096, 64), (4, 32, 8, 8192, 128)) if b.gpu else ((2, 12, 12, 1024, 64), (1, 16, 4, 2048, 128)):
-        q, k = (b.random(B, T, h, D).detach().transpose(1, 2).requires_grad_() for h in (H, Hk))
-        angle = torch.rand(T, D // 2, device=b.device) * 1000
+def forward_backward(run, inputs):
+    """A function that calls run() and its backward pass, for the gradients of the inputs."""
+    # a gradient that is not all ones, as in training
+    grad = torch.randn_like(first_output(run()))
+    inputs = [x for x in inputs if x.requires_grad]
+
+    def run_both():
+        out = first_output(run())
+        torch.autograd.grad(out, inputs, grad, allow_unused=True)
+
+    return run_both
+
+
+def is_installed(package):
+    return importlib.util.find_spec(package) is not None
+
+
+# -----------------------------------------------------------------------------
+# Sections. The docstring of each stands above its table.
+
+
+def ceilings(bench):
+    """Upper bounds of this machine: a copy, in bytes read and written, and a matrix product."""
+    source = torch.empty(1 << (30 if bench.is_gpu else 26), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    copy = functools.partial(target.copy_, source)
+    size = source.numel()
+    bench.compare("ceilings", f"copy of {size >> 20} MiB", {"copy": copy}, 2 * size, "GB/s")
+
+    n = 8192 if bench.is_gpu else 2048
+    a = bench.randn(n, n, requires_grad=False)
+    b = bench.randn(n, n, requires_grad=False)
+    product = functools.partial(torch.mm, a, b)
+    dtype = str(bench.dtype).removeprefix("torch.")
+    case = f"product of {n}^3, {dtype}"
+    bench.compare("ceilings", case, {"torch.mm": product}, 2 * n**3, bench.flops_unit)
+
+
+def rope(bench):
+    """Bytes: queries and keys, read once and written once. The copy moves as many."""
+    shapes = ((2, 12, 12, 1024, 64), (1, 16, 4, 2048, 128))
+    if bench.is_gpu:
+        shapes = ((8, 12, 12, 4096, 64), (4, 32, 8, 8192, 128))
+    for B, H, Hk, T, D in shapes:
+        q = bench.randn_heads(B, T, H, D)
+        k = bench.randn_heads(B, T, Hk, D)
+        angle = torch.rand(T, D // 2, device=bench.device) * 1000
         cos, sin = angle.cos(), angle.sin()
-        moved = torch.empty(q.numel() + k.numel(), dtype=b.dtype, device=b.device)
-        to, g, bytes_ = torch.empty_like(moved), [torch.randn_like(q), torch.randn_like(k)], 2 * moved.numel() * moved.element_size()
-        rivals = {"copy": lambda: to.copy_(moved), "ours": lambda: kernels.rope(q, k, cos, sin), "plain PyTorch": lambda: reference.rope(q, k, cos, sin)}
-        if b.gpu and has("liger_kernel"):
+        source = torch.empty(q.numel() + k.numel(), dtype=bench.dtype, device=bench.device)
+        copy = functools.partial(torch.empty_like(source).copy_, source)
+        n_bytes = 2 * source.numel() * source.element_size()
+
+        implementations = {
+            "ours": functools.partial(kernels.rope, q, k, cos, sin),
+            "plain PyTorch": functools.partial(reference.rope, q, k, cos, sin),
+        }
+        if bench.is_gpu and is_installed("liger_kernel"):
             from liger_kernel.ops.rope import LigerRopeFunction
-            wide = torch.cat((cos, cos), -1)[None].to(b.dtype), torch.cat((sin, sin), -1)[None].to(b.dtype)
-            rivals["Liger"] = lambda: LigerRopeFunction.apply(q, k, *wide)
+
+            full_cos = torch.cat((cos, cos), -1)[None].to(bench.dtype)
+            full_sin = torch.cat((sin, sin), -1)[None].to(bench.dtype)
+            implementations["Liger"] = functools.partial(
+                LigerRopeFunction.apply, q, k, full_cos, full_sin
+            )
+        shape = f"B{B} H{H}/{Hk} T{T} D{D}"
         with torch.no_grad():
-            b.compare("rope", f"forward B{B} H{H}/{Hk} T{T} D{D}", rivals, bytes_, "GB/s")
+            both = {"copy": copy, **implementations}
+            bench.compare("rope", f"forward {shape}", both, n_bytes, "GB/s")
 
-        def backward(f):
-            out = f()
-            return lambda: torch.autograd.grad(out, (q, k), g, retain_graph=True)
-        b.compare("rope", f"backward B{B} H{H}/{Hk} T{T} D{D}", {name: f if name == "copy" else backward(f) for name, f in rivals.items()}, bytes_, "GB/s")
-
-
-def bias_of(table, T):
-    """The (1, H, T, T) that a table makes where it is materialised, -inf above the diagonal."""
-    i = torch.arange(T, device=table.device)
-    distance = i[:, None] - i
-    return table[:, distance.clamp(0, table.shape[1] - 1)].masked_fill(distance < 0, float("-inf"))[None]
+        grads = [torch.randn_like(q), torch.randn_like(k)]
+        backward = {"copy": copy}
+        for name, run in implementations.items():
+            backward[name] = functools.partial(
+                torch.autograd.grad, run(), (q, k), grads, retain_graph=True
+            )
+        bench.compare("rope", f"backward {shape}", backward, n_bytes, "GB/s")
 
 
-def flex(q, k, v, table, compiled={}):  # noqa: B006: compiled once
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    T, m = q.shape[2], table.shape[1]
-    if "attention" not in compiled:
-        compiled["attention"] = torch.compile(flex_attention, dynamic=False)
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
-    return lambda: compiled["attention"](q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, m - 1)], block_mask=mask)
+@dataclass
+class Candidate:
+    """An implementation of attention, or the reason why it is left out."""
+
+    run: Callable | None = None
+    inputs: tuple = ()  # what needs a gradient besides q, k and v
+    left_out: str = ""
 
 
-def attention(b):
-    """Each score term, ours, beside SDPA without one, SDPA with a materialised bias, and compiled FlexAttention, which has a table's gradient too."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    lengths = b.cfg.lengths or ((1024, 4096, 16384, 32768, 131072) if b.gpu else (256, 1024))
-    for D in (64, 128) if b.gpu else (64,):
-        for T in lengths:
-            B, H = (max(1, 16384 // T), 2048 // D) if b.gpu else (1, 12)  # 16k tokens, 2048 wide
-            H = min(H, 12) if T > 32768 else H
-            q, k, v = (b.random(B, T, H, D).detach().transpose(1, 2).requires_grad_() for _ in range(3))
-            wide = dict(dtype=torch.float32)
-            slopes, learned, near, full = b.random(H, grad=False, **wide).abs(), b.random(H, **wide).detach().abs().requires_grad_(), b.random(H, min(114, T), **wide), b.random(H, T, **wide)
-            shaw, xl = [b.random(1, min(129, T), D) for _ in range(2)], b.random(H, T, D)
+def materialise_bias(table, T):
+    """The (1, H, T, T) of a table by distance (H, m), -inf above the diagonal."""
+    index = torch.arange(T, device=table.device)
+    distance = index[:, None] - index
+    bias = table[:, distance.clamp(0, table.shape[1] - 1)]
+    return bias.masked_fill(distance < 0, float("-inf"))[None]
 
-            def sdpa(backend=None, mask=None):
-                def run():
-                    if backend is None:
-                        return F.scaled_dot_product_attention(q, k, v, is_causal=mask is None, attn_mask=None if mask is None else bias_of(mask, T).to(q.dtype))
-                    with sdpa_kernel(backend):
-                        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                return run
-            small = T <= (4096 if b.gpu else 1024)
-            rivals = {
-                "ours, no term": (lambda: kernels.attention(q, k, v), ()),
-                "ours, fixed slopes": (lambda: kernels.attention(q, k, v, bias=slopes), ()),
-                "ours, trained slopes": (lambda: kernels.attention(q, k, v, bias=learned), (learned,)),
-                "ours, T5's table of 114": (lambda: kernels.attention(q, k, v, bias=near), (near,)),
-                "ours, table of T": (lambda: kernels.attention(q, k, v, bias=full), (full,)),
-                "ours, Shaw's vectors": (lambda: kernels.attention(q, k, v, relative=(*shaw, None)), shaw) if b.gpu or T <= 1024 else "needs a GPU",
-                "ours, Transformer-XL's": (lambda: kernels.attention(q, k, v, relative=(xl, None, None)), (xl,)) if T <= 32768 and b.gpu or T <= 1024 else "left out: minutes",
-                "SDPA, no term": (sdpa(), ()),
-                "SDPA, T5's table materialised": (sdpa(mask=near), (near,)) if small else "left out: (H, T, T) scores",
-            }
-            if b.gpu:
-                rivals |= {"SDPA cuDNN, no term": (sdpa(SDPBackend.CUDNN_ATTENTION), ()), "SDPA flash, no term": (sdpa(SDPBackend.FLASH_ATTENTION), ())}
-                rivals["FlexAttention, T5's table"] = (flex(q, k, v, near), (near,)) if small else "left out: minutes"
-                if has("flash_attn"):
-                    from flash_attn import flash_attn_func
-                    rivals["flash-attn, slopes without gradient"] = (lambda: flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, alibi_slopes=slopes), ())
-            flops = 4 * B * H * T * T * D / 2
-            with torch.no_grad():
-                b.compare("attention", f"forward D{D} T{T} B{B} H{H}", {name: r if isinstance(r, str) else r[0] for name, r in rivals.items()}, flops, b.flops)
 
-            def prepared(name, r, leaves):
-                try:
-                    return both(r[0], [*leaves, *r[1]])
-                except Exception as error:
-                    return f"{type(error).__name__}: {error}".split("\n")[0][:100]
-            if not b.late():
-                b.compare("attention", f"forward + backward D{D} T{T} B{B} H{H}", {name: r if isinstance(r, str) else prepared(name, r, (q, k, v)) for name, r in rivals.items()}, 3.5 * flops, b.flops)
+def sdpa_with_bias(q, k, v, table):
+    """SDPA with the bias of a table, materialised at every call as training would."""
+    mask = materialise_bias(table, q.shape[2]).to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def sdpa_by(backend, q, k, v):
+    """SDPA by one of its backends."""
+    from torch.nn.attention import sdpa_kernel
+
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@functools.cache
+def compiled_flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex_attention_with_table(q, k, v, table):
+    """A function that computes compiled FlexAttention with a table by distance (H, m)."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    T = q.shape[2]
+    last = table.shape[1] - 1
+
+    def is_visible(b, h, i, j):
+        return i >= j
+
+    def add_bias(score, b, h, i, j):
+        return score + table[h, (i - j).clamp(0, last)]
+
+    mask = create_block_mask(is_visible, None, None, T, T, device=q.device)
+    return functools.partial(
+        compiled_flex_attention(), q, k, v, score_mod=add_bias, block_mask=mask
+    )
+
+
+def our_attention(bench, q, k, v):
+    """kernels.attention with each of its score terms.
+
+    Returns name -> Candidate, and the table and slopes that the alternatives use too.
+    """
+    _, H, T, D = q.shape
+    ours = functools.partial(kernels.attention, q, k, v)
+    fixed_slopes = bench.randn(H, requires_grad=False, dtype=torch.float32).abs()
+    slopes = bench.randn(H, requires_grad=False, dtype=torch.float32).abs().requires_grad_()
+    table = bench.randn(H, T, dtype=torch.float32)
+    short_table = bench.randn(H, min(114, T), dtype=torch.float32)
+    shaw = tuple(bench.randn(1, min(129, T), D) for _ in range(2))
+    xl = bench.randn(H, T, D)
+
+    candidates = {
+        "ours, no term": Candidate(ours),
+        "ours, fixed slopes": Candidate(functools.partial(ours, bias=fixed_slopes)),
+        "ours, trained slopes": Candidate(functools.partial(ours, bias=slopes), (slopes,)),
+        "ours, T5's table of 114": Candidate(
+            functools.partial(ours, bias=short_table), (short_table,)
+        ),
+        "ours, table of T": Candidate(functools.partial(ours, bias=table), (table,)),
+        "ours, Shaw's vectors": Candidate(functools.partial(ours, relative=(*shaw, None)), shaw),
+        "ours, Transformer-XL's": Candidate(
+            functools.partial(ours, relative=(xl, None, None)), (xl,)
+        ),
+    }
+    if T > 1024 and not bench.is_gpu:
+        candidates["ours, Shaw's vectors"] = Candidate(left_out="needs a GPU")
+    if T > (32768 if bench.is_gpu else 1024):
+        candidates["ours, Transformer-XL's"] = Candidate(left_out="left out: minutes")
+    return candidates, short_table, fixed_slopes
+
+
+def other_attention(bench, q, k, v, table, slopes):
+    """The alternatives: name -> Candidate."""
+    T = q.shape[2]
+    is_small = T <= (4096 if bench.is_gpu else 1024)
+    sdpa = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    candidates = {"SDPA, no term": Candidate(sdpa)}
+    materialised = Candidate(left_out="left out: (H, T, T) scores")
+    if is_small:
+        materialised = Candidate(functools.partial(sdpa_with_bias, q, k, v, table), (table,))
+    candidates["SDPA, T5's table materialised"] = materialised
+    if not bench.is_gpu:
+        return candidates
+
+    from torch.nn.attention import SDPBackend
+
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    for name, backend in backends.items():
+        run = functools.partial(sdpa_by, backend, q, k, v)
+        candidates[f"SDPA {name}, no term"] = Candidate(run)
+    flex = Candidate(left_out="left out: minutes")
+    if is_small:
+        flex = Candidate(flex_attention_with_table(q, k, v, table), (table,))
+    candidates["FlexAttention, T5's table"] = flex
+    if is_installed("flash_attn"):
+        from flash_attn import flash_attn_func
+
+        # flash-attn's layout is (B, T, H, D)
+        layout = [x.transpose(1, 2) for x in (q, k, v)]
+        run = functools.partial(flash_attn_func, *layout, causal=True, alibi_slopes=slopes)
+        candidates["flash-attn, slopes without gradient"] = Candidate(run)
+    return candidates
+
+
+def attention_case(bench, T, D):
+    """Measure forward, and forward with backward, at one length and head dimension."""
+    B = 1
+    H = 12
+    if bench.is_gpu:
+        # 16k tokens and 2048 channels
+        B = max(1, 16384 // T)
+        H = 2048 // D
+    if T > 32768:
+        H = min(H, 12)
+    q, k, v = (bench.randn_heads(B, T, H, D) for _ in range(3))
+    candidates, table, slopes = our_attention(bench, q, k, v)
+    candidates |= other_attention(bench, q, k, v, table, slopes)
+    flops = 4 * B * H * T * T * D / 2
+    shape = f"D{D} T{T} B{B} H{H}"
+
+    forward = {name: c.left_out or c.run for name, c in candidates.items()}
+    with torch.no_grad():
+        bench.compare("attention", f"forward {shape}", forward, flops, bench.flops_unit)
+    if bench.out_of_time():
+        return
+    both = {}
+    for name, candidate in candidates.items():
+        both[name] = candidate.left_out
+        if not candidate.left_out:
+            try:
+                both[name] = forward_backward(candidate.run, (q, k, v, *candidate.inputs))
+            except Exception as error:
+                both[name] = f"{type(error).__name__}: {first_line(error)}"[:100]
+    case = f"forward + backward {shape}"
+    bench.compare("attention", case, both, 3.5 * flops, bench.flops_unit)
+
+
+def attention(bench):
+    """Our attention with each score term, compared with SDPA (no term; a materialised bias) and, on
+    a GPU, compiled FlexAttention, which also computes the gradient of a table."""
+    lengths = (256, 1024)
+    if bench.is_gpu:
+        lengths = (1024, 4096, 16384, 32768, 131072)
+    for D in (64, 128) if bench.is_gpu else (64,):
+        for T in bench.cfg.lengths or lengths:
+            attention_case(bench, T, D)
             gc.collect()
 
 
-def decode(b):
-    """One query against a cache. Bytes: the keys and values, read once."""
-    for B, H, Hk, T in ((8, 32, 8, 8192), (8, 32, 8, 32768), (1, 32, 8, 131072)) if b.gpu else ((1, 12, 4, 4096),):
-        D = 128 if b.gpu else 64
-        q = b.random(B, H, 1, D, grad=False)
-        k, v = (b.random(B, Hk, T, D, grad=False) for _ in range(2))
-        slopes, table, shaw = torch.rand(H, device=b.device), torch.randn(H, T, device=b.device), [b.random(1, 129, D, grad=False) for _ in range(2)]
+def decode(bench):
+    """One query per sequence against a KV cache. Bytes: the keys and values, read once."""
+    shapes = ((1, 12, 4, 4096, 64),)
+    if bench.is_gpu:
+        shapes = ((8, 32, 8, 8192, 128), (8, 32, 8, 32768, 128), (1, 32, 8, 131072, 128))
+    for B, H, Hk, T, D in shapes:
+        q = bench.randn(B, H, 1, D, requires_grad=False)
+        k = bench.randn(B, Hk, T, D, requires_grad=False)
+        v = bench.randn(B, Hk, T, D, requires_grad=False)
+        slopes = torch.rand(H, device=bench.device)
+        table = torch.randn(H, T, device=bench.device)
+        shaw = [bench.randn(1, 129, D, requires_grad=False) for _ in range(2)]
+        ours = functools.partial(kernels.attention, q, k, v)
+        implementations = {
+            "ours, no term": ours,
+            "ours, slopes": functools.partial(ours, bias=slopes),
+            "ours, table of T": functools.partial(ours, bias=table),
+            "ours, Shaw's vectors": functools.partial(ours, relative=(*shaw, None)),
+            "ours, window of 1024": functools.partial(ours, window=1024, sinks=4),
+            "SDPA, no term": functools.partial(
+                F.scaled_dot_product_attention, q, k, v, enable_gqa=True
+            ),
+        }
+        n_bytes = 2 * k.numel() * k.element_size()
         with torch.no_grad():
-            b.compare("decode", f"B{B} H{H}/{Hk} T{T} D{D}", {
-                "ours, no term": lambda: kernels.attention(q, k, v), "ours, slopes": lambda: kernels.attention(q, k, v, bias=slopes), "ours, table of T": lambda: kernels.attention(q, k, v, bias=table),
-                "ours, Shaw's vectors": lambda: kernels.attention(q, k, v, relative=(*shaw, None)), "ours, window of 1024": lambda: kernels.attention(q, k, v, window=1024, sinks=4),
-                "SDPA, no term": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)}, 2 * k.numel() * k.element_size(), "GB/s")
+            case = f"B{B} H{H}/{Hk} T{T} D{D}"
+            bench.compare("decode", case, implementations, n_bytes, "GB/s")
 
 
-def loss(b):
-    """Hidden states to loss and both gradients; weights float32, products in the device's usual dtype."""
-    for N, C, V in ((65536, 768, 50304), (8192, 768, 50304)) if b.gpu else ((512, 256, 50304), (4096, 192, 257)):
-        x, w, y = b.random(N, C), b.random(V, C, dtype=torch.float32), torch.randint(0, V, (N,), device=b.device)
-        rivals = {"logits materialised": lambda: F.cross_entropy(F.linear(x, w.to(x.dtype)).float(), y), "ours": lambda: kernels.linear_cross_entropy(x, w.to(x.dtype), y)}
-        if hasattr(F, "linear_cross_entropy"):
-            rivals["torch's linear_cross_entropy"] = lambda: F.linear_cross_entropy(x, w.to(x.dtype), y)
-        if b.gpu and has("liger_kernel"):
-            from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
-            rivals["Liger"] = lambda: Liger.apply(x, w.to(x.dtype), y)[0]
+def our_loss(x, weight, targets):
+    return kernels.linear_cross_entropy(x, weight.to(x.dtype), targets)
 
-        def run(f):
-            return lambda: torch.autograd.grad(f(), (x, w))
-        b.compare("loss", f"{N} tokens of {V}, width {C}", {name: run(f) for name, f in rivals.items()}, 6 * N * C * V, b.flops)
+
+def materialised_loss(x, weight, targets):
+    logits = F.linear(x, weight.to(x.dtype))
+    return F.cross_entropy(logits.float(), targets)
+
+
+def torch_loss(x, weight, targets):
+    return F.linear_cross_entropy(x, weight.to(x.dtype), targets)
+
+
+def liger_loss(x, weight, targets):
+    from liger_kernel.ops.fused_linear_cross_entropy import (
+        LigerFusedLinearCrossEntropyFunction,
+    )
+
+    return LigerFusedLinearCrossEntropyFunction.apply(x, weight.to(x.dtype), targets)[0]
+
+
+def loss_and_gradients(loss, x, weight, targets):
+    torch.autograd.grad(loss(x, weight, targets), (x, weight))
+
+
+def loss(bench):
+    """Hidden states to loss and both gradients. Weights float32, products in the device's dtype."""
+    shapes = ((512, 256, 50304), (4096, 192, 257))
+    if bench.is_gpu:
+        shapes = ((65536, 768, 50304), (8192, 768, 50304))
+    losses = {"logits materialised": materialised_loss, "ours": our_loss}
+    if hasattr(F, "linear_cross_entropy"):
+        losses["torch's linear_cross_entropy"] = torch_loss
+    if bench.is_gpu and is_installed("liger_kernel"):
+        losses["Liger"] = liger_loss
+    for N, C, V in shapes:
+        x = bench.randn(N, C)
+        weight = bench.randn(V, C, dtype=torch.float32)
+        targets = torch.randint(0, V, (N,), device=bench.device)
+        implementations = {
+            name: functools.partial(loss_and_gradients, function, x, weight, targets)
+            for name, function in losses.items()
+        }
+        case = f"{N} tokens of {V}, width {C}"
+        bench.compare("loss", case, implementations, 6 * N * C * V, bench.flops_unit)
         gc.collect()
 
 
-def step(b):
-    """Forward, backward and AdamW of a whole model with each scheme: 124 M parameters at 4k tokens on a GPU, a small one on a CPU. Not compiled."""
-    shape = dict(n_layer=12, n_head=12, n_embd=768, block_size=4096, vocab_size=50304) if b.gpu else dict(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=257)
-    B, T, rivals = 4, shape["block_size"], {}
-    tokens = torch.randint(0, shape["vocab_size"], (B, T), device=b.device)
+class TrainingStep:
+    """Forward, backward and AdamW of a model that is built at the first call."""
 
-    def make(settings):
-        def run(kept={}):  # noqa: B006: built when it is first called
-            if "model" not in kept:
-                kept["model"] = GPT(GPTConfig(**shape, **settings)).to(b.device)
-                kept["optimizer"] = torch.optim.AdamW(kept["model"].parameters(), lr=1e-4, fused=True)
-            with torch.autocast(b.device.type, torch.bfloat16, enabled=b.gpu):
-                loss = kept["model"](tokens, tokens)
-            loss.backward()
-            kept["optimizer"].step()
-            kept["optimizer"].zero_grad()
-        return run
-    for name in ("nope", *(p for p in POSITIONS if p != "nope")):
-        rivals[name] = make(dict(pos=name))
-    rivals |= {"rope, window of T / 4": make(dict(pos="rope", window=T // 4))}
-    b.compare("step", f"{shape['n_layer']} layers of {shape['n_embd']}, {B} x {T} tokens", rivals, B * T, "tokens/s")
+    def __init__(self, config, tokens):
+        self.config = config
+        self.tokens = tokens
+        self.model = None
+
+    def build(self):
+        self.model = GPT(GPTConfig(**self.config)).to(self.tokens.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def __call__(self):
+        if self.model is None:
+            self.build()
+        device = self.tokens.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = self.model(self.tokens, self.tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def write(b, folder, plotted):
-    """bench.md and bench.json; `beside` is of the same run."""
-    (folder / "bench.json").write_text(json.dumps({"provenance": config.provenance(b.device), "command": "python experiments/bench.py", "rows": [asdict(r) for r in b.rows]}, indent=1) + "\n")
-    lines = ["# Benchmark", "", f"`python experiments/bench.py`; {config.provenance(b.device)}.", "",
-             "Medians, side by side in one run. `beside`: the time of the case's first row over this row's, above 1 is faster."
-             + (" Kernels in Triton." if b.gpu else " On a CPU every operator is plain PyTorch, so this says what the reference costs; the kernels' speed: not measured."), ""]
-    if plotted:
+def step(bench):
+    """Forward, backward and AdamW of a model with each position scheme, not compiled: 124 M
+    parameters at 4k tokens on a GPU, a small model on a CPU."""
+    B = 4
+    shape = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
+    if bench.is_gpu:
+        shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 4096}
+        shape["vocab_size"] = 50304
+    T = shape["block_size"]
+    tokens = torch.randint(0, shape["vocab_size"], (B, T), device=bench.device)
+    # NoPE first: the others are compared with it
+    schemes = ["nope", *(pos for pos in POSITIONS if pos != "nope")]
+    implementations = {pos: TrainingStep({**shape, "pos": pos}, tokens) for pos in schemes}
+    windowed = {**shape, "pos": "rope", "window": T // 4}
+    implementations["rope, window of T / 4"] = TrainingStep(windowed, tokens)
+    case = f"{shape['n_layer']} layers of {shape['n_embd']}, {B} x {T} tokens"
+    bench.compare("step", case, implementations, B * T, "tokens/s")
+
+
+SECTIONS = {
+    "ceilings": ceilings,
+    "rope": rope,
+    "attention": attention,
+    "decode": decode,
+    "loss": loss,
+    "step": step,
+}
+
+
+# -----------------------------------------------------------------------------
+# Reports.
+
+
+def format_rate(row):
+    if not row.rate:
+        return ""
+    if row.rate > 1000:
+        return f"{row.rate:,.0f} {row.unit}"
+    if row.rate > 1:
+        return f"{row.rate:.1f} {row.unit}"
+    return f"{row.rate:.3f} {row.unit}"
+
+
+def table_line(row):
+    time = f"{row.ms:.3f}" if row.ms else row.note or "not measured"
+    peak = "" if row.peak_mb is None else f"{row.peak_mb:,.0f}"
+    speedup = f"{row.speedup:.2f}" if row.speedup else ""
+    cells = [row.case, row.name, time, format_rate(row), peak, speedup]
+    return "| " + " | ".join(cells) + " |"
+
+
+def format_report(result, has_plot):
+    """bench.md, from what bench.json holds."""
+    if result["device"] == "cuda":
+        kind = "Kernels in Triton."
+    else:
+        kind = (
+            "On a CPU every operator is plain PyTorch, so this is the cost of the reference; "
+            "the speed of the kernels is not measured."
+        )
+    lines = [
+        "# Benchmark",
+        "",
+        f"`{result['command']}`; {result['provenance']}.",
+        "",
+        "Medians of one run, in turns. `speedup` is the time of the first row of a case divided by "
+        f"this row's: above 1 is faster. {kind}",
+        "",
+    ]
+    if has_plot:
         lines += ["![attention, forward and backward](bench.png)", ""]
-    for section in dict.fromkeys(r.section for r in b.rows):
-        rows = [r for r in b.rows if r.section == section]
-        lines += [f"## {section}", "", f"{globals()[section].__doc__}", "", "| case | | ms | rate | peak MB | beside |", "|---|---|---|---|---|---|"]
-        for r in rows:
-            cells = [r.case, r.what, f"{r.ms:.3f}" if r.ms else r.note or "not measured", f"{r.rate:,.{0 if r.rate > 1000 else 1 if r.rate > 1 else 3}f} {r.unit}" if r.rate else "",
-                     f"{r.peak_mb:,.0f}" if r.peak_mb is not None else "", f"{r.beside:.2f}" if r.beside else ""]
-            lines.append("| " + " | ".join(cells) + " |")
+    rows = [Row(**row) for row in result["rows"]]
+    for section in dict.fromkeys(row.section for row in rows):
+        description = " ".join(SECTIONS[section].__doc__.split())
+        lines += [f"## {section}", "", description, ""]
+        lines += ["| case | | ms | rate | peak MB | speedup |", "|---|---|---|---|---|---|"]
+        lines += [table_line(row) for row in rows if row.section == section]
         lines.append("")
-    (folder / "bench.md").write_text("\n".join(lines))
+    return "\n".join(lines)
 
 
-def plot(b, file):
-    """Attention, forward and backward: rate by length, a panel for each head dimension."""
-    rows = [r for r in b.rows if r.section == "attention" and r.case.startswith("forward +") and r.rate]
-    widths = sorted({int(re.search(r"D(\d+)", r.case)[1]) for r in rows})
-    if not rows or not (plt := pyplot(str(file))):
+def case_number(row, letter):
+    """The number behind a letter of a case such as `D64 T1024`."""
+    return int(re.search(rf"\b{letter}(\d+)", row.case)[1])
+
+
+def plot_attention(result, file):
+    """Draw the rate of attention, forward and backward, by length. Returns whether it was drawn."""
+    rows = [Row(**row) for row in result["rows"]]
+    rows = [r for r in rows if r.section == "attention" and r.rate]
+    rows = [r for r in rows if r.case.startswith("forward + backward")]
+    if not rows:
         return False
-    figure, axes = plt.subplots(1, len(widths), figsize=(7 * len(widths), 4.5), squeeze=False)
-    for axis, D in zip(axes[0], widths):
-        for what in dict.fromkeys(r.what for r in rows):
-            points = sorted((int(re.search(r"T(\d+)", r.case)[1]), r.rate) for r in rows if r.what == what and f" D{D} " in r.case)
-            axis.plot(*zip(*points), "o-" if what.startswith("ours") else "s--", label=what, markersize=4, linewidth=1.2) if points else None
-        axis.set_xscale("log", base=2)
-        axis.set(title=f"attention forward + backward, D = {D}", xlabel="tokens", ylabel=b.flops, ylim=(0, None))
-        axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
+    plt = import_pyplot(str(file))
+    if plt is None:
+        return False
+    head_dims = sorted({case_number(row, "D") for row in rows})
+    size = (7 * len(head_dims), 4.5)
+    figure, axes = plt.subplots(1, len(head_dims), figsize=size, squeeze=False)
+    for panel, D in zip(axes[0], head_dims, strict=True):
+        of_panel = [row for row in rows if case_number(row, "D") == D]
+        for name in dict.fromkeys(row.name for row in of_panel):
+            points = sorted(
+                (case_number(row, "T"), row.rate) for row in of_panel if row.name == name
+            )
+            style = "o-" if name.startswith("ours") else "s--"
+            x, y = zip(*points, strict=True)
+            panel.plot(x, y, style, label=name, markersize=4, linewidth=1.2)
+        panel.set_xscale("log", base=2)
+        panel.set_title(f"attention forward + backward, D = {D}")
+        panel.set(xlabel="tokens", ylabel=rows[0].unit, ylim=(0, None))
+        panel.legend(fontsize=7)
+        panel.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(file, dpi=130)
+    plt.close(figure)
     return True
 
 
+def write_json(file, result):
+    file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def read_json(file):
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist: measure it once without --redraw") from None
+
+
+def bench_operators(cfg, device, sections, folder):
+    """Measure the operators, or read what was measured; write bench.md, .json and .png."""
+    file = folder / "bench.json"
+    if cfg.redraw:
+        result = read_json(file)
+    else:
+        torch.manual_seed(0)
+        bench = Benchmark(cfg, device)
+        for section in sections:
+            SECTIONS[section](bench)
+        result = {
+            "provenance": provenance(device),
+            "command": "python experiments/bench.py",
+            "device": device.type,
+            "rows": [asdict(row) for row in bench.rows],
+        }
+        write_json(file, result)
+    has_plot = plot_attention(result, folder / "bench.png")
+    (folder / "bench.md").write_text(format_report(result, has_plot))
+    print(f"wrote {folder / 'bench.md'} and bench.json")
+
+
+def bench_whole_run(section, cfg, device, folder):
+    """Measure train, sample or memory, or read what was measured; write its .md and .json."""
+    module = WHOLE_RUNS[section]
+    file = folder / f"{section}.json"
+    if cfg.redraw:
+        result = read_json(file)
+    else:
+        command = f"python experiments/bench.py {section}"
+        if section == "train" and cfg.nanogpt:
+            command += " --nanogpt=PATH"
+        if section != "memory" and cfg.baseline:
+            command += " --baseline=PATH"
+        result = {"provenance": provenance(device), "command": command, "device": device.type}
+        result |= module.measure(cfg, device)
+        write_json(file, result)
+    lines = module.format_report(result)
+    header = [f"# {section}", "", f"`{result['command']}`; {result['provenance']}.", ""]
+    report = [*header, module.__doc__.partition("\n\n")[2].strip(), "", *lines, ""]
+    (folder / f"{section}.md").write_text("\n".join(report))
+    print("\n".join(lines))
+    print(f"wrote {folder / section}.md and .json")
+
+
+def device_folder(device):
+    """The folder of results for a device."""
+    if device.type == "cpu":
+        return "results/cpu"
+    name = torch.cuda.get_device_name(device).lower()
+    return "results/" + re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
 def main():
-    cfg, _, words = config.parse(BenchConfig, about=__doc__, paths="sections, as another way to say --only")
-    if words:
-        cfg = replace(cfg, only=(*cfg.only, *words))
-    device = config.pick_device(cfg.device)
+    cfg, _, words = cli.parse(
+        BenchConfig, about=__doc__, paths="sections, as another way to write --only"
+    )
+    cfg = replace(cfg, only=(*cfg.only, *words))
+    device = pick_device(cfg.device)
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device={cfg.device}: timings are taken on cpu and cuda")
-    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-") if device.type == "cuda" else "cpu"
-    folder = Path(cfg.out_dir or f"results/{name}")
+        raise UserError(f"--device={cfg.device} has no timer here: choose cpu or cuda")
+    folder = Path(cfg.out_dir or device_folder(device))
     folder.mkdir(parents=True, exist_ok=True)
-    for section in dict.fromkeys(word for word in cfg.only if word in WHOLE):
-        room = importlib.import_module(f"bench_{section}")
-        lines, rows = room.measure(cfg, device)
-        command = f"python experiments/bench.py {section}{' --nanogpt=PATH' * (section == 'train')}"
-        (folder / f"{section}.json").write_text(json.dumps({"provenance": config.provenance(device), "command": command, "rows": rows}, indent=1) + "\n")
-        (folder / f"{section}.md").write_text("\n".join([f"# {section}", "", f"`{command}`; {config.provenance(device)}.", "", room.__doc__.strip().partition(": ")[2], "", *lines, ""]))
-        print("\n".join([*lines, f"wrote {folder / section}.md and .json"]))
-    torch.manual_seed(0)
-    b = Bench(cfg, device)
-    for section in (chosen := [word for word in cfg.only if word in SECTIONS] if cfg.only else SECTIONS):
-        globals()[section](b)
-    if chosen:
-        write(b, folder, plot(b, folder / "bench.png"))
-        print(f"wrote {folder / 'bench.md'} and bench.json")
+    for section in dict.fromkeys(cfg.only):
+        if section in WHOLE_RUNS:
+            bench_whole_run(section, cfg, device, folder)
+    operators = [section for section in cfg.only if section in OPERATORS]
+    if operators or not cfg.only:
+        bench_operators(cfg, device, operators or OPERATORS, folder)
+    return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

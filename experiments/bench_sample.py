@@ -1,127 +1,401 @@
-"""`bench.py sample`: tokens drawn a second, beside transformers' generate on the same weights.
+"""bench.py sample: tokens generated per second, compared with generate() of transformers.
 
-RoPE models of random weights, saved as a checkpoint and handed to transformers by hf.py; each rival is a process of its own, started outside the project, in turns. Timed is the drawing alone: the median
-difference between drawing many tokens and a few after prompts of 64 tokens (or of 16, 32, 48 and 64, padded on the left), at temperature 0.8 of the 200 likeliest. `beside` is against the first row of a case in
-the same round, the median over the rounds: above 1 is faster. Before that the float32 rivals draw greedily, and whether they draw the same tokens stands in the last column. "as sample.py chooses" is its --dtype=auto; "compiled" is
---compile=true, after the seconds that stand beside it, with an empty cache of the compiler.
-On a GPU the share of memory bandwidth is that of reading the weights once a token, in the dtype of products, against a copy's bandwidth measured in our process.
+RoPE models of random weights, saved as checkpoints and exported to transformers by hf.py. Each
+implementation is a process of its own, started outside the project, in turns. The time of a
+decoding step is the median difference between generating many tokens and a few, after prompts of 64
+tokens (or of 16, 32, 48 and 64, padded on the left), at temperature 0.8 and top_k 200. `speedup` is
+relative to the first row of a case in the same round, the median over the rounds: above 1 is
+faster. The float32 implementations also generate 12 tokens greedily; the last column says whether
+ours are those of transformers. "sample.py's default" is --dtype=auto. "compiled" is --compile=true,
+after the given seconds of compilation with an empty cache. With --baseline=PATH, another checkout
+of nanoLong generates from the same weights.
+
+On a GPU, the fraction of memory bandwidth is that of reading the weights once per decoding step, in
+the dtype of the products, relative to a copy in the same process.
 """
+
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 import torch
-from config import UserError
+
+from model import GPT, GPTConfig
+from nanolong.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+GOAL = 1.5  # times transformers in float32, at batch size 1
+
+
+@dataclass
+class Case:
+    name: str
+    config: dict
+    prompt_lengths: tuple[int, ...]
+    new_tokens: int
+
+
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304}
+CASES = (
+    Case(
+        "the demo's shape, 1.8 M, batch 1",
+        {"n_layer": 4, "n_head": 3, "n_embd": 192, "block_size": 512, "vocab_size": 257},
+        prompt_lengths=(64,),
+        new_tokens=200,
+    ),
+    Case("GPT-2's shape, 124 M, batch 1", GPT2, prompt_lengths=(64,), new_tokens=48),
+    Case(
+        "GPT-2's shape, 124 M, 4 prompts of unequal length",
+        GPT2,
+        prompt_lengths=(16, 32, 48, 64),
+        new_tokens=24,
+    ),
+)
+
+# The code of child processes. `job` is the JSON of a dict. SAVE and NANOLONG run in a checkout of
+# nanoLong, so they use only what all versions have.
+SAVE = """
+import json
+import sys
+
+job = json.loads(sys.argv[1])
+sys.path.insert(0, job["root"])
+import torch
 from model import GPT, GPTConfig
 
-CASES = {  # name: settings of the model, lengths of the prompts, tokens drawn
-    "the demo's shape, 1.8 M, batch 1": (dict(n_layer=4, n_head=3, n_embd=192, block_size=512, vocab_size=257), (64,), 200),
-    "GPT-2's shape, 124 M, batch 1": (dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304), (64,), 48),
-    "GPT-2's shape, 124 M, 4 prompts of unequal length": (dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304), (16, 32, 48, 64), 24),
-}
-# Both children: argv is a JSON of how. They print ms a token, the greedy tokens, the bandwidth of a copy, and the seconds of the first few tokens.
-OURS = """
-import sys; sys.path.insert(0, how["root"])
-import config
+torch.manual_seed(job["seed"])
+model = GPT(GPTConfig(**job["config"]))
+with torch.no_grad():
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.normal_(0, 0.04)
+model.save(job["folder"])
+"""
+NANOLONG = """
+sys.path.insert(0, job["root"])
 from model import GPT
-model, device = GPT.load(how["folder"]).to(how["device"]), torch.device(how["device"])
-dtype = getattr(torch, how["dtype"])
-def draw(n, k):
-    with config.autocast(device, dtype):
-        return torch.cat(list(model.generate([p.to(device) for p in prompts] if len(prompts) > 1 else prompts[0][None].to(device), n, 0.8 if k else 0.0, top_k=k, compiled=how["compiled"])), 1)
+
+device = torch.device(job["device"])
+dtype = getattr(torch, job["dtype"])
+model = GPT.load(job["folder"]).to(device)
+prompts = [p.to(device) for p in prompts]
+if len(prompts) == 1:
+    prompts = prompts[0][None]
+
+def generate(n, top_k):
+    temperature = 0.8 if top_k else 0.0
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        tokens = model.generate(prompts, n, temperature, top_k=top_k, compiled=job["compiled"])
+        return torch.cat(list(tokens), 1)
 """
-THEIRS = """
+TRANSFORMERS = """
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(how["export"], dtype=getattr(torch, how["dtype"]))
-model.eval().to(how["device"])
-width = max(map(len, prompts))
-ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts]).to(how["device"])
-mask = torch.stack([torch.nn.functional.pad(torch.ones_like(p), (width - len(p), 0)) for p in prompts]).to(how["device"])
-def draw(n, k):
-    more = dict(do_sample=True, temperature=0.8, top_k=k) if k else dict(do_sample=False)
-    return model.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, pad_token_id=0, eos_token_id=-1, **more)[:, width:]
+
+dtype = getattr(torch, job["dtype"])
+model = AutoModelForCausalLM.from_pretrained(job["export"], dtype=dtype)
+model.eval().to(job["device"])
+width = max(len(p) for p in prompts)
+ids = [pad(p, (width - len(p), 0)) for p in prompts]
+mask = [pad(torch.ones_like(p), (width - len(p), 0)) for p in prompts]
+ids = torch.stack(ids).to(job["device"])
+mask = torch.stack(mask).to(job["device"])
+
+def generate(n, top_k):
+    how = dict(do_sample=True, temperature=0.8, top_k=top_k) if top_k else dict(do_sample=False)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=n,
+        min_new_tokens=n,
+        pad_token_id=0,
+        eos_token_id=-1,
+        **how,
+    )
+    return out[:, width:]
 """
-CHILD = """
-import json, statistics, sys, time, torch, warnings
-how = json.loads(sys.argv[1])
+# Before and after one of the two above.
+TIMING_START = """
+import json
+import statistics
+import sys
+import time
+import warnings
+
+import torch
+
+job = json.loads(sys.argv[1])
 warnings.simplefilter("ignore")
-prompts = [torch.tensor(p) for p in how["prompts"]]
-{}
+prompts = [torch.tensor(p) for p in job["prompts"]]
+"""
+TIMING_END = """
 def seconds(n):
     start = time.perf_counter()
-    draw(n, 200)[0, -1].item()
+    generate(n, 200)[0, -1].item()
     return time.perf_counter() - start
-few, many = 4, how["tokens"]
-first = seconds(few)
-greedy = draw(12, 0).tolist()
-ms = 1000 * statistics.median((seconds(many) - seconds(few)) / (many - few) for _ in range(3))
-copy = None
-if how["device"] == "cuda":
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"); y = torch.empty_like(x); y.copy_(x); torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10): y.copy_(x)
+
+def copy_bandwidth():
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
     torch.cuda.synchronize()
-    copy = 20 * x.numel() / (time.perf_counter() - start)
-print("RESULT", json.dumps([ms, greedy, copy, first]))
+    start = time.perf_counter()
+    for _ in range(10):
+        target.copy_(source)
+    torch.cuda.synchronize()
+    return 20 * source.numel() / (time.perf_counter() - start)
+
+few = 4
+many = job["new_tokens"]
+first = seconds(few)
+greedy = generate(12, 0).tolist()
+differences = [seconds(many) - seconds(few) for _ in range(3)]
+result = {
+    "ms": 1000 * statistics.median(differences) / (many - few),
+    "greedy": greedy,
+    "bandwidth": copy_bandwidth() if job["device"] == "cuda" else None,
+    "first": first,
+}
+print("RESULT", json.dumps(result))
 """
+
+
+@dataclass
+class Implementation:
+    name: str
+    code: str
+    dtype: str
+    compiled: bool = False
+    is_default: bool = False  # what sample.py does when nothing is asked for
+    root: str = ""  # of the checkout
+    folder: str = ""  # of the checkpoint in its format
+
+
+# -----------------------------------------------------------------------------
+# Preparing checkpoints and running children.
+
+
+def run_python(command, cwd, **env):
+    """Run Python with these arguments. Returns the finished process."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def last_line(text):
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"
+
+
+def save_checkpoint(root, config, seed, folder):
+    """Save a model of random weights by the code of a checkout, in the format that it reads."""
+    job = {"root": str(root), "config": config, "seed": seed, "folder": str(folder)}
+    done = run_python(["-c", SAVE, json.dumps(job)], folder.parent)
+    if done.returncode:
+        reason = last_line(done.stderr)
+        raise UserError(f"the checkout {root} cannot save a model: fix it ({reason[:200]})")
+
+
+def export_checkpoint(folder, export):
+    """Convert a checkpoint for transformers."""
+    command = ["hf.py", "export", str(folder), str(export), "--verify=false"]
+    done = run_python(command, ROOT)
+    if done.returncode:
+        reason = last_line(done.stderr)
+        raise UserError(f"hf.py cannot export the model: fix that first ({reason[:200]})")
+
+
+def default_dtype(n_parameters, device):
+    """The dtype that sample.py chooses for --dtype=auto."""
+    if device.type == "cuda":
+        return "bfloat16"
+    is_large = n_parameters > 16e6
+    return "bfloat16" if is_large and torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def list_implementations(dtype, baseline, scratch):
+    """What is compared. dtype: the default of sample.py."""
+    ours = {"root": str(ROOT), "folder": str(Path(scratch, "model"))}
+    default = Implementation(f"ours, {dtype}", NANOLONG, dtype, is_default=True, **ours)
+    implementations = [
+        Implementation("transformers, float32", TRANSFORMERS, "float32"),
+        Implementation("transformers, bfloat16", TRANSFORMERS, "bfloat16"),
+    ]
+    for other in ("float32", "bfloat16"):
+        if other == dtype:
+            implementations.append(default)
+        else:
+            implementations.append(Implementation(f"ours, {other}", NANOLONG, other, **ours))
+    implementations.append(
+        Implementation(f"ours, {dtype}, compiled", NANOLONG, dtype, compiled=True, **ours)
+    )
+    if baseline:
+        theirs = {"root": str(Path(baseline).resolve()), "folder": str(Path(scratch, "baseline"))}
+        for compiled in (False, True):
+            name = f"baseline, {dtype}" + (", compiled" if compiled else "")
+            implementations.append(Implementation(name, NANOLONG, dtype, compiled, **theirs))
+    return implementations
+
+
+def make_prompts(case):
+    """Random prompts, the same for all implementations: lists of token ids."""
+    prompts = []
+    for length in case.prompt_lengths:
+        generator = torch.Generator().manual_seed(length)
+        tokens = torch.randint(0, case.config["vocab_size"], (length,), generator=generator)
+        prompts.append(tokens.tolist())
+    return prompts
+
+
+def run_child(implementation, case, device, scratch):
+    """Time one implementation: the result of TIMING_END. Raises RuntimeError with the reason."""
+    job = {
+        **asdict(implementation),
+        "export": str(Path(scratch, "export")),
+        "device": device.type,
+        "prompts": make_prompts(case),
+        "new_tokens": case.new_tokens,
+    }
+    code = TIMING_START + implementation.code + TIMING_END
+    cache = tempfile.mkdtemp(dir=scratch)
+    command = ["-c", code, json.dumps(job)]
+    done = run_python(command, scratch, PYTHONPATH="", TORCHINDUCTOR_CACHE_DIR=cache)
+    if "RESULT" not in done.stdout:
+        raise RuntimeError(last_line(done.stderr)[:120])
+    return json.loads(done.stdout.split("RESULT")[1])
+
+
+# -----------------------------------------------------------------------------
+# Measuring.
+
+
+def measure_case(case, seed, cfg, device, scratch):
+    """The rows of a case."""
+    save_checkpoint(ROOT, case.config, seed, Path(scratch, "model"))
+    if cfg.baseline:
+        save_checkpoint(Path(cfg.baseline).resolve(), case.config, seed, Path(scratch, "baseline"))
+    export_checkpoint(Path(scratch, "model"), Path(scratch, "export"))
+    n_parameters = sum(p.numel() for p in GPT(GPTConfig(**case.config)).parameters())
+    dtype = default_dtype(n_parameters, device)
+    implementations = list_implementations(dtype, cfg.baseline, scratch)
+
+    results = {implementation.name: [] for implementation in implementations}
+    failures = {}
+    for _ in range(cfg.rounds):
+        for implementation in implementations:
+            name = implementation.name
+            try:
+                result = run_child(implementation, case, device, scratch)
+            except RuntimeError as error:
+                failures[name] = str(error)
+                continue
+            results[name].append(result)
+            print(f"{case.name}: {name}: {result['ms']:.2f} ms per step", flush=True)
+
+    first = results[implementations[0].name]
+    rows = []
+    for implementation in implementations:
+        row = make_row(implementation, case, results[implementation.name], first, n_parameters)
+        row["note"] = failures.get(implementation.name, "")
+        rows.append(row)
+    return rows
+
+
+def make_row(implementation, case, results, first, n_parameters):
+    """A row from the results of an implementation and of the first one, a result per round."""
+    name = implementation.name
+    if implementation.is_default:
+        name += " (sample.py's default)"
+    if implementation.compiled and results:
+        name += f", after {results[-1]['first']:.0f} s"
+    row = {"case": case.name, "name": name}
+    if not results:
+        return row
+    ms = statistics.median(result["ms"] for result in results)
+    row["ms"] = ms
+    row["tokens_per_second"] = 1000 * len(case.prompt_lengths) / ms
+    row["speedup"] = None
+    if first:
+        # where one of the two failed in some round, there are fewer pairs
+        speedups = [a["ms"] / b["ms"] for a, b in zip(first, results, strict=False)]
+        row["speedup"] = statistics.median(speedups)
+        if implementation.code == NANOLONG and implementation.dtype == "float32":
+            row["same_tokens"] = results[-1]["greedy"] == first[-1]["greedy"]
+    bandwidth = results[0]["bandwidth"]
+    if bandwidth:
+        n_bytes = n_parameters * (2 if implementation.dtype == "bfloat16" else 4)
+        row["bandwidth"] = n_bytes / (ms / 1000) / bandwidth
+    return row
 
 
 def measure(cfg, device):
-    """(lines of Markdown, rows)."""
-    rows, notes = [], []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number, (case, (settings, lengths, tokens)) in enumerate(CASES.items()):
-            torch.manual_seed(number)
-            model, folder, export = GPT(GPTConfig(**settings)), Path(scratch, f"model{number}"), Path(scratch, f"export{number}")
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.normal_(0, 0.04) if p.dim() == 2 else None
-            model.save(folder)
-            size = sum(p.numel() for p in model.parameters())
-            done = subprocess.run([sys.executable, "hf.py", "export", str(folder), str(export), "--verify=false"], cwd=ROOT, capture_output=True, text=True)
-            if done.returncode:
-                raise UserError(f"hf.py could not export the model to measure beside: {done.stderr.strip()[-200:]}")
-            chosen = "bfloat16" if device.type == "cuda" or size > 16e6 and torch.cpu._is_avx512_bf16_supported() else "float32"  # as sample.py has it
-            turns = {"transformers, float32": (THEIRS, "float32"), "transformers, bfloat16": (THEIRS, "bfloat16"), "ours, float32": (OURS, "float32"), "ours, bfloat16": (OURS, "bfloat16"),
-                     f"ours, {chosen}, compiled": (OURS, chosen)}
-            found, greedy, broken, copy, first = {what: [] for what in turns}, {}, {}, None, {}
-            for _ in range(cfg.rounds):
-                for what, (code, dtype) in turns.items():
-                    how = dict(compiled="compiled" in what, root=str(ROOT), folder=str(folder), export=str(export), device=device.type, dtype=dtype, tokens=tokens,
-                               prompts=[torch.randint(0, settings["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths])
-                    done = subprocess.run([sys.executable, "-c", CHILD.format(code), json.dumps(how)], cwd=scratch, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "", "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(dir=scratch)})
-                    if "RESULT" not in done.stdout:
-                        broken[what] = (done.stderr.strip().splitlines() or ["without a word"])[-1][:120]
-                        continue
-                    ms, greedy[what], bandwidth, first[what] = json.loads(done.stdout.split("RESULT")[1])
-                    copy = copy or bandwidth
-                    found[what].append(ms)
-                    print(f"{case}: {what}: {ms:.2f} ms a token", flush=True)
-            base = found["transformers, float32"]
-            for what in turns:
-                row = {"case": case, "what": what + " (as sample.py chooses)" * (what == f"ours, {chosen}") + (f", after {first[what]:.0f} s" if "compiled" in what and what in first else ""), "note": broken.get(what, "")}
-                if times := found[what]:
-                    ms = statistics.median(times)
-                    row |= {"ms": ms, "tokens_per_second": 1000 * len(lengths) / ms, "beside": statistics.median(b / t for b, t in zip(base, times)) if base else None}
-                    if copy:
-                        row["bandwidth"] = size * (2 if "bfloat16" in what else 4) / (ms / 1000) / copy
-                    if what.startswith("ours, float32") and "transformers, float32" in greedy:
-                        row["same"] = greedy[what] == greedy["transformers, float32"]
-                rows.append(row)
-            theirs = [r["ms"] for r in rows if r["case"] == case and r["what"].startswith("transformers") and "ms" in r]
-            mine = next((r for r in rows if r["case"] == case and "chooses" in r["what"] and "ms" in r), None)
-            compiled = next((r for r in rows if r["case"] == case and "compiled" in r["what"] and r.get("beside")), None)
-            if mine and base and "batch 1" in case:
-                notes.append(f"Goal at batch 1, 1.5 times transformers as it comes (float32): {case.partition(',')[0]}: as it comes {mine['beside']:.2f}, {'met' if mine['beside'] >= 1.5 else 'not met'}"
-                             + (f"; compiled {compiled['beside']:.2f}, {'met' if compiled['beside'] >= 1.5 else 'not met'}" if compiled else "") + f". Beside the faster of its two dtypes, as it comes {min(theirs) / mine['ms']:.2f}.")
-    lines = ["| case | | ms a step | tokens/s | beside | of memory bandwidth | same greedy tokens |", "|---|---|---|---|---|---|---|"]
-    for r in rows:
-        lines.append(f"| {r['case']} | {r['what']} | " + (f"{r['ms']:.2f} | {r['tokens_per_second']:,.1f} | {r['beside']:.2f}" if r.get("beside") else f"{r['note'] or 'not measured'} | | ") + " | "
-                     + (f"{r['bandwidth']:.0%}" if r.get("bandwidth") else "") + " | " + ({True: "yes", False: "no", None: ""}[r.get("same")]) + " |")
-    return [*lines, "", *notes], rows
+    """What sample.json holds besides the provenance: rows."""
+    if cfg.baseline and not Path(cfg.baseline, "model.py").is_file():
+        raise UserError(f"{cfg.baseline} has no model.py: give --baseline=PATH of a checkout")
+    rows = []
+    for seed, case in enumerate(CASES):
+        with tempfile.TemporaryDirectory() as scratch:
+            rows += measure_case(case, seed, cfg, device, scratch)
+    return {"rows": rows}
+
+
+# -----------------------------------------------------------------------------
+# The table.
+
+
+def format_report(result):
+    """The lines of Markdown for what measure() returned."""
+    lines = [
+        "| case | | ms per step | tokens/s | speedup | of memory bandwidth | same greedy tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = result["rows"]
+    for row in rows:
+        measured = [row.get("note") or "not measured", "", ""]
+        if row.get("speedup"):
+            measured = [
+                f"{row['ms']:.2f}",
+                f"{row['tokens_per_second']:,.1f}",
+                f"{row['speedup']:.2f}",
+            ]
+        bandwidth = f"{row['bandwidth']:.0%}" if row.get("bandwidth") else ""
+        same_tokens = {True: "yes", False: "no", None: ""}[row.get("same_tokens")]
+        cells = [row["case"], row["name"], *measured, bandwidth, same_tokens]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines.append("")
+    for case in dict.fromkeys(row["case"] for row in rows):
+        if "batch 1" in case:
+            lines += goal_lines([row for row in rows if row["case"] == case and "ms" in row])
+    return lines
+
+
+def goal_lines(rows):
+    """Whether the goal is met at batch size 1, from the measured rows of a case."""
+    default = next((row for row in rows if "sample.py's default" in row["name"]), None)
+    if default is None or not default["speedup"]:
+        return []
+    shape = default["case"].partition(",")[0]
+    verdicts = [f"out of the box {format_verdict(default)}"]
+    for row in rows:
+        if row["name"].startswith("ours") and "compiled" in row["name"] and row["speedup"]:
+            verdicts.append(f"compiled {format_verdict(row)}")
+    theirs = [row["ms"] for row in rows if row["name"].startswith("transformers")]
+    return [
+        f"Goal at batch 1, {GOAL} times transformers out of the box (float32): {shape}: "
+        f"{'; '.join(verdicts)}. Compared with the faster of its two dtypes, out of the box "
+        f"{min(theirs) / default['ms']:.2f}."
+    ]
+
+
+def format_verdict(row):
+    verdict = "met" if row["speedup"] >= GOAL else "not met"
+    return f"{row['speedup']:.2f}, {verdict}"

@@ -1,12 +1,21 @@
-"""`bench.py train`: whole training runs beside what one would use instead, as real processes, in turns.
+"""bench.py train: whole training runs, each a process of its own, in turns.
 
-On a CPU: nanoGPT's own train.py, run in its checkout (--nanogpt=PATH, whose data/shakespeare_char is prepared) as its README says for CPUs and compiled too, beside our train.py as it comes and not compiled, on the
-same token files with the same number of threads: nanoGPT's character shape, and the demo's. A run's time is the median over its iterations without the first five, as each program logs them; the
-first iteration counts from the start of the process, compilation with an empty cache included; memory is the most that the process held (ru_maxrss, without its compiler's helpers). `beside` is tokens/s over those of the
-first row in the same round, the median over the rounds; the second and later rounds are of the first row and of ours as it comes, compiled.
+On a CPU: train.py of nanoGPT, run in its checkout (--nanogpt=PATH, with data/shakespeare_char
+prepared), with the settings that its README gives for CPUs, and compiled too; our train.py,
+compiled and not; and, with --baseline=PATH, that of another checkout of nanoLong. All read the same
+token files with the same number of threads, in the shape of nanoGPT's character model and in that
+of our demo. The time of a step is the median over a run without its first five steps, as each
+program logs it. The first step counts from the start of the process and includes compilation with
+an empty cache. Memory is the peak of the process (ru_maxrss) without its compiler's helpers.
+`speedup` is relative to the first row in the same round, the median over the rounds. From the
+second round on only the first row, our default (compiled) and the baseline run.
 
-On a GPU: 124 M parameters at T = 1k and 4k, random tokens, bfloat16, compiled, in a process for each: ours, nanoGPT's model with its optimizer, transformers' Llama with SDPA. A rival that is not installed has no row.
+On a GPU: 124 M parameters at 1k and 4k tokens, random tokens, bfloat16, compiled, a process each:
+ours, the baseline, nanoGPT's model and optimizer, transformers' Llama with SDPA. An alternative
+that is not installed has no numbers.
 """
+
+import functools
 import json
 import os
 import re
@@ -17,165 +26,470 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-import config
-from config import UserError
+from nanolong.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = {  # name: our settings, nanoGPT's settings, tokens in an iteration, iterations
-    "characters: 4 layers of 128, 12 x 64 tokens": (["config/shakespeare_cpu.toml"], dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12), 12 * 64, 200),
-    "the demo: 4 layers of 192, 16 x 256 tokens": (["config/demo.toml"], dict(n_layer=4, n_head=3, n_embd=192, block_size=256, batch_size=16), 16 * 256, 35),
-}
-ALWAYS = ("nanoGPT, as its README says for CPUs", "ours, compiled")  # in every round; the others in the first
-GPU = dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50304)
-# A training step in nanoGPT's style, for a GPU: argv is what, batch, T, its checkout or ours. Prints tokens/s and the peak of memory in bytes.
-CHILD = """
-import sys, time, json
-what, B, T, path, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], 30
+
+
+@dataclass
+class Case:
+    name: str
+    preset: str  # ours
+    nanogpt: dict  # the same shape in nanoGPT's settings
+    tokens_per_step: int
+    steps: int
+    optimizer: str  # of the preset
+
+
+CASES = (
+    Case(
+        "characters: 4 layers of 128, 12 x 64 tokens",
+        "config/shakespeare_cpu.toml",
+        {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12},
+        tokens_per_step=12 * 64,
+        steps=200,
+        optimizer="adamw",
+    ),
+    Case(
+        "the demo: 4 layers of 192, 16 x 256 tokens",
+        "config/demo.toml",
+        {"n_layer": 4, "n_head": 3, "n_embd": 192, "block_size": 256, "batch_size": 16},
+        tokens_per_step=16 * 256,
+        steps=35,
+        optimizer="muon",
+    ),
+)
+EVERY_ROUND = ("nanoGPT, CPU settings of its README", "ours, compiled", "baseline, compiled")
+GPU_SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304}
+
+# A training loop for a GPU. Arguments: the implementation, batch size, length, its checkout. Prints
+# tokens per second and the peak memory in bytes.
+GPU_CHILD = """
+import json
+import sys
+import time
+
+implementation, path = sys.argv[1], sys.argv[4]
+B, T = int(sys.argv[2]), int(sys.argv[3])
+n_steps = 30
 sys.path.insert(0, path)
 import torch
+
 torch.manual_seed(0)
 torch.set_float32_matmul_precision("high")
-if what == "nanogpt":
+
+if implementation == "nanogpt":
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(block_size=T, dropout=0.0, bias=False, **SHAPE)).cuda()
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cuda")
-    loss = lambda x: model(x, x)[1]
-elif what == "transformers":
+elif implementation == "transformers":
     from transformers import LlamaConfig, LlamaForCausalLM
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=SHAPE["n_embd"], num_hidden_layers=SHAPE["n_layer"], num_attention_heads=SHAPE["n_head"], intermediate_size=2048, vocab_size=SHAPE["vocab_size"],
-                             max_position_embeddings=T, tie_word_embeddings=True, attn_implementation="sdpa")).cuda()
+    config = LlamaConfig(
+        hidden_size=SHAPE["n_embd"],
+        num_hidden_layers=SHAPE["n_layer"],
+        num_attention_heads=SHAPE["n_head"],
+        intermediate_size=2048,
+        vocab_size=SHAPE["vocab_size"],
+        max_position_embeddings=T,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=True)
-    loss = lambda x: model(input_ids=x, labels=x).loss
 else:
     from model import GPT, GPTConfig
-    import config
-    config.prepare_device(torch.device("cuda"))
+    try:
+        from nanolong.device import prepare_device
+    except ImportError:  # a checkout from before 0.1
+        from config import prepare_device
+    prepare_device(torch.device("cuda"))
     model = GPT(GPTConfig(block_size=T, **SHAPE)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=True)
-    loss = lambda x: model(x, x)
-loss = torch.compile(loss)
+
+def compute_loss(tokens):
+    if implementation == "nanogpt":
+        return model(tokens, tokens)[1]
+    if implementation == "transformers":
+        return model(input_ids=tokens, labels=tokens).loss
+    return model(tokens, tokens)
+
+compute_loss = torch.compile(compute_loss)
+
 def step():
-    x = torch.randint(0, SHAPE["vocab_size"], (B, T), device="cuda")
+    tokens = torch.randint(0, SHAPE["vocab_size"], (B, T), device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
-        value = loss(x)
-    value.backward()
+        loss = compute_loss(tokens)
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return value
+    return loss
+
 for _ in range(5):
     step().item()
 torch.cuda.reset_peak_memory_stats()
 start = time.perf_counter()
-for _ in range(steps):
-    value = step()
-value.item()
-print("RESULT", json.dumps([steps * B * T / (time.perf_counter() - start), torch.cuda.max_memory_allocated()]))
+for _ in range(n_steps):
+    loss = step()
+loss.item()
+seconds = time.perf_counter() - start
+print("RESULT", json.dumps([n_steps * B * T / seconds, torch.cuda.max_memory_allocated()]))
 """
 
 
-def run(words, cwd, seen):
-    """A process from its start to its end: (stdout and stderr, most memory held in MB, seconds until seen(its lines so far) first came true)."""
-    lines, first, cache = [], None, tempfile.mkdtemp()
+@dataclass
+class Timing:
+    """One training run."""
+
+    step: float  # seconds, the median
+    first_step: float  # seconds from the start of the process
+    peak_mb: float
+
+
+# -----------------------------------------------------------------------------
+# Running and timing one process.
+
+
+def run_timed(command, cwd, has_stepped):
+    """Run a Python script to its end.
+
+    has_stepped: a function of the lines printed so far; whether the first step is done.
+    Returns (output, peak memory in MB, seconds until has_stepped first came true).
+    """
+    lines = []
+    first_step = None
+    compile_cache = tempfile.mkdtemp()
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-u", *map(str, words)], cwd=cwd, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
+    process = subprocess.Popen(
+        [sys.executable, "-u", *map(str, command)],
+        cwd=cwd,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": compile_cache},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
     reader.start()
     while True:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if first is None and seen(lines):
-            first = time.monotonic() - start
+        if first_step is None and has_stepped(lines):
+            first_step = time.monotonic() - start
         if pid:
             break
         time.sleep(0.01)
     process.returncode = os.waitstatus_to_exitcode(status)
     reader.join(5)
-    shutil.rmtree(cache, ignore_errors=True)
+    shutil.rmtree(compile_cache, ignore_errors=True)
+    output = "".join(lines)
     if process.returncode:
-        raise UserError(f"{' '.join(map(str, words[:3]))} failed, and said: {''.join(lines)[-300:].strip()!r}")
-    return "".join(lines), usage.ru_maxrss / 1024, first
+        words = " ".join(map(str, command[:3]))
+        raise UserError(f"{words} failed: run it yourself; it ended with {output[-300:].strip()!r}")
+    return output, usage.ru_maxrss / 1024, first_step
 
 
-def ours(words, data, tokens, iterations, scratch):
-    """(median seconds of an iteration, seconds to the first, MB) of our train.py."""
-    out = Path(scratch, "ours")
-    shutil.rmtree(out, ignore_errors=True)
-    log = out / "log.jsonl"
-    _, memory, first = run([ROOT / "train.py", *words, f"--dataset={data}", f"--out_dir={out}", f"--max_iters={iterations}", "--eval_iters=1", "--eval_interval=1000000", "--log_interval=1", "--device=cpu"], ROOT,
-                           lambda lines: log.exists() and '"loss"' in log.read_text())
+def time_nanolong(root, flags, dataset, tokens_per_step, steps, scratch):
+    """Time train.py of a nanoLong checkout: Timing."""
+    run = Path(scratch, "run")
+    shutil.rmtree(run, ignore_errors=True)
+    log = run / "log.jsonl"
+
+    def has_stepped(lines):
+        return log.exists() and '"loss"' in log.read_text()
+
+    command = [
+        Path(root, "train.py"),
+        *flags,
+        f"--dataset={dataset}",
+        f"--out_dir={run}",
+        f"--max_iters={steps}",
+        "--eval_iters=1",
+        "--eval_interval=1000000",
+        "--log_interval=1",
+        "--device=cpu",
+    ]
+    _, peak_mb, first_step = run_timed(command, root, has_stepped)
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    return statistics.median(tokens / row["tokens_per_second"] for row in [row for row in rows if "loss" in row][5:]), first, memory
+    speeds = [row["tokens_per_second"] for row in rows if "loss" in row]
+    seconds = statistics.median(tokens_per_step / speed for speed in speeds[5:])
+    return Timing(seconds, first_step, peak_mb)
 
 
-def nanogpt(path, shape, compiled, tokens, iterations, scratch):
-    """The same of nanoGPT's train.py, its character configuration with another shape."""
-    text, memory, first = run(["train.py", "config/train_shakespeare_char.py", "--device=cpu", f"--compile={compiled}", "--eval_iters=1", "--eval_interval=1000000", "--log_interval=1", "--dropout=0.0",
-                               f"--max_iters={iterations}", f"--lr_decay_iters={iterations}", f"--out_dir={scratch}/nanogpt", *(f"--{name}={value}" for name, value in shape.items())], path,
-                              lambda lines: any(line.startswith("iter ") for line in list(lines)))
-    return statistics.median([float(ms) / 1000 for ms in re.findall(r"^iter \d+: .*?time ([\d.]+)ms", text, re.M)][5:]), first, memory
+def time_nanogpt(path, shape, compile_model, steps, scratch):
+    """Time train.py of nanoGPT, its character configuration with another shape: Timing."""
+
+    def has_stepped(lines):
+        return any(line.startswith("iter ") for line in list(lines))
+
+    command = [
+        "train.py",
+        "config/train_shakespeare_char.py",
+        "--device=cpu",
+        f"--compile={compile_model}",
+        "--eval_iters=1",
+        "--eval_interval=1000000",
+        "--log_interval=1",
+        "--dropout=0.0",
+        f"--max_iters={steps}",
+        f"--lr_decay_iters={steps}",
+        f"--out_dir={scratch}/nanogpt",
+        *(f"--{name}={value}" for name, value in shape.items()),
+    ]
+    output, peak_mb, first_step = run_timed(command, path, has_stepped)
+    times = re.findall(r"^iter \d+: .*?time ([\d.]+)ms", output, re.M)
+    seconds = statistics.median(float(ms) / 1000 for ms in times[5:])
+    return Timing(seconds, first_step, peak_mb)
+
+
+# -----------------------------------------------------------------------------
+# The comparison on a CPU.
+
+
+def copy_nanogpt_data(path, folder):
+    """Make a dataset of ours from nanoGPT's token files, in a folder."""
+    source = Path(path, "data", "shakespeare_char")
+    folder.mkdir()
+    vocab_size = 0
+    for name in ("train.bin", "val.bin"):
+        shutil.copy(source / name, folder / name)
+        tokens = memoryview((source / name).read_bytes()).cast("H")
+        vocab_size = max(vocab_size, max(tokens) + 1)
+    meta = {"tokenizer": None, "vocab_size": vocab_size, "bos": None, "bos_default": False}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+def default_dataset():
+    """The folder of the embedded dataset, prepared where it is missing."""
+    from data import dataset_exists, find_dataset
+    from data.prepare import prepare
+
+    if not dataset_exists("python"):
+        prepare("python")
+    return find_dataset("python")
+
+
+def check_paths(cfg):
+    """Raise UserError unless there is something to compare with."""
+    if not cfg.nanogpt and not cfg.baseline:
+        raise UserError(
+            "train is compared with nanoGPT or an older nanoLong: give --nanogpt=PATH of a "
+            "checkout in which python data/shakespeare_char/prepare.py has run, or --baseline=PATH"
+        )
+    if cfg.nanogpt:
+        for file in ("train.py", "data/shakespeare_char/train.bin"):
+            if not Path(cfg.nanogpt, file).is_file():
+                raise UserError(
+                    f"{cfg.nanogpt} has no {file}: give --nanogpt=PATH of a checkout in which "
+                    "python data/shakespeare_char/prepare.py has run"
+                )
+    if cfg.baseline and not Path(cfg.baseline, "train.py").is_file():
+        raise UserError(f"{cfg.baseline} has no train.py: give --baseline=PATH of a checkout")
+
+
+def list_runs(case, cfg, dataset, steps, scratch):
+    """The runs of a case: name -> a function without arguments that returns a Timing."""
+    runs = {}
+    if cfg.nanogpt:
+        nanogpt = functools.partial(
+            time_nanogpt, Path(cfg.nanogpt).resolve(), case.nanogpt, steps=steps, scratch=scratch
+        )
+        runs["nanoGPT, CPU settings of its README"] = functools.partial(
+            nanogpt, compile_model=False
+        )
+        runs["nanoGPT, compiled"] = functools.partial(nanogpt, compile_model=True)
+    nanolong = functools.partial(
+        time_nanolong,
+        dataset=dataset,
+        tokens_per_step=case.tokens_per_step,
+        steps=steps,
+        scratch=scratch,
+    )
+    compiled = [case.preset, "--compile=true"]
+    if cfg.baseline:
+        baseline = Path(cfg.baseline).resolve()
+        runs["baseline, compiled"] = functools.partial(nanolong, baseline, compiled)
+        runs["baseline, not compiled"] = functools.partial(
+            nanolong, baseline, [case.preset, "--compile=false"]
+        )
+    runs["ours, compiled"] = functools.partial(nanolong, ROOT, compiled)
+    runs["ours, not compiled"] = functools.partial(nanolong, ROOT, [case.preset, "--compile=false"])
+    if case.optimizer != "adamw":
+        runs["ours, compiled, AdamW"] = functools.partial(
+            nanolong, ROOT, [*compiled, "--optimizer=adamw"]
+        )
+    return runs
+
+
+def measure_case(case, cfg, dataset, scratch):
+    """The rows of a case."""
+    runs = list_runs(case, cfg, dataset, cfg.iterations or case.steps, scratch)
+    timings = {name: [] for name in runs}
+    for round_number in range(cfg.rounds):
+        for name, run in runs.items():
+            if round_number and name not in EVERY_ROUND:
+                continue
+            timing = run()
+            timings[name].append(timing)
+            speed = case.tokens_per_step / timing.step
+            print(f"{case.name}: {name}: {speed:,.0f} tokens/s", flush=True)
+
+    rows = []
+    first = timings[next(iter(runs))]
+    for name, of_run in timings.items():
+        seconds = statistics.median(timing.step for timing in of_run)
+        # a row that ran in fewer rounds is compared in those
+        speedups = [a.step / b.step for a, b in zip(first, of_run, strict=False)]
+        rows.append(
+            {
+                "case": case.name,
+                "name": name,
+                "tokens_per_second": case.tokens_per_step / seconds,
+                "ms": 1000 * seconds,
+                "speedup": statistics.median(speedups),
+                "lowest_speedup": min(speedups),
+                "first_step_s": statistics.median(timing.first_step for timing in of_run),
+                "peak_mb": statistics.median(timing.peak_mb for timing in of_run),
+            }
+        )
+    return rows
+
+
+def commit_of(path):
+    """The commit of a checkout, or "unknown"."""
+    command = ["git", "-C", path, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def describe_setup(cfg):
+    """The commits that are compared, the rounds and the steps, as a sentence."""
+    parts = []
+    if cfg.nanogpt:
+        parts.append(f"nanoGPT {commit_of(cfg.nanogpt)}")
+    if cfg.baseline:
+        parts.append(f"baseline {commit_of(cfg.baseline)}")
+    parts.append(f"{cfg.rounds} round{'s' * (cfg.rounds > 1)}, in turns")
+    steps = ", ".join(str(cfg.iterations or case.steps) for case in CASES)
+    parts.append(f"{steps} steps per run.")
+    return "; ".join(parts)
 
 
 def measure(cfg, device):
-    """(lines of Markdown, rows)."""
+    """What train.json holds besides the provenance: rows, and on a CPU a description."""
     if device.type == "cuda":
-        return on_gpu(cfg, device)
-    data = Path(cfg.nanogpt or ".", "data", "shakespeare_char")
-    if not (Path(cfg.nanogpt or ".", "train.py").is_file() and (data / "train.bin").is_file() and cfg.nanogpt):
-        raise UserError("train is measured beside nanoGPT: give --nanogpt=PATH of a checkout of it in which python data/shakespeare_char/prepare.py has run")
-    rows, path = [], Path(cfg.nanogpt).resolve()
+        return {"rows": measure_gpu(cfg, device)}
+    check_paths(cfg)
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        mine = Path(scratch, "data")
-        mine.mkdir()
-        for file in ("train.bin", "val.bin"):
-            shutil.copy(data / file, mine / file)
-        vocabulary = 1 + max(max(memoryview((data / file).read_bytes()).cast("H")) for file in ("train.bin", "val.bin"))
-        (mine / "meta.json").write_text(json.dumps({"tokenizer": None, "vocab_size": vocabulary, "bos": None, "bos_default": False}))
-        for case, (words, shape, tokens, iterations) in CASES.items():
-            iterations = cfg.iterations or iterations
-            turns = {"nanoGPT, as its README says for CPUs": lambda: nanogpt(path, shape, False, tokens, iterations, scratch),
-                     "nanoGPT, compiled": lambda: nanogpt(path, shape, True, tokens, iterations, scratch),
-                     "ours, compiled": lambda: ours([*words, "--compile=true"], mine, tokens, iterations, scratch),
-                     "ours, not compiled": lambda: ours([*words, "--compile=false"], mine, tokens, iterations, scratch),
-                     "ours, compiled, AdamW": lambda: ours([*words, "--compile=true", "--optimizer=adamw"], mine, tokens, iterations, scratch)}
-            if "demo" not in case:
-                del turns["ours, compiled, AdamW"]  # it is by AdamW anyway
-            found = {what: [] for what in turns}
-            for number in range(cfg.rounds):
-                for what, turn in turns.items():
-                    if number and what not in ALWAYS:
-                        continue
-                    found[what].append(turn())
-                    print(f"{case}: {what}: {tokens / found[what][-1][0]:,.0f} tokens/s", flush=True)
-            base = [seconds for seconds, _, _ in found[next(iter(turns))]]
-            for what, results in found.items():
-                seconds, first, memory = (statistics.median(part) for part in zip(*results))
-                rows.append({"case": case, "what": what, "tokens_per_second": tokens / seconds, "ms": 1000 * seconds, "beside": statistics.median(b / r[0] for b, r in zip(base, results)),
-                             "lowest": min(b / r[0] for b, r in zip(base, results)), "first_step_s": first, "peak_mb": memory})
-    commit = subprocess.run(["git", "-C", path, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
-    lines = [f"nanoGPT {commit}; {cfg.rounds} round{'s' * (cfg.rounds > 1)}, in turns; {', '.join(str(v[3]) if not cfg.iterations else str(cfg.iterations) for v in CASES.values())} iterations a run.", "",
-             "| case | | tokens/s | ms an iteration | beside (lowest round) | first iteration after, s | most memory, MB |", "|---|---|---|---|---|---|---|"]
-    lines += [f"| {r['case']} | {r['what']} | {r['tokens_per_second']:,.0f} | {r['ms']:.1f} | {r['beside']:.2f} ({r['lowest']:.2f}) | {r['first_step_s']:.1f} | {r['peak_mb']:,.0f} |" for r in rows]
-    return lines, rows
+        if cfg.nanogpt:
+            dataset = copy_nanogpt_data(cfg.nanogpt, Path(scratch, "data"))
+        else:
+            dataset = default_dataset()
+        for case in CASES:
+            rows += measure_case(case, cfg, dataset, scratch)
+    return {"setup": describe_setup(cfg), "rows": rows}
 
 
-def on_gpu(cfg, device):
-    from model import GPT, GPTConfig
+# -----------------------------------------------------------------------------
+# The comparison on a GPU.
+
+
+def measure_gpu(cfg, device):
+    """A row per shape and implementation."""
     import torch
-    peak, rows = config.peak_flops(device), []
+
+    from model import GPT, GPTConfig
+    from nanolong.device import peak_flops
+
+    paths = {"ours": ROOT}
+    if cfg.baseline:
+        paths["baseline"] = Path(cfg.baseline).resolve()
+    if cfg.nanogpt:
+        paths["nanogpt"] = Path(cfg.nanogpt).resolve()
+    paths["transformers"] = Path(tempfile.gettempdir())
+    peak = peak_flops(device)
+    rows = []
     for T, B in ((1024, 32), (4096, 8)):
         with torch.device("meta"):
-            flops = GPT(GPTConfig(block_size=T, **GPU)).flops_per_token()
-        for what, path in (("ours", ROOT), ("nanogpt", Path(cfg.nanogpt).resolve() if cfg.nanogpt else None), ("transformers", Path(tempfile.gettempdir()))):
-            if path is None:
-                continue
-            done = subprocess.run([sys.executable, "-c", f"SHAPE = {GPU!r}\n{CHILD}", what, str(B), str(T), str(path)], cwd=tempfile.gettempdir(), capture_output=True, text=True)
-            found = re.search(r"^RESULT (.*)", done.stdout, re.M)
-            speed, memory = json.loads(found[1]) if found else (None, None)
-            rows.append({"case": f"124 M, {B} x {T}", "what": what, "tokens_per_second": speed, "mfu": speed * flops / peak if speed and peak else None, "peak_mb": memory and memory / 2**20,
-                         "note": "" if found else (done.stderr.strip().splitlines() or ["failed"])[-1][:100]})
-            print(rows[-1], flush=True)
-    show = lambda value, form: format(value, form) if value is not None else "not measured"  # noqa: E731
-    return ["MFU counts our model's FLOPs a token for all three, whose shapes are alike.", "", "| case | | tokens/s | MFU | most memory, MB | |", "|---|---|---|---|---|---|"] + [
-        f"| {r['case']} | {r['what']} | {show(r['tokens_per_second'], ',.0f')} | {show(r['mfu'], '.1%')} | {show(r['peak_mb'], ',.0f')} | {r['note']} |" for r in rows], rows
+            flops = GPT(GPTConfig(block_size=T, **GPU_SHAPE)).flops_per_token()
+        for name, path in paths.items():
+            speed, memory, note = run_gpu_child(name, B, T, path)
+            row = {
+                "case": f"124 M, {B} x {T}",
+                "name": name,
+                "tokens_per_second": speed,
+                "mfu": speed * flops / peak if speed and peak else None,
+                "peak_mb": memory and memory / 2**20,
+                "note": note,
+            }
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def run_gpu_child(name, B, T, path):
+    """Tokens per second and peak bytes of an implementation, or None, None and the reason."""
+    code = f"SHAPE = {GPU_SHAPE!r}\n{GPU_CHILD}"
+    command = [sys.executable, "-c", code, name, str(B), str(T), str(path)]
+    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True)
+    found = re.search(r"^RESULT (.*)", done.stdout, re.M)
+    if found:
+        speed, memory = json.loads(found[1])
+        return speed, memory, ""
+    last_line = (done.stderr.strip().splitlines() or ["failed"])[-1]
+    return None, None, last_line[:100]
+
+
+# -----------------------------------------------------------------------------
+# The table.
+
+
+def format_report(result):
+    """The lines of Markdown for what measure() returned."""
+    if result["device"] == "cuda":
+        return format_gpu_report(result["rows"])
+    lines = [
+        result["setup"],
+        "",
+        "| case | | tokens/s | ms per step | speedup (lowest round) | first step after, s "
+        "| peak memory, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        cells = [
+            row["case"],
+            row["name"],
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['ms']:.1f}",
+            f"{row['speedup']:.2f} ({row['lowest_speedup']:.2f})",
+            f"{row['first_step_s']:.1f}",
+            f"{row['peak_mb']:,.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def format_gpu_report(rows):
+    lines = [
+        "MFU counts the FLOPs per token of our model for all, whose shapes are alike.",
+        "",
+        "| case | | tokens/s | MFU | peak memory, MB | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [
+            row["case"],
+            row["name"],
+            format_measured(row["tokens_per_second"], ",.0f"),
+            format_measured(row["mfu"], ".1%"),
+            format_measured(row["peak_mb"], ",.0f"),
+            row["note"],
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def format_measured(value, form):
+    return "not measured" if value is None else format(value, form)

@@ -1,86 +1,192 @@
-"""What the position schemes do, drawn from their own tables: nothing is trained.
+"""Plot what the position schemes compute, from their formulas: nothing is trained.
 
-    python experiments/figures.py                          writes results/figures/positions.png
-    python experiments/figures.py --length=1024 --out=out/positions.png
+    python experiments/figures.py
+    python experiments/figures.py --length=1024 --out=out/positions.png --yarn_out=out/yarn.png
 
-Panels: the sinusoidal embeddings and the rotary angles' cosines as heat maps (a line marks where pairs no longer complete a turn within the length),
-nezha's vectors; and, over distance, T5's bucket and the scores that ALiBi, sandwich and kerple (as it is initialised) add for each head.
+positions.png has a panel for each of these: the sinusoidal embeddings; the cosines of RoPE's
+angles, with a line where the pairs begin that complete no period within the length; NEZHA's
+relative vectors; T5's bucket of each distance; and the bias that ALiBi, Sandwich and KERPLE (with
+its initial parameters) add to the attention scores of each head.
+
+yarn.png has the wavelengths of RoPE's pairs before and after YaRN extends the context four times.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
+from nanolong import python_version  # noqa: F401  # isort: skip
 import math
 from dataclasses import dataclass
 
 import torch
 
-from config import UserError
-from evaluate import pyplot
-from model import POSITIONS, GPTConfig, Refused
+from model import POSITIONS, GPTConfig
+from nanolong import cli, plots, validate
+from rope_scaling import METHODS
+
+LOWEST_BIAS = -40.0  # the axis ends here: a score this much lower gets no attention
+YARN_FACTOR = 4.0
 
 
 @dataclass
 class FiguresConfig:
-    out: str = "results/figures/positions.png"  # the PNG to write
-    length: int = 256   # tokens that are drawn, and the trained length
-    n_head: int = 8     # heads
-    head_dim: int = 64  # width of a head; the model's is n_head times that
+    out: str = "results/figures/positions.png"  # the PNG file of the position schemes
+    yarn_out: str = "results/figures/yarn.png"  # the PNG file of YaRN's wavelengths
+    length: int = 256  # tokens plotted, and the context length of the schemes
+    n_head: int = 8  # attention heads
+    head_dim: int = 64  # channels of a head; the model has n_head times that
 
     def __post_init__(self):
-        if not self.out.endswith(".png"):
-            raise UserError(f"--out={self.out} must end in .png")
-        if min(self.length - 1, self.n_head, self.head_dim) < 1 or max(self.length, self.n_head, self.head_dim) > 8192:
-            raise UserError("length must be at least 2, n_head and head_dim at least 1, and each at most 8192")
+        validate.check_png("out", self.out)
+        validate.check_png("yarn_out", self.yarn_out)
+        validate.require(
+            2 <= self.length <= 8192,
+            f"length={self.length} is out of range: it must be at least 2 and at most 8,192",
+        )
+        validate.require(
+            self.n_head <= 8192 and self.head_dim <= 8192,
+            f"n_head={self.n_head} or head_dim={self.head_dim} is too large: give at most 8,192",
+        )
+        validate.require(
+            self.n_head >= 1 and self.head_dim >= 2 and self.head_dim % 2 == 0,
+            f"n_head={self.n_head} or head_dim={self.head_dim} is impossible: "
+            "give at least one head, and an even head_dim",
+        )
+
+
+def make_scheme(pos, cfg):
+    """Make a position scheme with its initial parameters."""
+    n_embd = cfg.n_head * cfg.head_dim
+    config = GPTConfig(
+        pos=pos, n_head=cfg.n_head, head_dim=cfg.head_dim, n_embd=n_embd, block_size=cfg.length
+    )
+    return POSITIONS[pos](config)
+
+
+def draw_heatmap(axis, values, title, x_label, y_label):
+    """Draw values between -1 and 1, (rows, columns), the first row at the bottom."""
+    image = axis.imshow(
+        values.numpy(),
+        aspect="auto",
+        cmap="RdBu",
+        vmin=-1,
+        vmax=1,
+        interpolation="nearest",
+        origin="lower",
+    )
+    axis.set(title=title, xlabel=x_label, ylabel=y_label)
+    axis.figure.colorbar(image, ax=axis, shrink=0.8)
+
+
+def draw_sinusoidal(axis, cfg):
+    scheme = make_scheme("sinusoidal", cfg)
+    no_embeddings = torch.zeros(1, cfg.length, cfg.n_head * cfg.head_dim)
+    sinusoids = scheme.embed(no_embeddings, torch.arange(cfg.length))[0] / scheme.scale
+    title = "sinusoidal: added to the token embeddings"
+    draw_heatmap(axis, sinusoids, title, "channel", "position")
+
+
+def draw_rope(axis, cfg):
+    scheme = make_scheme("rope", cfg)
+    angle = torch.arange(cfg.length)[:, None] * scheme.inv_freq
+    title = "rope: cosine of the rotation angle"
+    draw_heatmap(axis, angle.cos(), title, "frequency pair (fastest first)", "position")
+    n_complete = int((2 * math.pi / scheme.inv_freq <= cfg.length).sum())
+    axis.axvline(n_complete - 0.5, color="black", linestyle="--", linewidth=1)
+    text = f"no full period\nin {cfg.length} tokens"
+    top = cfg.length * 0.96
+    axis.text(n_complete, top, text, fontsize=8, verticalalignment="top", backgroundcolor="white")
+
+
+def draw_nezha(axis, cfg):
+    scheme = make_scheme("nezha", cfg)
+    keys, _, _ = scheme.relative(1000, 0)  # (1, m, D), up to the distance where they are clipped
+    clipped_at = keys.shape[1] - 1
+    title = "nezha: added to keys and values"
+    draw_heatmap(axis, keys[0], title, "channel", f"distance (clipped at {clipped_at})")
+
+
+def draw_t5(axis, cfg):
+    scheme = make_scheme("t5", cfg)
+    distance = torch.arange(1, cfg.length)
+    bucket = scheme.bucket[distance.clamp(max=len(scheme.bucket) - 1)]
+    axis.step(distance.tolist(), bucket.tolist(), where="post")
+    axis.set(title="t5: bucket of a distance", xscale="log")
+    axis.set(xlabel="distance (tokens)", ylabel="bucket")
+    axis.grid(alpha=0.3)
+
+
+def draw_bias(axis, cfg, pos, title, colormap):
+    """Draw the bias over distance of every head."""
+    scheme = make_scheme(pos, cfg)
+    distance = torch.arange(cfg.length)
+    bias = scheme.bias(cfg.length, 0)
+    if bias.dim() == 1:  # slopes (H,)
+        bias = -bias[:, None] * distance
+    else:  # a table over distances (H, m), constant from its last column on
+        bias = bias[:, distance.clamp(max=bias.shape[1] - 1)]
+    for head, line in enumerate(bias):
+        colour = colormap(head / max(1, cfg.n_head - 1))
+        axis.plot(distance.numpy(), line.numpy(), color=colour, label=f"head {head}")
+    lowest = max(LOWEST_BIAS, bias.min().item())
+    axis.set(title=title, xlabel="distance (tokens)", ylabel="attention bias")
+    axis.set_ylim(lowest * 1.03 - 0.01, 0.03 * -lowest + 0.01)
+    axis.grid(alpha=0.3)
+
+
+@torch.no_grad()
+def plot_positions(plt, cfg):
+    """Write the figure of the position schemes."""
+    figure, axes = plt.subplots(2, 4, figsize=(17, 7.6), layout="constrained")
+    draw_sinusoidal(axes[0][0], cfg)
+    draw_rope(axes[0][1], cfg)
+    draw_nezha(axes[0][2], cfg)
+    draw_t5(axes[0][3], cfg)
+    titles = {
+        "alibi": "alibi",
+        "sandwich": "sandwich",
+        "kerple": "kerple, at initialisation",
+        "kerple-power": "kerple-power, at initialisation",
+    }
+    for axis, (pos, title) in zip(axes[1], titles.items(), strict=True):
+        draw_bias(axis, cfg, pos, title, plt.get_cmap("viridis"))
+    if cfg.n_head <= 12:
+        lines, labels = axes[1][0].get_legend_handles_labels()
+        figure.legend(lines, labels, fontsize=9, ncols=cfg.n_head, loc="outside lower center")
+    figure.suptitle(
+        f"{cfg.n_head} heads of {cfg.head_dim} channels, {cfg.length} tokens; "
+        f"biases below {LOWEST_BIAS:.0f} are cut off",
+        fontsize=9,
+        color="gray",
+    )
+    figure.savefig(cfg.out, dpi=100)
+    plt.close(figure)
+    print(f"wrote {cfg.out}")
+
+
+def plot_yarn(cfg):
+    """Write the figure of YaRN's wavelengths."""
+    base = GPTConfig.rope_base
+    before, _ = METHODS["none"](base, cfg.head_dim, cfg.length, 1.0)
+    after, _ = METHODS["yarn"](base, cfg.head_dim, cfg.length, YARN_FACTOR)
+    target_length = round(cfg.length * YARN_FACTOR)
+    title = f"YaRN, {cfg.length:,} to {target_length:,} tokens"
+    plots.plot_wavelengths(before, after, cfg.length, target_length, cfg.yarn_out, title)
 
 
 def main():
-    cfg, *_ = config.parse(FiguresConfig, about=__doc__)
-    if not (plt := pyplot(cfg.out)):
+    cfg, *_ = cli.parse(FiguresConfig, about=__doc__)
+    plt = plots.import_pyplot(cfg.out)
+    if plt is None:
         return 1
+    for file in (cfg.out, cfg.yarn_out):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    n, scheme = cfg.length, {}
-    for pos in ("sinusoidal", "rope", "nezha", "t5", "alibi", "sandwich", "kerple", "kerple-power"):
-        scheme[pos] = POSITIONS[pos](GPTConfig(pos=pos, n_head=cfg.n_head, head_dim=cfg.head_dim, n_embd=cfg.n_head * cfg.head_dim, block_size=n))
-    figure, axes = plt.subplots(2, 4, figsize=(17, 7.6), layout="constrained")
-
-    def heat(panel, image, title, x, y="position"):
-        drawn = panel.imshow(image.numpy(), aspect="auto", cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest", origin="lower")
-        panel.set(title=title, xlabel=x, ylabel=y)
-        figure.colorbar(drawn, ax=panel, shrink=0.8)
-
-    where = torch.arange(n)
-    with torch.no_grad():
-        sinusoids = scheme["sinusoidal"].embed(torch.zeros(1, n, cfg.n_head * cfg.head_dim), where)[0] / scheme["sinusoidal"].scale
-        heat(axes[0][0], sinusoids, "sinusoidal: added to the embeddings", "channel")
-        rope = scheme["rope"]
-        heat(axes[0][1], (where[:, None] * rope.inv_freq).cos(), "rope: cosine of each pair's angle", "pair, fastest first")
-        turning = int((2 * math.pi / rope.inv_freq <= n).sum())
-        axes[0][1].axvline(turning - 0.5, color="black", linestyle="--", linewidth=1)
-        axes[0][1].text(turning, n * 0.96, f"no full turn in {n} tokens", fontsize=8, va="top", backgroundcolor="white")
-        heat(axes[0][2], scheme["nezha"].relative(1000, 0)[0][0], "nezha: added to keys and values", "channel", f"distance, from {scheme['nezha'].clip} on the same")
-        bucket = scheme["t5"].bucket
-        axes[0][3].step(range(1, n), bucket[torch.arange(1, n).clamp(max=len(bucket) - 1)].tolist(), where="post")
-        axes[0][3].set(title="t5: bucket of a distance", xscale="log", xlabel="distance", ylabel="bucket")
-        for panel, pos, title in zip(axes[1], ("alibi", "sandwich", "kerple", "kerple-power"), ("alibi", "sandwich", "kerple, as initialised", "kerple-power, as initialised")):
-            bias = scheme[pos].bias(n, 0)
-            bias = -bias[:, None] * where if bias.dim() == 1 else bias[:, where.clamp(max=bias.shape[1] - 1)]  # (H, n)
-            for head, line in enumerate(bias):
-                panel.plot(where.numpy(), line.numpy(), color=plt.get_cmap("viridis")(head / max(1, cfg.n_head - 1)), label=f"head {head}")
-            floor = max(-40.0, bias.min().item())
-            panel.set(title=title, xlabel="distance", ylabel="added to the scores", ylim=(floor * 1.03 - 0.01, 0.03 * -floor + 0.01))
-        if cfg.n_head <= 12:
-            axes[1][0].legend(fontsize=7, ncols=2, loc="lower right")
-    for panel in (axes[0][3], *axes[1]):
-        panel.grid(alpha=0.3)
-    figure.suptitle(f"{cfg.n_head} heads of {cfg.head_dim} channels, {n} tokens; scores below -40 are cut off", fontsize=9, color="gray")
-    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(cfg.out, dpi=100)
-    plt.close(figure)
-    print(f"{cfg.out} is drawn")
+    plot_positions(plt, cfg)
+    plot_yarn(cfg)
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

@@ -1,16 +1,23 @@
-"""hf.py against transformers: every architecture it reads, times every RoPE type, tied or not, with random weights, in and out again; every refusal; tokenizers.
+"""Compare hf.py with transformers: import, export and import again, and list what is refused.
 
-    python experiments/interchange.py               all, some minutes; writes results/interchange.md
-    python experiments/interchange.py --only=llama  one architecture
+    python experiments/interchange.py                 everything, some minutes
+    python experiments/interchange.py --only=llama    the architectures with llama in their name
 
-Of a model that transformers makes: the largest difference of logits (float32) after import, read at once and token by token with a cache, beyond the trained length; after export, as AutoModelForCausalLM
-loads it; and whether export, import, export gives the same bytes. Needs transformers, which runs in processes of its own.
+Every architecture that hf.py imports, times every RoPE type, with tied embeddings or not, is made by
+transformers with random weights. Measured is the largest difference of logits, in float32 and beyond
+the original context length: after the import, in one forward pass and token by token with a cache;
+and after an export, as AutoModelForCausalLM loads it. Then our own models, exported. Whether export,
+import and export give the same bytes is checked as well.
+
+Needs transformers, which runs in processes of its own. Writes results/interchange.md.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
+from nanolong import python_version  # noqa: F401  # isort: skip
+
 import contextlib
 import io
 import json
@@ -18,305 +25,489 @@ import os
 import subprocess
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
-import hf
-from config import UserError
-from model import GPT, GPTConfig, PastTrainedLength, Refused
+from experiments.report import markdown_table
+from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from nanolong import cli
+from nanolong.errors import UserError
+from nanolong.hf_export import export_checkpoint
+from nanolong.hf_import import import_checkpoint
+from nanolong.hf_layout import UNSUPPORTED
+from nanolong.inference import KVCache
+from nanolong.provenance import provenance
 
-L = 64  # the trained length of every case
-READ = 144  # tokens read: past it, and a multiple of a quarter of it, as a dynamic scale wants
-SHAPE = dict(vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5)
-ARCHITECTURES = {  # model_type, and what differs from SHAPE
+LENGTH = 64  # the original context length of every model
+# Beyond the context length, and a multiple of a quarter of it, which is where our dynamic scales
+# are the same as transformers'.
+N_TOKENS = 144
+N_PROMPT = 41  # these are the first forward pass of a comparison with a cache
+VOCAB_SIZE = 131
+
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+}
+SMOLLM3_TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}
+# name -> model_type, and what differs from SHAPE
+ARCHITECTURES = {
     "Llama": ("llama", {}),
-    "Llama, wide heads, no GQA": ("llama", {"head_dim": 16, "num_key_value_heads": 6, "vocab_size": 127}),
+    "Llama, wide heads, no GQA": (
+        "llama",
+        {"head_dim": 16, "num_key_value_heads": 6, "vocab_size": 127},
+    ),
     "Mistral": ("mistral", {"sliding_window": None}),
     "Mistral, window": ("mistral", {"sliding_window": 21}),
     "Qwen2": ("qwen2", {}),
-    "Qwen2, window in some layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}),
+    "Qwen2, window in some layers": ("qwen2", QWEN2_WINDOW),
     "Qwen3": ("qwen3", {}),
-    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1], "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}),
-    "SmolLM3, no RoPE at all": ("smollm3", {"no_rope_layers": [0, 0, 0], "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}),
-}
-ROPES = {  # rope_parameters, or rope_scaling in the old form, and max_position_embeddings
-    "default": ({"rope_type": "default", "rope_theta": 5e5}, L),
-    "linear": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, L),
-    "dynamic": ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, L),
-    "yarn": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": L, "rope_theta": 1e4}, 4 * L),
-    "yarn, all options": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": L, "rope_theta": 1e4, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.05}, 4 * L),
-    "yarn, old form, mscale": ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": L, "mscale": 0.7, "mscale_all_dim": 0.4}, 4 * L),
-    "longrope": ({"rope_type": "longrope", "original_max_position_embeddings": L, "rope_theta": 1e4}, 4 * L),
-    "llama3": ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": L, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}, 4 * L),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1], **SMOLLM3_TOKENS}),
+    "SmolLM3, no RoPE at all": ("smollm3", {"no_rope_layers": [0, 0, 0], **SMOLLM3_TOKENS}),
 }
 
-MAKE = """
-import json, sys, torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
-cases, folder = json.load(open(sys.argv[1])), sys.argv[2]
+ORIGINAL = {"original_max_position_embeddings": LENGTH}
+LONG_FACTORS = [1.0, 2.5, 4.0, 5.5, 7.0, 8.5, 10.0, 11.5]
+SHORT_FACTORS = [1.0 + 0.1 * i for i in range(8)]
+# name -> rope_parameters (or rope_scaling, in the older form), and max_position_embeddings
+ROPES = {
+    "default": ({"rope_type": "default", "rope_theta": 5e5}, LENGTH),
+    "linear": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, LENGTH),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, LENGTH),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 4.0, **ORIGINAL, "rope_theta": 1e4},
+        4 * LENGTH,
+    ),
+    "yarn, all options": (
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            **ORIGINAL,
+            "rope_theta": 1e4,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+            "attention_factor": 1.05,
+        },
+        4 * LENGTH,
+    ),
+    "yarn, old form, mscale": (
+        {"type": "yarn", "factor": 4.0, **ORIGINAL, "mscale": 0.7, "mscale_all_dim": 0.4},
+        4 * LENGTH,
+    ),
+    "longrope": (
+        {
+            "rope_type": "longrope",
+            **ORIGINAL,
+            "rope_theta": 1e4,
+            "short_factor": SHORT_FACTORS,
+            "long_factor": LONG_FACTORS,
+        },
+        4 * LENGTH,
+    ),
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            **ORIGINAL,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "rope_theta": 5e5,
+        },
+        4 * LENGTH,
+    ),
+}
 
-def read(model, tokens, first, cached):
-    out = {"whole": model(tokens).logits, "short": model(tokens[:, :first]).logits}
-    if cached:
-        cache, parts = None, []
-        for a, b in [(0, first), *((t, t + 1) for t in range(first, tokens.shape[1]))]:
-            step = model(tokens[:, a:b], past_key_values=cache, use_cache=True)
-            cache, parts = step.past_key_values, [*parts, step.logits]
-        out["cached"] = torch.cat(parts, 1)
-    return {name: value.contiguous() for name, value in out.items()}
-
-answers = {}
-with torch.no_grad():
-    for number, case in enumerate(cases):
-        where = f"{folder}/{case['name']}"
-        if case["make"]:
-            torch.manual_seed(number)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case["model_type"], **case["settings"])).eval().float()
-            for name, p in model.named_parameters():  # so that logits are of size 1, and nothing is left at its initial value
-                p.normal_(1.0 if p.dim() == 1 and name.endswith("weight") else 0.0, 0.1 if p.dim() == 1 else 0.1 if name.split(".")[-2] in ("embed_tokens", "wte", "wpe", "lm_head") else 1 / p.shape[1] ** 0.5)
-            model.tie_weights()
-            model.save_pretrained(where, max_shard_size=case["shard"])
-        else:
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
-        tokens = torch.randint(case["vocab"], (2, case["read"]), generator=torch.Generator().manual_seed(number))
-        for name, value in read(model, tokens, case["first"], case["cached"]).items():
-            answers[f"{case['name']}/{name}"] = value
-save_file(answers, sys.argv[3])
-"""
+# Our own models: name -> settings of GPTConfig, and a method of extension with its options
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "bias": "all", "pos": "learned"}
+YARN_OPTIONS = {"beta_fast": 8, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.05}
+TWO_TABLES = {"long_factor": [1.0, 2.0, 3.5, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
+OURS = {
+    "rope": ({}, None),
+    "rope, GQA, QK-norm": ({"n_kv_head": 2, "qk_norm": True}, None),
+    "rope, biases of q, k and v": ({"bias": "qkv"}, None),
+    "rope, window": ({"window": 21}, None),
+    "rope, NoPE in every second layer, window in the others": (
+        {"window": 21, "layer_pattern": "WN"},
+        None,
+    ),
+    "rope, layers of all four kinds": (
+        {"n_layer": 4, "window": 21, "layer_pattern": "FWNS"},
+        None,
+    ),
+    "rope, scores times 1.3": ({"attn_scale": 1.3}, None),
+    "rope in half of a head": ({"rope_fraction": 0.5}, None),
+    "rope in half of a head, QK-norm, yarn": (
+        {"rope_fraction": 0.5, "qk_norm": True},
+        ("yarn", {}),
+    ),
+    "heads that do not divide the embedding": ({"n_embd": 50, "head_dim": 8}, None),
+    "untied": ({"tie_embeddings": False}, None),
+    "nope": ({"pos": "nope"}, None),
+    "nope, QK-norm": ({"pos": "nope", "qk_norm": True}, None),
+    "nope, scale": ({"pos": "nope"}, ("scale", {"scale": 1.2})),
+    "GPT-2": (GPT2, None),
+    "GPT-2, scores times 1.3, untied": (
+        {**GPT2, "attn_scale": 1.3, "tie_embeddings": False},
+        None,
+    ),
+    "GPT-2, pi": (GPT2, ("pi", {})),
+    "none": ({}, ("none", {})),
+    "pi": ({}, ("pi", {})),
+    "ntk": ({}, ("ntk", {})),
+    "ntk-parts": ({}, ("ntk-parts", {})),
+    "ntk-parts, ramp=paper": ({}, ("ntk-parts", {"ramp": "paper"})),
+    "yarn": ({}, ("yarn", {})),
+    "yarn, ramp=paper": ({}, ("yarn", {"ramp": "paper"})),
+    "yarn, options": ({"rope_base": 5e5}, ("yarn", YARN_OPTIONS)),
+    "abf": ({}, ("abf", {})),
+    "llama3": ({}, ("llama3", {})),
+    "ntk-lceg": ({}, ("ntk-lceg", {})),
+    "dynamic-ntk at a fixed length": ({}, ("dynamic-ntk", {"length": 200.0})),
+    "resonance of yarn": ({}, ("resonance", {})),
+    "resonance of pi": ({}, ("resonance", {"of": "pi"})),
+    "longrope": ({}, ("longrope", {"long_factor": [1, 2, 3.5, 4]})),
+    "longrope, two tables": ({}, ("longrope", TWO_TABLES)),
+    "drope": ({}, ("drope", {"scale": 1.1})),
+    "drope, QK-norm": ({"qk_norm": True}, ("drope", {"scale": 1.1})),
+}
+REFUSED_SCHEMES = (
+    "learned",
+    "sinusoidal",
+    "shaw",
+    "nezha",
+    "xl",
+    "t5",
+    "alibi",
+    "kerple",
+    "kerple-power",
+    "sandwich",
+)
+REFUSED_METHODS = (
+    "dynamic-pi",
+    "dynamic-ntk",
+    "dynamic-yarn",
+    "ntk-frozen",
+    "lm-infinite",
+    "self-extend",
+)
+REFUSED = {
+    **{pos: ({"pos": pos}, None) for pos in REFUSED_SCHEMES},
+    **{method: ({}, (method, {})) for method in REFUSED_METHODS},
+    "window and sinks": ({"window": 21, "sinks": 2}, None),
+    "random positions": ({"random_positions": 512}, None),
+    "NoPE in every second layer, QK-norm": ({"layer_pattern": "FN", "qk_norm": True}, None),
+    "NoPE in every second layer, biases": ({"layer_pattern": "FN", "bias": "qkv"}, None),
+    "nope, biases of q, k and v": ({"pos": "nope", "bias": "qkv"}, None),
+    "QK-norm, biases of q, k and v": ({"qk_norm": True, "bias": "qkv"}, None),
+    "LayerNorm": ({"norm": "layernorm"}, None),
+    "GELU": ({"mlp": "gelu"}, None),
+    "biases in all linear layers": ({"bias": "all"}, None),
+    "GPT-2's layers with rope": ({**GPT2, "pos": "rope"}, None),
+    "GPT-2 with a window": ({**GPT2, "window": 21}, None),
+    "GPT-2 with GQA and QK-norm": ({**GPT2, "n_kv_head": 2, "qk_norm": True}, None),
+    "longrope, two tables, in half of a head": (
+        {"rope_fraction": 0.5},
+        ("longrope", {"long_factor": [1.0, 2.0], "short_factor": [1.0, 1.1]}),
+    ),
+}
 
 
 @dataclass
 class InterchangeConfig:
-    only: str = ""                         # architectures whose name holds this
-    out: str = "results/interchange.md"    # the table is written here
+    only: str = ""  # architectures whose name contains this
+    out: str = "results/interchange.md"  # the report
 
 
-def theirs(cases, folder):
-    """transformers' logits of directories under a folder, which it makes first where asked to: `name/whole`, `/short`, `/cached` -> (2, T, V)."""
+@dataclass
+class Case:
+    """A model for the process that runs transformers."""
+
+    name: str  # of its Hugging Face directory
+    seed: int  # of its weights and tokens
+    model_type: str = ""
+    settings: dict | None = None  # of its config; None: the directory is there already
+    vocab_size: int = VOCAB_SIZE
+    with_cache: bool = True  # decode token by token, too
+    shard_size: str = "5GB"
+
+    @property
+    def tokens(self):
+        """What both sides compute the logits of: (2, N_TOKENS) int64."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(self.vocab_size, (2, N_TOKENS), generator=generator)
+
+
+# -----------------------------------------------------------------------------
+# transformers
+
+TRANSFORMERS_SCRIPT = """
+import json
+import sys
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+cases_file, folder, answers_file = sys.argv[1:]
+
+
+def make_model(case, path):
+    torch.manual_seed(case["seed"])
+    config = AutoConfig.for_model(case["model_type"], **case["settings"])
+    model = AutoModelForCausalLM.from_config(config).eval().float()
+    # nothing keeps its initial value, and the logits are of size 1
+    for name, p in model.named_parameters():
+        module = name.split(".")[-2]
+        mean = 1.0 if p.dim() == 1 and name.endswith("weight") else 0.0
+        std = 0.1
+        if p.dim() == 2 and module not in ("embed_tokens", "wte", "wpe", "lm_head"):
+            std = p.shape[1] ** -0.5
+        p.normal_(mean, std)
+    model.tie_weights()
+    model.save_pretrained(path, max_shard_size=case["shard_size"])
+    return model
+
+
+def decode(model, tokens, n_prompt):
+    ends = range(n_prompt, tokens.shape[1] + 1)
+    start, cache, logits = 0, None, []
+    for end in ends:
+        step = model(tokens[:, start:end], past_key_values=cache, use_cache=True)
+        start, cache = end, step.past_key_values
+        logits.append(step.logits)
+    return torch.cat(logits, 1)
+
+
+answers = {}
+with open(cases_file) as file:
+    cases = json.load(file)
+for case in cases:
+    path = f"{folder}/{case['name']}"
+    tokens = torch.tensor(case["tokens"])
+    n_prompt = case["n_prompt"]
+    with torch.no_grad():
+        if case["settings"] is None:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        else:
+            model = make_model(case, path)
+        answers[f"{case['name']}/long"] = model(tokens).logits
+        answers[f"{case['name']}/short"] = model(tokens[:, :n_prompt]).logits
+        if case["with_cache"]:
+            answers[f"{case['name']}/cached"] = decode(model, tokens, n_prompt)
+save_file({name: logits.contiguous() for name, logits in answers.items()}, answers_file)
+"""
+
+
+def run_transformers(cases, folder):
+    """Return transformers' logits, `<name>/long`, `/short` and `/cached` -> (2, T, V).
+
+    Cases with settings are made and written into the folder first.
+    """
     from safetensors.torch import load_file
-    (folder / "cases.json").write_text(json.dumps(cases))
-    (folder / "make.py").write_text(MAKE)
-    done = subprocess.run([sys.executable, folder / "make.py", folder / "cases.json", folder, folder / "answers"], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TRANSFORMERS_VERBOSITY": "error"})
+
+    described = []
+    for case in cases:
+        more = {"tokens": case.tokens.tolist(), "n_prompt": N_PROMPT}
+        described.append({**asdict(case), **more})
+    (folder / "cases.json").write_text(json.dumps(described))
+    (folder / "script.py").write_text(TRANSFORMERS_SCRIPT)
+    # outside of the project, whose kernels/ transformers would take for a package
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, "script.py", "cases.json", str(folder), "answers"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
     return load_file(folder / "answers")
 
 
-def cases_of(only=""):
-    """One case for each architecture, RoPE type and tied or not, as the child process takes them."""
+def make_cases(only=""):
+    """Return names and a Case for each architecture, RoPE type, and tied embeddings or not.
+
+    A list of (architecture, RoPE type, tied, Case).
+    """
     cases = []
-    for architecture, (kind, more) in ARCHITECTURES.items():
-        for rope, (parameters, length) in ROPES.items():
+
+    def add(architecture, rope, tied, **case):
+        number = len(cases)
+        shard_size = "20KB" if tied else "5GB"
+        case = Case(str(number), number, shard_size=shard_size, **case)
+        cases.append((architecture, rope, tied, case))
+
+    for architecture, (model_type, more) in ARCHITECTURES.items():
+        if only.lower() not in architecture.lower():
+            continue
+        ropes = ["default"] if "no RoPE" in architecture else list(ROPES)
+        for rope in ropes:
             for tied in (True, False):
-                if only.lower() not in architecture.lower() or "at all" in architecture and rope != "default":
-                    continue
-                shape = {**SHAPE, **more}
-                if rope == "longrope":
-                    half = shape["head_dim"] // 2
-                    parameters = {**parameters, "short_factor": [1.0 + 0.1 * i for i in range(half)], "long_factor": [1.0 + 1.5 * i for i in range(half)]}
-                settings = {**shape, "max_position_embeddings": length, "tie_word_embeddings": tied, ("rope_scaling" if "type" in parameters else "rope_parameters"): parameters}
-                dynamic = rope == "dynamic"
-                cases.append(dict(name=f"{len(cases)}", architecture=architecture, rope=rope, tied=tied, model_type=kind, settings=settings, vocab=shape["vocab_size"], read=READ, first=41,
-                                  cached=not dynamic and rope != "longrope", shard="20KB" if tied else "5GB", make=True))  # its cache keeps keys of the older scale
-    for tied in (True, False):
-        if only.lower() in "gpt-2":
-            cases.append(dict(name=f"{len(cases)}", architecture="GPT-2", rope="learned", tied=tied, model_type="gpt2", settings=dict(vocab_size=131, n_positions=160, n_embd=48, n_layer=3, n_head=6, n_inner=None if tied else 100, tie_word_embeddings=tied),
-                              vocab=131, read=READ, first=41, cached=True, shard="20KB" if tied else "5GB", make=True))
+                settings = rope_settings(rope, {**SHAPE, **more, "tie_word_embeddings": tied})
+                add(
+                    architecture,
+                    rope,
+                    tied,
+                    model_type=model_type,
+                    settings=settings,
+                    vocab_size=settings["vocab_size"],
+                    # transformers' cache keeps keys of an older scale
+                    with_cache=rope not in ("dynamic", "longrope"),
+                )
+    if only.lower() in "gpt-2":
+        for tied in (True, False):
+            settings = gpt2_settings(tied)
+            add("GPT-2", "learned", tied, model_type="gpt2", settings=settings)
     if not cases:
-        raise UserError(f"--only={only} is in no architecture's name: choose from {', '.join([*ARCHITECTURES, 'GPT-2'])}")
+        names = ", ".join([*ARCHITECTURES, "GPT-2"])
+        raise UserError(f"--only={only} is in no architecture's name: choose from {names}")
     return cases
 
 
+def rope_settings(rope, settings):
+    """Return the settings of a config with those of a RoPE type."""
+    parameters, max_position_embeddings = ROPES[rope]
+    if rope == "longrope":
+        n_pairs = settings["head_dim"] // 2
+        tables = {key: parameters[key][:n_pairs] for key in ("short_factor", "long_factor")}
+        parameters = {**parameters, **tables}
+    key = "rope_scaling" if "type" in parameters else "rope_parameters"
+    return {**settings, "max_position_embeddings": max_position_embeddings, key: parameters}
+
+
+def gpt2_settings(tied):
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "n_positions": 160,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 6,
+        "n_inner": None if tied else 100,
+        "tie_word_embeddings": tied,
+    }
+
+
+# -----------------------------------------------------------------------------
+# Comparisons
+
+
 @torch.no_grad()
-def read(model, tokens, first, cached):
-    """Our logits, as the child process's read() gives transformers'."""
-    from generate import Cache
+def compute_logits(model, case):
+    """Return our logits of a case, as run_transformers() returns transformers'."""
+    tokens = case.tokens
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PastTrainedLength)
-        out, cache, parts = {"whole": model(tokens), "short": model(tokens[:, :first])}, Cache(), []
-        if cached:
-            for a, b in [(0, first), *((t, t + 1) for t in range(first, tokens.shape[1]))]:
-                parts.append(model(tokens[:, a:b], cache=cache))
-            out["cached"] = torch.cat(parts, 1)
-    return out
+        warnings.simplefilter("ignore", ContextLengthWarning)
+        logits = {"long": model(tokens), "short": model(tokens[:, :N_PROMPT])}
+        if case.with_cache:
+            logits["cached"] = decode(model, tokens)
+    return logits
 
 
-def quietly(function, *arguments, **options):
-    """What a function prints, as lines."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+def decode(model, tokens):
+    cache = KVCache()
+    logits = [model(tokens[:, :N_PROMPT], cache=cache)]
+    for t in range(N_PROMPT, tokens.shape[1]):
+        logits.append(model(tokens[:, t : t + 1], cache=cache))
+    return torch.cat(logits, 1)
+
+
+def differences(logits, answers, case):
+    """Return the largest difference to transformers' logits, by name."""
+    found = {}
+    for name, ours in logits.items():
+        found[name] = (ours - answers[f"{case.name}/{name}"]).abs().max().item()
+    return found
+
+
+def capture_output(function, *arguments, **options):
+    """Call a function and return what it prints, as lines."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         function(*arguments, **options)
-    return said.getvalue().strip().splitlines()
+    return output.getvalue().strip().splitlines()
 
 
-def there_and_back(cases, folder):
-    """Run every case. Returns rows: dicts with architecture, rope, tied, size (of the largest logit), whole, cached (differences after import), exported, bytes ("same", or what differs), or refused."""
-    wanted, rows, out = theirs(cases, folder), [], []
-    for number, case in enumerate(cases):
-        name = case["name"]
-        row = {key: case[key] for key in ("architecture", "rope", "tied")}
-        rows.append(row)
-        quietly(hf.import_checkpoint, folder / name, folder / f"run-{name}")
-        model = GPT.load(folder / f"run-{name}")
-        tokens = torch.randint(case["vocab"], (2, case["read"]), generator=torch.Generator().manual_seed(number))
-        mine = read(model, tokens, case["first"], case["cached"])
-        row["size"] = mine["whole"].abs().max().item()
-        apart = {key: (value - wanted[f"{name}/{key}"]).abs().max().item() for key, value in mine.items()}
-        row["whole"], row["cached"] = max(apart["whole"], apart["short"]), apart.get("cached")
+def import_quietly(source, target):
+    return capture_output(import_checkpoint, GPT, GPTConfig, POSITIONS, source, target)
+
+
+def export_quietly(run, target):
+    return capture_output(export_checkpoint, GPT.load(run), target, verify=False)
+
+
+@dataclass
+class Exported:
+    """An exported model that transformers has not loaded yet."""
+
+    case: Case
+    record: dict
+    logits: dict
+
+
+def compare_imports(cases, folder):
+    """Import the cases of make_cases() and export them again.
+
+    Returns (records, exported). A record has architecture, rope, tied; largest_logit, imported and
+    cached (differences after import; cached may be None); refused (why there is no export), or
+    bytes: "same", or the files that differ after export, import and export.
+    """
+    answers = run_transformers([case for *_, case in cases], folder)
+    records, exported = [], []
+    for architecture, rope, tied, case in cases:
+        record = {"architecture": architecture, "rope": rope, "tied": tied}
+        records.append(record)
+        run = folder / f"run-{case.name}"
+        import_quietly(folder / case.name, run)
+        logits = compute_logits(GPT.load(run), case)
+        found = differences(logits, answers, case)
+        record["largest_logit"] = logits["long"].abs().max().item()
+        record["imported"] = max(found["long"], found["short"])
+        record["cached"] = found.get("cached")
+        if export_twice(run, folder, record, case.name):
+            new_case = replace(case, name=f"exported-{case.name}", settings=None)
+            exported.append(Exported(new_case, record, logits))
+    return records, exported
+
+
+def export_ours(models, folder):
+    """Export our own models, from OURS or REFUSED, with random weights.
+
+    Returns (records, exported). A record has name; refused, or architecture and rope (in
+    transformers) and bytes.
+    """
+    records, exported = [], []
+    for number, (name, (settings, extension)) in enumerate(models.items()):
+        record = {"name": name}
+        records.append(record)
+        model = make_our_model(number, settings)
+        run = folder / f"run-ours-{number}"
         try:
-            quietly(hf.export_checkpoint, folder / f"run-{name}", folder / f"out-{name}", verify=False)
+            if extension:
+                method, options = extension
+                model.extend(method, 4.0, **options)
         except UserError as refusal:
-            row["refused"] = str(refusal)
+            record["refused"] = str(refusal)
             continue
-        out.append({**case, "name": f"out-{name}", "make": False, "number": number})
-        quietly(hf.import_checkpoint, folder / f"out-{name}", folder / f"again-{name}")
-        quietly(hf.export_checkpoint, folder / f"again-{name}", folder / f"out2-{name}", verify=False)
-        first, second = ({file.name: file.read_bytes() for file in (folder / f"{stem}-{name}").iterdir()} for stem in ("out", "out2"))
-        row["bytes"] = "same" if first == second else ", ".join(sorted(file for file in {**first, **second} if first.get(file) != second.get(file)))
-    again = theirs([{**case, "make": False} for case in out], folder)
-    for i, case in enumerate(out):  # its tokens are another number's: read anew
-        tokens = torch.randint(case["vocab"], (2, case["read"]), generator=torch.Generator().manual_seed(i))
-        mine = read(GPT.load(folder / f"run-{case['name'][4:]}"), tokens, case["first"], case["cached"])
-        rows[case["number"]]["exported"] = max((value - again[f"{case['name']}/{key}"]).abs().max().item() for key, value in mine.items())
-    return rows
-
-
-# our own models: settings of GPTConfig, a method with its factor and options, and what they become there
-OURS = {
-    "rope": ({}, None), "rope, GQA, QK-norm": ({"n_kv_head": 2, "qk_norm": True}, None), "rope, window": ({"window": 21}, None), "rope, NoPE in every second block, window in the others": ({"nope_every": 2, "window": 21}, None),
-    "rope, scores times 1.3": ({"attn_scale": 1.3}, None), "rope in half of a head": ({"rope_fraction": 0.5}, None), "rope in half of a head, QK-norm, yarn": ({"rope_fraction": 0.5, "qk_norm": True}, ("yarn", {})),
-    "heads that do not divide the width": ({"n_embd": 50, "head_dim": 8}, None), "untied": ({"tied": False}, None),
-    "nope": ({"pos": "nope"}, None), "nope, QK-norm": ({"pos": "nope", "qk_norm": True}, None), "nope, scale": ({"pos": "nope"}, ("scale", {"scale": 1.2})),
-    "none": ({}, ("none", {})), "pi": ({}, ("pi", {})), "ntk": ({}, ("ntk", {})), "ntk-parts": ({}, ("ntk-parts", {})), "ntk-parts, ramp=paper": ({}, ("ntk-parts", {"ramp": "paper"})), "yarn": ({}, ("yarn", {})),
-    "yarn, ramp=paper": ({}, ("yarn", {"ramp": "paper"})), "yarn, options": ({"rope_base": 5e5}, ("yarn", {"beta_fast": 8, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.05})), "abf": ({}, ("abf", {})),
-    "llama3": ({}, ("llama3", {})), "ntk-lceg": ({}, ("ntk-lceg", {})), "dynamic-ntk at a fixed length": ({}, ("dynamic-ntk", {"length": 200.0})), "resonance of yarn": ({}, ("resonance", {})), "resonance of pi": ({}, ("resonance", {"of": "pi"})),
-    "longrope": ({}, ("longrope", {"long_factor": [1, 2, 3.5, 4]})), "longrope, two tables": ({}, ("longrope", {"long_factor": [1.0, 2.0, 3.5, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]})),
-    "drope": ({}, ("drope", {"scale": 1.1})), "drope, QK-norm": ({"qk_norm": True}, ("drope", {"scale": 1.1})),
-    # refused
-    **{pos: ({"pos": pos}, None) for pos in ("learned", "sinusoidal", "shaw", "nezha", "xl", "t5", "alibi", "kerple", "kerple-power", "sandwich")},
-    "window and sinks": ({"window": 21, "sinks": 2}, None), "random positions": ({"random_positions": 512}, None), "NoPE in every second block beside QK-norm": ({"nope_every": 2, "qk_norm": True}, None),
-    "longrope, two tables, in half of a head": ({"rope_fraction": 0.5}, ("longrope", {"long_factor": [1.0, 2.0], "short_factor": [1.0, 1.1]})),
-    **{method: ({}, (method, {})) for method in ("dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen", "lm-infinite", "self-extend")},
-}
-
-
-def ours_out(folder, names=OURS):
-    """Export models of ours with random weights. Returns rows: name, there (the architecture and rope_type), exported (largest difference of logits), bytes, or refused."""
-    rows, out, models = [], [], {}
-    for number, name in enumerate(names):
-        settings, stretched = OURS[name]
-        torch.manual_seed(number)
-        model = GPT(GPTConfig(**{**dict(n_layer=2, n_head=6, n_embd=48, block_size=L, vocab_size=131), **settings})).eval()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.normal_(1.0 if p.dim() == 1 else 0.0, 0.1 if p.dim() == 1 else 0.1 if p is model.embed.weight or p is model.head.weight else 1 / p.shape[1] ** 0.5)
-        rows.append(row := {"name": name})
-        try:
-            if stretched:
-                model.stretch(stretched[0], 4.0, **stretched[1])
-            model.save(folder / f"ours-{number}" / "step-000000")
-            quietly(hf.export_checkpoint, folder / f"ours-{number}", folder / f"o-{number}", verify=False)
-        except (UserError, Refused) as refusal:
-            row["refused"] = str(refusal)
+        model.save(run / "step-000000")
+        if not export_twice(run, folder, record, f"ours-{number}"):
             continue
-        written = json.loads((folder / f"o-{number}" / "config.json").read_text())
-        row["there"] = f"{written['architectures'][0].removesuffix('ForCausalLM')}, {written['rope_parameters']['rope_type']}"
-        quietly(hf.import_checkpoint, folder / f"o-{number}", folder / f"oursagain-{number}")
-        quietly(hf.export_checkpoint, folder / f"oursagain-{number}", folder / f"o2-{number}", verify=False)
-        first, second = ({file.name: file.read_bytes() for file in (folder / f"{stem}-{number}").iterdir()} for stem in ("o", "o2"))
-        row["bytes"] = "same" if first == second else ", ".join(sorted(file for file in {**first, **second} if first.get(file) != second.get(file)))
-        models[f"o-{number}"] = model, row
-        out.append(dict(name=f"o-{number}", vocab=131, read=READ, first=41, cached=name != "longrope, two tables", make=False))
-    answers = theirs(out, folder)
-    for i, case in enumerate(out):
-        model, row = models[case["name"]]
-        mine = read(model, torch.randint(131, (2, READ), generator=torch.Generator().manual_seed(i)), 41, case["cached"])
-        row["exported"] = max((value - answers[f"{case['name']}/{key}"]).abs().max().item() for key, value in mine.items())
-    return rows
-
-
-def main():
-    cfg, _, _ = config.parse(InterchangeConfig, about=__doc__)
-    text = ["# In and out of Hugging Face's format", "", f"`python experiments/interchange.py`, {config.provenance(torch.device('cpu'))}. Random weights, float32. A difference is the largest over {READ} tokens "
-            f"({L} trained), two texts; *cached* after 41 tokens at once, one by one.", ""]
-    with tempfile.TemporaryDirectory() as place:
-        rows = there_and_back(cases_of(cfg.only), Path(place))
-    text += ["## transformers' models, imported", "", "| architecture | rope type | tied | import | cached | exported again | export, import, export |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        text.append(f"| {row['architecture']} | {row['rope']} | {'yes' if row['tied'] else 'no'} | {row['whole']:.1e} | " + ("" if row["cached"] is None else f"{row['cached']:.1e}")
-                    + (" | refused | |" if "refused" in row else f" | {row['exported']:.1e} | {row['bytes']} bytes |"))
-    sizes = [row["size"] for row in rows]
-    text += ["", f"The largest logit of a model is {min(sizes):.1f} to {max(sizes):.1f}. Largest difference of all: {max(max(row['whole'], row['cached'] or 0, row.get('exported', 0)) for row in rows):.1e}. `dynamic` is compared without a cache, and longrope with two tables too: transformers keeps keys of the older scale there.", ""]
-    with tempfile.TemporaryDirectory() as place:
-        mine = ours_out(Path(place))
-    text += ["## Our models, exported", "", "| model | there | exported | export, import, export |", "|---|---|---|---|"]
-    text += [f"| {row['name']} | {row['there']} | {row['exported']:.1e} | {row['bytes']} bytes |" for row in mine if "there" in row]
-    text += ["", "## What is refused", "", "Exports:", ""] + [f"- {row['name']}: {row['refused']}" for row in mine if "refused" in row]
-    text += ["", "Imports:", ""]
-    with tempfile.TemporaryDirectory() as place:
-        text += [f"- {name}: {sentence}" for name, sentence in refusals(Path(place))]
-    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(cfg.out).write_text("\n".join(text) + "\n", encoding="utf-8")
-    print("\n".join(text))
-
-
-def refusals(folder):
-    """(what, the sentence) of every kind of directory that is not imported, each made and tried."""
-    from safetensors.torch import save_file
-    base = {"model_type": "llama", "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "max_position_embeddings": L}
-    good = {name: torch.zeros(shape) for name, shape in {"model.embed_tokens.weight": (131, 48), "lm_head.weight": (131, 48), "model.norm.weight": (48,), **{f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in {
-        **{f"self_attn.{p}_proj": (48, 48) for p in "qkvo"}, "mlp.gate_proj": (80, 48), "mlp.up_proj": (80, 48), "mlp.down_proj": (48, 80), "input_layernorm": (48,), "post_attention_layernorm": (48,)}.items()}}.items()}
-    without = {name: tensor for name, tensor in good.items() if name != "model.norm.weight"}
-    tries = [(f"model_type {kind}", {"model_type": kind}, good) for kind in [*hf.WHY_NOT, "something_else", None]]
-    tries += [(f"{key}: {value!r}", {key: value}, good) for key, value in (
-        ("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True), ("quantization_config", {"bits": 4}), ("hidden_size", "48"), ("hidden_size", -48), ("num_hidden_layers", 2.5), ("num_hidden_layers", 60000), ("vocab_size", 1 << 29),
-        ("num_attention_heads", True), ("rms_norm_eps", float("nan")), ("tie_word_embeddings", "yes"), ("partial_rotary_factor", 0.5), ("rope_scaling", {"rope_type": "spiral"}), ("rope_scaling", {"rope_type": "yarn", "factor": 0.5}),
-        ("rope_scaling", {"rope_type": "yarn", "factor": "4"}), ("rope_scaling", {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0] * 4}), ("rope_parameters", {"full_attention": {"rope_type": "default"}}), ("rope_scaling", [1]),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}), ("num_key_value_heads", 4), ("head_dim", 7))]
-    tries += [("a tensor is missing", {}, without), ("a tensor has another shape", {}, {**good, "model.norm.weight": torch.zeros(47)}), ("a tensor too many", {}, {**good, "model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}),
-              ("an integer tensor", {}, {**good, "model.norm.weight": torch.zeros(48, dtype=torch.int8)})]
-    said = []
-
-    def attempt(what, place):
-        try:
-            quietly(hf.import_checkpoint, place, folder / "never")
-            raise AssertionError(f"{what} was imported")
-        except (UserError, Refused) as refusal:
-            said.append((what, str(refusal).replace(str(folder) + "/", "")))
-        assert not (folder / "never").exists(), what
-
-    for number, (what, more, tensors) in enumerate(tries):
-        place = folder / f"checkpoint{number}"
-        place.mkdir()
-        (place / "config.json").write_text(json.dumps({**base, **more}))
-        save_file(tensors, place / "model.safetensors")
-        attempt(what, place)
-
-    def directory(name, index=None, **files):
-        place = folder / name
-        place.mkdir()
-        (place / "config.json").write_text(json.dumps(base))
-        for file, content in files.items():
-            (place / file.replace("_json", ".json").replace("_safetensors", ".safetensors").replace("_bin", ".bin")).write_bytes(content)
-        if index is not None:
-            (place / "model.safetensors.index.json").write_text(json.dumps(index))
-        return place
-
-    attempt("nothing there", folder / "nowhere")
-    attempt("a pickle", directory("pickle", pytorch_model_bin=b"\x80\x04."))
-    attempt("no weights", directory("empty"))
-    attempt("an index whose file leaves the folder", directory("leaves", {"weight_map": {"model.norm.weight": "../../secret.safetensors"}}))
-    attempt("an index without a map", directory("nomap", {"weight_map": [1]}))
-    attempt("an index that names a missing file", directory("missing", {"weight_map": {"model.norm.weight": "a.safetensors"}}))
-    attempt("a header that promises more than the file holds", directory("short", model_safetensors=(2**40).to_bytes(8, "little") + b"{}"))
-    attempt("a truncated file", directory("cut", model_safetensors=(folder / "checkpoint0" / "model.safetensors").read_bytes()[:5000]))
-    (place := directory("broken") / "config.json").write_text("[" * 100000)
-    attempt("a config.json of brackets", place.parent)
-    return said
-
-
-if __name__ == "__main__":
-    config.main(main, Refused)
+        target = folder / f"exported-ours-{number}"
+        config = json.loads((target / "config.json").read_text())
+        record["architecture"] = config["architectures"][0].partition("For")[0]
+        record["rope"] = config.get("rope_parameters", {"rope_type": "learned"})["rope_type"]
+        # transformers' cache keeps keys of the other table
+        case = Case(target.name, number, with_cache=name != "longrope, two tables")
+        if model.pos.bounded:
+            case = replace(case, with_cache=True)
+        exported.append(Exported(case, record, compute_logits(model, case)))
+    return records, exported

@@ -1,17 +1,24 @@
-"""A model of 124 M parameters on real, long text: trained at 1,024 tokens on the Python sources of the packages installed beside this program, stretched to 16k and 64k.
+"""Extend a 124 M parameter model on real, long text: Python code, 1,024 to 16k and 64k tokens.
 
-    python experiments/long_code.py                    # a GPU: half an hour or more, by the card; stop it when you like, the same command goes on
-    python experiments/long_code.py --budget=try       # seconds, to see that it works; its figures mean nothing
+    python experiments/long_code.py                 a GPU: half an hour or more, by the card
+    python experiments/long_code.py --budget=try    seconds, a test; its numbers mean nothing
 
-Each method is fine-tuned at the target with 0.1, 1 and 10 % of the pretraining tokens (whole updates, so the first may be one), and read at the trained length, at 4, 16 and 64 times it.
-Loss in the last quarter of windows that do not overlap, nats per token of held-out files. Results go to results/long_code.md and .json.
+Stop at any time: the same command continues where it stopped. The results go to
+results/long_code.md and .json.
+
+The text is the source of the Python packages that are installed next to this program. Each method
+is fine-tuned at the target length on 0.1, 1 and 10 % of the pretraining tokens (whole steps, so the
+first may be a single one), and evaluated at the original length and at 4, 16 and 64 times that. The
+loss is that of the last quarter of sequences that do not overlap, in nats per token of held-out
+files.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
-import json
+from nanolong import python_version  # noqa: F401  # isort: skip
+
 import sysconfig
 from dataclasses import dataclass
 from typing import Literal
@@ -19,115 +26,219 @@ from typing import Literal
 import torch
 
 import data
-from checkpoint import steps
-from config import UserError
 from data.prepare import build
 from evaluate import loss_by_position
-from model import GPT, STRETCH, GPTConfig, Refused
+from experiments.report import command_line, markdown_table, write_json
+from model import GPT, GPTConfig
+from nanolong import cli
+from nanolong.device import pick_device, pick_dtype
+from nanolong.errors import UserError
+from nanolong.provenance import provenance
+from nanolong.run_folder import list_steps
+from nanolong.validate import require
+from rope_scaling import METHODS
 from train import TrainConfig, train
 
 
 @dataclass
 class CodeConfig:
-    budget: Literal["gpu", "try"] = "gpu"  # sizes, below
-    methods: tuple[str, ...] = ("none", "pi", "ntk", "yarn", "ntk-lceg", "dynamic-yarn")  # of stretch.py
-    factors: tuple[int, ...] = (16, 64)    # how many times longer
-    tokenizer: str = "gpt2"                # bytes, or a tiktoken encoding
-    dataset: str = ""                      # a data set of your own in the place of the packages' sources
-    runs: str = "out/long_code"            # where the run folders go
-    out_dir: str = "results"               # where long_code.md and .json go
-    device: str = "auto"                   # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    budget: Literal["gpu", "try"] = "gpu"  # sizes of the model and its training
+    # RoPE scaling methods
+    methods: tuple[str, ...] = ("none", "pi", "ntk", "yarn", "ntk-lceg", "dynamic-yarn")
+    factors: tuple[int, ...] = (16, 64)  # how many times longer
+    tokenizer: str = "gpt2"  # bytes, or a tiktoken encoding
+    dataset: str = ""  # a dataset of your own, instead of the packages' source
+    runs: str = "out/long_code"  # folder for the run folders
+    out_dir: str = "results"  # folder for long_code.md and .json
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    # dtype of matrix products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
     def __post_init__(self):
-        if unknown := [name for name in self.methods if name not in STRETCH]:
-            raise UserError(f"there is no method {unknown[0]!r}: choose from {', '.join(STRETCH)}")
-        if not self.factors or min(self.factors) <= 1:
-            raise UserError("factors must name numbers above 1")
+        for name in self.methods:
+            require(
+                name in METHODS, f"there is no method {name!r}: choose from {', '.join(METHODS)}"
+            )
+        require(self.factors, "factors is empty: give numbers above 1, as in --factors=16,64")
+        for factor in self.factors:
+            require(factor > 1, f"factor {factor} does not extend the context: give more than 1")
 
 
-BUDGETS = {  # model; windows an update, updates; span of text that is scored
-    "gpu": (dict(n_layer=12, n_head=12, n_embd=768, block_size=1024), 256, 2000, 1 << 19),
-    "try": (dict(n_layer=1, n_head=2, n_embd=16, block_size=16), 16, 20, 2048),
+BUDGETS = {
+    "gpu": {
+        "model": {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024},
+        "batch_size": 256,  # sequences in a step of pretraining
+        "max_iters": 2000,  # steps of pretraining
+        "max_tokens": 1 << 19,  # tokens of validation text that are scored
+    },
+    "try": {
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16},
+        "batch_size": 16,
+        "max_iters": 20,
+        "max_tokens": 2048,
+    },
 }
-SHARES = (0.001, 0.01, 0.1)  # of the pretraining tokens
+FRACTIONS = (0.001, 0.01, 0.1)  # of the pretraining tokens, for fine-tuning
 
 
 def prepare_code(tokenizer):
-    """The data set data/code-<tokenizer>: the sources of the packages that are installed, whole files, some of them validation."""
+    """Prepare the dataset of the installed packages' source, split by file; return its name."""
     name = f"code-{tokenizer}"
-    if not data.exists(name):
-        root = Path(sysconfig.get_path("purelib"))
-        files = {p.relative_to(root).as_posix(): p for p in sorted(root.rglob("*.py")) if p.stat().st_size > 1024}
-        if len(files) < 100:
-            raise UserError(f"{root} holds {len(files)} Python files, too few to learn from: name a data set of yours by --dataset")
-        build(name, files, source="Python sources of the installed packages", tokenizer=tokenizer)
+    if data.dataset_exists(name):
+        return name
+    root = Path(sysconfig.get_path("purelib"))
+    files = {}
+    for file in sorted(root.rglob("*.py")):
+        if file.stat().st_size > 1024:
+            files[file.relative_to(root).as_posix()] = file
+    if len(files) < 100:
+        raise UserError(
+            f"{root} has {len(files)} Python files, too few to learn from: "
+            "name a dataset of yours with --dataset"
+        )
+    build(name, files, source="Python sources of the installed packages", tokenizer=tokenizer)
     return name
 
 
-def trained(cfg, name, run, make, windows, length, updates, rate, seed=1):
-    """A model trained by train.py's loop, or what is left of it to train; make() gives it as it begins. In eval mode, on the device."""
-    micro = max(1, min(windows, 16384 // length)) if cfg.budget == "gpu" else windows
-    how = TrainConfig(dataset=name, out_dir=str(run), seed=seed, batch_size=micro, gradient_accumulation_steps=max(1, windows // micro), max_iters=updates, learning_rate=rate, warmup_iters=min(100, updates // 5),
-                      eval_interval=10**9, eval_iters=2, device=cfg.device, dtype=cfg.dtype, compile=None if cfg.budget == "gpu" else False)
-    if steps(run):
-        model, how.init_from = GPT.load(run), "resume"
-    else:
-        model = make()
-    if model.meta.get("step") != updates and train(model, how)["stopped"]:
-        raise KeyboardInterrupt
-    return model.to(config.pick_device(cfg.device)).eval()
+class LongCode:
+    """The pretrained model and what is made of it; the records of what was measured."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.budget = BUDGETS[cfg.budget]
+        self.dataset_name = cfg.dataset or prepare_code(cfg.tokenizer)
+        self.dataset = data.Dataset(self.dataset_name)
+        self.folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset or cfg.tokenizer).name}"
+        self.device = pick_device(cfg.device)
+        self.dtype = pick_dtype(cfg.dtype, self.device)
+        self.original_length = self.budget["model"]["block_size"]
+        factors = {1, 4, *cfg.factors}
+        self.lengths = sorted(factor * self.original_length for factor in factors)
+        self.records = []
+
+    def new_model(self):
+        torch.manual_seed(1)
+        config = GPTConfig(**self.budget["model"], vocab_size=self.dataset.vocab_size)
+        return GPT(config)
+
+    def extended_model(self, method, factor):
+        """Return the pretrained model, extended by a method."""
+        model = GPT.load(self.folder / "base")
+        model.extend(method, factor)
+        model.meta = {"bos": self.dataset.bos}
+        return model
+
+    def train_model(self, name, model, batch_size, length, max_iters, learning_rate):
+        """Train a new or extended model, or what is left of it to train.
+
+        batch_size: sequences in a step. Returns the model in eval mode, on the device.
+        """
+        run = self.folder / name
+        micro_batch = batch_size
+        if self.cfg.budget == "gpu":  # at most 16,384 tokens at a time
+            micro_batch = max(1, min(batch_size, 16384 // length))
+        train_config = TrainConfig(
+            dataset=self.dataset_name,
+            out_dir=str(run),
+            seed=1,
+            batch_size=micro_batch,
+            gradient_accumulation_steps=max(1, batch_size // micro_batch),
+            max_iters=max_iters,
+            learning_rate=learning_rate,
+            warmup_iters=min(100, max_iters // 5),
+            eval_interval=10**9,
+            eval_iters=2,
+            device=self.cfg.device,
+            dtype=self.cfg.dtype,
+            compile=None if self.cfg.budget == "gpu" else False,
+        )
+        if list_steps(run):
+            model = GPT.load(run)
+            train_config.init_from = "resume"
+        if model.meta.get("step") != max_iters and train(model, train_config)["stopped"]:
+            raise KeyboardInterrupt
+        return model.to(self.device).eval()
+
+    def evaluate(self, model, method, factor, fraction):
+        """Add a record: the last-quarter loss at every length, or why it cannot be computed."""
+        losses = {}
+        for length in self.lengths:
+            try:
+                loss_sum, n_scored = loss_by_position(
+                    model, self.dataset.val, length, self.budget["max_tokens"], self.dtype
+                )
+                quarter = slice(length * 3 // 4, None)
+                losses[length] = float(loss_sum[quarter].sum() / n_scored[quarter].sum())
+            except UserError as error:
+                losses[length] = str(error)
+        record = {"method": method, "factor": factor, "fraction": fraction, "loss": losses}
+        self.records.append(record)
+        print(record, flush=True)
+
+    def run(self):
+        """Pretrain, extend by every method and factor, and fine-tune."""
+        batch_size, max_iters = self.budget["batch_size"], self.budget["max_iters"]
+        length = self.original_length
+        self.train_model("base", self.new_model(), batch_size, length, max_iters, 1e-3)
+        base = GPT.load(self.folder / "base").to(self.device)
+        self.evaluate(base, "untouched", 1, 0)
+        for factor in self.cfg.factors:
+            for method in self.cfg.methods:
+                model = self.extended_model(method, factor).to(self.device)
+                self.evaluate(model, method, factor, 0)
+                for fraction in FRACTIONS:
+                    model = self.train_model(
+                        f"{method}-{factor}-{fraction:g}",
+                        self.extended_model(method, factor),
+                        batch_size=max(1, batch_size // factor),
+                        length=factor * length,
+                        max_iters=max(1, round(fraction * max_iters)),
+                        learning_rate=1e-4,
+                    )
+                    self.evaluate(model, method, factor, fraction)
+
+    def describe(self):
+        """Return the paragraph that says what was trained and what the table shows."""
+        tokens = self.budget["max_iters"] * self.budget["batch_size"] * self.original_length
+        parameters = sum(p.numel() for p in self.new_model().parameters())
+        longest = self.lengths[-1]
+        long_fraction = self.dataset.long_fraction(longest)
+        return (
+            f"{parameters / 1e6:.0f} M parameters, pretrained on {tokens:,} tokens at "
+            f"{self.original_length:,}; {long_fraction:.0%} of the training tokens are in "
+            f"documents of at least {longest:,} tokens. Last-quarter loss, nats per token."
+        )
+
+    def loss_table(self):
+        """Return a Markdown table: a line per record, a column per length."""
+        header = ["method", "factor", "fine-tuned on", *(f"{n:,}" for n in self.lengths)]
+        rows = []
+        for record in self.records:
+            row = [record["method"], str(record["factor"]), f"{record['fraction']:.1%}"]
+            for loss in record["loss"].values():
+                row.append(f"{loss:.4f}" if isinstance(loss, float) else "–")
+            rows.append(row)
+        return markdown_table(header, rows)
 
 
 def main():
-    cfg, _, _ = config.parse(CodeConfig, about=__doc__)
-    shape, windows, updates, span = BUDGETS[cfg.budget]
-    name = cfg.dataset or prepare_code(cfg.tokenizer)
-    dataset, L, out, base = data.Dataset(name), shape["block_size"], Path(cfg.out_dir), Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset or cfg.tokenizer).name}"
-    out.mkdir(parents=True, exist_ok=True)
-    device = config.pick_device(cfg.device)
-    dtype, lengths, rows = config.pick_dtype(cfg.dtype, device), sorted({L, 4 * L, *(f * L for f in cfg.factors)}), []
+    cfg, *_ = cli.parse(CodeConfig, about=__doc__)
+    out_dir = Path(cfg.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    experiment = LongCode(cfg)
+    experiment.run()
 
-    def begin():
-        torch.manual_seed(1)
-        return GPT(GPTConfig(**shape, vocab_size=dataset.vocab_size))
-
-    def read(model, method, factor, share):
-        found = {}
-        for n in lengths:
-            try:
-                nats, tokens = loss_by_position(model, dataset.val, n, span, dtype)
-                found[n] = float(nats[n * 3 // 4:].sum() / tokens[n * 3 // 4:].sum())
-            except (Refused, UserError) as refusal:
-                found[n] = str(refusal)
-        rows.append({"method": method, "factor": factor, "share": share, "loss": found})
-        print(rows[-1], flush=True)
-
-    trained(cfg, name, base / "base", begin, windows, L, updates, 1e-3)
-    read(GPT.load(base / "base").to(device), "untouched", 1, 0)
-    for factor in cfg.factors:
-        for method in cfg.methods:
-            def stretched():
-                model = GPT.load(base / "base")
-                model.stretch(method, factor)
-                model.meta = {"bos": dataset.bos}
-                return model
-
-            read(stretched().to(device), method, factor, 0)
-            for share in SHARES:
-                steps_of_it = max(1, round(share * updates))
-                read(trained(cfg, name, base / f"{method}-{factor}-{share:g}", stretched, max(1, windows // factor), factor * L, steps_of_it, 1e-4), method, factor, share)
-    command = "python experiments/long_code.py " + " ".join(sys.argv[1:])
-    count = sum(p.numel() for p in begin().parameters())
-    text = ["# Long code", "", f"`{command.strip()}`: {config.provenance(device)}; {name} {dataset.hash}.", "",
-            f"{count / 1e6:.0f} M parameters, pretrained on {updates * windows * L:,} tokens at {L}; {dataset.share_of_long(lengths[-1]):.0%} of the training tokens lie in documents of at least {lengths[-1]:,} tokens. "
-            "Last-quarter loss, nats per token.", "", "| method | factor | fine-tuned on | " + " | ".join(f"{n:,}" for n in lengths) + " |", "|---" * (len(lengths) + 3) + "|"]
-    text += [f"| {r['method']} | {r['factor']} | {r['share']:.1%} | " + " | ".join(f"{r['loss'][n]:.4f}" if isinstance(r["loss"][n], float) else "–" for n in lengths) + " |" for r in rows]
-    (out / "long_code.md").write_text("\n".join(text) + "\n", encoding="utf-8")
-    (out / "long_code.json").write_text(json.dumps({"command": command.strip(), "rows": rows}) + "\n", encoding="utf-8")
-    print("\n".join(text))
+    command = command_line("experiments/long_code.py")
+    data_hash = f"{experiment.dataset_name} {experiment.dataset.hash}"
+    lines = ["# Long code", "", f"`{command}`: {provenance(experiment.device)}; {data_hash}.", ""]
+    lines += [experiment.describe(), "", *experiment.loss_table()]
+    text = "\n".join(lines) + "\n"
+    (out_dir / "long_code.md").write_text(text, encoding="utf-8")
+    results = {"command": command, "records": experiment.records}
+    write_json(out_dir / "long_code.json", results)
+    print(text)
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

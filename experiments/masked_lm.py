@@ -1,23 +1,30 @@
-"""Masked language modelling: what the schemes are worth when attention is not causal (Haviv et al. 2022).
+"""Masked language modelling: what position schemes are worth when attention is not causal.
 
-    python experiments/masked_lm.py                           four schemes, three seeds, causal and masked: 24 runs of some minutes each (not timed whole)
-    python experiments/masked_lm.py --pos=nope,rope           only some; any scheme of model.py
-    python experiments/masked_lm.py --budget=gpu              a larger model on longer text
+    python experiments/masked_lm.py                     four schemes, three seeds, causal and masked
+    python experiments/masked_lm.py --pos=nope,rope     only some; any scheme of model.py
+    python experiments/masked_lm.py --budget=gpu        a larger model on longer text
 
-Stop it when you like: the same command goes on after the last run that was finished. What each run measured lies in out/masked_lm; the results go to results/masked_lm.md and .json.
-A causal model without any position scheme can count: of the tokens that it sees there are more and more. Take the causal mask away and nothing is left to count: then its tokens are a bag,
-and every hidden one of a window gets the same answer. Each scheme is trained twice, with the same windows in the same order: to name the next token, and to name 15 % of the tokens, drawn anew for every
-window, that are replaced by a mask token, all of them and only they being scored. Attention then sees every token (causal=False). Schemes that act by distance see |i - j|, so
-that left and right look alike to them, but for <bos>, which starts each window of bytes and is never masked.
+The default is 24 runs of some minutes each. Stop at any time: the same command continues after the
+last finished run. Each run leaves its measurements in out/masked_lm; the results go to
+results/masked_lm.md and .json.
+
+A causal model without positions can count how many tokens it sees. Without the causal mask nothing
+is left to count: its input is a bag of tokens, and every masked token of a sequence gets the same
+prediction (Haviv et al. 2022). Each scheme is trained twice, on the same sequences in the same
+order: to predict the next token; and to predict the 15 % of the tokens that are replaced by a mask
+token, chosen anew for every sequence. Only these are scored. Attention then sees every token
+(causal=False). Schemes that act by distance see |i - j|, so that left and right look alike to them,
+apart from <bos>, which starts each sequence of bytes and is never masked.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
+from nanolong import python_version  # noqa: F401  # isort: skip
+
 import contextlib
 import functools
-import json
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -28,46 +35,92 @@ import torch
 
 import data
 import kernels
-from config import UserError
 from data.prepare import prepare
-from experiments.leaderboard import interval
-from model import GPT, POSITIONS, GPTConfig, Refused
-from train import TrainConfig, learning_rate, make_optimizers
+from experiments.report import (
+    Claim,
+    command_line,
+    confidence_interval,
+    count,
+    format_interval,
+    load_finished_run,
+    markdown_table,
+    write_json,
+)
+from model import GPT, POSITIONS, GPTConfig
+from nanolong import cli
+from nanolong.device import autocast, pick_device, pick_dtype, prepare_device
+from nanolong.errors import UserError
+from nanolong.optim import get_lr, make_optimizers
+from nanolong.provenance import provenance
+from nanolong.validate import require
+from train import TrainConfig
 
 
 @dataclass
 class MaskedConfig:
     pos: tuple[str, ...] = ("nope", "learned", "sinusoidal", "alibi")  # position schemes
-    budget: Literal["cpu", "gpu", "try"] = "cpu"  # cpu: 0.5 M parameters, 64 tokens; gpu: 25 M, 256 tokens; try: seconds, to see that it works
-    seeds: int = 3               # runs of each scheme, both ways
-    steps: int = 0               # updates of each run; 0: what the budget says
-    dataset: str = "python"      # text to train on and to score
-    max_tokens: int = 65536      # tokens of validation text in the windows that are scored
-    runs: str = "out/masked_lm"  # where each finished run leaves what it measured
-    out_dir: str = "results"     # where masked_lm.md and .json go
-    device: str = "auto"         # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products
+    # cpu: 0.5 M parameters, 64 tokens; gpu: 25 M, 256 tokens; try: seconds, a test
+    budget: Literal["cpu", "gpu", "try"] = "cpu"
+    seeds: int = 3  # runs of each scheme and objective
+    steps: int = 0  # training steps of a run; 0: as the budget says
+    dataset: str = "python"  # text for training and evaluation
+    max_tokens: int = 65536  # tokens of the validation sequences that are scored
+    runs: str = "out/masked_lm"  # folder for the measurements of finished runs
+    out_dir: str = "results"  # folder for masked_lm.md and .json
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products
 
     def __post_init__(self):
-        if min(self.seeds, self.max_tokens) < 1 or self.steps < 0:
-            raise UserError("seeds and max_tokens must be at least 1, and steps too, or 0 for the budget's own")
-        if unknown := [name for name in self.pos if name not in POSITIONS]:
-            raise UserError(f"there is no position scheme {unknown[0]!r}: schemes are {', '.join(POSITIONS)}")
-        if not self.pos:
-            raise UserError("pos names nothing: give schemes, as in --pos=nope,learned")
+        require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
+        require(self.steps >= 0, f"steps={self.steps} is negative: give 0 for the budget's own")
+        for name in self.pos:
+            require(
+                name in POSITIONS,
+                f"there is no position scheme {name!r}: choose from {', '.join(POSITIONS)}",
+            )
+        require(self.pos, "pos is empty: give schemes, as in --pos=nope,learned")
 
 
-BUDGETS = {  # settings of model and training, alike for all schemes and both ways
-    "cpu": (dict(n_layer=4, n_head=4, n_embd=96, block_size=64), dict(batch_size=64, max_iters=1500, learning_rate=3e-3, warmup_iters=50)),
-    "gpu": (dict(n_layer=8, n_head=8, n_embd=512, block_size=256), dict(batch_size=64, max_iters=8000, learning_rate=1e-3, warmup_iters=400)),
-    "try": (dict(n_layer=2, n_head=2, n_embd=32, block_size=16), dict(batch_size=8, max_iters=20, learning_rate=3e-3, warmup_iters=2)),
+# Settings of model and training, the same for all schemes and both objectives.
+BUDGETS = {
+    "cpu": {
+        "model": {"n_layer": 4, "n_head": 4, "n_embd": 96, "block_size": 64},
+        "training": {
+            "batch_size": 64,
+            "max_iters": 1500,
+            "learning_rate": 3e-3,
+            "warmup_iters": 50,
+        },
+    },
+    "gpu": {
+        "model": {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 256},
+        "training": {
+            "batch_size": 64,
+            "max_iters": 8000,
+            "learning_rate": 1e-3,
+            "warmup_iters": 400,
+        },
+    },
+    "try": {
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16},
+        "training": {"batch_size": 8, "max_iters": 20, "learning_rate": 3e-3, "warmup_iters": 2},
+    },
 }
-SHARE = 0.15  # of the tokens that are masked
+OBJECTIVES = ("causal", "masked")
+MASKED_FRACTION = 0.15
+
+
+# -----------------------------------------------------------------------------
+# The masked objective
 
 
 @contextlib.contextmanager
 def bidirectional():
-    """While it lasts, every token sees all others: the schemes call kernels.attention, which is wrapped. Forward and backward belong inside; other threads would be hit too."""
+    """Within this context every token attends to all others.
+
+    The schemes call kernels.attention, which is wrapped. Run the forward and the backward pass
+    inside. Other threads would be affected, too.
+    """
     causal = kernels.attention
     kernels.attention = functools.partial(causal, causal=False)
     try:
@@ -76,163 +129,260 @@ def bidirectional():
         kernels.attention = causal
 
 
-def mask(tokens, token, bos, seed):
-    """Of tokens (B, T), drawn by the seed, a share SHARE is replaced by the mask token, never a <bos>. Returns tokens, and targets: what was replaced, -1 elsewhere."""
-    masked = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)) < SHARE
+def attention_of(objective):
+    """Return the context in which models of this objective compute."""
+    return bidirectional() if objective == "masked" else contextlib.nullcontext()
+
+
+def mask_tokens(tokens, mask_id, bos, seed):
+    """Replace a random MASKED_FRACTION of tokens (B, T) by the mask token, but never a <bos>.
+
+    Returns inputs, and targets: the replaced tokens, and -1 elsewhere.
+    """
+    noise = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed))
+    masked = noise < MASKED_FRACTION
     if bos is not None:
         masked &= tokens != bos
-    return tokens.masked_fill(masked, token), tokens.masked_fill(~masked, -1)
+    return tokens.masked_fill(masked, mask_id), tokens.masked_fill(~masked, -1)
 
 
-def examples(objective, x, y, dataset, seed):
-    """What a model reads and what it is to name, int64 (B, T) each, of a batch of windows, as data.Split has them."""
-    x, y = torch.from_numpy(x), torch.from_numpy(y)
-    return (x, y) if objective == "causal" else mask(x, dataset.vocab_size, dataset.bos, seed)  # the mask token comes after the vocabulary
+def make_examples(objective, x, y, dataset, seed):
+    """Turn inputs and targets of a batch, numpy (B, T), into those of an objective, int64."""
+    x = torch.from_numpy(x)
+    y = torch.from_numpy(y)
+    if objective == "causal":
+        return x, y
+    mask_id = dataset.vocab_size  # the first id after the vocabulary
+    return mask_tokens(x, mask_id, dataset.bos, seed)
+
+
+# -----------------------------------------------------------------------------
+# A run: train and evaluate
 
 
 def train(model, objective, dataset, cfg, device, dtype):
-    """Train a GPT in place by a TrainConfig, on "causal" or "masked" examples, one batch an update."""
-    config.prepare_device(device)
+    """Train a GPT in place, by a TrainConfig and one batch a step."""
+    prepare_device(device)
     model.to(device).train()
     optimizers = make_optimizers(model, cfg)
     for step in range(cfg.max_iters):
-        x, y = (part.to(device) for part in examples(objective, *dataset.train.batch(step, cfg.batch_size, model.config.block_size, cfg.seed), dataset, (cfg.seed << 40) + step))
-        with bidirectional() if objective == "masked" else contextlib.nullcontext():
-            with config.autocast(device, dtype):
-                loss = model(x, y)
+        batch = dataset.train.batch(step, cfg.batch_size, model.config.block_size, cfg.seed)
+        x, y = make_examples(objective, *batch, dataset, (cfg.seed << 40) + step)
+        with attention_of(objective):
+            with autocast(device, dtype):
+                loss = model(x.to(device), y.to(device))
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
-        for o in optimizers:
-            for group in o.param_groups:
-                group["lr"] = learning_rate(cfg, step)
-            o.step()
-            o.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = get_lr(cfg, step)
+            optimizer.step()
+            optimizer.zero_grad()
     model.eval()
 
 
-def scored(objective, dataset, length, max_tokens, rows=64):
-    """The examples that are scored, batch by batch: windows evenly spaced over the validation text; their masks are the same for every run."""
-    dataset.val.require(length)
-    count = int(dataset.val.count(length).sum())
-    n = min(count, max(1, max_tokens // length))
-    for i in range(0, n, rows):
-        yield examples(objective, *map(np.stack, zip(*(dataset.val.window(j * count // n, length) for j in range(i, min(n, i + rows))))), dataset, i)
+def validation_batches(objective, dataset, length, max_tokens, batch_size=64):
+    """Yield the examples that are scored, batch by batch: the same in every run.
+
+    They are sequences that are evenly spaced over the validation text.
+    """
+    dataset.val.require_length(length)
+    available = int(dataset.val.n_sequences(length).sum())
+    n = min(available, max(1, max_tokens // length))
+    for start in range(0, n, batch_size):
+        indices = [i * available // n for i in range(start, min(n, start + batch_size))]
+        sequences = [dataset.val.sequence(i, length) for i in indices]
+        x = np.stack([inputs for inputs, _ in sequences])
+        y = np.stack([targets for _, targets in sequences])
+        yield make_examples(objective, x, y, dataset, seed=start)
 
 
 @torch.no_grad()
-def score(model, objective, dataset, max_tokens, device, dtype):
-    """(mean nats, number of scored tokens)."""
-    nats = tokens = 0
-    for x, y in scored(objective, dataset, model.config.block_size, max_tokens):
-        with bidirectional() if objective == "masked" else contextlib.nullcontext(), config.autocast(device, dtype):
-            nats += model(x.to(device), y.to(device), reduction="sum").item()
+def evaluate(model, objective, dataset, max_tokens, device, dtype):
+    """Return the mean loss in nats per scored token, and the number of scored tokens."""
+    loss_sum = 0
+    tokens = 0
+    length = model.config.block_size
+    for x, y in validation_batches(objective, dataset, length, max_tokens):
+        with attention_of(objective), autocast(device, dtype):
+            loss_sum += model(x.to(device), y.to(device), reduction="sum").item()
         tokens += int((y >= 0).sum())
-    return nats / tokens, tokens
+    return loss_sum / tokens, tokens
 
 
-def by_frequency(objective, dataset, length, max_tokens):
-    """The loss of one who knows only how often each token occurs in the training text: nats per scored token."""
-    counts = 1.0 + sum(np.bincount(tokens, minlength=dataset.vocab_size) for tokens in dataset.train.tokens)
-    nats = torch.from_numpy(-np.log(counts / counts.sum()))
-    return torch.cat([nats[y[y >= 0]] for _, y in scored(objective, dataset, length, max_tokens)]).mean().item()
+def unigram_loss(objective, dataset, length, max_tokens):
+    """Return the loss of a model that knows only how often each token occurs in training."""
+    counts = 1.0  # add-one smoothing
+    for tokens in dataset.train.tokens:
+        counts = counts + np.bincount(tokens, minlength=dataset.vocab_size)
+    losses = torch.from_numpy(-np.log(counts / counts.sum()))
+    batches = validation_batches(objective, dataset, length, max_tokens)
+    return torch.cat([losses[y[y >= 0]] for _, y in batches]).mean().item()
 
 
-def run(pos, objective, seed, cfg, dataset, file):
-    """Train and score one run, or read what it left: its row, which stays in the file."""
-    shape, training = BUDGETS[cfg.budget]
-    how = TrainConfig(seed=seed, **training | ({"max_iters": cfg.steps} if cfg.steps else {}))
-    settings = GPTConfig(pos=pos, **shape, vocab_size=dataset.vocab_size + 1)
-    key = {"model": asdict(settings), "training": asdict(how), "data": dataset.hash, "max_tokens": cfg.max_tokens, "share": SHARE}
-    if file.is_file():
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["key"] != key:
-            raise UserError(f"{file} was made with other settings or data: remove it, or choose other --runs")
-        return kept["row"]
-    device, began = config.pick_device(cfg.device), time.perf_counter()
-    dtype = config.pick_dtype(cfg.dtype, device)
-    dtype = torch.float32 if dtype == torch.float16 else dtype  # float16 would want a loss scaler
+def run_objective(pos, objective, seed, cfg, dataset, file):
+    """Train and evaluate one run, or read what it has left in the file: its record."""
+    budget = BUDGETS[cfg.budget]
+    training = dict(budget["training"])
+    if cfg.steps:
+        training["max_iters"] = cfg.steps
+    train_config = TrainConfig(seed=seed, **training)
+    config = GPTConfig(pos=pos, **budget["model"], vocab_size=dataset.vocab_size + 1)
+    key = {
+        "model": asdict(config),
+        "training": asdict(train_config),
+        "data": dataset.hash,
+        "max_tokens": cfg.max_tokens,
+        "masked_fraction": MASKED_FRACTION,
+    }
+    finished = load_finished_run(file, key)
+    if finished:
+        return finished["record"]
+
+    start = time.perf_counter()
+    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, device)
+    if dtype == torch.float16:  # which would need loss scaling
+        dtype = torch.float32
     torch.manual_seed(seed)
-    model = GPT(settings)
-    train(model, objective, dataset, how, device, dtype)
-    loss, tokens = score(model, objective, dataset, cfg.max_tokens, device, dtype)
+    model = GPT(config)
+    train(model, objective, dataset, train_config, device, dtype)
+    loss, tokens = evaluate(model, objective, dataset, cfg.max_tokens, device, dtype)
     if not math.isfinite(loss):
-        raise UserError(f"{objective} with --pos={pos}, seed {seed}: the loss is not finite; try --dtype=float32, or another number of --steps")
-    row, seconds = {"pos": pos, "objective": objective, "seed": seed, "loss": loss, "tokens": tokens}, round(time.perf_counter() - began)
-    file.with_suffix(".tmp").write_text(json.dumps({"key": key, "seconds": seconds, "row": row}) + "\n", encoding="utf-8")
-    file.with_suffix(".tmp").rename(file)
+        raise UserError(
+            f"{objective} with --pos={pos}, seed {seed}: the loss is not finite: "
+            "try --dtype=float32, or another number of --steps"
+        )
+    seconds = round(time.perf_counter() - start)
+    record = {"pos": pos, "objective": objective, "seed": seed, "loss": loss, "tokens": tokens}
+    write_json(file, {"key": key, "seconds": seconds, "record": record})
     print(f"   {seconds} s; {loss:.3f} nats per token", flush=True)
-    return row
+    return record
 
 
-def losses(rows, pos, objective):
-    """Seed -> nats per token."""
-    return {row["seed"]: row["loss"] for row in rows if (row["pos"], row["objective"]) == (pos, objective)}
+def run_all(cfg, schemes, dataset):
+    """Run every scheme with both objectives and every seed; return the records."""
+    folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [(p, o, s) for s in range(1, cfg.seeds + 1) for p in schemes for o in OBJECTIVES]
+    records = []
+    for number, (pos, objective, seed) in enumerate(runs, 1):
+        print(f"{pos}, {objective}, seed {seed} ({number} of {len(runs)})", flush=True)
+        file = folder / f"{pos}-{objective}-{seed}.json"
+        records.append(run_objective(pos, objective, seed, cfg, dataset, file))
+    return records
 
 
-def cell(values, digits=3):
-    """Mean and interval as text."""
-    mean, half = interval(list(values))
-    return f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
+# -----------------------------------------------------------------------------
+# The results
 
 
-def table(rows, schemes, frequency):
-    """A Markdown table: a line per scheme, causal and masked loss in nats and as perplexity, mean and interval over the seeds."""
-    lines = ["| | causal, nats | causal, perplexity | masked, nats | masked, perplexity |", "|---|---|---|---|---|"]
+def select_losses(records, pos, objective):
+    """Return seed -> nats per token."""
+    return {
+        record["seed"]: record["loss"]
+        for record in records
+        if (record["pos"], record["objective"]) == (pos, objective)
+    }
+
+
+def loss_table(records, schemes, unigram):
+    """Return a Markdown table: a line per scheme, nats and perplexity of both objectives.
+
+    unigram: objective -> unigram_loss().
+    """
+    header = [""]
+    for objective in OBJECTIVES:
+        header += [f"{objective}, nats", f"{objective}, perplexity"]
+    rows = []
     for pos in schemes:
-        both = [list(losses(rows, pos, objective).values()) for objective in ("causal", "masked")]
-        lines.append(f"| {pos} | " + " | ".join(f"{cell(values)} | {cell(map(math.exp, values), 2)}" for values in both) + " |")
-    return "\n".join([*lines, "| only how often each token occurs | " + " | ".join(f"{loss:.3f} | {math.exp(loss):.2f}" for loss in frequency) + " |"])
+        row = [pos]
+        for objective in OBJECTIVES:
+            losses = list(select_losses(records, pos, objective).values())
+            row.append(format_interval(losses))
+            row.append(format_interval([math.exp(loss) for loss in losses], digits=2))
+        rows.append(row)
+    row = ["token frequencies only"]
+    for objective in OBJECTIVES:
+        row += [f"{unigram[objective]:.3f}", f"{math.exp(unigram[objective]):.2f}"]
+    return markdown_table(header, [*rows, row])
 
 
-def judge(rows, schemes):
-    """Ordering 2's last sentence as (passed, line) for each scheme beside NoPE: masked, NoPE's perplexity is more than twice the other's, seed by seed."""
-    lines = []
+def judge(records, schemes):
+    """Return the claims of Haviv et al. (2022), paired by seed.
+
+    Masked, NoPE's perplexity is more than twice that of every other scheme.
+    """
+    claims = []
+    nope = select_losses(records, "nope", "masked")
     for pos in schemes:
-        if pos != "nope" and "nope" in schemes:
-            nope, other = losses(rows, "nope", "masked"), losses(rows, pos, "masked")
-            mean, half = interval([nope[seed] - other[seed] for seed in nope])
-            passed = math.isfinite(half) and mean - half > math.log(2)
-            lines.append((passed, f"2. nope above {pos}, masked: {mean:+.3f} ± {half:.3f} nats, > {math.log(2):.3f} (twice the perplexity): {'pass' if passed else 'FAIL'}"
-                          + ("" if passed or math.isfinite(half) else " (one seed has no interval)")))
-    return lines
+        if pos == "nope" or not nope:
+            continue
+        other = select_losses(records, pos, "masked")
+        differences = [nope[seed] - other[seed] for seed in nope]
+        text = f"nope above {pos}, masked, by more than twice the perplexity, nats"
+        claims.append(Claim(text, *confidence_interval(differences), above=math.log(2)))
+    return claims
+
+
+def describe_runs(cfg, dataset):
+    """Return the paragraph that says what was trained and what the table shows."""
+    budget = BUDGETS[cfg.budget]
+    config = GPTConfig(pos="nope", **budget["model"], vocab_size=dataset.vocab_size + 1)
+    parameters = sum(p.numel() for p in GPT(config).parameters())
+    model = ", ".join(f"{key}={value}" for key, value in budget["model"].items())
+    tokens = budget["training"]["batch_size"] * budget["model"]["block_size"]
+    return (
+        f"Each run has {parameters / 1e6:.2f} M parameters, without those of the scheme ({model}), "
+        f"and trains for {cfg.steps or budget['training']['max_iters']:,} steps of {tokens:,} "
+        "tokens with AdamW, on the same sequences for all. Nats and perplexity per scored token of "
+        "held-out text: the mean over the seeds and its 95 % interval. Causal and masked losses "
+        "answer different questions: compare within a column. The paper, masked, perplexity of "
+        "subword tokens: nope 147.18, learned 4.06, sinusoidal 4.07, alibi 4.00."
+    )
 
 
 def main():
-    cfg, *_ = config.parse(MaskedConfig, about=__doc__)
-    if cfg.dataset in ("python", "shakespeare") and not data.exists(cfg.dataset):
+    cfg, *_ = cli.parse(MaskedConfig, about=__doc__)
+    if cfg.dataset in ("python", "shakespeare") and not data.dataset_exists(cfg.dataset):
         prepare(cfg.dataset)
-    dataset, schemes, rows = data.Dataset(cfg.dataset), list(dict.fromkeys(cfg.pos)), []
-    (shape, training), folder = BUDGETS[cfg.budget], Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}"
-    dataset.train.require(shape["block_size"])
-    folder.mkdir(parents=True, exist_ok=True)
-    Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
-    frequency = [by_frequency(objective, dataset, shape["block_size"], cfg.max_tokens) for objective in ("causal", "masked")]
-    counted = 0
-    for seed in range(1, cfg.seeds + 1):
-        for pos in schemes:
-            for objective in ("causal", "masked"):
-                counted += 1
-                print(f"{pos}, {objective}, seed {seed} ({counted} of {2 * cfg.seeds * len(schemes)})", flush=True)
-                rows.append(run(pos, objective, seed, cfg, dataset, folder / f"{pos}-{objective}-{seed}.json"))
-    scored_tokens = {row["objective"]: row["tokens"] for row in rows}
-    note = (f"{config.provenance(config.pick_device(cfg.device))}; {cfg.dataset} {dataset.hash}, {scored_tokens['causal']:,} tokens scored causally and {scored_tokens['masked']:,} masked, "
-            f"{cfg.seeds} seed{'s' * (cfg.seeds > 1)}")
-    command, judged = " ".join(["python experiments/masked_lm.py", *sys.argv[1:]]), judge(rows, schemes)
-    size = sum(p.numel() for p in GPT(GPTConfig(pos="nope", **shape, vocab_size=dataset.vocab_size + 1)).parameters())
-    lines = ["# Causal and masked language models", "", f"`{command}`: {note}.", "",
-             f"Each run: {size / 1e6:.2f} M parameters before what the scheme adds ({', '.join(f'{k}={v}' for k, v in shape.items())}), {cfg.steps or training['max_iters']:,} iterations of "
-             f"{training['batch_size'] * shape['block_size']:,} tokens by AdamW, the same windows for all. Held-out text, nats and perplexity per scored token, mean over the seeds and 95 % interval. "
-             "Causal and masked losses are of different questions: compare within a column. The paper, masked, perplexity of subword tokens: nope 147.18, learned 4.06, sinusoidal 4.07, alibi 4.00.", "",
-             table(rows, schemes, frequency), ""]
-    if judged:
-        lines += ["## Orderings", "", "Paired differences over the seeds; a claim passes when its whole interval does.", "", *(f"- {line}" for _, line in judged), ""]
-    text, out = "\n".join(lines), Path(cfg.out_dir) / "masked_lm"
-    Path(f"{out}.md").write_text(text, encoding="utf-8")
-    Path(f"{out}.json").write_text(json.dumps({"command": command, "note": note, "orderings": [line for _, line in judged], "by_frequency": dict(zip(("causal", "masked"), frequency)), "rows": rows}, indent=1) + "\n",
-                                   encoding="utf-8")
+    dataset = data.Dataset(cfg.dataset)
+    length = BUDGETS[cfg.budget]["model"]["block_size"]
+    dataset.train.require_length(length)
+    schemes = list(dict.fromkeys(cfg.pos))
+    out_dir = Path(cfg.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    unigram = {}
+    for objective in OBJECTIVES:
+        unigram[objective] = unigram_loss(objective, dataset, length, cfg.max_tokens)
+    records = run_all(cfg, schemes, dataset)
+
+    scored = {record["objective"]: record["tokens"] for record in records}
+    note = (
+        f"{provenance(pick_device(cfg.device))}; {cfg.dataset} {dataset.hash}, "
+        f"{scored['causal']:,} tokens scored causally and {scored['masked']:,} masked, "
+        f"{count(cfg.seeds, 'seed')}"
+    )
+    command = command_line("experiments/masked_lm.py")
+    claims = judge(records, schemes)
+    lines = ["# Causal and masked language models", "", f"`{command}`: {note}.", ""]
+    lines += [describe_runs(cfg, dataset), "", *loss_table(records, schemes, unigram), ""]
+    if claims:
+        rule = "Differences are paired by seed. A claim passes when its whole 95 % interval does."
+        lines += ["## Orderings", "", rule, "", *(f"- {claim}" for claim in claims), ""]
+    text = "\n".join(lines)
+    (out_dir / "masked_lm.md").write_text(text, encoding="utf-8")
+    results = {
+        "command": command,
+        "note": note,
+        "orderings": [str(claim) for claim in claims],
+        "unigram_loss": unigram,
+        "records": records,
+    }
+    write_json(out_dir / "masked_lm.json", results, indent=1)
     print("\n" + text)
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

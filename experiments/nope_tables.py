@@ -1,17 +1,23 @@
-"""How much a model loses without positions, by length and by size, on any texts (the tables of Haviv et al. 2022).
+"""Measure how much a model loses without positions, by context length and by model size.
 
+    python experiments/nope_tables.py --budget=cpu           about 20 minutes of 2 cores
     python experiments/nope_tables.py --budget=gpu --datasets=python,shakespeare
-    python experiments/nope_tables.py --budget=cpu                # small: some 20 minutes of 2 cores; stop it when you like, the same command goes on
 
-Every scheme is trained alike at each length (at the middle size) and at each size (at the greatest length), and scored on whole windows of that length, in nats per token of held-out text and as
-a perplexity. The claim: without positions little is lost, and the less the larger the model. Results go to results/nope.md and .json.
+Stop at any time: the same command continues where it stopped. The results go to results/nope.md and
+.json.
+
+These are the tables of Haviv et al. (2022): every scheme is trained alike at each length (with the
+middle size) and with each size (at the greatest length), and scored over whole sequences of that
+length, in nats per token of held-out text and as a perplexity. Their claim: without positions
+little is lost, and the less the larger the model.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
-import json
+from nanolong import python_version  # noqa: F401  # isort: skip
+
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -19,110 +25,228 @@ from typing import Literal
 import torch
 
 import data
-from checkpoint import steps
-from config import UserError
 from data.prepare import prepare
 from evaluate import loss_by_position
-from experiments.leaderboard import interval
-from model import GPT, POSITIONS, GPTConfig, Refused
+from experiments.report import (
+    command_line,
+    confidence_interval,
+    count,
+    format_interval,
+    load_finished_run,
+    markdown_table,
+    write_json,
+)
+from model import GPT, POSITIONS, GPTConfig
+from nanolong import cli
+from nanolong.device import pick_device, pick_dtype
+from nanolong.provenance import provenance
+from nanolong.run_folder import list_steps
+from nanolong.validate import require
 from train import TrainConfig, train
 
 
 @dataclass
 class NopeConfig:
-    budget: Literal["cpu", "gpu", "try"] = "cpu"  # sizes and lengths, below
-    datasets: tuple[str, ...] = ("python",)       # texts
-    pos: tuple[str, ...] = ("nope", "learned", "sinusoidal", "alibi")  # schemes
-    seeds: int = 1                                # runs of each
-    max_tokens: int = 65536                       # span of validation text that is scored
-    runs: str = "out/nope"                        # where the run folders go
-    out_dir: str = "results"                      # where nope.md and .json go
-    device: str = "auto"                          # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    budget: Literal["cpu", "gpu", "try"] = "cpu"  # sizes and lengths
+    datasets: tuple[str, ...] = ("python",)  # texts
+    pos: tuple[str, ...] = ("nope", "learned", "sinusoidal", "alibi")  # position schemes
+    seeds: int = 1  # runs of each scheme, length and size
+    max_tokens: int = 65536  # tokens of validation text that are scored
+    runs: str = "out/nope"  # folder for the run folders
+    out_dir: str = "results"  # folder for nope.md and .json
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    # dtype of matrix products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
     def __post_init__(self):
-        if min(self.seeds, self.max_tokens) < 1 or not self.datasets:
-            raise UserError("seeds and max_tokens must be at least 1, and datasets must name a text")
-        if unknown := [pos for pos in self.pos if pos not in POSITIONS]:
-            raise UserError(f"there is no position scheme {unknown[0]!r}: choose from {', '.join(POSITIONS)}")
+        require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
+        require(self.datasets, "datasets is empty: name a text, as in --datasets=python")
+        for name in self.pos:
+            require(
+                name in POSITIONS,
+                f"there is no position scheme {name!r}: choose from {', '.join(POSITIONS)}",
+            )
 
 
-BUDGETS = {  # lengths; widths (the middle one is that of all lengths), a head being 32 or 64 wide; layers; tokens an iteration; iterations
-    "cpu": dict(lengths=(32, 64, 128), widths=(64, 96, 128), layers=4, head=32, tokens=4096, iters=500),
-    "gpu": dict(lengths=(256, 512, 1024), widths=(256, 512, 768), layers=12, head=64, tokens=65536, iters=3000),
-    "try": dict(lengths=(8, 16), widths=(32, 64), layers=1, head=32, tokens=64, iters=3),
+# All lengths are trained at the middle one of the sizes (n_embd).
+BUDGETS = {
+    "cpu": {
+        "lengths": (32, 64, 128),
+        "sizes": (64, 96, 128),
+        "n_layer": 4,
+        "head_dim": 32,
+        "tokens_per_step": 4096,
+        "max_iters": 500,
+    },
+    "gpu": {
+        "lengths": (256, 512, 1024),
+        "sizes": (256, 512, 768),
+        "n_layer": 12,
+        "head_dim": 64,
+        "tokens_per_step": 65536,
+        "max_iters": 3000,
+    },
+    "try": {
+        "lengths": (8, 16),
+        "sizes": (32, 64),
+        "n_layer": 1,
+        "head_dim": 32,
+        "tokens_per_step": 64,
+        "max_iters": 3,
+    },
 }
 
 
-def cells(sizes):
-    """(length, width) of every run, each once: all lengths at the middle width, all widths at the greatest length."""
-    middle = sizes["widths"][len(sizes["widths"]) // 2]
-    return list(dict.fromkeys([*((length, middle) for length in sizes["lengths"]), *((sizes["lengths"][-1], width) for width in sizes["widths"])]))
+def by_length(budget):
+    """Return the (length, size) of every column of the table by length."""
+    middle = budget["sizes"][len(budget["sizes"]) // 2]
+    return [(length, middle) for length in budget["lengths"]]
 
 
-def score(cfg, name, pos, length, width, seed):
-    """The loss of one run, which is trained, or what is left of it, when it is not known yet: a row."""
-    sizes, dataset = BUDGETS[cfg.budget], data.Dataset(name)
-    run = Path(cfg.runs) / f"{cfg.budget}-{Path(name).name}-{pos}-{length}-{width}-{seed}"
-    row = {"dataset": name, "data": dataset.hash, "pos": pos, "length": length, "width": width, "seed": seed, "iters": sizes["iters"], "max_tokens": cfg.max_tokens}
-    if (run / "score.json").is_file():
-        kept = json.loads((run / "score.json").read_text(encoding="utf-8"))
-        if {key: kept.get(key) for key in row} != row:
-            raise UserError(f"{run} was made with other settings or data: remove it, or choose other --runs")
-        return kept
-    how = TrainConfig(dataset=name, out_dir=str(run), seed=seed, batch_size=max(1, sizes["tokens"] // length), max_iters=sizes["iters"], learning_rate=3e-3 if width < 512 else 1e-3, warmup_iters=min(100, sizes["iters"] // 5),
-                      eval_interval=10**9, eval_iters=2, device=cfg.device, dtype=cfg.dtype, compile=None if cfg.budget == "gpu" else False)
-    if steps(run):
-        model, how.init_from = GPT.load(run), "resume"
+def by_size(budget):
+    """Return the (length, size) of every column of the table by size."""
+    return [(budget["lengths"][-1], size) for size in budget["sizes"]]
+
+
+def train_model(cfg, name, pos, length, size, seed, run):
+    """Train a model, or what is left of it to train; return it."""
+    budget = BUDGETS[cfg.budget]
+    train_config = TrainConfig(
+        dataset=name,
+        out_dir=str(run),
+        seed=seed,
+        batch_size=max(1, budget["tokens_per_step"] // length),
+        max_iters=budget["max_iters"],
+        learning_rate=3e-3 if size < 512 else 1e-3,
+        warmup_iters=min(100, budget["max_iters"] // 5),
+        eval_interval=10**9,
+        eval_iters=2,
+        device=cfg.device,
+        dtype=cfg.dtype,
+        compile=None if cfg.budget == "gpu" else False,
+    )
+    if list_steps(run):
+        model = GPT.load(run)
+        train_config.init_from = "resume"
     else:
         torch.manual_seed(seed)
-        model = GPT(GPTConfig(pos=pos, n_layer=sizes["layers"], n_head=width // sizes["head"], n_embd=width, block_size=length, vocab_size=dataset.vocab_size))
-    if model.meta.get("step") != sizes["iters"] and train(model, how)["stopped"]:
-        raise KeyboardInterrupt
-    device = config.pick_device(cfg.device)
-    nats, tokens = loss_by_position(model.to(device), dataset.val, length, cfg.max_tokens, config.pick_dtype(cfg.dtype, device))
-    row |= {"loss": float(nats.sum() / tokens.sum()), "parameters": sum(p.numel() for p in model.parameters())}
-    (run / ".score").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    (run / ".score").rename(run / "score.json")
-    return row
+        model = GPT(
+            GPTConfig(
+                pos=pos,
+                n_layer=budget["n_layer"],
+                n_head=size // budget["head_dim"],
+                n_embd=size,
+                block_size=length,
+                vocab_size=data.vocabulary_size(name),
+            )
+        )
+    if model.meta.get("step") != budget["max_iters"]:
+        if train(model, train_config)["stopped"]:
+            raise KeyboardInterrupt
+    return model
 
 
-def table(rows, cfg, name, columns):
-    """A Markdown table of one text: a line per scheme; columns: (length, width) pairs."""
-    lines = ["| | " + " | ".join(f"{length} tokens, {next(r['parameters'] for r in rows if (r['length'], r['width']) == (length, width)) / 1e6:.1f} M" for length, width in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for pos in cfg.pos:
-        found = []
-        for length, width in columns:
-            mean, half = interval([row["loss"] for row in rows if (row["dataset"], row["pos"], row["length"], row["width"]) == (name, pos, length, width)])
-            found.append(f"{mean:.3f}" + (f" ± {half:.3f}" if math.isfinite(half) else "") + f" ({math.exp(mean):.2f})")
-        lines.append(f"| {pos} | " + " | ".join(found) + " |")
-    return lines
+def run_model(cfg, name, pos, length, size, seed):
+    """Train and score one run, or read what it has left in its folder: its record."""
+    dataset = data.Dataset(name)
+    budget = BUDGETS[cfg.budget]
+    run = Path(cfg.runs) / f"{cfg.budget}-{Path(name).name}-{pos}-{length}-{size}-{seed}"
+    key = {
+        "dataset": name,
+        "data": dataset.hash,
+        "pos": pos,
+        "length": length,
+        "n_embd": size,
+        "seed": seed,
+        "max_iters": budget["max_iters"],
+        "max_tokens": cfg.max_tokens,
+    }
+    finished = load_finished_run(run / "score.json", key)
+    if finished:
+        return finished["record"]
+    device = pick_device(cfg.device)
+    model = train_model(cfg, name, pos, length, size, seed, run).to(device)
+    dtype = pick_dtype(cfg.dtype, device)
+    loss_sum, n_scored = loss_by_position(model, dataset.val, length, cfg.max_tokens, dtype)
+    record = {
+        **key,
+        "loss": float(loss_sum.sum() / n_scored.sum()),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    write_json(run / "score.json", {"key": key, "record": record})
+    return record
+
+
+def select(records, **values):
+    """Return the records that have these values."""
+    return [r for r in records if all(r[key] == value for key, value in values.items())]
+
+
+def loss_table(records, schemes, columns):
+    """Return a Markdown table of one text: a line per scheme; columns: (length, size) pairs."""
+    header = [""]
+    for length, size in columns:
+        parameters = select(records, length=length, n_embd=size)[0]["parameters"]
+        header.append(f"{length:,} tokens, {parameters / 1e6:.1f} M")
+    rows = []
+    for pos in schemes:
+        row = [pos]
+        for length, size in columns:
+            losses = [r["loss"] for r in select(records, pos=pos, length=length, n_embd=size)]
+            mean, _ = confidence_interval(losses)
+            row.append(f"{format_interval(losses)} ({math.exp(mean):.2f})")
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def run_all(cfg):
+    """Run every text, scheme, length, size and seed; return the records."""
+    budget = BUDGETS[cfg.budget]
+    columns = dict.fromkeys([*by_length(budget), *by_size(budget)])  # one pair is in both
+    runs = []
+    for seed in range(1, cfg.seeds + 1):
+        for name in cfg.datasets:
+            for length, size in columns:
+                runs += [(name, pos, length, size, seed) for pos in cfg.pos]
+    records = []
+    for number, (name, pos, length, size, seed) in enumerate(runs, 1):
+        what = f"{pos} on {name}, {length} tokens, n_embd={size}, seed {seed}"
+        print(f"\n== {what} ({number} of {len(runs)})", flush=True)
+        records.append(run_model(cfg, name, pos, length, size, seed))
+    return records
 
 
 def main():
-    cfg, _, _ = config.parse(NopeConfig, about=__doc__)
+    cfg, *_ = cli.parse(NopeConfig, about=__doc__)
     for name in cfg.datasets:
-        if name in ("python", "shakespeare") and not data.exists(name):
+        if name in ("python", "shakespeare") and not data.dataset_exists(name):
             prepare(name)
-        data.locate(name)
-    sizes, rows, out = BUDGETS[cfg.budget], [], Path(cfg.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    todo = [(name, pos, length, width, seed) for seed in range(1, cfg.seeds + 1) for name in cfg.datasets for length, width in cells(sizes) for pos in cfg.pos]
-    for i, (name, pos, length, width, seed) in enumerate(todo):
-        print(f"\n== {pos} on {name}, {length} tokens, {width} wide, seed {seed} ({i + 1} of {len(todo)})", flush=True)
-        rows.append(score(cfg, name, pos, length, width, seed))
-    command = "python experiments/nope_tables.py " + " ".join(sys.argv[1:])
-    text = ["# Without positions", "", f"`{command.strip()}`: {config.provenance(config.pick_device(cfg.device))}; {sizes['iters']} iterations of {sizes['tokens']:,} tokens, {cfg.seeds} seed{'s' * (cfg.seeds > 1)}; "
-            "nats per token over whole windows of the trained length (perplexity)."]
-    middle = cells(sizes)[0][1]
+        data.find_dataset(name)  # or say at once that there is none
+    out_dir = Path(cfg.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    records = run_all(cfg)
+
+    budget = BUDGETS[cfg.budget]
+    command = command_line("experiments/nope_tables.py")
+    lines = [
+        "# Without positions",
+        "",
+        f"`{command}`: {provenance(pick_device(cfg.device))}; {budget['max_iters']} steps of "
+        f"{budget['tokens_per_step']:,} tokens, {count(cfg.seeds, 'seed')}; nats per token over "
+        "whole sequences of the training length (perplexity).",
+    ]
     for name in cfg.datasets:
-        text += ["", f"## {name}, data {next(row['data'] for row in rows if row['dataset'] == name)}", "", "By length:", "", *table(rows, cfg, name, [(length, middle) for length in sizes["lengths"]]), "", "By size:", "",
-                 *table(rows, cfg, name, [(sizes["lengths"][-1], width) for width in sizes["widths"]])]
-    (out / "nope.md").write_text("\n".join(text) + "\n", encoding="utf-8")
-    (out / "nope.json").write_text(json.dumps({"command": command.strip(), "rows": rows}) + "\n", encoding="utf-8")
-    print("\n".join(text))
+        measured = select(records, dataset=name)
+        lines += ["", f"## {name}, data {measured[0]['data']}", "", "By length:", ""]
+        lines += loss_table(measured, cfg.pos, by_length(budget))
+        lines += ["", "By size:", ""]
+        lines += loss_table(measured, cfg.pos, by_size(budget))
+    text = "\n".join(lines) + "\n"
+    (out_dir / "nope.md").write_text(text, encoding="utf-8")
+    write_json(out_dir / "nope.json", {"command": command, "records": records})
+    print(text)
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

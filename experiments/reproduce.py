@@ -1,415 +1,1088 @@
-"""What stretching buys, measured: every method on small models, the wall of needles, where positions are known, how far heads look.
+"""Measure what context extension buys: every method on small models, needles, and probes.
 
-    python experiments/reproduce.py --budget=cpu       under an hour of 2 cores: two seeds; stop it when you like, the same command goes on
-    python experiments/reproduce.py --budget=gpu       larger models on longer text, three seeds
-    python experiments/reproduce.py --budget=try       minutes, to see that it works; its figures mean nothing
+    python experiments/reproduce.py --budget=cpu     under an hour of 2 cores; two seeds
+    python experiments/reproduce.py --budget=gpu     larger models on longer text; three seeds
+    python experiments/reproduce.py --budget=try     minutes, a test; its numbers mean nothing
+    python experiments/reproduce.py --redraw=true    only the tables and the figures, from the
+                                                     reproduce.json that is there
 
-Four parts, each a table (and a picture) in results/reproduce.md, .json, .png and needles.png:
-1. methods: a RoPE model, stretched 4 times by every method, zero-shot and after fine-tuning at the target. Loss in the last quarter of windows that do not overlap, the same for
-   all. Gap closed = (untouched - method) / (untouched - native) at the target: native is a model trained at the target from scratch for as many tokens as pretraining and
-   fine-tuning together; 0 is untouched, 1 as good as never having been short.
-2. needles: passkeys found, by length and depth, the same prompts for all; models trained on passkey documents of up to the trained length alone.
-3. where the position is known (probe), and how far heads look.
-4. which method each scheme takes, by trying them all.
-What only a GPU has time for is in nope_tables.py, tasks.py, masked_lm.py and long_code.py, each with a --budget=gpu of its own.
-And the orderings that the literature predicts, each judged in every seed by itself, with a 95 % interval over windows (or prompts).
+Stop at any time: the same command continues where it stopped. The results go to
+results/reproduce.md, .json, .png and needles.png. There are four parts:
+
+1. methods: a RoPE model is extended 4 times by every method and evaluated, zero-shot and after
+   fine-tuning at the target length. The loss is that of the last quarter of sequences that do not
+   overlap, the same for all methods.
+       gap closed = (untouched - method) / (untouched - native)   at the target length
+   where native is a model trained at the target from scratch, for as many tokens as pretraining and
+   fine-tuning together. 0 is as bad as the untouched model, 1 as good as the native one.
+2. needles: passkeys found, by length and depth, with the same prompts for all methods. The models
+   are trained on passkey documents of up to the training length only.
+3. probe: which layers know the position, and how far attention heads look.
+4. table: which method each scheme takes, by trying them all.
+
+The report ends with the orderings that the literature predicts, each judged in every seed by its
+95 % interval over sequences or prompts. nope_tables.py, tasks.py, masked_lm.py and long_code.py
+have more experiments.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
+from nanolong import python_version  # noqa: F401  # isort: skip
+
 import copy
 import json
 import math
 import statistics
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 import data
-from checkpoint import steps
-from config import UserError
 from data.prepare import prepare
-from evaluate import find_needle, pyplot, wall, windows_of
+from evaluate import evaluation_mode, find_needle, place_sequences
 from experiments.attention_maps import distances
-from experiments.probe import probe, shuffled
-from model import ATTEND, GPT, POSITIONS, STRETCH, GPTConfig, PastTrainedLength, Refused
-from train import TrainConfig, make_optimizers, train
+from experiments.probe import probe, shuffled_prefix
+from experiments.report import (
+    Claim,
+    command_line,
+    count,
+    load_board,
+    markdown_table,
+    read_json,
+    write_json,
+)
+from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from nanolong import cli
+from nanolong.device import autocast, pick_device, pick_dtype
+from nanolong.errors import UserError
+from nanolong.optim import make_optimizers
+from nanolong.plots import import_pyplot, plot_needle_heatmaps
+from nanolong.provenance import provenance
+from nanolong.run_folder import list_steps
+from nanolong.validate import require
+from rope_scaling import EVALUATION_ONLY, METHODS
+from train import TrainConfig, train
 
 
 @dataclass
 class ReproduceConfig:
-    budget: Literal["cpu", "gpu", "try"] = "cpu"  # sizes and seeds, below
-    parts: tuple[Literal["methods", "needles", "probe", "table"], ...] = ("methods", "needles", "probe", "table")  # which
-    dataset: str = "python"      # text to train on and to score
-    runs: str = "out/reproduce"  # where models and unfinished results go
-    out_dir: str = "results"     # where the tables and pictures go
-    device: str = "auto"         # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    budget: Literal["cpu", "gpu", "try"] = "cpu"  # sizes and seeds
+    # parts of the report
+    parts: tuple[Literal["methods", "needles", "probe", "table"], ...] = (
+        "methods",
+        "needles",
+        "probe",
+        "table",
+    )
+    dataset: str = "python"  # text for training and evaluation
+    runs: str = "out/reproduce"  # folder for the models and for unfinished measurements
+    out_dir: str = "results"  # folder for the tables and the figures
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    # dtype of matrix products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    redraw: bool = False  # write the tables and the figures from reproduce.json; measure nothing
 
 
-FACTOR = 4
-BUDGETS = {  # model; pretraining; fine-tuning updates at which it is measured; span of text that is scored; needle's trained length, updates and trials; seeds
-    "cpu": dict(shape=dict(n_layer=4, n_head=4, n_embd=96, block_size=64), batch=64, iters=700, tune=(0, 10, 40, 80), span=32768, needle=dict(length=96, iters=500, trials=64), probe=400, seeds=2),
-    "gpu": dict(shape=dict(n_layer=8, n_head=8, n_embd=512, block_size=512), batch=64, iters=5000, tune=(0, 5, 10, 40, 50, 80, 150, 500), span=1 << 20, needle=dict(length=512, iters=1500, trials=64), probe=2000, seeds=3),
-    "try": dict(shape=dict(n_layer=2, n_head=2, n_embd=32, block_size=32), batch=8, iters=12, tune=(0, 2, 4), span=2048, needle=dict(length=48, iters=6, trials=4), probe=20, seeds=1),
+FACTOR = 4  # of the context extension
+
+BUDGETS = {
+    "cpu": {
+        "model": {"n_layer": 4, "n_head": 4, "n_embd": 96, "block_size": 64},
+        "batch_size": 64,
+        "max_iters": 700,  # steps of pretraining
+        "tuning_steps": [0, 10, 40, 80],  # steps of fine-tuning after which it is evaluated
+        "max_tokens": 32768,  # tokens of validation text that are scored
+        "needle": {"length": 96, "max_iters": 500, "trials": 64},
+        "probe_steps": 400,
+        "seeds": 2,
+    },
+    "gpu": {
+        "model": {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 512},
+        "batch_size": 64,
+        "max_iters": 5000,
+        "tuning_steps": [0, 5, 10, 40, 50, 80, 150, 500],
+        "max_tokens": 1 << 20,
+        "needle": {"length": 512, "max_iters": 1500, "trials": 64},
+        "probe_steps": 2000,
+        "seeds": 3,
+    },
+    "try": {
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32},
+        "batch_size": 8,
+        "max_iters": 12,
+        "tuning_steps": [0, 2, 4],
+        "max_tokens": 2048,
+        "needle": {"length": 48, "max_iters": 6, "trials": 4},
+        "probe_steps": 20,
+        "seeds": 1,
+    },
 }
-# part 1: name -> method, options; a "+" trains otherwise than at the target. Those in ATTEND, and those that say so, are not fine-tuned.
-METHODS = {name: (name, {}) for name in STRETCH if name not in ("longrope",)} | {"yarn, paper's ramp": ("yarn", {"ramp": "paper"}), "yarn + PoSE": ("yarn", {}), "window": ("none", {})}
-ZERO_SHOT = {"ntk-frozen", "window", *ATTEND}
-WALL = ("none", "pi", "ntk", "ntk-frozen", "ntk-lceg", "ntk-parts", "yarn", "dynamic-yarn", "nope", "drope", "alibi", "window", "lm-infinite", "self-extend")
+
+# The variants of part 1: name -> (method, options). longrope needs a table (experiments/search.py).
+VARIANTS = {name: (name, {}) for name in METHODS if name != "longrope"}
+VARIANTS["yarn, paper's ramp"] = ("yarn", {"ramp": "paper"})
+VARIANTS["yarn + PoSE"] = ("yarn", {})
+VARIANTS["window"] = ("none", {})  # sliding-window attention of the original length
+ZERO_SHOT = ("ntk-frozen", "window", *EVALUATION_ONLY)  # not fine-tuned
+TUNED_AT_ORIGINAL_LENGTH = ("drope", "yarn + PoSE")
+
+# Part 2: variants of a RoPE model, and two other schemes.
+NEEDLE_VARIANTS = (
+    "none",
+    "pi",
+    "ntk",
+    "ntk-frozen",
+    "ntk-lceg",
+    "ntk-parts",
+    "yarn",
+    "dynamic-yarn",
+    "nope",
+    "drope",
+    "alibi",
+    "window",
+    "lm-infinite",
+    "self-extend",
+)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+# Part 3: the schemes that are probed, and those whose heads are measured.
+PROBED = ("nope", "learned", "sinusoidal", "alibi", "rope")
+MEASURED_HEADS = ("nope", "alibi", "t5", "rope")
 
 
-class Seed:
-    """The models of one seed, trained when they are first asked for, and what has been measured on them: a JSON file, written after each."""
+def extend(model, name):
+    """Extend a model in place by one of the VARIANTS."""
+    method, options = VARIANTS[name]
+    model.extend(method, FACTOR, **options)
+    if name == "window":
+        for block in model.blocks:
+            block.attention.window = model.config.original_length
+
+
+def needle_lengths(length):
+    """Return the prompt lengths of part 2, half to four times the training length."""
+    return [length // 2, length, 3 * length // 2, 2 * length, 3 * length, 4 * length]
+
+
+# -----------------------------------------------------------------------------
+# Measuring
+
+
+class SeedRun:
+    """The models of one seed and what has been measured on them.
+
+    A model is trained when it is first needed. Measurements are kept in measured.json, which is
+    written after each of them.
+    """
 
     def __init__(self, cfg, seed, dataset):
-        self.cfg, self.seed, self.dataset, self.sizes = cfg, seed, dataset, BUDGETS[cfg.budget]
-        self.device = config.pick_device(cfg.device)
-        self.dtype = config.pick_dtype(cfg.dtype, self.device)
+        self.cfg = cfg
+        self.seed = seed
+        self.dataset = dataset
+        self.budget = BUDGETS[cfg.budget]
+        self.length = self.budget["model"]["block_size"]  # the training length
+        self.device = pick_device(cfg.device)
+        self.dtype = pick_dtype(cfg.dtype, self.device)
         self.folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}-{seed}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        key = json.loads(json.dumps({"sizes": self.sizes, "data": dataset.hash, "dtype": str(self.dtype), "device": self.device.type}))
-        self.file, self.kept = self.folder / "measured.json", {"key": key, "values": {}}
+        self.file = self.folder / "measured.json"
+        key = {
+            "budget": self.budget,
+            "data": dataset.hash,
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+        }
+        self.measured = {"key": key, "seconds": 0, "values": {}}
         if self.file.is_file():
-            self.kept = json.loads(self.file.read_text(encoding="utf-8"))
-            if self.kept["key"] != key:
-                raise UserError(f"{self.folder} was made with other sizes, data or device: remove it, or choose other --runs")
+            self.measured = read_json(self.file)
+        require(
+            self.measured["key"] == key,
+            f"{self.folder} was made with other sizes, data or device: "
+            "remove it, or choose another --runs",
+        )
 
-    def measured(self, name, measure):
-        """What was measured under this name, or measure() now."""
-        if name not in self.kept["values"]:
-            began = time.perf_counter()
-            self.kept["values"][name] = measure()
-            self.kept["seconds"] = self.kept.get("seconds", 0) + time.perf_counter() - began
-            whole = self.file.with_name(".measured")
-            whole.write_text(json.dumps(self.kept), encoding="utf-8")
-            whole.rename(self.file)
-            print(f"seed {self.seed}: {name}, {time.perf_counter() - began:.0f} s", flush=True)
-        return self.kept["values"][name]
+    def measure(self, name, function, *args, **options):
+        """Return the measurement of this name; what was not measured yet is function(...)."""
+        values = self.measured["values"]
+        if name not in values:
+            start = time.perf_counter()
+            value = function(*args, **options)
+            values[name] = json.loads(json.dumps(value))  # as it is in the file
+            seconds = time.perf_counter() - start
+            self.measured["seconds"] += seconds
+            write_json(self.file, self.measured)
+            print(f"seed {self.seed}: {name}, {seconds:.0f} s", flush=True)
+        return values[name]
 
-    def model(self, name, length, iters, passkey=0.0, **settings):
-        """A model trained by train.py's loop, or what is left of it to train: on the device."""
+    def train_model(self, name, length, max_iters, passkey=0.0, pos="rope"):
+        """Train a model, or what is left of it to train; return it on the device."""
         run = self.folder / name
-        how = TrainConfig(dataset=self.cfg.dataset, out_dir=str(run), seed=self.seed, batch_size=max(1, self.sizes["batch"] * self.sizes["shape"]["block_size"] // length), max_iters=iters,
-                          learning_rate=3e-3, warmup_iters=min(50, iters // 4), eval_interval=10**9, eval_iters=1, device=self.cfg.device, dtype=self.cfg.dtype, passkey=passkey,
-                          compile=False if self.device.type == "cpu" else None)
-        if steps(run):
-            model, how.init_from = GPT.load(run), "resume"
+        tokens_per_step = self.budget["batch_size"] * self.length
+        train_config = TrainConfig(
+            dataset=self.cfg.dataset,
+            out_dir=str(run),
+            seed=self.seed,
+            batch_size=max(1, tokens_per_step // length),
+            max_iters=max_iters,
+            learning_rate=3e-3,
+            warmup_iters=min(50, max_iters // 4),
+            eval_interval=10**9,
+            eval_iters=1,
+            device=self.cfg.device,
+            dtype=self.cfg.dtype,
+            passkey=passkey,
+            compile=False if self.device.type == "cpu" else None,
+        )
+        if list_steps(run):
+            model = GPT.load(run)
+            train_config.init_from = "resume"
         else:
             torch.manual_seed(self.seed)
-            model = GPT(GPTConfig(**{**self.sizes["shape"], "block_size": length, **settings}, vocab_size=self.dataset.vocab_size))
-        if model.meta.get("step") != iters and train(model, how)["stopped"]:
+            settings = {**self.budget["model"], "block_size": length, "pos": pos}
+            model = GPT(GPTConfig(**settings, vocab_size=self.dataset.vocab_size))
+        if model.meta.get("step") != max_iters and train(model, train_config)["stopped"]:
             raise KeyboardInterrupt
         model.meta["bos"] = self.dataset.bos
         return model.to(self.device).eval()
 
-    def text(self, pos="rope"):
-        return self.model(pos, self.sizes["shape"]["block_size"], self.sizes["iters"], pos=pos)
+    def text_model(self, pos="rope"):
+        """Return the model that was trained on text at the training length."""
+        return self.train_model(pos, self.length, self.budget["max_iters"], pos=pos)
 
-    def needle(self, pos="rope"):
-        return self.model(f"needle-{pos}", self.sizes["needle"]["length"], self.sizes["needle"]["iters"], 1.0, pos=pos)
+    def needle_model(self, pos="rope"):
+        """Return the model that was trained on passkey documents."""
+        needle = self.budget["needle"]
+        return self.train_model(
+            f"needle-{pos}", needle["length"], needle["max_iters"], passkey=1.0, pos=pos
+        )
 
-    @torch.no_grad()
-    def losses(self, model, length):
-        """The mean loss of the last quarter of each window, nats per token: a list."""
-        split, found, rows = self.dataset.val, [], max(1, 16384 // length)
+    def last_quarter_losses(self, model, length):
+        """Return the mean loss of each sequence's last quarter, in nats per token: a list."""
+        split = self.dataset.val
         file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
-        windows = windows_of("chunked", length, min(self.sizes["span"], len(split.tokens[file]) - (split.bos is None)))
-        for i in range(0, len(windows), rows):
-            x, y = (torch.from_numpy(data.np.stack(part)) for part in zip(*(split.cut(file, start, length) for start, _ in windows[i:i + rows])))
-            y[:, :length * 3 // 4] = -1
-            with config.autocast(self.device, self.dtype), warnings.catch_warnings():
-                warnings.simplefilter("ignore", PastTrainedLength)
-                nats = model.eval()(x.to(self.device), y.to(self.device), reduction="none").cpu().double()
-            found += (nats.sum(1) / (y >= 0).sum(1)).tolist()
-        return [round(x, 5) for x in found]
+        # Without <bos> the first token of the text has no context, so it is no target.
+        span = min(self.budget["max_tokens"], len(split.tokens[file]) - (split.bos is None))
+        starts = [start for start, _ in place_sequences("chunked", length, span)]
+        batch_size = max(1, 16384 // length)
+        losses = []
+        with evaluation_mode(model, self.dtype) as device:
+            for i in range(0, len(starts), batch_size):
+                batch = starts[i : i + batch_size]
+                pairs = [split.sequence_at(file, start, length) for start in batch]
+                x = torch.from_numpy(np.stack([inputs for inputs, _ in pairs]))
+                y = torch.from_numpy(np.stack([targets for _, targets in pairs]))
+                y[:, : length * 3 // 4] = -1
+                loss = model(x.to(device), y.to(device), reduction="none").cpu().double()
+                losses += (loss.sum(1) / (y >= 0).sum(1)).tolist()
+        return [round(loss, 5) for loss in losses]
 
-    def tuned(self, model, updates, batch, length, rate, reach=0, passkeys=0.0):
-        """Fine-tune a model in place, in windows of `length`; yields how many updates it has had: 0, before the first, to `updates`."""
+    def fine_tune(
+        self, model, steps, batch_size, length, learning_rate, max_position=0, passkey_fraction=0.0
+    ):
+        """Fine-tune a model in place; yield the number of steps done: 0, 1, ... steps.
+
+        max_position > 0 trains skip-wise (PoSE), with positions up to there.
+        """
         optimizers = make_optimizers(model, TrainConfig(weight_decay=0.0))
-        for update in range(updates):
-            yield update
-            for group in (group for o in optimizers for group in o.param_groups):
-                group["lr"] = rate * min(1, (update + 1) / 5)
-            x, y, positions, _ = (None if part is None else torch.from_numpy(part).to(self.device) for part in self.dataset.batch(10**6 + update, batch, length, self.seed, reach, passkeys))
-            with config.autocast(self.device, self.dtype):
-                loss = model.train()(x, y, positions)
+        for step in range(steps):
+            yield step
+            index = 10**6 + step  # far from the batches of pretraining
+            x, y, positions, _ = self.dataset.batch(
+                index, batch_size, length, self.seed, max_position, passkey_fraction
+            )
+            x = torch.from_numpy(x).to(self.device)
+            y = torch.from_numpy(y).to(self.device)
+            if positions is not None:
+                positions = torch.from_numpy(positions).to(self.device)
+            model.train()
+            with autocast(self.device, self.dtype):
+                loss = model(x, y, positions)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for o in optimizers:
-                o.step()
-                o.zero_grad(set_to_none=True)
-        yield updates
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate * min(1, (step + 1) / 5)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        yield steps
 
-    def curve(self, name):
-        """A method's losses: {updates: {length: [per window]}}; beside the target, fine-tuned models are read at all lengths only at first and last."""
-        L, tune = self.sizes["shape"]["block_size"], self.sizes["tune"]
-        model = copy.deepcopy(self.text())
-        stretched(model, name)
-        short = name == "drope" or "PoSE" in name
-        length, reach, batch = L if short else FACTOR * L, FACTOR * L if "PoSE" in name else 0, self.sizes["batch"] // (1 if short else FACTOR)
-        found = {}
-        for update in () if name in ZERO_SHOT else self.tuned(model, tune[-1], batch, length, 1e-3, reach):
-            if update in tune:
-                found[update] = {n: self.losses(model, n) for n in ((L, 2 * L, FACTOR * L, 2 * FACTOR * L) if update in (tune[0], tune[-1]) else (FACTOR * L,))}
-        return found or {0: {n: self.losses(model, n) for n in (L, 2 * L, FACTOR * L, 2 * FACTOR * L)}}
+    def method_losses(self, name):
+        """Extend by a variant and fine-tune; return {steps: {length: losses of the sequences}}.
 
-    def native(self):
-        """The oracle: trained at the target for all the tokens of pretraining and fine-tuning."""
-        L, iters = self.sizes["shape"]["block_size"], self.sizes["iters"] + self.sizes["tune"][-1]
-        model = self.model("native", FACTOR * L, iters, pos="rope")
-        return {n: self.losses(model, n) for n in (L, 2 * L, FACTOR * L)}
+        All lengths are evaluated before and after fine-tuning, the target also in between.
+        """
+        model = copy.deepcopy(self.text_model())
+        extend(model, name)
+        target = FACTOR * self.length
+        lengths = (self.length, 2 * self.length, target, 2 * target)
+        if name in ZERO_SHOT:
+            return {0: {n: self.last_quarter_losses(model, n) for n in lengths}}
 
-    def found(self, name):
-        """Passkeys found: rows as evaluate.py has them."""
-        sizes = self.sizes["needle"]
-        model = copy.deepcopy(self.needle(name if name in ("nope", "alibi") else "rope"))
-        L = sizes["length"]
+        # Every step has as many tokens as a step of pretraining.
+        length, batch_size = target, self.budget["batch_size"] // FACTOR
+        if name in TUNED_AT_ORIGINAL_LENGTH:
+            length, batch_size = self.length, self.budget["batch_size"]
+        max_position = target if name == "yarn + PoSE" else 0
+        steps = self.budget["tuning_steps"]
+        losses = {}
+        for step in self.fine_tune(model, steps[-1], batch_size, length, 1e-3, max_position):
+            if step in (steps[0], steps[-1]):
+                losses[step] = {n: self.last_quarter_losses(model, n) for n in lengths}
+            elif step in steps:
+                losses[step] = {target: self.last_quarter_losses(model, target)}
+        return losses
+
+    def native_losses(self):
+        """Train at the target for all tokens of pretraining and fine-tuning; return its losses."""
+        target = FACTOR * self.length
+        max_iters = self.budget["max_iters"] + self.budget["tuning_steps"][-1]
+        model = self.train_model("native", target, max_iters)
+        lengths = (self.length, 2 * self.length, target)
+        return {n: self.last_quarter_losses(model, n) for n in lengths}
+
+    def needle_records(self, name):
+        """Search passkeys with one of NEEDLE_VARIANTS; return evaluate.py's records."""
+        needle = self.budget["needle"]
         if name in ("nope", "alibi"):
-            model.stretch("none", FACTOR)
+            model = copy.deepcopy(self.needle_model(name))
+            model.extend("none", FACTOR)
         else:
-            stretched(model, name)
-        if name == "drope":  # recalibrated at the trained length, for a tenth of the training
-            batch = max(1, self.sizes["batch"] * self.sizes["shape"]["block_size"] // L)
-            for _ in self.tuned(model, max(2, sizes["iters"] // 5), batch, L, 2e-3, passkeys=1.0):
+            model = copy.deepcopy(self.needle_model("rope"))
+            extend(model, name)
+        if name == "drope":  # recalibrate at the training length, for a fifth of the training
+            steps = max(2, needle["max_iters"] // 5)
+            batch_size = max(1, self.budget["batch_size"] * self.length // needle["length"])
+            for _ in self.fine_tune(
+                model, steps, batch_size, needle["length"], 2e-3, passkey_fraction=1.0
+            ):
                 pass
-        tokenizer, rows = self.dataset.tokenizer, []
-        for length in needle_lengths(L):
-            for depth in (0.0, 0.25, 0.5, 0.75, 1.0, None):
-                hit, nats = find_needle(model, tokenizer, length, 0.5 if depth is None else depth, sizes["trials"], self.seed, self.dataset.bos, self.dtype, depth is not None)
-                rows.append({"checkpoint": name, "task": "needle", "length": length, "depth": depth, "accuracy": hit, "nll": round(nats, 4), "trials": sizes["trials"], "seed": self.seed})
-        return rows
+
+        records = []
+        for length in needle_lengths(needle["length"]):
+            for depth in (*DEPTHS, None):  # None: the control, without a key in the prompt
+                accuracy, loss = find_needle(
+                    model,
+                    self.dataset.tokenizer,
+                    length,
+                    0.5 if depth is None else depth,
+                    needle["trials"],
+                    self.seed,
+                    self.dataset.bos,
+                    self.dtype,
+                    hidden=depth is not None,
+                )
+                records.append(
+                    {
+                        "checkpoint": name,
+                        "task": "needle",
+                        "length": length,
+                        "depth": depth,
+                        "accuracy": accuracy,
+                        "nll": round(loss, 4),
+                        "trials": needle["trials"],
+                        "seed": self.seed,
+                    }
+                )
+        return records
+
+    def probe_records(self, pos):
+        """Probe each layer for positions, and shuffle the prefix: records of probe.py."""
+        steps = self.budget["probe_steps"]
+        windows = min(400, 10 * steps)
+        model = self.text_model(pos)
+        records = probe(
+            model, self.dataset, pos, windows=windows, held_out=100, steps=steps, seed=self.seed
+        )
+        return records + shuffled_prefix(model, self.dataset, pos, seed=self.seed)
+
+    def head_records(self, pos):
+        """Measure how far each head looks in sequences of the target length."""
+        target = FACTOR * self.length
+        model = self.text_model(pos)
+        return distances(model, self.dataset, pos, target, windows=16, seed=self.seed)
+
+    def measure_all(self, parts):
+        """Measure the parts; return {"methods", "native", "needles", "probe", "heads"}, or None."""
+        found = dict.fromkeys(("methods", "native", "needles", "probe", "heads"))
+        if "methods" in parts:
+            found["native"] = self.measure("native", self.native_losses)
+            found["methods"] = {}
+            for name in VARIANTS:
+                losses = self.measure(f"method {name}", self.method_losses, name)
+                found["methods"][name] = losses
+        if "needles" in parts:
+            found["needles"] = []
+            for name in NEEDLE_VARIANTS:
+                found["needles"] += self.measure(f"needles {name}", self.needle_records, name)
+        if "probe" in parts:
+            found["probe"] = []
+            found["heads"] = []
+            for pos in PROBED:
+                found["probe"] += self.measure(f"probe {pos}", self.probe_records, pos)
+            for pos in MEASURED_HEADS:
+                found["heads"] += self.measure(f"heads {pos}", self.head_records, pos)
+        return found
 
 
-def stretched(model, name):
-    """In place: the model stretched by an entry of METHODS."""
-    method, options = METHODS[name]
-    model.stretch(method, FACTOR, **options)
-    if name == "window":  # as wide as the trained length
-        for block in model.blocks:
-            block.attention.window = model.config.trained_length
+def try_methods(vocab_size=64):
+    """Try every method on every scheme; return {scheme: {method: "" or the error message}}."""
+    methods = dict.fromkeys(METHODS)
+    for scheme in POSITIONS.values():
+        methods |= dict.fromkeys(scheme.methods)
+    settings = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
+    tokens = torch.zeros(1, 2 * settings["block_size"], dtype=torch.int64)
+    errors = {}
+    for pos in POSITIONS:
+        errors[pos] = {}
+        for method in methods:
+            model = GPT(GPTConfig(pos=pos, **settings, vocab_size=vocab_size))
+            options = {}
+            if (pos, method) == ("rope", "longrope"):
+                options = {"long_factor": [1.0, 1.5, 2.0, 2.0]}
+            errors[pos][method] = ""
+            try:
+                model.extend(method, 2, **options)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ContextLengthWarning)
+                    model.eval()(tokens)
+            except UserError as error:
+                errors[pos][method] = str(error)
+    return errors
 
 
-def needle_lengths(L):
-    return [L // 2, L, 3 * L // 2, 2 * L, 3 * L, 4 * L]
+# -----------------------------------------------------------------------------
+# The predictions of the literature
 
 
-class Judge:
-    """Claims, each with what was seen in one seed: a difference and its 95 % interval."""
+class SeedClaims:
+    """Claims about what was measured in one seed: differences with their 95 % intervals."""
 
     def __init__(self, seed):
-        self.seed, self.lines = seed, []
+        self.seed = seed
+        self.claims = []
 
-    def add(self, number, words, mean, half, above=None, below=None):
-        passed = mean - half > above if above is not None else mean + half < below
-        likely = mean > above if above is not None else mean < below
-        bound = f"> {above:.3f}" if above is not None else f"< {below:.3f}"
-        self.lines.append({"number": number, "claim": words, "seed": self.seed, "passed": bool(passed), "seen": f"{mean:+.3f} ± {half:.3f}, {bound}" + ("" if passed else " (so in the mean, not separated)" if likely else "")})
+    def add(self, topic, text, mean, half_width=0.0, **bound):
+        """Add a claim; `above` or `below` is the bound."""
+        claim = Claim(text, mean, half_width, **bound)
+        fields = {"topic": topic, "seed": self.seed, **asdict(claim), "passed": claim.passed}
+        self.claims.append(fields)
 
-    def pair(self, number, words, a, b, **bound):
-        """The mean of a minus that of b, lists over the same windows."""
-        d = [x - y for x, y in zip(a, b, strict=True)]
-        self.add(number, words, statistics.fmean(d), 1.96 * statistics.stdev(d) / math.sqrt(len(d)), **bound)
+    def paired(self, topic, text, a, b, **bound):
+        """Add a claim on the mean of a minus that of b, losses of the same sequences."""
+        differences = [x - y for x, y in zip(a, b, strict=True)]
+        standard_error = statistics.stdev(differences) / math.sqrt(len(differences))
+        mean = statistics.fmean(differences)
+        self.add(topic, text, mean, 1.96 * standard_error, **bound)
 
-    def apart(self, number, words, a, b, **bound):
-        """The same of two lists of their own windows."""
-        self.add(number, words, statistics.fmean(a) - statistics.fmean(b), 1.96 * math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b)), **bound)
+    def unpaired(self, topic, text, a, b, **bound):
+        """Add a claim on the mean of a minus that of b, losses of different sequences."""
+        variance = statistics.variance(a) / len(a) + statistics.variance(b) / len(b)
+        mean = statistics.fmean(a) - statistics.fmean(b)
+        self.add(topic, text, mean, 1.96 * math.sqrt(variance), **bound)
 
-    def shares(self, number, words, p, q, n, m, **bound):
-        """The difference of two shares of n and m trials (q None: p alone), with Agresti and Caffo's interval."""
-        p, n = (p * n + 1) / (n + 2), n + 2
-        q, m = (0.0, 1) if q is None else ((q * m + 1) / (m + 2), m + 2)
-        self.add(number, words, p - q, 1.96 * math.sqrt(p * (1 - p) / n + q * (1 - q) / m), **bound)
+    def fractions(self, topic, text, p, n, q=None, **bound):
+        """Add a claim on p minus q, fractions of n trials each (q None: on p alone).
 
-
-def judged(seed, curves, native, needles, probes, heads):
-    """Orderings 3-5, 7-10 and 12 of one seed; what was not measured is not judged."""
-    judge, L, last = Judge(seed.seed), seed.sizes["shape"]["block_size"], seed.sizes["tune"][-1]
-    far, beyond = FACTOR * L, 2 * FACTOR * L
-    if curves:
-        at = lambda name, n, update=0: curves[name][str(update)][str(n)]  # noqa: E731
-        for a, b in (("yarn", "ntk"), ("ntk-parts", "ntk"), ("ntk", "none")):
-            judge.pair(3, f"zero-shot at {far}: {a} below {b}", at(a, far), at(b, far), below=0)
-        for a, b, bound in (("none", "ntk", 0), ("ntk", "ntk-parts", 0), ("ntk-parts", "yarn", 0.02), ("yarn", "pi", -0.3)):
-            judge.pair(4, f"tax at {L}: {a} below {b}" + (f" by {-bound}" if bound < 0 else f", or at most {bound} above" if bound else ""), at(a, L), at(b, L), below=bound)
-        judge.apart(5, f"ntk holds to {2 * L}: within 10 % of its perplexity at {L}", at("ntk", 2 * L), at("ntk", L), below=math.log(1.1))
-        judge.apart(5, f"ntk is broken at {far}: above 1.5 times", at("ntk", far), at("ntk", L), above=math.log(1.5))
-        for name in ("dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen"):
-            judge.add(5, f"{name} equals none at {L}, to the bit", max(abs(x - y) for x, y in zip(at(name, L), at("none", L))), 0.0, below=1e-9)
-        judge.apart(7, f"yarn, fine-tuned, breaks at {beyond}, beyond its target", at("yarn", beyond, last), at("yarn", far, last), above=0.1)
-        judge.pair(7, f"zero-shot at {beyond}: dynamic-yarn below yarn", at("dynamic-yarn", beyond), at("yarn", beyond), below=0)
-        for exact in ("yarn", "ntk-lceg", "pi"):
-            judge.pair(12, f"at {far}: {exact}, fine-tuned, below its zero-shot", at(exact, far, last), at(exact, far), below=0)
-        for rough in ("window", "lm-infinite", "self-extend"):
-            judge.pair(12, f"at {far}: yarn, fine-tuned, below {rough}", at("yarn", far, last), at(rough, far), below=0)
-            judge.pair(12, f"at {far}: yarn, zero-shot, below {rough}", at("yarn", far), at(rough, far), below=0)
-        for name in ("ntk", "yarn"):
-            judge.pair(12, f"at {beyond}: ntk-lceg, fine-tuned, whose base is computed anew there, below {name}, fine-tuned", at("ntk-lceg", beyond, last), at(name, beyond, last), below=0)
-    if needles:
-        N, trials = seed.sizes["needle"]["length"], seed.sizes["needle"]["trials"]
-        cell = {(row["checkpoint"], row["length"], row["depth"]): row["accuracy"] for row in needles}
-        mean = lambda name, n: statistics.fmean(cell[name, n, depth] for depth in (0, 0.25, 0.5, 0.75, 1))  # noqa: E731
-        for a, b in (("none", "ntk"), ("ntk", "ntk-parts"), ("ntk-parts", "yarn")):
-            judge.shares(8, f"needles at {4 * N}: {b} above {a}", mean(b, 4 * N), mean(a, 4 * N), 5 * trials, 5 * trials, above=0)
-        judge.shares(8, f"needles at {4 * N}: yarn at least 0.8", mean("yarn", 4 * N), None, 5 * trials, 1, above=0.8)
-        judge.shares(8, f"needles at {4 * N}: alibi finds fewer at the start than at the end", cell["alibi", 4 * N, 1.0], cell["alibi", 4 * N, 0.0], trials, trials, above=0)
-        for times in (2, 3, 4):
-            judge.shares(8, f"needles at {times * N}: nope above rope", mean("nope", times * N), mean("none", times * N), 5 * trials, 5 * trials, above=0)
-        judge.shares(12, f"needles at {4 * N}: a window of {N} finds them at the end", cell["window", 4 * N, 1.0], None, trials, 1, above=0.5)
-        judge.shares(12, f"needles at {4 * N}: and not at the start", cell["window", 4 * N, 0.0], None, trials, 1, below=0.1)
-    if probes:
-        error = {(row["checkpoint"], row["layer"]): row["error"] for row in probes if row["task"] == "probe"}
-        layers, chance = seed.sizes["shape"]["n_layer"], (L * L - 1) / (3 * L)
-        judge.add(9, "nope, layer 0: at chance, in units of it (0.7 to 1.5)", abs(error["nope", 0] / chance - 1.1), 0.0, below=0.4)
-        judge.add(9, "nope, its best layer: at most 1/4 of chance", min(error["nope", layer] for layer in range(1, layers + 1)) / chance, 0.0, below=0.25)
-        for name in ("learned", "sinusoidal"):
-            judge.add(9, f"{name}, layer 0: at most 1/20 of chance", error[name, 0] / chance, 0.0, below=0.05)
-        mean = {name: statistics.fmean(row["distance"] for row in heads if row["checkpoint"] == name) for name in dict.fromkeys(row["checkpoint"] for row in heads)}
-        for name in (n for n in mean if n != "alibi"):
-            judge.add(10, f"mean attended distance at {far}: alibi's {mean['alibi']:.1f} tokens below {name}'s {mean[name]:.1f}, as a ratio", mean["alibi"] / mean[name], 0.0, below=1.0)
-        steep = [row for row in heads if row.get("range", math.inf) < far / 4]
-        judge.add(10, f"alibi, heads with 1 / slope below {far // 4}: distance over 1 / slope between 0.5 and 1.5, the worst", max((abs(row["distance"] / row["range"] - 1) for row in steep), default=math.inf), 0.0, below=0.5)
-    return judge.lines
+        The interval is that of Agresti and Caffo (2000), which adds a success and a failure.
+        """
+        p = (p * n + 1) / (n + 2)
+        variance = p * (1 - p) / (n + 2)
+        mean = p
+        if q is not None:
+            q = (q * n + 1) / (n + 2)
+            variance += q * (1 - q) / (n + 2)
+            mean = p - q
+        self.add(topic, text, mean, 1.96 * math.sqrt(variance), **bound)
 
 
-def support(vocab_size=64):
-    """Part 4: {scheme: {method: "" or the sentence that refuses it}}."""
-    methods = list(dict.fromkeys([*STRETCH, *(m for scheme in POSITIONS.values() for m in scheme.methods)]))
-    found = {}
-    for pos in POSITIONS:
-        for method in methods:
-            model = GPT(GPTConfig(pos=pos, n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=vocab_size))
-            try:
-                model.stretch(method, 2, **({"long_factor": [1.0, 1.5, 2.0, 2.0]} if method == "longrope" and pos == "rope" else {}))
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", PastTrainedLength)
-                    model.eval()(torch.zeros(1, 32, dtype=torch.int64))
-                found.setdefault(pos, {})[method] = ""
-            except Refused as refusal:
-                found.setdefault(pos, {})[method] = str(refusal)
-    return found
+def judge(run, found):
+    """Return the claims of one seed as dicts; what was not measured is not judged."""
+    claims = SeedClaims(run.seed)
+    if found["methods"]:
+        judge_zero_shot(claims, run, found["methods"])
+        judge_fine_tuned(claims, run, found["methods"])
+    if found["needles"]:
+        judge_needles(claims, run.budget["needle"], found["needles"])
+    if found["probe"]:
+        judge_probe(claims, run, found["probe"])
+        judge_heads(claims, run, found["heads"])
+    return claims.claims
+
+
+def judge_zero_shot(claims, run, methods):
+    L = run.length
+    target = FACTOR * L
+
+    def losses(name, length):
+        return methods[name]["0"][str(length)]
+
+    topic = "Zero-shot at the target"
+    for a, b in (("yarn", "ntk"), ("ntk-parts", "ntk"), ("ntk", "none")):
+        text = f"{a} below {b}, zero-shot at {target}"
+        claims.paired(topic, text, losses(a, target), losses(b, target), below=0)
+
+    topic = "Cost at the original length"
+    cases = (
+        ("none", "ntk", "", 0),
+        ("ntk", "ntk-parts", "", 0),
+        ("ntk-parts", "yarn", ", or at most 0.02 above it", 0.02),
+        ("yarn", "pi", " by 0.3", -0.3),
+    )
+    for a, b, condition, bound in cases:
+        text = f"{a} below {b}{condition}, zero-shot at {L}"
+        claims.paired(topic, text, losses(a, L), losses(b, L), below=bound)
+
+    topic = "NTK-aware and dynamic methods"
+    claims.unpaired(
+        topic,
+        f"ntk at {2 * L}: within 10 % of its perplexity at {L}",
+        losses("ntk", 2 * L),
+        losses("ntk", L),
+        below=math.log(1.1),
+    )
+    claims.unpaired(
+        topic,
+        f"ntk at {target}: more than 1.5 times its perplexity at {L}",
+        losses("ntk", target),
+        losses("ntk", L),
+        above=math.log(1.5),
+    )
+    for name in ("dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen"):
+        pairs = zip(losses(name, L), losses("none", L), strict=True)
+        difference = max(abs(x - y) for x, y in pairs)
+        claims.add(topic, f"{name} equals none at {L}, to the bit", difference, below=1e-9)
+
+
+def judge_fine_tuned(claims, run, methods):
+    target = FACTOR * run.length
+    beyond = 2 * target
+    last_step = str(run.budget["tuning_steps"][-1])
+
+    def zero_shot(name, length):
+        return methods[name]["0"][str(length)]
+
+    def tuned(name, length):
+        return methods[name][last_step][str(length)]
+
+    topic = "Beyond the target"
+    claims.unpaired(
+        topic,
+        f"yarn, fine-tuned, at {beyond}: more than 0.1 above its loss at the target",
+        tuned("yarn", beyond),
+        tuned("yarn", target),
+        above=0.1,
+    )
+    claims.paired(
+        topic,
+        f"dynamic-yarn below yarn, zero-shot at {beyond}",
+        zero_shot("dynamic-yarn", beyond),
+        zero_shot("yarn", beyond),
+        below=0,
+    )
+
+    topic = "Exact and approximate attention (Lu et al. 2024)"
+    for name in ("yarn", "ntk-lceg", "pi"):
+        text = f"{name}, fine-tuned, below its zero-shot loss at {target}"
+        claims.paired(topic, text, tuned(name, target), zero_shot(name, target), below=0)
+    for name in ("window", "lm-infinite", "self-extend"):
+        approximate = zero_shot(name, target)
+        text = f"yarn, fine-tuned, below {name} at {target}"
+        claims.paired(topic, text, tuned("yarn", target), approximate, below=0)
+        text = f"yarn, zero-shot, below {name} at {target}"
+        claims.paired(topic, text, zero_shot("yarn", target), approximate, below=0)
+    for name in ("ntk", "yarn"):
+        text = f"ntk-lceg, whose base grows beyond the target, below {name}, tuned, at {beyond}"
+        claims.paired(topic, text, tuned("ntk-lceg", beyond), tuned(name, beyond), below=0)
+
+
+def judge_needles(claims, needle, records):
+    N = needle["length"]
+    trials = needle["trials"]
+    accuracy = {}
+    for record in records:
+        key = (record["checkpoint"], record["length"], record["depth"])
+        accuracy[key] = record["accuracy"]
+
+    def mean(name, length):
+        return statistics.fmean(accuracy[name, length, depth] for depth in DEPTHS)
+
+    def compare(a, b, length):
+        text = f"{a} above {b} at {length}"
+        n = len(DEPTHS) * trials
+        claims.fractions(topic, text, mean(a, length), n, mean(b, length), above=0)
+
+    topic = "Passkeys found, zero-shot"
+    for a, b in (("ntk", "none"), ("ntk-parts", "ntk"), ("yarn", "ntk-parts")):
+        compare(a, b, 4 * N)
+    n = len(DEPTHS) * trials
+    claims.fractions(topic, f"yarn at least 0.8 at {4 * N}", mean("yarn", 4 * N), n, above=0.8)
+    claims.fractions(
+        topic,
+        f"alibi finds fewer at the start than at the end of {4 * N}",
+        accuracy["alibi", 4 * N, 1.0],
+        trials,
+        accuracy["alibi", 4 * N, 0.0],
+        above=0,
+    )
+    for times in (2, 3, 4):
+        compare("nope", "none", times * N)
+
+    topic = "Exact and approximate attention (Lu et al. 2024)"
+    end, start = accuracy["window", 4 * N, 1.0], accuracy["window", 4 * N, 0.0]
+    text = f"a window of {N} finds passkeys at the end of {4 * N}"
+    claims.fractions(topic, text, end, trials, above=0.5)
+    text = f"a window of {N} finds no passkeys at the start of {4 * N}"
+    claims.fractions(topic, text, start, trials, below=0.1)
+
+
+def judge_probe(claims, run, records):
+    topic = "Position probe (Haviv et al. 2022)"
+    L = run.length
+    chance = (L * L - 1) / (3 * L)  # the error of a random guess
+    error = {}
+    for record in records:
+        if record["task"] == "probe":
+            error[record["checkpoint"], record["layer"]] = record["error"] / chance
+
+    distance = abs(error["nope", 0] - 1.1)
+    claims.add(
+        topic, "nope, layer 0: 0.7 to 1.5 of chance, its distance to 1.1", distance, below=0.4
+    )
+    layers = range(1, run.budget["model"]["n_layer"] + 1)
+    best = min(error["nope", layer] for layer in layers)
+    claims.add(topic, "nope, best layer: at most 1/4 of chance", best, below=0.25)
+    for name in ("learned", "sinusoidal"):
+        text = f"{name}, layer 0: at most 1/20 of chance"
+        claims.add(topic, text, error[name, 0], below=0.05)
+
+
+def judge_heads(claims, run, records):
+    topic = "Attended distance (Press et al. 2022)"
+    target = FACTOR * run.length
+    mean = mean_distances(records)
+    for name in mean:
+        if name != "alibi":
+            text = f"alibi's mean attended distance at {target} below {name}'s, as a ratio"
+            claims.add(topic, text, mean["alibi"] / mean[name], below=1.0)
+    deviations = [math.inf]
+    steep = [record for record in records if record.get("range", math.inf) < target / 4]
+    if steep:
+        deviations = [abs(record["distance"] / record["range"] - 1) for record in steep]
+    text = f"alibi's heads with 1 / slope below {target // 4}: distance within 50 % of 1 / slope"
+    claims.add(topic, text, max(deviations), below=0.5)
+
+
+def mean_distances(records):
+    """Return scheme -> the mean attended distance over heads and layers, in tokens."""
+    by_scheme = {}
+    for record in records:
+        by_scheme.setdefault(record["checkpoint"], []).append(record["distance"])
+    return {name: statistics.fmean(values) for name, values in by_scheme.items()}
+
+
+# -----------------------------------------------------------------------------
+# What reproduce.json holds
+
+
+def mean_losses(losses):
+    """Replace the list of losses at each length by its mean."""
+    return {length: round(statistics.fmean(values), 5) for length, values in losses.items()}
+
+
+def summarize_heads(by_seed):
+    """Return scheme -> the mean, least and greatest attended distance of the seeds, in tokens."""
+    means = [mean_distances(records) for records in by_seed]
+    summary = {}
+    for name in means[0]:
+        values = [mean[name] for mean in means]
+        summary[name] = {
+            "mean": round(statistics.fmean(values), 1),
+            "min": round(min(values), 1),
+            "max": round(max(values), 1),
+        }
+    return summary
+
+
+def measure(cfg):
+    """Measure all seeds; return what reproduce.json holds and the report needs."""
+    if cfg.dataset == "python" and not data.dataset_exists("python"):
+        prepare("python")
+    dataset = data.Dataset(cfg.dataset)
+    require(
+        dataset.tokenizer is not None,
+        f"dataset {cfg.dataset} has no tokenizer, and passkeys are text: "
+        "give one that data/prepare.py made",
+    )
+    budget = BUDGETS[cfg.budget]
+    runs = [SeedRun(cfg, seed, dataset) for seed in range(1, budget["seeds"] + 1)]
+    found = []
+    claims = []
+    for run in runs:
+        found.append(run.measure_all(cfg.parts))
+        claims += judge(run, found[-1])
+
+    methods = []
+    for seed in found:
+        curves = seed["methods"] or {}
+        methods.append(
+            {
+                name: {step: mean_losses(losses) for step, losses in curve.items()}
+                for name, curve in curves.items()
+            }
+        )
+    model = GPT(GPTConfig(**budget["model"], vocab_size=dataset.vocab_size))
+    hardware = provenance(pick_device(cfg.device))
+    has_heads = "probe" in cfg.parts
+    return {
+        "command": command_line("experiments/reproduce.py"),
+        "note": f"{hardware}; {cfg.dataset} {dataset.hash}; {count(len(runs), 'seed')}",
+        "seconds": round(sum(run.measured["seconds"] for run in runs)),
+        "parts": list(cfg.parts),
+        "budget": budget,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "methods": methods,
+        "native": [mean_losses(seed["native"] or {}) for seed in found],
+        "needles": [seed["needles"] for seed in found],
+        "probe": [seed["probe"] for seed in found],
+        "attended_distance": summarize_heads([s["heads"] for s in found]) if has_heads else None,
+        "support": try_methods() if "table" in cfg.parts else None,
+        "claims": claims,
+    }
+
+
+# -----------------------------------------------------------------------------
+# The report
 
 
 def spread(values, digits=3):
-    """Mean of the seeds, and the range between them."""
-    return f"{statistics.fmean(values):.{digits}f}" + (f" ({min(values):.{digits}f}-{max(values):.{digits}f})" if len(values) > 1 else "")
+    """Return the mean of the seeds, and of several seeds the least and the greatest, as text."""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):.{digits}f}, {max(values):.{digits}f})"
 
 
-def write(cfg, seeds, curves, natives, needles, probes, heads, lines, seconds):
-    """The report and the pictures."""
-    sizes, out = BUDGETS[cfg.budget], Path(cfg.out_dir)
-    L, tune = sizes["shape"]["block_size"], sizes["tune"]
-    far, mean = FACTOR * L, statistics.fmean
-    note = f"{config.provenance(config.pick_device(cfg.device))}; {cfg.dataset} {seeds[0].dataset.hash}; {len(seeds)} seed{'s' * (len(seeds) > 1)}"
-    command = "python experiments/reproduce.py " + " ".join(sys.argv[1:])
-    count = sum(p.numel() for p in GPT(GPTConfig(**sizes["shape"], vocab_size=seeds[0].dataset.vocab_size)).parameters())
-    text = ["# What stretching buys", "", f"`{command.strip()}`: {note}; {seconds / 60:.0f} minutes of measuring and training in all.", "",
-            f"{count / 1e6:.2f} M parameters ({', '.join(f'{k}={v}' for k, v in sizes['shape'].items())}), {sizes['iters']} iterations of {sizes['batch'] * L:,} tokens, stretched {FACTOR} times. "
-            "Mean of the seeds, and their range. Nats per token in the last quarter of the window."]
-    if curves:
-        none = [mean(c["none"]["0"][str(far)]) for c in curves]
-        oracle = [mean(n[str(far)]) for n in natives]
-        closed = lambda name, update: [(a - mean(c[name][str(update)][str(far)])) / (a - b) for a, b, c in zip(none, oracle, curves)]  # noqa: E731
-        share = lambda update: update / sizes["iters"]  # noqa: E731
-        text += ["", "## Every method", "", f"Trained at {L}, target {far}. Fine-tuned at the target with as many tokens an iteration (drope, PoSE: at {L}). "
-                 + f"Native, trained at {far} for all the tokens: {spread(oracle)} there. A tenth of a percent of pretraining would be {sizes['iters'] / 1000:.1f} updates.", "",
-                 "| | " + " | ".join(f"at {n}" for n in (L, 2 * L, far, 2 * far)) + " | " + " | ".join(f"{far}, {u} updates ({share(u):.1%})" for u in tune[1:]) + f" | at {L} after {tune[-1]} | at {2 * far} after {tune[-1]} |",
-                 "|---" * (len(tune) + 6) + "|"]
-        order = sorted(curves[0], key=lambda name: mean(mean(c[name][str(tune[-1] if str(tune[-1]) in c[name] else 0)][str(far)]) for c in curves))
-        for name in order:
-            cell = lambda update, n: spread([mean(c[name][str(update)][str(n)]) for c in curves]) if str(update) in curves[0][name] else "–"  # noqa: E731
-            text.append(f"| {name} | " + " | ".join([*(cell(0, n) for n in (L, 2 * L, far, 2 * far)), *(cell(u, far) for u in tune[1:]), cell(tune[-1], L), cell(tune[-1], 2 * far)]) + " |")
-        text += ["", f"### Gap closed at {far}", "", "| | " + " | ".join("zero-shot" if not u else f"{u} updates ({share(u):.1%})" for u in tune) + " |", "|---" * (len(tune) + 1) + "|"]
-        text += [f"| {name} | " + " | ".join(spread(closed(name, u), 2) if str(u) in curves[0][name] else "–" for u in tune) + " |" for name in order]
-        if plt := pyplot(out / "reproduce.png"):
-            figure, axes = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")
-            colours = [*plt.get_cmap("tab20").colors]
-            for i, name in enumerate(order):
-                marks = dict(marker="os^D"[i % 4], markersize=4, color=colours[i % 20], label=name)
-                lengths = (L, 2 * L, far, 2 * far)
-                axes[0].plot(lengths, [mean(mean(c[name]["0"][str(n)]) for c in curves) for n in lengths], **marks)
-                if str(tune[-1]) in curves[0][name]:
-                    axes[1].plot(tune, [mean(closed(name, u)) for u in tune], **marks)
-            axes[0].set(xscale="log", xlabel="context length", ylabel="nats per token, last quarter", title=f"zero-shot, trained at {L}, stretched {FACTOR} times")
-            axes[0].set_xticks(lengths, lengths)
-            axes[0].minorticks_off()
-            axes[1].set(xlabel="updates at the target", ylabel="gap closed", title=f"gap closed at {far}: 0 untouched, 1 trained there", ylim=(-0.25, 1.1))
-            figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right")
-            for axis in axes:
-                axis.grid(alpha=0.3)
-            figure.supxlabel(note, fontsize=7, color="gray")
-            figure.savefig(out / "reproduce.png", dpi=110)
-            plt.close(figure)
-        text += ["", "![zero-shot loss and gap closed](reproduce.png)"]
-    if needles:
-        lengths = needle_lengths(sizes["needle"]["length"])
-        rows = [{**row, "accuracy": mean(other["accuracy"] for one in needles for other in one if all(other[k] == row[k] for k in ("checkpoint", "length", "depth")))} for row in needles[0]]
-        wall(rows, lengths, str(out / "needles.png"), f"{sizes['needle']['trials']} prompts a cell and seed, teacher-forced; trained on up to {sizes['needle']['length']} tokens; {note}")
-        text += ["", "## Needles", "", f"Share of passkeys found, mean over depths (in brackets the worst); models trained on passkey documents of up to {sizes['needle']['length']} tokens, stretched {FACTOR} times without further training "
-                 "(drope: recalibrated at the trained length for a fifth of it). The control has no key: 0.001 is chance.", "", "| | " + " | ".join(map(str, lengths)) + " | most without a key |", "|---" * (len(lengths) + 2) + "|"]
-        for name in dict.fromkeys(row["checkpoint"] for row in rows):
-            at = {n: [row["accuracy"] for row in rows if (row["checkpoint"], row["length"]) == (name, n) and row["depth"] is not None] for n in lengths}
-            text.append(f"| {name} | " + " | ".join(f"{mean(at[n]):.2f} ({min(at[n]):.2f})" for n in lengths) + f" | {max(row['accuracy'] for row in rows if row['checkpoint'] == name and row['depth'] is None):.3f} |")
-        text += ["", "![needles by length and depth](needles.png)"]
-    if probes:
-        layers = range(sizes["shape"]["n_layer"] + 1)
-        text += ["", "## Where the position is known", "", f"Mean error in tokens of a probe for the absolute position, after each layer (0: the embeddings), in windows of {L}; a random guess is {(L * L - 1) / (3 * L):.1f} off.", "",
-                 "| | " + " | ".join(map(str, layers)) + " | last token's loss, in order | shuffled |", "|---" * (len(layers) + 3) + "|"]
-        for name in dict.fromkeys(row["checkpoint"] for row in probes[0]):
-            mine = [[row for row in one if row["checkpoint"] == name] for one in probes]
-            text.append(f"| {name} | " + " | ".join(spread([next(r["error"] for r in one if r.get("layer") == layer) for one in mine], 1) for layer in layers) + " | "
-                        + " | ".join(spread([next(r[k] for r in one if r.get("scored") == "last token") for one in mine], 2) for k in ("intact", "shuffled")) + " |")
-        text += ["", f"## How far heads look, in windows of {far}", "", "Mean attended distance in tokens over heads and layers.", "", "| | tokens |", "|---|---|"]
-        text += [f"| {name} | {spread([mean(r['distance'] for r in one if r['checkpoint'] == name) for one in heads], 1)} |" for name in dict.fromkeys(row["checkpoint"] for row in heads[0])]
-    if "table" in cfg.parts:
-        found = support()
-        methods = list(next(iter(found.values())))
-        text += ["", "## Which scheme takes which method", "", "`yes`: stretched and read at twice its length; empty: refused, with the sentence below.", "", "| | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
-        text += [f"| {pos} | " + " | ".join("" if sentence else "yes" for sentence in row.values()) + " |" for pos, row in found.items()]
-        text += ["", *(f"- {sentence}" for sentence in dict.fromkeys(next(filter(None, row.values())) for row in found.values()))]
-    text += ["", "## Orderings", "", "Numbered as in the project's list; each judged in every seed by itself: it passes when its whole 95 % interval does (± 0: a figure without one).", ""]
-    text += [f"- {line['number']}. {line['claim']}: {line['seen']}: {'pass' if line['passed'] else 'FAIL'} (seed {line['seed']})" for line in sorted(lines, key=lambda line: (line["number"], line["claim"], line["seed"]))]
-    text += ["", f"{sum(line['passed'] for line in lines)} of {len(lines)} judgements pass, over {len(seeds)} seed{'s' * (len(seeds) > 1)}.", ""]
-    (out / "reproduce.md").write_text("\n".join(text), encoding="utf-8")
-    short = [{name: {u: {n: round(mean(w), 5) for n, w in by.items()} for u, by in curve.items()} for name, curve in c.items()} for c in curves]
-    (out / "reproduce.json").write_text(json.dumps({"command": command.strip(), "note": note, "sizes": sizes, "methods": short, "native": [{n: round(mean(w), 5) for n, w in by.items()} for by in natives],
-                                                    "needles": needles, "probe": probes, "orderings": lines}, indent=None) + "\n", encoding="utf-8")
-    print("\n".join(text))
+class MethodCurves:
+    """Part 1 of a board: losses by variant, steps of fine-tuning and length."""
+
+    def __init__(self, board):
+        self.seeds = board["methods"]
+        self.native = board["native"]
+        self.length = board["budget"]["model"]["block_size"]
+        self.target = FACTOR * self.length
+        self.lengths = (self.length, 2 * self.length, self.target, 2 * self.target)
+        self.steps = board["budget"]["tuning_steps"]
+        self.names = sorted(self.seeds[0], key=self.final_loss)
+
+    def is_tuned(self, name):
+        return str(self.steps[-1]) in self.seeds[0][name]
+
+    def losses(self, name, step, length):
+        """Return the losses of the seeds."""
+        return [seed[name][str(step)][str(length)] for seed in self.seeds]
+
+    def native_losses(self):
+        """Return the losses of the native models at the target."""
+        return [losses[str(self.target)] for losses in self.native]
+
+    def final_loss(self, name):
+        """Return the mean loss at the target after the last step that was measured."""
+        step = self.steps[-1] if self.is_tuned(name) else 0
+        return statistics.fmean(self.losses(name, step, self.target))
+
+    def gap_closed(self, name, step):
+        """Return the gap closed at the target in each seed."""
+        untouched = self.losses("none", 0, self.target)
+        losses = self.losses(name, step, self.target)
+        triples = zip(untouched, losses, self.native_losses(), strict=True)
+        return [(none - loss) / (none - native) for none, loss, native in triples]
+
+
+def report_methods(board):
+    """Return the lines of part 1."""
+    curves = MethodCurves(board)
+    L, target, steps = curves.length, curves.target, curves.steps
+    max_iters = board["budget"]["max_iters"]
+    native = spread(curves.native_losses())
+    step_names = [f"{step} steps ({step / max_iters:.1%})" for step in steps[1:]]
+
+    header = ["", *(f"at {length}" for length in curves.lengths)]
+    header += [f"{target}, {name}" for name in step_names]
+    header += [f"at {L} after {steps[-1]}", f"at {2 * target} after {steps[-1]}"]
+    loss_rows, gap_rows = [], []
+    for name in curves.names:
+        cells = [spread(curves.losses(name, 0, length)) for length in curves.lengths]
+        gaps = [spread(curves.gap_closed(name, 0), 2)]
+        if curves.is_tuned(name):
+            cells += [spread(curves.losses(name, step, target)) for step in steps[1:]]
+            cells += [spread(curves.losses(name, steps[-1], n)) for n in (L, 2 * target)]
+            gaps += [spread(curves.gap_closed(name, step), 2) for step in steps[1:]]
+        cells += ["–"] * (len(header) - 1 - len(cells))
+        gaps += ["–"] * (len(steps) - len(gaps))
+        loss_rows.append([name, *cells])
+        gap_rows.append([name, *gaps])
+
+    return [
+        "",
+        "## Every method",
+        "",
+        f"Trained at {L} tokens, extended to {target}. Fine-tuning uses sequences of {target} "
+        f"tokens (drope and PoSE: {L}) and as many tokens a step as pretraining. The native model, "
+        f"trained at {target} for all of the tokens, reaches {native} there. A tenth of a percent "
+        f"of pretraining would be {max_iters / 1000:.1f} steps.",
+        "",
+        *markdown_table(header, loss_rows),
+        "",
+        f"### Gap closed at {target}",
+        "",
+        *markdown_table(["", "zero-shot", *step_names], gap_rows),
+        "",
+        "![zero-shot loss and gap closed](reproduce.png)",
+    ]
+
+
+def plot_methods(board, file):
+    """Plot the zero-shot loss by length, and the gap closed by steps of fine-tuning, to a PNG."""
+    plt = import_pyplot(file)
+    if plt is None:
+        return
+    curves = MethodCurves(board)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")
+    palette = plt.get_cmap("tab20").colors
+    for i, name in enumerate(curves.names):
+        style = {"marker": "os^D"[i % 4], "markersize": 4, "color": palette[i % 20], "label": name}
+        losses = [statistics.fmean(curves.losses(name, 0, n)) for n in curves.lengths]
+        left.plot(curves.lengths, losses, **style)
+        if curves.is_tuned(name):
+            gaps = [statistics.fmean(curves.gap_closed(name, step)) for step in curves.steps]
+            right.plot(curves.steps, gaps, **style)
+    left.set_title(f"zero-shot, trained at {curves.length} tokens, extended {FACTOR} times")
+    left.set(xscale="log", xlabel="context length in tokens")
+    left.set_ylabel("nats per token, last quarter of the sequence")
+    left.set_xticks(curves.lengths, [f"{length:,}" for length in curves.lengths])
+    left.minorticks_off()
+    right.set_title(f"gap closed at {curves.target:,} tokens: 0 untouched, 1 trained there")
+    right.set(xlabel="steps of fine-tuning", ylabel="gap closed", ylim=(-0.25, 1.1))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside right")
+    figure.supxlabel(board["note"], fontsize=7, color="gray")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    print(f"{file} is written")
+
+
+def average_needles(board):
+    """Return the records of part 2 with the mean accuracy of the seeds."""
+    accuracies = {}
+    for records in board["needles"]:
+        for record in records:
+            key = (record["checkpoint"], record["length"], record["depth"])
+            accuracies.setdefault(key, []).append(record["accuracy"])
+    averaged = []
+    for (name, length, depth), values in accuracies.items():
+        accuracy = statistics.fmean(values)
+        record = {"checkpoint": name, "length": length, "depth": depth, "accuracy": accuracy}
+        averaged.append(record)
+    return averaged
+
+
+def report_needles(board):
+    """Return the lines of part 2."""
+    needle = board["budget"]["needle"]
+    lengths = needle_lengths(needle["length"])
+    records = average_needles(board)
+    rows = []
+    for name in dict.fromkeys(record["checkpoint"] for record in records):
+        row = [name]
+        for length in lengths:
+            accuracies = []
+            for record in records:
+                same_cell = (record["checkpoint"], record["length"]) == (name, length)
+                if same_cell and record["depth"] is not None:
+                    accuracies.append(record["accuracy"])
+            row.append(f"{statistics.fmean(accuracies):.2f} ({min(accuracies):.2f})")
+        controls = []
+        for record in records:
+            if record["checkpoint"] == name and record["depth"] is None:
+                controls.append(record["accuracy"])
+        rows.append([*row, f"{max(controls):.3f}"])
+    return [
+        "",
+        "## Needles",
+        "",
+        "Fraction of passkeys found, by prompt length: mean over the depths, and in brackets the "
+        "worst depth. The models are trained on passkey documents of up to "
+        f"{needle['length']} tokens and extended {FACTOR} times without further training (drope: "
+        "recalibrated at the training length, with a fifth of the training steps). The prompts of "
+        "the control have no key: chance is 0.001.",
+        "",
+        *markdown_table(["", *map(str, lengths), "most without a key"], rows),
+        "",
+        "![passkeys found, by length and depth](needles.png)",
+    ]
+
+
+def report_probe(board):
+    """Return the lines of part 3: the position probe and the attended distances."""
+    L = board["budget"]["model"]["block_size"]
+    layers = range(board["budget"]["model"]["n_layer"] + 1)
+    rows = []
+    for name in dict.fromkeys(record["checkpoint"] for record in board["probe"][0]):
+        row = [name]
+        for layer in layers:
+            errors = []
+            for records in board["probe"]:
+                errors += [
+                    record["error"]
+                    for record in records
+                    if record["checkpoint"] == name and record.get("layer") == layer
+                ]
+            row.append(spread(errors, 1))
+        for prefix in ("intact", "shuffled"):
+            losses = []
+            for records in board["probe"]:
+                losses += [
+                    record[prefix]
+                    for record in records
+                    if record["checkpoint"] == name and record.get("scored") == "last token"
+                ]
+            row.append(spread(losses, 2))
+        rows.append(row)
+
+    several_seeds = len(board["probe"]) > 1
+    distance_rows = []
+    for name, distance in board["attended_distance"].items():
+        text = f"{distance['mean']:.1f}"
+        if several_seeds:
+            text += f" ({distance['min']:.1f}, {distance['max']:.1f})"
+        distance_rows.append([name, text])
+    header = ["", *map(str, layers), "loss of the last token, in order", "shuffled"]
+    return [
+        "",
+        "## Where the position is known",
+        "",
+        "Mean error in tokens of a probe that predicts the absolute position from the hidden state "
+        f"after each layer (0: the embeddings), in sequences of {L} tokens. A random guess has an "
+        f"error of {(L * L - 1) / (3 * L):.1f}. Last columns: the loss of the last token after all "
+        "others in order and shuffled, in nats.",
+        "",
+        *markdown_table(header, rows),
+        "",
+        f"## How far heads look, in sequences of {FACTOR * L} tokens",
+        "",
+        "Mean attended distance over heads and layers.",
+        "",
+        *markdown_table(["", "tokens"], distance_rows),
+    ]
+
+
+def report_support(board):
+    """Return the lines of part 4."""
+    support = board["support"]
+    methods = list(next(iter(support.values())))
+    rows = []
+    messages = []
+    for pos, errors in support.items():
+        rows.append([pos, *("" if errors[method] else "yes" for method in methods)])
+        messages.append(next(error for error in errors.values() if error))
+    return [
+        "",
+        "## Which scheme takes which method",
+        "",
+        "`yes`: extended and evaluated at twice the context length; empty: an error, as below.",
+        "",
+        *markdown_table(["", *methods], rows),
+        "",
+        *(f"- {message}" for message in dict.fromkeys(messages)),
+    ]
+
+
+def report_claims(board):
+    """Return the lines of the orderings."""
+    claims = board["claims"]
+    passed = sum(claim["passed"] for claim in claims)
+    texts = list(dict.fromkeys(claim["text"] for claim in claims))
+    seeds = count(board["budget"]["seeds"], "seed")
+    lines = [
+        "",
+        "## Orderings",
+        "",
+        f"{len(texts)} predictions of the literature, each judged in every seed by itself: it "
+        "passes when its whole 95 % interval does (± 0: a number without an interval). "
+        f"{passed} of {len(claims)} judgements pass, over {seeds}.",
+    ]
+    for topic in dict.fromkeys(claim["topic"] for claim in claims):
+        lines += ["", f"### {topic}", ""]
+        for text in texts:
+            for claim in claims:
+                if (claim["topic"], claim["text"]) == (topic, text):
+                    bound = {"above": claim["above"], "below": claim["below"]}
+                    judged = Claim(text, claim["mean"], claim["half_width"], **bound)
+                    lines.append(f"- {judged} (seed {claim['seed']})")
+    return lines
+
+
+def write_report(board, out_dir):
+    """Write reproduce.md and the figures, and print the tables."""
+    budget = board["budget"]
+    tokens = budget["batch_size"] * budget["model"]["block_size"]
+    model = ", ".join(f"{key}={value}" for key, value in budget["model"].items())
+    lines = [
+        "# What context extension buys",
+        "",
+        f"`{board['command']}`: {board['note']}; {board['seconds'] / 60:.0f} minutes of training "
+        "and measuring in all.",
+        "",
+        f"The models have {board['parameters'] / 1e6:.2f} M parameters ({model}) and train for "
+        f"{budget['max_iters']} steps of {tokens:,} tokens; their context is extended {FACTOR} "
+        "times. Losses are in nats per token in the last quarter of the sequence: the mean of the "
+        "seeds and, in brackets, the least and the greatest.",
+    ]
+    if "methods" in board["parts"]:
+        lines += report_methods(board)
+        plot_methods(board, out_dir / "reproduce.png")
+    if "needles" in board["parts"]:
+        lines += report_needles(board)
+        needle = budget["needle"]
+        plot_needle_heatmaps(
+            average_needles(board),
+            needle_lengths(needle["length"]),
+            out_dir / "needles.png",
+            f"{needle['trials']} prompts a cell and seed, teacher-forced; "
+            f"trained on up to {needle['length']} tokens; {board['note']}",
+        )
+    if "probe" in board["parts"]:
+        lines += report_probe(board)
+    if "table" in board["parts"]:
+        lines += report_support(board)
+    if board["claims"]:
+        lines += report_claims(board)
+    text = "\n".join(lines) + "\n"
+    (out_dir / "reproduce.md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 def main():
-    cfg, _, paths = config.parse(ReproduceConfig, about=__doc__)
-    if cfg.dataset == "python" and not data.exists("python"):
-        prepare("python")
-    dataset = data.Dataset(cfg.dataset)
-    if dataset.tokenizer is None:
-        raise UserError(f"dataset {cfg.dataset} has no tokenizer, and passkeys are text: use one that data/prepare.py made")
-    Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
-    seeds, curves, natives, needles, probes, heads, lines = [], [], [], [], [], [], []
-    for number in range(1, BUDGETS[cfg.budget]["seeds"] + 1):
-        seed = Seed(cfg, number, dataset)
-        seeds.append(seed)
-        L = seed.sizes["shape"]["block_size"]
-        again = lambda value: json.loads(json.dumps(value))  # noqa: E731  as the file has it
-        if "methods" in cfg.parts:
-            natives.append(again(seed.measured("native", seed.native)))
-            curves.append({name: again(seed.measured(f"method {name}", lambda: seed.curve(name))) for name in METHODS})
-        if "needles" in cfg.parts:
-            needles.append([row for name in WALL for row in seed.measured(f"needles {name}", lambda: seed.found(name))])
-        if "probe" in cfg.parts:
-            options = dict(windows=min(400, 10 * seed.sizes["probe"]), held_out=100, steps=seed.sizes["probe"], seed=number)
-            probes.append([row for pos in ("nope", "learned", "sinusoidal", "alibi", "rope")
-                           for row in seed.measured(f"probe {pos}", lambda: [*probe(seed.text(pos), dataset, pos, **options), *shuffled(seed.text(pos), dataset, pos, seed=number)])])
-            heads.append([row for pos in ("nope", "alibi", "t5", "rope") for row in seed.measured(f"heads {pos}", lambda: distances(seed.text(pos), dataset, pos, FACTOR * L, windows=16, seed=number))])
-        lines += judged(seed, curves[-1] if curves else None, natives[-1] if natives else None, needles[-1] if needles else None, probes[-1] if probes else None, heads[-1] if heads else None)
-    write(cfg, seeds, curves, natives, needles, probes, heads, lines, sum(seed.kept.get("seconds", 0) for seed in seeds))
+    cfg, *_ = cli.parse(ReproduceConfig, about=__doc__)
+    out_dir = Path(cfg.out_dir)
+    file = out_dir / "reproduce.json"
+    if cfg.redraw:
+        board = load_board(file)
+    else:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        board = json.loads(json.dumps(measure(cfg)))
+        write_json(file, board)
+    write_report(board, out_dir)
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

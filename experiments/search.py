@@ -1,115 +1,223 @@
-"""Search a factor for each rotated pair of a RoPE checkpoint (LongRoPE: Ding et al. 2024; with needles for a fitness: LongRoPE2, Shang et al. 2025).
+"""Search a factor for each rotated pair of a RoPE checkpoint (LongRoPE: Ding et al. 2024).
 
     python experiments/search.py out/rope --factor=4 --out=out/factors.json
     python extend.py out/rope --method=longrope --factor=4 --options=out/factors.json --max_iters=0
 
-Evolution as LongRoPE's released settings have it, made small: a population of factor tables, begun from PI's, NTK's, NTK-by-parts' and YaRN's and mutations of them; each round the best half are
-parents of as many children, half by mutation (each factor with a probability of 0.3), half by crossing two; factors are at least 1, never fall from a pair to the next
-slower one, and lie on a grid of 0.01. Fitness is the loss, in nats per digit, of the digits of hidden passkeys at the target length (evaluate.py's needles): loss on all of the
-text hardly feels whether far text can be read. The attention factor is LongRoPE's, sqrt(1 + ln factor / ln trained length). The winner is judged on prompts that the search has not seen.
+The search is evolutionary, with LongRoPE's released settings at a small size. The population of
+factor tables starts from those of PI, NTK-aware and NTK-by-parts, and mutations of them. In each
+round the better half are the parents of as many children: half of them by mutation (each factor
+with a probability of 0.3), half by crossover of two parents. Factors are at least 1, never fall
+from one pair to the next slower one, and lie on a grid of 0.01.
+
+The fitness is the loss, in nats per digit, of the digits of hidden passkeys at the target length
+(LongRoPE2: Shang et al. 2025; evaluate.py --task=needle): the loss of a whole text hardly depends
+on whether distant text can be used. The attention factor is LongRoPE's, sqrt(1 + ln factor / ln
+original length). The winner is tested on prompts that the search has not seen.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
-import json
+from nanolong import python_version  # noqa: F401  # isort: skip
+
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 import data
-from config import UserError
 from evaluate import find_needle
-from model import GPT, STRETCH, Refused
+from experiments.report import write_json
+from model import GPT
+from nanolong import cli
+from nanolong.device import pick_device, pick_dtype
+from nanolong.errors import UserError
+from nanolong.validate import require
+from rope_scaling import METHODS
 
 
 @dataclass
 class SearchConfig:
-    factor: float = 4.0     # how many times longer
-    out: str = "factors.json"  # where the table goes, for extend.py --method=longrope --options=FILE
-    population: int = 16    # tables alive at once
-    rounds: int = 10        # generations
-    trials: int = 32        # prompts that a table is judged by, half of them at depth 0 to 0.5
-    seed: int = 1           # of the evolution and the prompts
-    device: str = "auto"    # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    factor: float = 4.0  # how many times longer
+    out: str = "factors.json"  # file for the table: extend.py --method=longrope --options=FILE
+    population: int = 16  # tables in a generation
+    rounds: int = 10  # generations
+    trials: int = 32  # prompts that a table is judged by, a quarter at each of four depths
+    seed: int = 1  # of the evolution and the prompts
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    # dtype of matrix products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
     def __post_init__(self):
-        if min(self.population, self.trials) < 4 or self.rounds < 1 or self.seed < 0 or not self.factor > 1:
-            raise UserError("population and trials must be at least 4, rounds at least 1, seed at least 0 and factor above 1")
-        if not self.out.endswith(".json"):
-            raise UserError(f"--out={self.out} must end in .json")
+        require(self.factor > 1, f"factor={self.factor} does not extend the context: give above 1")
+        require(self.population >= 4, f"population={self.population} is too small: give 4 or more")
+        require(self.trials >= 4, f"trials={self.trials} is too small: give 4 or more")
+        require(self.rounds >= 1, f"rounds={self.rounds} is too small: give at least 1")
+        require(self.out.endswith(".json"), f"--out={self.out} is not a JSON file: end it in .json")
 
 
-def proper(table, factor):
-    """A table made legal: 1 to 1.5 times the factor, never falling towards the slower pairs, on a grid of 0.01. float64 (pairs,)."""
-    return np.maximum.accumulate(np.clip(np.round(table, 2), 1.0, 1.5 * factor))
+DEPTHS = (0.0, 0.25, 0.5, 0.9)  # of the passkeys: 0 is the start of the prompt
 
 
-def beginnings(base, rotary_dim, trained, factor):
-    """The tables of known methods: omega / omega', by name."""
-    plain, _ = STRETCH["none"](base, rotary_dim, trained, 1.0)
-    return {name: proper((plain / STRETCH[name](base, rotary_dim, trained, factor)[0]).numpy(), factor) for name in ("pi", "ntk", "ntk-parts")}
+def constrain(table, factor):
+    """Return the nearest legal table, float64 (pairs,).
+
+    Factors lie from 1 to 1.5 times the factor on a grid of 0.01, and never fall.
+    """
+    table = np.clip(np.round(table, 2), 1.0, 1.5 * factor)
+    return np.maximum.accumulate(table)
 
 
-def evolve(start, fitness, factor, population, rounds, rng, say=lambda text: None):
-    """The fittest table found (least fitness(table)), and its fitness; start: a list of tables. A table is judged once."""
-    known = {}
+def initial_tables(base, rotary_dim, original_length, factor):
+    """Return the tables of known methods, by name: the old frequencies over the new ones."""
+    old, _ = METHODS["none"](base, rotary_dim, original_length, 1.0)
+    tables = {}
+    for name in ("pi", "ntk", "ntk-parts"):
+        new, _ = METHODS[name](base, rotary_dim, original_length, factor)
+        tables[name] = constrain((old / new).numpy(), factor)
+    return tables
 
-    def judged(table):
-        if (key := tuple(table)) not in known:
-            known[key] = fitness(table)
-        return known[key]
 
-    def mutated(table):
-        change = rng.random(len(table)) < 0.3
-        return proper(table * np.where(change, rng.uniform(0.7, 1.4, len(table)), 1.0), factor)
+def evolve(start, fitness, factor, population, rounds, rng, report=None):
+    """Find the table with the least fitness(table); return it and its fitness.
 
-    alive = [*start, *(mutated(start[i % len(start)]) for i in range(population - len(start)))]
-    for turn in range(rounds):
-        parents = sorted(alive, key=judged)[:max(2, population // 2)]
+    start: a list of tables. rng: a numpy generator. report: called with a line after each round.
+    Each table is judged once.
+    """
+    judged = {}
+
+    def judge(table):
+        key = tuple(table)
+        if key not in judged:
+            judged[key] = fitness(table)
+        return judged[key]
+
+    def mutate(table):
+        changed = rng.random(len(table)) < 0.3
+        changes = rng.uniform(0.7, 1.4, len(table))
+        return constrain(table * np.where(changed, changes, 1.0), factor)
+
+    def cross(a, b):
+        return constrain(np.where(rng.random(len(a)) < 0.5, a, b), factor)
+
+    generation = list(start)
+    for i in range(population - len(start)):
+        generation.append(mutate(start[i % len(start)]))
+    for number in range(1, rounds + 1):
+        parents = sorted(generation, key=judge)[: max(2, population // 2)]
         children = []
         while len(parents) + len(children) < population:
             a, b = (parents[i] for i in rng.choice(len(parents), 2, replace=False))
-            children.append(mutated(a) if len(children) % 2 else proper(np.where(rng.random(len(a)) < 0.5, a, b), factor))
-        alive = parents + children
-        say(f"round {turn + 1} of {rounds}: {judged(parents[0]):.4f} nats a digit, {len(known)} tables judged")
-    best = min(alive, key=judged)
-    return best, judged(best)
+            children.append(mutate(a) if len(children) % 2 else cross(a, b))
+        generation = parents + children
+        if report:
+            best = judge(parents[0])
+            report(f"round {number} of {rounds}: {best:.4f} nats a digit, {len(judged)} tables")
+    best = min(generation, key=judge)
+    return best, judge(best)
 
 
-def loss(model, tokenizer, method, factor, options, trials, seed, dtype):
-    """Passkeys at the target length under a method: found, and nats per digit."""
-    model.stretch(method, 1.0 if model.config.stretch else factor, **options)
-    cells = [find_needle(model, tokenizer, model.config.block_size, depth, max(1, trials // 4), seed, model.meta.get("bos"), dtype) for depth in (0.0, 0.25, 0.5, 0.9)]
-    return tuple(float(np.mean(part)) for part in zip(*cells))
+class PasskeyTest:
+    """Passkeys at the target length, as the test of a method on a checkpoint."""
+
+    def __init__(self, model, tokenizer, factor, dtype):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.factor = factor
+        self.dtype = dtype
+
+    def run(self, method, options, trials, seed):
+        """Return the fraction of passkeys found and the nats per digit, means over DEPTHS."""
+        # A second extension multiplies the factors and replaces the method.
+        factor = 1.0 if self.model.config.extension else self.factor
+        self.model.extend(method, factor, **options)
+        found, losses = [], []
+        for depth in DEPTHS:
+            accuracy, loss = find_needle(
+                self.model,
+                self.tokenizer,
+                self.model.config.block_size,
+                depth,
+                max(1, trials // len(DEPTHS)),
+                seed,
+                self.model.meta.get("bos"),
+                self.dtype,
+            )
+            found.append(accuracy)
+            losses.append(loss)
+        return float(np.mean(found)), float(np.mean(losses))
+
+
+def load(path):
+    """Return a RoPE checkpoint, not extended, and its tokenizer. Raises UserError for others."""
+    model = GPT.load(path)
+    require(
+        model.config.pos == "rope",
+        f"{path} is --pos={model.config.pos}: give a checkpoint of --pos=rope",
+    )
+    require(
+        not model.config.extension,
+        f"{path} is extended already: give the checkpoint that it was made from",
+    )
+    tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
+    require(
+        tokenizer,
+        f"{path} has no tokenizer to make prompts with: "
+        "give a checkpoint that was trained on a text prepared by data/prepare.py",
+    )
+    return model, tokenizer
 
 
 def main():
-    cfg, _, paths = config.parse(SearchConfig, about=__doc__, paths="the run folder of a RoPE model, trained with passkeys (train.py --passkey)")
+    cfg, _, paths = cli.parse(
+        SearchConfig,
+        about=__doc__,
+        paths="the run folder of a RoPE model, trained with passkeys (train.py --passkey)",
+    )
     if len(paths) != 1:
-        raise UserError("give one run folder, as in python experiments/search.py out/rope --factor=4")
-    model = GPT.load(paths[0])
-    if model.config.pos != "rope" or model.config.stretch:
-        raise UserError(f"{paths[0]} is {'stretched already' if model.config.stretch else f'--pos={model.config.pos}'}: give a RoPE checkpoint as it was trained")
-    if not (tokenizer := data.from_json(model.meta.get("tokenizer"))):
-        raise UserError(f"{paths[0]} has no tokenizer, so it cannot be asked in text: use one that was trained on a text prepared by data/prepare.py")
-    device = config.pick_device(cfg.device)
-    model, dtype, c = model.to(device), config.pick_dtype(cfg.dtype, device), model.config
-    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-    rng, start = np.random.default_rng(cfg.seed), beginnings(c.rope_base, model.pos.rotary_dim, c.trained_length, cfg.factor)
-    best, _ = evolve(list(start.values()), lambda table: loss(model, tokenizer, "longrope", cfg.factor, {"long_factor": table.tolist()}, cfg.trials, cfg.seed, dtype)[1],
-                     cfg.factor, cfg.population, cfg.rounds, rng, lambda text: print(text, flush=True))
-    print(f"at {c.block_size} tokens, on {4 * cfg.trials} prompts that the search has not seen:")
-    for name, method, options in (("none", "none", {}), ("pi", "pi", {}), ("ntk", "ntk", {}), ("ntk-parts", "ntk-parts", {}), ("yarn", "yarn", {}), ("searched", "longrope", {"long_factor": best.tolist()})):
-        found, nats = loss(model, tokenizer, method, cfg.factor, options, 4 * cfg.trials, cfg.seed + 1000, dtype)
-        print(f"  {name:<10} {found:5.2f} found, {nats:.4f} nats a digit")
-    Path(cfg.out).write_text(json.dumps({"long_factor": best.tolist()}) + "\n", encoding="utf-8")
-    print(f"{cfg.out} is written: python extend.py {paths[0]} --method=longrope --factor={cfg.factor:g} --options={cfg.out}")
+        raise UserError("give one run folder, as in python experiments/search.py out/rope")
+    model, tokenizer = load(paths[0])
+    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, device)
+    model.to(device)
+    out = Path(cfg.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    # Search.
+    test = PasskeyTest(model, tokenizer, cfg.factor, dtype)
+    config = model.config
+    start = initial_tables(
+        config.rope_base, model.pos.rotary_dim, config.original_length, cfg.factor
+    )
+
+    def fitness(table):
+        _, loss = test.run("longrope", {"long_factor": table.tolist()}, cfg.trials, cfg.seed)
+        return loss
+
+    def report(text):
+        print(text, flush=True)
+
+    rng = np.random.default_rng(cfg.seed)
+    best, _ = evolve(
+        list(start.values()), fitness, cfg.factor, cfg.population, cfg.rounds, rng, report
+    )
+
+    # Compare with the methods, on new prompts.
+    trials, seed = 4 * cfg.trials, cfg.seed + 1000
+    print(f"at {config.block_size:,} tokens, on {trials} prompts that the search has not seen:")
+    candidates = {name: (name, {}) for name in ("none", "pi", "ntk", "ntk-parts", "yarn")}
+    candidates["searched"] = ("longrope", {"long_factor": best.tolist()})
+    for name, (method, options) in candidates.items():
+        found, loss = test.run(method, options, trials, seed)
+        print(f"  {name:<10} {found:5.2f} found, {loss:.4f} nats a digit")
+    write_json(out, {"long_factor": best.tolist()})
+    print(
+        f"{out} is written: python extend.py {paths[0]} --method=longrope --factor={cfg.factor:g} "
+        f"--options={out}"
+    )
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

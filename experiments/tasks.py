@@ -1,29 +1,44 @@
-"""Length generalisation: small algorithmic tasks, trained on short samples and tested on longer ones (after Kazemnejad et al. 2023).
+"""Length generalisation on small algorithmic tasks: train on short samples, test on longer ones.
 
-    python experiments/tasks.py                                            seven tasks, five schemes, three seeds: 105 runs of some minutes each (not timed whole)
-    python experiments/tasks.py --pos=nope,rope --tasks=copy,reverse       only some
-    python experiments/tasks.py --budget=gpu                               a wider model, four times the batch, four times as long
+    python experiments/tasks.py                                         seven tasks, five schemes,
+                                                                        three seeds
+    python experiments/tasks.py --pos=nope,rope --tasks=copy,reverse    only some
+    python experiments/tasks.py --budget=gpu                            a larger model and batch,
+                                                                        four times as many steps
 
-Stop it when you like: the same command goes on after the last run that was finished. What each run measured lies in out/tasks; the results go to results/tasks.md, .json and .png.
-A sample is `<bos> x <sep> y <eos>`, and only y and <eos> are scored. Samples are drawn fresh at every step, as a function of (task, seed, step); those that test are the same for
-all runs, though of the shortest there are so few that training has seen them. The tasks, by what `length` counts:
+The default is 105 runs of some minutes each. Stop at any time: the same command continues after the
+last finished run. Each run leaves its measurements in out/tasks; the results go to
+results/tasks.md, .json and .png.
+
+A sample is `<bos> x <sep> y <eos>`; only y and <eos> are scored (after Kazemnejad et al. 2023). The
+tasks, by what `length` counts:
   copy        x: that many digits; y: the same digits
-  reverse     y: the same digits backwards
-  addition    x: two numbers of that many digits, least significant first, as 12+93; y: their sum likewise, with one digit more
-  scratchpad  the same, but y first writes out each place: both digits, their sum's digit, the carry; then the sum
-  majority    x: that many letters; y: the one letter that occurs most. It needs no order.
-  span        x: that many digits with two markers among them, as 83|19|4; y: what stands between the markers. It needs order.
-  recall      x: that many pairs of a key and a digit, the shots; y: half of the keys, each followed by its digit; the keys there are the questions, and are not scored
-Trained on lengths 1 to 20 and tested on 21 to 40 (scratchpad 8 and 16, as in the paper; recall 20 and 80). The measure is exact match, the share of samples that are right from the first
-token of y to <eos>; of recall, the share of its answers that are right. `learned` gets a table as long as the tests: its vectors beyond the trained length stay as they were drawn,
-as in the paper. All other schemes are made for the trained length, so that T5's last bucket, say, is one that training visits.
+  reverse     y: the same digits in reverse order
+  addition    x: two numbers of that many digits, least significant first, as in 12+93;
+              y: their sum, likewise, with one digit more
+  scratchpad  the same, but y first writes out each place: both digits, the sum's digit, the carry
+  majority    x: that many letters; y: the one that occurs most. Needs no order.
+  span        x: that many digits with two markers among them, as in 83|19|4;
+              y: what stands between the markers. Needs order.
+  recall      x: that many pairs of a key and a digit; y: half of the keys, each followed by its
+              digit. The keys in y are the questions and are not scored.
+
+Training samples are generated at every step as a function of (task, seed, step). Test samples are
+the same for all runs; of the shortest there are so few that training has seen them. Training uses
+lengths 1 to 20 and the tests 21 to 40 (scratchpad 8 and 16, as in the paper; recall 20 and 80).
+
+The score is exact match: the fraction of samples that are right from the first token of y to <eos>;
+of recall, the fraction of right answers. `learned` gets an embedding for every tested position: as
+in the paper, those beyond the training length keep their initial values. All other schemes are
+built for the training length, so that T5's last bucket, for example, occurs in training.
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config  # first: it says in one sentence that a Python is too old
-import json
+from nanolong import python_version  # noqa: F401  # isort: skip
+
 import math
 import random
 import statistics
@@ -31,335 +46,539 @@ import time
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 
-from config import UserError
-from evaluate import pyplot
-from experiments.leaderboard import interval
-from model import GPT, POSITIONS, GPTConfig, PastTrainedLength, Refused
+from experiments.report import (
+    Claim,
+    command_line,
+    confidence_interval,
+    count,
+    format_interval,
+    load_finished_run,
+    markdown_table,
+    write_json,
+)
+from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from nanolong import cli
+from nanolong.device import autocast, pick_device, pick_dtype, prepare_device
+from nanolong.errors import UserError
+from nanolong.plots import import_pyplot
+from nanolong.provenance import provenance
+from nanolong.validate import require
 
 
 @dataclass
 class TasksConfig:
     pos: tuple[str, ...] = ("nope", "rope", "alibi", "t5", "learned")  # position schemes
-    tasks: tuple[str, ...] = ()  # names of tasks; by default all
-    budget: Literal["cpu", "gpu", "try"] = "cpu"  # cpu: 0.45 M parameters; gpu: 0.8 M, four times as long, four times the batch; try: seconds, to see that it works
-    seeds: int = 3               # runs of each task and scheme
-    steps: int = 0               # updates of each run; 0: what the budget says
-    runs: str = "out/tasks"      # where each finished run leaves what it measured
-    out_dir: str = "results"     # where tasks.md, .json and .png go
-    device: str = "auto"         # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products
+    tasks: tuple[str, ...] = ()  # names of the tasks; default: all
+    # cpu: 0.45 M parameters; gpu: 0.8 M, four times the steps and the batch; try: seconds, a test
+    budget: Literal["cpu", "gpu", "try"] = "cpu"
+    seeds: int = 3  # runs of each task and scheme
+    steps: int = 0  # training steps of a run; 0: as the budget says
+    runs: str = "out/tasks"  # folder for the measurements of finished runs
+    out_dir: str = "results"  # folder for tasks.md, .json and .png
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products
 
     def __post_init__(self):
-        if self.seeds < 1 or self.steps < 0:
-            raise UserError("seeds must be at least 1, and steps at least 1, or 0 for the budget's own")
-        if unknown := [name for name in self.tasks if name not in TASKS]:
-            raise UserError(f"there is no task {unknown[0]!r}: tasks are {', '.join(TASKS)}")
-        if unknown := [name for name in self.pos if name not in POSITIONS]:
-            raise UserError(f"there is no position scheme {unknown[0]!r}: schemes are {', '.join(POSITIONS)}")
-        if not self.pos:
-            raise UserError("pos names nothing: give schemes, as in --pos=nope,rope")
+        require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
+        require(self.steps >= 0, f"steps={self.steps} is negative: give 0 for the budget's own")
+        for name in self.tasks:
+            require(name in TASKS, f"there is no task {name!r}: choose from {', '.join(TASKS)}")
+        for name in self.pos:
+            require(
+                name in POSITIONS,
+                f"there is no position scheme {name!r}: choose from {', '.join(POSITIONS)}",
+            )
+        require(self.pos, "pos is empty: give schemes, as in --pos=nope,rope")
 
 
-BUDGETS = {  # settings of the model, of its training, and how many samples of each length test it
-    "cpu": (dict(n_layer=4, n_head=4, n_embd=96), dict(steps=1500, batch_size=64, learning_rate=1e-3, warmup=100), 64),
-    "gpu": (dict(n_layer=4, n_head=4, n_embd=128), dict(steps=6000, batch_size=256, learning_rate=5e-4, warmup=200), 256),
-    "try": (dict(n_layer=2, n_head=2, n_embd=32), dict(steps=20, batch_size=8, learning_rate=1e-3, warmup=5), 4),
+# Settings of the model and its training, and how many samples of each length test it.
+BUDGETS = {
+    "cpu": {
+        "model": {"n_layer": 4, "n_head": 4, "n_embd": 96},
+        "training": {"steps": 1500, "batch_size": 64, "learning_rate": 1e-3, "warmup": 100},
+        "samples": 64,
+    },
+    "gpu": {
+        "model": {"n_layer": 4, "n_head": 4, "n_embd": 128},
+        "training": {"steps": 6000, "batch_size": 256, "learning_rate": 5e-4, "warmup": 200},
+        "samples": 256,
+    },
+    "try": {
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
+        "training": {"steps": 20, "batch_size": 8, "learning_rate": 1e-3, "warmup": 5},
+        "samples": 4,
+    },
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The tasks: each is a function of a random.Random and a length that returns x and y, lists of tokens.
+# -----------------------------------------------------------------------------
+# The tasks. Each is a function of a random.Random and a length that returns x and y, lists of
+# token ids.
 
-SYMBOLS = [*"0123456789abcd+|,", "<bos>", "<sep>", "<eos>"]  # 20 tokens; a digit is its own token
-LETTERS, (PLUS, MARK, COMMA, BOS, SEP, EOS) = range(10, 14), range(14, 20)
-KEYS = range(20, 120)  # recall's, beyond the symbols
+SYMBOLS = [*"0123456789abcd+|,", "<bos>", "<sep>", "<eos>"]  # a digit is its own token id
+LETTERS = range(10, 14)
+PLUS, MARK, COMMA, BOS, SEP, EOS = range(14, 20)
+KEYS = range(20, 120)  # of recall, after the symbols
 
 
-def copy(rng, n):
-    x = rng.choices(range(10), k=n)
+def copy(rng, length):
+    x = rng.choices(range(10), k=length)
     return x, x
 
 
-def reverse(rng, n):
-    x = rng.choices(range(10), k=n)
+def reverse(rng, length):
+    x = rng.choices(range(10), k=length)
     return x, x[::-1]
 
 
-def addition(rng, n):
-    a, b = rng.choices(range(10), k=n), rng.choices(range(10), k=n)
-    total, carry = [], 0
-    for i, j in zip(a, b):
+def addition(rng, length):
+    a = rng.choices(range(10), k=length)
+    b = rng.choices(range(10), k=length)
+    total = []
+    carry = 0
+    for i, j in zip(a, b, strict=True):
         carry, digit = divmod(i + j + carry, 10)
         total.append(digit)
     return [*a, PLUS, *b], [*total, carry]
 
 
-def scratchpad(rng, n):
-    x, total = addition(rng, n)
-    places, carry = [], 0
-    for i, j, digit in zip(x[:n], x[n + 1:], total):
+def scratchpad(rng, length):
+    x, total = addition(rng, length)
+    a, b = x[:length], x[length + 1 :]
+    places = []
+    carry = 0
+    for i, j, digit in zip(a, b, total[:length], strict=True):
         carry = (i + j + carry) // 10
         places += [i, j, digit, carry, COMMA]
     return x, [*places, MARK, *total]
 
 
-def majority(rng, n):
+def majority(rng, length):
     while True:
-        x = rng.choices(LETTERS, k=n)
-        (most, count), *rest = Counter(x).most_common(2)
-        if not rest or rest[0][1] < count:
-            return x, [most]
+        x = rng.choices(LETTERS, k=length)
+        counts = Counter(x).most_common(2)
+        if len(counts) == 1 or counts[0][1] > counts[1][1]:
+            return x, [counts[0][0]]
 
 
-def span(rng, n):
-    digits, (start, end) = rng.choices(range(10), k=n), sorted(rng.sample(range(n + 1), 2))
-    return [*digits[:start], MARK, *digits[start:end], MARK, *digits[end:]], digits[start:end]
+def span(rng, length):
+    digits = rng.choices(range(10), k=length)
+    start, end = sorted(rng.sample(range(length + 1), 2))
+    x = [*digits[:start], MARK, *digits[start:end], MARK, *digits[end:]]
+    return x, digits[start:end]
 
 
-def recall(rng, n):
-    pairs = list(zip(rng.sample(KEYS, n), rng.choices(range(10), k=n)))
-    asked = rng.sample(pairs, (n + 1) // 2)
-    return [token for pair in pairs for token in pair], [token for pair in asked for token in pair]
+def recall(rng, length):
+    keys = rng.sample(KEYS, length)
+    digits = rng.choices(range(10), k=length)
+    pairs = list(zip(keys, digits, strict=True))
+    asked = rng.sample(pairs, math.ceil(length / 2))
+    x = [token for pair in pairs for token in pair]
+    y = [token for pair in asked for token in pair]
+    return x, y
 
 
-TASKS = {  # the longest trained and tested lengths, and how many tokens x and y have together, at most
-    "copy": (copy, 20, 40, lambda n: 2 * n),
-    "reverse": (reverse, 20, 40, lambda n: 2 * n),
-    "addition": (addition, 20, 40, lambda n: 3 * n + 2),
-    "scratchpad": (scratchpad, 8, 16, lambda n: 8 * n + 3),
-    "majority": (majority, 20, 40, lambda n: n + 1),
-    "span": (span, 20, 40, lambda n: 2 * n + 2),
-    "recall": (recall, 20, 80, lambda n: 2 * n + 2 * ((n + 1) // 2)),
+@dataclass
+class Task:
+    make_sample: Callable
+    train_length: int  # the longest in training
+    test_length: int  # the longest in the tests
+    chance: float = 0.0  # the score of a guess, where it is more than next to nothing
+
+
+TASKS = {
+    "copy": Task(copy, 20, 40),
+    "reverse": Task(reverse, 20, 40),
+    "addition": Task(addition, 20, 40),
+    "scratchpad": Task(scratchpad, 8, 16),
+    "majority": Task(majority, 20, 40, chance=0.25),
+    "span": Task(span, 20, 40),
+    "recall": Task(recall, 20, 80, chance=0.1),
 }
-CHANCE = {"majority": 0.25, "recall": 0.1}  # what guessing gets; of the others next to nothing
-PAPER = ("copy", "reverse", "addition")  # on which the ordering is judged
+PAPER_TASKS = ("copy", "reverse", "addition")  # those of the claim, below
 
 
-def measure_of(task):
+def max_tokens(task, length):
+    """Return how many tokens x and y have together, at most."""
+    if task in ("copy", "reverse"):
+        return 2 * length
+    if task == "addition":  # two numbers, the plus sign, and a sum of one digit more
+        return 3 * length + 2
+    if task == "scratchpad":  # addition's, five tokens for each place, and a marker
+        return 8 * length + 3
+    if task == "majority":
+        return length + 1
+    if task == "span":  # the markers may enclose all digits
+        return 2 * length + 2
+    if task == "recall":
+        return 2 * length + 2 * math.ceil(length / 2)
+    raise ValueError(task)
+
+
+def score_name(task):
     return "accuracy" if task == "recall" else "exact"
 
 
-def batch(task, lengths, rng):
-    """A sample of a task for each length: tokens and targets, int64 (B, T). Targets of x, of recall's questions, and of the padding at the right are -1."""
-    rows = []
-    for n in lengths:
-        x, y = TASKS[task][0](rng, n)
-        rows.append(([BOS, *x, SEP, *y], [*[-1] * (len(x) + 1), *(token if token not in KEYS else -1 for token in y), EOS]))
-    T = max(len(tokens) for tokens, _ in rows)
-    return tuple(torch.tensor([row + [fill] * (T - len(row)) for row in part]) for part, fill in zip(zip(*rows), (EOS, -1)))
+def make_batch(task, lengths, rng):
+    """Make a sample of each length; return inputs and targets, int64 (B, T).
+
+    Targets of x, of recall's questions, and of the padding on the right are -1.
+    """
+    inputs, targets = [], []
+    for length in lengths:
+        x, y = TASKS[task].make_sample(rng, length)
+        inputs.append([BOS, *x, SEP, *y])
+        answers = [-1 if token in KEYS else token for token in y]
+        targets.append([-1] * (len(x) + 1) + [*answers, EOS])
+    return pad(inputs, EOS), pad(targets, -1)
+
+
+def pad(rows, value):
+    """Return lists of unequal lengths as one int64 tensor, padded on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([row + [value] * (width - len(row)) for row in rows])
 
 
 def training_batch(task, seed, step, batch_size):
-    """Batch number `step` of a run, lengths uniform in 1 .. the longest trained: a function of these four."""
+    """Make the batch of one training step, of lengths 1 to the longest trained, uniformly."""
     rng = random.Random(f"{task} {seed} {step}")
-    return batch(task, rng.choices(range(1, TASKS[task][1] + 1), k=batch_size), rng)
+    lengths = rng.choices(range(1, TASKS[task].train_length + 1), k=batch_size)
+    return make_batch(task, lengths, rng)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # A run: train, and test at every length.
 
-def config_of(task, pos, shape):
-    """A run's GPTConfig: made for the longest trained sample, or, where positions are looked up in a table, for the longest tested one."""
-    _, trained, tested, tokens = TASKS[task]
-    return GPTConfig(pos=pos, **shape, block_size=tokens(tested if POSITIONS[pos].bounded else trained) + 2, vocab_size=KEYS.stop if task == "recall" else len(SYMBOLS))
+
+def make_config(task, pos, settings):
+    """Return the GPTConfig of a run.
+
+    Its context is the longest training sample, or, for a table of positions, the longest test.
+    """
+    length = TASKS[task].train_length
+    if POSITIONS[pos].bounded:
+        length = TASKS[task].test_length
+    return GPTConfig(
+        pos=pos,
+        **settings,
+        block_size=max_tokens(task, length) + 2,  # <bos> and <sep>; <eos> is only a target
+        vocab_size=KEYS.stop if task == "recall" else len(SYMBOLS),
+    )
 
 
 def train(model, task, seed, steps, batch_size, learning_rate, warmup, device, dtype):
-    """Train a GPT in place; returns the mean loss in nats of the last tenth of the steps. The rate rises over `warmup` steps and falls linearly over the last fifth."""
-    config.prepare_device(device)
+    """Train a GPT in place; return the mean loss of the last tenth of the steps, in nats.
+
+    The learning rate rises over `warmup` steps and falls linearly over the last fifth.
+    """
+    prepare_device(device)
     model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
-    last = torch.zeros((), device=device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.05
+    )
+    first_counted = steps * 9 // 10
+    loss_sum = torch.zeros((), device=device)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = learning_rate * min(1, (step + 1) / warmup, (steps - step) / (0.2 * steps))
-        x, y = (part.to(device) for part in training_batch(task, seed, step, batch_size))
-        with config.autocast(device, dtype):
-            loss = model(x, y)
+        lr_scale = min(1, (step + 1) / warmup, (steps - step) / (0.2 * steps))
+        optimizer.param_groups[0]["lr"] = learning_rate * lr_scale
+        x, y = training_batch(task, seed, step, batch_size)
+        with autocast(device, dtype):
+            loss = model(x.to(device), y.to(device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step >= steps * 9 // 10:
-            last += loss.detach()
+        if step >= first_counted:
+            loss_sum += loss.detach()
     model.eval()
-    if not math.isfinite(loss := last.item() / (steps - steps * 9 // 10)):
-        raise UserError(f"{task} with --pos={model.config.pos}, seed {seed}: the loss is not finite; try --dtype=float32, or another number of --steps")
-    return loss
+
+    mean_loss = loss_sum.item() / (steps - first_counted)
+    if not math.isfinite(mean_loss):
+        raise UserError(
+            f"{task} with --pos={model.config.pos}, seed {seed}: the loss is not finite: "
+            "try --dtype=float32, or another number of --steps"
+        )
+    return mean_loss
 
 
 @torch.no_grad()
-def score(read, task, samples, device, dtype=torch.float32):
-    """A row per length 1 .. the longest tested: "exact" is the share of samples that are all right, "accuracy" that of y's scored tokens, <eos> apart.
+def score(predict, task, samples, device, dtype=torch.float32):
+    """Test at every length, 1 to the longest; return a record for each.
 
-    read: a GPT, or any function from tokens (B, T) to logits (B, T, V). Tokens are named by argmax after the right ones before them. That is no easier than decoding greedily:
-    until the first mistake both read the same, so a sample is all right in the one exactly when it is in the other.
+    predict: a GPT, or any function from tokens (B, T) to logits (B, T, V).
+
+    "exact" is the fraction of samples that are all right, "accuracy" that of the scored tokens of y
+    without <eos>. Tokens are predicted by argmax after the right ones before them. That is no
+    easier than greedy decoding: up to the first mistake both see the same tokens, so a sample is
+    all right in one exactly when it is in the other.
     """
-    rows = []
-    for n in range(1, TASKS[task][2] + 1):
-        x, y = (part.to(device) for part in batch(task, [n] * samples, random.Random(f"{task} test {n}")))
-        with config.autocast(device, dtype), warnings.catch_warnings():
-            warnings.simplefilter("ignore", PastTrainedLength)
-            right = read(x).argmax(-1) == y
-        rows.append({"length": n, "exact": (right | (y < 0)).all(1).float().mean().item(), "accuracy": right[(y >= 0) & (y != EOS)].float().mean().item()})
-    return rows
+    records = []
+    for length in range(1, TASKS[task].test_length + 1):
+        x, y = make_batch(task, [length] * samples, random.Random(f"{task} test {length}"))
+        x = x.to(device)
+        y = y.to(device)
+        with autocast(device, dtype), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ContextLengthWarning)
+            correct = predict(x).argmax(-1) == y
+        exact = (correct | (y < 0)).all(1)
+        answers = (y >= 0) & (y != EOS)
+        records.append(
+            {
+                "length": length,
+                "exact": exact.float().mean().item(),
+                "accuracy": correct[answers].float().mean().item(),
+            }
+        )
+    return records
 
 
-def run(task, pos, seed, cfg, file):
-    """Train and test one run, or read what it left: its rows, which stay in the file."""
-    shape, training, samples = BUDGETS[cfg.budget]
-    training, settings = training | ({"steps": cfg.steps} if cfg.steps else {}), config_of(task, pos, shape)
-    first = zlib.crc32(training_batch(task, seed, 0, training["batch_size"])[0].numpy().tobytes())  # another way of drawing samples makes another run
-    key = {"model": asdict(settings), "training": training, "samples": samples, "first_batch": first}
-    if file.is_file():
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["key"] != key:
-            raise UserError(f"{file} was made with other settings: remove it, or choose other --runs")
-        return kept["rows"]
-    device, began = config.pick_device(cfg.device), time.perf_counter()
-    dtype = config.pick_dtype(cfg.dtype, device)
-    dtype = torch.float32 if dtype == torch.float16 else dtype  # float16 would want a loss scaler
+def run_task(task, pos, seed, cfg, file):
+    """Train and test one run, or read what it has left in the file: a record for each length."""
+    budget = BUDGETS[cfg.budget]
+    training = dict(budget["training"])
+    if cfg.steps:
+        training["steps"] = cfg.steps
+    config = make_config(task, pos, budget["model"])
+    # A change in how samples are made changes the first batch, and so makes another run.
+    first_batch, _ = training_batch(task, seed, 0, training["batch_size"])
+    key = {
+        "model": asdict(config),
+        "training": training,
+        "samples": budget["samples"],
+        "first_batch": zlib.crc32(first_batch.numpy().tobytes()),
+    }
+    finished = load_finished_run(file, key)
+    if finished:
+        return finished["records"]
+
+    start = time.perf_counter()
+    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, device)
+    if dtype == torch.float16:  # which would need loss scaling
+        dtype = torch.float32
     torch.manual_seed(seed)
-    model = GPT(settings)
+    model = GPT(config)
     loss = train(model, task, seed, **training, device=device, dtype=dtype)
-    rows = [{"task": task, "pos": pos, "seed": seed, **row} for row in score(model, task, samples, device, dtype)]
-    seconds = round(time.perf_counter() - began)
-    file.with_suffix(".tmp").write_text(json.dumps({"key": key, "seconds": seconds, "loss": loss, "rows": rows}) + "\n", encoding="utf-8")
-    file.with_suffix(".tmp").rename(file)
-    print(f"   {seconds} s; loss {loss:.3f}, {measure_of(task)} {statistics.fmean(mean_of(rows, task, pos, False).values()):.3f} in length, "
-          f"{statistics.fmean(mean_of(rows, task, pos, True).values()):.3f} beyond", flush=True)
-    return rows
+    records = []
+    for record in score(model, task, budget["samples"], device, dtype):
+        records.append({"task": task, "pos": pos, "seed": seed, **record})
+    seconds = round(time.perf_counter() - start)
+    write_json(file, {"key": key, "seconds": seconds, "loss": loss, "records": records})
+    within = mean_scores(records, task, pos, beyond=False)[seed]
+    beyond = mean_scores(records, task, pos, beyond=True)[seed]
+    print(
+        f"   {seconds} s; loss {loss:.3f}, {score_name(task)} {within:.3f} within the training "
+        f"length, {beyond:.3f} beyond it",
+        flush=True,
+    )
+    return records
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What came out.
-
-def mean_of(rows, task, pos, beyond):
-    """Seed -> the task's measure, its mean over the lengths that were trained, or over those beyond."""
-    values = {}
-    for row in rows:
-        if (row["task"], row["pos"]) == (task, pos) and (row["length"] > TASKS[task][1]) == beyond:
-            values.setdefault(row["seed"], []).append(row[measure_of(task)])
-    return {seed: statistics.fmean(v) for seed, v in values.items()}
+# -----------------------------------------------------------------------------
+# The results.
 
 
-def cell(values):
-    """Mean and interval as text."""
-    mean, half = interval(list(values))
-    return f"{mean:.3f}" + (f" ± {half:.3f}" if math.isfinite(half) else "")
+def mean_scores(records, task, pos, beyond):
+    """Return seed -> the mean score over the trained lengths, or over the lengths beyond them."""
+    scores = {}
+    for record in records:
+        same_run = (record["task"], record["pos"]) == (task, pos)
+        is_beyond = record["length"] > TASKS[task].train_length
+        if same_run and is_beyond == beyond:
+            scores.setdefault(record["seed"], []).append(record[score_name(task)])
+    return {seed: statistics.fmean(values) for seed, values in scores.items()}
 
 
-def reciprocal_ranks(rows, tasks, schemes):
-    """Scheme -> 1 / its rank by the mean measure beyond the trained length, averaged over the tasks; schemes that are equal share the middle one of their ranks."""
-    ranks = {pos: [] for pos in schemes}
+def mean_reciprocal_ranks(records, tasks, schemes):
+    """Return scheme -> 1 / its rank beyond the training length, averaged over the tasks.
+
+    Schemes with equal scores share the middle one of their ranks.
+    """
+    reciprocals = {pos: [] for pos in schemes}
     for task in tasks:
-        means = {pos: statistics.fmean(mean_of(rows, task, pos, True).values()) for pos in schemes}
+        means = {}
         for pos in schemes:
-            others = [means[other] - means[pos] for other in schemes if other != pos]
-            ranks[pos].append(1 + sum(d > 0 for d in others) + sum(d == 0 for d in others) / 2)
-    return {pos: statistics.fmean(1 / rank for rank in r) for pos, r in ranks.items()}
+            means[pos] = statistics.fmean(mean_scores(records, task, pos, beyond=True).values())
+        for pos in schemes:
+            others = [means[other] for other in schemes if other != pos]
+            better = sum(mean > means[pos] for mean in others)
+            equal = sum(mean == means[pos] for mean in others)
+            reciprocals[pos].append(1 / (1 + better + equal / 2))
+    return {pos: statistics.fmean(values) for pos, values in reciprocals.items()}
 
 
-def judge(rows, tasks, schemes):
-    """Ordering 11 as (passed, line), or None without its schemes and tasks: NoPE and T5 above RoPE and learned, beyond the trained length, averaged over the paper's tasks, seed by seed."""
-    pairs, tasks = (("nope", "t5"), ("rope", "learned")), [task for task in PAPER if task in tasks]
-    if not tasks or not {pos for pair in pairs for pos in pair} <= set(schemes):
+def judge(records, tasks, schemes):
+    """Return the claim of the paper, or None where its schemes or tasks were not run.
+
+    NoPE and T5 lie above RoPE and learned positions beyond the training length, on average over the
+    paper's tasks; the differences are paired by seed.
+    """
+    tasks = [task for task in PAPER_TASKS if task in tasks]
+    if not tasks or not {"nope", "t5", "rope", "learned"} <= set(schemes):
         return None
-    values = {pos: [mean_of(rows, task, pos, True) for task in tasks] for pair in pairs for pos in pair}
-    above, below = ({seed: statistics.fmean(v[seed] for pos in pair for v in values[pos]) for seed in values[pair[0]][0]} for pair in pairs)
-    mean, half = interval([above[seed] - below[seed] for seed in above])
-    passed = math.isfinite(half) and mean - half > 0
-    return passed, (f"11. nope and t5 above rope and learned, exact match beyond the trained length, mean of {', '.join(tasks)}: {mean:+.3f} ± {half:.3f}, > 0: {'pass' if passed else 'FAIL'}"
-                    + ("" if passed or math.isfinite(half) else " (one seed has no interval)"))
+
+    def group_means(*group):
+        """Seed -> the mean score of some schemes over the tasks."""
+        scores = [mean_scores(records, task, pos, beyond=True) for pos in group for task in tasks]
+        return {seed: statistics.fmean(s[seed] for s in scores) for seed in scores[0]}
+
+    above = group_means("nope", "t5")
+    below = group_means("rope", "learned")
+    text = (
+        "nope and t5 above rope and learned (Kazemnejad et al. 2023), exact match beyond the "
+        f"training length, mean of {', '.join(tasks)}"
+    )
+    return Claim(text, *confidence_interval([above[s] - below[s] for s in above]), above=0)
 
 
-def table(rows, tasks, schemes, beyond):
-    """A Markdown table: a line per task, a column per scheme, mean and interval over the seeds."""
-    lines = ["| | lengths | " + " | ".join(schemes) + " |", "|" + "---|" * (len(schemes) + 2)]
+def score_table(records, tasks, schemes, beyond):
+    """Return a Markdown table: a line per task, a column per scheme."""
+    rows = []
     for task in tasks:
-        _, trained, tested, _ = TASKS[task]
-        lines.append(f"| {task} | {f'{trained + 1} to {tested}' if beyond else f'1 to {trained}'} | " + " | ".join(cell(mean_of(rows, task, pos, beyond).values()) for pos in schemes) + " |")
-    return "\n".join(lines)
+        trained = TASKS[task].train_length
+        lengths = f"{trained + 1} to {TASKS[task].test_length}" if beyond else f"1 to {trained}"
+        scores = [mean_scores(records, task, pos, beyond).values() for pos in schemes]
+        rows.append([task, lengths, *map(format_interval, scores)])
+    return markdown_table(["", "lengths", *schemes], rows)
 
 
-def shots(rows, schemes):
-    """A Markdown table of recall: the share of right answers by the number of shots."""
-    counts = (1, 5, 10, 20, 30, 40, 60, 80)
-    lines = ["| | " + " | ".join(map(str, counts)) + " |", "|" + "---|" * (len(counts) + 1)]
+def select_scores(records, task, pos, length):
+    """Return the scores of all seeds at one length."""
+    key = (task, pos, length)
+    return [
+        record[score_name(task)]
+        for record in records
+        if (record["task"], record["pos"], record["length"]) == key
+    ]
+
+
+def recall_table(records, schemes):
+    """Return a Markdown table of recall: the fraction of right answers by the number of pairs."""
+    lengths = (1, 5, 10, 20, 30, 40, 60, 80)
+    rows = []
     for pos in schemes:
-        lines.append(f"| {pos} | " + " | ".join(cell(row["accuracy"] for row in rows if (row["task"], row["pos"], row["length"]) == ("recall", pos, n)) for n in counts) + " |")
-    return "\n".join(lines)
+        scores = [select_scores(records, "recall", pos, length) for length in lengths]
+        rows.append([pos, *map(format_interval, scores)])
+    return markdown_table(["", *map(str, lengths)], rows)
 
 
-def series_of(rows, task, schemes):
-    """Scheme -> [(length, mean, half-width of the interval), ...]."""
-    return {pos: [(n, *interval([row[measure_of(task)] for row in rows if (row["task"], row["pos"], row["length"]) == (task, pos, n)])) for n in range(1, TASKS[task][2] + 1)] for pos in schemes}
-
-
-def picture(rows, tasks, schemes, file, note):
-    """A panel per task: the measure by length, a line per scheme with its interval as a band, drawn to a PNG."""
-    if not (plt := pyplot(file)):
+def plot_scores(records, tasks, schemes, file, note):
+    """Plot the score by length to a PNG: a panel per task, a line per scheme with its interval."""
+    plt = import_pyplot(file)
+    if plt is None:
         return
-    wide = min(4, len(tasks))
-    high = -(-len(tasks) // wide)
-    figure, axes = plt.subplots(high, wide, figsize=(max(6, 4 * wide), 3.4 * high + 0.6), squeeze=False, layout="constrained")
-    for panel in axes.flat[len(tasks):]:
+    columns = min(4, len(tasks))
+    lines = math.ceil(len(tasks) / columns)
+    size = (max(6, 4 * columns), 3.4 * lines + 0.6)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for panel in axes.flat[len(tasks) :]:
         panel.axis("off")
-    for task, panel in zip(tasks, axes.flat):
-        for i, (pos, line) in enumerate(series_of(rows, task, schemes).items()):
-            x, mean, half = zip(*line)
-            panel.plot(x, mean, color=f"C{i % 10}", label=pos)
-            panel.fill_between(x, [max(0, m - h) for m, h in zip(mean, half)], [min(1, m + h) for m, h in zip(mean, half)], color=f"C{i % 10}", alpha=0.15, linewidth=0)
-        panel.axvline(TASKS[task][1] + 0.5, color="gray", linestyle="--", linewidth=1)
-        panel.axhline(CHANCE.get(task, 0), color="gray", linestyle=":", linewidth=1)
-        panel.set(title=task, ylim=(-0.03, 1.03), xlabel="shots" if task == "recall" else "length", ylabel="share of answers right" if task == "recall" else "exact match")
+    for task, panel in zip(tasks, axes.flat, strict=False):
+        lengths = range(1, TASKS[task].test_length + 1)
+        for i, pos in enumerate(schemes):
+            curve = [confidence_interval(select_scores(records, task, pos, n)) for n in lengths]
+            panel.plot(lengths, [mean for mean, _ in curve], color=f"C{i % 10}", label=pos)
+            low = [max(0, mean - half_width) for mean, half_width in curve]
+            high = [min(1, mean + half_width) for mean, half_width in curve]
+            panel.fill_between(lengths, low, high, color=f"C{i % 10}", alpha=0.15, linewidth=0)
+        panel.axvline(TASKS[task].train_length + 0.5, color="gray", linestyle="--", linewidth=1)
+        panel.axhline(TASKS[task].chance, color="gray", linestyle=":", linewidth=1)
+        panel.set(title=task, ylim=(-0.03, 1.03), xlabel="length", ylabel="exact match")
+        if task == "recall":
+            panel.set(xlabel="pairs in x", ylabel="fraction of right answers")
         panel.grid(alpha=0.3)
         panel.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
     figure.suptitle("Trained up to the dashed line; dotted: chance", fontsize=9)
     figure.supxlabel(note, fontsize=7, color="gray")
     figure.savefig(file, dpi=120)
     plt.close(figure)
-    print(f"{file} is drawn")
+    print(f"{file} is written")
+
+
+def run_all(cfg, tasks, schemes):
+    """Run every task with every scheme and seed; return the records."""
+    folder = Path(cfg.runs) / cfg.budget
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [(t, p, s) for s in range(1, cfg.seeds + 1) for t in tasks for p in schemes]
+    records = []
+    for number, (task, pos, seed) in enumerate(runs, 1):
+        print(f"{task}, {pos}, seed {seed} ({number} of {len(runs)})", flush=True)
+        records += run_task(task, pos, seed, cfg, folder / f"{task}-{pos}-{seed}.json")
+    return records
+
+
+def describe_runs(cfg, schemes):
+    """Return the paragraph that says what was trained and what the tables show."""
+    budget = BUDGETS[cfg.budget]
+    training = budget["training"]
+    models = [GPT(make_config("copy", pos, budget["model"])) for pos in schemes]
+    largest = max(sum(p.numel() for p in model.parameters()) for model in models)
+    model = ", ".join(f"{key}={value}" for key, value in budget["model"].items())
+    chances = [f"{task.chance:g} of {name}" for name, task in TASKS.items() if task.chance]
+    return (
+        f"Each run has {largest / 1e6:.2f} M parameters at most ({model}) and trains for "
+        f"{cfg.steps or training['steps']:,} steps of {training['batch_size']} samples with AdamW "
+        f"at {training['learning_rate']:g}, on the same samples for all schemes. The score is "
+        "exact match, and of recall the fraction of right answers: its mean over the lengths, then "
+        f"its mean over the seeds and the 95 % interval. A guess scores {', '.join(chances)}, and "
+        "next to nothing of the others. The embeddings that `learned` has beyond the training "
+        "length keep their initial values."
+    )
 
 
 def main():
-    cfg, *_ = config.parse(TasksConfig, about=__doc__)
-    schemes, tasks, rows = list(dict.fromkeys(cfg.pos)), list(dict.fromkeys(cfg.tasks or TASKS)), []
-    (shape, training, samples), folder = BUDGETS[cfg.budget], Path(cfg.runs) / cfg.budget
-    folder.mkdir(parents=True, exist_ok=True)
-    Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
-    counted = 0
-    for seed in range(1, cfg.seeds + 1):
-        for task in tasks:
-            for pos in schemes:
-                counted += 1
-                print(f"{task}, {pos}, seed {seed} ({counted} of {cfg.seeds * len(tasks) * len(schemes)})", flush=True)
-                rows += run(task, pos, seed, cfg, folder / f"{task}-{pos}-{seed}.json")
-    steps, largest = cfg.steps or training["steps"], max(sum(p.numel() for p in GPT(config_of("copy", pos, shape)).parameters()) for pos in schemes)
-    note = f"{config.provenance(config.pick_device(cfg.device))}; {cfg.seeds} seed{'s' * (cfg.seeds > 1)}, {samples} samples of each length"
-    command = " ".join(["python experiments/tasks.py", *sys.argv[1:]])
-    judged, ranks = judge(rows, tasks, schemes), reciprocal_ranks(rows, tasks, schemes)
-    lines = ["# Length generalisation", "", f"`{command}`: {note}.", "",
-             f"Each run: {largest / 1e6:.2f} M parameters at most ({', '.join(f'{k}={v}' for k, v in shape.items())}), {steps:,} updates of {training['batch_size']} samples by AdamW at "
-             f"{training['learning_rate']:g}, the same samples for all schemes. Exact match, and of recall the share of right answers; each a mean over lengths, then mean over the seeds and 95 % interval. "
-             "Guessing gets " + ", ".join(f"{chance:g} of {task}" for task, chance in CHANCE.items()) + ", and next to nothing of the others. "
-             "The vectors that `learned` has beyond the trained length stay as they were drawn.", "",
-             "## Beyond the trained length", "", table(rows, tasks, schemes, True), "", "![by length](tasks.png)", "", "## Within it", "", table(rows, tasks, schemes, False), ""]
+    cfg, *_ = cli.parse(TasksConfig, about=__doc__)
+    schemes = list(dict.fromkeys(cfg.pos))
+    tasks = list(dict.fromkeys(cfg.tasks or TASKS))
+    out_dir = Path(cfg.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    records = run_all(cfg, tasks, schemes)
+
+    samples = BUDGETS[cfg.budget]["samples"]
+    hardware = provenance(pick_device(cfg.device))
+    note = f"{hardware}; {count(cfg.seeds, 'seed')}, {samples} samples of each length"
+    command = command_line("experiments/tasks.py")
+    claim = judge(records, tasks, schemes)
+    ranks = mean_reciprocal_ranks(records, tasks, schemes)
+    lines = ["# Length generalisation", "", f"`{command}`: {note}.", ""]
+    lines += [describe_runs(cfg, schemes), ""]
+    lines += ["## Beyond the training length", ""]
+    lines += [*score_table(records, tasks, schemes, beyond=True), ""]
+    lines += ["![score by length](tasks.png)", "", "## Within the training length", ""]
+    lines += [*score_table(records, tasks, schemes, beyond=False), ""]
     if "recall" in tasks:
-        lines += ["## Recall by the number of shots", "", "Trained on 1 to 20.", "", shots(rows, schemes), ""]
-    lines += ["## Orderings", "", *([f"- {judged[1]}"] if judged else []), "- Reported, not judged: mean reciprocal rank over the tasks, beyond the trained length: "
-              + ", ".join(f"{pos} {ranks[pos]:.2f}" for pos in sorted(schemes, key=lambda pos: -ranks[pos])) + ". The paper's, over its ten: nope 0.69, t5 0.55, alibi 0.50, rope 0.33, learned 0.22.", ""]
-    text, out = "\n".join(lines), Path(cfg.out_dir) / "tasks"
-    Path(f"{out}.md").write_text(text, encoding="utf-8")
-    Path(f"{out}.json").write_text(json.dumps({"command": command, "note": note, "orderings": [judged[1]] if judged else [], "reciprocal_ranks": ranks, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        lines += ["## Recall by the number of pairs", "", "Trained on 1 to 20.", ""]
+        lines += [*recall_table(records, schemes), ""]
+    lines += ["## Orderings", ""]
+    if claim:
+        lines.append(f"- {claim}")
+    best_first = sorted(schemes, key=lambda pos: -ranks[pos])
+    lines.append(
+        "- Reported, not judged: the mean reciprocal rank over the tasks, beyond the training "
+        f"length: {', '.join(f'{pos} {ranks[pos]:.2f}' for pos in best_first)}. The paper's, over "
+        "its ten tasks: nope 0.69, t5 0.55, alibi 0.50, rope 0.33, learned 0.22."
+    )
+    text = "\n".join(lines) + "\n"
+    (out_dir / "tasks.md").write_text(text, encoding="utf-8")
+    results = {
+        "command": command,
+        "note": note,
+        "orderings": [str(claim)] if claim else [],
+        "reciprocal_ranks": ranks,
+        "records": records,
+    }
+    write_json(out_dir / "tasks.json", results, indent=1)
     print("\n" + text)
-    picture(rows, tasks, schemes, f"{out}.png", note)
+    plot_scores(records, tasks, schemes, out_dir / "tasks.png", note)
     return 0
 
 
 if __name__ == "__main__":
-    config.main(main, Refused)
+    cli.run_main(main)

@@ -1,185 +1,410 @@
-"""The protocols against sums written out window by window."""
+"""Every protocol against losses that are summed one sequence at a time, and the needle task."""
+
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import data
 import evaluate
-from config import UserError
+from nanolong.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 
 
-def split(tmp_path, n=1000, bos=None, files=1):
-    rng = np.random.default_rng(0)
-    for i in range(files):
-        data.write_tokens(tmp_path / f"{i}.bin", rng.integers(0, 49, n - 10 * i), 50)
-    return data.Split([tmp_path / f"{i}.bin" for i in range(files)], 50, bos)
+@pytest.fixture
+def split(tmp_path):
+    """A function that writes random tokens below 49 to files and returns them as a data.Split."""
+
+    def split(n=1000, bos=None, files=1):
+        rng = np.random.default_rng(0)
+        paths = [tmp_path / f"{i}.bin" for i in range(files)]
+        for i, path in enumerate(paths):
+            data.write_tokens(path, rng.integers(0, 49, n - 10 * i), 50)
+        return data.Split(paths, 50, bos)
+
+    return split
 
 
-@pytest.mark.parametrize("bos", [None, 49])
-@pytest.mark.parametrize("length,max_tokens", [(16, 400), (24, 400), (64, 1000), (400, 400), (1, 50), (999, 5000)])
-def test_every_target_of_the_span_is_scored_once(length, max_tokens, bos, make, tmp_path):
-    """Windows that do not divide the span overlap at the end, and only the rest is scored; the same targets at every length."""
-    model, s = make(pos="alibi"), split(tmp_path, bos=bos, files=2)
-    nats, tokens = evaluate.loss_by_position(model, s, length, max_tokens)
-    span, stream = min(max_tokens, 1000 - (bos is None)), np.asarray(s.tokens[0], np.int64)
-    want, count, at = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64), 0
-    shift = 0 if bos is not None else 1
-    while at < span:
-        start = min(at, span - length)
-        y = stream[start + shift:start + shift + length]
-        x = np.concatenate(([bos], y[:-1])) if bos is not None else stream[start:start + length]
-        loss = torch.nn.functional.cross_entropy(model(torch.tensor(x)[None])[0], torch.tensor(y), reduction="none").detach().double()
-        new = torch.arange(length) >= at - start
-        want, count, at = want + loss * new, count + new, start + length
-    assert torch.equal(tokens, count) and int(tokens.sum()) == span
-    assert torch.allclose(nats, want, rtol=1e-4, atol=1e-3)
+def text_of(split):
+    """The tokens of a split's first file, int64 (T,)."""
+    return torch.tensor(np.asarray(split.tokens[0], np.int64))
 
 
-def test_needles(make, text_data, tmp_path):
-    """A model that knows the answer finds all, one that guesses none; the same prompts for all models; refusals fill their cells; both maps are drawn."""
-    class Oracle(torch.nn.Module):
-        """Logits that point at what followed the first 'key '."""
-        def __init__(self, wrong=0):
-            super().__init__()
-            self.weight, self.wrong, self.seen = torch.nn.Parameter(torch.zeros(1)), wrong, []
-
-        def draw_positions(self, *_):
-            return None
-
-        def hidden(self, x, positions):
-            self.seen.append(x)
-            out = torch.zeros(*x.shape, 257)
-            for row, logits in zip(x, out):
-                text = bytes(t for t in row.tolist() if t < 256)
-                digits = text[text.index(b"key ") + 4:][:3]
-                for i, d in enumerate(digits):
-                    logits[len(row) - 3 + i, d + (i < self.wrong)] = 9.0
-            return out
-
-        def head(self, x):
-            return x
-
-    oracle = Oracle()
-    for length in (30, 64, 129):
-        for depth in (0.0, 0.4, 1.0):
-            found, nats = evaluate.find_needle(oracle, data.Bytes(), length, depth, 20, 3, 256)
-            assert found == 1.0 and nats < 0.1
-    assert evaluate.find_needle(Oracle(wrong=1), data.Bytes(), 64, 0.5, 20)[0] == 0.0  # one digit in three is not enough
-    again = Oracle()
-    evaluate.find_needle(again, data.Bytes(), 30, 0.0, 20, 3, 256)
-    assert torch.equal(again.seen[0], oracle.seen[0])
-    models = {name: make(pos=name, vocab_size=257) for name in ("rope", "learned")}
-    for model in models.values():
-        model.meta = {"tokenizer": data.Bytes().to_json(), "bos": 256}
-    cfg = evaluate.EvaluateConfig(task="needle", depths=3, trials=5, device="cpu", dtype="float32")
-    rows = evaluate.needles(models, cfg, (24, 60))
-    assert len(rows) == 2 * 2 * 4 and [("refused" in row) for row in rows if row["checkpoint"] == "learned"] == [False] * 4 + [True] * 4
-    assert all(row["accuracy"] == 0 and row["nll"] > 1 for row in rows if "refused" not in row) and json.dumps(rows) and {row["depth"] for row in rows} == {0, 0.5, 1, None}
-    text = evaluate.heatmaps(rows, (24, 60))
-    assert "no key" in text and "refused: learned at 60" in text and "0.50" in text
-    evaluate.wall(rows, (24, 60), str(tmp_path / "wall.png"), "note")
-    assert (tmp_path / "wall.png").read_bytes()[:4] == b"\x89PNG"
+def losses_of(model, x, y):
+    """The loss of every token of one sequence, float64 (T,)."""
+    with torch.no_grad():
+        return F.cross_entropy(model(x[None])[0].double(), y, reduction="none")
 
 
-def test_the_scale_is_fitted(make, text_data):
-    """The best of 17 factors by the loss on training text, each as if the model had that attn_scale."""
-    model = make(pos="nope", vocab_size=257)
-    split = data.Dataset(text_data).train
-    best, losses = evaluate.fit_scale(model, split, 2000)
-    assert len(losses) == 17 and losses[best] == min(losses.values()) and 1.0 in losses and model.pos.score_scale == 1.0
-    model.config.attn_scale = 2 ** 0.5
-    nats, tokens = evaluate.loss_by_position(model, split, 24, 2000)
-    assert losses[2 ** 0.5] == pytest.approx(float(nats[18:].sum() / tokens[18:].sum()), rel=1e-6)
+# -----------------------------------------------------------------------------
+# Which tokens are scored
 
 
-def test_rows(tmp_path):
-    nats, tokens = torch.arange(10, dtype=torch.float64), torch.tensor([1.0] * 9 + [0.0])
-    rows = evaluate.rows_of("x", nats, tokens, ("chunked", "last-quarter", "position"))
-    assert rows[0] == {"checkpoint": "x", "task": "loss", "protocol": "chunked", "length": 10, "loss": 5.0, "tokens": 9}
-    assert rows[1]["loss"] == (7 + 8 + 9) / 2 and rows[1]["tokens"] == 2
-    by = [row for row in rows if row["protocol"] == "position"]
-    assert [row["position"] for row in by] == [[i, i + 1] for i in range(10)] and by[3]["loss"] == 3.0
-    long = [row for row in evaluate.rows_of("x", torch.ones(256), torch.ones(256), ("position",))]
-    assert len(long) == 16 and long[-1]["position"] == [240, 256]
-    assert "x" in evaluate.table(rows, [10]) and "5.0000" in evaluate.table(rows, [10])
-
-
-def test_refusals_fill_their_cell(make, tmp_path, text_data):
-    model = make(pos="learned", vocab_size=257)
-    model.meta = {"dataset": str(text_data), "bos": 256}
-    cfg = evaluate.EvaluateConfig(max_tokens=200, protocol=("chunked",), device="cpu", dtype="float32")
-    rows = evaluate.measure({"m": model}, cfg, (24, 48, 500))
-    assert "loss" in rows[0] and "24 tokens" in rows[1]["refused"] and "--max_tokens" in rows[2]["refused"] and json.dumps(rows)
-    assert "refused: m at 48" in evaluate.table(rows, (24, 48, 500))
-    with pytest.raises(UserError, match="longer than the"):
-        evaluate.loss_by_position(model, data.Dataset(text_data).val, 10**7)
-
-
-def test_terminal_plot():
-    text = evaluate.terminal_plot({"one": [(256, 1.0), (1024, 3.0)], "two": [(256, 1.0), (1024, 2.0), (2048, float("nan"))]})
-    lines = text.splitlines()
-    assert lines[0].startswith("  3.000 |") and lines[0].rstrip().endswith("A") and "A one" in text and "B two" in text and "256" in lines[-3] and "1024" in lines[-3]
-    assert lines[12].startswith("  1.000 |*")  # both start there
-    assert evaluate.terminal_plot({"none": []}) == "nothing to plot"
-
-
-@pytest.mark.parametrize("length,span,stride", [(16, 100, 5), (16, 16, 5), (16, 17, 16), (8, 100, 300), (30, 100, 1), (1, 7, 3)])
-def test_windows_of_every_protocol(length, span, stride):
-    """chunked and sliding score each target of the span exactly once; sliding scores at most `stride` of a window after the first, and gives each
-    of them at least length - stride tokens before it."""
+@pytest.mark.parametrize(
+    ("length", "span", "stride"),
+    [(16, 100, 5), (16, 16, 5), (16, 17, 16), (8, 100, 300), (30, 100, 1), (1, 7, 3)],
+)
+def test_chunked_and_sliding_score_each_target_of_the_span_once(length, span, stride):
     for protocol in ("chunked", "sliding"):
         scored = []
-        for i, (start, skip) in enumerate(evaluate.windows_of(protocol, length, span, stride)):
-            assert 0 <= start and start + length <= span and 0 <= skip < length
-            scored += range(start + skip, start + length)
-            if protocol == "sliding" and i:
-                assert length - skip <= stride and skip >= length - stride
+        for start, n_context in evaluate.place_sequences(protocol, length, span, stride):
+            assert 0 <= start <= span - length
+            assert 0 <= n_context < length
+            scored += range(start + n_context, start + length)
         assert scored == list(range(span))
 
 
-def test_token_aligned_scores_the_same_tokens_at_every_length(make, tmp_path):
-    """Against cross-entropies written out: the last `stride` targets of windows that end at multiples of the longest length."""
-    model, s = make(pos="nope"), split(tmp_path)
-    stream, lengths, stride = torch.tensor(np.asarray(s.tokens[0], np.int64)), (20, 60, 200), 7
+@pytest.mark.parametrize(("length", "span", "stride"), [(16, 100, 5), (30, 100, 1), (8, 100, 300)])
+def test_sliding_gives_scored_tokens_at_least_length_minus_stride_of_context(length, span, stride):
+    sequences = evaluate.place_sequences("sliding", length, span, stride)
+    assert sequences[0] == (0, 0)
+    for _, n_context in sequences[1:]:
+        assert length - stride <= n_context < length
+
+
+def test_token_aligned_scores_at_most_half_the_shortest_length():
+    sequences = evaluate.place_sequences("token-aligned", 20, 650, 256, (20, 60, 200))
+    assert sequences == [(180, 10), (380, 10), (580, 10)]
+
+
+@pytest.mark.parametrize("bos", [None, 49])
+@pytest.mark.parametrize(
+    ("length", "max_tokens"),
+    [(16, 400), (24, 400), (64, 1000), (400, 400), (1, 50), (999, 5000)],
+)
+def test_chunked_equals_one_sequence_at_a_time(length, max_tokens, bos, make, split):
+    """Where sequences overlap at the end of the span, only the new tokens are scored."""
+    model = make(pos="alibi")
+    val = split(bos=bos, files=2)
+    text = text_of(val)
+    span = min(max_tokens, 1000 if bos is not None else 999)
+    loss_sum = torch.zeros(length, dtype=torch.float64)
+    n_scored = torch.zeros(length, dtype=torch.float64)
+    end = 0
+    while end < span:
+        start = min(end, span - length)
+        if bos is None:
+            x = text[start : start + length]
+            y = text[start + 1 : start + length + 1]
+        else:
+            y = text[start : start + length]
+            x = torch.cat((torch.tensor([bos]), y[:-1]))
+        new = torch.arange(length) >= end - start
+        loss_sum += losses_of(model, x, y) * new
+        n_scored += new
+        end = start + length
+    got_sum, got_scored = evaluate.loss_by_position(model, val, length, max_tokens)
+    assert torch.equal(got_scored, n_scored)
+    assert int(got_scored.sum()) == span
+    assert torch.allclose(got_sum, loss_sum, rtol=1e-4, atol=1e-3)
+
+
+def test_sliding_equals_one_sequence_at_a_time(make, split):
+    model = make(pos="alibi")
+    val = split()
+    text = text_of(val)
+    expected = losses_of(model, text[:24], text[1:25]).sum().item()
+    ends = [34, 44, 54, 64, 74, 84, 94, 95]
+    n_new = [10, 10, 10, 10, 10, 10, 10, 1]
+    for end, new in zip(ends, n_new, strict=True):
+        losses = losses_of(model, text[end - 24 : end], text[end - 23 : end + 1])
+        expected += losses[-new:].sum().item()
+    loss_sum, n_scored = evaluate.loss_by_position(
+        model, val, 24, 95, protocol="sliding", stride=10
+    )
+    assert n_scored.sum() == 95
+    assert loss_sum.sum().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_token_aligned_scores_the_same_tokens_at_every_length(make, split):
+    model = make(pos="nope")
+    val = split()
+    text = text_of(val)
+    lengths = (20, 60, 200)
     for length in lengths:
-        nats, tokens = evaluate.loss_by_position(model, s, length, 650, protocol="token-aligned", stride=stride, lengths=lengths)
-        want = 0.0
+        loss_sum, n_scored = evaluate.loss_by_position(
+            model, val, length, 650, protocol="token-aligned", stride=7, lengths=lengths
+        )
+        expected = 0.0
         for end in (200, 400, 600):
-            x, y = stream[end - length:end], stream[end - length + 1:end + 1]
-            want += torch.nn.functional.cross_entropy(model(x[None])[0].double(), y, reduction="none")[-stride:].sum().item()
-        assert tokens.sum() == 3 * stride and not tokens[:-stride].any() and nats.sum().item() == pytest.approx(want, rel=1e-5)
-    assert evaluate.windows_of("token-aligned", 20, 650, 256, lengths)[0] == (180, 10)  # at most half the shortest length
+            x = text[end - length : end]
+            y = text[end - length + 1 : end + 1]
+            expected += losses_of(model, x, y)[-7:].sum().item()
+        assert n_scored.sum() == 3 * 7
+        assert not n_scored[:-7].any()
+        assert loss_sum.sum().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_text_too_short_for_a_sequence_is_refused(make, split):
+    val = split()
+    with pytest.raises(UserError, match="longer than the 999"):
+        evaluate.loss_by_position(make(), val, 10**7, 10**8)
     with pytest.raises(UserError, match="200 tokens"):
-        evaluate.loss_by_position(model, s, 20, 150, protocol="token-aligned", lengths=lengths)
+        evaluate.loss_by_position(
+            make(), val, 20, 150, protocol="token-aligned", lengths=(20, 60, 200)
+        )
 
 
-def test_sliding_against_one_window_at_a_time(make, tmp_path):
-    model, s = make(pos="alibi"), split(tmp_path)
-    stream, length, stride, span = torch.tensor(np.asarray(s.tokens[0], np.int64)), 24, 10, 95
-    nats, tokens = evaluate.loss_by_position(model, s, length, span, protocol="sliding", stride=stride)
-    want = torch.nn.functional.cross_entropy(model(stream[:24][None])[0].double(), stream[1:25], reduction="sum").item()
-    for end, new in ((34, 10), (44, 10), (54, 10), (64, 10), (74, 10), (84, 10), (94, 10), (95, 1)):
-        want += torch.nn.functional.cross_entropy(model(stream[end - 24:end][None])[0].double(), stream[end - 23:end + 1], reduction="none")[-new:].sum().item()
-    assert tokens.sum() == span and nats.sum().item() == pytest.approx(want, rel=1e-5)
+# -----------------------------------------------------------------------------
+# What the model computes
 
 
-def test_a_dynamic_model_is_read_at_the_scale_of_the_window(make, tmp_path):
-    """One forward pass of the whole window, which a window of another length before it does not disturb; random positions are drawn, and alike each time."""
-    model, s = make(pos="rope"), split(tmp_path)
-    plain = evaluate.loss_by_position(model, s, 20, 400)[0]
-    model.stretch("dynamic-ntk", 4)
-    far = evaluate.loss_by_position(model, s, 90, 400)[0]
-    assert torch.equal(evaluate.loss_by_position(model, s, 20, 400)[0], plain) and torch.equal(evaluate.loss_by_position(model, s, 90, 400)[0], far)
-    drawn = make(pos="rope", random_positions=300)
-    a, b = (evaluate.loss_by_position(drawn, s, 20, 400)[0] for _ in range(2))
-    assert torch.equal(a, b) and not torch.allclose(a, plain)
+def test_a_dynamic_method_scales_by_the_length_of_the_sequence(make, split):
+    """Sequences of one length do not disturb the tables for those of another."""
+    model = make(pos="rope")
+    val = split()
+    plain, _ = evaluate.loss_by_position(model, val, 20, 400)
+    model.extend("dynamic-ntk", 4)
+    long, _ = evaluate.loss_by_position(model, val, 90, 400)
+    assert torch.equal(evaluate.loss_by_position(model, val, 20, 400)[0], plain)
+    assert torch.equal(evaluate.loss_by_position(model, val, 90, 400)[0], long)
 
 
-def test_wavelengths(tmp_path, capsys):
-    from model import STRETCH
-    evaluate.wavelengths(STRETCH["none"](1e4, 64, 1024, 1.0)[0], STRETCH["yarn"](1e4, 64, 1024, 4.0)[0], 1024, 4096, str(tmp_path / "w.png"), "yarn")
-    said = capsys.readouterr().out
-    assert "18 complete a turn within the trained 1024" in said and "26 are stretched" in said and "47,117 to 188,469" in said  # 2 pi 10000^(62/64), times 4
-    assert (tmp_path / "w.png").read_bytes()[:4] == b"\x89PNG"
+def test_random_positions_are_the_same_in_every_evaluation(make, split):
+    val = split()
+    plain, _ = evaluate.loss_by_position(make(pos="rope"), val, 20, 400)
+    model = make(pos="rope", random_positions=300)
+    first, _ = evaluate.loss_by_position(model, val, 20, 400)
+    again, _ = evaluate.loss_by_position(model, val, 20, 400)
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, plain)
+
+
+def test_evaluation_leaves_the_mode_of_the_model_as_it_was(make, split):
+    model = make(pos="rope", dropout=0.5)
+    val = split()
+    expected, _ = evaluate.loss_by_position(model, val, 20, 400)
+    model.train()
+    assert torch.equal(evaluate.loss_by_position(model, val, 20, 400)[0], expected)
+    assert model.training
+
+
+# -----------------------------------------------------------------------------
+# Records
+
+
+def test_records_of_each_protocol():
+    loss_sum = torch.arange(10, dtype=torch.float64)
+    n_scored = torch.tensor([1.0] * 9 + [0.0])
+    protocols = ("chunked", "last-quarter", "position")
+    chunked, last_quarter, *parts = evaluate.make_records("x", loss_sum, n_scored, protocols)
+    assert chunked == {
+        "checkpoint": "x",
+        "task": "loss",
+        "protocol": "chunked",
+        "length": 10,
+        "loss": 5.0,
+        "tokens": 9,
+    }
+    assert last_quarter["loss"] == (7 + 8 + 9) / 2
+    assert last_quarter["tokens"] == 2
+    assert [part["position"] for part in parts] == [[i, i + 1] for i in range(10)]
+    assert parts[3]["loss"] == 3.0
+    assert math.isnan(parts[9]["loss"])
+
+
+def test_position_makes_sixteen_records():
+    parts = evaluate.make_records("x", torch.ones(256), torch.ones(256), ("position",))
+    assert len(parts) == 16
+    assert parts[-1]["position"] == [240, 256]
+
+
+def test_records_keep_the_stride_of_their_protocol(make, text_data):
+    model = make(pos="nope", vocab_size=257)
+    model.meta = {"dataset": str(text_data), "bos": 256}
+    cfg = evaluate.EvaluateConfig(
+        max_tokens=200,
+        protocol=("token-aligned", "last-quarter", "sliding", "chunked"),
+        stride=15,
+        device="cpu",
+        dtype="float32",
+    )
+    records = evaluate.measure_losses({"m": model}, cfg, (24, 48))
+    strides = {record["protocol"]: record.get("stride") for record in records}
+    assert strides == {"last-quarter": None, "chunked": None, "token-aligned": 12, "sliding": 15}
+    assert [record["length"] for record in records] == [24] * 4 + [48] * 4
+
+
+def test_a_loss_that_cannot_be_measured_is_refused_in_its_record(make, text_data):
+    model = make(pos="learned", vocab_size=257)
+    model.meta = {"dataset": str(text_data), "bos": 256}
+    cfg = evaluate.EvaluateConfig(
+        max_tokens=200, protocol=("chunked",), device="cpu", dtype="float32"
+    )
+    good, beyond, too_long = evaluate.measure_losses({"m": model}, cfg, (24, 48, 500))
+    assert list(good) == ["checkpoint", "task", "protocol", "length", "loss", "tokens"]
+    assert list(beyond) == ["checkpoint", "task", "protocol", "length", "refused"]
+    assert "--pos=learned" in beyond["refused"]
+    assert "--max_tokens" in too_long["refused"]
+
+
+# -----------------------------------------------------------------------------
+# Needle
+
+
+class Oracle(torch.nn.Module):
+    """A model that answers with the three bytes after the first "key ", the first n of them wrong.
+
+    It keeps the prompts that it has seen.
+    """
+
+    def __init__(self, n_wrong=0):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.n_wrong = n_wrong
+        self.prompts = []
+
+    def sample_positions(self, batch_size, length, seed):
+        return None
+
+    def hidden_states(self, x, positions):
+        self.prompts.append(x)
+        logits = torch.zeros(*x.shape, 257)
+        for i, row in enumerate(x.tolist()):
+            text = bytes(token for token in row if token < 256)
+            key_start = text.index(b"key ") + 4
+            for j, digit in enumerate(text[key_start : key_start + 3]):
+                answer = digit + 1 if j < self.n_wrong else digit
+                logits[i, len(row) - 3 + j, answer] = 9.0
+        return logits
+
+    def head(self, x):
+        return x
+
+
+@pytest.mark.parametrize("length", [30, 64, 129])
+@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+def test_a_model_that_knows_the_passkey_finds_every_needle(length, depth):
+    tokenizer = data.ByteTokenizer()
+    accuracy, nll = evaluate.find_needle(Oracle(), tokenizer, length, depth, 20, 3, 256)
+    assert accuracy == 1.0
+    assert nll < 0.1
+
+
+def test_a_needle_with_one_wrong_digit_is_not_found():
+    tokenizer = data.ByteTokenizer()
+    accuracy, nll = evaluate.find_needle(Oracle(n_wrong=1), tokenizer, 64, 0.5, 20)
+    assert accuracy == 0.0
+    assert nll > 1
+
+
+def test_needle_prompts_are_the_same_for_all_models():
+    tokenizer = data.ByteTokenizer()
+    first, second = Oracle(), Oracle()
+    evaluate.find_needle(first, tokenizer, 30, 0.25, 20, 3, 256)
+    evaluate.find_needle(second, tokenizer, 30, 0.25, 20, 3, 256)
+    assert torch.equal(first.prompts[0], second.prompts[0])
+    evaluate.find_needle(second, tokenizer, 30, 0.25, 20, 4, 256)
+    assert not torch.equal(second.prompts[1], second.prompts[0])
+
+
+def test_needle_records_cover_every_depth_and_the_control(make):
+    models = {pos: make(pos=pos, vocab_size=257) for pos in ("rope", "learned")}
+    for model in models.values():
+        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
+    cfg = evaluate.EvaluateConfig(task="needle", depths=3, trials=5, device="cpu", dtype="float32")
+    records = evaluate.measure_needles(models, cfg, (24, 60))
+    assert [record["depth"] for record in records] == [0, 0.5, 1, None] * 4
+    measured = [record for record in records if "refused" not in record]
+    assert all(record["accuracy"] == 0 and record["nll"] > 1 for record in measured)
+    refused = [record for record in records if "refused" in record]
+    assert {(record["checkpoint"], record["length"]) for record in refused} == {("learned", 60)}
+    keys = ["checkpoint", "task", "length", "depth", "trials", "seed", "accuracy", "nll"]
+    assert list(records[0]) == keys
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+@pytest.fixture
+def runs(make, text_data, tmp_path):
+    """Two run folders of untrained models, with RoPE and with learned positions."""
+    meta = {"dataset": str(text_data), "data_hash": data.Dataset(str(text_data)).hash}
+    meta |= {"bos": 256, "tokenizer": data.ByteTokenizer().to_json(), "step": 1}
+    for pos in ("rope", "learned"):
+        model = make(pos=pos, vocab_size=257)
+        model.meta = meta
+        model.save(tmp_path / pos / "step-000001")
+    return tmp_path / "rope", tmp_path / "learned"
+
+
+def test_command_line_writes_tables_json_and_figure(runs, call, tmp_path):
+    rope, learned = runs
+    done = call(
+        "evaluate.py",
+        rope,
+        f"table={learned}",
+        "--max_tokens=480",
+        "--stride=8",
+        "--protocol=chunked,position,token-aligned",
+        "--json=new/a.json",
+        "--plot=new/a.png",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "A " + str(rope) in done.stdout
+    assert "B table" in done.stdout
+    records = json.loads((tmp_path / "new/a.json").read_text())
+    assert {record["checkpoint"] for record in records} == {str(rope), "table"}
+    # by default 1, 2, 4 and 8 times the shortest original context length
+    assert {record["length"] for record in records} == {24, 48, 96, 192}
+    for record in records:
+        assert ("refused" in record) == (record["checkpoint"] == "table" and record["length"] > 24)
+    # all lengths score the same span, in which a <bos> is no target
+    chunked = [record for record in records if record["protocol"] == "chunked"]
+    assert {record["tokens"] for record in chunked if "tokens" in record} == {479}
+    assert (tmp_path / "new/a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_command_line_measures_needles(runs, call, tmp_path):
+    done = call(
+        "evaluate.py",
+        runs[0],
+        "--task=needle",
+        "--depths=2",
+        "--trials=2",
+        "--json=n.json",
+        "--plot=n.png",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no key" in done.stdout
+    records = json.loads((tmp_path / "n.json").read_text())
+    lengths = [24, 48, 72, 96]
+    assert [record["length"] for record in records] == [n for n in lengths for _ in range(3)]
+    assert (tmp_path / "n.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_command_line_says_what_is_wrong(runs, call, tmp_path):
+    rope, learned = runs
+    for words, phrase in (
+        ([], "run folder"),
+        ([f"a={rope}", f"a={learned}"], "same name"),
+        ([rope, "--protocol="], "chunked, last-quarter"),
+        ([rope, "--plot=a.jpg"], ".png"),
+        ([rope, "--lengths=0"], "at least 1"),
+        ([rope, "--dataset=nowhere"], "nowhere"),
+        ([tmp_path / "nowhere", "--plot=a.png", "--json=a.json"], "nowhere"),
+    ):
+        done = call("evaluate.py", *words, cwd=tmp_path)
+        assert done.returncode == 2
+        assert phrase in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "a.png").exists()
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_a_checkpoint_that_names_no_dataset_needs_one(make, call, text_data, tmp_path):
+    model = make(vocab_size=257)
+    model.meta = {"bos": 256}
+    model.save(tmp_path / "run/step-000001")
+    done = call("evaluate.py", tmp_path / "run", "--lengths=24")
+    assert done.returncode == 2
+    assert "--dataset" in done.stderr
+    words = ["--lengths=24", "--max_tokens=48", f"--dataset={text_data}"]
+    assert call("evaluate.py", tmp_path / "run", *words).returncode == 0

@@ -1,0 +1,567 @@
+"""Datasets: token files, and the batches of a training run.
+
+A dataset is a folder, data/NAME/ or any path, with token files for training and validation and the
+meta.json that prepare.py writes. Token files are read in three forms: shards with a header of 256
+int32 (llm.c's 20240520 with uint16 tokens, and its 20240801 with uint32), and nanoGPT's uint16
+without a header.
+
+Batches are a function of (seed, index of the micro-batch) alone: nothing random is saved in a
+checkpoint, and the batches do not depend on the number of processes.
+"""
+
+import functools
+import hashlib
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from data.synthetic import DIGITS, passkey
+from data.tokenizer import BPETokenizer, same_vocabulary, tokenizer_from_json
+from nanolong.errors import LocalError, UserError
+
+HERE = Path(__file__).resolve().parent
+
+# The header of a shard is 256 int32: magic, version, number of tokens, zeros.
+# magic -> (version, dtype of the tokens)
+HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+HEADER_BYTES = 1024
+
+
+# -----------------------------------------------------------------------------
+# Token files
+
+
+def write_tokens(file: Path, ids, vocab_size: int, raw: bool = False) -> None:
+    """Write token ids to a new file, as uint16, or as uint32 where the vocabulary needs it.
+
+    raw: write no header, as nanoGPT does. Raises UserError for what a form cannot hold.
+    """
+    magic = 20240520 if vocab_size <= 1 << 16 else 20240801
+    if raw and magic != 20240520:
+        raise UserError(
+            f"--raw writes uint16, which cannot hold a vocabulary of {vocab_size}: leave --raw out"
+        )
+    version, dtype = HEADER[magic]
+    if len(ids) >= 1 << 31:
+        raise UserError(
+            f"{len(ids):,} tokens are more than a token file can count (2,147,483,647): prepare "
+            "the text as several datasets, or with a larger vocabulary"
+        )
+    with open(file, "xb") as f:
+        if not raw:
+            header = np.zeros(256, "<i4")
+            header[:3] = magic, version, len(ids)
+            f.write(header.tobytes())
+        f.write(np.asarray(ids, dtype).tobytes())
+
+
+def open_tokens(file: Path) -> np.memmap:
+    """Map a token file into memory, read-only: (tokens,), uint16 or uint32.
+
+    Raises UserError when it is truncated or of an unknown version.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        header = f.read(HEADER_BYTES)
+    magic = 0
+    if len(header) == HEADER_BYTES:
+        magic, file_version, n = (int(value) for value in np.frombuffer(header, "<i4", 3))
+
+    if magic in HEADER:
+        version, dtype = HEADER[magic]
+        if file_version != version:
+            raise UserError(
+                f"{file} is a shard of version {file_version}, and this program reads version "
+                f"{version}: convert it, or prepare the text again"
+            )
+        expected = HEADER_BYTES + n * dtype.itemsize
+        if size != expected or n < 1:
+            raise UserError(
+                f"{file} is truncated or damaged (its header promises {n} tokens in {expected} "
+                f"bytes, and it has {size}): download or prepare it again"
+            )
+        return np.memmap(file, dtype, "r", HEADER_BYTES, (n,))
+
+    if size == 0 or size % 2:
+        raise UserError(
+            f"{file} is truncated ({size} bytes are not a whole number of uint16 tokens): download "
+            "or prepare it again"
+        )
+    return np.memmap(file, "<u2", "r")
+
+
+def hash_files(files) -> str:
+    """Hash token files: 16 hexadecimal digits of SHA-256.
+
+    All bytes count in files of up to 64 MB; in larger ones the size and 256 evenly spaced blocks of
+    64 KiB.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with open(file, "rb") as f:
+            if size <= 64_000_000:
+                digest.update(f.read())
+                continue
+            for block in range(256):
+                f.seek((size - 65536) * block // 255)
+                digest.update(f.read(65536))
+    return digest.hexdigest()[:16]
+
+
+# -----------------------------------------------------------------------------
+# Sequences of a split
+
+
+class Split:
+    """The token files of training or validation, cut into sequences that do not overlap.
+
+    A sequence of `length` targets lies within one file. bos: an id that is put before every
+    sequence, so that the first token of text is a target too; as a target it is not scored (-1).
+    None: the inputs start with a token of the text, and the targets are one token further on.
+
+    tokens: one array for each file. starts: where that array begins in its file, which is 0 unless
+    documents were selected.
+    """
+
+    def __init__(self, files, vocab_size: int, bos: int | None):
+        self.files = list(files)
+        self.vocab_size = vocab_size
+        self.bos = bos
+        self.tokens = [open_tokens(file) for file in self.files]
+        self.starts = [0] * len(self.files)
+        # how many tokens of text a sequence needs beyond its length
+        self.extra_tokens = 1 if bos is None else 0
+
+    def __len__(self):
+        return sum(len(tokens) for tokens in self.tokens)
+
+    def n_sequences(self, length: int, offset: int = 0) -> np.ndarray:
+        """Count the sequences of each file, the first one starting at token `offset`: (files,)."""
+        usable = (len(tokens) - offset - self.extra_tokens for tokens in self.tokens)
+        return np.array([max(0, n // length) for n in usable])
+
+    def require_length(self, length: int) -> None:
+        """Raise UserError unless there is a sequence of this length."""
+        if self.n_sequences(length).any():
+            return
+        if not self.files:
+            raise UserError(
+                "no training document is as long as --min_doc: lower it, or prepare longer texts"
+            )
+        raise UserError(
+            f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for "
+            f"a sequence of {length}: prepare more text, or choose a shorter --block_size (or a "
+            "smaller --factor)"
+        )
+
+    # Documents
+
+    def documents(self, separator: int | None) -> list[list[tuple[int, int]]]:
+        """List the (start, stop) of every document, a list for each file.
+
+        A document begins after a separator, which does not belong to it, or at the start of a file.
+        """
+        found = []
+        for tokens in self.tokens:
+            marks = []
+            if separator is not None:
+                marks = np.flatnonzero(tokens == separator).tolist()
+            edges = [-1, *marks, len(tokens)]
+            found.append([(a + 1, b) for a, b in pairwise(edges) if b > a + 1])
+        return found
+
+    def select_documents(self, separator, min_doc: int, upsample: int, length: int) -> "Split":
+        """Make a split with documents in place of files.
+
+        It has the documents of at least min_doc tokens; those that hold a sequence of `length` are
+        repeated `upsample` times.
+        """
+        selected = Split([], self.vocab_size, self.bos)
+        documents = self.documents(separator)
+        for file, tokens, edges in zip(self.files, self.tokens, documents, strict=True):
+            for start, stop in edges:
+                if stop - start < min_doc:
+                    continue
+                is_long = stop - start >= length + self.extra_tokens
+                for _ in range(upsample if is_long else 1):
+                    selected.files.append(file)
+                    selected.tokens.append(tokens[start:stop])
+                    selected.starts.append(start)
+        return selected
+
+    # Sequences: inputs and targets, int64 (length,) each
+
+    def sequence(self, index: int, length: int, offset: int = 0):
+        """Read sequence `index` of all files: inputs and targets."""
+        file, start = self.locate(index, length, offset)
+        return self.sequence_at(file, start, length)
+
+    def locate(self, index: int, length: int, offset: int = 0) -> tuple[int, int]:
+        """Find sequence `index`: the index of its file, and the token at which it starts there."""
+        ends = _cumulative_sequences(self, length, offset)
+        file = int(np.searchsorted(ends, index, "right"))
+        first_of_file = int(ends[file - 1]) if file else 0
+        return file, offset + (index - first_of_file) * length
+
+    def sequence_at(self, file: int, start: int, length: int):
+        """Read the sequence whose text starts at a token of a file: inputs and targets."""
+        return self.inputs_and_targets(
+            self.checked_tokens(file, start, start + length + self.extra_tokens)
+        )
+
+    def inputs_and_targets(self, tokens: np.ndarray):
+        """Shift tokens of text by one: inputs and targets."""
+        if self.bos is None:
+            return tokens[:-1], tokens[1:]
+        inputs = np.concatenate(([self.bos], tokens[:-1]))
+        return inputs, np.where(tokens == self.bos, -1, tokens)
+
+    def pose_sequence(self, file: int, start: int, length: int, max_position: int, rng):
+        """Make a sequence for positional skip-wise training (PoSE: Zhu et al. 2024).
+
+        It has two parts; the second begins at the middle at the latest. The second part's positions
+        skip up to max_position - length, and its text, independently, as many tokens.
+        Returns inputs, targets and positions.
+        """
+        first = int(rng.integers(1, max(1, length // 2) + 1))
+        stop = start + length + self.extra_tokens
+        max_skip = max_position - length
+        remaining = len(self.tokens[file]) - stop
+        text_skip = int(rng.integers(min(max_skip, remaining) + 1))
+        position_skip = int(rng.integers(max_skip + 1))
+
+        first_part = self.checked_tokens(file, start, start + first)
+        second_part = self.checked_tokens(file, start + first + text_skip, stop + text_skip)
+        inputs, targets = self.inputs_and_targets(np.concatenate((first_part, second_part)))
+        positions = np.arange(length)
+        positions[first:] += position_skip
+        return inputs, targets, positions
+
+    def checked_tokens(self, file: int, start: int, stop: int) -> np.ndarray:
+        """Read tokens of a file as int64. Raises LocalError for one outside the vocabulary."""
+        tokens = np.asarray(self.tokens[file][start:stop], np.int64)
+        if tokens.max() >= self.vocab_size:
+            worst = int(tokens.argmax())
+            raise LocalError(
+                f"{self.files[file]}: token {self.starts[file] + start + worst} is {tokens[worst]},"
+                f" outside the vocabulary of {self.vocab_size}, so the file was made with another "
+                "tokenizer: prepare it again"
+            )
+        return tokens
+
+    # Training order
+
+    def training_location(self, index: int, length: int, seed: int) -> tuple[int, int]:
+        """Find sequence `index` of a training run: the index of its file, and where it starts.
+
+        Every epoch visits each of its sequences once, in an order and from an offset that are drawn
+        from (seed, epoch).
+        """
+        epoch, i = divmod(index, _sequences_per_epoch(self, length))
+        offset, order = _epoch_order(self, length, seed, epoch)
+        return self.locate(int(order[i]), length, offset)
+
+    def batch(self, index: int, batch_size: int, length: int, seed: int):
+        """Read micro-batch `index` of a training run: inputs and targets, (batch_size, length)."""
+        first = index * batch_size
+        sequences = []
+        for i in range(first, first + batch_size):
+            file, start = self.training_location(i, length, seed)
+            sequences.append(self.sequence_at(file, start, length))
+        inputs, targets = zip(*sequences, strict=True)
+        return np.stack(inputs), np.stack(targets)
+
+
+# What follows is the same for many sequences, so it is cached.
+
+
+@functools.lru_cache(maxsize=8)
+def _cumulative_sequences(split, length, offset):
+    """Count the sequences up to the end of each file: (files,)."""
+    return split.n_sequences(length, offset).cumsum()
+
+
+@functools.lru_cache
+def _sequences_per_epoch(split, length):
+    """Count the sequences of an epoch: those of the offset that leaves the fewest.
+
+    A text that is too short for an offset is read without one.
+    """
+    at_last_offset = split.n_sequences(length, length - 1).sum()
+    return int(at_last_offset or split.n_sequences(length).sum())
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(split, length, seed, epoch):
+    """Draw an epoch's offset and the order of its sequences."""
+    rng = np.random.Generator(np.random.PCG64([seed, epoch]))
+    offset = 0
+    if split.n_sequences(length, length - 1).any():
+        offset = int(rng.integers(length))
+    order = rng.permutation(int(split.n_sequences(length, offset).sum()))
+    return offset, order[: _sequences_per_epoch(split, length)]
+
+
+# -----------------------------------------------------------------------------
+# Datasets
+
+
+class Dataset:
+    """A dataset by name or path.
+
+    train, val   Split
+    tokenizer    None where the token files do not say which
+    vocab_size   the model's, which may be larger than the tokenizer's
+    bos          the id that is put before every sequence, or None
+    separator    the id that starts a document, or None
+    hash         of the token files
+
+    bos=True or False overrides what the dataset has by default.
+    """
+
+    def __init__(self, name, bos: bool | None = None):
+        self.name = name
+        self.folder = find_dataset(name)
+        meta = _read_meta(self.folder)
+        self.tokenizer = tokenizer_from_json(meta["tokenizer"])
+        self.vocab_size = meta["vocab_size"]
+        # a model's vocabulary may be padded, but no token of a text is in the padding
+        used_vocabulary = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size
+        if used_vocabulary > self.vocab_size:
+            raise UserError(
+                f"the tokenizer of {self.folder} has {used_vocabulary} tokens and its meta.json a "
+                f"vocabulary of {self.vocab_size}: prepare the dataset again"
+            )
+        if bos and meta["bos"] is None:
+            raise UserError(
+                f"dataset {name} has no <bos>: leave --bos out, or prepare it with "
+                "--tokenizer=bytes"
+            )
+        if bos is None:
+            bos = meta["bos_default"]
+        self.bos = meta["bos"] if bos else None
+        self.separator = meta["bos"]
+        self.separate = False
+
+        train_files, val_files = _split_files(self.folder)
+        self.train = Split(train_files, used_vocabulary, self.bos)
+        self.val = Split(val_files, used_vocabulary, self.bos)
+        self.hash = hash_files(train_files + val_files)
+
+    def check_model(self, what: str, vocab_size: int, tokenizer: dict | None) -> None:
+        """Raise UserError unless a model can read this text.
+
+        what: the model's name in messages. tokenizer: its to_json(), or None where it is unknown.
+        """
+        if self.vocab_size != vocab_size:
+            raise UserError(
+                f"dataset {self.name} has a vocabulary of {self.vocab_size} and {what} one of "
+                f"{vocab_size}: choose the --dataset that it was trained on"
+            )
+        if not tokenizer or not self.tokenizer:
+            return
+        if not same_vocabulary(self.tokenizer, tokenizer_from_json(tokenizer)):
+            raise UserError(
+                f"the tokens of dataset {self.name} stand for other text than those of {what}: "
+                "choose the --dataset that it was trained on, or prepare the text with the model's "
+                "own tokenizer (--tokenizer=RUN)"
+            )
+
+    def select(self, length: int, min_doc=0, upsample=1, separate=False) -> None:
+        """Choose what is trained on.
+
+        Only documents of at least min_doc tokens; those that hold a sequence of `length` tokens
+        `upsample` times an epoch. separate: attention stays inside a document.
+        Raises UserError for a dataset that does not mark its documents.
+        """
+        needs_documents = min_doc or upsample > 1 or separate
+        if needs_documents and self.separator is None:
+            raise UserError(
+                f"dataset {self.name} has no <bos> between its documents: leave out --min_doc, "
+                "--upsample_docs and --separate_docs, or prepare it with --tokenizer=bytes or gpt2"
+            )
+        if min_doc or upsample > 1:
+            self.train = self.train.select_documents(self.separator, min_doc, upsample, length)
+        self.separate = separate
+
+    def long_fraction(self, length: int, max_tokens: int = 1 << 28) -> float:
+        """Return the fraction of training tokens in documents of at least `length` tokens.
+
+        Of a large dataset only the first files count, up to the one that exceeds max_tokens.
+        """
+        sizes = []
+        seen = 0
+        for file, tokens in zip(self.train.files, self.train.tokens, strict=True):
+            documents = Split([file], self.vocab_size, None).documents(self.separator)[0]
+            sizes += [stop - start for start, stop in documents]
+            seen += len(tokens)
+            if seen > max_tokens:
+                break
+        return sum(size for size in sizes if size >= length) / max(1, sum(sizes))
+
+    def document_ids(self, x: np.ndarray) -> np.ndarray | None:
+        """Number the documents of inputs (B, T): (B, T), or None unless they are kept separate."""
+        if not self.separate:
+            return None
+        return (x == self.separator).cumsum(1)
+
+    def batch(self, index, batch_size, length, seed, max_position=0, passkey_fraction=0.0):
+        """Read micro-batch `index` of a training run, a function of (seed, index).
+
+        max_position: with more than `length`, sequences are skip-wise (PoSE), with positions below
+        it. passkey_fraction: of the sequences, replaced by passkey documents of random lengths.
+        Returns inputs and targets, int64 (batch_size, length), positions or None, document ids or
+        None.
+        """
+        first = index * batch_size
+        sequences = [
+            self._training_sequence(i, length, seed, max_position, passkey_fraction)
+            for i in range(first, first + batch_size)
+        ]
+        inputs, targets, positions = zip(*sequences, strict=True)
+        x = np.stack(inputs)
+        y = np.stack(targets)
+        positions = np.stack(positions) if max_position else None
+        return x, y, positions, self.document_ids(x)
+
+    def _training_sequence(self, index, length, seed, max_position, passkey_fraction):
+        """Read sequence `index` of a training run: inputs, targets, positions or None."""
+        rng = np.random.Generator(np.random.PCG64([seed, index]))
+        if passkey_fraction and rng.random() < passkey_fraction:
+            return *self._passkey_sequence(length, rng), np.arange(length)
+        file, start = self.train.training_location(index, length, seed)
+        if max_position:
+            return self.train.pose_sequence(file, start, length, max_position, rng)
+        return *self.train.sequence_at(file, start, length), None
+
+    def _passkey_sequence(self, length, rng):
+        """Make a passkey document of at most `length` tokens, padded: inputs and targets."""
+        shortest = min(length, max(length // 4, 24))
+        n = int(rng.integers(shortest, length + 1))
+        inputs, targets = passkey(self.tokenizer, n, rng.random(), rng, self.bos)
+        # Only the answer is scored: in the loss of all tokens, filler and hidden digits drown it.
+        targets[:-DIGITS] = -1
+        padding = (0, length - n)
+        return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
+
+    def count_bytes(self, targets: np.ndarray) -> int | None:
+        """Count the bytes of text of the scored targets; None where the tokenizer is unknown."""
+        if self.tokenizer is None:
+            return None
+        return int(self.tokenizer.byte_lengths[targets[targets >= 0]].sum())
+
+
+def _split_files(folder):
+    """Find the token files of training and of validation by the words in their names."""
+
+    def files_with(words):
+        # a word stands between other characters than letters: constraint.bin is not for training
+        pattern = re.compile(rf"(?<![a-z])(?:{words})(?![a-z])")
+        return sorted(file for file in folder.glob("*.bin") if pattern.search(file.name.lower()))
+
+    train = files_with("train|training")
+    val = files_with("val|valid|validation")
+    both = set(train) & set(val)
+    if both:
+        raise UserError(
+            f"{min(both)} could be text for training and for validation: name it after one of them"
+        )
+    if not train or not val:
+        missing = "val" if train else "train"
+        raise UserError(
+            f"{folder} holds no {missing}*.bin: prepare a text with python data/prepare.py FILE "
+            "--name=NAME, or copy nanoGPT's or llm.c's token files there"
+        )
+    return train, val
+
+
+# -----------------------------------------------------------------------------
+# Finding datasets
+
+
+def dataset_folder(name) -> Path:
+    """Return data/NAME, where prepare.py writes a dataset."""
+    return HERE / name
+
+
+def find_dataset(name) -> Path:
+    """Find the folder of a dataset: a path, or a name under data/.
+
+    Raises UserError with the command that prepares it.
+    """
+    path = Path(name)
+    is_path = path.is_absolute() or len(path.parts) > 1
+    if path.is_dir() and (is_path or any(path.glob("*.bin"))):
+        return path
+    folder = dataset_folder(name)
+    if folder.is_dir() and any(folder.glob("*.bin")):
+        return folder
+
+    command = f"python data/prepare.py FILE_OR_FOLDER --name={name}"
+    if name in ("python", "shakespeare", "fineweb10B"):
+        command = f"python data/prepare.py --dataset={name}"
+    message = f"there is no dataset {name!r}: prepare it with {command}"
+    ready = sorted(file.parent.name for file in HERE.glob("*/meta.json"))
+    if ready:
+        message += f", or choose one that is ready ({', '.join(ready)})"
+    raise UserError(message)
+
+
+def dataset_exists(name) -> bool:
+    """Whether find_dataset() finds a dataset."""
+    try:
+        find_dataset(name)
+    except UserError:
+        return False
+    return True
+
+
+def vocabulary_size(name) -> int:
+    """Return the size of a dataset's vocabulary."""
+    return _read_meta(find_dataset(name))["vocab_size"]
+
+
+def _read_meta(folder):
+    """Read the tokenizer, vocab_size, bos and bos_default of a dataset."""
+    file = folder / "meta.json"
+    if not file.is_file():
+        return _meta_of_bare_files(folder)
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+        n = meta["vocab_size"]
+        bos = meta["bos"]
+        is_vocabulary = isinstance(n, int) and n > 0
+        if not is_vocabulary or not (bos is None or isinstance(bos, int) and 0 <= bos < n):
+            raise ValueError(f"vocab_size {n} and bos {bos} do not fit")
+        return {key: meta[key] for key in ("tokenizer", "vocab_size", "bos", "bos_default")}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{file} is damaged ({type(error).__name__}: {error}): prepare the dataset again"
+        ) from None
+
+
+def _meta_of_bare_files(folder):
+    """Describe token files without a meta.json, as nanoGPT and llm.c write them: GPT-2's tokens."""
+    if (folder / "meta.pkl").exists():
+        raise UserError(
+            f"the vocabulary of {folder} is in meta.pkl, a pickle, which nanoLong does not open: "
+            f"make it from the text with python data/prepare.py {folder / 'input.txt'} "
+            "--tokenizer=char --name=NAME"
+        )
+    some_file = sorted(folder.glob("*.bin"))[:1]
+    if some_file and open_tokens(some_file[0]).dtype.itemsize == 4:
+        raise UserError(
+            f"{folder} holds uint32 tokens and no meta.json that says of which vocabulary: write "
+            "one with tokenizer (or null), vocab_size, bos and bos_default"
+        )
+    try:
+        tokenizer = BPETokenizer.named("gpt2").to_json()
+    except UserError:
+        # Training goes on without it; bits per byte and sampled text need the vocabulary.
+        tokenizer = None
+    return {"tokenizer": tokenizer, "vocab_size": 50257, "bos": 50256, "bos_default": False}

@@ -1,0 +1,128 @@
+"""What the experiments share: finished runs, confidence intervals, claims and tables."""
+
+import json
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+
+from nanolong.validate import require
+
+# Student's t, two-sided 95 %, by degrees of freedom.
+T95 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+}
+
+
+def confidence_interval(values):
+    """Return the mean and the half-width of its 95 % interval (nan for a single value)."""
+    n = len(values)
+    mean = statistics.fmean(values)
+    if n == 1:
+        return mean, math.nan
+    return mean, T95.get(n - 1, 2.0) * statistics.stdev(values) / math.sqrt(n)
+
+
+def format_interval(values, digits=3):
+    """Return the mean and its 95 % interval as text, "1.235 ± 0.017"; of one value, the value."""
+    mean, half_width = confidence_interval(list(values))
+    if math.isnan(half_width):
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {half_width:.{digits}f}"
+
+
+@dataclass
+class Claim:
+    """A prediction: the whole 95 % interval of a measured mean lies above, or below, a bound."""
+
+    text: str
+    mean: float
+    half_width: float
+    above: float | None = None
+    below: float | None = None
+
+    @property
+    def margin(self):
+        """How far the mean lies on the predicted side of the bound."""
+        return self.mean - self.above if self.below is None else self.below - self.mean
+
+    @property
+    def passed(self):
+        return self.margin > self.half_width  # False where the half-width is nan
+
+    def verdict(self):
+        """Return "pass", or "FAIL" and in which way."""
+        if self.passed:
+            return "pass"
+        if math.isnan(self.half_width):
+            return "FAIL (a single seed has no interval)"
+        if self.margin > 0:
+            return "FAIL (as predicted in the mean, but the interval includes the bound)"
+        if self.margin >= -self.half_width:
+            return "FAIL (not as predicted in the mean; the interval includes the bound)"
+        return "FAIL (the whole interval lies on the other side of the bound)"
+
+    def __str__(self):
+        bound = f"< {self.below:.3g}" if self.above is None else f"> {self.above:.3g}"
+        return f"{self.text}: {self.mean:+.3f} ± {self.half_width:.3f}, {bound}: {self.verdict()}"
+
+
+def markdown_table(header, rows):
+    """Return a Markdown table as a list of lines; header and rows are lists of cells."""
+    lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
+    lines.insert(1, "|" + "---|" * len(header))
+    return lines
+
+
+def count(n, noun):
+    """Return "1 seed" or "3 seeds"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def command_line(script):
+    """Return the command that started this script."""
+    return " ".join(["python", script, *sys.argv[1:]])
+
+
+def write_json(file, value, indent=None):
+    """Write a value as JSON. The file is whole or absent, whenever the process ends."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=indent) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def read_json(file):
+    """Return the value that write_json() wrote."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def load_finished_run(file, key):
+    """Return what a finished run wrote into this file, or None where there is no such file.
+
+    key: the settings and data of the run, as JSON has them. Raises UserError where the file was
+    written by a run with another key.
+    """
+    if not file.is_file():
+        return None
+    run = read_json(file)
+    require(
+        run["key"] == key,
+        f"{file} was made with other settings or data: remove it, or choose another --runs",
+    )
+    return run
+
+
+def load_board(file):
+    """Return what an experiment measured, for --redraw. Raises UserError where it is not there."""
+    require(
+        file.is_file(), f"--redraw needs {file}, which does not exist: measure first, without it"
+    )
+    return read_json(file)

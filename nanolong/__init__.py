@@ -1,0 +1,1 @@
+"""The plumbing behind the scripts, which somebody who changes the model need not read."""

@@ -1,0 +1,364 @@
+"""
+Checkpoints that are whole or absent: how the files of a step folder are written, checked, loaded.
+
+GPT.save() and GPT.load() are what most callers want; the folders are described in run_folder.py.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from nanolong import validate
+from nanolong.errors import UserError
+from nanolong.run_folder import hint_other_checkpoints, list_steps
+
+FORMAT = 2  # of checkpoints, in meta.json
+
+# -----------------------------------------------------------------------------
+# Writing.
+
+
+def save_model(model, folder, optim=None, **meta):
+    """
+    Write a checkpoint folder. optim: a dict of tensors; meta: what JSON can hold.
+
+    meta.json also keeps what the model was loaded with. Raises UserError when the folder exists.
+    """
+    weights = {}
+    for name, p in model.named_parameters():  # a tied head occurs once
+        weights[name] = p.detach().float().cpu().contiguous()
+    tensors = {"model": weights}
+    if optim is not None:
+        tensors["optim"] = optim
+    write_checkpoint(folder, tensors, {**model.meta, **meta, "config": asdict(model.config)})
+
+
+def write_checkpoint(folder, tensors, meta):
+    """
+    Write into .tmp-*, sync it to disk, and publish it by one rename.
+
+    tensors: file stem -> dict of tensors. Raises UserError when the folder exists, and OSError when
+    the disk is full; then nothing of it is left.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise UserError(f"{folder} exists already: remove it or save elsewhere")
+    tmp = folder.parent / f".tmp-{folder.name}"
+    shutil.rmtree(tmp, ignore_errors=True)
+    try:
+        tmp.mkdir(parents=True)
+        for stem, named in tensors.items():
+            write_tensors(tmp / f"{stem}.safetensors", named, folder)
+        checksums = {file.name: sha256(file) for file in sorted(tmp.iterdir())}
+        for name in checksums:
+            sync(tmp / name)
+        meta = {**meta, "format": FORMAT, "checksums": checksums, "torch": torch.__version__}
+        write_meta(tmp, meta)
+        os.rename(tmp, folder)
+    except OSError:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    sync(folder.parent)
+
+
+def write_tensors(file, tensors, folder):
+    """safetensors' save_file, whose own error for a full disk becomes the system's."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else 0
+        raise OSError(number, os.strerror(number) if code else str(error), str(folder)) from None
+
+
+def write_meta(folder, meta):
+    """Write or replace meta.json of a checkpoint by one rename, with its own checksum in it."""
+    new = Path(folder) / ".meta.json"
+    meta = json.loads(json.dumps(meta, allow_nan=False))
+    meta["checksums"]["meta.json"] = checksum_of_meta(meta)
+    new.write_text(json.dumps(meta, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    sync(new)
+    os.replace(new, Path(folder) / "meta.json")
+    sync(folder)
+
+
+def checksum_of_meta(meta):
+    """SHA-256 of meta.json's content without this checksum."""
+    checksums = {name: value for name, value in meta["checksums"].items() if name != "meta.json"}
+    text = json.dumps({**meta, "checksums": checksums}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sha256(file):
+    with open(file, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sync(path):
+    """Have the system write a file or folder to disk."""
+    if os.name == "nt" and Path(path).is_dir():
+        return  # Windows cannot sync folders
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -----------------------------------------------------------------------------
+# Reading. A file may be cut off, damaged or edited: nothing is used before it is checked.
+
+
+def read_meta(folder):
+    """Read meta.json: its format, its own checksum and its types are checked. Raises UserError."""
+    file = Path(folder) / "meta.json"
+    intact = False
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+        version = meta["format"]
+        if version == FORMAT:
+            intact = meta["checksums"]["meta.json"] == checksum_of_meta(meta)
+            check_meta(meta)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(file, error) from None
+    if version != FORMAT:
+        raise UserError(
+            f"{file} has format {version!r:.20}, and this version reads {FORMAT}: use the version "
+            "of nanoLong that wrote it, or train again"
+        )
+    if not intact:
+        raise damaged(file, "it was edited or cut off: its checksum is not the one that it holds")
+    return meta
+
+
+def damaged(file, reason):
+    """The UserError for a file that is damaged; reason: words, or the exception that says so."""
+    if isinstance(reason, Exception) and not isinstance(reason, UserError):
+        reason = f"{type(reason).__name__}: {reason}"
+    return UserError(f"{file} is damaged ({reason}): {hint_other_checkpoints(file.parent)}")
+
+
+def find_checkpoint(path, best=False):
+    """
+    The checkpoint folder that a run folder or checkpoint folder stands for.
+
+    Of a run folder the newest, or with best=True the one with the lowest validation loss. Raises
+    UserError where there is none.
+    """
+    path = Path(path)
+    if (path / "meta.json").is_file():
+        return path
+    if not path.exists():
+        raise UserError(
+            f"there is no checkpoint in {path}: it does not exist; train one with "
+            f"python train.py --out_dir={path}"
+        )
+    found = list_steps(path)
+    if not found:
+        raise UserError(
+            f"there is no checkpoint in {path}: give a run folder (out/NAME) or one of its "
+            "step folders"
+        )
+    losses = {}
+    if best:
+        losses = {folder: read_meta(folder).get("val_loss") for folder in found}
+    evaluated = [folder for folder, loss in losses.items() if isinstance(loss, float)]
+    return min(evaluated, key=losses.get) if evaluated else found[-1]
+
+
+def is_elastic_restart(run):
+    """Whether torchrun has restarted us, and the newest checkpoint is from the same launch."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0 or not list_steps(run):
+        return False
+    launch = read_meta(list_steps(run)[-1]).get("launch")
+    return launch == os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def check_meta(meta):
+    """Check the types of meta.json's values, where they are there. Raises ValueError."""
+    dict(meta["config"])
+    str(meta["checksums"]["model.safetensors"])
+    for name in ("step", "tokens", "pretraining_tokens", "bos"):
+        require(meta, name, meta.get(name) is None or is_count(meta[name]))
+    for name in ("dataset", "data_hash", "parent", "launch"):
+        require(meta, name, meta.get(name) is None or isinstance(meta[name], str))
+    require(meta, "val_loss", meta.get("val_loss") is None or is_number(meta["val_loss"]))
+    require(meta, "tokenizer", meta.get("tokenizer") is None or isinstance(meta["tokenizer"], dict))
+    if meta.get("best") is not None:
+        step, loss = meta["best"]
+        require(meta, "best", is_count(step) and is_number(loss))
+    if meta.get("scaler") is not None:
+        scale, good_steps = meta["scaler"]
+        require(meta, "scaler", is_number(scale) and scale > 0 and is_count(good_steps))
+    if meta.get("train"):
+        train = meta["train"]
+        sizes = (train["batch_size"], train["gradient_accumulation_steps"])
+        require(meta, "train", isinstance(train["dataset"], str))
+        require(meta, "train", is_number(train["learning_rate"]) and train["learning_rate"] >= 0)
+        require(meta, "train", all(is_count(size) and size >= 1 for size in sizes))
+
+
+def require(meta, name, condition):
+    if not condition:
+        raise ValueError(f"{name} is {meta[name]!r:.60}")
+
+
+def is_number(value):
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 53
+
+
+def is_count(value):
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def verify(file, meta):
+    """Compare a file's SHA-256 with the one in meta.json. Raises UserError."""
+    if not file.is_file():
+        raise UserError(f"{file} is missing: {hint_other_checkpoints(file.parent)}")
+    if sha256(file) != meta["checksums"].get(file.name):
+        raise damaged(file, "its checksum is not the one in meta.json")
+
+
+def load_model(model_class, config_class, positions, path, best=False):
+    """
+    Do what GPT.load() promises.
+
+    positions: the position schemes by name. Raises UserError that names the file and a way out.
+    """
+    folder = find_checkpoint(path, best)
+    meta = read_meta(folder)
+    settings = meta.pop("config")
+    file = folder / "meta.json"
+    unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
+    if unknown:
+        raise UserError(
+            f"{file} has settings that this version does not know: {', '.join(unknown)}: use the "
+            "version of nanoLong that wrote it"
+        )
+    try:
+        config = validate.coerce(config_class, settings, str(file))
+        validate.check_model(config, positions)
+        with torch.device("meta"):  # shapes without memory
+            parameters = model_class(config).named_parameters()
+        shapes = {name: tuple(p.shape) for name, p in parameters}
+        if (meta.get("bos") or 0) >= config.vocab_size:
+            raise ValueError(f"bos {meta['bos']} is outside the vocabulary")
+    except (
+        TypeError,
+        KeyError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        raise damaged(file, error) from None
+    check_weights(folder / "model.safetensors", meta, shapes)
+    model = model_class(config)
+    load_weights(model, folder / "model.safetensors")
+    model.meta = meta
+    model.folder = folder
+    return model.eval()
+
+
+def check_weights(file, meta, shapes):
+    """Verify a file of weights, and that it holds float32 tensors of exactly these shapes."""
+    from safetensors import SafetensorError, safe_open
+
+    verify(file, meta)
+    hint = hint_other_checkpoints(file.parent)
+    try:
+        with safe_open(file, framework="pt") as weights:
+            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+            found = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            dtypes = {part.get_dtype() for part in slices.values()}
+    except SafetensorError as error:
+        raise UserError(f"{file} is not a whole safetensors file ({error}): {hint}") from None
+    for dtype in dtypes - {"F32"}:
+        raise UserError(f"{file} holds {dtype} tensors, and checkpoints hold float32: {hint}")
+    for name in {**shapes, **found}:
+        if shapes.get(name) != found.get(name):
+            expected = shapes.get(name, "nothing")
+            raise UserError(
+                f"{file} does not fit its meta.json: {name} is {found.get(name, 'absent')} where "
+                f"{expected} is expected: {hint}"
+            )
+
+
+@torch.no_grad()
+def load_weights(model, file):
+    """Copy a file that check_weights() has passed into a model's parameters."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as weights:
+        for name, p in model.named_parameters():
+            p.copy_(weights.get_tensor(name))
+
+
+# -----------------------------------------------------------------------------
+# Optimizers.
+
+
+def optimizer_tensors(model, optimizers):
+    """The optimizers' state as <parameter>.<moment> -> tensor on the CPU."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors = {}
+    for optimizer in optimizers:
+        for p, state in optimizer.state.items():
+            for moment, value in state.items():
+                if torch.is_tensor(value):
+                    tensors[f"{names[id(p)]}.{moment}"] = value.detach().cpu().contiguous()
+    return tensors
+
+
+def load_optimizers(model, optimizers, file):
+    """Put the tensors of optim.safetensors back. Raises UserError when they do not fit."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        hint = hint_other_checkpoints(file.parent)
+        raise UserError(f"{file} is not a whole safetensors file ({error}): {hint}") from None
+    optimizer_of = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            optimizer_of.update((id(p), optimizer) for p in group["params"])
+    params = dict(model.named_parameters())
+    check_optimizer_tensors(file, tensors, params, optimizer_of)
+    for key, value in tensors.items():
+        name, _, moment = key.rpartition(".")
+        p = params[name]
+        optimizer_of[id(p)].state[p][moment] = value.to(p.device)
+
+
+def check_optimizer_tensors(file, tensors, params, optimizer_of):
+    """Raise UserError unless the tensors are exactly those that these optimizers keep."""
+    shapes = {}
+    for name, p in params.items():
+        if isinstance(optimizer_of[id(p)], torch.optim.Muon):
+            shapes[f"{name}.momentum_buffer"] = tuple(p.shape)
+        else:
+            shapes[f"{name}.exp_avg"] = tuple(p.shape)
+            shapes[f"{name}.exp_avg_sq"] = tuple(p.shape)
+            shapes[f"{name}.step"] = ()
+    wrong = []
+    for key, value in sorted(tensors.items()):
+        if shapes.get(key) != tuple(value.shape) or value.dtype != torch.float32:
+            wrong.append(f"holds {key}")
+    if tensors:  # before the first step an optimizer keeps nothing
+        wrong += [f"lacks {key}" for key in sorted(shapes.keys() - tensors.keys())]
+    if wrong:
+        raise UserError(
+            f"{file} {wrong[0]}, which is not what this optimizer keeps: resume with the optimizer "
+            "that the run was started with"
+        )

@@ -1,0 +1,376 @@
+"""
+The command line: settings from dataclasses, presets in TOML, --help, and errors in one line.
+
+    gpt_config, cfg, given, paths = cli.parse(GPTConfig, TrainConfig, about=__doc__, presets=True)
+
+    if __name__ == "__main__":
+        cli.run_main(main)
+
+A field of the dataclass is a setting. Its help is the comment on the field's line or, where that is
+too long, the comment lines directly above it. A comment `# [name]` starts a group of settings:
+
+    @dataclass
+    class TrainConfig:
+        # [optimisation]
+        learning_rate: float = 3e-3  # peak learning rate
+"""
+
+import ast
+import difflib
+import errno
+import functools
+import inspect
+import os
+import sys
+import textwrap
+import tomllib
+import typing
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+
+from nanolong import validate
+from nanolong.errors import LocalError, UserError
+
+PRESETS = Path(__file__).resolve().parent.parent / "config"
+HIDDEN = ("vocab_size", "extension")  # set by the data and by GPT.extend(), not by the user
+HELP_WIDTH = 110
+OUT_OF_MEMORY = (
+    "out of memory: in training lower --batch_size (more --gradient_accumulation_steps keep the "
+    "batch), --block_size, --n_embd or --n_layer, in evaluation --lengths, in sampling "
+    "--max_new_tokens or the prompt, or use a machine with more memory"
+)
+
+
+# -----------------------------------------------------------------------------
+# Reading the command line.
+
+
+@dataclass
+class Setting:
+    """A field of a settings dataclass."""
+
+    name: str
+    type: object
+    default: object
+
+    @property
+    def is_bool(self):
+        """Whether --name alone means true."""
+        return validate.without_none(self.type) is bool
+
+    @property
+    def example(self):
+        """The default as one would type it."""
+        return format_value(self.default) or "TEXT"
+
+
+def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=None, accepted=()):
+    """
+    Read the command line into one instance of each dataclass.
+
+    Takes --name=value, --name value, and --name alone for a true bool.
+
+    classes: dataclasses whose fields are the settings.
+    about: the text above the list of settings in --help.
+    presets: whether *.toml files may be given; they stack in order, and flags win. A bare name is
+        looked up in config/ too.
+    paths: what other positional arguments are, in words, for --help; None: there are none.
+    defaults: a function of what was given (name -> value) and of the positional arguments; returns
+        values that replace the dataclasses' defaults, by name. Names that are no settings are
+        ignored.
+    argv: the words to read, sys.argv[1:] by default.
+    accepted: dataclasses whose settings are read, too, but are not listed by --help.
+
+    Returns (*instances of classes, *instances of accepted, given, paths): `given` is the set of
+    names that a preset or flag has set, `paths` the list of positional arguments. Raises UserError;
+    --help prints and exits with status 0.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    settings = {s.name: s for cls in (*classes, *accepted) for s in settings_of(cls)}
+    from_presets, from_flags, positional = {}, {}, []
+    while words:
+        word = words.pop(0)
+        if word in ("--help", "-h"):
+            print(format_help(classes, about, presets, paths))
+            sys.exit(0)
+        elif word.startswith("--"):
+            name, value = read_flag(word, words, settings)
+            from_flags[name] = value
+        elif presets and word.endswith(".toml"):
+            from_presets.update(read_preset(word, settings))
+        elif paths is not None:
+            positional.append(word)
+        else:
+            ways = "--name=value or config/NAME.toml" if presets else "--name=value"
+            raise UserError(f"{word!r} is not a setting: give {ways}; --help lists the settings")
+
+    given = {**from_presets, **from_flags}
+    values = given
+    if defaults is not None:
+        values = convert_defaults(defaults(given, positional), settings) | given
+    instances = []
+    for cls in (*classes, *accepted):
+        own_values = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        instances.append(validate.build(cls, own_values))
+    return *instances, set(given), positional
+
+
+def settings_of(cls):
+    """The settings of a dataclass, in its order, without the hidden ones."""
+    hints = typing.get_type_hints(cls)
+    settings = []
+    for field in fields(cls):
+        if field.name not in HIDDEN:
+            default = field.default if field.default is not MISSING else field.default_factory()
+            settings.append(Setting(field.name, hints[field.name], default))
+    return settings
+
+
+def read_flag(word, following, settings):
+    """
+    The name and converted value of a flag.
+
+    word: "--name=value" or "--name"; following: the words after it, from which a value is taken.
+    """
+    name, has_value, text = word[2:].partition("=")
+    name = name.replace("-", "_")
+    setting = find_setting(name, settings, word)
+    if not has_value:
+        next_is_bool = bool(following) and following[0].lower() in validate.BOOLS
+        if setting.is_bool and not next_is_bool:
+            text = "true"
+        elif following:
+            text = following.pop(0)
+        else:
+            raise UserError(f"--{name} has no value: give one, as in --{name}={setting.example}")
+    return name, validate.convert(name, text, setting.type, f"--{name}={text:.60}")
+
+
+def read_preset(word, settings):
+    """The converted values of a TOML file, which may be named without its folder."""
+    places = (Path(word), PRESETS / word, PRESETS.parent / word)
+    files = [file for file in places if file.is_file()]
+    if not files:
+        raise UserError(f"there is no preset {word}: config/ holds {', '.join(preset_names())}")
+    try:
+        values = tomllib.loads(files[0].read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{word} is not valid TOML ({error}): correct it") from None
+    converted = {}
+    for name, value in values.items():
+        setting = find_setting(name, settings, word)
+        where = f"{word}: {name} = {value!r:.60}"
+        converted[name] = validate.convert(name, value, setting.type, where)
+    return converted
+
+
+def preset_names():
+    return sorted(file.name for file in PRESETS.glob("*.toml"))
+
+
+def find_setting(name, settings, where):
+    """The setting of this name, or UserError with the name that was probably meant."""
+    if name in settings:
+        return settings[name]
+    similar = difflib.get_close_matches(name, settings, n=1)
+    advice = f"did you mean {similar[0]!r}?" if similar else "--help lists them all"
+    raise UserError(f"there is no setting {name!r} ({where:.60}): {advice}")
+
+
+def convert_defaults(values, settings):
+    """The values that the function `defaults` of parse() has returned, as the settings' types."""
+    converted = {}
+    for name, value in values.items():
+        if name in settings:
+            where = f"the earlier run has {name} = {value!r:.60}"
+            converted[name] = validate.convert(name, value, settings[name].type, where)
+    return converted
+
+
+# -----------------------------------------------------------------------------
+# --help.
+
+
+def format_help(classes, about, presets, paths):
+    """The text of --help: a line for each setting, in groups."""
+    lines = [about.strip()]
+    for group, entries in group_settings(classes).items():
+        lines += ["", f"{group}:"]
+        for setting, comment in entries:
+            lines += format_setting(setting, comment)
+    if presets:
+        names = ", ".join(f"config/{name}" for name in preset_names())
+        lines += ["", *wrap(f"presets: {names}; they stack, and flags win", indent=2)]
+    if paths:
+        lines += ["", *wrap(f"positional: {paths}", indent=2)]
+    return "\n".join(lines)
+
+
+def group_settings(classes):
+    """Group name -> list of (setting, comment), both in the order of the dataclasses."""
+    groups = {}
+    for cls in classes:
+        comments = field_comments(cls)
+        for setting in settings_of(cls):
+            group, comment = comments[setting.name]
+            groups.setdefault(group or "settings", []).append((setting, comment))
+    return groups
+
+
+def format_setting(setting, comment):
+    """`--name=default   type   comment`, wrapped where it is too long for a line."""
+    kind = validate.without_none(setting.type)
+    if typing.get_origin(kind) is typing.Literal:
+        type_name = "|".join(typing.get_args(kind))
+    elif typing.get_origin(kind) is tuple:
+        type_name = "list"
+    else:
+        type_name = kind.__name__
+    default = format_value(setting.default) or "''"
+    line = f"  --{setting.name + '=' + default:<34} {type_name:<6} {comment}"
+    return wrap(line, indent=46)
+
+
+def wrap(line, indent):
+    """The line in pieces of HELP_WIDTH columns, all but the first indented."""
+    return textwrap.wrap(
+        line,
+        HELP_WIDTH,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def format_value(value):
+    """A value as one would type it on the command line."""
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def field_comments(cls):
+    """Field name -> (group, comment), each from the class of the hierarchy that states it."""
+    comments = {}
+    for base in reversed(cls.__mro__):
+        if is_dataclass(base):
+            for name, (group, comment) in own_comments(base).items():
+                inherited_group, _ = comments.get(name, ("", ""))
+                comments[name] = (group or inherited_group, comment)
+    return comments
+
+
+@functools.cache
+def own_comments(cls):
+    """field_comments() of the fields that the class itself states, from its source."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    lines = [line.strip() for line in source.splitlines()]
+    comments = {}
+    for node in ast.parse(source).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            group = group_above(lines, node.lineno - 1)
+            comments[node.target.id] = (group, comment_of(lines, node.lineno, node.end_lineno))
+    return comments
+
+
+def group_above(lines, index):
+    """The name in the last line `# [name]` before lines[index], or ""."""
+    for line in reversed(lines[:index]):
+        if is_group(line):
+            return line.removeprefix("# [").removesuffix("]")
+    return ""
+
+
+def is_group(line):
+    return line.startswith("# [") and line.endswith("]")
+
+
+def comment_of(lines, first, last):
+    """The comment at the end of a field's lines (numbers from 1), or the lines above them."""
+    trailing = lines[last - 1].partition("  # ")[2]
+    if trailing:
+        return trailing
+    above = []
+    for line in reversed(lines[: first - 1]):
+        if not line.startswith("# ") or is_group(line):
+            break
+        above.insert(0, line.removeprefix("# "))
+    return " ".join(above)
+
+
+# -----------------------------------------------------------------------------
+# Running a script.
+
+
+def run_main(main):
+    """
+    Run a script's main() and exit with the status that it returns.
+
+    Exit status 2, with one line on stderr: UserError, a file that cannot be used, out of memory.
+    Status 1: another process of the run was lost. 130: interrupted from the keyboard. 0: whoever
+    reads our output has closed it, as in `python sample.py | head`.
+    """
+    sys.stdout.reconfigure(errors="replace")  # a terminal may know ASCII only
+    try:
+        status = main()
+    except BrokenPipeError:
+        discard_stdout()
+        status = 0
+    except UserError as error:
+        print_error(error, on_every_rank=isinstance(error, LocalError))
+        status = 2
+    except OSError as error:
+        print_error(describe_os_error(error), on_every_rank=True)
+        status = 2
+    except (RuntimeError, MemoryError) as error:
+        exit_if_peer_lost(error)
+        if not is_out_of_memory(error):
+            raise
+        print_error(OUT_OF_MEMORY, on_every_rank=True)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def print_error(message, on_every_rank):
+    """Of several processes rank 0 alone prints what all of them meet alike."""
+    if on_every_rank or int(os.environ.get("RANK", 0)) == 0:
+        print(f"error: {message}", file=sys.stderr)
+
+
+def discard_stdout():
+    """Send further output nowhere; Python would otherwise complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def describe_os_error(error):
+    if error.errno == errno.ENOMEM:
+        return OUT_OF_MEMORY
+    return (
+        f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): "
+        "choose another path, or fix its permissions or the disk"
+    )
+
+
+def exit_if_peer_lost(error):
+    """End the process with status 1 if the error says that another process of the run is gone."""
+    if "torch" not in sys.modules:  # data/prepare.py runs without it
+        return
+    from nanolong import distributed
+
+    message = distributed.lost_peer_message(error)
+    if message:
+        print_error(message, on_every_rank=True)
+        sys.stderr.flush()
+        # The process group is broken: an orderly shutdown could wait for the lost process.
+        os._exit(1)
+
+
+def is_out_of_memory(error):
+    phrases = ("out of memory", "t allocate memory", "bad_alloc", "size calculation overflowed")
+    return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in phrases)

@@ -1,0 +1,133 @@
+"""
+Several processes, started by torchrun: joining them, and noticing that one of them is lost.
+
+    torchrun --standalone --nproc_per_node=8 train.py ...
+"""
+
+import datetime
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from nanolong.device import pick_device
+from nanolong.errors import UserError
+
+
+def rank_and_world():
+    """(rank, number of processes) of the current process group; (0, 1) without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def join_processes(device):
+    """
+    Join the process group when torchrun started this process. Returns (rank, number of processes).
+
+    GPUs talk over NCCL. CPUs talk over gloo, and the processes of a machine divide its cores.
+    A process that waits for another longer than collective_timeout() ends itself.
+    """
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return 0, 1
+    max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    if max_restarts and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+        raise UserError(
+            "torchrun --max-restarts without a name cannot tell a restart from another run in the "
+            "same folder: add --standalone, or on several machines --rdzv_id=NAME"
+        )
+    device = pick_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    else:
+        processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, _available_cores() // processes_here))
+        backend = "gloo"
+    timeout = datetime.timedelta(seconds=collective_timeout())
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    store = _store_of_this_start(store, rank, world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return rank, world
+
+
+def _available_cores():
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def collective_timeout():
+    """Seconds that a process waits for the others: NANOLONG_TIMEOUT, 600 by default."""
+    text = os.environ.get("NANOLONG_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e7:
+        raise UserError(
+            f"NANOLONG_TIMEOUT={text} is not a number of seconds: give one above 0, such as 600"
+        )
+    return seconds
+
+
+def _store_of_this_start(store, rank, world):
+    """
+    The part of torchrun's store that only the processes of this start use.
+
+    torchrun keeps its store over restarts, so it may still hold the addresses of dead processes.
+    Rank 0 therefore names a new group, and tells the name to each process that has said hello with
+    a token of its own.
+
+    The count of restarts may differ between machines. All processes take the highest one, so that
+    all of them resume or none does.
+    """
+    token = os.urandom(8).hex()
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if rank == 0:
+        group = token
+        _welcome_processes(store, group, world)
+        counts = [int(store.get(f"nanolong/{group}/{other}")) for other in range(1, world)]
+        store.set(f"nanolong/{group}/restarts", str(max(int(restarts), *counts, 0)))
+    else:
+        store.set(f"nanolong/hello/{rank}", token)
+        group = store.get(f"nanolong/welcome/{token}").decode()  # waits for rank 0
+        store.set(f"nanolong/{group}/{rank}", restarts)
+    most_restarts = store.get(f"nanolong/{group}/restarts").decode()
+    if most_restarts != restarts:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = most_restarts
+    return dist.PrefixStore(f"nanolong/{group}/group", store)
+
+
+def _welcome_processes(store, group, world):
+    """Tell the name of the group to every other process, until all of them have answered."""
+    deadline = time.monotonic() + collective_timeout()
+    missing = set(range(1, world))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"nanolong/hello/{other}"]):
+                # The hello may be that of a dead process; its successor will overwrite it.
+                token = store.get(f"nanolong/hello/{other}").decode()
+                store.set(f"nanolong/welcome/{token}", group)
+        missing = {other for other in missing if not store.check([f"nanolong/{group}/{other}"])}
+        if time.monotonic() > deadline:
+            raise dist.DistError(f"{len(missing)} processes did not join")
+        time.sleep(0.01)
+
+
+def lost_peer_message(error):
+    """The message for an error of torch.distributed that a lost process causes, else None."""
+    if not dist.is_available():
+        return None
+    text = str(error)
+    is_lost_peer = (
+        isinstance(error, dist.DistError) or "gloo" in text or "Connection closed by peer" in text
+    )
+    if not is_lost_peer:
+        return None
+    return (
+        f"process {os.environ.get('RANK', 0)} has lost another process, which ended or has not "
+        f"answered for {collective_timeout():g} seconds (NANOLONG_TIMEOUT): look at what the other "
+        "processes printed, then resume from the last checkpoint with --init_from=resume"
+    )

@@ -1,0 +1,395 @@
+"""Export a model as a Hugging Face directory that transformers' AutoModelForCausalLM loads.
+
+What was written is verified (hf_verify.py) before the directory appears. What has no equal there
+is refused.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from data import tokenizer_from_json, tokenizer_json
+from nanolong.errors import UserError
+from nanolong.hf_layout import tensor_layout
+from nanolong.hf_rope import WrittenRope, unrotated_rope, write_rope
+from nanolong.hf_verify import verify_export
+
+CLASS_NAMES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def export_checkpoint(model, target, verify=True, tokenizer_from=""):
+    """Write a model that GPT.load() returned, and its tokenizer, whole or not at all.
+
+    tokenizer_from: a Hugging Face directory whose tokenizer files are copied instead. Raises
+    UserError for a model that has no equal in transformers, or if transformers computes other
+    logits.
+    """
+    from safetensors.torch import save_file
+
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already: remove it, or choose another directory")
+    settings, rope = write_config(model)
+    tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
+    settings |= special_token_ids(tokenizer)
+
+    folder = target.parent / f".tmp-{target.name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        save_file(export_weights(model, rope), folder / "model.safetensors", {"format": "pt"})
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        if tokenizer_from:
+            copy_tokenizer(Path(tokenizer_from), folder)
+        else:
+            add_bos = model.meta.get("bos") is not None
+            tokenizer_json.write(folder, tokenizer, add_bos, model.config.block_size)
+        print_summary(settings, model, tokenizer or tokenizer_from)
+        if verify:
+            verify_export(model, folder, tokenizer)
+        else:
+            print("not verified: --verify=false")
+        if target.exists():
+            target.rmdir()
+        os.rename(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def special_token_ids(tokenizer):
+    bos = eos = None
+    if tokenizer:
+        bos = tokenizer.bos
+        eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
+
+
+def copy_tokenizer(source, folder):
+    names = [name for name in tokenizer_json.FILES if (source / name).is_file()]
+    if not names:
+        raise UserError(
+            f"there are no tokenizer files in --tokenizer={source}: give the Hugging Face "
+            "directory that the model was imported from"
+        )
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+
+
+def print_summary(settings, model, has_tokenizer):
+    text = settings["architectures"][0]
+    if "rope_parameters" in settings:
+        text += f", rope_type {settings['rope_parameters']['rope_type']}"
+    text += f", {model.config.block_size} tokens"
+    if not has_tokenizer:
+        text += "; no tokenizer: the model was trained on token files without one"
+    print(text)
+
+
+# -----------------------------------------------------------------------------
+# config.json
+
+
+def write_config(model):
+    """Return (config.json as a dict, WrittenRope or None).
+
+    Raises UserError for what has no equal in transformers.
+    """
+    config = model.config
+    settings = {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "initializer_range": 0.02,
+    }
+    check_blocks(config)
+    if config.random_positions:
+        raise UserError(
+            "the models that transformers loads count their positions, and this one was trained on "
+            "random ones: train without --random_positions to export"
+        )
+    if config.norm == "layernorm":
+        check_gpt2(config)
+        return settings | gpt2_config(config), None
+    if config.pos not in ("rope", "nope"):
+        raise no_equal(
+            f"--pos={config.pos}",
+            "what can be exported is rope and nope, and GPT-2 (learned, with --norm=layernorm "
+            "--mlp=gelu --bias=all)",
+        )
+    if config.sinks:
+        raise no_equal("a window with sinks", "train without --sinks to export")
+    unrotated = unrotated_layers(model)
+    rope = choose_rope(model, unrotated)
+    model_type = choose_architecture(config, unrotated)
+    return settings | llama_config(config, model_type, rope, unrotated), rope
+
+
+def no_equal(what, remedy):
+    return UserError(f"{what} has no equal among the models that transformers loads: {remedy}")
+
+
+def check_blocks(config):
+    """Raise UserError unless the blocks are Llama's or GPT-2's."""
+    blocks = (config.norm, config.mlp, config.bias)
+    known = [
+        ("rmsnorm", "swiglu", "none"),
+        ("rmsnorm", "swiglu", "qkv"),
+        ("layernorm", "gelu", "all"),
+    ]
+    if blocks not in known:
+        raise no_equal(
+            f"--norm={config.norm} with --mlp={config.mlp} and --bias={config.bias}",
+            "what can be exported is rmsnorm and swiglu with --bias=none or qkv, and GPT-2 "
+            "(layernorm, gelu, all)",
+        )
+    if config.qk_norm and config.bias == "qkv":
+        raise no_equal("--qk_norm with --bias=qkv", "train without one of them to export")
+
+
+def check_gpt2(config):
+    """Raise UserError unless all other settings are GPT-2's too."""
+    requirements = {
+        "--pos=learned": config.pos == "learned",
+        "--head_dim=0": config.n_head * config.head_dim == config.n_embd,
+        "--n_kv_head=0": config.n_kv_head == config.n_head,
+        "--qk_norm=false": not config.qk_norm,
+        "--window=0": not config.window,
+    }
+    missing = [setting for setting, holds in requirements.items() if not holds]
+    if missing:
+        raise UserError(
+            "of the models with --norm=layernorm, --mlp=gelu and --bias=all transformers has "
+            f"GPT-2 alone: train with {', '.join(missing)} to export"
+        )
+
+
+def gpt2_config(config):
+    return {
+        "architectures": [CLASS_NAMES["gpt2"]],
+        "model_type": "gpt2",
+        "n_positions": config.block_size,
+        "n_ctx": config.block_size,
+        "n_embd": config.n_embd,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_inner": config.mlp_dim,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def unrotated_layers(model):
+    """Return for each layer whether its attention is without positions."""
+    config, pos = model.config, model.pos
+    if config.pos == "nope" or extension_method(config) == "drope" or not pos.rotary_dim:
+        return [True] * config.n_layer
+    return [not config.uses_positions(layer) for layer in range(config.n_layer)]
+
+
+def extension_method(config):
+    return config.extension["method"] if config.extension else "none"
+
+
+def choose_rope(model, unrotated):
+    """Return the WrittenRope of a model of Llama's shape, with RoPE or without."""
+    config = model.config
+    if not all(unrotated):
+        return write_rope(model)
+    if config.qk_norm:
+        # Qwen3 has RoPE in all layers
+        parameters = unrotated_rope(config.block_size, config.head_dim)
+    else:
+        parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    return WrittenRope(parameters, config.block_size)
+
+
+def choose_architecture(config, unrotated):
+    """Return the model_type that has these layers. Raises UserError where there is none."""
+    check_unrotated_layers(config, unrotated)
+    n_window = sum(config.uses_window(layer) for layer in range(config.n_layer))
+    if config.qk_norm:
+        model_type = "qwen3"
+    elif config.bias == "qkv":
+        model_type = "qwen2"
+    elif any(unrotated) or 0 < n_window < config.n_layer:
+        model_type = "smollm3"
+    # transformers' Llama wants heads that divide the embedding
+    elif n_window or config.n_embd % config.n_head:
+        model_type = "mistral"
+    else:
+        model_type = "llama"
+    if config.head_dim % 2 and model_type != "smollm3":
+        raise UserError(
+            f"head_dim={config.head_dim} is odd, and the models that transformers loads pair a "
+            "head's channels: choose an even one"
+        )
+    return model_type
+
+
+def check_unrotated_layers(config, unrotated):
+    """Raise UserError for layers without positions that only SmolLM3 has, in another model.
+
+    QK-norm in all layers without positions is possible: a Qwen3 whose RoPE rotates nothing.
+    """
+    if config.qk_norm and any(unrotated) and not all(unrotated):
+        other = "--qk_norm"
+    elif config.bias == "qkv" and any(unrotated):
+        other = "--bias=qkv"
+    else:
+        return
+    what = "a model without positions"
+    if not all(unrotated):
+        what = f"--layer_pattern={config.layer_pattern} (some layers without positions)"
+    raise no_equal(f"{what} with {other}", "train without one of them to export")
+
+
+def llama_config(config, model_type, rope, unrotated):
+    """Return the part of config.json that describes a Llama, or an architecture of its shape."""
+    settings = {
+        "architectures": [CLASS_NAMES[model_type]],
+        "model_type": model_type,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": rope.max_position_embeddings,
+    }
+    if model_type in ("llama", "qwen3", "smollm3"):
+        settings["attention_bias"] = False
+    if model_type in ("llama", "smollm3"):
+        settings["mlp_bias"] = False
+    if model_type == "smollm3":
+        # 1 stands for a layer with RoPE
+        settings["no_rope_layers"] = [int(not without) for without in unrotated]
+        settings["no_rope_layer_interval"] = 4
+    return settings | window_settings(config, model_type) | rope_settings(rope.parameters)
+
+
+def window_settings(config, model_type):
+    uses_window = [config.uses_window(layer) for layer in range(config.n_layer)]
+    window = config.window if any(uses_window) else None
+    if model_type == "llama":
+        return {}
+    if model_type == "mistral":
+        return {"sliding_window": window}
+    types = {True: "sliding_attention", False: "full_attention"}
+    return {
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": config.n_layer,
+        "layer_types": [types[windowed] for windowed in uses_window],
+    }
+
+
+def rope_settings(parameters):
+    """Return RoPE's fields of config.json; older runtimes read those beside rope_parameters."""
+    settings = {
+        "rope_parameters": parameters,
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None,
+    }
+    if parameters["rope_type"] != "default":
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        settings["rope_scaling"] = {"type": parameters["rope_type"], **scaling}
+    key = "original_max_position_embeddings"
+    if key in parameters:
+        settings[key] = parameters[key]
+    return settings
+
+
+# -----------------------------------------------------------------------------
+# Weights
+
+
+@torch.no_grad()
+def export_weights(model, rope):
+    """Return the tensors under Hugging Face's names; rope: of write_config().
+
+    The queries take what transformers has no setting for: factors of the attention scores.
+    """
+    config = model.config
+    params = dict(model.named_parameters())
+    for layer in range(config.n_layer):
+        prefix = f"blocks.{layer}.attention."
+        reorders = bool(rope and rope.channel_order) and config.uses_positions(layer)
+        scale = query_scale(model, layer, reorders)
+        if (scale != 1).any():
+            scaled = ["q_norm.weight"] if config.qk_norm else ["q.weight", "q.bias"]
+            for name in scaled:
+                scale_channels(params, prefix + name, scale)
+        if reorders:
+            for name in ROTATED_PARAMETERS:
+                reorder_channels(params, prefix + name, config.head_dim, rope.channel_order)
+
+    tensors = {}
+    for name, (parameters, transposed) in tensor_layout(config).items():
+        parts = [params[parameter].detach() for parameter in parameters]
+        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if transposed:
+            tensor = tensor.t()
+        tensors[name] = tensor.contiguous()
+    return tensors
+
+
+# parameters of attention whose rows are channels that RoPE rotates
+ROTATED_PARAMETERS = (
+    "q.weight",
+    "k.weight",
+    "q.bias",
+    "k.bias",
+    "q_norm.weight",
+    "k_norm.weight",
+)
+
+
+def query_scale(model, layer, reorders):
+    """Return what the channels of a layer's queries have to be multiplied by: (D,)."""
+    config, pos = model.config, model.pos
+    scale = config.attn_scale
+    if config.uses_positions(layer):
+        scale *= pos._score_scale
+        if extension_method(config) == "drope":
+            # its attention factor: the exported layer has no RoPE that could apply it
+            scale *= pos.attention_factor**2
+    scales = torch.full((config.head_dim,), float(scale))
+    if reorders:
+        # transformers applies the attention factor to channels that are not rotated, too
+        scales[pos.rotary_dim :] /= pos.attention_factor**2
+    return scales
+
+
+def scale_channels(params, name, scale):
+    """Multiply the channels of every head, in the first dimension of a parameter that may exist."""
+    if name not in params:
+        return
+    heads = params[name].unflatten(0, (-1, len(scale)))  # (H, D) or (H, D, C)
+    scale = scale if heads.dim() == 2 else scale[:, None]
+    params[name] = (heads * scale).flatten(0, 1)
+
+
+def reorder_channels(params, name, head_dim, order):
+    """Reorder the channels of every head, in the first dimension of a parameter that may exist."""
+    if name in params:
+        heads = params[name].unflatten(0, (-1, head_dim))
+        params[name] = heads[:, order].flatten(0, 1)

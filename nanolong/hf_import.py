@@ -1,0 +1,403 @@
+"""Import Hugging Face checkpoints: a local directory becomes the first checkpoint of a run folder.
+
+Only JSON and safetensors files are opened, and names, shapes and dtypes are checked before any
+weight is loaded. What has no equal here is refused, with the reason.
+"""
+
+import math
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from data import tokenizer_json
+from nanolong import checkpoint, run_folder, validate
+from nanolong.errors import UserError
+from nanolong.hf_layout import (
+    CONFIG_DEFAULTS,
+    UNSUPPORTED,
+    ConfigFields,
+    is_redundant,
+    read_json,
+    tensor_layout,
+)
+from nanolong.hf_rope import extension_of, read_rope, rotates_nothing
+
+
+def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
+    """Write a Hugging Face directory as the first checkpoint of a run folder; return its folder.
+
+    The first three arguments are model.py's. Raises UserError, with nothing written.
+    """
+    source, target = Path(source), Path(target)
+    if not source.is_dir():
+        raise UserError(
+            f"there is no directory {source}: give that of a Hugging Face checkpoint, downloaded "
+            "to this machine"
+        )
+    if run_folder.list_steps(target):
+        raise UserError(f"{target} holds a run already: choose another folder")
+    config = validate.coerce(GPTConfig, read_config(source), str(source / "config.json"))
+    validate.check_model(config, POSITIONS)
+    stored = read_headers(source)
+    shapes = parameter_shapes(GPT, config, source, stored)
+    layout = match_layout(config, stored)
+    check_tensors(source, layout, stored, shapes, config.tie_embeddings)
+    tokenizer, bos, note = tokenizer_json.read(source, config.vocab_size, read_json)
+
+    folder = target / "step-000000"
+    meta = {
+        "config": asdict(config),
+        "tokenizer": None if tokenizer is None else tokenizer.to_json(),
+        "bos": bos,
+        "imported": source.resolve().name,
+    }
+    weights = read_weights(source, layout, stored, shapes)
+    checkpoint.write_checkpoint(folder, {"model": weights}, meta)
+    print_summary(folder, config, shapes, note)
+    return folder
+
+
+def print_summary(folder, config, shapes, note):
+    """Print what was imported; note: what tokenizer_json.read() has to say."""
+    n_parameters = sum(math.prod(shape) for shape in shapes.values())
+    layers = range(config.n_layer)
+    text = f"{folder}: {n_parameters / 1e6:.2f} M parameters, context length "
+    text += f"{config.block_size} tokens"
+    extension = config.extension
+    if extension:
+        text += f" (originally {config.original_length}, {extension['method']}, "
+        text += f"factor {extension['factor']:g})"
+    if config.window:
+        n_window = sum(config.uses_window(layer) for layer in layers)
+        text += f"; window {config.window} in {n_window} of {config.n_layer} layers"
+    n_without = sum(not config.uses_positions(layer) for layer in layers)
+    if n_without:
+        text += f"; {n_without} layers without positions"
+    print(text)
+    if note:
+        print(note.strip())
+    if extension and extension["method"] == "dynamic-ntk":
+        print(
+            "note: a dynamic scale follows the length of the text rounded up to a quarter of the "
+            "original length; transformers takes the exact length, and keeps keys of older scales"
+        )
+
+
+# -----------------------------------------------------------------------------
+# config.json
+
+
+def read_config(folder):
+    """Return the settings of GPTConfig that a Hugging Face directory's config.json describes.
+
+    Raises UserError for what has no equal here.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"there is no config.json in {folder}: give the directory of a Hugging Face "
+            "checkpoint, downloaded to this machine"
+        )
+    values = read_json(file)
+    model_type = values.get("model_type")
+    check_model_type(folder, model_type)
+    if values.get("quantization_config"):
+        raise UserError(
+            f"{folder} is quantized, and weights are read in float32, float16 or bfloat16: "
+            "download the checkpoint that it was made from"
+        )
+    fields = ConfigFields(file, values, CONFIG_DEFAULTS[model_type])
+    if model_type == "gpt2":
+        return read_gpt2_config(fields)
+    return read_llama_config(fields, model_type)
+
+
+def check_model_type(folder, model_type):
+    if not isinstance(model_type, str):
+        model_type = repr(model_type)
+    if model_type in CONFIG_DEFAULTS:
+        return
+    problem = UNSUPPORTED.get(model_type, "is not known here")
+    raise UserError(
+        f"{folder} is a {model_type} model, which {problem}: "
+        f"what can be imported is {', '.join(CONFIG_DEFAULTS)}"
+    )
+
+
+def read_gpt2_config(fields):
+    fields.require("activation_function", ("gelu_new", "gelu_pytorch_tanh"))
+    fields.require("scale_attn_weights", (True,))
+    fields.require("scale_attn_by_inverse_layer_idx", (False,))
+    fields.require("add_cross_attention", (False,))
+    n_embd = fields.integer("n_embd")
+    return {
+        "pos": "learned",
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "bias": "all",
+        "n_layer": fields.integer("n_layer"),
+        "n_head": fields.integer("n_head"),
+        "n_embd": n_embd,
+        "block_size": fields.integer("n_positions"),
+        "vocab_size": fields.integer("vocab_size"),
+        "tie_embeddings": fields.flag("tie_word_embeddings"),
+        "norm_eps": fields.real("layer_norm_epsilon", 1e-30, 0.1),
+        "mlp_dim": fields.optional_integer("n_inner") or 4 * n_embd,
+    }
+
+
+def read_llama_config(fields, model_type):
+    fields.require("hidden_act", ("silu", "swish"))
+    fields.require_off("mlp_bias")
+    fields.require_off("rope_interleaved")
+    if model_type != "qwen2":
+        fields.require_off("attention_bias")
+    n_layer = fields.integer("num_hidden_layers", high=1 << 16)
+    n_head = fields.integer("num_attention_heads", high=1 << 16)
+    n_embd = fields.integer("hidden_size")
+    head_dim = fields.optional_integer("head_dim") or n_embd // n_head
+    rope_base, rope = read_rope(fields, head_dim)
+    window, window_layers, rope_layers = read_layers(fields, model_type, n_layer)
+
+    settings = {
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_kv_head": fields.optional_integer("num_key_value_heads") or n_head,
+        "head_dim": head_dim,
+        "n_embd": n_embd,
+        "vocab_size": fields.integer("vocab_size"),
+        "qk_norm": model_type == "qwen3",
+        "bias": "qkv" if model_type == "qwen2" else "none",
+        "tie_embeddings": fields.flag("tie_word_embeddings"),
+        "norm_eps": fields.real("rms_norm_eps", 1e-30, 0.1),
+        "mlp_dim": fields.integer("intermediate_size"),
+        "window": window if any(window_layers) else 0,
+        "block_size": rope.length,
+    }
+    if not any(rope_layers) or rotates_nothing(rope):
+        settings["pos"] = "nope"
+        rope_layers = [True] * n_layer
+    else:
+        settings["pos"] = "rope"
+        settings["rope_base"] = rope_base
+        settings["extension"] = extension_of(rope)
+    settings["layer_pattern"] = layer_pattern(window_layers, rope_layers)
+    return settings
+
+
+# -----------------------------------------------------------------------------
+# Layers that differ
+
+
+def read_layers(fields, model_type, n_layer):
+    """Return (window in tokens or None, whether each layer has it, whether each layer has RoPE)."""
+    rope_layers = [True] * n_layer
+    if model_type == "smollm3":
+        rope_layers = read_rope_layers(fields, n_layer)
+    types = ("full_attention", "sliding_attention")
+    layer_types = fields.list_per_layer("layer_types", n_layer, types)
+
+    window = None
+    if model_type == "mistral":
+        window = fields.optional_integer("sliding_window")
+    elif model_type != "llama" and fields.values.get("use_sliding_window"):
+        window = fields.optional_integer("sliding_window")
+
+    if not window:
+        window_layers = [False] * n_layer
+    elif model_type == "mistral":
+        window_layers = [True] * n_layer
+    elif layer_types:
+        window_layers = [layer_type == "sliding_attention" for layer_type in layer_types]
+    elif model_type == "smollm3":
+        window_layers = [not has_rope for has_rope in rope_layers]
+    else:  # Qwen
+        first = fields.integer("max_window_layers", low=0)
+        window_layers = [layer >= first for layer in range(n_layer)]
+    return window, window_layers, rope_layers
+
+
+def read_rope_layers(fields, n_layer):
+    """Return for each layer of a SmolLM3 whether it has RoPE."""
+    # the list holds 1 for layers with RoPE, whatever its name says
+    rope_layers = fields.list_per_layer("no_rope_layers", n_layer, (0, 1))
+    if rope_layers is not None:
+        return [bool(has_rope) for has_rope in rope_layers]
+    interval = fields.integer("no_rope_layer_interval")
+    return [(layer + 1) % interval != 0 for layer in range(n_layer)]
+
+
+def layer_pattern(window_layers, rope_layers):
+    """Return the shortest layer_pattern that gives these layers when it is repeated."""
+    letters = {(False, True): "F", (True, True): "W", (False, False): "N", (True, False): "S"}
+    word = "".join(letters[kind] for kind in zip(window_layers, rope_layers, strict=True))
+    for length in range(1, len(word)):
+        repeated = word[:length] * len(word)
+        if repeated.startswith(word):
+            return word[:length]
+    return word
+
+
+# -----------------------------------------------------------------------------
+# Tensors
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor is, by the header of its file."""
+
+    file: str
+    shape: tuple
+
+
+def read_headers(folder):
+    """Return the tensors of a directory, by the headers of its files: name -> StoredTensor."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return read_file_header(folder, "model.safetensors")
+    if not index.is_file():
+        raise no_weights(folder)
+    file_of = read_index(index)
+    stored = {}
+    for file in sorted(set(file_of.values())):
+        stored |= read_file_header(folder, file)
+    for name, file in file_of.items():
+        if name not in stored or stored[name].file != file:
+            raise UserError(
+                f"{index} says that {name} is in {file}, and it is not: download both again"
+            )
+    return stored
+
+
+def no_weights(folder):
+    pickles = []
+    for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt"):
+        pickles += [file.name for file in folder.glob(pattern)]
+    if not pickles:
+        return UserError(
+            f"there is no model.safetensors in {folder}: download the whole checkpoint"
+        )
+    return UserError(
+        f"{folder} holds {min(pickles)}, a pickle, which can run any program and is not opened: "
+        "download its model.safetensors, or let transformers load and save it where you trust it"
+    )
+
+
+def read_index(index):
+    """Return which file of a directory holds each tensor: name -> file name."""
+    file_of = read_json(index).get("weight_map")
+    if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
+        raise UserError(f"{index} has no weight_map of names to files: download it again")
+    for file in set(file_of.values()):
+        # a path that leaves the folder would read files that are none of the checkpoint's
+        is_plain_name = Path(file).name == file and "\\" not in file and not file.startswith(".")
+        if not is_plain_name or not file.endswith(".safetensors"):
+            raise UserError(
+                f"{index} names {file!r}, which is no safetensors file of this folder: "
+                "download the checkpoint from a source that you trust"
+            )
+    return file_of
+
+
+def read_file_header(folder, file):
+    from safetensors import SafetensorError, safe_open
+
+    stored = {}
+    try:
+        with safe_open(folder / file, framework="pt") as tensors:
+            for name in tensors.keys():
+                header = tensors.get_slice(name)
+                check_dtype(folder / file, name, header.get_dtype())
+                stored[name] = StoredTensor(file, tuple(header.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{folder / file} is not a whole safetensors file ({error}): download it again"
+        ) from None
+    return stored
+
+
+def check_dtype(file, name, dtype):
+    if dtype in ("F32", "F16", "BF16", "F64") or is_redundant(name, tied=True):
+        return
+    raise UserError(
+        f"{file}: {name} is of dtype {dtype}, and weights are read in float32, float16 or "
+        "bfloat16: download the checkpoint that is not quantized"
+    )
+
+
+def parameter_shapes(GPT, config, source, stored):
+    """Return the shapes of our parameters, without taking memory for them."""
+    file = source / "config.json"
+    # checked first: an absurd number of layers takes long to build even without memory
+    if config.n_layer > len(stored):
+        raise UserError(
+            f"{file} says {config.n_layer} layers, and there are {len(stored)} tensors: "
+            "download both again"
+        )
+    try:
+        with torch.device("meta"):
+            model = GPT(config)
+    except (AssertionError, RuntimeError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"{file} describes a model that cannot be built ({error}): download it again"
+        ) from None
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def match_layout(config, stored):
+    """Return the layout of the tensors, with their prefix or, as in GPT-2's own files, without."""
+    layout = tensor_layout(config)
+    if any(name.startswith(("model.", "transformer.")) for name in stored):
+        return layout
+    prefix = r"^(model|transformer)\."
+    return {re.sub(prefix, "", name): tensor for name, tensor in layout.items()}
+
+
+def check_tensors(source, layout, stored, shapes, tied):
+    """Raise UserError unless the stored tensors are those of the layout."""
+    for name, tensor in layout.items():
+        expected = stored_shape(tensor, shapes)
+        found = stored[name].shape if name in stored else "absent"
+        if found != expected:
+            raise UserError(
+                f"{source}: {name} is {found}, where config.json asks for {expected}: "
+                "download both again"
+            )
+    extra = [name for name in stored if name not in layout and not is_redundant(name, tied)]
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise UserError(
+            f"{source}: the model has no parameter for {extra[0]}{more}, so it is another one than "
+            "its config.json says: download both again"
+        )
+
+
+def stored_shape(tensor, shapes):
+    """Return the shape that an HFTensor has, from the shapes of our parameters."""
+    parts = [shapes[parameter] for parameter in tensor.parameters]
+    shape = (sum(part[0] for part in parts), *parts[0][1:])
+    return shape[::-1] if tensor.transposed else shape
+
+
+def read_weights(source, layout, stored, shapes):
+    """Read the weights: our names -> float32 tensors, contiguous and each with its own memory."""
+    from safetensors import safe_open
+
+    weights = {}
+    for file in sorted({stored[name].file for name in layout}):
+        with safe_open(source / file, framework="pt") as tensors:
+            for name, (parameters, transposed) in layout.items():
+                if stored[name].file != file:
+                    continue
+                tensor = tensors.get_tensor(name).float()
+                if transposed:
+                    tensor = tensor.t()
+                if len(parameters) == 1:
+                    weights[parameters[0]] = tensor.contiguous()
+                    continue
+                parts = tensor.split([shapes[parameter][0] for parameter in parameters])
+                for parameter, part in zip(parameters, parts, strict=True):
+                    weights[parameter] = part.clone(memory_format=torch.contiguous_format)
+    return weights

@@ -1,0 +1,389 @@
+"""RoPE in a config.json: its rope_parameters, read and written."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+import rope_scaling
+from nanolong.errors import UserError
+from nanolong.hf_layout import UNROTATED, ConfigFields
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+class Rope(NamedTuple):
+    """The scaling of a config.json's RoPE, in our terms."""
+
+    method: str  # of rope_scaling.METHODS
+    factor: float
+    options: dict
+    original_length: int  # in tokens, as the next
+    length: int
+
+
+def extension_of(rope):
+    """Return GPTConfig.extension; None for plain RoPE."""
+    if rope.method == "none":
+        return None
+    return {
+        "method": rope.method,
+        "factor": rope.factor,
+        "options": rope.options,
+        "original_length": rope.original_length,
+    }
+
+
+def rotates_nothing(rope):
+    """Return whether no pair of channels is rotated: how exported models without RoPE look."""
+    if rope.method != "longrope":
+        return False
+    tables = [rope.options.get("short_factor", []), rope.options["long_factor"]]
+    return all(factor >= UNROTATED for table in tables for factor in table)
+
+
+def read_rope(fields, head_dim):
+    """Return (base, Rope) of a config.json. Raises UserError for a rope_type that is unknown."""
+    rope = RopeFields(fields, head_dim)
+    rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
+    base = rope.real("rope_theta", 1.0, 1e12)
+    if rope_type != "proportional" and rope.rotated_fraction() != 1:
+        raise UserError(
+            f"{rope.file}: partial_rotary_factor is {rope.rotated_fraction()}, and transformers' "
+            "own models of this type rotate whole heads: set it to 1, if that is meant"
+        )
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        raise UserError(
+            f"{rope.file}: there is no rope_type {rope_type!r} here: what can be imported is "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+    return base, ROPE_TYPES[rope_type](rope)
+
+
+class RopeFields(ConfigFields):
+    """The rope parameters of a config.json, found as transformers finds them.
+
+    rope_scaling goes before rope_parameters, and the original length outside of them before the
+    one inside.
+    """
+
+    def __init__(self, fields, head_dim):
+        outer = fields.values
+        inner = outer.get("rope_scaling") or outer.get("rope_parameters") or {}
+        if not isinstance(inner, dict) or any(isinstance(v, dict) for v in inner.values()):
+            raise UserError(
+                f"{fields.file}: its rope_parameters differ by layer, and here all layers have the "
+                "same: choose another checkpoint"
+            )
+        shared = ("rope_theta", "partial_rotary_factor")
+        values = {key: outer[key] for key in shared if key in outer} | inner
+        super().__init__(fields.file, values, fields.defaults)
+        self.head_dim = head_dim
+        self.n_pairs = head_dim // 2
+        self.length = fields.integer("max_position_embeddings")
+
+        key = "original_max_position_embeddings"
+        original_length = outer.get(key) or inner.get(key)
+        if original_length is None:
+            original_length = self.length
+        self.original_length = ConfigFields(fields.file, {key: original_length}, {}).integer(key)
+
+    def rotated_fraction(self):
+        if self.get("partial_rotary_factor") is None:
+            return 1.0
+        return self.real("partial_rotary_factor", 0, 1)
+
+    def factor(self):
+        return self.real("factor", 1, 1e6)
+
+    def optional_factor(self):
+        """Return the factor, by default what the two lengths say."""
+        if self.get("factor") is None:
+            return self.length / self.original_length
+        return self.factor()
+
+    def extended_length(self, factor):
+        """Return the extended context length: some configs hold the original length alone."""
+        if self.length != self.original_length:
+            return self.length
+        return max(self.length, round(self.original_length * factor))
+
+    def options(self, *keys):
+        """Return those of the options that are given."""
+        return {key: self.real(key, 1e-12, 1e12) for key in keys if self.get(key) is not None}
+
+    def table(self, key):
+        """Return a list of factors, one for each rotated pair."""
+        table = self.get(key)
+        whole = isinstance(table, list) and len(table) == self.n_pairs
+        if not whole or not all(is_positive_number(factor) for factor in table):
+            raise UserError(
+                f"{self.file}: {key} must be a list of {self.n_pairs} numbers above 0, one for "
+                "each rotated pair: download it again"
+            )
+        return table
+
+
+def is_positive_number(value):
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def read_default_rope(rope):
+    return Rope("none", 1.0, {}, rope.length, rope.length)
+
+
+def read_linear_rope(rope):
+    factor = rope.factor()
+    return Rope("pi", factor, {}, rope.length, round(rope.length * factor))
+
+
+def read_dynamic_rope(rope):
+    factor = rope.factor()
+    return Rope("dynamic-ntk", factor, {}, rope.length, round(rope.length * factor))
+
+
+def read_llama3_rope(rope):
+    factor = rope.factor()
+    options = rope.options("low_freq_factor", "high_freq_factor")
+    return Rope("llama3", factor, options, rope.original_length, rope.extended_length(factor))
+
+
+def read_yarn_rope(rope):
+    factor = rope.optional_factor()
+    options = rope.options("beta_fast", "beta_slow", "attention_factor")
+    has_mscale = rope.get("mscale") and rope.get("mscale_all_dim")
+    if has_mscale and "attention_factor" not in options and factor > 1:
+        # DeepSeek's two scales of YaRN's temperature: of all channels, and of those of RoPE
+        mscale = 0.1 * rope.real("mscale", 0, 100) * math.log(factor) + 1
+        mscale_all_dim = 0.1 * rope.real("mscale_all_dim", 0, 100) * math.log(factor) + 1
+        options["attention_factor"] = mscale / mscale_all_dim
+    if not rope.values.get("truncate", True):
+        options["truncate"] = False
+    return Rope("yarn", factor, options, rope.original_length, rope.extended_length(factor))
+
+
+def read_longrope(rope):
+    factor = rope.optional_factor()
+    options = rope.options("attention_factor")
+    short_factor = rope.table("short_factor")
+    long_factor = rope.table("long_factor")
+    if short_factor != long_factor:
+        options["short_factor"] = short_factor
+    options["long_factor"] = long_factor
+    return Rope("longrope", factor, options, rope.original_length, rope.length)
+
+
+def read_proportional_rope(rope):
+    """The first pairs are interpolated, the others not rotated: a longrope table."""
+    n_rotated = int(rope.rotated_fraction() * rope.head_dim // 2)
+    factor = 1.0 if rope.get("factor") is None else rope.factor()
+    table = [factor] * n_rotated + [UNROTATED] * (rope.n_pairs - n_rotated)
+    options = {"long_factor": table, "attention_factor": 1.0}
+    return Rope("longrope", factor, options, rope.length, round(rope.length * factor))
+
+
+# rope_type of a config.json -> the function that reads it
+ROPE_TYPES = {
+    "default": read_default_rope,
+    "linear": read_linear_rope,
+    "dynamic": read_dynamic_rope,
+    "yarn": read_yarn_rope,
+    "longrope": read_longrope,
+    "su": read_longrope,
+    "llama3": read_llama3_rope,
+    "proportional": read_proportional_rope,
+}
+
+
+# -----------------------------------------------------------------------------
+# Writing
+
+
+class WrittenRope(NamedTuple):
+    """What a config.json says of RoPE, and what has to be done to the weights for it."""
+
+    parameters: dict  # rope_parameters
+    max_position_embeddings: int
+    # For a RoPE that rotates a part of a head: which of our channels each of theirs is.
+    channel_order: list | None = None
+
+
+def write_rope(model):
+    """Return the WrittenRope of a model with RoPE.
+
+    A method is written by its name in transformers, plain RoPE of whatever base by this base, and
+    any other fixed frequencies as a longrope table. Raises UserError for what has no equal there.
+    """
+    config, pos = model.config, model.pos
+    extension = config.extension or {"method": "none", "factor": 1.0, "options": {}}
+    method, options = extension["method"], extension["options"]
+    factor = float(extension["factor"])
+    check_method(method, pos)
+    rotates_whole_heads = pos.rotary_dim == config.head_dim
+    if rotates_whole_heads:
+        rope_type = named_rope_type(method, factor, options)
+        if rope_type:
+            return write_named_type(rope_type, config, method, factor, options)
+    if method == "longrope" and "short_factor" in options:
+        raise UserError(
+            f"longrope with two tables and rope_fraction={config.rope_fraction} has no equal among "
+            "the models that transformers loads: leave out short_factor"
+        )
+    if pos._dynamic:
+        pos.update_tables(config.block_size)
+    if rotates_whole_heads:
+        base = base_of_plain_rope(config, pos, method, factor)
+        if base is not None:
+            return WrittenRope({"rope_type": "default", "rope_theta": base}, config.block_size)
+    return write_table(config, pos, factor)
+
+
+def check_method(method, pos):
+    """Raise UserError for a method that transformers cannot compute by fixed frequencies."""
+    if method in rope_scaling.EVALUATION_ONLY:
+        raise UserError(
+            f"method {method!r} replaces attention, and transformers has nothing like it: "
+            "extend the model by another --method"
+        )
+    # ntk-lceg follows the context length, not the text; transformers has longrope's two tables
+    if pos._dynamic and method not in ("ntk-lceg", "longrope"):
+        raise UserError(
+            f"method {method!r} follows the length of the text, and transformers' dynamic type "
+            "counts otherwise and keeps stale keys: extend by a static --method, or fix the length "
+            "by --options=length=N"
+        )
+
+
+def named_rope_type(method, factor, options):
+    """Return the rope_type that transformers has for a method, or None."""
+    if method == "longrope" and options.get("long_factor"):
+        return "longrope"
+    if factor <= 1:
+        return None
+    ramp = options.get("ramp", "index")
+    if method == "pi":
+        return "linear"
+    if method in ("yarn", "ntk-parts") and ramp == "index":
+        return "yarn"
+    # llama3's ramp is that of NTK-by-parts as its paper has it
+    if method == "llama3" or (method == "ntk-parts" and ramp == "paper"):
+        return "llama3"
+    return None
+
+
+def write_named_type(rope_type, config, method, factor, options):
+    """Return the WrittenRope of a rope_type that transformers has."""
+    parameters = {
+        "rope_type": rope_type,
+        "rope_theta": float(config.rope_base),
+        "factor": factor,
+    }
+    if rope_type == "linear":
+        # here transformers wants the original length, and multiplies it by the factor
+        return WrittenRope(parameters, config.original_length)
+    parameters["original_max_position_embeddings"] = config.original_length
+    if rope_type == "yarn":
+        parameters |= yarn_parameters(method, options)
+    elif rope_type == "llama3":
+        parameters |= llama3_parameters(method, options)
+    else:
+        long_factor = [float(value) for value in options["long_factor"]]
+        short_factor = [float(value) for value in options.get("short_factor") or long_factor]
+        parameters |= {"long_factor": long_factor, "short_factor": short_factor}
+        if options.get("attention_factor") is not None:
+            parameters |= longrope_attention_factor(float(options["attention_factor"]))
+    return WrittenRope(parameters, config.block_size)
+
+
+def yarn_parameters(method, options):
+    parameters = {}
+    for key in ("beta_fast", "beta_slow", "attention_factor"):
+        if options.get(key) is not None:
+            parameters[key] = float(options[key])
+    if options.get("truncate") is not None:
+        parameters["truncate"] = options["truncate"]
+    if method == "ntk-parts":
+        # it is YaRN without the temperature
+        parameters["attention_factor"] = 1.0
+    return parameters
+
+
+def llama3_parameters(method, options):
+    if method == "llama3":
+        low = options.get("low_freq_factor", 1.0)
+        high = options.get("high_freq_factor", 4.0)
+    else:
+        low = options.get("beta_slow", 1.0)
+        high = options.get("beta_fast", 32.0)
+    return {"low_freq_factor": float(low), "high_freq_factor": float(high)}
+
+
+def longrope_attention_factor(value):
+    """Return the parameter for what multiplies cos and sin; older runtimes know the other two."""
+    return {"attention_factor": value, "short_mscale": value, "long_mscale": value}
+
+
+def plain_frequencies(base, dim):
+    """Return base^(-2k / dim), float64 (dim / 2,)."""
+    return base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def base_of_plain_rope(config, pos, method, factor):
+    """Return the base whose plain frequencies are those of a RoPE, or None."""
+    dim = config.head_dim
+    if pos.attention_factor != 1 or dim <= 2:
+        return None
+    inv_freq = pos.inv_freq.double()
+    if method == "none" or factor == 1:
+        base = float(config.rope_base)
+    else:
+        # the slowest pair has base^(-(dim - 2) / dim)
+        base = inv_freq[-1].item() ** (-dim / (dim - 2))
+    same = torch.allclose(inv_freq, plain_frequencies(base, dim), rtol=1e-9, atol=0)
+    return base if same else None
+
+
+def write_table(config, pos, factor):
+    """Return the WrittenRope of any frequencies: the longrope table that divides plain ones."""
+    base = float(config.rope_base)
+    head_dim, rotary_dim = config.head_dim, pos.rotary_dim
+    n_rotated = rotary_dim // 2
+    n_unrotated = (head_dim - rotary_dim) // 2
+    plain = plain_frequencies(base, head_dim)[:n_rotated]
+    table = (plain / pos.inv_freq.double()).tolist() + [UNROTATED] * n_unrotated
+    parameters = longrope_table(base, factor, config.original_length, table, pos.attention_factor)
+    channel_order = None
+    if n_unrotated:
+        channel_order = pairs_first(head_dim, rotary_dim)
+    return WrittenRope(parameters, config.block_size, channel_order)
+
+
+def pairs_first(head_dim, rotary_dim):
+    """Return the order of channels that pairs channel c with c + head_dim / 2, rotated pairs first.
+
+    Ours pair c with c + rotary_dim / 2, and the channels from rotary_dim on are not rotated.
+    """
+    half = rotary_dim // 2
+    middle = rotary_dim + (head_dim - rotary_dim) // 2
+    first_of_pair = [*range(half), *range(rotary_dim, middle)]
+    second_of_pair = [*range(half, rotary_dim), *range(middle, head_dim)]
+    return first_of_pair + second_of_pair
+
+
+def longrope_table(base, factor, original_length, table, attention_factor):
+    """Return rope_parameters of type longrope with one table for all lengths."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": base,
+        "factor": factor,
+        "original_max_position_embeddings": original_length,
+        "long_factor": table,
+        "short_factor": table,
+        **longrope_attention_factor(float(attention_factor)),
+    }
+
+
+def unrotated_rope(length, head_dim):
+    """Return rope_parameters that rotate nothing, for architectures that rotate all layers."""
+    return longrope_table(10000.0, 1.0, length, [UNROTATED] * (head_dim // 2), 1.0)

@@ -1,0 +1,366 @@
+"""
+Fast sampling: the cache of keys and values, prompts of unequal length, and a decoding step of
+fixed shape that can be compiled and, on a GPU, captured as a CUDA graph.
+
+GPT.generate() in model.py is how to call it.
+"""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+import kernels
+from nanolong.errors import UserError
+
+
+class KVCache:
+    """
+    Keys and values of the tokens computed so far, with those tokens and their positions.
+
+    capacity: tokens to allocate memory for; 0: the memory doubles when it is full. With a capacity,
+    the scheme's biases are computed once for all of it, not at every step.
+    """
+
+    def __init__(self, capacity=0):
+        self.capacity = capacity
+        self.length = 0  # tokens so far
+        self.tokens = None  # (B, length)
+        self.pos = None  # (length,) or (B, length)
+        self.docs = None  # (B, length) or None
+        self.explicit_positions = False  # whether any were given, and not counted from 0
+        self.tables_version = None  # of the scheme's tables that the keys were computed with
+        self.keys = {}  # layer -> (B, Hk, allocated, D)
+        self.values = {}
+        self.terms = {}  # layer -> (number of keys, bias, relative)
+        # For decoding steps of fixed shape, int64 (1,) on the device: where the next token is
+        # written, and how many tokens there are with it.
+        self.write_index = None
+        self.valid_length = None
+
+    @property
+    def fixed_shape(self):
+        return self.write_index is not None
+
+    def append(self, tokens, pos, docs, tables_version, explicit_positions):
+        """
+        Append tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None.
+
+        Returns the tokens and positions to compute: these, or all so far where the scheme's tables
+        have changed. Cached keys cannot be kept then, even unrotated: those of deeper layers were
+        computed from hidden states of the old tables.
+        """
+        if self.length and (docs is None) != (self.docs is None):
+            raise UserError("docs are missing in some calls with this cache: pass them to all")
+        self.length += tokens.shape[1]
+        self.explicit_positions = self.explicit_positions or explicit_positions
+        self.tokens = concatenate(self.tokens, tokens)
+        self.pos = concatenate(self.pos, pos)
+        self.docs = concatenate(self.docs, docs)
+        if tables_version == self.tables_version:
+            return tokens, pos
+        self.tables_version = tables_version
+        self.keys, self.values, self.terms = {}, {}, {}
+        return self.tokens, self.pos
+
+    def mask(self):
+        """The keyword arguments of kernels.attention that hold for all layers."""
+        return {
+            "docs": self.docs,
+            "positions": self.pos if self.explicit_positions else None,
+            "length": self.valid_length,
+        }
+
+    def update(self, layer, k, v):
+        """Append keys and values (B, Hk, T, D) of a layer. Returns all so far."""
+        if self.fixed_shape:  # all that is allocated: attention gets the valid length
+            keys = self.keys[layer].index_copy_(2, self.write_index, k)
+            values = self.values[layer].index_copy_(2, self.write_index, v)
+            return keys, values
+        end = self.length
+        start = end - k.shape[2]
+        if layer not in self.keys or self.keys[layer].shape[2] < end:
+            size = max(end, self.capacity, 2 * start)
+            self.keys[layer] = self.allocate(self.keys.get(layer), k, start, size)
+            self.values[layer] = self.allocate(self.values.get(layer), v, start, size)
+        self.keys[layer].narrow(2, start, end - start).copy_(k)
+        self.values[layer].narrow(2, start, end - start).copy_(v)
+        return self.keys[layer].narrow(2, 0, end), self.values[layer].narrow(2, 0, end)
+
+    def allocate(self, old, new, start, size):
+        """A buffer for `size` tokens that holds the first `start` of the old one."""
+        shape = (*new.shape[:2], size, new.shape[3])
+        # in a fixed shape the unused part is multiplied by zero, so it must hold finite numbers
+        buffer = new.new_zeros(shape) if self.capacity else new.new_empty(shape)
+        if old is not None:
+            buffer[:, :, :start] = old[:, :, :start]
+        return buffer
+
+    def position_terms(self, scheme, layer, n):
+        """The scheme's bias and relative vectors for at least n keys."""
+        if not self.capacity:
+            return scheme.bias(n, layer), scheme.relative(n, layer)
+        if layer not in self.terms or self.terms[layer][0] < n:
+            n = max(n, self.capacity)
+            self.terms[layer] = (n, scheme.bias(n, layer), scheme.relative(n, layer))
+        return self.terms[layer][1:]
+
+
+def concatenate(old, new):
+    return new if old is None else torch.cat((old, new), -1)
+
+
+@torch.no_grad()
+def generate(
+    model,
+    tokens,
+    max_new_tokens,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    generator=None,
+    compiled=False,
+):
+    """Do what GPT.generate() promises."""
+    lengths = [len(row) for row in tokens]
+    check_request(model, lengths, max_new_tokens)
+    if not max_new_tokens:
+        return
+    total = max(lengths) + max_new_tokens - 1  # the last token is not an input
+    # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
+    capacity = -(-total // 256) * 256 if compiled else total
+    tokens, pos, docs = pad_prompts(model, tokens, lengths, total, capacity)
+    if compiled and tables_change(model, max(lengths), total):
+        raise UserError(
+            "this method's tables change as the text grows, so no decoding step can be compiled: "
+            "leave out --compile"
+        )
+    cache = KVCache(capacity)
+
+    # Prefill: compute all prompt tokens, and sample the first new one.
+    logits = compute_logits(model, tokens, pos, docs, cache)
+    next_token = sample_token(logits, temperature, top_k, top_p, generator)
+    yield next_token
+
+    # Decode: compute one token at a time.
+    step = None
+    if max_new_tokens > 1:
+        step = make_decoding_step(model, cache, pos, docs, compiled)
+    for _ in range(max_new_tokens - 1):
+        if step is None:
+            logits = compute_logits(model, next_token, pos, docs, cache)
+        else:
+            logits = step(next_token)
+        next_token = sample_token(logits, temperature, top_k, top_p, generator)
+        yield next_token
+
+
+def check_request(model, lengths, max_new_tokens):
+    """Raise UserError for empty prompts, and for more tokens than a bounded scheme has."""
+    if min(lengths, default=0) < 1:
+        raise UserError("generate() needs at least one token in every prompt: give a prompt")
+    longest = max(lengths)
+    limit = model.config.max_positions
+    if model.pos.bounded and longest + max_new_tokens - 1 > limit:
+        most = max(0, limit + 1 - longest)
+        raise UserError(
+            f"{longest} prompt tokens and {max_new_tokens} new ones are more than the {limit} "
+            f"positions of --pos={model.config.pos}: ask for at most --max_new_tokens={most}, or "
+            "shorten the prompt"
+        )
+    if min(lengths) < longest and model.pos._dynamic:
+        raise UserError(
+            "a dynamic method scales by the length of each text, so prompts of unequal length "
+            "cannot be one batch: give them one at a time, or extend with --options=length=N"
+        )
+
+
+def pad_prompts(model, tokens, lengths, total, capacity):
+    """
+    Stack prompts, padding them on the left: tokens (B, T), and for the whole text that will be
+    there, positions (capacity,) or (B, capacity) and documents (B, capacity), or None where
+    positions count from 0 and there is one document.
+
+    A pad token is a document of its own, so that no text attends to it.
+    """
+    width = max(lengths)
+    device = model.embed.weight.device
+    random_positions = {}
+    if model.config.random_positions:
+        for n in set(lengths):
+            random_positions[n] = model.sample_positions(1, n + total - width, 0)[0]
+    if min(lengths) == width:
+        if not torch.is_tensor(tokens):
+            tokens = torch.stack(list(tokens))
+        if not random_positions:
+            return tokens, None, None
+        return tokens, F.pad(random_positions[width], (0, capacity - total)), None
+
+    rows = []
+    for n in lengths:
+        row = random_positions.get(n)
+        if row is None:
+            row = torch.arange(total - width + n, device=device)
+        rows.append(F.pad(row, (width - n, capacity - total)))
+    n_pads = width - torch.tensor(lengths, device=device)[:, None]  # (B, 1)
+    docs = (n_pads - torch.arange(capacity, device=device)).clamp(min=0)  # n_pads, ..., 1, 0, 0
+    tokens = torch.stack([F.pad(row, (width - len(row), 0)) for row in tokens])
+    return tokens, torch.stack(rows), docs
+
+
+def compute_logits(model, tokens, pos, docs, cache):
+    """The logits (B, V), float32, after these tokens, which follow those of the cache."""
+    now = slice(cache.length, cache.length + tokens.shape[1])
+    pos = None if pos is None else pos[..., now]
+    docs = None if docs is None else docs[:, now]
+    return model.head(model.hidden_states(tokens, pos, docs, cache)[:, -1]).float()
+
+
+def sample_token(logits, temperature, top_k, top_p, generator):
+    """
+    Sample a token for each row of logits (B, V), float32: int64 (B, 1).
+
+    generator: one, or a list of one for each row. Only top_p without top_k sorts the vocabulary.
+    """
+    if temperature < 1e-5 or top_k == 1:
+        return logits.argmax(-1, keepdim=True)
+    p = (logits / temperature).softmax(-1)
+    token_ids = None  # of the columns of p; None: the columns are the vocabulary
+    if 0 < top_k < p.shape[-1]:
+        p, token_ids = p.topk(top_k)
+    elif top_p < 1:
+        p, token_ids = p.sort(dim=-1, descending=True, stable=True)
+    if top_p < 1:
+        mass_before = p.cumsum(-1) - p  # of the more likely tokens
+        p = torch.where(mass_before < top_p, p, 0.0)
+    if isinstance(generator, list | tuple):
+        rows = zip(p, generator, strict=True)
+        choice = torch.cat([torch.multinomial(row[None], 1, generator=g) for row, g in rows])
+    else:
+        choice = torch.multinomial(p, 1, generator=generator)
+    return choice if token_ids is None else token_ids.gather(1, choice)
+
+
+# -----------------------------------------------------------------------------
+# The decoding step of fixed shape.
+
+
+def make_decoding_step(model, cache, pos, docs, compiled):
+    """A function from tokens (B, 1) to logits (B, V), or None where steps have no fixed shape."""
+    if cache.tokens.device.type == "cuda":
+        return capture_graph(model, cache, pos, docs, compiled)
+    if compiled:
+        step = FixedShapeStep(model, cache, pos, docs)
+        return torch.compile(step.run, fullgraph=True)
+    return None
+
+
+def tables_change(model, short, long):
+    """Whether the first `short` tokens are computed differently as the start of `long` tokens."""
+    return model.pos._dynamic or model.pos.set_length(short) != model.pos.set_length(long)
+
+
+class FixedShapeStep:
+    """
+    A decoding step whose shapes do not change as the text grows.
+
+    Where the next token is written is a tensor on the device, so that the step can be compiled
+    once, and captured. Under autocast the weights are cast once, here.
+    pos (capacity,) or (B, capacity) and docs (B, capacity) are those of the whole text, or None.
+    """
+
+    def __init__(self, model, cache, pos=None, docs=None):
+        self.model = model
+        self.cache = cache
+        self.start = cache.length
+        self.device_type = cache.tokens.device.type
+        device = cache.tokens.device
+        cache.pos = torch.arange(cache.capacity, device=device) if pos is None else pos
+        cache.docs = docs
+        cache.write_index = torch.tensor([cache.length], device=device)
+        cache.valid_length = torch.tensor([cache.length + 1], device=device)
+        self.dtype = None
+        self.weights = {}
+        if torch.is_autocast_enabled(self.device_type):
+            self.dtype = torch.get_autocast_dtype(self.device_type)
+            self.weights = cast_weights(model, self.dtype)
+
+    def run(self, tokens):
+        """Map tokens (B, 1) to logits (B, V), float32, and advance by one token."""
+        cache = self.cache
+        # autocast's own cache of cast weights would be freed under a captured graph
+        with torch.autocast(
+            self.device_type, self.dtype, enabled=self.dtype is not None, cache_enabled=False
+        ):
+            pos = cache.pos.index_select(-1, cache.write_index)
+            logits = torch.func.functional_call(
+                self.model,
+                self.weights,
+                (tokens,),
+                {"positions": pos, "cache": cache},
+                tie_weights=False,
+            )
+        torch._foreach_add_([cache.write_index, cache.valid_length], 1)
+        return logits[:, -1].float()
+
+    def rewind(self):
+        """Go back to the first step."""
+        self.cache.write_index.fill_(self.start)
+        self.cache.valid_length.fill_(self.start + 1)
+
+
+def cast_weights(model, dtype):
+    """The weights of all linear layers by name, cast to dtype."""
+    weights = {}
+    for module_name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            for name, p in module.named_parameters():
+                weights[f"{module_name}.{name}"] = p.to(dtype)
+    return weights
+
+
+class GraphedStep:
+    """A FixedShapeStep captured as a CUDA graph."""
+
+    def __init__(self, model, cache, pos, docs, compiled):
+        # kept: it owns the cast weights, which the graph reads where they lie in memory
+        self.step = FixedShapeStep(model, cache, pos, docs)
+        run = torch.compile(self.step.run, fullgraph=True) if compiled else self.step.run
+        device = cache.tokens.device
+        self.tokens = torch.zeros(len(cache.tokens), 1, dtype=torch.long, device=device)
+        self.graph = torch.cuda.CUDAGraph()
+        # Run it twice on a side stream, so that everything is compiled before the capture.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run(self.tokens)
+                self.step.rewind()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.graph):
+            self.logits = run(self.tokens)
+        self.step.rewind()
+
+    def __call__(self, tokens):
+        self.tokens.copy_(tokens)
+        self.graph.replay()
+        return self.logits
+
+
+def capture_graph(model, cache, pos, docs, compiled):
+    """A GraphedStep, or None with a warning: then the kernels of every step are launched singly."""
+    stream = torch.cuda.current_stream()
+    old_pos, old_docs = cache.pos, cache.docs
+    try:
+        if tables_change(model, cache.length, cache.capacity):
+            raise RuntimeError("the method's tables change as the text grows")
+        if not compiled and not kernels.triton_runs(cache.tokens.device):
+            raise RuntimeError("plain PyTorch reads the length of the text on the host")
+        return GraphedStep(model, cache, pos, docs, compiled)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        warnings.warn(f"sampling without a CUDA graph: {reason}", stacklevel=4)
+        torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+        cache.write_index = cache.valid_length = None
+        cache.pos, cache.docs = old_pos, old_docs
+        return None

@@ -1,0 +1,192 @@
+"""log.jsonl, the progress bar, and optionally Weights & Biases."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+
+from nanolong.device import peak_flops, pick_compile
+from nanolong.distributed import rank_and_world
+from nanolong.errors import UserError
+from nanolong.optim import get_lr
+
+
+class Logger:
+    """
+    Write the log of a run, from a step on.
+
+    Records past the step that a run resumes from are dropped: the log agrees with the weights.
+    evaluated: whether that step was evaluated; wandb: a project's name, or "".
+    """
+
+    def __init__(self, run, step, evaluated, max_iters, wandb="", settings=None):
+        from tqdm import tqdm
+
+        kept = kept_lines(run / "log.jsonl", step, evaluated) if step or evaluated else []
+        (run / ".log").write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(run / ".log", run / "log.jsonl")
+        self.file = open(run / "log.jsonl", "a", encoding="utf-8")
+        self.first_step = step
+        self.max_iters = max_iters
+        self.start_time = time.perf_counter()
+        self.last_printed = step
+        disable = not sys.stderr.isatty()
+        self.bar = tqdm(total=max_iters, initial=step, unit="step", disable=disable, leave=False)
+        self.wandb = start_wandb(wandb, run.name, settings) if wandb else None
+
+    def record(self, **record):
+        """Append a line to log.jsonl."""
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        self.file.flush()
+        if self.wandb:
+            values = {key: value for key, value in record.items() if key != "step"}
+            self.wandb.log(values, step=record["step"])
+
+    def print(self, text):
+        """Print a line, above the progress bar where there is one."""
+        try:
+            self.bar.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader of our output has gone: the run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def progress(self, step, text):
+        """Move the progress bar; without a terminal, print a line for every tenth of the run."""
+        if not self.bar.disable:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step - self.last_printed >= max(1, self.max_iters // 10):
+            self.last_printed = step
+            seconds_a_step = (time.perf_counter() - self.start_time) / (step - self.first_step)
+            left = seconds_a_step * (self.max_iters - step)
+            self.print(f"step {step}/{self.max_iters}: {text}, {left:.0f} s left")
+
+    def close(self):
+        self.bar.close()
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def kept_lines(file, step, evaluated):
+    """The lines of a log that a run resumed at this step keeps."""
+    if not file.exists():
+        return []
+    kept = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut off by a crash
+            record = json.loads(line)
+            before = record["step"] < step
+            # a validation loss that the checkpoint does not have will be computed again
+            at_step = record["step"] == step and (evaluated or "val_loss" not in record)
+            if before or at_step:
+                kept.append(line)
+    return kept
+
+
+def start_wandb(project, name, settings):
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "--wandb needs the wandb package: pip install wandb, or leave --wandb out"
+        ) from None
+    return wandb.init(project=project, name=name, config=settings)
+
+
+class TrainLogger(Logger):
+    """What train.py prints and logs."""
+
+    def __init__(self, run, state, model, cfg, device):
+        settings = asdict(cfg)
+        evaluated = state.val_loss is not None
+        super().__init__(run, state.step, evaluated, cfg.max_iters, cfg.wandb, settings)
+        self.cfg = cfg
+        self.device = device
+        self.flops_per_token = model.flops_per_token()
+        self.peak_flops = peak_flops(device)  # None: not in the table
+        self.clock = None  # started by the first step after a pause
+        if cfg.init_from == "resume" and "step" in model.meta:
+            self.changed_settings(state.step, model.meta["train"], settings)
+
+    def changed_settings(self, step, old, new):
+        """Log the settings that differ from those of the checkpoint."""
+        changed = {}
+        for name, value in new.items():
+            if old.get(name) != value and name not in ("init_from", "plot"):
+                changed[name] = [old.get(name), value]
+        if changed:
+            self.record(step=step, changed=changed)
+            words = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items())
+            self.print(f"changed since the checkpoint: {words}")
+
+    def banner(self, model, dtype, dataset, tokens_per_step):
+        """Print what is about to be trained, and on what."""
+        world = rank_and_world()[1]
+        parameters = sum(p.numel() for p in model.parameters())
+        T = model.config.block_size
+        available = int(dataset.val.n_sequences(T).sum())
+        n = min(self.cfg.eval_iters * self.cfg.batch_size, available) or available
+        self.print(
+            f"model: {parameters / 1e6:.2f} M parameters, "
+            f"{self.flops_per_token / 1e6:.1f} MFLOP per token, "
+            f"{tokens_per_step:,} tokens per step"
+        )
+        processes = "1 process" if world == 1 else f"{world} processes"
+        compiles, why_not = pick_compile(self.cfg.compile, self.device, self.cfg.max_iters)
+        mode = "compiled" if compiles else "not compiled"
+        dtype_name = str(dtype).removeprefix("torch.")
+        self.print(f"on: {processes}, {device_name(self.device)}, {dtype_name}, {mode}")
+        self.print(f"validation: {n} of {available} sequences of {T} tokens")
+        if why_not:
+            self.print(why_not)
+        if self.peak_flops is None:
+            self.print("MFU: unknown, for the peak of this device is not in the table")
+
+    def evaluation(self, step, val_loss, val_bits_per_byte=None):
+        record = {"step": step, "val_loss": val_loss}
+        text = f"step {step}: validation loss {val_loss:.4f} nats per token"
+        if val_bits_per_byte is not None:
+            record["val_bits_per_byte"] = val_bits_per_byte
+            text += f", {val_bits_per_byte:.4f} bits per byte"
+        self.record(**record)
+        self.print(text)
+        self.clock = None
+
+    def start_clock(self, tokens):
+        """Measure the speed from here on, where it is not being measured."""
+        if self.clock is None:
+            self.clock = time.perf_counter()
+            self.clock_tokens = tokens
+
+    def step(self, state, loss, grad_norm):
+        now = time.perf_counter()
+        speed = (state.tokens - self.clock_tokens) / (now - self.clock)
+        text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
+        if self.peak_flops:
+            mfu = speed * self.flops_per_token / self.peak_flops / rank_and_world()[1]
+            text += f", MFU {mfu:.1%}"
+        self.progress(state.step, text)
+        if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.max_iters:
+            self.record(
+                step=state.step,
+                loss=loss,
+                lr=get_lr(self.cfg, state.step - 1),
+                norm=grad_norm if math.isfinite(grad_norm) else None,
+                tokens=state.tokens,
+                tokens_per_second=round(speed),
+            )
+            self.clock = None
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"{torch.get_num_threads()} CPU threads"
+    return device.type

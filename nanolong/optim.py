@@ -1,0 +1,56 @@
+"""The learning rate, and the optimizers: AdamW for all, or Muon for the blocks' matrices."""
+
+import math
+
+import torch
+
+
+def get_lr(cfg, step):
+    """The learning rate of a step, counted from 0. cfg: a TrainConfig."""
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    progress = (step - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)  # 0 to 1
+    if cfg.lr_schedule == "constant":
+        decay = 0.0
+    elif cfg.lr_schedule == "cosine":
+        decay = (1 - math.cos(math.pi * min(progress, 1))) / 2
+    else:  # trapezoid: constant, then linear over the last 40 %
+        decay = min(1.0, max(0.0, (progress - 0.6) / 0.4))
+    min_lr = min(cfg.min_lr, cfg.learning_rate)
+    return cfg.learning_rate - (cfg.learning_rate - min_lr) * decay
+
+
+def make_optimizers(model, cfg):
+    """
+    One or two optimizers whose groups hold every parameter exactly once.
+
+    Norms, biases and a scheme's own parameters have no weight decay.
+    """
+    params = dict(model.named_parameters())
+    matrices, embeddings, others = [], [], []
+    for name, p in params.items():
+        if name.startswith(("embed.", "head.")):
+            embeddings.append(p)
+        elif name.startswith("blocks.") and p.dim() == 2:
+            matrices.append(p)
+        else:
+            others.append(p)
+    use_muon = cfg.optimizer == "muon"
+    groups = [
+        {"params": embeddings if use_muon else embeddings + matrices},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=0.0,  # set at every step
+        betas=(cfg.beta1, cfg.beta2),
+        weight_decay=cfg.weight_decay,
+        fused=all(p.device.type in ("cpu", "cuda") for p in params.values()),
+    )
+    if not use_muon:
+        return [adamw]
+    # match_rms_adamw scales Muon's steps so that one learning rate fits both optimizers
+    muon = torch.optim.Muon(
+        matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return [adamw, muon]

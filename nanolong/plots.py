@@ -1,0 +1,432 @@
+"""Tables and plots of measurements: as text for the terminal, and as PNG files by matplotlib.
+
+Records are the dicts that evaluate.py measures and writes to its JSON file.
+"""
+
+import itertools
+import math
+import string
+
+
+def unique(records, key):
+    """Return the different values of a key, in the order of the records."""
+    return list(dict.fromkeys(record[key] for record in records))
+
+
+# -----------------------------------------------------------------------------
+# Text
+
+
+def format_refusals(records):
+    """Return a line for each different reason why something could not be measured."""
+    lines = []
+    for record in records:
+        if "refused" in record:
+            cell = f"{record['checkpoint']} at {record['length']}"
+            lines.append(f"refused: {cell}: {record['refused']}")
+    return list(dict.fromkeys(lines))
+
+
+def format_loss_table(records, lengths):
+    """Return the losses as text: a table for each protocol, a line for each checkpoint.
+
+    The columns are the lengths. `position` has a table for each length, whose columns are the
+    parts of a sequence.
+    """
+    lines = []
+    for protocol in unique(records, "protocol"):
+        measured = [record for record in records if record["protocol"] == protocol]
+        if protocol == "position":
+            for length in lengths:
+                lines += format_positions(measured, length)
+        else:
+            lines += format_lengths(measured, lengths)
+        lines.append("")
+    lines += format_refusals(records)
+    return "\n".join(lines).rstrip()
+
+
+def format_lengths(records, lengths):
+    """Return the lines of one protocol's table: the loss of each checkpoint at each length."""
+    names = unique(records, "checkpoint")
+    name_width = max(10, *map(len, names))
+    title = records[0]["protocol"]
+    if "stride" in records[0]:
+        title += f", stride {records[0]['stride']}"
+    header = "".join(f"{length:>10}" for length in lengths)
+    lines = [f"{title}, nats per token, by context length", " " * name_width + header]
+    for name in names:
+        cells = {r["length"]: r for r in records if r["checkpoint"] == name}
+        line = name.ljust(name_width)
+        for length in lengths:
+            if "loss" in cells[length]:
+                line += f"{cells[length]['loss']:>10.4f}"
+            else:
+                line += f"{'refused':>10}"
+        lines.append(line)
+    return lines
+
+
+def format_positions(records, length):
+    """Return the lines of a table by position: the loss in each part of sequences of one length."""
+    names = unique(records, "checkpoint")
+    name_width = max(10, *map(len, names))
+    records = [record for record in records if record["length"] == length]
+    ends = sorted({record["position"][1] for record in records if "position" in record})
+    header = "".join(f"{end:>7}" for end in ends)
+    lines = [
+        f"position, nats per token, in sequences of {length} tokens, up to position",
+        " " * name_width + header,
+    ]
+    for name in names:
+        parts = [record for record in records if record["checkpoint"] == name]
+        if "loss" in parts[0]:
+            cells = "".join(f"{part['loss']:>7.3f}" for part in parts)
+        else:
+            cells = "   refused"
+        lines.append(name.ljust(name_width) + cells)
+    return lines
+
+
+def format_needle_table(records, lengths):
+    """Return the accuracy of retrieval as text heatmaps, one for each checkpoint.
+
+    Lines are the depths of the needle, and the control without a passkey; columns are the lengths.
+    """
+    lines = ["accuracy of passkey retrieval, by depth and context length", ""]
+    for name in unique(records, "checkpoint"):
+        measured = [record for record in records if record["checkpoint"] == name]
+        lines.append(name)
+        lines.append("   depth " + "".join(f"{length:>9}" for length in lengths))
+        for depth in unique(measured, "depth"):
+            cells = {r["length"]: r for r in measured if r["depth"] == depth}
+            line = "  no key " if depth is None else f"{depth:>8.2f} "
+            for length in lengths:
+                line += format_accuracy(cells[length])
+            lines.append(line)
+        lines.append("")
+    lines += format_refusals(records)
+    return "\n".join(lines).rstrip()
+
+
+def format_accuracy(record):
+    """Return a cell of a text heatmap, 9 characters: a shade of gray and the number."""
+    if "accuracy" not in record:
+        return f"{'refused':>9}"
+    accuracy = record["accuracy"]
+    shade = " ░▒▓█"[min(4, int(accuracy * 4.999))]
+    return f"{shade * 3:>4}{accuracy:>5.2f}"
+
+
+def loss_curves(records, protocol):
+    """Return the curves of one protocol: name -> [(x, loss), ...].
+
+    x is the context length; of `position` it is the end of each part, at the greatest length.
+    """
+    longest = max(record["length"] for record in records)
+    curves = {}
+    for record in records:
+        if record["protocol"] != protocol or "loss" not in record:
+            continue
+        if protocol != "position":
+            x = record["length"]
+        elif record["length"] == longest:
+            x = record["position"][1]
+        else:
+            continue
+        curves.setdefault(record["checkpoint"], []).append((x, record["loss"]))
+    return curves
+
+
+def terminal_plot(series, height=12, width=64):
+    """Return a plot in characters: a letter for each curve, x on a log scale.
+
+    series: name -> points [(x, y), ...]. Points whose y is not finite are left out.
+    """
+    curves = {}
+    for name, points in series.items():
+        curves[name] = [(x, y) for x, y in points if math.isfinite(y)]
+    all_points = [point for points in curves.values() for point in points]
+    if not all_points:
+        return "nothing to plot"
+
+    # Map points to cells of the grid.
+    left = math.log(min(x for x, _ in all_points))
+    right = math.log(max(x for x, _ in all_points))
+    low = min(y for _, y in all_points)
+    high = max(y for _, y in all_points)
+
+    def to_cell(x, y):
+        column = (math.log(x) - left) / (right - left or 1) * width
+        row = (high - y) / (high - low or 1) * height
+        return column, row
+
+    # Draw the curves, each as dots between its points and a letter at each of them.
+    grid = [[" "] * (width + 1) for _ in range(height + 1)]
+    letters = itertools.cycle(string.ascii_uppercase)
+    legend = []
+    for letter, (name, points) in zip(letters, curves.items(), strict=False):
+        legend.append(f"  {letter} {name}")
+        cells = [to_cell(x, y) for x, y in points]
+        for start, end in itertools.pairwise(cells):
+            draw_line(grid, start, end)
+        for cell in cells:
+            draw_mark(grid, cell, letter)
+
+    # Put the axes around the grid.
+    lines = []
+    for i, row in enumerate(grid):
+        y = high - (high - low) * i / height
+        label = f"{y:7.3f} |" if i % 3 == 0 else " " * 8 + "|"
+        lines.append(label + "".join(row).rstrip())
+    lines.append(" " * 8 + "+" + "-" * (width + 1))
+    ticks = [(round(to_cell(x, low)[0]), str(x)) for x in sorted({x for x, _ in all_points})]
+    lines.append(" " * 9 + tick_labels(ticks, width))
+    return "\n".join(lines + legend)
+
+
+def draw_mark(grid, cell, mark):
+    """Put a character into a cell (column, row) of a text plot, * where letters coincide."""
+    column, row = round(cell[0]), round(cell[1])
+    if grid[row][column] in (" ", ".", mark):
+        grid[row][column] = mark
+    elif mark != ".":
+        grid[row][column] = "*"
+
+
+def draw_line(grid, start, end):
+    """Draw 15 dots between two cells (column, row) of a text plot."""
+    for i in range(1, 16):
+        column = start[0] + (end[0] - start[0]) * i / 16
+        row = start[1] + (end[1] - start[1]) * i / 16
+        draw_mark(grid, (column, row), ".")
+
+
+def tick_labels(ticks, width):
+    """Return a line with the labels of ticks (column, label), without those that would touch."""
+    line = [" "] * (width + 12)
+    for column, label in ticks:
+        end = column + len(label)
+        if all(character == " " for character in line[max(0, column - 1) : end + 1]):
+            line[column:end] = label
+    return "".join(line).rstrip()
+
+
+# -----------------------------------------------------------------------------
+# Figures
+
+
+def import_pyplot(file):
+    """Return matplotlib's pyplot, which writes to files; without matplotlib say so, return None."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"note: {file} is not written: install matplotlib (pip install matplotlib)")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def label_lengths(axis, lengths):
+    """Put a tick at each length of a log x axis, and label those whose labels do not touch."""
+    lengths = sorted(lengths)
+    span = math.log(lengths[-1] / lengths[0])
+    labels = []
+    last_labelled = None
+    for length in lengths:
+        # A label takes about a tenth of the axis.
+        if last_labelled is None or math.log(length / last_labelled) > 0.1 * span:
+            labels.append(f"{length:,}")
+            last_labelled = length
+        else:
+            labels.append("")
+    axis.set_xticks(lengths, labels)
+    axis.minorticks_off()
+
+
+def plot_losses(records, lengths, file, note, title=""):
+    """Write a PNG with a panel and a table for each protocol; without matplotlib, say so.
+
+    note: what the losses were measured on, in small print below.
+    """
+    plt = import_pyplot(file)
+    if plt is None:
+        return
+    protocols = unique(records, "protocol")
+    names = unique(records, "checkpoint")
+    table_height = 0.5 + 0.3 * len(names)
+    figure, axes = plt.subplots(
+        2,
+        len(protocols),
+        figsize=(6.4 * len(protocols), 4.4 + 0.3 * len(names)),
+        squeeze=False,
+        height_ratios=[4, table_height],
+        layout="constrained",
+    )
+    for column, protocol in enumerate(protocols):
+        draw_losses(axes[0][column], records, protocol, names, lengths)
+        axes[1][column].axis("off")
+        if protocol != "position":
+            draw_loss_table(axes[1][column], records, protocol, names, lengths)
+    if axes[0][0].lines:
+        axes[0][0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.supxlabel(note, fontsize=7, color="gray")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+    print(f"wrote {file}")
+
+
+def draw_losses(axis, records, protocol, names, lengths):
+    """Draw the curves of one protocol, in the same colours in all panels."""
+    curves = loss_curves(records, protocol)
+    for name, points in curves.items():
+        x, y = zip(*points, strict=True)
+        colour = f"C{names.index(name) % 10}"
+        axis.plot(x, y, marker="o", markersize=4, label=name, color=colour)
+    if protocol == "position":
+        x_label = f"position in sequences of {max(lengths):,} tokens"
+        ticks = set(lengths)
+    else:
+        x_label = "context length (tokens)"
+        ticks = {x for points in curves.values() for x, _ in points}
+    axis.set(xscale="log", xlabel=x_label, ylabel="loss (nats per token)", title=protocol)
+    if ticks:
+        label_lengths(axis, ticks)
+    axis.grid(alpha=0.3)
+
+
+def draw_loss_table(axis, records, protocol, names, lengths):
+    """Draw the losses of one protocol as numbers: a row for each checkpoint."""
+    cells = {}
+    for record in records:
+        if record["protocol"] == protocol:
+            text = f"{record['loss']:.3f}" if "loss" in record else "refused"
+            cells[record["checkpoint"], record["length"]] = text
+    table = axis.table(
+        [[name, *(cells[name, length] for length in lengths)] for name in names],
+        colLabels=["", *(f"{length:,}" for length in lengths)],
+        loc="center",
+        cellLoc="center",
+        edges="horizontal",
+    )
+    table.auto_set_font_size(False)
+    table.set_fontsize(8)
+    table.auto_set_column_width([0])
+
+
+def plot_needle_heatmaps(records, lengths, file, note, title=""):
+    """Write a PNG with a heatmap of passkey retrieval for each checkpoint, in one colour scale.
+
+    Below each is the highest accuracy of the control. note: how it was measured, in small print.
+    """
+    plt = import_pyplot(file)
+    if plt is None:
+        return
+    names = unique(records, "checkpoint")
+    n_columns = min(5, len(names))
+    n_rows = math.ceil(len(names) / n_columns)
+    figure, axes = plt.subplots(
+        n_rows,
+        n_columns,
+        figsize=(2.9 * n_columns + 0.9, 2.6 * n_rows + 0.5),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis in axes.flat[len(names) :]:
+        axis.axis("off")
+    for axis, name in zip(axes.flat, names, strict=False):
+        measured = [record for record in records if record["checkpoint"] == name]
+        image = draw_heatmap(axis, measured, name, lengths)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("depth", fontsize=8)
+    colorbar = figure.colorbar(image, ax=axes, shrink=0.6)
+    colorbar.set_label("fraction of passkeys found", fontsize=8)
+    figure.suptitle(title, fontsize=9, wrap=True)
+    figure.supxlabel(note, fontsize=7, color="gray")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    print(f"wrote {file}")
+
+
+def draw_heatmap(axis, records, name, lengths):
+    """Draw the accuracy of one checkpoint by depth and length. Returns the image."""
+    accuracy = {}
+    for record in records:
+        accuracy[record["depth"], record["length"]] = record.get("accuracy", math.nan)
+    depths = sorted({depth for depth, _ in accuracy if depth is not None})
+    cells = [[accuracy[depth, length] for length in lengths] for depth in depths]
+    image = axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    for i, row in enumerate(cells):
+        for j, value in enumerate(row):
+            axis.text(j, i, short_fraction(value), ha="center", va="center", fontsize=7)
+
+    known = [value for row in cells for value in row if not math.isnan(value)]
+    mean = f"mean {sum(known) / len(known):.2f}" if known else "refused"
+    control = [accuracy[None, length] for length in lengths]
+    most = max((value for value in control if not math.isnan(value)), default=math.nan)
+    axis.set_title(f"{name}: {mean}", fontsize=9)
+    axis.set_xlabel(f"context length (tokens)\nwithout a passkey at most {most:.2f}", fontsize=7)
+    labels = [f"{length:,}" for length in lengths]
+    # The axis has room for about 36 characters: label every length, or every second, or ...
+    characters = sum(len(label) + 1 for label in labels)
+    shown = slice(0, None, math.ceil(characters / 36))
+    axis.set_xticks(range(len(lengths))[shown], labels[shown], fontsize=7)
+    axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+    return image
+
+
+def short_fraction(value):
+    """Return a fraction from 0 to 1 in at most three characters."""
+    if math.isnan(value):
+        return "–"
+    if value >= 1:
+        return "1"
+    return f"{value:.2f}".lstrip("0")
+
+
+def plot_wavelengths(before, after, original_length, target_length, file, note):
+    """Plot the wavelength in tokens of each of RoPE's pairs before and after an extension.
+
+    before, after: inverse frequencies, (R/2,) each. A pair whose wavelength exceeds the original
+    length completed no period in training: beyond that length, these pairs meet unseen angles.
+    Prints a plot in characters and writes a PNG.
+    """
+    before = 2 * math.pi / before.double().cpu()
+    after = 2 * math.pi / after.double().cpu()
+    n_complete = int((before <= original_length).sum())
+    n_changed = int((after > before * 1.000001).sum())
+    print(
+        f"wavelengths of {len(before)} pairs, in tokens: {n_complete} complete a period within the "
+        f"original {original_length}; {n_changed} are lengthened, the longest from "
+        f"{before[-1]:,.0f} to {after[-1]:,.0f}"
+    )
+    pairs = range(1, len(before) + 1)
+    curves = {
+        "before": list(zip(pairs, before.log10().tolist(), strict=True)),
+        "after": list(zip(pairs, after.log10().tolist(), strict=True)),
+    }
+    lengths = {"original length": original_length, "target length": target_length}
+    for name, length in lengths.items():
+        height = math.log10(length)
+        curves[f"{name} {length}"] = [(1, height), (len(before), height)]
+    print("log10 of the wavelength, by pair (1: the fastest)")
+    print(terminal_plot(curves))
+
+    plt = import_pyplot(file)
+    if plt is None:
+        return
+    figure, axis = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    axis.plot(pairs, before, marker="o", markersize=4, label="before")
+    axis.plot(pairs, after, marker="o", markersize=4, label="after")
+    for (name, length), style in zip(lengths.items(), ("--", ":"), strict=True):
+        axis.axhline(length, color="gray", linestyle=style, label=f"{name} {length:,}")
+    axis.set(yscale="log", xlabel="frequency pair (fastest first)", ylabel="wavelength (tokens)")
+    axis.set_title(note)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+    print(f"wrote {file}")

@@ -1,0 +1,198 @@
+"""Starting, resuming, saving and ending a training run. The loop is in train.py."""
+
+import math
+import os
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nanolong.checkpoint import (
+    is_elastic_restart,
+    optimizer_tensors,
+    read_meta,
+    save_model,
+    verify,
+    write_meta,
+)
+from nanolong.distributed import rank_and_world
+from nanolong.errors import UserError
+from nanolong.lock import lock, unlock
+from nanolong.run_folder import list_steps, prune
+
+
+def resume_run(model_class, cfg, model_config, given):
+    """
+    Load the model of the run to resume, or return None where there is none to resume.
+
+    given: the names of the settings that the user has set; one that contradicts the checkpoint
+    raises UserError.
+    """
+    run = Path(cfg.out_dir)
+    rank = int(os.environ.get("RANK", 0))
+    if (run / "meta.json").is_file():
+        raise UserError(
+            f"{run} is a checkpoint, not a run folder: give --out_dir={run.parent} (to resume from "
+            "this step, move the newer ones away)"
+        )
+    if is_elastic_restart(run):
+        cfg.init_from = "resume"
+    if cfg.init_from != "resume":
+        return None
+    if not run.is_dir():
+        raise UserError(
+            f"there is no run in {run} to resume: leave out --init_from=resume to start one, or "
+            "name its --out_dir"
+        )
+    if not list_steps(run):
+        if rank == 0:
+            print(f"{run} holds no checkpoint yet: starting from the beginning")
+        return None
+    if rank == 0:
+        lock(run)  # or another process might remove the checkpoint while it is read
+    model = model_class.load(run)
+    needed = {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}
+    if not model.meta.keys() >= needed:
+        raise UserError(
+            f"{model.folder} was not written by training and cannot be resumed: fine-tune it with "
+            "extend.py"
+        )
+    if "method" in model.meta["train"] and not hasattr(cfg, "method"):
+        raise UserError(
+            f"{model.folder} was written by extend.py: resume it with the command that made it, "
+            "and --init_from=resume"
+        )
+    check_same_settings(model, model_config, given)
+    return model
+
+
+def check_same_settings(model, model_config, given):
+    """Raise UserError where a given setting of the model differs from the checkpoint's."""
+    for name in sorted(given & {field.name for field in fields(model_config)}):
+        asked, saved = getattr(model_config, name), getattr(model.config, name)
+        if asked != saved:
+            raise UserError(
+                f"{model.folder} has {name}={saved}, not {asked}: leave the setting out, or train "
+                "again with another --out_dir"
+            )
+
+
+def is_resumed(model, cfg):
+    """Whether training goes on from the model's checkpoint."""
+    return cfg.init_from == "resume" and "step" in model.meta
+
+
+def open_run(run, model, cfg, state, dtype):
+    """
+    Take the run folder for this process, and on resume fill in the state. Raises UserError.
+
+    state: a new TrainState of train.py.
+    """
+    rank, world = rank_and_world()
+    if cfg.gradient_accumulation_steps % world:
+        raise UserError(
+            f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is the total over "
+            f"processes and not divisible by {world} of them: choose a multiple of {world}"
+        )
+    resumed = is_resumed(model, cfg)
+    if list_steps(run) and not resumed:
+        raise existing_run(run)
+    if dtype == torch.float16:
+        state.loss_scale = 65536.0
+    if resumed:
+        meta = model.meta
+        verify(model.folder / "optim.safetensors", meta)
+        state.step = meta["step"]
+        state.tokens = meta["tokens"]
+        state.best = meta["best"]
+        state.val_loss = meta["val_loss"]
+        if dtype == torch.float16 and meta["scaler"]:
+            state.loss_scale, state.good_steps = meta["scaler"]
+    if rank == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        lock(run)  # until closing_run()
+        newest = list_steps(run)[-1] if list_steps(run) else None
+        if newest != (model.folder if resumed else None):
+            raise UserError(f"another process has just written to {run}: start again")
+        prune(run, state.best)  # removes what a crash may have left
+
+
+def existing_run(run):
+    return UserError(
+        f"{run} holds a run already: resume it with --init_from=resume, or choose another --out_dir"
+    )
+
+
+@contextmanager
+def closing_run(run, model, loader, logger):
+    """End the threads, the log and the lock of a run, however it ends."""
+    try:
+        yield
+    finally:
+        loader.close()
+        if logger:
+            logger.close()
+        model.eval()
+        unlock(run)
+
+
+def save(run, model, optimizers, state, cfg, dataset, dtype):
+    """Save a checkpoint of this step; processes wait for each other."""
+    rank, world = rank_and_world()
+    folder = run / f"step-{state.step:06d}"
+    if rank == 0 and folder.exists():
+        # Saved when a signal cut the evaluation short: the weights are the same.
+        write_meta(folder, {**read_meta(folder), "val_loss": state.val_loss, "best": state.best})
+    elif rank == 0:
+        tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
+        save_model(
+            model,
+            folder,
+            optim=optimizer_tensors(model, optimizers),
+            train=asdict(cfg),
+            step=state.step,
+            val_loss=state.val_loss,
+            best=state.best,
+            tokens=state.tokens,
+            scaler=[state.loss_scale, state.good_steps] if dtype == torch.float16 else None,
+            dataset=cfg.dataset,
+            data_hash=dataset.hash,
+            bos=dataset.bos,
+            tokenizer=model.meta.get("tokenizer") or tokenizer,
+            launch=os.environ.get("TORCHELASTIC_RUN_ID"),
+        )
+    if rank == 0:
+        prune(run, state.best)
+    if world > 1:
+        dist.barrier()
+
+
+def describe_divergence(run, state, cfg, loss_sum, losses):
+    """
+    The error for a step whose loss or gradient is not finite.
+
+    losses: of this process's micro-batches by index; the first bad one of all processes is named.
+    """
+    what = "gradient" if math.isfinite(loss_sum) else "loss"
+    accumulation = cfg.gradient_accumulation_steps
+    first, last = state.step * accumulation, (state.step + 1) * accumulation - 1
+    bad = [index for index, loss in losses.items() if not loss.isfinite()]
+    device = next(iter(losses.values())).device
+    first_bad = torch.tensor(min(bad, default=last + 1), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(first_bad, dist.ReduceOp.MIN)
+    where = f"micro-batches {first} to {last}"
+    if first_bad <= last:
+        where += f", first of micro-batch {first_bad}"
+    message = f"the {what} of step {state.step + 1} ({where}) is not finite"
+    return FloatingPointError(f"{message}: {hint_after_divergence(run)}")
+
+
+def hint_after_divergence(run):
+    steps = list_steps(run)
+    newest = f"the last checkpoint is {steps[-1]}" if steps else "there is no checkpoint yet"
+    return (
+        f"stopped before the update, and {newest}; try a lower --learning_rate, or check the data"
+    )

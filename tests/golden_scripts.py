@@ -1,0 +1,628 @@
+"""The cases of golden.py that run the scripts: data, training, extending, sampling, hf, refusals.
+
+The main training runs are processes of their own, as from a shell; all other scripts run in this
+process, which saves their imports.
+"""
+
+import hashlib
+import io
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import torch
+from golden_models import GPT2, model_options, record_extended
+from golden_names import ROOT, attribute, called, find, flags, make_model, random_tokens
+from safetensors.torch import load_file
+
+DATASET = ROOT / "data" / "golden"
+TEXT = ROOT.parent.parent / "text"
+HF_GPT2 = ROOT.parent.parent / "gpt2"
+
+# The settings of a run of seconds; those of a case follow, and the last value of a name wins.
+TINY = [
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=32",
+    "--block_size=32",
+    "--batch_size=4",
+    "--max_iters=20",
+    "--warmup_iters=4",
+    "--eval_interval=10",
+    "--eval_iters=2",
+    "--log_interval=1",
+    "--compile=false",
+    "--dtype=float32",
+    "--device=cpu",
+]
+
+
+# -------------------------------------------------------------------------------------------------
+# Running scripts.
+
+
+def call_script(script, *words):
+    """Run a script in this process as `python SCRIPT WORDS` does: (exit status, stdout, stderr)."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    argv, status = sys.argv, 0
+    sys.argv = [script, *flags(words)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as exit:
+        status = exit.code or 0
+    finally:
+        sys.argv = argv
+    texts = []
+    for stream in (out, err):
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode("utf-8"))
+    return status, *texts
+
+
+def must_call(script, *words):
+    """call_script(), which must succeed; returns what it printed."""
+    status, out, err = call_script(script, *words)
+    if status:
+        raise RuntimeError(f"{script} {' '.join(map(str, words))}: status {status}: {err[-2000:]}")
+    return out
+
+
+def run_script(script, *words, processes=0):
+    """Run a script as a process of its own, or as several by torchrun; returns what it printed."""
+    launch = [sys.executable]
+    if processes:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    done = subprocess.run([*launch, script, *flags(words)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(map(str, words))}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def dataset():
+    """The dataset of all runs, prepared by this checkout when it is first asked for."""
+    if not DATASET.is_dir():
+        must_call("data/prepare.py", TEXT, "--name=golden")
+    return DATASET
+
+
+def trained(folder, name, *words):
+    """A run folder of eight steps, trained when it is first asked for."""
+    run = folder / "runs" / name
+    if not run.is_dir():
+        settings = [*TINY, "--max_iters=8", f"--dataset={dataset()}", f"--out_dir={run}", *words]
+        must_call("train.py", *settings)
+    return run
+
+
+def saved(folder, name, method="", **settings):
+    """A step folder of a byte model with random weights, extended where a method is given."""
+    step = folder / "saved" / name
+    if not step.is_dir():
+        model = make_model(**{"vocab_size": 257, "block_size": 32, **settings})
+        if method:
+            attribute(model, "extend")(method, 2.0, **model_options(method))
+        model.meta = {"tokenizer": {"kind": "bytes"}, "bos": 256, "dataset": str(dataset())}
+        model.save(step)
+    return step
+
+
+def record_run(found, run):
+    """Record a run's log, and the tensors of its last step."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for key in ("loss", "lr", "norm", "tokens", "val_loss", "val_bits_per_byte"):
+        found[f"log {key}"] = [[row["step"], row[key]] for row in rows if key in row]
+    steps = sorted(run.glob("step-*"))
+    found["steps"] = [step.name for step in steps]
+    for file in ("model", "optim"):
+        if (steps[-1] / f"{file}.safetensors").is_file():
+            for name, tensor in load_file(steps[-1] / f"{file}.safetensors").items():
+                found[f"{file} {name}"] = tensor
+    meta = json.loads((steps[-1] / "meta.json").read_text(encoding="utf-8"))
+    for key in ("step", "tokens", "val_loss", "best", "scaler", "bos", "pretraining_tokens"):
+        found[f"log meta {key}"] = meta.get(key)
+
+
+# -------------------------------------------------------------------------------------------------
+# Data.
+
+
+def data(record, folder):
+    """Token files of every kind, the batches that are drawn from them, and tokenizers."""
+    text = TEXT / "textwrap.py"
+    for name, words in (
+        ("golden-folder", [TEXT]),
+        ("golden-char", [TEXT, "--tokenizer=char"]),
+        ("golden-file", [text, "--val_fraction=0.3"]),
+        ("golden-char-file", [text, "--tokenizer=char"]),
+        ("golden-raw", [text, "--raw=true"]),
+    ):
+        with record.case(f"prepared {name}") as found:
+            must_call("data/prepare.py", *words, f"--name={name}")
+            for file in sorted((ROOT / "data" / name).glob("*.bin")):
+                found[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            meta = json.loads((ROOT / "data" / name / "meta.json").read_text(encoding="utf-8"))
+            found["meta.json"] = {key: meta[key] for key in ("tokenizer", "vocab_size", "bos")}
+        with record.case(f"dataset {name}") as found:
+            record_dataset(found, find("data.Dataset")(str(ROOT / "data" / name)))
+    for case, select, batch in (
+        ("plain", (), ()),
+        ("long documents", (20000, 3, True), ()),
+        ("PoSE", (), (128, 0.0)),
+        ("passkeys", (), (0, 0.5)),
+        ("PoSE and passkeys, separate documents", (0, 2, True), (128, 0.3)),
+    ):
+        for bos in (None, False):
+            with record.case(f"batches, {case}, bos {bos}") as found:
+                chosen = find("data.Dataset")(str(dataset()), bos)
+                chosen.select(32, *select)
+                for index in (0, 1, 5000, 20001):
+                    batches = chosen.batch(index, 4, 32, 1337, *batch)
+                    for i, part in enumerate(batches):
+                        found[f"batch {index}, {i}"] = part
+    tokenizer_cases(record)
+
+
+def record_dataset(found, dataset):
+    """What a dataset says about itself."""
+    found["vocab_size, bos, hash"] = [dataset.vocab_size, dataset.bos, dataset.hash]
+    found["tokenizer"] = dataset.tokenizer.to_json()
+    found["byte_lengths"] = attribute(dataset.tokenizer, "byte_lengths")
+    for split in (dataset.train, dataset.val):
+        name = "train" if split is dataset.train else "val"
+        found[f"{name}, length"] = len(split)
+        found[f"{name}, sequences"] = attribute(split, "n_sequences")(32)
+        found[f"{name}, sequence"] = list(
+            map(np.ndarray.tolist, attribute(split, "sequence")(3, 32))
+        )
+    x = np.array(attribute(dataset.train, "sequence")(1, 64)[1])[None]
+    found["bytes"] = attribute(dataset, "count_bytes")(x)
+    if dataset.separator is not None:
+        found["documents"] = dataset.train.documents(dataset.separator)
+        found["long_fraction"] = attribute(dataset, "long_fraction")(30000)
+
+
+def tokenizer_cases(record):
+    """Tokenizers: ids, text, prompts, passkeys."""
+    for name, tokenizer in (
+        ("bytes", find("data.ByteTokenizer")()),
+        ("char", find("data.CharTokenizer")("\n .0123456789abcdefghijklmnopqrstuvwxyzé", bos=True)),
+    ):
+        with record.case(f"tokenizer {name}") as found:
+            again = find("data.tokenizer_from_json")(tokenizer.to_json())
+            ids = list(map(int, again.encode("café au lait 12.\n")))
+            found["ids"] = ids
+            found["text"] = list(again.decode(ids))
+            found["stream"] = list(find("data.decode_stream")(ids, again))
+            found["prompts"] = [
+                find("data.encode_prompt")(again, bos, text)
+                for bos in (None, again.bos)
+                for text in ("", "abc")
+            ]
+        for length, depth, hidden in ((64, 0.0, True), (80, 0.4, True), (80, 1.0, False)):
+            with record.case(f"passkey, {name}, {length}, {depth}, {hidden}") as found:
+                rng = np.random.default_rng(3)
+                made = find("data.passkey")(tokenizer, length, depth, rng, tokenizer.bos, hidden)
+                found["inputs"], found["targets"] = made
+        with record.case(f"passkey, {name}, too short"):
+            find("data.passkey")(tokenizer, 10, 0.5, np.random.default_rng(3))
+
+
+# -------------------------------------------------------------------------------------------------
+# Training.
+
+TRAINED = {  # each a process of its own, or two
+    "AdamW": [],
+    "Muon": ["--optimizer=muon"],
+    "AdamW, default dtype": ["--dtype=auto"],
+    "Muon, default dtype, accumulation": [
+        "--optimizer=muon",
+        "--dtype=auto",
+        "--gradient_accumulation_steps=3",
+    ],
+    "AdamW, two processes": ["--gradient_accumulation_steps=2"],
+    "Muon, default dtype, two processes": [
+        "--optimizer=muon",
+        "--dtype=auto",
+        "--gradient_accumulation_steps=4",
+    ],
+}
+QUICK = {  # in this process
+    "float16": ["--dtype=float16"],
+    "random positions": ["--random_positions=64"],
+    "passkeys": ["--block_size=64", "--passkey=0.3"],
+    "long documents": ["--min_doc=20000", "--upsample_docs=3", "--separate_docs=true"],
+    "every shape": [
+        "--n_kv_head=1",
+        "--qk_norm=true",
+        "--tie_embeddings=false",
+        "--dropout=0.1",
+        "--window=8",
+        "--sinks=2",
+        "--attn_scale=1.2",
+        "--checkpoint_activations=true",
+    ],
+    "hybrid": ["--layer_pattern=FN"],
+    "hybrid with a window": ["--layer_pattern=WN", "--window=8"],
+    "cosine": ["--lr_schedule=cosine", "--min_lr=1e-4", "--grad_clip=0", "--beta1=0.8"],
+    "constant, everything evaluated": [
+        "--lr_schedule=constant",
+        "--eval_iters=0",
+        "--eval_interval=20",
+        "--log_interval=5",
+        "--block_size=512",
+        "--weight_decay=0",
+    ],
+    "no bos": ["--bos=false", "--seed=7", "--rope_base=500", "--rope_fraction=0.5"],
+}
+
+
+def training(record, folder):
+    """Runs by the command line: what their logs say, and the tensors of their last steps."""
+    for name, words in TRAINED.items():
+        with record.case(name) as found:
+            run = folder / "runs" / name
+            words = [*TINY, *words, f"--dataset={dataset()}", f"--out_dir={run}"]
+            out = run_script("train.py", *words, processes=2 if "two" in name else 0)
+            record_run(found, run)
+            found["end of the sample"] = out.strip()[-12:]
+    for name in ("AdamW", "Muon, default dtype, accumulation", "AdamW, two processes"):
+        with record.case(f"{name}, resumed") as found:
+            run = folder / "runs" / f"{name}, resumed"
+            shutil.copytree(folder / "runs" / name, run)
+            shutil.rmtree(run / "step-000020")
+            words = [f"--out_dir={run}", "--init_from=resume"]
+            run_script("train.py", *words, processes=2 if "two" in name else 0)
+            record_run(found, run)
+    for name, words in QUICK.items():
+        with record.case(name) as found:
+            run = folder / "runs" / name
+            words = [*TINY, *words, f"--dataset={dataset()}", f"--out_dir={run}"]
+            must_call("train.py", *words)
+            record_run(found, run)
+    for pos in find("model.POSITIONS"):
+        with record.case(f"scheme {pos}") as found:
+            record_run(found, trained(folder, pos, f"--pos={pos}"))
+    with record.case("more steps than at first") as found:
+        run = trained(folder, "more steps")
+        must_call("train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=14")
+        record_run(found, run)
+    with record.case("compiled training") as found:
+        run = folder / "runs" / "compiled"
+        words = [*TINY, "--max_iters=4", "--eval_interval=4", "--compile=true"]
+        run_script("train.py", *words, f"--dataset={dataset()}", f"--out_dir={run}")
+        record_run(found, run)
+
+
+# -------------------------------------------------------------------------------------------------
+# Extending.
+
+EXTENDED = {  # name: (the run that is extended, the settings)
+    "yarn": ("rope", ["--method=yarn", "--factor=4", "--max_iters=4"]),
+    "options": ("rope", ["--method=ntk-parts", "--options=ramp=paper,beta_fast=16", "--factor=2"]),
+    "PoSE": ("rope", ["--factor=4", "--pose=true"]),
+    "drope": ("rope", ["--method=drope", "--factor=2"]),
+    "dynamic-ntk": ("rope", ["--method=dynamic-ntk", "--factor=2"]),
+    "longrope": ("rope", ["--method=longrope", "--factor=2", "--options={table}"]),
+    "Muon": ("Muon", ["--method=pi", "--factor=2", "--dtype=auto"]),
+    "hybrid": ("hybrid", ["--factor=2", "--passkey=0.3", "--learning_rate=1e-3"]),
+    "fitted scale": ("nope", ["--method=scale", "--factor=2"]),
+    "fitted drope": ("rope", ["--method=drope", "--factor=2", "--options=scale=fit"]),
+    "alibi": ("alibi", ["--method=dynamic-pi", "--factor=2"]),
+    "learned": ("learned", ["--method=pi", "--factor=2"]),
+    "xl": ("xl", ["--method=clamp", "--factor=2"]),
+    "long documents": ("rope", ["--factor=2", "--min_doc=20000", "--upsample_docs=2"]),
+    "extended again": ("yarn", ["--method=ntk", "--factor=2", "--max_iters=2"]),
+    "extended only, lm-infinite": ("rope", ["--method=lm-infinite", "--max_iters=0"]),
+    "extended only, resonance": ("rope", ["--method=resonance", "--max_iters=0"]),
+    "extended only, alibi": ("alibi", ["--method=pi", "--factor=2", "--max_iters=0"]),
+}
+PARENTS = {"Muon": ["--optimizer=muon"], "hybrid": ["--layer_pattern=FN"]}
+
+
+def extending(record, folder):
+    """extend.py by several methods with few steps; resumed, and by two processes."""
+    table = folder / "table.json"
+    table.write_text(json.dumps({"long_factor": [1 + i / 2 for i in range(8)]}))
+    for name, (parent, words) in EXTENDED.items():
+        words = [word.format(table=table) for word in words]
+        if not any(word.startswith("--max_iters") for word in words):
+            words.append("--max_iters=3")
+        with record.case(name) as found:
+            run = folder / "extended" / name
+            if parent in EXTENDED and parent not in PARENTS and name == "extended again":
+                source = folder / "extended" / parent
+            else:
+                words_of_parent = PARENTS.get(parent, [f"--pos={parent}"])
+                source = trained(folder, f"parent {parent}", *words_of_parent)
+            must_call("extend.py", source, *words, f"--out_dir={run}")
+            record_run(found, run)
+            record_extended(found, find("model.GPT").load(run))
+            meta = json.loads((sorted(run.glob("step-*"))[-1] / "meta.json").read_text())
+            for key in ("batch_size", "gradient_accumulation_steps", "learning_rate"):
+                found[f"setting {key}"] = meta["train"][key]
+    source = trained(folder, "parent rope", "--pos=rope")
+    with record.case("PoSE, two processes") as found:
+        run = folder / "extended" / "two processes"
+        words = ["--pose=true", "--max_iters=3", "--gradient_accumulation_steps=2"]
+        run_script("extend.py", source, *words, f"--out_dir={run}", processes=2)
+        record_run(found, run)
+    with record.case("resumed") as found:
+        run = folder / "extended" / "resumed"
+        words = [source, "--factor=2", "--max_iters=6", "--eval_interval=3", f"--out_dir={run}"]
+        must_call("extend.py", *words)
+        shutil.rmtree(run / "step-000006")
+        must_call("extend.py", *words, "--init_from=resume")
+        record_run(found, run)
+
+
+# -------------------------------------------------------------------------------------------------
+# Sampling and evaluation.
+
+
+def sampling(record, folder):
+    """sample.py's text."""
+    prompt = folder / "prompt.txt"
+    prompt.write_bytes("def naïve(\xff".encode("latin-1"))
+    for name, words in {
+        "defaults": [],
+        "greedy": ["--start=def f", "--temperature=0"],
+        "several": ["--num_samples=3", "--top_k=0", "--top_p=0.7", "--seed=3"],
+        "from a file": [f"--start=FILE:{prompt}", "--top_k=5"],
+        "bfloat16": ["--start=import ", "--dtype=bfloat16"],
+        "none": ["--max_new_tokens=0", "--start=import "],
+    }.items():
+        for model, settings in SAMPLED.items():
+            with record.case(f"{model}, {name}") as found:
+                step = saved(folder, model, **settings)
+                found["text"] = must_call("sample.py", step, "--max_new_tokens=25", *words)
+    with record.case("compiled, rope") as found:
+        words = ["--max_new_tokens=6", "--compile=true", "--temperature=0"]
+        found["text"] = must_call("sample.py", saved(folder, "rope", **SAMPLED["rope"]), *words)
+    with record.case("of a run, its best step") as found:
+        run = trained(folder, "sampled", "--learning_rate=0.3")
+        found["text"] = must_call("sample.py", run, "--best=true", "--max_new_tokens=40")
+
+
+SAMPLED = {
+    "rope": {"pos": "rope"},
+    "alibi": {"pos": "alibi"},
+    "learned": {"pos": "learned", "block_size": 64},
+    "extended": {"pos": "rope", "method": "dynamic-yarn"},
+}
+EVALUATED = {
+    **SAMPLED,
+    "random positions": {"pos": "rope", "random_positions": 96},
+    "hybrid": {"pos": "rope", "layer_pattern": "WN", "window": 8, "sinks": 2},
+    "lm-infinite": {"pos": "rope", "method": "lm-infinite"},
+}
+
+
+def evaluation(record, folder):
+    """The values of evaluate.py --json: losses by every protocol, and needles."""
+    models = [f"{name}={saved(folder, name, **model)}" for name, model in EVALUATED.items()]
+    protocols = "--protocol=chunked,last-quarter,position,sliding,token-aligned"
+    needle = ["--task=needle", "--depths=3", "--trials=8"]
+    long = ["--lengths=16500", "--max_tokens=16500", "--protocol=chunked"]
+    rope = saved(folder, "rope", **SAMPLED["rope"])
+    for name, words in {
+        "protocols": [*models, "--lengths=16,32,96", protocols, "--stride=8", "--max_tokens=960"],
+        "defaults": [rope, f"--dataset={dataset()}", "--max_tokens=4096"],
+        "bfloat16": [rope, "--lengths=32,64", "--max_tokens=640", "--dtype=bfloat16"],
+        "read in pieces": [rope, *long],
+        "needle": [*models, *needle, "--lengths=40,64"],
+        "needle, bfloat16": [rope, *needle, "--lengths=40,64", "--dtype=bfloat16", "--seed=2"],
+        "needle, defaults": [rope, "--task=needle", "--trials=2"],
+    }.items():
+        with record.case(name) as found:
+            file = folder / "evaluated.json"
+            must_call("evaluate.py", *words, f"--json={file}")
+            for i, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
+                row["checkpoint"] = Path(row["checkpoint"]).name
+                found[f"row {i}"] = {**row, "refused": "refused" in row}
+
+
+# -------------------------------------------------------------------------------------------------
+# Hugging Face's format.
+
+EXPORTED = {
+    "llama": {"n_kv_head": 2, "tie_embeddings": False},
+    "llama, plain": {},
+    "mistral": {"window": 8},
+    "qwen2": {"bias": "qkv"},
+    "qwen2, window in some layers": {"bias": "qkv", "window": 8, "layer_pattern": "FFWW"},
+    "qwen3": {"qk_norm": True, "attn_scale": 1.5},
+    "smollm3": {"layer_pattern": "FFFN"},
+    "smollm3, window": {"layer_pattern": "WWWN", "window": 8},
+    "smollm3, window in its other layers": {"layer_pattern": "FFFS", "window": 8},
+    "nope": {"pos": "nope"},
+    "nope, QK-norm": {"pos": "nope", "qk_norm": True},
+    "scaled": {"attn_scale": 2.0, "bias": "qkv", "rope_base": 5e5},
+    "half the channels": {"rope_fraction": 0.5, "head_dim": 16},
+    "wide heads": {"head_dim": 12, "mlp_dim": 40, "norm_eps": 1e-6},
+    "sinks": {"window": 8, "sinks": 2},
+    "t5": {"pos": "t5"},
+    "random positions": {"random_positions": 96},
+    "half the channels, yarn": {"rope_fraction": 0.5, "head_dim": 16, "method": "yarn"},
+    "nope, scale": {"pos": "nope", "method": "scale"},
+}
+
+
+def hf(record, folder):
+    """What is exported, and what an import makes of it again."""
+    exported = {name: {"n_layer": 4, **settings} for name, settings in EXPORTED.items()}
+    for method in find("rope_scaling.METHODS"):
+        exported[f"method {method}"] = {"method": method}
+    for name, settings in exported.items():
+        settings = {"pos": "rope", **settings}
+        with record.case(f"{name}") as found:
+            step = saved(folder, f"hf {name}", **settings)
+            target = folder / "exported" / name
+            export_and_record(record, found, step, target)
+        with record.case(f"{name}, imported again") as found:
+            if target.is_dir():
+                import_and_record(found, target, folder / "imported" / name)
+    if HF_GPT2.is_dir():
+        with record.case("GPT-2") as found:
+            import_and_record(found, HF_GPT2, folder / "imported" / "gpt2")
+            target = folder / "exported" / "gpt2"
+            export_and_record(record, found, folder / "imported" / "gpt2", target)
+        with record.case("GPT-2, extended") as found:
+            model = find("model.GPT").load(folder / "imported" / "gpt2")
+            attribute(model, "extend")("pi", 2.0)
+            found["logits"] = model(random_tokens(2, 48))
+            model.save(folder / "saved" / "extended gpt2")
+            again = find("model.GPT").load(folder / "saved" / "extended gpt2")
+            found["logits of what was saved"] = again(random_tokens(2, 48))
+    with record.case("GPT-2's shape") as found:
+        step = saved(folder, "hf GPT-2's shape", **GPT2)
+        export_and_record(record, found, step, folder / "exported" / "gpt2's shape")
+
+
+def export_and_record(record, found, source, target):
+    status, _, err = call_script("hf.py", "export", source, target, "--verify=false")
+    found["status"] = status
+    if status not in (0, 2):
+        raise RuntimeError(err[-2000:])
+    if status:
+        return
+    for file in sorted(target.iterdir()):
+        if file.suffix == ".json":
+            found[file.name] = json.loads(file.read_text(encoding="utf-8"))
+    for name, tensor in load_file(target / "model.safetensors").items():
+        found[f"tensor {name}"] = tensor
+
+
+def import_and_record(found, source, target):
+    must_call("hf.py", "import", source, target)
+    model = find("model.GPT").load(target)
+    for name, p in model.named_parameters():
+        found[f"imported {name}"] = p
+    found["bos"] = model.meta.get("bos")
+    found["block_size"] = model.config.block_size
+    found["original_length"] = attribute(model.config, "original_length")
+    extension = getattr(model.config, called("extension"))
+    found["extension"] = extension and [extension[key] for key in ("method", "factor", "options")]
+    vocab_size = model.config.vocab_size
+    with torch.no_grad():
+        found["imported logits"] = model(random_tokens(2, 24, vocab_size))
+
+
+# -------------------------------------------------------------------------------------------------
+# Exit statuses.
+
+COMMANDS = """
+train.py --help
+train.py --learning_rat=1
+train.py --n_layer=four
+train.py --n_layer=2.5
+train.py --n_layer
+train.py --optimizer=sgd
+train.py --tie_embeddings=perhaps
+train.py --pos=cope
+train.py --vocab_size=3
+train.py rope
+train.py config/nothing.toml
+train.py --batch_size=0
+train.py --learning_rate=nan
+train.py --dataset=nothing
+train.py --device=tpu
+train.py --n_embd=100 --n_head=3
+train.py --init_from=resume --out_dir={out}/never-made
+train.py --block_size=100000000 --dataset={data} --out_dir={out}/a
+train.py --bos=maybe
+train.py --layer_pattern=FFFFN
+train.py --pos=learned --layer_pattern=FN
+train.py --pos=alibi --random_positions=999
+train.py --random_positions=100
+train.py --attn_scale=0
+train.py --window=-1
+train.py --sinks=2
+train.py --dropout=1
+train.py --passkey=2
+train.py --beta2=1
+train.py --n_embd=30 --n_head=2 --pos=rope
+train.py --rope_fraction=1.5
+train.py --out_dir={run} --dataset={data}
+train.py --out_dir={run} --init_from=resume --n_layer=3
+train.py --out_dir={run} --init_from=resume --max_iters=8
+train.py --out_dir={run} --init_from=resume --max_iters=8 --n_layer=2
+train.py config/debug.toml --dataset={data} --out_dir={out}/b --min_doc=99999999
+train.py config/debug.toml --dataset={data} --out_dir={out}/c --max_iters=3 --learning_rate=1e30
+train.py config/debug.toml --dataset={data} --out_dir={out}/d --passkey=0.5 --block_size=16
+train.py config/debug.toml --dataset={data} --out_dir={out}/e --max_iters=0
+extend.py --help
+extend.py
+extend.py {out}/never-made
+extend.py {run} --method=yarm
+extend.py {run} --factor=0.5
+extend.py {run} --options=beta
+extend.py {run} --options=beta=1
+extend.py {run} --plot=a.svg
+extend.py {run} --method=llama3 --options=high_freq_factor=0.5
+extend.py {run} --method=self-extend
+extend.py {run} --method=drope --pose=true
+extend.py {run} --method=longrope
+extend.py {run} --options=gone.json --method=longrope
+extend.py {run} --out_dir={run}
+extend.py {step} --max_iters=0
+extend.py {step} --method=pi --max_iters=0 --dataset={data} --learning_rate=1e-3 --out_dir={out}/f
+sample.py --help
+sample.py {out}/never-made
+sample.py {run} --top_p=0
+sample.py {run} --temperature=-1
+sample.py {run} --start=FILE:gone.txt
+sample.py {run} {run}
+sample.py {learned} --max_new_tokens=1000
+sample.py {run} --max_new_tokens=40
+evaluate.py --help
+evaluate.py
+evaluate.py {run} --protocol=sliding-ish
+evaluate.py {run} --protocol=sliding --stride=0
+evaluate.py {run} --lengths=0
+evaluate.py {run} --plot=a.svg
+evaluate.py {run} --task=needle --depths=0
+evaluate.py a={run} a={step}
+evaluate.py {out}/never-made
+hf.py --help
+hf.py
+hf.py import
+hf.py import {out}/never-made {out}/g
+hf.py import {data} {out}/g
+hf.py export {run} {data} --verify=false
+hf.py import {data} {out}/g --verify=false
+data/prepare.py --help
+data/prepare.py
+data/prepare.py gone.txt
+data/prepare.py --dataset=imagenet
+data/prepare.py {text} --name=../x
+data/prepare.py {text} --name=golden
+data/prepare.py {text} --name=y --val_fraction=1
+data/prepare.py {text} --name=y --tokenizer={out}/never-made
+"""
+
+
+def statuses(record, folder):
+    """Exit statuses at the command line, mostly of what is refused; and what is left of it."""
+    paths = {
+        "run": trained(folder, "for statuses"),
+        "step": saved(folder, "rope", **SAMPLED["rope"]),
+        "learned": saved(folder, "learned", **SAMPLED["learned"]),
+        "data": dataset(),
+        "text": TEXT,
+        "out": folder / "statuses",
+    }
+    (folder / "statuses").mkdir()
+    for line in COMMANDS.strip().splitlines():
+        with record.case(line) as found:
+            status, _, err = call_script(*(word.format(**paths) for word in line.split()))
+            found["status"] = status
+            found["an error line"] = "error: " in err and "Traceback" not in err
+    with record.case("what is left") as found:
+        made = (folder / "statuses").glob("**/*")
+        found["files"] = sorted(str(file.relative_to(folder / "statuses")) for file in made)

@@ -1,0 +1,196 @@
+"""Devices, dtypes and compilation; signals, locks and the limits of waiting for other processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import ROOT
+
+from nanolong import device, distributed, lock, provenance, signals
+from nanolong.errors import UserError
+
+CPU = torch.device("cpu")
+MPS = torch.device("mps")
+GPU = torch.device("cuda")
+
+
+def test_the_cpu_can_always_be_picked():
+    assert device.pick_device("cpu") == CPU
+    assert device.pick_device("auto").type in ("cpu", "cuda", "mps")
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:99", "", "cpu:-7"])
+def test_a_device_that_cannot_be_used_is_an_error(name):
+    with pytest.raises(UserError, match="--device=cpu"):
+        device.pick_device(name)
+
+
+def test_a_gpu_without_its_driver_is_never_replaced_by_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(device, "_has_nvidia_gpu", lambda: True)
+    with pytest.raises(UserError, match="there is an NVIDIA GPU.*--device=cpu"):
+        device.pick_device("auto")
+    assert device.pick_device("cpu") == CPU
+
+
+def test_several_processes_do_not_share_one_gpu(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="all processes on one GPU: give --device=cuda"):
+        device.pick_device("cuda:0")
+
+
+def test_dtype_follows_the_device(monkeypatch):
+    assert device.pick_dtype("bfloat16", CPU) == torch.bfloat16
+    monkeypatch.setattr(device, "_cpu_multiplies_bfloat16", lambda: False)
+    assert device.pick_dtype("auto", CPU) == torch.float32
+    monkeypatch.setattr(device, "_cpu_multiplies_bfloat16", lambda: True)
+    assert device.pick_dtype("auto", CPU) == torch.bfloat16
+    for native, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native
+        )
+        assert device.pick_dtype("auto", GPU) == dtype
+    assert device.pick_dtype("auto", MPS) == torch.float32
+    with pytest.raises(UserError, match="loss scaling"):
+        device.pick_dtype("float16", MPS)
+
+
+def test_autocast_changes_the_dtype_of_matrix_products_only():
+    a = torch.ones(2, 2)
+    with device.autocast(CPU, torch.bfloat16):
+        assert (a @ a).dtype == torch.bfloat16
+        assert (a + a).dtype == torch.float32
+    with device.autocast(CPU, torch.float32):
+        assert (a @ a).dtype == torch.float32
+
+
+def test_compilation_is_left_out_with_a_reason(monkeypatch):
+    assert device.pick_compile(False, CPU, 10**6) == (False, None)
+    assert "a run this short" in device.pick_compile(None, CPU, 499)[1]
+    assert "mps" in device.pick_compile(True, MPS, 10**6)[1]
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    compiles, reason = device.pick_compile(True, CPU, 0)
+    assert not compiles and reason.startswith("torch.compile is off: there is no C++ compiler")
+
+
+def test_compilation_is_used_where_it_pays(monkeypatch):
+    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++")
+    monkeypatch.setattr(device.Path, "is_file", lambda path: True)
+    assert device.pick_compile(True, CPU, 0) == (True, None)
+    assert device.pick_compile(None, CPU, 500) == (True, None)
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in device.pick_compile(None, GPU, 500)[1]
+
+
+def test_peak_flops_of_known_gpus(monkeypatch):
+    assert device.peak_flops(CPU) is None
+    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A10G": 70e12}
+    for name, flops in {**names, "Voodoo 2": None}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert device.peak_flops(GPU) == flops
+
+
+def test_more_memory_than_there_is_cannot_be_required():
+    device.require_memory(2**20)
+    if hasattr(os, "sysconf"):
+        with pytest.raises(UserError, match="GiB, and this machine has"):
+            device.require_memory(2**60)
+
+
+def test_provenance_names_commit_hardware_version_and_date():
+    parts = provenance.provenance(CPU).split(", ")
+    assert parts[0].startswith("commit ")
+    assert parts[-2] == "torch " + torch.__version__.partition("+")[0]
+    assert parts[-1].count("-") == 2
+    assert f"{torch.get_num_threads()} threads of" in parts[1]
+
+
+def test_signals_are_noted_and_handlers_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    with signals.catch_signals() as stop_signals:
+        assert not stop_signals
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)  # at once, as of an impatient terminal: noted, too
+        assert len(stop_signals) == 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_signal_in_earnest_ends_the_process():
+    code = (
+        "import signal, time\n"
+        "from nanolong.signals import catch_signals\n"
+        "with catch_signals() as stop_signals:\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    time.sleep(1.1)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGTERM and not done.stdout, done.stderr
+
+
+def test_signals_can_be_caught_outside_the_main_thread():
+    caught = []
+
+    def work():
+        with signals.catch_signals() as stop_signals:
+            caught.append(list(stop_signals))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert caught == [[]]
+
+
+def test_a_lock_is_held_once_and_released(tmp_path):
+    lock.lock(tmp_path)
+    lock.lock(tmp_path)
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from nanolong.lock import lock\n"
+        "lock(Path(sys.argv[1]))\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    other = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert f"process {os.getpid()} is writing to {tmp_path}: wait for it" in other.stderr
+    lock.unlock(tmp_path)
+    lock.unlock(tmp_path)
+    other = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert other.returncode == 0, other.stderr
+
+
+def test_one_process_without_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert distributed.join_processes("cpu") == (0, 1)
+    assert distributed.rank_and_world() == (0, 1)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "1e9"])
+def test_the_collective_timeout_is_a_number_of_seconds(text, monkeypatch):
+    monkeypatch.delenv("NANOLONG_TIMEOUT", raising=False)
+    assert distributed.collective_timeout() == 600
+    monkeypatch.setenv("NANOLONG_TIMEOUT", "2.5")
+    assert distributed.collective_timeout() == 2.5
+    monkeypatch.setenv("NANOLONG_TIMEOUT", text)
+    with pytest.raises(UserError, match=f"NANOLONG_TIMEOUT={text}"):
+        distributed.collective_timeout()
+
+
+def test_the_error_of_a_lost_process_is_recognised(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    lost = [
+        torch.distributed.DistBackendError("NCCL"),
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc] Read error"),
+        RuntimeError("Connection closed by peer [127.0.0.1]"),
+    ]
+    for error in lost:
+        message = distributed.lost_peer_message(error)
+        assert message.startswith("process 1 has lost another process")
+        assert "NANOLONG_TIMEOUT" in message and "--init_from=resume" in message
+    assert distributed.lost_peer_message(RuntimeError("shape mismatch")) is None

@@ -1,0 +1,321 @@
+"""Rules about the code base itself: who imports whom, sizes, words, and what is in the checkout."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+from conftest import ROOT
+
+from model import POSITIONS
+
+PACKAGES = ("nanolong", "kernels", "data", "experiments")
+NOT_OURS = {".git", ".venv", "out", "__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache"}
+
+MAX_COLUMNS = 100
+MAX_FUNCTION_LINES = 60
+MAX_TEST_LINES = 100  # of functions in tests/, and of those in kernels/ that are no kernels
+
+
+def project_files(*suffixes):
+    """The files of the project, of these kinds if any are given, without prepared datasets."""
+    files = []
+    for file in sorted(ROOT.rglob("*")):
+        parts = file.relative_to(ROOT).parts
+        is_dataset = parts[0] == "data" and len(parts) > 2
+        if not file.is_file() or NOT_OURS & set(parts) or is_dataset:
+            continue
+        if not suffixes or file.suffix in suffixes:
+            files.append(file)
+    return files
+
+
+def path_of(file):
+    return file.relative_to(ROOT).as_posix()
+
+
+def parse(file):
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def report(violations):
+    """Fail with all violations at once."""
+    if violations:
+        pytest.fail(f"{len(violations)} violations:\n" + "\n".join(violations), pytrace=False)
+
+
+# -----------------------------------------------------------------------------
+# Imports.
+
+
+def module_name(file):
+    """The dotted name under which a file is imported."""
+    return path_of(file).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {
+    module_name(file): file
+    for file in project_files(".py")
+    if file.parent == ROOT or path_of(file).split("/")[0] in PACKAGES
+}
+
+
+def import_statements(node, inside_functions):
+    """The import statements in a piece of code, of its functions, too, or not."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if inside_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from import_statements(child, inside_functions)
+
+
+def imports(file, inside_functions=True, node=None):
+    """
+    The dotted names of the modules that a file, or one node of its syntax tree, imports.
+
+    `from nanolong import cli` imports nanolong.cli, `from data import Dataset` imports data.
+    """
+    name = module_name(file)
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for statement in import_statements(node or parse(file), inside_functions):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+            continue
+        base = statement.module or ""
+        if statement.level:  # from . import reference; from .reference import rope
+            base = f"{package}.{base}".strip(".")
+        for alias in statement.names:
+            submodule = f"{base}.{alias.name}"
+            found.add(submodule if submodule in MODULES else base)
+    return found
+
+
+def own_imports(file, inside_functions=True, node=None):
+    """imports() of this project's modules."""
+    return imports(file, inside_functions, node) & MODULES.keys()
+
+
+def test_model_py_can_be_lifted_out():
+    """It imports torch, kernels, rope_scaling and the error class; three methods import more."""
+    file = ROOT / "model.py"
+    allowed = {"kernels", "rope_scaling", "nanolong.errors"}
+    assert own_imports(file, inside_functions=False) <= allowed
+    others = imports(file, inside_functions=False) - allowed
+    assert {name.split(".")[0] for name in others} - {"torch"} <= set(sys.stdlib_module_names)
+
+    functions = [node for node in ast.walk(parse(file)) if isinstance(node, ast.FunctionDef)]
+    importing = {f.name for f in functions if own_imports(file, node=f)}
+    assert importing <= {"load", "save", "generate"}
+    gpt = next(node for node in parse(file).body if getattr(node, "name", "") == "GPT")
+    assert importing <= {node.name for node in gpt.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_lifted_model_trains_and_generates(tmp_path):
+    for name in ("model.py", "rope_scaling.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    code = (
+        "import torch\n"
+        "from model import GPT, GPTConfig\n"
+        "model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=50))\n"
+        "tokens = torch.randint(0, 50, (1, 9))\n"
+        "model(tokens[:, :-1], tokens[:, 1:]).backward()\n"
+        "print(sum(1 for token in model.generate(tokens, 3)))\n"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+def test_importing_the_model_imports_neither_data_nor_triton(tmp_path):
+    code = (
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from model import GPT, GPTConfig\n"
+        "GPT(GPTConfig())\n"
+        "assert not {'data', 'train', 'nanolong.cli', 'triton'} & set(sys.modules)\n"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_plumbing_never_imports_the_model_or_a_script():
+    violations = []
+    for file in sorted((ROOT / "nanolong").glob("*.py")):
+        for name in sorted(own_imports(file)):
+            if name.split(".")[0] not in ("nanolong", "data", "kernels", "rope_scaling"):
+                violations.append(f"{path_of(file)} imports {name}")
+    report(violations)
+
+
+@pytest.mark.parametrize(
+    "importing, allowed",
+    [
+        ("kernels/*.py", {"kernels"}),
+        ("rope_scaling.py", {"kernels", "nanolong"}),
+        ("data/*.py", {"data", "nanolong"}),
+        ("train.py", {"data", "kernels", "model", "nanolong", "rope_scaling"}),
+        ("evaluate.py", {"data", "kernels", "model", "nanolong", "rope_scaling"}),
+        ("sample.py", {"data", "model", "nanolong"}),
+        ("hf.py", {"data", "model", "nanolong"}),
+        (
+            "extend.py",
+            {"data", "evaluate", "kernels", "model", "nanolong", "rope_scaling", "train"},
+        ),
+    ],
+)
+def test_imports_go_one_way(importing, allowed):
+    for file in ROOT.glob(importing):
+        assert {name.split(".")[0] for name in own_imports(file)} <= allowed, file
+
+
+def test_no_module_imports_an_experiment():
+    violations = []
+    for file in MODULES.values():
+        names = {name for name in own_imports(file) if name.startswith("experiments")}
+        if names and file.parent != ROOT / "experiments":
+            violations.append(f"{path_of(file)} imports {', '.join(sorted(names))}")
+    report(violations)
+
+
+def test_there_is_no_import_cycle():
+    graph = {name: own_imports(file, inside_functions=False) for name, file in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_every_script_first_checks_the_version_of_python():
+    """Only what puts the project on sys.path may be imported before."""
+    violations = []
+    for file in MODULES.values():
+        text = file.read_text(encoding="utf-8")
+        if "run_main(" not in text or file.parent == ROOT / "nanolong":
+            continue
+        before, check, _ = text.partition("\nfrom nanolong import python_version")
+        if not check or not imports(file, node=ast.parse(before)) <= {"sys", "pathlib"}:
+            violations.append(path_of(file))
+    report(violations)
+
+
+def test_the_transformer_names_no_scheme():
+    for node in parse(ROOT / "model.py").body:
+        if getattr(node, "name", "") in ("Attention", "Block"):
+            constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+            assert not [value for value in constants if value in POSITIONS], node.name
+            assert ".pos ==" not in ast.unparse(node), node.name
+
+
+def test_nothing_unpickles_or_evaluates_text():
+    for file in MODULES.values():
+        assert not imports(file) & {"pickle", "marshal", "shelve", "dill"}, file
+        for node in ast.walk(parse(file)):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("eval", "exec", "torch.load", "torch.save"), file
+
+
+# -----------------------------------------------------------------------------
+# Sizes.
+
+
+def lines_left_alone(tree, lines):
+    """The numbers of the lines that `# fmt: skip` leaves to their author."""
+    numbers = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.stmt):
+            continue
+        last = node.end_lineno
+        if isinstance(node, ast.FunctionDef):
+            last = node.body[0].lineno - 1  # the signature
+        if any("# fmt: skip" in line for line in lines[node.lineno - 1 : last]):
+            numbers |= set(range(node.lineno, last + 1))
+    return numbers
+
+
+def test_lines_have_at_most_100_columns():
+    violations = []
+    for file in project_files(".py", ".toml"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        skipped = lines_left_alone(parse(file), lines) if file.suffix == ".py" else set()
+        for number, line in enumerate(lines, start=1):
+            if len(line) > MAX_COLUMNS and "http" not in line and number not in skipped:
+                violations.append(f"{path_of(file)}:{number}: {len(line)} columns")
+    report(violations)
+
+
+def is_kernel(function):
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_functions_are_short():
+    violations = []
+    for file in project_files(".py"):
+        folder = path_of(file).split("/")[0]
+        limit = MAX_TEST_LINES if folder in ("tests", "kernels") else MAX_FUNCTION_LINES
+        for node in ast.walk(parse(file)):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_kernel(node):
+                continue
+            length = node.end_lineno - node.lineno + 1
+            if length > limit:
+                violations.append(f"{path_of(file)}:{node.lineno}: {node.name} has {length} lines")
+    report(violations)
+
+
+def test_no_large_file_is_in_the_checkout():
+    violations = []
+    for file in project_files():
+        if file.stat().st_size >= 1_000_000 and file.suffix != ".png":
+            violations.append(f"{path_of(file)}: {file.stat().st_size:,} bytes")
+    report(violations)
+
+
+# -----------------------------------------------------------------------------
+# Words.
+
+# Files in which a word of tests/private_words.txt may stand, and why.
+ALLOWED_WORDS = {
+    "tests/private_words.txt": "lists them",
+    "CHANGELOG.md": "says what was renamed",
+    "tests/golden_names.py": "compares with the code before the renaming",
+}
+
+
+def private_words():
+    """The regular expressions of tests/private_words.txt."""
+    patterns = []
+    for line in (ROOT / "tests" / "private_words.txt").read_text(encoding="utf-8").splitlines():
+        line = line.strip()
+        if line and not line.startswith("#"):
+            # A phrase may run over the end of a line, also of a comment.
+            phrase = line.replace(" ", r"\s+(?:#\s*)?")
+            starts = r"(?<![\w/-])" if line[0].isalnum() else ""
+            ends = r"(?![\w-])" if line[-1].isalnum() or line[-1] in ")?" else ""
+            patterns.append(re.compile(f"{starts}(?:{phrase}){ends}"))
+    return patterns
+
+
+def test_private_words_are_found():
+    """Whole words only, also over the end of a line."""
+    text = "a trained\n    # length, restretch, stretched, by hand; by hand-made, nanolong/stretch"
+    found = [match[0] for pattern in private_words() for match in pattern.finditer(text)]
+    assert sorted(found) == ["by hand", "stretched", "trained\n    # length"]
+
+
+def test_no_private_words():
+    patterns = private_words()
+    violations = []
+    for file in project_files(".py", ".md", ".toml", ".cff", ".yml", ".txt", ""):
+        if path_of(file) in ALLOWED_WORDS:
+            continue
+        text = file.read_text(encoding="utf-8")
+        for pattern in patterns:
+            for match in pattern.finditer(text):
+                number = text.count("\n", 0, match.start()) + 1
+                violations.append(f"{path_of(file)}:{number}: {' '.join(match[0].split())}")
+    report(violations)

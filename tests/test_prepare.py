@@ -1,0 +1,269 @@
+"""data/prepare.py: from text to a dataset."""
+
+import http.server
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+from data.prepare import build, download, prepare, prepare_text
+from nanolong.errors import UserError
+
+TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
+DATA = Path(data.__file__).parent
+
+
+@pytest.fixture
+def data_folder(tmp_path, monkeypatch):
+    """An empty folder in place of data/."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setattr(data.dataset, "HERE", folder)
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer, bos", [("bytes", 256), ("char", None)])
+def test_the_last_tenth_of_a_file_is_validation(tokenizer, bos, tmp_path, data_folder):
+    (tmp_path / "t.txt").write_bytes(TEXT.encode())
+    prepare_text(tmp_path / "t.txt", "mine", tokenizer=tokenizer)
+    dataset = data.Dataset("mine")
+    assert dataset.bos == dataset.tokenizer.bos == bos
+    train, val = (
+        dataset.tokenizer.decode(split.tokens[0].tolist()) for split in (dataset.train, dataset.val)
+    )
+    assert train + val == TEXT.encode()
+    text = TEXT.encode() if tokenizer == "bytes" else TEXT
+    n_val = len(text) - int(len(text) * 0.9)
+    assert len(dataset.val) == n_val + (bos is not None)
+
+
+def test_a_file_is_encoded_by_gpt2(tmp_path, data_folder):
+    try:
+        data.BPETokenizer.named("gpt2")
+    except UserError as error:
+        pytest.skip(str(error))
+    (tmp_path / "t.txt").write_text(TEXT)
+    folder = prepare_text(tmp_path / "t.txt", "mine", tokenizer="gpt2")
+    dataset = data.Dataset(folder)
+    assert (dataset.vocab_size, dataset.bos) == (50257, None)
+    assert data.Dataset(folder, bos=True).bos == 50256
+    first, *ids = dataset.train.tokens[0].tolist()
+    assert first == 50256
+    assert dataset.tokenizer.decode(ids) == TEXT[: int(len(TEXT) * 0.9)].encode()
+
+
+def test_line_ends_of_windows_are_kept_as_bytes_alone(tmp_path, data_folder):
+    (tmp_path / "t.txt").write_bytes(b"ab\r\n" * 100)
+    as_bytes = data.Dataset(prepare_text(tmp_path / "t.txt", "bytes"))
+    as_characters = data.Dataset(prepare_text(tmp_path / "t.txt", "char", tokenizer="char"))
+    assert (as_bytes.train.tokens[0] == ord("\r")).any()
+    assert as_characters.tokenizer.characters == "\nab"
+
+
+def write_folder(folder):
+    """60 texts in three folders, and files that are not text or are hidden."""
+    for i in range(60):
+        subfolder = folder / f"p{i % 3}"
+        subfolder.mkdir(parents=True, exist_ok=True)
+        (subfolder / f"f{i}.py").write_text(f"# file {i}\n" + TEXT)
+    (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("secret")
+
+
+def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
+    write_folder(tmp_path / "src")
+    dataset = data.Dataset(prepare_text(tmp_path / "src", "folder"))
+    assert "left out 1 of 61 files" in capsys.readouterr().out
+    train, val = (
+        bytes(token for token in split.tokens[0].tolist() if token < 256)
+        for split in (dataset.train, dataset.val)
+    )
+    assert train.count(b"# file") + val.count(b"# file") == 60
+    assert 1 <= val.count(b"# file") <= 15
+    for left_out in (b"secret", b"PNG"):
+        assert left_out not in train + val
+    # every document begins with <bos>
+    assert (dataset.train.tokens[0] == 256).sum() == train.count(b"# file")
+
+
+def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
+    write_folder(tmp_path / "src")
+    one, again, other = (
+        data.Dataset(prepare_text(tmp_path / "src", name, val_fraction=val_fraction)).hash
+        for name, val_fraction in (("one", 0.1), ("again", 0.1), ("other", 0.5))
+    )
+    assert one == again != other
+
+
+def test_raw_files_have_no_header(tmp_path, data_folder):
+    (tmp_path / "t.txt").write_text("a" * 100)
+    folder = prepare_text(tmp_path / "t.txt", "raw", raw=True)
+    assert np.fromfile(folder / "train.bin", "<u2").tolist() == [256] + [97] * 90
+
+
+def test_a_dataset_is_not_overwritten(tmp_path, data_folder):
+    (tmp_path / "t.txt").write_text(TEXT)
+    folder = prepare_text(tmp_path / "t.txt", "mine")
+    before = (folder / "train.bin").read_bytes()
+    with pytest.raises(UserError, match="exists already"):
+        prepare_text(tmp_path / "t.txt", "mine", tokenizer="char")
+    assert (folder / "train.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "file, options, message",
+    [
+        ("bad.txt", {"tokenizer": "char"}, "byte 3"),
+        ("empty", {}, "no text"),
+        ("none.txt", {}, "no text"),
+        ("short.txt", {}, "too short"),
+        ("gone.txt", {}, "no file"),
+        ("good.txt", {"tokenizer": "gpt7"}, "gpt7"),
+        ("good.txt", {"val_fraction": 0.0}, "between 0 and 1"),
+        ("good.txt", {"name": "../x"}, "--name"),
+        ("good.txt", {"name": ".x"}, "--name"),
+    ],
+)
+def test_a_refusal_leaves_nothing(file, options, message, tmp_path, data_folder):
+    (tmp_path / "bad.txt").write_bytes(b"abc\xff\xfe" * 9)
+    (tmp_path / "none.txt").write_bytes(b"")
+    (tmp_path / "short.txt").write_bytes(b"a")
+    (tmp_path / "good.txt").write_text(TEXT)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=message):
+        prepare_text(tmp_path / file, **{"name": "x", **options})
+    assert not list(data_folder.iterdir())
+
+
+def test_text_that_is_not_utf8_is_prepared_as_bytes(tmp_path, data_folder):
+    (tmp_path / "t.txt").write_bytes(b"abc\xff\xfe" * 9)
+    assert len(data.Dataset(prepare_text(tmp_path / "t.txt", "mine")).train) == 1 + 40
+
+
+def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypatch):
+    def disk_full(*arguments):
+        raise OSError("No space left on device")
+
+    (tmp_path / "t.txt").write_text(TEXT)
+    monkeypatch.setattr("data.prepare.write_tokens", disk_full)
+    with pytest.raises(OSError, match="No space"):
+        prepare_text(tmp_path / "t.txt", "mine")
+    assert not list(data_folder.iterdir())
+
+
+def test_a_refusal_leaves_nothing_in_the_real_data_folder(tmp_path):
+    (tmp_path / "a").write_bytes(b"")
+    before = set(DATA.iterdir())
+    with pytest.raises(UserError, match="no text"):
+        build("x-test", {"a": tmp_path / "a"}, "a")
+    assert set(DATA.iterdir()) == before
+
+
+def test_the_standard_library_is_a_dataset(data_folder):
+    dataset = data.Dataset(prepare("python"))
+    meta = json.loads((data_folder / "python" / "meta.json").read_text())
+    assert 5e6 < meta["tokens"]["train"] < 2e7
+    assert 3e5 < meta["tokens"]["val"]
+    assert meta["files"] >= 180
+    assert meta["sha256"].keys() == {"train", "val"}
+    train, val = dataset.train.tokens[0], dataset.val.tokens[0]
+    assert train[0] == val[0] == dataset.bos == 256
+    text = b"".join(tokens[tokens < 256].astype(np.uint8).tobytes() for tokens in (train, val))
+    assert b"class ArgumentParser" in text
+
+
+# -----------------------------------------------------------------------------
+# Downloads
+
+
+@pytest.mark.parametrize(
+    "name, url", [("shakespeare", "tinyshakespeare"), ("fineweb10B", "fineweb_val")]
+)
+def test_a_failed_download_says_what_to_do(name, url, data_folder, monkeypatch):
+    def no_network(*arguments, **options):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    with pytest.raises(UserError, match=f"{url}.*unreachable.*download it manually"):
+        prepare(name)
+
+
+def test_a_wrong_text_in_place_of_a_download_is_noticed(data_folder):
+    (data_folder / "shakespeare").mkdir()
+    (data_folder / "shakespeare" / "input.txt").write_text("another text")
+    with pytest.raises(UserError, match="SHA-256"):
+        prepare("shakespeare")
+
+
+def test_a_dataset_joins_its_downloaded_text(data_folder, monkeypatch):
+    monkeypatch.setattr("data.prepare.SHAKESPEARE_SHA256", None)
+    (data_folder / "shakespeare").mkdir()
+    (data_folder / "shakespeare" / "input.txt").write_text(TEXT)
+    folder = prepare("shakespeare")
+    names = sorted(file.name for file in folder.iterdir())
+    assert names == ["input.txt", "meta.json", "train.bin", "val.bin"]
+    assert [file.name for file in data_folder.iterdir()] == ["shakespeare"]
+
+
+def test_a_download_that_is_cut_off_is_not_kept(tmp_path):
+    requests = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        """Send 4,000 of 11,024 bytes twice, and then all of them."""
+
+        def do_GET(self):
+            requests.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "11024")
+            self.end_headers()
+            self.wfile.write(bytes(4000 if len(requests) < 3 else 11024))
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    file = tmp_path / "x_train_0.bin"
+    url = f"http://127.0.0.1:{server.server_port}/x"
+    try:
+        for _ in range(2):
+            with pytest.raises(UserError, match="4000 of 11024"):
+                download(url, file, None, "put it there")
+            assert not list(tmp_path.iterdir())
+        download(url, file, None, "put it there")
+        assert file.stat().st_size == 11024
+        # what is there is not downloaded again
+        download(url, file, None, "put it there")
+        assert len(requests) == 3
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# -----------------------------------------------------------------------------
+# The script
+
+
+def test_prepare_runs_as_a_script_from_anywhere(tmp_path):
+    command = [sys.executable, str(DATA / "prepare.py")]
+    done = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--val_fraction=0.1" in done.stdout
+    done = subprocess.run([*command, "gone.txt"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no file or folder gone.txt:")
+
+
+def test_no_module_of_data_has_the_name_of_an_installed_package():
+    # run as a script, prepare.py has data/ first on sys.path
+    for file in DATA.glob("*.py"):
+        if file.stem != "__init__":
+            assert importlib.util.find_spec(file.stem) is None, file

@@ -1,0 +1,112 @@
+"""sample.py on untrained checkpoints: prompts, seeds, notes and errors."""
+
+import os
+
+import pytest
+
+import data
+
+
+@pytest.fixture
+def save_run(make, tmp_path):
+    """A function that writes a run folder of an untrained model and returns it."""
+
+    def save_run(name="run", meta=None, **settings):
+        model = make(vocab_size=257, **settings)
+        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256, "step": 1}
+        model.meta.update(meta or {})
+        run = tmp_path / name
+        model.save(run / "step-000001")
+        return run
+
+    return save_run
+
+
+def one_line(done, *phrases):
+    """A refusal: exit status 2, and one line on stderr that has all the phrases."""
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    for phrase in phrases:
+        assert phrase in done.stderr
+
+
+def test_the_same_seed_gives_the_same_text(call, save_run):
+    words = ["sample.py", save_run(), "--start=def f", "--max_new_tokens=15"]
+    first, again, other = (call(*words, f"--seed={seed}") for seed in (1, 1, 2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("def f")
+    assert first.stdout == again.stdout != other.stdout
+
+
+def test_sample_i_uses_seed_plus_i(call, save_run):
+    words = ["sample.py", save_run(), "--start=a", "--max_new_tokens=10"]
+    both = call(*words, "--seed=1", "--num_samples=2").stdout
+    first, second = both.removesuffix("\n").split("\n" + "-" * 16 + "\n")
+    assert first == call(*words, "--seed=1").stdout.removesuffix("\n")
+    assert second == call(*words, "--seed=2").stdout.removesuffix("\n")
+
+
+def test_temperature_zero_is_greedy(call, save_run):
+    words = ["sample.py", save_run(), "--max_new_tokens=10", "--temperature=0"]
+    assert call(*words, "--seed=1").stdout == call(*words, "--seed=2").stdout
+    assert call(*words[:-1], "--top_k=1").stdout == call(*words).stdout
+
+
+def test_the_prompt_may_come_from_a_file(call, save_run, tmp_path):
+    run = save_run()
+    (tmp_path / "prompt.txt").write_bytes(b"caf\xc3\xa9 \xff <|endoftext|>")
+    words = ["--start=FILE:prompt.txt", f"--out_dir={run}", "--max_new_tokens=3"]
+    done = call("sample.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("café \ufffd <|endoftext|>")
+
+
+def test_no_new_tokens_prints_the_prompt(call, save_run):
+    assert call("sample.py", save_run(), "--start=abc", "--max_new_tokens=0").stdout == "abc\n"
+
+
+def test_beyond_the_context_length_a_note_says_how_to_extend_it(call, save_run):
+    run = save_run()
+    within = call("sample.py", run, "--max_new_tokens=23")
+    assert within.stderr == ""
+    beyond = call("sample.py", run, "--max_new_tokens=60")  # and <bos>: 61 tokens
+    assert beyond.returncode == 0
+    assert f"python extend.py {run} --method=yarn --factor=3" in beyond.stderr
+    alibi = call("sample.py", save_run("alibi", pos="alibi"), "--max_new_tokens=60")
+    assert "61 tokens" in alibi.stderr
+    assert "extend.py" not in alibi.stderr
+
+
+def test_a_scheme_without_further_positions_refuses(call, save_run):
+    run = save_run(pos="learned")
+    one_line(call("sample.py", run, "--max_new_tokens=60"), "--max_new_tokens=24")
+
+
+def test_without_a_folder_the_newest_run_is_used(call, save_run, tmp_path):
+    one_line(call("sample.py", cwd=tmp_path), "train.py")
+    for name, seconds in (("out/a", 2), ("out/deep/b", 1)):
+        meta = save_run(name) / "step-000001/meta.json"
+        os.utime(meta, (10**9 + seconds, 10**9 + seconds))
+    done = call("sample.py", "--max_new_tokens=40", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "extend.py out/a " in done.stderr
+
+
+def test_errors_say_what_to_do(call, save_run, tmp_path):
+    run = save_run()
+    one_line(call("sample.py", run, tmp_path), "one")
+    one_line(call("sample.py", run, f"--out_dir={run}"), "one")
+    one_line(call("sample.py", tmp_path / "gone"), "gone")
+    one_line(call("sample.py", run, "--top_p=0"), "top_p")
+    one_line(call("sample.py", run, "--temperature=nan"), "temperature")
+    one_line(call("sample.py", run, "--start=FILE:gone.txt"), "gone.txt", "--start=FILE:PATH")
+    one_line(call("sample.py", run, "--start=" + "a" * 1600), "1601 tokens", "extend.py")
+    bare = save_run("bare", {"tokenizer": None})
+    one_line(call("sample.py", bare), "tokenizer", "another checkpoint")
+
+
+def test_help_lists_every_setting(call):
+    done = call("sample.py", "--help")
+    assert done.returncode == 0
+    for name in ("start", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "best"):
+        assert f"--{name}=" in done.stdout

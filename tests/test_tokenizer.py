@@ -1,0 +1,178 @@
+"""Tokenizers: encoding and decoding, their form in JSON, prompts and streamed text."""
+
+import base64
+import json
+import zlib
+
+import pytest
+import tiktoken
+
+import data
+from nanolong.errors import UserError
+
+TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
+
+
+def through_json(tokenizer):
+    """The tokenizer that a checkpoint's meta.json would give back."""
+    return data.tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
+
+
+def bpe_spec(token_ids, **changes):
+    """The JSON of a BPE tokenizer with these tokens: bytes -> id."""
+    packed = b"".join(
+        len(token).to_bytes(2, "little") + i.to_bytes(4, "little") + token
+        for token, i in token_ids.items()
+    )
+    spec = {"kind": "bpe", "name": "test", "pattern": ".", "special": {}, "bos": None}
+    return {**spec, "ranks": base64.b64encode(zlib.compress(packed)).decode(), **changes}
+
+
+SINGLE_BYTES = {bytes([byte]): byte for byte in range(256)}
+
+
+@pytest.fixture
+def gpt2():
+    try:
+        return data.BPETokenizer.named("gpt2")
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "char"])
+def test_decoding_undoes_encoding(kind):
+    tokenizer = data.ByteTokenizer()
+    if kind == "char":
+        tokenizer = data.CharTokenizer("".join(sorted(set(TEXT))), bos=True)
+    again = through_json(tokenizer)
+    ids = again.encode(TEXT)
+    assert ids == tokenizer.encode(TEXT)
+    assert again.decode(ids) == TEXT.encode()
+    assert max(ids) < again.vocab_size == tokenizer.vocab_size
+    assert again.bos == tokenizer.bos == again.vocab_size - 1
+    assert again.decode([again.bos]) == b""
+    assert again.byte_lengths[again.bos] == 0
+    assert again.byte_lengths[ids].sum() == len(TEXT.encode())
+
+
+def test_any_bytes_can_be_encoded():
+    tokenizer = data.ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode(b"\xff\x00")) == b"\xff\x00"
+    assert tokenizer.decode(tokenizer.encode("\udcff")) == b"\xff"
+
+
+def test_an_unknown_character_is_named():
+    with pytest.raises(UserError, match="'q'"):
+        data.CharTokenizer("abc").encode("aq")
+
+
+def test_gpt2_travels_with_its_ranks(gpt2):
+    again = through_json(gpt2)
+    for text in (TEXT, "", "<|endoftext|>", " \u200b𝄞 ١٢ \r\n"):
+        ids = again.encode(text)
+        assert ids == gpt2.encode(text)
+        assert again.decode(ids) == text.encode()
+        assert again.byte_lengths[ids].sum() == len(text.encode())
+    assert again.encode("Hello world") == [15496, 995]
+    assert (again.vocab_size, again.bos, again.eos) == (50257, 50256, None)
+
+
+def test_bpe_keeps_pattern_ranks_and_special_tokens():
+    encoding = tiktoken.Encoding(
+        "mine",
+        pat_str=r"\w+|\W+",
+        mergeable_ranks=SINGLE_BYTES | {b"ab": 256, b"abc": 257},
+        special_tokens={"<|endoftext|>": 300},
+    )
+    tokenizer = data.BPETokenizer(encoding)
+    again = through_json(tokenizer)
+    assert again.encode("abcab abc") == tokenizer.encode("abcab abc") == [257, 256, 32, 257]
+    assert (again.vocab_size, again.bos) == (301, 300)
+    assert again.byte_lengths[[257, 300]].tolist() == [3, 0]
+
+    padded = through_json(data.BPETokenizer(encoding, bos=7, eos=9, vocab_size=320, nfc=True))
+    assert (padded.vocab_size, padded.bos, padded.eos) == (320, 7, 9)
+    assert len(padded.byte_lengths) == 320
+    assert padded.encode("e\u0301") == padded.encode("é")
+
+
+def test_an_unknown_encoding_is_refused():
+    with pytest.raises(UserError, match="gpt7.*choose bytes, char"):
+        data.BPETokenizer.named("gpt7")
+
+
+def test_a_failed_download_names_the_cache(monkeypatch):
+    def no_network(name):
+        raise ConnectionError
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(UserError, match="ConnectionError.*TIKTOKEN_CACHE_DIR"):
+        data.BPETokenizer.named("gpt2")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        [],
+        {"kind": "char", "characters": 3, "bos": True},
+        {"kind": "char", "characters": "abc", "bos": 1},
+        {"kind": "char", "characters": "abc"},
+        {"kind": "packaged", "bos": -1},
+        {"kind": "packaged", "bos": None, "eos": None, "vocab_size": 5, "tokenizer": "x"},
+        bpe_spec(SINGLE_BYTES, bos=1 << 24),
+        bpe_spec(SINGLE_BYTES, special={"<bos>": 1 << 24}),
+        bpe_spec(SINGLE_BYTES, special=[1]),
+        bpe_spec(SINGLE_BYTES, pattern="("),
+        bpe_spec(SINGLE_BYTES, ranks="AAAA"),
+        bpe_spec({b"a": 0}),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused(spec):
+    with pytest.raises(UserError, match="damaged"):
+        data.tokenizer_from_json(spec)
+
+
+def test_a_tokenizer_of_a_newer_version_is_refused():
+    with pytest.raises(UserError, match="'words'"):
+        data.tokenizer_from_json({"kind": "words"})
+
+
+def test_no_tokenizer_is_none():
+    assert data.tokenizer_from_json(None) is None
+
+
+def test_decompressing_stops_at_the_limit():
+    bomb = base64.b64encode(zlib.compress(bytes(1 << 20), 9)).decode()
+    assert len(data.decompress(bomb)) == 1 << 20
+    with pytest.raises(ValueError, match="larger than any vocabulary"):
+        data.decompress(bomb, limit=1 << 10)
+
+
+def test_vocabularies_are_compared_by_their_text():
+    one = data.tokenizer_from_json(bpe_spec(SINGLE_BYTES))
+    other_pattern = data.tokenizer_from_json(bpe_spec(SINGLE_BYTES, name="b", pattern="..?"))
+    reversed_ids = {token: 255 - i for token, i in SINGLE_BYTES.items()}
+    other_ids = data.tokenizer_from_json(bpe_spec(reversed_ids))
+    assert data.same_vocabulary(one, other_pattern)
+    assert not data.same_vocabulary(one, other_ids)
+    assert data.same_vocabulary(data.ByteTokenizer(), data.ByteTokenizer())
+    assert not data.same_vocabulary(data.CharTokenizer("ACGT"), data.CharTokenizer("WXYZ"))
+    assert not data.same_vocabulary(data.CharTokenizer("AC"), data.CharTokenizer("ACG"))
+
+
+def test_a_prompt_is_never_empty():
+    tokenizer = data.ByteTokenizer()
+    assert data.encode_prompt(tokenizer, 256, "ab") == [256, 97, 98]
+    assert data.encode_prompt(tokenizer, 256, "") == [256]
+    assert data.encode_prompt(tokenizer, None, "ab") == [97, 98]
+    assert data.encode_prompt(tokenizer, None, "") == [10]
+    assert data.encode_prompt(data.CharTokenizer("abc"), None, "") == [0]
+
+
+def test_streamed_text_holds_back_incomplete_characters():
+    tokenizer = data.ByteTokenizer()
+    assert "".join(data.decode_stream(tokenizer.encode("a☃b"), tokenizer)) == "a☃b"
+    snowman = [0xE2, 0x98, 0x83]
+    assert list(data.decode_stream([*snowman, 0xE2, 65], tokenizer)) == ["☃", "\ufffdA"]
+    assert list(data.decode_stream([65, 0xE2], tokenizer)) == ["A", "\ufffd"]

@@ -1,0 +1,289 @@
+"""Types, ranges and rules of the settings: each refusal names the setting and what it may be."""
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from evaluate import EvaluateConfig
+from extend import ExtendConfig
+from model import POSITIONS, GPTConfig
+from nanolong import validate
+from nanolong.errors import UserError
+from sample import SampleConfig
+from train import TrainConfig
+
+
+@dataclass
+class Settings:
+    """A field of every type that settings have."""
+
+    number: int = 1
+    fraction: float = 0.5
+    switch: bool = False
+    word: str = ""
+    maybe: bool | None = None
+    choice: Literal["a", "b"] = "a"
+    lengths: tuple[int, ...] = ()
+    choices: tuple[Literal["a", "b"], ...] = ("a",)
+    table: dict | None = None
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("number", "12", 12),
+        ("number", "1e3", 1000),
+        ("number", "1_000", 1000),
+        ("number", 4.0, 4),
+        ("number", np.int64(7), 7),
+        ("number", "9007199254740993", 2**53 + 1),
+        ("fraction", 1, 1.0),
+        ("fraction", "2.5e-3", 0.0025),
+        ("fraction", np.float32(0.5), 0.5),
+        ("switch", "yes", True),
+        ("switch", "OFF", False),
+        ("switch", True, True),
+        ("word", "none", "none"),
+        ("maybe", "auto", None),
+        ("maybe", "none", None),
+        ("maybe", None, None),
+        ("maybe", "true", True),
+        ("choice", "b", "b"),
+        ("lengths", "16, 32", (16, 32)),
+        ("lengths", [16, 32], (16, 32)),
+        ("lengths", 16, (16,)),
+        ("lengths", "", ()),
+        ("choices", "b,a", ("b", "a")),
+        ("table", {"x": 1}, {"x": 1}),
+    ],
+)
+def test_values_are_converted_to_the_type_of_their_field(name, value, expected):
+    converted = getattr(validate.coerce(Settings, {name: value}, "here"), name)
+    assert converted == expected
+    assert type(converted) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "name, value, wanted",
+    [
+        ("number", "four", "a whole number"),
+        ("number", 2.5, "a whole number"),
+        ("number", True, "a whole number"),
+        ("number", None, "a whole number"),
+        ("number", "inf", "a whole number"),
+        ("number", "nan", "a whole number"),
+        ("number", 10**30, "a whole number"),
+        ("number", "9" * 5000, "a whole number"),
+        ("number", {}, "a whole number"),
+        ("fraction", True, "a number"),
+        ("fraction", "half", "a number"),
+        ("fraction", 10**400, "a number"),
+        ("fraction", [0.5], "a number"),
+        ("switch", "perhaps", "true or false"),
+        ("switch", None, "true or false"),
+        ("word", 3, "text"),
+        ("choice", "c", "one of a, b"),
+        ("choice", ["a"], "one of a, b"),
+        ("lengths", "16,x", "a whole number"),
+        ("lengths", [[16]], "a whole number"),
+        ("choices", "a,c", "one of a, b"),
+        ("table", 3, "an object"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name, value, wanted):
+    with pytest.raises(UserError, match=f"^meta.json: {name} = .*{name} must be {wanted}$"):
+        validate.coerce(Settings, {name: value}, "meta.json")
+
+
+def test_an_unknown_setting_of_a_file_is_refused():
+    with pytest.raises(UserError, match=r"meta.json .*\(numbre\)"):
+        validate.coerce(Settings, {"numbre": 1}, "meta.json")
+
+
+def test_coerced_settings_equal_those_given_directly():
+    config = GPTConfig(pos="alibi", window=8, layer_pattern="WWN", vocab_size=50)
+    assert validate.coerce(GPTConfig, asdict(config), "meta.json") == config
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("n_layer", 0, "at least 1 and at most 4,096"),
+        ("n_head", -1, "at least 1"),
+        ("n_embd", 2**24 + 1, "at most 16,777,216"),
+        ("vocab_size", 0, "at least 1"),
+        ("block_size", 2**41, "at most"),
+        ("head_dim", 2**17, "at most 65,536"),
+        ("dropout", 1.0, "at least 0 and below 1"),
+        ("dropout", float("nan"), "not a finite number"),
+        ("norm_eps", 0.0, "above 0"),
+        ("attn_scale", 0.0, "above 0"),
+        ("attn_scale", float("inf"), "not a finite number"),
+        ("rope_base", 1.0, "above 1"),
+        ("rope_fraction", 1.5, "at most 1"),
+        ("window", -1, "at least 0"),
+        ("random_positions", 2**25, "at most 16,777,216"),
+    ],
+)
+def test_model_settings_have_ranges(name, value, allowed):
+    with pytest.raises(UserError, match=f"^{name}={value} .*{allowed}"):
+        validate.coerce(GPTConfig, {name: value}, "meta.json")
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("batch_size", 0, "at least 1"),
+        ("gradient_accumulation_steps", 2**20 + 1, "at most 1,048,576"),
+        ("upsample_docs", 1001, "at most 1,000"),
+        ("learning_rate", float("nan"), "at least 0"),
+        ("learning_rate", -1.0, "at least 0"),
+        ("max_iters", -1, "at least 0"),
+        ("beta2", 1.0, "below 1"),
+        ("passkey", 2.0, "at most 1"),
+        ("seed", -1, "at least 0"),
+        ("eval_interval", 0, "at least 1"),
+    ],
+)
+def test_training_settings_have_ranges(name, value, allowed):
+    for config in (TrainConfig, ExtendConfig):
+        with pytest.raises(UserError, match=f"^{name}={value} .*{allowed}"):
+            config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "config, settings, words",
+    [
+        (ExtendConfig, {"factor": 0.5}, "at least 1"),
+        (ExtendConfig, {"factor": 2e6}, "at most 1,000,000"),
+        (ExtendConfig, {"plot": "a.svg"}, "--plot=a.svg .*end it in .png"),
+        (SampleConfig, {"top_p": 0.0}, "above 0"),
+        (SampleConfig, {"temperature": float("inf")}, "finite"),
+        (SampleConfig, {"num_samples": 0}, "at least 1"),
+        (EvaluateConfig, {"lengths": (16, 0)}, "lengths=0 .*at least 1"),
+        (EvaluateConfig, {"stride": 0}, "stride=0 .*at least 1"),
+        (EvaluateConfig, {"depths": 1001}, "at most 1,000"),
+        (EvaluateConfig, {"protocol": ()}, "chunked, last-quarter"),
+        (EvaluateConfig, {"plot": "a.jpg"}, "end it in .png"),
+    ],
+)
+def test_script_settings_have_ranges(config, settings, words):
+    with pytest.raises(UserError, match=words):
+        config(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"pos": "cope"}, "there is no position scheme 'cope': pos is one of nope, learned, "),
+        ({"n_embd": 100}, "n_embd=100 is not divisible by n_head=3: .*give head_dim"),
+        ({"n_kv_head": 2}, "n_head=3 is not divisible by n_kv_head=2"),
+        ({"norm": "batchnorm"}, "rmsnorm, layernorm"),
+        ({"mlp": "relu"}, "swiglu, gelu"),
+        ({"bias": "some"}, "none, qkv, all"),
+        ({"n_layer": 4096, "n_embd": 2**22, "n_head": 1}, "more than 2\\^40 parameters"),
+        ({"pos": "rope", "n_embd": 99}, "head_dim=33 is odd"),
+        ({"pos": "nezha", "n_embd": 99}, "head_dim=33 is odd"),
+        ({"pos": "xl", "n_embd": 99}, "n_embd=99 is odd"),
+        ({"pos": "sinusoidal", "n_embd": 99}, "n_embd=99 is odd"),
+        ({"pos": "rope", "rope_fraction": 0.3}, "rotates 19 of 64 channels"),
+        ({"sinks": 4}, "give --window=N"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        validate.check_model(validate.coerce(GPTConfig, settings, "x"), POSITIONS)
+
+
+def test_a_head_dim_of_its_own_need_not_divide_n_embd():
+    validate.check_model(
+        validate.coerce(GPTConfig, {"n_embd": 100, "head_dim": 32}, "x"), POSITIONS
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"layer_pattern": ""}, "letters F, W, N and S"),
+        ({"layer_pattern": "FP"}, "letters F, W, N and S"),
+        ({"layer_pattern": "f"}, "letters F, W, N and S"),
+        ({"layer_pattern": "FFFFFFFFN"}, "more letters than the 4 layers"),
+        ({"layer_pattern": "W"}, "without a window: give --window=N"),
+        ({"layer_pattern": "FS"}, "without a window: give --window=N"),
+        ({"layer_pattern": "FN", "window": 8}, "window=8 is used by no layer"),
+        ({"layer_pattern": "FN", "pos": "learned"}, "--pos=learned acts in none"),
+        ({"layer_pattern": "FN", "pos": "sinusoidal"}, "--pos=sinusoidal acts in none"),
+        ({"layer_pattern": "WS", "window": 8, "pos": "nope"}, "--pos=nope acts in none"),
+    ],
+)
+def test_layer_patterns_that_mean_nothing_are_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        validate.check_model(GPTConfig(**settings), POSITIONS)
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_every_scheme_takes_the_layer_patterns_that_fit_it(pos):
+    acts_in_attention = pos not in ("nope", "learned", "sinusoidal")
+    patterns = [("F", 0), ("W", 8), ("WF", 8)]
+    if acts_in_attention:
+        patterns += [("FN", 0), ("FFN", 0), ("N", 0), ("WN", 8), ("WWS", 8), ("S", 8), ("FWNS", 8)]
+    for pattern, window in patterns:
+        config = GPTConfig(pos=pos, layer_pattern=pattern, window=window)
+        validate.check_model(config, POSITIONS)
+    assert validate.acts_in_attention(pos, POSITIONS) == acts_in_attention
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"pos": "alibi", "random_positions": 999}, "--pos=alibi does not: choose .* rope"),
+        ({"pos": "nope", "random_positions": 999}, "--pos=nope does not"),
+        ({"random_positions": 100}, "block_size=256"),
+        ({"random_positions": 999, "window": 8}, "a window"),
+    ],
+)
+def test_random_positions_need_a_scheme_that_uses_position_ids(settings, words):
+    with pytest.raises(UserError, match=words):
+        validate.check_model(GPTConfig(**settings), POSITIONS)
+    for pos in ("learned", "sinusoidal", "rope"):
+        validate.check_model(GPTConfig(pos=pos, random_positions=999), POSITIONS)
+
+
+def extension(**changes):
+    return {"method": "yarn", "factor": 4.0, "options": {}, "original_length": 64} | changes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        extension(method=3),
+        extension(factor="4"),
+        extension(factor=True),
+        extension(factor=0.5),
+        extension(factor=float("nan")),
+        extension(factor=1e13),
+        extension(options=None),
+        extension(original_length=0),
+        extension(original_length=64.0),
+        extension(original_length=257),
+    ],
+)
+def test_a_damaged_extension_is_refused(value):
+    validate.check_model(GPTConfig(extension=extension()), POSITIONS)
+    with pytest.raises(UserError, match="the model's extension"):
+        validate.check_model(GPTConfig(extension=value), POSITIONS)
+
+
+def test_the_rules_hold_for_a_scheme_of_ones_own():
+    """A scheme derived from one of ours, as the leaderboard takes it, meets the same rules."""
+
+    class MyRoPE(POSITIONS["rope"]):
+        pass
+
+    positions = {**POSITIONS, "mine": MyRoPE}
+    validate.check_model(GPTConfig(pos="mine", layer_pattern="FN"), positions)
+    with pytest.raises(UserError, match="head_dim=33 is odd: --pos=mine"):
+        validate.check_model(GPTConfig(pos="mine", n_embd=99), positions)
