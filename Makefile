@@ -1,22 +1,35 @@
-# Two commands on a fresh machine: make demo, make test. Every line here can be typed by hand; README.md shows them.
-# Only the CPU build of torch: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu      Another Python: make demo PYTHON=python3.12
-# Tests run in two processes of one thread; with more cores: make test JOBS=8
+# make demo        install, train, extend, evaluate and sample: about five minutes on two cores
+# make test        install and run the tests;  make test-all  the slow ones too
+# make lint        check format and style
+# make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
+# make bench       benchmarks of the operators
+#
+# The CPU build of torch:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Another Python:          make demo PYTHON=python3.12
+# More test processes:     make test JOBS=8
+
 PYTHON ?= python3
 DEMO ?= out/demo
 JOBS ?= 2
 PY = .venv/bin/python
-GO_ON = $(if $(wildcard $(DEMO)/$(1)/step-*),--init_from=resume)
+# A run that exists is resumed, so that an interrupted demo goes on.
+RESUME = $(if $(wildcard $(DEMO)/$(1)/step-*),--init_from=resume)
 
-.PHONY: demo test test-all bench
+.PHONY: demo test test-all lint golden bench aot
 
 demo: .venv/demo
-	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call GO_ON,rope)
-	$(PY) extend.py $(DEMO)/rope --method=none --factor=4 --max_iters=60 --out_dir=$(DEMO)/rope-none4 $(call GO_ON,rope-none4)
-	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=0 --out_dir=$(DEMO)/rope-yarn4-zero $(call GO_ON,rope-yarn4-zero)
-	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=60 --out_dir=$(DEMO)/rope-yarn4 $(call GO_ON,rope-yarn4)
+	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,rope)
+	$(PY) extend.py $(DEMO)/rope --method=none --factor=4 --max_iters=60 --out_dir=$(DEMO)/rope-none4 \
+		$(call RESUME,rope-none4)
+	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=0 --out_dir=$(DEMO)/rope-yarn4-zero \
+		$(call RESUME,rope-yarn4-zero)
+	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=60 --out_dir=$(DEMO)/rope-yarn4 \
+		$(call RESUME,rope-yarn4)
 	$(PY) sample.py $(DEMO)/rope-yarn4 --start="def " --max_new_tokens=800
-	$(PY) evaluate.py "untouched=$(DEMO)/rope" "untouched + fine-tune=$(DEMO)/rope-none4" "YaRN zero-shot=$(DEMO)/rope-yarn4-zero" \
-		"YaRN + fine-tune=$(DEMO)/rope-yarn4" --lengths=256,512,1024,2048 --protocol=last-quarter --plot=$(DEMO)/length.png --json=$(DEMO)/length.json
+	$(PY) evaluate.py "untouched=$(DEMO)/rope" "untouched + fine-tuning=$(DEMO)/rope-none4" \
+		"YaRN, zero-shot=$(DEMO)/rope-yarn4-zero" "YaRN + fine-tuning=$(DEMO)/rope-yarn4" \
+		--lengths=256,512,1024,2048 --protocol=last-quarter \
+		--plot=$(DEMO)/length.png --json=$(DEMO)/length.json
 
 test: .venv/test
 	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal
@@ -24,17 +37,29 @@ test: .venv/test
 test-all: .venv/test
 	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal --all
 
+lint: .venv/test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+golden: .venv/test
+	$(PY) tests/golden.py $(OLD) .
+
 bench: .venv/demo
 	$(PY) experiments/bench.py
 
+# Every kernel compiled for every architecture, 1,722 times: results/aot.md.
+aot: .venv/test
+	$(PY) tests/compiled/aot.py --all --report
+
 .venv/demo: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("error: nanoLong needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.12, say" % sys.version_info[:2])'
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: install it, as in apt-get install python3-venv" >&2; exit 2; }
+	@$(PYTHON) nanolong/python_version.py
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "error: $(PYTHON) has no venv module: install it (apt-get install python3-venv)" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH_INDEX),$(PY) -m pip install -q --index-url $(TORCH_INDEX) torch==2.13.0)
 	$(PY) -m pip install -q -r requirements.txt matplotlib
 	@touch $@
 
-.venv/test: .venv/demo requirements-dev.txt
+.venv/test: .venv/demo requirements-dev.txt requirements-hf.txt
 	$(PY) -m pip install -q -r requirements-dev.txt
 	@touch $@

@@ -10,7 +10,7 @@ same logits; --tokenizer copies the tokenizer files of the directory that the mo
 
 Imported: the Llama family (Llama 1 to 3, SmolLM, TinyLlama), Mistral, Qwen2, Qwen3, SmolLM3 and
 GPT-2, with any rope_parameters or rope_scaling. Exported: the one of these that a model is. What
-has no equal on the other side is refused. Only JSON and safetensors files are read.
+has no equivalent on the other side is refused. Only JSON and safetensors files are read.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip

@@ -86,7 +86,7 @@ def check_length(model, run, prompt_length, max_new_tokens):
 def main():
     cfg, _, paths = cli.parse(SampleConfig, about=__doc__, paths="a run folder or a step folder")
 
-    # load the model
+    # Load the model and its tokenizer.
     runs = [*paths, cfg.out_dir] if cfg.out_dir else paths
     if len(runs) > 1:
         raise UserError("there are several run folders: give one (python sample.py out/NAME)")
@@ -100,7 +100,7 @@ def main():
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"{run} has a tokenizer larger than its vocabulary: use another checkpoint")
 
-    # choose where and how to compute
+    # Choose where and how to compute.
     device = pick_device(cfg.device)
     n_parameters = sum(p.numel() for p in model.parameters())
     small = device.type == "cpu" and n_parameters < MIN_PARAMETERS_BFLOAT16
@@ -110,14 +110,14 @@ def main():
         print(f"note: {why_not}", file=sys.stderr)
     model.to(device)
 
-    # encode the prompt
+    # Encode the prompt.
     start = read_prompt(cfg.start)
     ids = encode_prompt(tokenizer, model.meta.get("bos"), start)
     check_length(model, run, len(ids), cfg.max_new_tokens)
     warnings.simplefilter("ignore", ContextLengthWarning)  # check_length() has said so
     x = torch.tensor([ids], device=device)  # (1, T)
 
-    # generate, and print each character as soon as it is complete
+    # Generate, and print each character as soon as it is complete.
     for i in range(cfg.num_samples):
         if i:
             print("\n" + "-" * 16)

@@ -66,7 +66,7 @@ def open_tokens(file: Path) -> np.memmap:
     size = file.stat().st_size
     with open(file, "rb") as f:
         header = f.read(HEADER_BYTES)
-    magic = 0
+    magic = 0  # no header
     if len(header) == HEADER_BYTES:
         magic, file_version, n = (int(value) for value in np.frombuffer(header, "<i4", 3))
 
@@ -106,10 +106,10 @@ def hash_files(files) -> str:
         with open(file, "rb") as f:
             if size <= 64_000_000:
                 digest.update(f.read())
-                continue
-            for block in range(256):
-                f.seek((size - 65536) * block // 255)
-                digest.update(f.read(65536))
+            else:
+                for block in range(256):
+                    f.seek((size - 65536) * block // 255)
+                    digest.update(f.read(65536))
     return digest.hexdigest()[:16]
 
 
@@ -224,8 +224,8 @@ class Split:
     def pose_sequence(self, file: int, start: int, length: int, max_position: int, rng):
         """Make a sequence for positional skip-wise training (PoSE: Zhu et al. 2024).
 
-        It has two parts; the second begins at the middle at the latest. The second part's positions
-        skip up to max_position - length, and its text, independently, as many tokens.
+        It has two parts; the second begins at the middle at the latest. Between them the positions
+        skip a random number up to max_position - length, and the text another one.
         Returns inputs, targets and positions.
         """
         first = int(rng.integers(1, max(1, length // 2) + 1))
@@ -259,8 +259,8 @@ class Split:
     def training_location(self, index: int, length: int, seed: int) -> tuple[int, int]:
         """Find sequence `index` of a training run: the index of its file, and where it starts.
 
-        Every epoch visits each of its sequences once, in an order and from an offset that are drawn
-        from (seed, epoch).
+        Every epoch visits each of its sequences once, in an order and from an offset that depend on
+        (seed, epoch).
         """
         epoch, i = divmod(index, _sequences_per_epoch(self, length))
         offset, order = _epoch_order(self, length, seed, epoch)
@@ -298,7 +298,7 @@ def _sequences_per_epoch(split, length):
 
 @functools.lru_cache(maxsize=4)
 def _epoch_order(split, length, seed, epoch):
-    """Draw an epoch's offset and the order of its sequences."""
+    """Choose an epoch's offset and the order of its sequences, at random."""
     rng = np.random.Generator(np.random.PCG64([seed, epoch]))
     offset = 0
     if split.n_sequences(length, length - 1).any():
@@ -413,10 +413,10 @@ class Dataset:
     def batch(self, index, batch_size, length, seed, max_position=0, passkey_fraction=0.0):
         """Read micro-batch `index` of a training run, a function of (seed, index).
 
-        max_position: with more than `length`, sequences are skip-wise (PoSE), with positions below
-        it. passkey_fraction: of the sequences, replaced by passkey documents of random lengths.
-        Returns inputs and targets, int64 (batch_size, length), positions or None, document ids or
-        None.
+        max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
+        passkey_fraction: the fraction of sequences that are passkey documents, of random lengths.
+        Returns inputs and targets, int64 (batch_size, length), positions or None, and document ids
+        or None.
         """
         first = index * batch_size
         sequences = [
@@ -433,11 +433,13 @@ class Dataset:
         """Read sequence `index` of a training run: inputs, targets, positions or None."""
         rng = np.random.Generator(np.random.PCG64([seed, index]))
         if passkey_fraction and rng.random() < passkey_fraction:
-            return *self._passkey_sequence(length, rng), np.arange(length)
+            x, y = self._passkey_sequence(length, rng)
+            return x, y, np.arange(length)
         file, start = self.train.training_location(index, length, seed)
         if max_position:
             return self.train.pose_sequence(file, start, length, max_position, rng)
-        return *self.train.sequence_at(file, start, length), None
+        x, y = self.train.sequence_at(file, start, length)
+        return x, y, None
 
     def _passkey_sequence(self, length, rng):
         """Make a passkey document of at most `length` tokens, padded: inputs and targets."""
@@ -506,14 +508,14 @@ def find_dataset(name) -> Path:
     if name in ("python", "shakespeare", "fineweb10B"):
         command = f"python data/prepare.py --dataset={name}"
     message = f"there is no dataset {name!r}: prepare it with {command}"
-    ready = sorted(file.parent.name for file in HERE.glob("*/meta.json"))
+    ready = ", ".join(sorted(file.parent.name for file in HERE.glob("*/meta.json")))
     if ready:
-        message += f", or choose one that is ready ({', '.join(ready)})"
+        message += f", or choose one that is ready ({ready})"
     raise UserError(message)
 
 
 def dataset_exists(name) -> bool:
-    """Whether find_dataset() finds a dataset."""
+    """Return whether find_dataset() finds a dataset."""
     try:
         find_dataset(name)
     except UserError:
@@ -535,9 +537,10 @@ def _read_meta(folder):
         meta = json.loads(file.read_text(encoding="utf-8"))
         n = meta["vocab_size"]
         bos = meta["bos"]
-        is_vocabulary = isinstance(n, int) and n > 0
-        if not is_vocabulary or not (bos is None or isinstance(bos, int) and 0 <= bos < n):
-            raise ValueError(f"vocab_size {n} and bos {bos} do not fit")
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"vocab_size cannot be {n!r}")
+        if bos is not None and not (isinstance(bos, int) and 0 <= bos < n):
+            raise ValueError(f"bos cannot be {bos!r}")
         return {key: meta[key] for key in ("tokenizer", "vocab_size", "bos", "bos_default")}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(

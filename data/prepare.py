@@ -156,7 +156,7 @@ def check_name(name):
 def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, binary=False):
     """Write data/<name>, complete or not at all, and return it. Raises UserError.
 
-    files: name -> path; the split is drawn from the names. source: where the text is from, for
+    files: name -> path; the split depends on the names. source: where the text is from, for
     meta.json and messages. tokenizer, val_fraction and raw are those of PrepareConfig. binary: keep
     files with null bytes.
     """
@@ -251,9 +251,8 @@ def make_tokenizer(name, texts):
     if os.sep not in name and not Path(name).is_dir():
         return BPETokenizer.named(name)
 
-    # They import torch, which nothing else here needs.
-    from nanolong.checkpoint import read_meta
-    from nanolong.run_folder import find_checkpoint
+    # It imports torch, which nothing else here needs.
+    from nanolong.checkpoint import find_checkpoint, read_meta
 
     spec = read_meta(find_checkpoint(name)).get("tokenizer")
     if spec is None:
@@ -362,8 +361,6 @@ def main():
     cfg, given, paths = cli.parse(
         PrepareConfig, about=__doc__, paths="a text file or a folder of them"
     )
-    if cfg.shards < 1:
-        raise UserError(f"--shards={cfg.shards} is too few: choose at least 1")
     if len(paths) > 1 or bool(paths) == bool(cfg.dataset):
         raise UserError(
             "one text is prepared at a time: give either --dataset=python|shakespeare|fineweb10B, "

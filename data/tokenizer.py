@@ -5,8 +5,8 @@ Every tokenizer has
     encode(text)    the token ids of a text, a list of int
     decode(ids)     the bytes that ids stand for; special tokens stand for none
     vocab_size      the number of ids, which is the model's where its vocabulary is padded
-    bos, eos        the ids that start and end a document; None where there is none (eos: or where
-                    it is the same as bos)
+    bos             the id that starts a document, or None
+    eos             the id that ends one; None where there is none, or where it is bos
     byte_lengths    (vocab_size,) how many bytes each id stands for
     to_json()       a dict from which tokenizer_from_json() makes the tokenizer again
 
@@ -111,10 +111,10 @@ class BPETokenizer:
             ) from None
         # tiktoken downloads with requests, which raises many kinds of errors
         except Exception as error:
+            command = f"python -c \"import tiktoken; tiktoken.get_encoding('{name}')\""
             raise UserError(
-                f"the {name} vocabulary could not be downloaded ({type(error).__name__}): fetch it "
-                f'where there is a network (python -c "import tiktoken; '
-                f"tiktoken.get_encoding('{name}')\" with TIKTOKEN_CACHE_DIR=DIR), copy DIR here "
+                f"the {name} vocabulary could not be downloaded ({type(error).__name__}): run "
+                f"{command} with TIKTOKEN_CACHE_DIR=DIR where there is a network, copy DIR here "
                 "and set TIKTOKEN_CACHE_DIR to it"
             ) from None
 
@@ -124,8 +124,8 @@ class BPETokenizer:
         try:
             return self.encoding.encode_ordinary(text)
         except BaseException as error:
-            # A panic of tiktoken's Rust code, as on a pattern that matches the empty text. It is
-            # not an Exception.
+            # tiktoken's Rust code panics, as on a pattern that matches the empty text; its
+            # PanicException is not an Exception.
             if type(error).__name__ != "PanicException":
                 raise
             raise UserError(
@@ -181,7 +181,7 @@ class PackagedTokenizer:
         self.byte_lengths = np.array([len(token) for token in self.token_bytes])
 
     def _token_bytes(self):
-        """The bytes of every id: none for special tokens and for ids that are only padding."""
+        """List the bytes of every id: none for special tokens and for ids that are only padding."""
         added = self.tokenizer.get_added_tokens_decoder().items()
         special = {i for i, token in added if token.special}
         token_bytes = []
@@ -314,7 +314,7 @@ def decompress(text: str, limit: int = 1 << 26) -> bytes:
 
 
 def same_vocabulary(one, other) -> bool:
-    """Whether two tokenizers give every id the same text."""
+    """Return whether two tokenizers give every id the same text."""
     if one.to_json() == other.to_json():
         return True
     if not np.array_equal(one.byte_lengths, other.byte_lengths):

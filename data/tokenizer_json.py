@@ -100,7 +100,9 @@ def read(folder, vocab_size: int, read_json):
         raise UserError(
             f"{file} is damaged ({type(error).__name__}: {error}): download it again"
         ) from None
-    return tokenizer, bos if starts_text else None, note
+    if not starts_text:
+        bos = None
+    return tokenizer, bos, note
 
 
 def added_tokens(spec):
@@ -124,7 +126,9 @@ def special_ids(spec, settings, model_config, added, vocab_size):
         bos = first
     elif bos is None:
         bos = eos
-    return bos, None if eos == bos else eos, first is not None or adds_bos
+    if eos == bos:
+        eos = None
+    return bos, eos, first is not None or adds_bos
 
 
 def special_id(number, token, added, vocab_size):
@@ -206,18 +210,15 @@ def from_spec(spec, added, bos, eos, vocab_size):
 
     check_byte_level(model, steps)
     nfc = composes_text(spec.get("normalizer"))
-    merges = [
-        tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1))
-        for merge in model["merges"]
-    ]
+    merges = merge_pairs(model)
     ids = ordinary_tokens(model, added)
     if not merges and step_types(steps) == ["ByteLevel"] and not splits_by_regex(steps[-1]):
         return read_bytes(ids, added, vocab_size)
     pattern = split_pattern(steps)
     ranks = merge_ranks(ids, merges, added)
-    try:
-        import tiktoken
+    import tiktoken
 
+    try:
         encoding = tiktoken.Encoding(
             "imported", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added
         )
@@ -235,7 +236,17 @@ def from_spec(spec, added, bos, eos, vocab_size):
     return tokenizer
 
 
+def merge_pairs(model):
+    """Return the merges of a BPE model: pairs of tokens. Older files write "left right"."""
+    pairs = []
+    for merge in model["merges"]:
+        pair = merge if isinstance(merge, list) else merge.split(" ", 1)
+        pairs.append(tuple(pair))
+    return pairs
+
+
 def ordinary_tokens(model, added):
+    """Return the tokens that were not added: text -> id."""
     return {token: i for token, i in model["vocab"].items() if token not in added}
 
 
@@ -248,7 +259,7 @@ def splits_by_regex(byte_level):
 
 
 def read_characters(model, steps, added, vocab_size):
-    """Make the CharTokenizer that write() made a WordLevel vocabulary of, or return None."""
+    """Return the CharTokenizer that write() made this WordLevel vocabulary of, or None."""
     if step_types(steps) != ["Split"]:
         return None
     ids = ordinary_tokens(model, added)
@@ -262,7 +273,7 @@ def read_characters(model, steps, added, vocab_size):
 
 
 def read_bytes(ids, added, vocab_size):
-    """Make the ByteTokenizer that write() made a vocabulary without merges of."""
+    """Return the ByteTokenizer that write() made this vocabulary without merges of."""
     byte_ids = {BYTE_TO_CHARACTER[byte]: byte for byte in range(256)}
     if ids != byte_ids or list(added.values()) != [256] or vocab_size != 257:
         raise UnsupportedTokenizer("this byte-level vocabulary has no merges")
@@ -282,7 +293,7 @@ def check_byte_level(model, steps):
 
 
 def composes_text(normalizer):
-    """Whether a normalizer composes the text (NFC). Raises UnsupportedTokenizer for others."""
+    """Return whether there is a normalizer, NFC. Raises UnsupportedTokenizer for another one."""
     if normalizer and normalizer.get("type") == "Sequence" and len(normalizer["normalizers"]) == 1:
         normalizer = normalizer["normalizers"][0]
     if normalizer and normalizer.get("type") != "NFC":
@@ -305,9 +316,9 @@ def split_pattern(steps):
     if types == ["Split", "ByteLevel"] and isolates and not by_regex:
         if "Regex" in first["pattern"]:
             return first["pattern"]["Regex"]
+    names = ", ".join(map(str, types))
     raise UnsupportedTokenizer(
-        f"this byte-level BPE splits text by {', '.join(map(str, types))}, for which tiktoken has "
-        "no pattern"
+        f"this byte-level BPE splits text by {names}, for which tiktoken has no pattern"
     )
 
 
@@ -340,6 +351,7 @@ def encode_by_merges(text, pattern, ids, merges, nfc=False, whole=False):
 
     It is slow, and only there to check tiktoken. whole: a piece that is a token stays one.
     """
+    # installed with tiktoken
     import regex
 
     rank = {}

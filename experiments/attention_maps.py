@@ -37,15 +37,15 @@ from dataclasses import dataclass
 import torch
 
 import kernels
+from evaluate import check_writable
 from experiments.probe import (
-    check_writable,
     load_checkpoints,
     sample_sequences,
     select,
     shortest_context,
 )
 from model import ContextLengthWarning
-from nanolong import cli
+from nanolong import cli, validate
 from nanolong.device import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import format_refusals, import_pyplot, unique
@@ -65,15 +65,15 @@ class MapsConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
-        if min(self.windows, self.bins) < 1 or self.seed < 0:
-            raise UserError(
-                "windows and bins must be at least 1, and seed at least 0: "
-                "raise the one that is too small"
-            )
-        if any(length < 2 for length in self.lengths):
-            raise UserError("the first query sees only itself: give lengths of at least 2")
-        if self.plot and not self.plot.endswith(".png"):
-            raise UserError(f"--plot={self.plot} is not a PNG file: give a name ending in .png")
+        validate.require(
+            min(self.windows, self.bins) >= 1,
+            "windows and bins must be at least 1: raise the one that is not",
+        )
+        validate.require(
+            min(self.lengths, default=2) >= 2,
+            "the first query sees only itself: give lengths of at least 2",
+        )
+        validate.check_png("plot", self.plot)
 
 
 # -----------------------------------------------------------------------------
@@ -633,7 +633,8 @@ def main():
     cfg, _, paths = cli.parse(
         MapsConfig, about=__doc__, paths="run folders or step folders; NAME=FOLDER gives a name"
     )
-    check_writable(cfg.plot, cfg.json)
+    for file in filter(None, (cfg.plot, cfg.json)):
+        check_writable(file)
     loaded = load_checkpoints(paths, cfg)
     records = []
     for length in cfg.lengths or (shortest_context(loaded),):

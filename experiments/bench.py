@@ -40,7 +40,7 @@ import kernels
 from experiments import bench_memory, bench_sample, bench_train
 from kernels import reference
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import cli
+from nanolong import cli, validate
 from nanolong.device import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import import_pyplot
@@ -67,20 +67,20 @@ class BenchConfig:
 
     def __post_init__(self):
         sections = (*OPERATORS, *WHOLE_RUNS)
-        unknown = sorted(set(self.only) - set(sections))
-        if unknown:
-            raise UserError(
-                f"there is no section {unknown[0]!r}: --only takes {', '.join(sections)}"
+        for section in self.only:
+            validate.require(
+                section in sections,
+                f"there is no section {section!r}: --only takes {', '.join(sections)}",
             )
-        if any(length < 1 for length in self.lengths) or self.minutes <= 0 or self.rounds < 1:
-            raise UserError(
-                "lengths, minutes and rounds must be above 0: raise the one that is not"
-            )
-        if self.iterations and self.iterations < 8:
-            raise UserError(
-                f"iterations={self.iterations} leaves nothing to time after the warm-up: "
-                "give at least 8"
-            )
+        validate.require(
+            self.minutes > 0 and self.rounds >= 1,
+            "minutes and rounds must be above 0: raise the one that is not",
+        )
+        validate.require(
+            self.iterations == 0 or self.iterations >= 8,
+            f"iterations={self.iterations} leaves nothing to time after the warm-up: "
+            "give at least 8",
+        )
 
 
 @dataclass

@@ -329,7 +329,7 @@ def make_row(implementation, case, results, first, n_parameters):
         speedups = [a["ms"] / b["ms"] for a, b in zip(first, results, strict=False)]
         row["speedup"] = statistics.median(speedups)
         if implementation.code == NANOLONG and implementation.dtype == "float32":
-            row["same_tokens"] = results[-1]["greedy"] == first[-1]["greedy"]
+            row["same_greedy"] = results[-1]["greedy"] == first[-1]["greedy"]
     bandwidth = results[0]["bandwidth"]
     if bandwidth:
         n_bytes = n_parameters * (2 if implementation.dtype == "bfloat16" else 4)
@@ -368,8 +368,8 @@ def format_report(result):
                 f"{row['speedup']:.2f}",
             ]
         bandwidth = f"{row['bandwidth']:.0%}" if row.get("bandwidth") else ""
-        same_tokens = {True: "yes", False: "no", None: ""}[row.get("same_tokens")]
-        cells = [row["case"], row["name"], *measured, bandwidth, same_tokens]
+        same_greedy = {True: "yes", False: "no", None: ""}[row.get("same_greedy")]
+        cells = [row["case"], row["name"], *measured, bandwidth, same_greedy]
         lines.append("| " + " | ".join(cells) + " |")
     lines.append("")
     for case in dict.fromkeys(row["case"] for row in rows):

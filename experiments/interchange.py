@@ -3,11 +3,11 @@
     python experiments/interchange.py                 everything, some minutes
     python experiments/interchange.py --only=llama    the architectures with llama in their name
 
-Every architecture that hf.py imports, times every RoPE type, with tied embeddings or not, is made by
-transformers with random weights. Measured is the largest difference of logits, in float32 and beyond
-the original context length: after the import, in one forward pass and token by token with a cache;
-and after an export, as AutoModelForCausalLM loads it. Then our own models, exported. Whether export,
-import and export give the same bytes is checked as well.
+transformers makes every architecture that hf.py imports with every RoPE type, with tied embeddings
+or not, and random weights. Measured is the largest difference of logits, in float32 and beyond the
+original context length: after the import, in one forward pass and token by token with a cache; and
+after an export, as AutoModelForCausalLM loads it. Then our own models are exported. Export, import
+and export again should give the same bytes.
 
 Needs transformers, which runs in processes of its own. Writes results/interchange.md.
 """
@@ -29,6 +29,18 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from experiments.interchange_cases import (
+    ARCHITECTURES,
+    BAD_SETTINGS,
+    BASE_CONFIG,
+    LENGTH,
+    N_TOKENS,
+    OURS,
+    REFUSED,
+    ROPES,
+    SHAPE,
+    VOCAB_SIZE,
+)
 from experiments.report import markdown_table
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
@@ -39,186 +51,7 @@ from nanolong.hf_layout import UNSUPPORTED
 from nanolong.inference import KVCache
 from nanolong.provenance import provenance
 
-LENGTH = 64  # the original context length of every model
-# Beyond the context length, and a multiple of a quarter of it, which is where our dynamic scales
-# are the same as transformers'.
-N_TOKENS = 144
 N_PROMPT = 41  # these are the first forward pass of a comparison with a cache
-VOCAB_SIZE = 131
-
-SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-}
-SMOLLM3_TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
-QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}
-# name -> model_type, and what differs from SHAPE
-ARCHITECTURES = {
-    "Llama": ("llama", {}),
-    "Llama, wide heads, no GQA": (
-        "llama",
-        {"head_dim": 16, "num_key_value_heads": 6, "vocab_size": 127},
-    ),
-    "Mistral": ("mistral", {"sliding_window": None}),
-    "Mistral, window": ("mistral", {"sliding_window": 21}),
-    "Qwen2": ("qwen2", {}),
-    "Qwen2, window in some layers": ("qwen2", QWEN2_WINDOW),
-    "Qwen3": ("qwen3", {}),
-    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1], **SMOLLM3_TOKENS}),
-    "SmolLM3, no RoPE at all": ("smollm3", {"no_rope_layers": [0, 0, 0], **SMOLLM3_TOKENS}),
-}
-
-ORIGINAL = {"original_max_position_embeddings": LENGTH}
-LONG_FACTORS = [1.0, 2.5, 4.0, 5.5, 7.0, 8.5, 10.0, 11.5]
-SHORT_FACTORS = [1.0 + 0.1 * i for i in range(8)]
-# name -> rope_parameters (or rope_scaling, in the older form), and max_position_embeddings
-ROPES = {
-    "default": ({"rope_type": "default", "rope_theta": 5e5}, LENGTH),
-    "linear": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, LENGTH),
-    "dynamic": ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, LENGTH),
-    "yarn": (
-        {"rope_type": "yarn", "factor": 4.0, **ORIGINAL, "rope_theta": 1e4},
-        4 * LENGTH,
-    ),
-    "yarn, all options": (
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            **ORIGINAL,
-            "rope_theta": 1e4,
-            "beta_fast": 8.0,
-            "beta_slow": 2.0,
-            "truncate": False,
-            "attention_factor": 1.05,
-        },
-        4 * LENGTH,
-    ),
-    "yarn, old form, mscale": (
-        {"type": "yarn", "factor": 4.0, **ORIGINAL, "mscale": 0.7, "mscale_all_dim": 0.4},
-        4 * LENGTH,
-    ),
-    "longrope": (
-        {
-            "rope_type": "longrope",
-            **ORIGINAL,
-            "rope_theta": 1e4,
-            "short_factor": SHORT_FACTORS,
-            "long_factor": LONG_FACTORS,
-        },
-        4 * LENGTH,
-    ),
-    "llama3": (
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            **ORIGINAL,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "rope_theta": 5e5,
-        },
-        4 * LENGTH,
-    ),
-}
-
-# Our own models: name -> settings of GPTConfig, and a method of extension with its options
-GPT2 = {"norm": "layernorm", "mlp": "gelu", "bias": "all", "pos": "learned"}
-YARN_OPTIONS = {"beta_fast": 8, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.05}
-TWO_TABLES = {"long_factor": [1.0, 2.0, 3.5, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
-OURS = {
-    "rope": ({}, None),
-    "rope, GQA, QK-norm": ({"n_kv_head": 2, "qk_norm": True}, None),
-    "rope, biases of q, k and v": ({"bias": "qkv"}, None),
-    "rope, window": ({"window": 21}, None),
-    "rope, NoPE in every second layer, window in the others": (
-        {"window": 21, "layer_pattern": "WN"},
-        None,
-    ),
-    "rope, layers of all four kinds": (
-        {"n_layer": 4, "window": 21, "layer_pattern": "FWNS"},
-        None,
-    ),
-    "rope, scores times 1.3": ({"attn_scale": 1.3}, None),
-    "rope in half of a head": ({"rope_fraction": 0.5}, None),
-    "rope in half of a head, QK-norm, yarn": (
-        {"rope_fraction": 0.5, "qk_norm": True},
-        ("yarn", {}),
-    ),
-    "heads that do not divide the embedding": ({"n_embd": 50, "head_dim": 8}, None),
-    "untied": ({"tie_embeddings": False}, None),
-    "nope": ({"pos": "nope"}, None),
-    "nope, QK-norm": ({"pos": "nope", "qk_norm": True}, None),
-    "nope, scale": ({"pos": "nope"}, ("scale", {"scale": 1.2})),
-    "GPT-2": (GPT2, None),
-    "GPT-2, scores times 1.3, untied": (
-        {**GPT2, "attn_scale": 1.3, "tie_embeddings": False},
-        None,
-    ),
-    "GPT-2, pi": (GPT2, ("pi", {})),
-    "none": ({}, ("none", {})),
-    "pi": ({}, ("pi", {})),
-    "ntk": ({}, ("ntk", {})),
-    "ntk-parts": ({}, ("ntk-parts", {})),
-    "ntk-parts, ramp=paper": ({}, ("ntk-parts", {"ramp": "paper"})),
-    "yarn": ({}, ("yarn", {})),
-    "yarn, ramp=paper": ({}, ("yarn", {"ramp": "paper"})),
-    "yarn, options": ({"rope_base": 5e5}, ("yarn", YARN_OPTIONS)),
-    "abf": ({}, ("abf", {})),
-    "llama3": ({}, ("llama3", {})),
-    "ntk-lceg": ({}, ("ntk-lceg", {})),
-    "dynamic-ntk at a fixed length": ({}, ("dynamic-ntk", {"length": 200.0})),
-    "resonance of yarn": ({}, ("resonance", {})),
-    "resonance of pi": ({}, ("resonance", {"of": "pi"})),
-    "longrope": ({}, ("longrope", {"long_factor": [1, 2, 3.5, 4]})),
-    "longrope, two tables": ({}, ("longrope", TWO_TABLES)),
-    "drope": ({}, ("drope", {"scale": 1.1})),
-    "drope, QK-norm": ({"qk_norm": True}, ("drope", {"scale": 1.1})),
-}
-REFUSED_SCHEMES = (
-    "learned",
-    "sinusoidal",
-    "shaw",
-    "nezha",
-    "xl",
-    "t5",
-    "alibi",
-    "kerple",
-    "kerple-power",
-    "sandwich",
-)
-REFUSED_METHODS = (
-    "dynamic-pi",
-    "dynamic-ntk",
-    "dynamic-yarn",
-    "ntk-frozen",
-    "lm-infinite",
-    "self-extend",
-)
-REFUSED = {
-    **{pos: ({"pos": pos}, None) for pos in REFUSED_SCHEMES},
-    **{method: ({}, (method, {})) for method in REFUSED_METHODS},
-    "window and sinks": ({"window": 21, "sinks": 2}, None),
-    "random positions": ({"random_positions": 512}, None),
-    "NoPE in every second layer, QK-norm": ({"layer_pattern": "FN", "qk_norm": True}, None),
-    "NoPE in every second layer, biases": ({"layer_pattern": "FN", "bias": "qkv"}, None),
-    "nope, biases of q, k and v": ({"pos": "nope", "bias": "qkv"}, None),
-    "QK-norm, biases of q, k and v": ({"qk_norm": True, "bias": "qkv"}, None),
-    "LayerNorm": ({"norm": "layernorm"}, None),
-    "GELU": ({"mlp": "gelu"}, None),
-    "biases in all linear layers": ({"bias": "all"}, None),
-    "GPT-2's layers with rope": ({**GPT2, "pos": "rope"}, None),
-    "GPT-2 with a window": ({**GPT2, "window": 21}, None),
-    "GPT-2 with GQA and QK-norm": ({**GPT2, "n_kv_head": 2, "qk_norm": True}, None),
-    "longrope, two tables, in half of a head": (
-        {"rope_fraction": 0.5},
-        ("longrope", {"long_factor": [1.0, 2.0], "short_factor": [1.0, 1.1]}),
-    ),
-}
 
 
 @dataclass
@@ -233,6 +66,8 @@ class Case:
 
     name: str  # of its Hugging Face directory
     seed: int  # of its weights and tokens
+    architecture: str = ""  # key of ARCHITECTURES
+    rope: str = ""  # key of ROPES
     model_type: str = ""
     settings: dict | None = None  # of its config; None: the directory is there already
     vocab_size: int = VOCAB_SIZE
@@ -264,7 +99,7 @@ def make_model(case, path):
     torch.manual_seed(case["seed"])
     config = AutoConfig.for_model(case["model_type"], **case["settings"])
     model = AutoModelForCausalLM.from_config(config).eval().float()
-    # nothing keeps its initial value, and the logits are of size 1
+    # random, so that no term is hidden by an initial 0 or 1; the logits are of size 1
     for name, p in model.named_parameters():
         module = name.split(".")[-2]
         mean = 1.0 if p.dim() == 1 and name.endswith("weight") else 0.0
@@ -335,65 +170,61 @@ def run_transformers(cases, folder):
 
 
 def make_cases(only=""):
-    """Return names and a Case for each architecture, RoPE type, and tied embeddings or not.
-
-    A list of (architecture, RoPE type, tied, Case).
-    """
+    """Return a Case for each architecture, RoPE type, and tied embeddings or not."""
     cases = []
-
-    def add(architecture, rope, tied, **case):
-        number = len(cases)
-        shard_size = "20KB" if tied else "5GB"
-        case = Case(str(number), number, shard_size=shard_size, **case)
-        cases.append((architecture, rope, tied, case))
-
     for architecture, (model_type, more) in ARCHITECTURES.items():
-        if only.lower() not in architecture.lower():
-            continue
         ropes = ["default"] if "no RoPE" in architecture else list(ROPES)
         for rope in ropes:
-            for tied in (True, False):
-                settings = rope_settings(rope, {**SHAPE, **more, "tie_word_embeddings": tied})
-                add(
-                    architecture,
-                    rope,
-                    tied,
-                    model_type=model_type,
-                    settings=settings,
-                    vocab_size=settings["vocab_size"],
-                    # transformers' cache keeps keys of an older scale
-                    with_cache=rope not in ("dynamic", "longrope"),
-                )
-    if only.lower() in "gpt-2":
-        for tied in (True, False):
-            settings = gpt2_settings(tied)
-            add("GPT-2", "learned", tied, model_type="gpt2", settings=settings)
-    if not cases:
+            for tie_embeddings in (True, False):
+                settings = {**SHAPE, **more, "tie_word_embeddings": tie_embeddings}
+                settings |= rope_settings(rope, settings["head_dim"] // 2)
+                cases.append((architecture, rope, model_type, settings))
+    for tie_embeddings in (True, False):
+        cases.append(("GPT-2", "learned", "gpt2", gpt2_settings(tie_embeddings)))
+
+    wanted = [case for case in cases if only.lower() in case[0].lower()]
+    if not wanted:
         names = ", ".join([*ARCHITECTURES, "GPT-2"])
         raise UserError(f"--only={only} is in no architecture's name: choose from {names}")
-    return cases
+    return [make_case(number, *case) for number, case in enumerate(wanted)]
 
 
-def rope_settings(rope, settings):
-    """Return the settings of a config with those of a RoPE type."""
+def make_case(number, architecture, rope, model_type, settings):
+    return Case(
+        name=str(number),
+        seed=number,
+        architecture=architecture,
+        rope=rope,
+        model_type=model_type,
+        settings=settings,
+        vocab_size=settings["vocab_size"],
+        # transformers' cache keeps keys of the older scale
+        with_cache=rope not in ("dynamic", "longrope"),
+        # several files, and one file
+        shard_size="20KB" if settings["tie_word_embeddings"] else "5GB",
+    )
+
+
+def rope_settings(rope, n_pairs):
+    """Return what a config says of a RoPE type; n_pairs: the pairs of channels of a head."""
     parameters, max_position_embeddings = ROPES[rope]
-    if rope == "longrope":
-        n_pairs = settings["head_dim"] // 2
-        tables = {key: parameters[key][:n_pairs] for key in ("short_factor", "long_factor")}
-        parameters = {**parameters, **tables}
+    parameters = dict(parameters)
+    for key in ("short_factor", "long_factor"):
+        if key in parameters:
+            parameters[key] = parameters[key][:n_pairs]
     key = "rope_scaling" if "type" in parameters else "rope_parameters"
-    return {**settings, "max_position_embeddings": max_position_embeddings, key: parameters}
+    return {"max_position_embeddings": max_position_embeddings, key: parameters}
 
 
-def gpt2_settings(tied):
+def gpt2_settings(tie_embeddings):
     return {
         "vocab_size": VOCAB_SIZE,
         "n_positions": 160,
         "n_embd": 48,
         "n_layer": 3,
         "n_head": 6,
-        "n_inner": None if tied else 100,
-        "tie_word_embeddings": tied,
+        "n_inner": None if tie_embeddings else 100,
+        "tie_word_embeddings": tie_embeddings,
     }
 
 
@@ -447,35 +278,36 @@ def export_quietly(run, target):
 
 @dataclass
 class Exported:
-    """An exported model that transformers has not loaded yet."""
+    """A model of ours that is exported, and that transformers has not loaded yet."""
 
     case: Case
     record: dict
-    logits: dict
+    model: GPT
 
 
-def compare_imports(cases, folder):
-    """Import the cases of make_cases() and export them again.
+def compare_imports(cases, answers, folder):
+    """Import cases, compare them with the answers of run_transformers(), and export them again.
 
     Returns (records, exported). A record has architecture, rope, tied; largest_logit, imported and
     cached (differences after import; cached may be None); refused (why there is no export), or
     bytes: "same", or the files that differ after export, import and export.
     """
-    answers = run_transformers([case for *_, case in cases], folder)
     records, exported = [], []
-    for architecture, rope, tied, case in cases:
-        record = {"architecture": architecture, "rope": rope, "tied": tied}
+    for case in cases:
+        tied = case.settings["tie_word_embeddings"]
+        record = {"architecture": case.architecture, "rope": case.rope, "tied": tied}
         records.append(record)
         run = folder / f"run-{case.name}"
         import_quietly(folder / case.name, run)
-        logits = compute_logits(GPT.load(run), case)
+        model = GPT.load(run)
+        logits = compute_logits(model, case)
         found = differences(logits, answers, case)
         record["largest_logit"] = logits["long"].abs().max().item()
         record["imported"] = max(found["long"], found["short"])
         record["cached"] = found.get("cached")
         if export_twice(run, folder, record, case.name):
             new_case = replace(case, name=f"exported-{case.name}", settings=None)
-            exported.append(Exported(new_case, record, logits))
+            exported.append(Exported(new_case, record, model))
     return records, exported
 
 
@@ -495,7 +327,7 @@ def export_ours(models, folder):
             if extension:
                 method, options = extension
                 model.extend(method, 4.0, **options)
-        except UserError as refusal:
+        except UserError as refusal:  # dynamic-pi is not for RoPE
             record["refused"] = str(refusal)
             continue
         model.save(run / "step-000000")
@@ -504,10 +336,257 @@ def export_ours(models, folder):
         target = folder / f"exported-ours-{number}"
         config = json.loads((target / "config.json").read_text())
         record["architecture"] = config["architectures"][0].partition("For")[0]
-        record["rope"] = config.get("rope_parameters", {"rope_type": "learned"})["rope_type"]
+        record["rope"] = "learned"
+        if "rope_parameters" in config:
+            record["rope"] = config["rope_parameters"]["rope_type"]
         # transformers' cache keeps keys of the other table
         case = Case(target.name, number, with_cache=name != "longrope, two tables")
-        if model.pos.bounded:
-            case = replace(case, with_cache=True)
-        exported.append(Exported(case, record, compute_logits(model, case)))
+        exported.append(Exported(case, record, model))
     return records, exported
+
+
+@torch.no_grad()
+def make_our_model(seed, settings):
+    """Return a model with random weights whose logits are of size 1."""
+    defaults = {"n_layer": 2, "n_head": 6, "n_embd": 48}
+    defaults |= {"block_size": LENGTH, "vocab_size": VOCAB_SIZE}
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{**defaults, **settings})).eval()
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            p.normal_(0.0 if name.endswith("bias") else 1.0, 0.1)
+        elif name.startswith(("embed", "head", "pos")):
+            p.normal_(0.0, 0.1)
+        else:
+            p.normal_(0.0, p.shape[1] ** -0.5)
+    return model
+
+
+def export_twice(run, folder, record, name):
+    """Export a run to exported-NAME, import that and export it again.
+
+    Returns whether there was an export; records why not (refused), or whether the two are alike
+    (bytes).
+    """
+    first, second = folder / f"exported-{name}", folder / f"exported-again-{name}"
+    try:
+        export_quietly(run, first)
+    except UserError as refusal:
+        record["refused"] = str(refusal)
+        return False
+    import_quietly(first, folder / f"imported-again-{name}")
+    export_quietly(folder / f"imported-again-{name}", second)
+    record["bytes"] = compare_files(first, second)
+    return True
+
+
+def compare_files(first, second):
+    """Return "same", or the names of the files in which two directories differ."""
+    contents = []
+    for place in (first, second):
+        contents.append({file.name: file.read_bytes() for file in place.iterdir()})
+    names = sorted(contents[0].keys() | contents[1].keys())
+    differing = [name for name in names if contents[0].get(name) != contents[1].get(name)]
+    return ", ".join(differing) or "same"
+
+
+def compare_exports(exported, folder):
+    """Let transformers load what was exported, and record the difference of logits (exported)."""
+    answers = run_transformers([item.case for item in exported], folder)
+    for item in exported:
+        logits = compute_logits(item.model, item.case)
+        item.record["exported"] = max(differences(logits, answers, item.case).values())
+
+
+# -----------------------------------------------------------------------------
+# What is not imported
+
+
+def base_tensors():
+    """Return the tensors of BASE_CONFIG."""
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB_SIZE, 48),
+        "model.norm.weight": (48,),
+        "lm_head.weight": (VOCAB_SIZE, 48),
+    }
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for name in "qkvo":
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (48, 48)
+        shapes[f"{prefix}.mlp.gate_proj.weight"] = (80, 48)
+        shapes[f"{prefix}.mlp.up_proj.weight"] = (80, 48)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (48, 80)
+        shapes[f"{prefix}.input_layernorm.weight"] = (48,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (48,)
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
+def write_directory(folder, settings=None, tensors=None, index=None, files=None):
+    """Write a Hugging Face directory: changes of BASE_CONFIG, tensors, an index, other files."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**BASE_CONFIG, **(settings or {})}))
+    if tensors is not None:
+        save_file(tensors, folder / "model.safetensors")
+    if index is not None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, content in (files or {}).items():
+        (folder / name).write_bytes(content)
+
+
+def bad_directories():
+    """Return directories that are not imported: what is wrong -> arguments of write_directory()."""
+    good = base_tensors()
+    bad = {}
+    for model_type in [*UNSUPPORTED, "something_else", None]:
+        bad[f"model_type {model_type}"] = {
+            "settings": {"model_type": model_type},
+            "tensors": good,
+        }
+    for key, value in BAD_SETTINGS:
+        bad[f"{key}: {value!r}"] = {"settings": {key: value}, "tensors": good}
+
+    norm, bias = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
+    without_norm = {name: tensor for name, tensor in good.items() if name != norm}
+    integer_norm = torch.zeros(48, dtype=torch.int8)
+    bad["a tensor is missing"] = {"tensors": without_norm}
+    bad["a tensor has another shape"] = {"tensors": {**good, norm: torch.zeros(47)}}
+    bad["a tensor too many"] = {"tensors": {**good, bias: torch.zeros(48)}}
+    bad["an integer tensor"] = {"tensors": {**good, norm: integer_norm}}
+
+    outside, missing = {norm: "../../secret.safetensors"}, {norm: "a.safetensors"}
+    bad["a pickle"] = {"files": {"pytorch_model.bin": b"\x80\x04."}}
+    bad["no weights"] = {}
+    bad["an index whose file is outside the folder"] = {"index": {"weight_map": outside}}
+    bad["an index without a map"] = {"index": {"weight_map": [1]}}
+    bad["an index that names a missing file"] = {"index": {"weight_map": missing}}
+    bad["a header that promises more than the file holds"] = {
+        "files": {"model.safetensors": (2**40).to_bytes(8, "little") + b"{}"}
+    }
+    bad["a config.json of brackets"] = {"files": {"config.json": b"[" * 100000}}
+    return bad
+
+
+def list_refusals(folder):
+    """Try to import every kind of directory that is refused. Returns (what, message) pairs."""
+    bad = bad_directories()
+    for number, arguments in enumerate(bad.values()):
+        write_directory(folder / str(number), **arguments)
+    attempts = {what: folder / str(number) for number, what in enumerate(bad)}
+    attempts["a truncated file"] = folder / "truncated"
+    write_directory(folder / "truncated", tensors=base_tensors())
+    weights = folder / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    attempts["no directory"] = folder / "nowhere"
+
+    refusals = []
+    for what, source in attempts.items():
+        try:
+            import_quietly(source, folder / "run")
+        except UserError as refusal:
+            refusals.append((what, str(refusal).replace(f"{folder}/", "")))
+        else:
+            raise AssertionError(f"{what} was imported")
+        if (folder / "run").exists():
+            raise AssertionError(f"{what} was refused, and left something behind")
+    return refusals
+
+
+# -----------------------------------------------------------------------------
+# The report
+
+
+def main():
+    cfg, _, _ = cli.parse(InterchangeConfig, about=__doc__)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cases = make_cases(cfg.only)
+        answers = run_transformers(cases, folder)
+        imports, exported_again = compare_imports(cases, answers, folder)
+        ours, exported = export_ours({**OURS, **REFUSED}, folder)
+        compare_exports(exported_again + exported, folder)
+    with tempfile.TemporaryDirectory() as name:
+        refusals = list_refusals(Path(name))
+    text = "\n".join(format_report(imports, ours, refusals)) + "\n"
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(cfg.out).write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+def format_report(imports, ours, refusals):
+    """Return the report in Markdown, as lines."""
+    lines = [
+        "# In and out of Hugging Face's format",
+        "",
+        f"`python experiments/interchange.py`, {provenance(torch.device('cpu'))}. Random weights, "
+        f"float32. A difference is the largest of all logits of two texts of {N_TOKENS} tokens "
+        f"(the original context length is {LENGTH}); *cached*: after {N_PROMPT} tokens one by one.",
+        "",
+        "## transformers' models, imported",
+        "",
+        *import_table(imports),
+        "",
+        summarize_imports(imports),
+        "",
+        "## Our models, exported",
+        "",
+        *export_table(ours),
+        "",
+        "## What is refused",
+        "",
+        "Exports:",
+        "",
+    ]
+    for record in ours:
+        if "refused" in record:
+            lines.append(f"- {record['name']}: {record['refused']}")
+    lines += ["", "Imports:", ""]
+    lines += [f"- {what}: {message}" for what, message in refusals]
+    return lines
+
+
+def import_table(imports):
+    header = ["architecture", "rope type", "tied", "import", "cached", "exported again"]
+    rows = []
+    for record in imports:
+        cached, exported, same = "", "refused", ""
+        if record["cached"] is not None:
+            cached = f"{record['cached']:.1e}"
+        if "refused" not in record:
+            exported = f"{record['exported']:.1e}"
+            same = f"{record['bytes']} bytes"
+        tied = "yes" if record["tied"] else "no"
+        imported = f"{record['imported']:.1e}"
+        rows.append(
+            [record["architecture"], record["rope"], tied, imported, cached, exported, same]
+        )
+    return markdown_table([*header, "export, import, export"], rows)
+
+
+def summarize_imports(imports):
+    logits = [record["largest_logit"] for record in imports]
+    found = []
+    for record in imports:
+        found += [record["imported"], record["cached"] or 0.0, record.get("exported", 0.0)]
+    return (
+        f"The largest logit of a model is {min(logits):.1f} to {max(logits):.1f}. The largest "
+        f"difference of all is {max(found):.1e}. `dynamic`, and longrope with its two tables, are "
+        "compared without a cache: transformers keeps keys of the older scale there."
+    )
+
+
+def export_table(ours):
+    header = ["model", "in transformers", "exported", "export, import, export"]
+    rows = []
+    for record in ours:
+        if "refused" in record:
+            continue
+        architecture = f"{record['architecture']}, {record['rope']}"
+        exported = f"{record['exported']:.1e}"
+        rows.append([record["name"], architecture, exported, f"{record['bytes']} bytes"])
+    return markdown_table(header, rows)
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

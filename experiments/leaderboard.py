@@ -36,6 +36,7 @@ import data
 from data.prepare import prepare
 from evaluate import EvaluateConfig, measure_losses
 from experiments.report import (
+    RULE,
     Claim,
     command_line,
     confidence_interval,
@@ -559,7 +560,7 @@ def write_report(board, out_dir):
         "## Orderings",
         "",
         "What the literature predicts, as differences in nats, paired by seed. L is the training "
-        f"length, {L} tokens. A claim passes when its whole 95 % interval does.",
+        f"length, {L} tokens. {RULE}",
     ]
     for topic, claims in Orderings(board["records"], L).judge().items():
         lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims)]
@@ -619,7 +620,7 @@ def plot_losses(board, names, file):
     figure.supxlabel(board["note"], fontsize=7, color="gray")
     figure.savefig(file, dpi=120)
     plt.close(figure)
-    print(f"{file} is written")
+    print(f"wrote {file}")
 
 
 def main():

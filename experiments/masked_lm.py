@@ -37,6 +37,7 @@ import data
 import kernels
 from data.prepare import prepare
 from experiments.report import (
+    RULE,
     Claim,
     command_line,
     confidence_interval,
@@ -320,7 +321,7 @@ def judge(records, schemes):
             continue
         other = select_losses(records, pos, "masked")
         differences = [nope[seed] - other[seed] for seed in nope]
-        text = f"nope above {pos}, masked, by more than twice the perplexity, nats"
+        text = f"masked: nope's perplexity is more than twice {pos}'s, in nats"
         claims.append(Claim(text, *confidence_interval(differences), above=math.log(2)))
     return claims
 
@@ -368,7 +369,7 @@ def main():
     lines = ["# Causal and masked language models", "", f"`{command}`: {note}.", ""]
     lines += [describe_runs(cfg, dataset), "", *loss_table(records, schemes, unigram), ""]
     if claims:
-        rule = "Differences are paired by seed. A claim passes when its whole 95 % interval does."
+        rule = f"Differences are paired by seed. {RULE}"
         lines += ["## Orderings", "", rule, "", *(f"- {claim}" for claim in claims), ""]
     text = "\n".join(lines)
     (out_dir / "masked_lm.md").write_text(text, encoding="utf-8")

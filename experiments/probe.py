@@ -33,8 +33,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data import Dataset
-from model import GPT, ContextLengthWarning
-from nanolong import cli
+from evaluate import check_writable, load_models
+from model import ContextLengthWarning
+from nanolong import cli, validate
 from nanolong.device import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import format_refusals, import_pyplot, unique
@@ -60,15 +61,15 @@ class ProbeConfig:
 
     def __post_init__(self):
         counts = (self.windows, self.held_out, self.hidden, self.steps)
-        if min(counts) < 1 or self.seed < 0:
-            raise UserError(
-                "windows, held_out, hidden and steps must be at least 1, and seed at least 0: "
-                "raise the one that is too small"
-            )
-        if any(length < 4 for length in self.lengths):
-            raise UserError("lengths are cut into quarters: give lengths of at least 4")
-        if self.plot and not self.plot.endswith(".png"):
-            raise UserError(f"--plot={self.plot} is not a PNG file: give a name ending in .png")
+        validate.require(
+            min(counts) >= 1,
+            "windows, held_out, hidden and steps must be at least 1: raise the one that is not",
+        )
+        validate.require(
+            min(self.lengths, default=4) >= 4,
+            "lengths are cut into quarters: give lengths of at least 4",
+        )
+        validate.check_png("plot", self.plot)
 
 
 def random_guess(n):
@@ -422,32 +423,15 @@ def plot_records(records, file, note):
 # The command line.
 
 
-def named_folders(paths):
-    """The checkpoints of a command line, FOLDER or NAME=FOLDER each: name -> folder."""
-    folders = {}
-    for path in paths:
-        name, equals, folder = path.partition("=")
-        if not equals or Path(path).exists():
-            name = path.rstrip("/")
-            folder = path
-        if name in folders:
-            raise UserError("two checkpoints have the same name: give each its own as NAME=FOLDER")
-        folders[name] = folder
-    return folders
-
-
 def load_checkpoints(paths, cfg):
     """Load checkpoints and the text of each: name -> (GPT on the device, data.Dataset)."""
     if not paths:
         raise UserError(
             f"no checkpoint: give a run folder, as in python {sys.argv[0]} out/python-nope"
         )
-    folders = named_folders(paths)
-    device = pick_device(cfg.device)
     loaded = {}
     datasets = {}
-    for name, folder in folders.items():
-        model = GPT.load(folder, cfg.best).to(device)
+    for name, model in load_models(paths, cfg.best, pick_device(cfg.device)).items():
         dataset = cfg.dataset or model.meta.get("dataset")
         if not dataset:
             raise UserError(f"{name} does not name the text it was trained on: give --dataset")
@@ -458,14 +442,6 @@ def load_checkpoints(paths, cfg):
         text.check_model(name, model.config.vocab_size, model.meta.get("tokenizer"))
         loaded[name] = (model, text)
     return loaded
-
-
-def check_writable(*files):
-    """Open the output files before the work begins, so that a wrong path is noticed early."""
-    for file in filter(None, files):
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab"):
-            pass
 
 
 def shortest_context(loaded):
@@ -498,7 +474,8 @@ def main():
     cfg, _, paths = cli.parse(
         ProbeConfig, about=__doc__, paths="run folders or step folders; NAME=FOLDER gives a name"
     )
-    check_writable(cfg.plot, cfg.json)
+    for file in filter(None, (cfg.plot, cfg.json)):
+        check_writable(file)
     loaded = load_checkpoints(paths, cfg)
     records = []
     for length in cfg.lengths or (shortest_context(loaded),):

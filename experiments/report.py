@@ -39,6 +39,12 @@ def format_interval(values, digits=3):
     return f"{mean:.{digits}f} ± {half_width:.{digits}f}"
 
 
+RULE = (
+    "A claim passes when its whole 95 % interval does. It is not separated from its bound when the "
+    "interval includes the bound, and contradicted when the whole interval lies on the other side."
+)
+
+
 @dataclass
 class Claim:
     """A prediction: the whole 95 % interval of a measured mean lies above, or below, a bound."""
@@ -59,20 +65,27 @@ class Claim:
         return self.margin > self.half_width  # False where the half-width is nan
 
     def verdict(self):
-        """Return "pass", or "FAIL" and in which way."""
+        """Return "pass", or "FAIL" and why, in the words of RULE."""
         if self.passed:
             return "pass"
         if math.isnan(self.half_width):
             return "FAIL (a single seed has no interval)"
-        if self.margin > 0:
-            return "FAIL (as predicted in the mean, but the interval includes the bound)"
-        if self.margin >= -self.half_width:
-            return "FAIL (not as predicted in the mean; the interval includes the bound)"
-        return "FAIL (the whole interval lies on the other side of the bound)"
+        if self.margin < -self.half_width:
+            return "FAIL (contradicted)"
+        return "FAIL (not separated)"
+
+    @property
+    def bound(self):
+        return f"< {self.below:.4g}" if self.above is None else f"> {self.above:.4g}"
+
+    @property
+    def measured(self):
+        if self.half_width > 0:
+            return f"{self.mean:+.3f} ± {self.half_width:.3f}"
+        return f"{self.mean:+.3f}"  # a single number, without an interval
 
     def __str__(self):
-        bound = f"< {self.below:.3g}" if self.above is None else f"> {self.above:.3g}"
-        return f"{self.text}: {self.mean:+.3f} ± {self.half_width:.3f}, {bound}: {self.verdict()}"
+        return f"{self.text}: {self.measured}, {self.bound}: {self.verdict()}"
 
 
 def markdown_table(header, rows):

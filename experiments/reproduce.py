@@ -37,7 +37,7 @@ import math
 import statistics
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -49,6 +49,7 @@ from evaluate import evaluation_mode, find_needle, place_sequences
 from experiments.attention_maps import distances
 from experiments.probe import probe, shuffled_prefix
 from experiments.report import (
+    RULE,
     Claim,
     command_line,
     count,
@@ -470,8 +471,9 @@ class SeedClaims:
     def add(self, topic, text, mean, half_width=0.0, **bound):
         """Add a claim; `above` or `below` is the bound."""
         claim = Claim(text, mean, half_width, **bound)
-        fields = {"topic": topic, "seed": self.seed, **asdict(claim), "passed": claim.passed}
-        self.claims.append(fields)
+        self.claims.append(
+            {"topic": topic, "seed": self.seed, **asdict(claim), "passed": claim.passed}
+        )
 
     def paired(self, topic, text, a, b, **bound):
         """Add a claim on the mean of a minus that of b, losses of the same sequences."""
@@ -597,7 +599,7 @@ def judge_fine_tuned(claims, run, methods):
         text = f"yarn, zero-shot, below {name} at {target}"
         claims.paired(topic, text, zero_shot("yarn", target), approximate, below=0)
     for name in ("ntk", "yarn"):
-        text = f"ntk-lceg, whose base grows beyond the target, below {name}, tuned, at {beyond}"
+        text = f"ntk-lceg, whose base grows beyond the target, below {name} at {beyond}, both tuned"
         claims.paired(topic, text, tuned("ntk-lceg", beyond), tuned(name, beyond), below=0)
 
 
@@ -612,15 +614,11 @@ def judge_needles(claims, needle, records):
     def mean(name, length):
         return statistics.fmean(accuracy[name, length, depth] for depth in DEPTHS)
 
-    def compare(a, b, length):
-        text = f"{a} above {b} at {length}"
-        n = len(DEPTHS) * trials
-        claims.fractions(topic, text, mean(a, length), n, mean(b, length), above=0)
-
     topic = "Passkeys found, zero-shot"
-    for a, b in (("ntk", "none"), ("ntk-parts", "ntk"), ("yarn", "ntk-parts")):
-        compare(a, b, 4 * N)
     n = len(DEPTHS) * trials
+    for a, b in (("ntk", "none"), ("ntk-parts", "ntk"), ("yarn", "ntk-parts")):
+        text = f"{a} above {b} at {4 * N}"
+        claims.fractions(topic, text, mean(a, 4 * N), n, mean(b, 4 * N), above=0)
     claims.fractions(topic, f"yarn at least 0.8 at {4 * N}", mean("yarn", 4 * N), n, above=0.8)
     claims.fractions(
         topic,
@@ -631,7 +629,8 @@ def judge_needles(claims, needle, records):
         above=0,
     )
     for times in (2, 3, 4):
-        compare("nope", "none", times * N)
+        text = f"nope above rope (none) at {times * N}"
+        claims.fractions(topic, text, mean("nope", times * N), n, mean("none", times * N), above=0)
 
     topic = "Exact and approximate attention (Lu et al. 2024)"
     end, start = accuracy["window", 4 * N, 1.0], accuracy["window", 4 * N, 0.0]
@@ -652,13 +651,16 @@ def judge_probe(claims, run, records):
 
     distance = abs(error["nope", 0] - 1.1)
     claims.add(
-        topic, "nope, layer 0: 0.7 to 1.5 of chance, its distance to 1.1", distance, below=0.4
+        topic,
+        "nope, layer 0: 0.7 to 1.5 times the error of a guess (as the distance from 1.1)",
+        distance,
+        below=0.4,
     )
     layers = range(1, run.budget["model"]["n_layer"] + 1)
     best = min(error["nope", layer] for layer in layers)
-    claims.add(topic, "nope, best layer: at most 1/4 of chance", best, below=0.25)
+    claims.add(topic, "nope, best layer: at most 1/4 of the error of a guess", best, below=0.25)
     for name in ("learned", "sinusoidal"):
-        text = f"{name}, layer 0: at most 1/20 of chance"
+        text = f"{name}, layer 0: at most 1/20 of the error of a guess"
         claims.add(topic, text, error[name, 0], below=0.05)
 
 
@@ -876,7 +878,7 @@ def plot_methods(board, file):
     figure.supxlabel(board["note"], fontsize=7, color="gray")
     figure.savefig(file, dpi=110)
     plt.close(figure)
-    print(f"{file} is written")
+    print(f"wrote {file}")
 
 
 def average_needles(board):
@@ -1009,24 +1011,25 @@ def report_claims(board):
     """Return the lines of the orderings."""
     claims = board["claims"]
     passed = sum(claim["passed"] for claim in claims)
-    texts = list(dict.fromkeys(claim["text"] for claim in claims))
-    seeds = count(board["budget"]["seeds"], "seed")
+    texts = {claim["text"] for claim in claims}
+    seeds = board["budget"]["seeds"]
     lines = [
         "",
         "## Orderings",
         "",
-        f"{len(texts)} predictions of the literature, each judged in every seed by itself: it "
-        "passes when its whole 95 % interval does (± 0: a number without an interval). "
-        f"{passed} of {len(claims)} judgements pass, over {seeds}.",
+        f"{len(texts)} predictions of the literature, each judged in every seed by itself; losses "
+        f"are in nats. {RULE} {passed} of {len(claims)} judgements pass, over "
+        f"{count(seeds, 'seed')}.",
     ]
+    header = ["", "bound", *(f"seed {seed}" for seed in range(1, seeds + 1))]
     for topic in dict.fromkeys(claim["topic"] for claim in claims):
-        lines += ["", f"### {topic}", ""]
-        for text in texts:
-            for claim in claims:
-                if (claim["topic"], claim["text"]) == (topic, text):
-                    bound = {"above": claim["above"], "below": claim["below"]}
-                    judged = Claim(text, claim["mean"], claim["half_width"], **bound)
-                    lines.append(f"- {judged} (seed {claim['seed']})")
+        rows = {}  # text -> cells
+        for judged in claims:
+            if judged["topic"] == topic:
+                claim = Claim(**{f.name: judged[f.name] for f in fields(Claim)})
+                row = rows.setdefault(claim.text, [claim.text, claim.bound])
+                row.append(f"{claim.measured}: {claim.verdict()}")
+        lines += ["", f"### {topic}", "", *markdown_table(header, rows.values())]
     return lines
 
 

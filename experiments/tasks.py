@@ -53,6 +53,7 @@ from typing import Literal
 import torch
 
 from experiments.report import (
+    RULE,
     Claim,
     command_line,
     confidence_interval,
@@ -499,7 +500,7 @@ def plot_scores(records, tasks, schemes, file, note):
     figure.supxlabel(note, fontsize=7, color="gray")
     figure.savefig(file, dpi=120)
     plt.close(figure)
-    print(f"{file} is written")
+    print(f"wrote {file}")
 
 
 def run_all(cfg, tasks, schemes):
@@ -558,7 +559,7 @@ def main():
         lines += [*recall_table(records, schemes), ""]
     lines += ["## Orderings", ""]
     if claim:
-        lines.append(f"- {claim}")
+        lines += [RULE, "", f"- {claim}"]
     best_first = sorted(schemes, key=lambda pos: -ranks[pos])
     lines.append(
         "- Reported, not judged: the mean reciprocal rank over the tasks, beyond the training "

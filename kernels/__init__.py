@@ -1,57 +1,120 @@
-"""The operators that the model calls: rope(), attention(), linear_cross_entropy().
+"""The operators that the model calls, and which implementation runs where.
 
-Each has one signature, stated in reference.py, and this file is the only one that knows on which device which implementation runs:
-rope and attention are Triton kernels on CUDA (sm_80 and newer) and ROCm, and plain PyTorch elsewhere; linear_cross_entropy is plain PyTorch on every device.
-NANOLONG_REFERENCE=1 in the environment forces plain PyTorch everywhere; TRITON_INTERPRET=1 runs the kernels on CPU tensors too, slowly, to test them.
-Importing this package prints nothing and imports nothing but torch; triton is imported when a kernel first runs.
+Each operator has one signature, that of reference.py. rope and attention are Triton kernels on CUDA
+(sm_80 and newer) and ROCm, and plain PyTorch elsewhere; the others are plain PyTorch everywhere.
+
+NANOLONG_REFERENCE=1 in the environment forces plain PyTorch. TRITON_INTERPRET=1 runs the kernels on
+CPU tensors too, slowly, to test them.
+
+Importing this package prints nothing and imports only torch; triton is imported when a kernel first
+runs.
 """
+
+import functools
+import importlib.util
 import logging
 import os
+import shutil
 import sys
+import sysconfig
 
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from . import reference
-from .reference import linear_cross_entropy
+from .reference import linear, linear_cross_entropy, rms_norm
 
-__all__ = ["rope", "attention", "linear_cross_entropy"]
+__all__ = [
+    "attention",
+    "linear",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "selective_checkpoint",
+    "triton_runs",
+]
 
 
 def rope(q, k, cos, sin):
-    """reference.rope(), by kernels/rotary.py where Triton runs."""
-    if _triton_runs(q.device.type, q.device.index) and q.dtype.itemsize < 8:  # float64 is for checking, and only the reference has it
-        from .rotary import rope as kernel
-        return kernel(q, k, cos, sin)
-    return reference.rope(q, k, cos, sin)
+    """Rotate queries and keys by their positions: see reference.rope()."""
+    # float64 is for checking, and only the reference supports it
+    if not _triton_runs(q.device.type, q.device.index) or q.dtype == torch.float64:
+        return reference.rope(q, k, cos, sin)
+    from .rotary import rope as rotary
+
+    return rotary(q, k, cos, sin)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False, length=None):
-    """reference.attention(), where Triton runs by kernels/flash.py, or, of few queries that need no gradient, by kernels/decode.py."""
-    kernel = reference.attention
-    if _triton_runs(q.device.type, q.device.index) and v.dtype.itemsize < 8:
-        from .decode import attention as decode
-        from .flash import attention as flash
-        q, k = q.to(v.dtype), k.to(v.dtype)  # as the reference: under autocast a norm leaves them wider
-        given = (q, k, v, bias, *(() if relative is None else (*relative[:2], *(relative[2] or ()))))
-        kernel = decode if length is not None else flash if q.shape[2] > 8 or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given) else decode
-    more = {} if length is None else {"length": length}
-    return kernel(q, k, v, bias=bias, relative=relative, window=window, sinks=sinks, positions=positions, docs=docs, causal=causal, scale=scale, return_lse=return_lse, **more)
+def attention(
+    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
+    causal=True, scale=None, return_lse=False, length=None,
+):  # fmt: skip
+    """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
+    options = {
+        "bias": bias,
+        "relative": relative,
+        "window": window,
+        "sinks": sinks,
+        "positions": positions,
+        "docs": docs,
+        "causal": causal,
+        "scale": scale,
+        "return_lse": return_lse,
+    }
+    if not _triton_runs(q.device.type, q.device.index) or v.dtype == torch.float64:
+        return reference.attention(q, k, v, **options, length=length)
+    from . import decode, flash
+
+    q, k = q.to(v.dtype), k.to(v.dtype)  # as in the reference
+    if length is not None:
+        return decode.attention(q, k, v, **options, length=length)
+    few_queries = q.shape[2] <= 8
+    if few_queries and not _needs_grad(q, k, v, bias, relative):
+        return decode.attention(q, k, v, **options)
+    return flash.attention(q, k, v, **options)
 
 
-logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # under torch.compile the next one is warned of in four lines: it asks for no in-place operators, and there are none
+def _needs_grad(q, k, v, bias, relative):
+    """Whether attention has to be differentiated."""
+    tensors = [q, k, v, bias]
+    if relative is not None:
+        keys, values, offsets = relative
+        tensors += [keys, values, *(offsets or ())]
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def keeping_attention(block):
-    """block(*args), of whose activations only the arguments and attention's output and log-sum-exp are kept, whichever kernel makes them: the backward pass computes the rest again, with the
-    same dropout. Of attention that is written out in plain PyTorch (relative vectors; a bias with gradient) nothing is kept."""
-    from functools import partial
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-    return partial(checkpoint, block, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _kept))
+# -----------------------------------------------------------------------------
+# Selective activation checkpointing
+
+# Under torch.compile a selective checkpoint warns that in-place operators would go wrong in it.
+# There are none in a block, so the warning is silenced. It has to be done here, because a traced
+# function cannot set a log level.
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
-def _kept(context, operator, *args, **kwargs):
-    from torch.utils.checkpoint import CheckpointPolicy
-    return CheckpointPolicy.MUST_SAVE if "attention" in operator.name() else CheckpointPolicy.PREFER_RECOMPUTE
+def selective_checkpoint(block):
+    """Wrap block(*args) so that of its activations only the results of attention are kept.
+
+    That is, its arguments and attention's output and log-sum-exp, whichever kernel computes them.
+    The backward pass recomputes the rest, with the same dropout. Where attention is written out in
+    plain PyTorch (relative vectors, a bias with gradient), nothing of it is kept.
+    """
+    context_fn = functools.partial(create_selective_checkpoint_contexts, _save_attention)
+    return functools.partial(checkpoint, block, use_reentrant=False, context_fn=context_fn)
+
+
+def _save_attention(context, operator, *args, **kwargs):
+    if "attention" in operator.name():
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# -----------------------------------------------------------------------------
+# Where Triton runs
 
 
 def triton_runs(device):
@@ -59,34 +122,45 @@ def triton_runs(device):
     return _triton_runs(device.type, device.index)
 
 
-_asked = {}
+_answers = {}
 
 
 def _triton_runs(device, index):
-    """Whether Triton kernels run on a device: asked once."""
-    if (device, index) not in _asked:
-        _asked[device, index] = _ask(device, index)
-    return _asked[device, index]
+    """Whether Triton kernels run on a device: decided once."""
+    if (device, index) not in _answers:
+        _answers[device, index] = _decide_triton_runs(device, index)
+    return _answers[device, index]
 
 
-_triton_runs._dynamo_marked_constant = True  # torch.compile calls it while tracing: torch.compiler.assume_constant_result, without importing the compiler here
+# torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,
+# without importing the compiler here.
+_triton_runs._dynamo_marked_constant = True
 
 
-def _ask(device, index):
-    """A GPU on which Triton kernels do not run says so in one line."""
+def _decide_triton_runs(device, index):
+    """Decide it, and print why if kernels cannot run on a GPU."""
     if os.environ.get("NANOLONG_REFERENCE", "0") not in ("", "0"):
         return False
     if device == "cpu":
         return os.environ.get("TRITON_INTERPRET", "0") == "1"
     if device != "cuda":
         return False
-    import importlib.util
-    import shutil
-    import sysconfig
-    why = ("triton is not installed" if importlib.util.find_spec("triton") is None else
-           "there is no C compiler, with which triton builds its launcher (install gcc)" if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang"))) else
-           "the Python headers are missing, with which triton builds its launcher (as in apt-get install python3-dev)" if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")) else
-           "it is older than sm_80" if not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0) else "")
-    if why:
-        print(f"Triton kernels are off on {torch.cuda.get_device_name(index)}: {why}; plain PyTorch serves instead", file=sys.stderr)
-    return not why
+    reason = _why_not_triton(index)
+    if reason:
+        name = torch.cuda.get_device_name(index)
+        print(f"Triton kernels are off on {name}: {reason}; using plain PyTorch", file=sys.stderr)
+    return not reason
+
+
+def _why_not_triton(index):
+    """What Triton lacks on a GPU, or None. It compiles its launcher with a C compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    compilers = (os.environ.get("CC") or "gcc", "clang")
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return "there is no C compiler, which triton needs (install gcc)"
+    if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        return "the Python headers are missing, which triton needs (apt-get install python3-dev)"
+    if not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0):
+        return "it is older than sm_80"
+    return None

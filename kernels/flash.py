@@ -1,199 +1,325 @@
-"""Attention in Triton, forward and backward, with every score term of a position scheme. Imports only torch and triton: lift it out as it is.
+"""Attention in Triton, forward and backward, with the bias of every position scheme.
 
-The formula, for query i and key j of one head, d = |i - j| their distance by index:
+Imports only torch and triton: copy this file into your project.
 
-    score(i, j) = scale (q_i k_j)  +  one of  nothing | -slope d | table[min(d, m-1)] | scale (r_i keys[min(d, m-1)])
-    out_i       = sum_j softmax_j(score(i, .)) (v_j + values[min(d, m-1)])        over the keys that i may see
+For query i and key j of one head, at distance d = |i - j| by index:
 
-In plain PyTorch: kernels/reference.py, attention(). What the terms serve: slopes are ALiBi (fixed or trained); a table over distances is T5, KERPLE, Sandwich;
-vectors over distances are Shaw and NEZHA (keys and values, r = q) and Transformer-XL (keys, r = q + w). A scheme hands over the table, whatever its
-parameters; the chain from the table to them is autograd's.
+    score(i, j) = scale * (q_i . k_j) + bias(i, j)
+    out_i       = sum_j softmax_j(score(i, .)) * (v_j + rel_values[min(d, m - 1)])
 
-Why a kernel: the (T, T) scores never exist, forward (FlashAttention, arXiv 2205.14135) or backward, with a term and its gradient as without. Blocks of BM
-queries meet blocks of BN keys, a tile at a time, with the softmax kept as a running maximum and sum. Five things to know before reading:
+over the keys that i may see. The bias is one of four kinds:
 
-1. Units. Scores are in log2 (exp2 is the hardware's), so scale and tables arrive multiplied by log2 e; gradients are in natural units.
-2. Tiles. Of the key blocks of a query block some are empty and never visited, some are seen in part and pay for a mask, the rest are seen whole. Those wholly
-   beyond m - 1 are `far`: there the term is one number (a table's) or one number a row (vectors'), and costs nothing.
-3. Diagonals. In a tile the term depends on r - c alone, so a tile needs one line of BM + BN - 1 values: load it once, expand it (_spread). A gather of (BM, BN)
-   pointers would do the same, at forty times the loads. For vectors the line is a slab of rows: one product q slab^T, then expanded the same way.
-4. The walk (_walk_table, _walk_vectors). The gradient of table[d] is the sum of dS along diagonal d over rows, heads that share it, and batch. A program walks down
-   one diagonal of tiles, and over the batch: all its tiles have the same distances, so it adds the dS tiles up in registers and folds the sum
-   along diagonals once, at the end. No atomics, so the same bits every time; O(H m) memory; only the diagonals inside m are walked. The far
-   tail, table[m-1], is a sum over whole rows, which the dQ kernel has anyway.
-5. The refined delta. dS = P (dP - delta) with delta_i = sum_j P dP, which everyone computes as dO_i O_i from an O that was rounded to 16 bits: then the rows of dS do not sum to zero,
-   and a bias gradient, which sums thousands of them, is wrong by percents. But what a row sums to is exactly delta's error: the dQ kernel
-   adds it up (one addition an element) and corrects delta for the kernels after it, and for its own tails.
+    NONE      0
+    SLOPES    -slope * d                            ALiBi, with fixed or trained slopes
+    TABLE     table[min(d, m - 1)]                  T5, KERPLE, Sandwich
+    VECTORS   scale * (r_i . keys[min(d, m - 1)])   Shaw and NEZHA: r = q; Transformer-XL: r = q + w
 
-Backward is dQ (and delta, and the tails), then dK and dV, then the walk: no atomics anywhere, no scratch beyond O(T). Deterministic: no autotuning, tile sizes from TILES.
+In plain PyTorch: attention() in kernels/reference.py. A scheme passes in its table, whatever its
+parameters are; autograd computes the gradient from the table to the parameters.
+
+Why a kernel: the (T, T) scores are never stored, neither forward (FlashAttention, arXiv 2205.14135)
+nor backward, with a bias and its gradient as without. Blocks of BM queries meet blocks of BN keys,
+one tile at a time, with the softmax kept as a running maximum and a running sum.
+
+Five things to know before reading:
+
+1. Units. Scores are in log2, because exp2 is the hardware's exponential. So the scale, slopes and
+   tables arrive multiplied by log2(e). Gradients are in natural units.
+
+2. Segments. Of the key blocks of a query block, some are empty and never visited, some are partly
+   visible and need a mask, and the rest are wholly visible. Tiles in which every distance is m - 1
+   or more form a segment of their own, CLIPPED: there the bias of a table is a single number, that
+   of relative vectors one number a query, and neither costs anything.
+
+3. The bias row. In a tile the bias depends on r - c alone (query r, key c), so BM + BN - 1 values
+   describe it. They are loaded once and expanded to the tile (_expand_row). Loading each of the
+   BM x BN values by its own pointer gives the same result with forty times the loads. Relative
+   vectors are loaded in the same way, multiplied with the queries and then expanded (_skew).
+
+4. The diagonal sweep (_sweep_kernel). The gradient of table[d] is the sum of dS along diagonal d,
+   over rows, batch, and heads that share the table. One program visits all tiles of one diagonal of
+   tiles, over the whole batch. These tiles hold the same distances at the same places, so the
+   program adds up the dS tiles in registers and sums along their diagonals once, at the end. There
+   are no atomics, so the result is deterministic, and the memory is O(H m). Only the diagonals with
+   a distance below m - 1 are visited. The gradient of the last entry, the clipped tail, is a sum
+   over whole rows, which the dQ kernel computes in passing.
+
+5. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij. It is usually computed
+   as dO_i . O_i, from an O that was rounded to 16 bits. Then the rows of dS do not sum to zero, and
+   a bias gradient, which adds up thousands of them, is wrong by percents. But a row of dS sums to
+   exactly the error of its delta. The dQ kernel adds up each row and corrects delta, for its own
+   clipped-tail sums and for the kernels that run after it.
+
+The backward pass runs dQ (which also corrects delta), then dK and dV, then the diagonal sweep. It
+needs no atomics and no scratch memory beyond O(T). Nothing is autotuned: TILES fixes the tile
+sizes, so that all processes of a run compute the same bits.
 """
+
 import math
-from typing import Optional
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-NONE, SLOPES, TABLE, VECTORS = (tl.constexpr(kind) for kind in range(4))  # the score terms
+# The kinds of bias.
+NONE = tl.constexpr(0)
+SLOPES = tl.constexpr(1)
+TABLE = tl.constexpr(2)
+VECTORS = tl.constexpr(3)
+
+# The segments of blocks that a program visits. Those below WHOLE need a mask.
+SINKS = tl.constexpr(0)
+LEFT_EDGE = tl.constexpr(1)
+RIGHT_EDGE = tl.constexpr(2)
+WHOLE = tl.constexpr(3)
+CLIPPED = tl.constexpr(4)
+
+LOG2E = 1 / math.log(2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the kernels share. r counts the queries of a tile and c its keys; i0 and n0 are the indices of the first ones.
+# -----------------------------------------------------------------------------
+# What the kernels share
+#
+# Pointers are in capitals. BIAS holds the slopes, the table or the relative keys, REL_V the
+# relative values, QR the queries that meet the relative keys (where they are not Q). Strides end in
+# _b, _h and _t: batch, head and token (for BIAS: distance).
+# A tile has BM queries, numbered r (BM,), and BN keys, numbered c (BN,). i0 and n0 are the indices
+# of its first query and its first key, d0 is its smallest distance. DP is the head dimension D,
+# rounded up to a power of two, and channel is arange(DP). W is BM + BN, rounded up likewise.
+
 
 @triton.jit
-def _rows(X, x_t, n0, n, limit, c, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
-    """Rows n0 + n of X (tokens, D): a tile (n, DP), zero beyond D and, where MASKED, beyond the limit."""
-    at = X + tl.cast(n0, tl.int64) * x_t + (n[:, None] * x_t + c[None, :])  # int64: tokens times their stride pass 2^31
+def _load_rows(
+    X, x_t, n0, n, limit, channel, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load rows n0 + n of X (tokens, D): (n, DP), zero beyond D and, where MASKED, beyond limit."""
+    # int64: a token index times its stride can pass 2^31
+    at = X + tl.cast(n0, tl.int64) * x_t + (n[:, None] * x_t + channel[None, :])
     if MASKED:
-        return tl.load(at, mask=(n0 + n < limit)[:, None] & (c < D)[None, :], other=0.0)
+        return tl.load(at, mask=(n0 + n < limit)[:, None] & (channel < D)[None, :], other=0.0)
     elif D < DP:
-        return tl.load(at, mask=(c < D)[None, :], other=0.0)
+        return tl.load(at, mask=(channel < D)[None, :], other=0.0)
     else:
         return tl.load(at)
 
 
 @triton.jit
-def _slab(X, x_t, base, m, x, c, D: tl.constexpr, DP: tl.constexpr):
-    """Vectors of the distances base + x of a tile, clipped to m - 1: (x, DP)."""
-    distance = tl.minimum(tl.abs(base + x), m - 1)
-    at = X + distance[:, None] * x_t + c[None, :]
+def _load_vectors(X, x_t, d0, m, x, channel, D: tl.constexpr, DP: tl.constexpr):
+    """Load the relative vectors of the distances d0 + x, clipped to m - 1: (x, DP)."""
+    distance = tl.minimum(tl.abs(d0 + x), m - 1)
+    at = X + distance[:, None] * x_t + channel[None, :]
     if D < DP:
-        return tl.load(at, mask=(c < D)[None, :], other=0.0)
+        return tl.load(at, mask=(channel < D)[None, :], other=0.0)
     else:
         return tl.load(at)
 
 
 @triton.jit
-def _last(X, x_t, m, channel, D: tl.constexpr):
-    """The vector of all distances from m - 1 on, float32."""
+def _clipped_vector(X, x_t, m, channel, D: tl.constexpr):
+    """Load the relative vector of all clipped distances: (DP,) float32."""
     return tl.load(X + (m - 1) * x_t + channel, mask=channel < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _last_product(rows, X, x_t, m, channel, D: tl.constexpr):
-    """Its product with each row: what a far tile adds."""
-    return tl.sum(rows.to(tl.float32) * _last(X, x_t, m, channel, D)[None, :], 1)
+def _clipped_product(rows, X, x_t, m, channel, D: tl.constexpr):
+    """Multiply each row with the vector of all clipped distances: (rows,) float32."""
+    return tl.sum(rows.to(tl.float32) * _clipped_vector(X, x_t, m, channel, D)[None, :], 1)
 
 
 @triton.jit
-def _spread(line, r, c, BM: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """From a line of distances to a tile: element (r, c) is element r - c + BN - 1 of the line (W,). A gather from shared memory."""
+def _expand_row(row, r, c, BM: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Expand a bias row (W,) to a tile: element (r, c) is row[r - c + BN - 1]."""
     x = r[None, :] - c[:, None] if TRANSPOSED else r[:, None] - c[None, :]
-    flat = tl.gather(line, tl.reshape(x + (BN - 1), [BM * BN]), 0)
+    flat = tl.gather(row, tl.reshape(x + (BN - 1), [BM * BN]), 0)
     return tl.reshape(flat, [BN, BM]) if TRANSPOSED else tl.reshape(flat, [BM, BN])
 
 
 @triton.jit
-def _roll(tile, r, c, B: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """From keys to distances and back, in a square tile: column c goes to column y = (r - c - 1) mod B, which is its own inverse.
+def _skew(tile, r, c, B: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Move column c of a square tile to column y = (r - c - 1) mod B, which is its own inverse.
 
-    There the distance is i0 - n0 - (B - 1) + y where y >= r (on and above the tile's diagonal), and B more where y < r: each column is two distances."""
+    It leads from keys to distances and back. The distance at column y is d0 + y where y >= r (on
+    and above the tile's diagonal), and d0 + y + B where y < r: a column holds two distances.
+    """
     if TRANSPOSED:
         at = ((r[None, :] - 1 - c[:, None]) & (B - 1)) * B + r[None, :]
     else:
         at = r[:, None] * B + ((r[:, None] - 1 - c[None, :]) & (B - 1))
-    return tl.reshape(tl.gather(tl.reshape(tile, [B * B]), tl.reshape(at, [B * B]), 0), [B, B])
+    flat = tl.gather(tl.reshape(tile, [B * B]), tl.reshape(at, [B * B]), 0)
+    return tl.reshape(flat, [B, B])
 
 
 @triton.jit
-def _products(rows, X, x_t, base, m, r, c, channel, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """Of a square tile, rows_i X[min(d, m-1)] for each query and key: two products, with the vectors of the B smaller and of the B larger distances."""
-    low, high = _slab(X, x_t, base, m, c, channel, D, DP), _slab(X, x_t, base + B, m, c, channel, D, DP)
+def _vector_products(
+    rows, X, x_t, d0, m, r, c, channel,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute rows_r . X[min(d, m - 1)] for each query and key of a square tile: (B, B).
+
+    Two products, with the vectors of the B smaller and of the B larger distances of the tile. A
+    triangle chooses between them, and the skew moves the result from distances to keys.
+    """
+    low = _load_vectors(X, x_t, d0, m, c, channel, D, DP)
+    high = _load_vectors(X, x_t, d0 + B, m, c, channel, D, DP)
     if TRANSPOSED:
-        both = tl.where(c[:, None] >= r[None, :], tl.dot(low, tl.trans(rows), input_precision=PRECISION), tl.dot(high, tl.trans(rows), input_precision=PRECISION))
+        by_distance = tl.where(
+            c[:, None] >= r[None, :],
+            tl.dot(low, tl.trans(rows), input_precision=PRECISION),
+            tl.dot(high, tl.trans(rows), input_precision=PRECISION),
+        )
     else:
-        both = tl.where(c[None, :] >= r[:, None], tl.dot(rows, tl.trans(low), input_precision=PRECISION), tl.dot(rows, tl.trans(high), input_precision=PRECISION))
-    return _roll(both, r, c, B, TRANSPOSED)
+        by_distance = tl.where(
+            c[None, :] >= r[:, None],
+            tl.dot(rows, tl.trans(low), input_precision=PRECISION),
+            tl.dot(rows, tl.trans(high), input_precision=PRECISION),
+        )
+    return _skew(by_distance, r, c, B, TRANSPOSED)
 
 
 @triton.jit
-def _add_vectors(acc, weights, X, x_t, base, m, r, c, channel, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + sum_j weights[r, j] X[min(d, m-1)], the same two products backwards."""
-    low, high = _slab(X, x_t, base, m, c, channel, D, DP), _slab(X, x_t, base + B, m, c, channel, D, DP)
-    rolled = _roll(weights.to(low.dtype), r, c, B, False)
-    acc = tl.dot(tl.where(c[None, :] >= r[:, None], rolled, 0.0), low, acc, input_precision=PRECISION)
-    return tl.dot(tl.where(c[None, :] >= r[:, None], 0.0, rolled), high, acc, input_precision=PRECISION)
+def _add_vectors(
+    acc, weights, X, x_t, d0, m, r, c, channel,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute acc + sum_c weights[r, c] X[min(d, m - 1)]: _vector_products() backwards."""
+    low = _load_vectors(X, x_t, d0, m, c, channel, D, DP)
+    high = _load_vectors(X, x_t, d0 + B, m, c, channel, D, DP)
+    by_distance = _skew(weights.to(low.dtype), r, c, B, False)
+    low_part = tl.where(c[None, :] >= r[:, None], by_distance, 0.0)
+    acc = tl.dot(low_part, low, acc, input_precision=PRECISION)
+    high_part = tl.where(c[None, :] >= r[:, None], 0.0, by_distance)
+    return tl.dot(high_part, high, acc, input_precision=PRECISION)
 
 
 @triton.jit
-def _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, channel, i0, n0, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
-          KIND: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """The score term of a tile. s: q k^T, (BM, BN) or transposed. Returns (s, shift): the score in log2 is s + shift where _scaled() says so, else s scale + shift;
-    shift is a number, or one for each query. far: the table's last value, or r_i keys[m-1] (BM,)."""
+def _add_bias(
+    s, qr, clipped_bias, BIAS, bias_t, m, slope, scale, r, c, channel, i0, n0,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, CAUSAL: tl.constexpr, IS_CLIPPED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the bias to s = q k^T, a tile (BM, BN), or (BN, BM) where TRANSPOSED.
+
+    clipped_bias: the table's last value, or r_i . keys[m - 1] for each query (BM,).
+    Returns (s, shift). The score in log2 units is s + shift where _is_scaled(), otherwise
+    s * scale + shift. shift is a number, or one for each query.
+    """
     shift = 0.0
     if KIND == SLOPES:
-        if CAUSAL and qr.dtype != tl.float32:  # -slope (i - j): what the column adds, and what row and tile add. Exact to 16 bits, and one multiply-add an element
+        if CAUSAL and qr.dtype != tl.float32:
+            # -slope (i - j), split into what a column adds and what row and tile add: one
+            # multiply-add an element, exact to 16 bits
             column = slope * c.to(tl.float32)
             s = s * scale + (column[:, None] if TRANSPOSED else column[None, :])
             shift = slope * (n0 - i0 - r).to(tl.float32)
         else:
-            distance = tl.abs((i0 + r)[None, :] - (n0 + c)[:, None]) if TRANSPOSED else tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
+            if TRANSPOSED:
+                distance = tl.abs((i0 + r)[None, :] - (n0 + c)[:, None])
+            else:
+                distance = tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
             s = s * scale - slope * distance.to(tl.float32)
     elif KIND == TABLE:
-        if FAR:
-            shift = far
+        if IS_CLIPPED:
+            shift = clipped_bias
         else:
-            line = tl.load(LINE + tl.minimum(tl.abs(i0 - n0 - (BN - 1) + tl.arange(0, W)), m - 1))
-            s = s * scale + _spread(line, r, c, BM, BN, TRANSPOSED)
+            distance = tl.abs(i0 - n0 - (BN - 1) + tl.arange(0, W))
+            bias_row = tl.load(BIAS + tl.minimum(distance, m - 1))
+            s = s * scale + _expand_row(bias_row, r, c, BM, BN, TRANSPOSED)
     elif KIND == VECTORS:
-        if FAR:
-            shift = far * scale
+        if IS_CLIPPED:
+            shift = clipped_bias * scale
         else:
-            s += _products(qr, LINE, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, TRANSPOSED, PRECISION)
+            s += _vector_products(
+                qr, BIAS, bias_t, i0 - n0 - (BN - 1), m, r, c, channel,
+                D, DP, BN, TRANSPOSED, PRECISION,
+            )  # fmt: skip
     return s, shift
 
 
 @triton.jit
-def _scaled(KIND: tl.constexpr, FAR: tl.constexpr):
-    """Whether _term() has multiplied the products by the scale."""
-    return (KIND == SLOPES) or (KIND == TABLE and not FAR)
+def _is_scaled(KIND: tl.constexpr, IS_CLIPPED: tl.constexpr):
+    """Whether _add_bias() has multiplied s by the scale."""
+    return (KIND == SLOPES) or (KIND == TABLE and not IS_CLIPPED)
 
 
 @triton.jit
-def _seen(i, j, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Which keys a masked tile's queries see: queries i (BM,) and keys j (BN,), by index; `queries` is false past the last one."""
+def _visible(
+    i, j, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The mask of a tile: which keys j (BN,) each query i (BM,) sees, both by index.
+
+    queries (BM,) is false past the last query.
+    """
     if TRANSPOSED:
-        I, J = i[None, :], j[:, None]
+        at_i, at_j = i[None, :], j[:, None]
     else:
-        I, J = i[:, None], j[None, :]
-    seen = J < Tk
+        at_i, at_j = i[:, None], j[None, :]
+    visible = at_j < Tk
     if CAUSAL:
-        seen = seen & (J <= I)
+        visible = visible & (at_j <= at_i)
     if WINDOW:
         if POSITIONS:
             pi = tl.load(POS + i * p_t, mask=queries, other=0)
             pj = tl.load(POS + j * p_t, mask=j < Tk, other=0)
             if TRANSPOSED:
-                I, J = pi[None, :], pj[:, None]
+                at_i, at_j = pi[None, :], pj[:, None]
             else:
-                I, J = pi[:, None], pj[None, :]
-        seen = seen & ((tl.abs(I - J) < window) | (J < sinks))
+                at_i, at_j = pi[:, None], pj[None, :]
+        visible = visible & ((tl.abs(at_i - at_j) < window) | (at_j < sinks))
     if DOCS:
         di = tl.load(DOC + i * d_t, mask=queries, other=-1)
         dj = tl.load(DOC + j * d_t, mask=j < Tk, other=-2)
-        seen = seen & ((di[None, :] == dj[:, None]) if TRANSPOSED else (di[:, None] == dj[None, :]))
-    return seen
+        same = (di[None, :] == dj[:, None]) if TRANSPOSED else (di[:, None] == dj[None, :])
+        visible = visible & same
+    return visible
 
 
 @triton.jit
-def _beyond(i0, n0, m, B: tl.constexpr, CAUSAL: tl.constexpr):
-    """Whether no distance of the B x B tile that holds key n0, of the queries from i0 on, is below m - 1: then the walk leaves it out."""
+def _outside_sweep(i0, n0, m, B: tl.constexpr, CAUSAL: tl.constexpr):
+    """Whether the diagonal sweep leaves out the B x B tile of key n0 and the queries from i0 on.
+
+    It does where no distance in that tile is below m - 1.
+    """
     d = i0 - n0 // B * B
-    beyond = d - (B - 1) >= m - 1
-    if not CAUSAL:  # causal: the walk takes every tile at the diagonal
-        beyond |= d + B - 1 <= 1 - m
-    return beyond
+    outside = d - (B - 1) >= m - 1
+    if not CAUSAL:  # causal: the sweep visits every tile at the main diagonal
+        outside |= d + B - 1 <= 1 - m
+    return outside
 
 
 @triton.jit
-def _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PLANNED: tl.constexpr):
-    """The key blocks of a query block, in segments: seen in part, 0 sinks, 1 [lo, left) and 2 [right, hi); seen whole, 3 [near, right), and 4 [left, near) from far,
-    in steps of B keys."""
-    i0 = first + block * BM
+def _segment_exists(
+    segment: tl.constexpr, KIND: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr
+):
+    """Whether a query block can have key blocks in a segment."""
+    always = (segment == RIGHT_EDGE) or (segment == WHOLE)
+    return (
+        always
+        or (segment == CLIPPED and KIND >= TABLE)
+        or (segment < RIGHT_EDGE and (WINDOW or DOCS))
+    )
+
+
+@triton.jit
+def _key_blocks(
+    block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
+    BM: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_BLOCK_MASK: tl.constexpr,
+):  # fmt: skip
+    """The key blocks that a query block visits: where each segment starts, and where it ends.
+
+    SINKS, LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), WHOLE [near, right), CLIPPED [left, near).
+    Blocks are CLIPPED in steps of B keys.
+    """
+    i0 = q_start + block * BM
     i1 = i0 + BM - 1
-    sink = 0
-    if PLANNED:
-        at = PLAN + b * plan_b + block * 4
+    sink_end = 0
+    if HAS_BLOCK_MASK:
+        at = BLOCK_MASK + b * mask_b + block * 4
         lo, left, right, hi = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
         lo, left, right, hi = 0, 0, Tk // BN, tl.cdiv(Tk, BN)
@@ -206,460 +332,778 @@ def _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM: tl.cons
             if not CAUSAL:
                 hi = tl.minimum(hi, tl.cdiv(i1 + window, BN))
                 right = tl.minimum(right, (i0 + window) // BN)
-            sink = tl.minimum(tl.cdiv(sinks, BN), lo)
+            sink_end = tl.minimum(tl.cdiv(sinks, BN), lo)
         left = tl.minimum(left, hi)
         right = tl.maximum(tl.minimum(right, hi), left)
     near = left
     if KIND >= TABLE:
-        near = tl.minimum(tl.maximum(tl.maximum(i0 - m + 2, 0) // B * (B // BN), left), right)
-    return (0, lo, right, near, left), (sink, left, hi, right, near)  # where the segments start and end
+        clipped_end = tl.maximum(i0 - m + 2, 0) // B * (B // BN)
+        near = tl.minimum(tl.maximum(clipped_end, left), right)
+    return (0, lo, right, near, left), (sink_end, left, hi, right, near)
 
 
 @triton.jit
-def _query_blocks(block, b, first, Tq, Tk, m, window, sinks, PLAN, plan_b, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PLANNED: tl.constexpr):
-    """The query blocks of a key block, in segments: they see it in part, 1 [lo, left) and 2 [right, hi); whole, 3 [left, far), and 4 [far, right) from far."""
+def _query_blocks(
+    block, b, q_start, Tq, Tk, m, window, sinks, BLOCK_MASK, mask_b,
+    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_BLOCK_MASK: tl.constexpr,
+):  # fmt: skip
+    """The query blocks that a key block visits: where each segment starts, and where it ends.
+
+    LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), WHOLE [left, near), CLIPPED [near, right).
+    """
     n0 = block * BN
     n1 = n0 + BN - 1
-    if PLANNED:
-        at = PLAN + b * plan_b + block * 4
+    if HAS_BLOCK_MASK:
+        at = BLOCK_MASK + b * mask_b + block * 4
         lo, left, right, hi = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
         lo, left, right, hi = 0, 0, Tq // BM, tl.cdiv(Tq, BM)
         if CAUSAL:
-            lo = tl.maximum(n0 - first, 0) // BM
-            left = tl.cdiv(tl.maximum(n1 - first, 0), BM)
+            lo = tl.maximum(n0 - q_start, 0) // BM
+            left = tl.cdiv(tl.maximum(n1 - q_start, 0), BM)
         if WINDOW:
-            hi = tl.where(n0 < sinks, hi, tl.minimum(hi, tl.cdiv(tl.maximum(n1 + window - first, 0), BM)))
-            right = tl.minimum(right, tl.maximum(n0 + window - first, 0) // BM)
+            has_sinks = n0 < sinks
+            window_end = tl.cdiv(tl.maximum(n1 + window - q_start, 0), BM)
+            hi = tl.where(has_sinks, hi, tl.minimum(hi, window_end))
+            right = tl.minimum(right, tl.maximum(n0 + window - q_start, 0) // BM)
             if not CAUSAL:
-                lo = tl.where(n0 < sinks, 0, tl.maximum(n0 - window + 1 - first, 0) // BM)
-                left = tl.cdiv(tl.maximum(n1 - window + 1 - first, 0), BM)
-        left = tl.where(n1 < Tk, tl.minimum(left, hi), hi)  # the last keys: every tile pays for a mask
+                lo = tl.where(has_sinks, 0, tl.maximum(n0 - window + 1 - q_start, 0) // BM)
+                left = tl.cdiv(tl.maximum(n1 - window + 1 - q_start, 0), BM)
+        left = tl.where(n1 < Tk, tl.minimum(left, hi), hi)  # the last keys: every tile needs a mask
         right = tl.maximum(tl.minimum(right, hi), left)
-    far = right
+    near = right
     if KIND >= TABLE:
-        far = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(n1 + m - 1 - first, 0), BM), left), right)
-    return (0, lo, right, left, far), (0, left, hi, far, right)
+        clipped_start = tl.cdiv(tl.maximum(n1 + m - 1 - q_start, 0), BM)
+        near = tl.minimum(tl.maximum(clipped_start, left), right)
+    return (0, lo, right, left, near), (0, left, hi, near, right)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward: a program for BM queries of one head.
+# -----------------------------------------------------------------------------
+# Forward: one program for BM queries of one head
+
 
 @triton.jit
-def _forward_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, line_h, line_t, p_b, p_t, d_b, d_t, plan_b,
-                    Tq, Tk, G, m, window, sinks, scale,
-                    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
-                    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
-    block, h, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)  # the longest first
-    r, c, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, DP)
-    K, V, POS, DOC = K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h, POS + b * p_b, DOC + b * d_b
-    LINE, VALUES = LINE + h * line_h, VALUES + h * line_h
+def _forward_kernel(
+    # pointers
+    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, OUT, LSE,
+    # strides
+    q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
+    # sizes
+    Tq, Tk, G, m, window, sinks, scale,
+    # compile-time flags
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the output and the log-sum-exp (log2 units) of BM queries of one head."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    r = tl.arange(0, BM)
+    c = tl.arange(0, BN)
+    channel = tl.arange(0, DP)
+    K = K + b * k_b + h // G * k_h
+    V = V + b * v_b + h // G * v_h
+    POS = POS + b * p_b
+    DOC = DOC + b * d_b
+    BIAS = BIAS + h * bias_h
+    REL_V = REL_V + h * bias_h
+
+    # the queries, and what their bias needs
     m0 = block * BM
-    first, queries = Tk - Tq, m0 + r < Tq
-    i0 = first + m0
-    q = _rows(Q + b * q_b + h * q_h, q_t, m0, r, Tq, channel, D, DP, True)
-    qr, far, slope = q, 0.0, 0.0
+    q_start = Tk - Tq
+    queries = m0 + r < Tq
+    i0 = q_start + m0
+    q = _load_rows(Q + b * q_b + h * q_h, q_t, m0, r, Tq, channel, D, DP, True)
+    qr, clipped_bias, slope = q, 0.0, 0.0
     if KIND == SLOPES:
-        slope = tl.load(LINE)
+        slope = tl.load(BIAS)
     elif KIND == TABLE:
-        far = tl.load(LINE + m - 1)
+        clipped_bias = tl.load(BIAS + m - 1)
     elif KIND == VECTORS:
-        if not SAME:
-            qr = _rows(QR + b * qr_b + h * qr_h, qr_t, m0, r, Tq, channel, D, DP, True)
-        far = _last_product(qr, LINE, line_t, m, channel, D)
-    acc, l, tail = tl.zeros([BM, DP], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    top = tl.full([BM], -1e30, tl.float32)  # finite: a row may see nothing of the first tiles, and -inf - -inf is no number
-    starts, ends = _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM, BN, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS)
+        if not QR_IS_Q:
+            qr = _load_rows(QR + b * qr_b + h * qr_h, qr_t, m0, r, Tq, channel, D, DP, True)
+        clipped_bias = _clipped_product(qr, BIAS, bias_t, m, channel, D)
+
+    acc = tl.zeros([BM, DP], tl.float32)
+    row_sum = tl.zeros([BM], tl.float32)
+    clipped_mass = tl.zeros([BM], tl.float32)  # the probability mass of clipped tiles
+    # Finite: a row may see nothing of its first tiles, and -inf - -inf is NaN.
+    row_max = tl.full([BM], -1e30, tl.float32)
+    starts, ends = _key_blocks(
+        block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
+        BM, BN, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
+    )  # fmt: skip
     for segment in tl.static_range(5):
-        if (segment == 2 or segment == 3) or (segment == 4 and KIND >= TABLE) or (segment < 2 and (WINDOW or DOCS)):
+        if _segment_exists(segment, KIND, WINDOW, DOCS):
             for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
+                # scores of the tile
                 n0 = n * BN
-                k = _rows(K, k_t, n0, c, Tk, channel, D, DP, segment < 3)
+                k = _load_rows(K, k_t, n0, c, Tk, channel, D, DP, segment < WHOLE)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                s, shift = _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, segment == 4, False, PRECISION)
-                if segment < 3:
-                    s = tl.where(_seen(i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, False), s, float("-inf"))
-                if _scaled(KIND, segment == 4):
-                    new = tl.maximum(top, tl.max(s, 1) + shift)
-                    p = tl.exp2(s - (new - shift)[:, None])
+                s, shift = _add_bias(
+                    s, qr, clipped_bias, BIAS, bias_t, m, slope, scale, r, c, channel, i0, n0,
+                    D, DP, BM, BN, W, KIND, CAUSAL, segment == CLIPPED, False, PRECISION,
+                )  # fmt: skip
+                if segment < WHOLE:
+                    visible = _visible(
+                        i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
+                        WINDOW, CAUSAL, POSITIONS, DOCS, False,
+                    )  # fmt: skip
+                    s = tl.where(visible, s, float("-inf"))
+
+                # running softmax
+                if _is_scaled(KIND, segment == CLIPPED):
+                    new_max = tl.maximum(row_max, tl.max(s, 1) + shift)
+                    p = tl.exp2(s - (new_max - shift)[:, None])
                 else:  # the maximum before the scale: then one multiply-add an element
-                    new = tl.maximum(top, tl.max(s, 1) * scale + shift)
-                    p = tl.exp2(s * scale - (new - shift)[:, None])
-                old = tl.exp2(top - new)
-                sums = tl.sum(p, 1)
-                top, l = new, l * old + sums
-                acc *= old[:, None]
-                if HAS_VALUES:
-                    tail *= old
-                    if segment == 4:
-                        tail += sums
+                    new_max = tl.maximum(row_max, tl.max(s, 1) * scale + shift)
+                    p = tl.exp2(s * scale - (new_max - shift)[:, None])
+                decay = tl.exp2(row_max - new_max)
+                p_sum = tl.sum(p, 1)
+                row_max = new_max
+                row_sum = row_sum * decay + p_sum
+
+                # values
+                acc *= decay[:, None]
+                if HAS_REL_V:
+                    clipped_mass *= decay
+                    if segment == CLIPPED:
+                        clipped_mass += p_sum
                     else:
-                        acc = _add_vectors(acc, p, VALUES, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, PRECISION)
-                v = _rows(V, v_t, n0, c, Tk, channel, D, DP, segment < 3)
+                        acc = _add_vectors(
+                            acc, p, REL_V, bias_t, i0 - n0 - (BN - 1), m, r, c, channel,
+                            D, DP, BN, PRECISION,
+                        )  # fmt: skip
+                v = _load_rows(V, v_t, n0, c, Tk, channel, D, DP, segment < WHOLE)
                 acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    if HAS_VALUES:
-        acc += tail[:, None] * _last(VALUES, line_t, m, channel, D)[None, :]
-    acc = acc / l[:, None]
-    out = OUT + b * o_b + h * o_h + tl.cast(m0, tl.int64) * o_t + (r[:, None] * o_t + channel[None, :])
-    tl.store(out, acc.to(OUT.dtype.element_ty), mask=queries[:, None] & (channel < D)[None, :])
-    tl.store(LSE + (b * tl.num_programs(1) + h) * Tq + m0 + r, top + tl.log2(l), mask=queries)
+
+    if HAS_REL_V:
+        acc += clipped_mass[:, None] * _clipped_vector(REL_V, bias_t, m, channel, D)[None, :]
+    acc = acc / row_sum[:, None]
+    at = OUT + b * o_b + h * o_h + tl.cast(m0, tl.int64) * o_t
+    at = at + (r[:, None] * o_t + channel[None, :])
+    tl.store(at, acc.to(OUT.dtype.element_ty), mask=queries[:, None] & (channel < D)[None, :])
+    at = LSE + (b * tl.num_programs(1) + h) * Tq + m0 + r
+    tl.store(at, row_max + tl.log2(row_sum), mask=queries)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Backward. P is computed anew from the log-sum-exp; dP = dO (v + values); dS = P (dP - delta).
+# -----------------------------------------------------------------------------
+# Backward: P is recomputed from the log-sum-exp; dP = dO (v + rel_values); dS = P (dP - delta)
+
 
 @triton.jit
-def _dq_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, OUT, LSE, DOUT, DLSE, DQ, DQR, DELTA, EXTRA, TAIL,
-               q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, line_h, line_t, p_b, p_t, d_b, d_t, plan_b,
-               Tq, Tk, G, m, window, sinks, scale,
-               D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
-               WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr, TAILS: tl.constexpr):
-    """A program for BM queries of one head: their dQ, the refined delta, and, where TAILS, the row sums that the term's gradient needs:
-    of dS times -d (slopes), or of dS and of P over the tiles that the walk leaves out (they belong to a table's or vectors' last entry). BM is the walk's."""
-    block, h, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    r, c, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, DP)
-    K, V, POS, DOC = K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h, POS + b * p_b, DOC + b * d_b
-    LINE, VALUES = LINE + h * line_h, VALUES + h * line_h
+def _dq_kernel(
+    # pointers
+    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, OUT, LSE, DOUT, DLSE,
+    DQ, DQR, DELTA, ROW_GRAD, ROW_MASS,
+    # strides
+    q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    do_b, do_h, do_t, dq_b, dq_h, dq_t, bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
+    # sizes
+    Tq, Tk, G, m, window, sinks, scale,
+    # compile-time flags
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+):  # fmt: skip
+    """Compute dQ and the corrected delta of BM queries of one head.
+
+    Where BIAS_GRAD, also the row sums that the gradient of the bias needs. ROW_GRAD: with slopes,
+    the sum of -d * dS over a row; with a table or vectors, the sum of dS over the tiles that the
+    diagonal sweep leaves out, which belongs to the last entry. ROW_MASS: the same sums of P.
+    BM is that of the sweep.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    r = tl.arange(0, BM)
+    c = tl.arange(0, BN)
+    channel = tl.arange(0, DP)
+    K = K + b * k_b + h // G * k_h
+    V = V + b * v_b + h // G * v_h
+    POS = POS + b * p_b
+    DOC = DOC + b * d_b
+    BIAS = BIAS + h * bias_h
+    REL_V = REL_V + h * bias_h
+
+    # the queries, their output and its gradient, and what their bias needs
     m0 = block * BM
-    first, queries = Tk - Tq, m0 + r < Tq
-    i0 = first + m0
+    q_start = Tk - Tq
+    queries = m0 + r < Tq
+    i0 = q_start + m0
     row = (b * tl.num_programs(1) + h) * Tq + m0 + r
-    q = _rows(Q + b * q_b + h * q_h, q_t, m0, r, Tq, channel, D, DP, True)
-    do = _rows(DOUT + b * do_b + h * do_h, do_t, m0, r, Tq, channel, D, DP, True)
-    out = _rows(OUT + b * o_b + h * o_h, o_t, m0, r, Tq, channel, D, DP, True)
-    lse = tl.load(LSE + row, mask=queries, other=float("inf"))  # past the last query: P is 0
+    q = _load_rows(Q + b * q_b + h * q_h, q_t, m0, r, Tq, channel, D, DP, True)
+    do = _load_rows(DOUT + b * do_b + h * do_h, do_t, m0, r, Tq, channel, D, DP, True)
+    out = _load_rows(OUT + b * o_b + h * o_h, o_t, m0, r, Tq, channel, D, DP, True)
+    lse = tl.load(LSE + row, mask=queries, other=float("inf"))  # past the last query P is 0
     dlse = tl.load(DLSE + row, mask=queries, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
-    qr, far, far_value, slope = q, 0.0, 0.0, 0.0
+    qr, clipped_bias, clipped_value, slope = q, 0.0, 0.0, 0.0
     if KIND == SLOPES:
-        slope = tl.load(LINE)
+        slope = tl.load(BIAS)
     elif KIND == TABLE:
-        far = tl.load(LINE + m - 1)
+        clipped_bias = tl.load(BIAS + m - 1)
     elif KIND == VECTORS:
-        if not SAME:
-            qr = _rows(QR + b * qr_b + h * qr_h, qr_t, m0, r, Tq, channel, D, DP, True)
-        far = _last_product(qr, LINE, line_t, m, channel, D)
-        if HAS_VALUES:
-            far_value = _last_product(do, VALUES, line_t, m, channel, D)
-    dq, dqr = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
-    extra, tail, share, far_sums = -dlse, tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    # extra: what the rows of dS sum to beyond the gradient of the log-sum-exp; it is delta's error
-    starts, ends = _key_blocks(block, b, first, Tk, m, window, sinks, PLAN, plan_b, BM, BN, BM, KIND, CAUSAL, WINDOW, POSITIONS or DOCS)
+        if not QR_IS_Q:
+            qr = _load_rows(QR + b * qr_b + h * qr_h, qr_t, m0, r, Tq, channel, D, DP, True)
+        clipped_bias = _clipped_product(qr, BIAS, bias_t, m, channel, D)
+        if HAS_REL_V:
+            clipped_value = _clipped_product(do, REL_V, bias_t, m, channel, D)
+
+    dq = tl.zeros([BM, DP], tl.float32)
+    dqr = tl.zeros([BM, DP], tl.float32)
+    # What a row of dS sums to, beyond the gradient of its log-sum-exp, is the error of its delta.
+    delta_error = -dlse
+    row_grad = tl.zeros([BM], tl.float32)
+    row_mass = tl.zeros([BM], tl.float32)
+    clipped_ds = tl.zeros([BM], tl.float32)  # row sums of dS over clipped tiles
+    starts, ends = _key_blocks(
+        block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
+        BM, BN, BM, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
+    )  # fmt: skip
     for segment in tl.static_range(5):
-        if (segment == 2 or segment == 3) or (segment == 4 and KIND >= TABLE) or (segment < 2 and (WINDOW or DOCS)):
+        if _segment_exists(segment, KIND, WINDOW, DOCS):
             for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
+                # probabilities of the tile
                 n0 = n * BN
-                k = _rows(K, k_t, n0, c, Tk, channel, D, DP, segment < 3)
+                k = _load_rows(K, k_t, n0, c, Tk, channel, D, DP, segment < WHOLE)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                s, shift = _term(s, qr, far, LINE, line_t, m, slope, scale, r, c, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, segment == 4, False, PRECISION)
-                p = tl.exp2((s if _scaled(KIND, segment == 4) else s * scale) - (lse - shift)[:, None])
-                if segment < 3:
-                    p = tl.where(_seen(i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, False), p, 0.0)
-                v = _rows(V, v_t, n0, c, Tk, channel, D, DP, segment < 3)
+                s, shift = _add_bias(
+                    s, qr, clipped_bias, BIAS, bias_t, m, slope, scale, r, c, channel, i0, n0,
+                    D, DP, BM, BN, W, KIND, CAUSAL, segment == CLIPPED, False, PRECISION,
+                )  # fmt: skip
+                s = s if _is_scaled(KIND, segment == CLIPPED) else s * scale
+                p = tl.exp2(s - (lse - shift)[:, None])
+                if segment < WHOLE:
+                    visible = _visible(
+                        i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
+                        WINDOW, CAUSAL, POSITIONS, DOCS, False,
+                    )  # fmt: skip
+                    p = tl.where(visible, p, 0.0)
+
+                # gradient of the scores
+                v = _load_rows(V, v_t, n0, c, Tk, channel, D, DP, segment < WHOLE)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-                if HAS_VALUES:
-                    if segment == 4:
-                        dp += far_value[:, None]
+                if HAS_REL_V:
+                    if segment == CLIPPED:
+                        dp += clipped_value[:, None]
                     else:
-                        dp += _products(do, VALUES, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, False, PRECISION)
+                        dp += _vector_products(
+                            do, REL_V, bias_t, i0 - n0 - (BN - 1), m, r, c, channel,
+                            D, DP, BN, False, PRECISION,
+                        )  # fmt: skip
                 ds = p * (dp - delta[:, None])
-                sums = tl.sum(ds, 1)
-                extra += sums
-                if TAILS:
+                ds_sum = tl.sum(ds, 1)
+                delta_error += ds_sum
+
+                # row sums for the gradient of the bias
+                if BIAS_GRAD:
                     if KIND == SLOPES:
-                        if CAUSAL:  # -d: what the column adds, and what row and tile add
-                            apart = (n0 - i0 - r).to(tl.float32)
-                            tail += tl.sum(ds * c.to(tl.float32)[None, :], 1) + apart * sums
-                            share += tl.sum(p * c.to(tl.float32)[None, :], 1) + apart * tl.sum(p, 1)
+                        if CAUSAL:  # -d is c + what row and tile add
+                            rest = (n0 - i0 - r).to(tl.float32)
+                            column = c.to(tl.float32)[None, :]
+                            row_grad += tl.sum(ds * column, 1) + rest * ds_sum
+                            row_mass += tl.sum(p * column, 1) + rest * tl.sum(p, 1)
                         else:
-                            weight = -tl.abs((i0 + r)[:, None] - (n0 + c)[None, :]).to(tl.float32)
-                            tail += tl.sum(ds * weight, 1)
-                            share += tl.sum(p * weight, 1)
-                    elif segment == 4:
-                        tail += sums
-                        share += tl.sum(p, 1)
-                    elif segment < 3 or not CAUSAL:  # of the whole near tiles there are none, in causal attention
-                        beyond = _beyond(i0, n0, m, BM, CAUSAL).to(tl.float32)
-                        tail += sums * beyond
-                        share += tl.sum(p, 1) * beyond
+                            distance = tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
+                            weight = -distance.to(tl.float32)
+                            row_grad += tl.sum(ds * weight, 1)
+                            row_mass += tl.sum(p * weight, 1)
+                    elif segment == CLIPPED:
+                        row_grad += ds_sum
+                        row_mass += tl.sum(p, 1)
+                    elif segment < WHOLE or not CAUSAL:
+                        # (in causal attention the sweep leaves out no WHOLE tile)
+                        outside = _outside_sweep(i0, n0, m, BM, CAUSAL).to(tl.float32)
+                        row_grad += ds_sum * outside
+                        row_mass += tl.sum(p, 1) * outside
+
+                # gradient of the queries
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
                 if KIND == VECTORS:
-                    if segment == 4:
-                        far_sums += sums
+                    if segment == CLIPPED:
+                        clipped_ds += ds_sum
                     else:
-                        if SAME:
-                            dq = _add_vectors(dq, ds, LINE, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, PRECISION)
+                        d0 = i0 - n0 - (BN - 1)
+                        if QR_IS_Q:
+                            dq = _add_vectors(
+                                dq, ds, BIAS, bias_t, d0, m, r, c, channel, D, DP, BN, PRECISION
+                            )
                         else:
-                            dqr = _add_vectors(dqr, ds, LINE, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, PRECISION)
+                            dqr = _add_vectors(
+                                dqr, ds, BIAS, bias_t, d0, m, r, c, channel, D, DP, BN, PRECISION
+                            )
+
     if KIND == VECTORS:
-        if SAME:
-            dq += far_sums[:, None] * _last(LINE, line_t, m, channel, D)[None, :]
+        if QR_IS_Q:
+            dq += clipped_ds[:, None] * _clipped_vector(BIAS, bias_t, m, channel, D)[None, :]
         else:
-            dqr += far_sums[:, None] * _last(LINE, line_t, m, channel, D)[None, :]
-    LN2: tl.constexpr = 0.6931471805599453
-    at = b * dq_b + h * dq_h + tl.cast(m0, tl.int64) * dq_t + (r[:, None] * dq_t + channel[None, :])
-    here = queries[:, None] & (channel < D)[None, :]
-    tl.store(DQ + at, (dq * (scale * LN2)).to(DQ.dtype.element_ty), mask=here)  # scale has log2 e in it
-    if KIND == VECTORS and not SAME:
-        tl.store(DQR + at, (dqr * (scale * LN2)).to(DQ.dtype.element_ty), mask=here)
-    tl.store(DELTA + row, delta + extra, mask=queries)
-    if TAILS:
-        tl.store(EXTRA + row, tail - extra * share, mask=queries)  # what the refined delta would have given
-        tl.store(TAIL + row, share, mask=queries)
+            dqr += clipped_ds[:, None] * _clipped_vector(BIAS, bias_t, m, channel, D)[None, :]
+    LN2: tl.constexpr = 0.6931471805599453  # undoes the log2(e) in scale
+    at = b * dq_b + h * dq_h + tl.cast(m0, tl.int64) * dq_t
+    at = at + (r[:, None] * dq_t + channel[None, :])
+    mask = queries[:, None] & (channel < D)[None, :]
+    tl.store(DQ + at, (dq * (scale * LN2)).to(DQ.dtype.element_ty), mask=mask)
+    if KIND == VECTORS and not QR_IS_Q:
+        tl.store(DQR + at, (dqr * (scale * LN2)).to(DQ.dtype.element_ty), mask=mask)
+    tl.store(DELTA + row, delta + delta_error, mask=queries)
+    if BIAS_GRAD:
+        # as the corrected delta would have given it
+        tl.store(ROW_GRAD + row, row_grad - delta_error * row_mass, mask=queries)
+        tl.store(ROW_MASS + row, row_mass, mask=queries)
 
 
 @triton.jit
-def _dkdv_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DK, DV,
-                 q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, line_h, line_t, p_b, p_t, d_b, d_t, plan_b,
-                 Tq, Tk, G, m, window, sinks, scale,
-                 D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
-                 WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
-    """A program for BN keys of one key head, over the G query heads that share it: dK and dV. Tiles are transposed, (BN, BM), so that P^T and dS^T come as they are used."""
-    block, hk, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    r, c, channel = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, DP)
-    POS, DOC = POS + b * p_b, DOC + b * d_b
-    n0, first = block * BN, Tk - Tq
-    k = _rows(K + b * k_b + hk * k_h, k_t, n0, c, Tk, channel, D, DP, True)
-    v = _rows(V + b * v_b + hk * v_h, v_t, n0, c, Tk, channel, D, DP, True)
-    dk, dv = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, DP], tl.float32)
-    starts, ends = _query_blocks(block, b, first, Tq, Tk, m, window, sinks, PLAN, plan_b, BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS)
+def _dkdv_kernel(
+    # pointers
+    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, LSE, DOUT, DELTA, DK, DV,
+    # strides
+    q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    do_b, do_h, do_t, dk_b, dk_h, dk_t, bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
+    # sizes
+    Tq, Tk, G, m, window, sinks, scale,
+    # compile-time flags
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of BN keys of one key head, over the G query heads that share it.
+
+    Tiles are transposed, (BN, BM), because the products need P^T and dS^T.
+    """
+    block = tl.program_id(0)
+    hk = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    r = tl.arange(0, BM)
+    c = tl.arange(0, BN)
+    channel = tl.arange(0, DP)
+    POS = POS + b * p_b
+    DOC = DOC + b * d_b
+    n0 = block * BN
+    q_start = Tk - Tq
+    k = _load_rows(K + b * k_b + hk * k_h, k_t, n0, c, Tk, channel, D, DP, True)
+    v = _load_rows(V + b * v_b + hk * v_h, v_t, n0, c, Tk, channel, D, DP, True)
+    dk = tl.zeros([BN, DP], tl.float32)
+    dv = tl.zeros([BN, DP], tl.float32)
+    starts, ends = _query_blocks(
+        block, b, q_start, Tq, Tk, m, window, sinks, BLOCK_MASK, mask_b,
+        BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
+    )  # fmt: skip
     for g in tl.range(0, G):
         h = hk * G + g
-        q_at, qr_at, do_at, row = Q + b * q_b + h * q_h, QR + b * qr_b + h * qr_h, DOUT + b * do_b + h * do_h, (b * tl.num_programs(1) * G + h) * Tq
-        line, values, far, slope = LINE + h * line_h, VALUES + h * line_h, 0.0, 0.0
+        q_head = Q + b * q_b + h * q_h
+        qr_head = QR + b * qr_b + h * qr_h
+        do_head = DOUT + b * do_b + h * do_h
+        row = (b * tl.num_programs(1) * G + h) * Tq
+        bias_head = BIAS + h * bias_h
+        rel_v_head = REL_V + h * bias_h
+        last_bias, slope = 0.0, 0.0
         if KIND == SLOPES:
-            slope = tl.load(line)
+            slope = tl.load(bias_head)
         elif KIND == TABLE:
-            far = tl.load(line + m - 1)
+            last_bias = tl.load(bias_head + m - 1)
         for segment in tl.static_range(1, 5):
-            if segment < 4 or KIND >= TABLE:
+            if segment < CLIPPED or KIND >= TABLE:
                 for n in tl.range(starts[segment], ends[segment], disable_licm=KIND >= TABLE):
+                    # probabilities of the tile
                     m0 = n * BM
-                    i0, queries = first + m0, m0 + r < Tq
-                    q = _rows(q_at, q_t, m0, r, Tq, channel, D, DP, segment < 3)
+                    i0 = q_start + m0
+                    queries = m0 + r < Tq
+                    q = _load_rows(q_head, q_t, m0, r, Tq, channel, D, DP, segment < WHOLE)
                     qr = q
-                    if KIND == VECTORS and not SAME:
-                        qr = _rows(qr_at, qr_t, m0, r, Tq, channel, D, DP, segment < 3)
+                    if KIND == VECTORS and not QR_IS_Q:
+                        qr = _load_rows(qr_head, qr_t, m0, r, Tq, channel, D, DP, segment < WHOLE)
                     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-                    last = far
-                    if KIND == VECTORS and segment == 4:
-                        last = _last_product(qr, line, line_t, m, channel, D)
-                    s, shift = _term(s, qr, last, line, line_t, m, slope, scale, r, c, channel, i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, segment == 4, True, PRECISION)
-                    if segment < 3:
+                    clipped_bias = last_bias
+                    if KIND == VECTORS and segment == CLIPPED:
+                        clipped_bias = _clipped_product(qr, bias_head, bias_t, m, channel, D)
+                    s, shift = _add_bias(
+                        s, qr, clipped_bias, bias_head, bias_t, m, slope, scale, r, c, channel,
+                        i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, segment == CLIPPED, True, PRECISION,
+                    )  # fmt: skip
+                    if segment < WHOLE:
                         lse = tl.load(LSE + row + m0 + r, mask=queries, other=float("inf"))
                         delta = tl.load(DELTA + row + m0 + r, mask=queries, other=0.0)
                     else:
                         lse = tl.load(LSE + row + m0 + r)
                         delta = tl.load(DELTA + row + m0 + r)
-                    p = tl.exp2((s if _scaled(KIND, segment == 4) else s * scale) - (lse - shift)[None, :])
-                    if segment < 3:
-                        p = tl.where(_seen(i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, True), p, 0.0)
-                    do = _rows(do_at, do_t, m0, r, Tq, channel, D, DP, segment < 3)
+                    s = s if _is_scaled(KIND, segment == CLIPPED) else s * scale
+                    p = tl.exp2(s - (lse - shift)[None, :])
+                    if segment < WHOLE:
+                        visible = _visible(
+                            i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
+                            WINDOW, CAUSAL, POSITIONS, DOCS, True,
+                        )  # fmt: skip
+                        p = tl.where(visible, p, 0.0)
+
+                    # gradients of the values, the scores and the keys
+                    do = _load_rows(do_head, do_t, m0, r, Tq, channel, D, DP, segment < WHOLE)
                     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
                     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-                    if HAS_VALUES:
-                        if segment == 4:
-                            dp += _last_product(do, values, line_t, m, channel, D)[None, :]
+                    if HAS_REL_V:
+                        if segment == CLIPPED:
+                            dp += _clipped_product(do, rel_v_head, bias_t, m, channel, D)[None, :]
                         else:
-                            dp += _products(do, values, line_t, i0 - n0 - (BN - 1), m, r, c, channel, D, DP, BN, True, PRECISION)
+                            dp += _vector_products(
+                                do, rel_v_head, bias_t, i0 - n0 - (BN - 1), m, r, c, channel,
+                                D, DP, BN, True, PRECISION,
+                            )  # fmt: skip
                     ds = p * (dp - delta[None, :])
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    LN2: tl.constexpr = 0.6931471805599453
-    at = b * dk_b + hk * dk_h + tl.cast(n0, tl.int64) * dk_t + (c[:, None] * dk_t + channel[None, :])
-    here = (n0 + c < Tk)[:, None] & (channel < D)[None, :]
-    tl.store(DK + at, (dk * (scale * LN2)).to(DK.dtype.element_ty), mask=here)
-    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=here)
+
+    LN2: tl.constexpr = 0.6931471805599453  # undoes the log2(e) in scale
+    at = b * dk_b + hk * dk_h + tl.cast(n0, tl.int64) * dk_t
+    at = at + (c[:, None] * dk_t + channel[None, :])
+    mask = (n0 + c < Tk)[:, None] & (channel < D)[None, :]
+    tl.store(DK + at, (dk * (scale * LN2)).to(DK.dtype.element_ty), mask=mask)
+    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=mask)
+
+
+# -----------------------------------------------------------------------------
+# The diagonal sweep: the gradient of a table or of relative vectors
 
 
 @triton.jit
-def _walk_tile(acc, acc_high, dv, dv_high, Q, QR, K, V, DOUT, LSE, DELTA, LINE, VALUES, POS, DOC, q_t, qr_t, k_t, v_t, do_t, line_t, p_t, d_t, m0, n0, base, r, c, channel, hidden, Tq, Tk, m, window, sinks, scale,
-               D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
-               WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile of the walk, queries m0 .. and keys n0 .., into the sums."""
+def _sweep_tile(
+    acc, acc_high, dv, dv_high, tile_bias,
+    Q, QR, K, V, DOUT, LSE, DELTA, BIAS, REL_V, POS, DOC,
+    q_t, qr_t, k_t, v_t, do_t, bias_t, p_t, d_t,
+    m0, n0, d0, r, c, channel, Tq, Tk, m, window, sinks, scale,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add one tile, of the queries from m0 on and the keys from n0 on, to the sums of a sweep."""
     queries = m0 + r < Tq
-    q = _rows(Q, q_t, m0, r, Tq, channel, D, DP, True)
-    k = _rows(K, k_t, n0, c, Tk, channel, D, DP, True)
+    q = _load_rows(Q, q_t, m0, r, Tq, channel, D, DP, True)
+    k = _load_rows(K, k_t, n0, c, Tk, channel, D, DP, True)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     qr = q
     if KIND == VECTORS:
-        if not SAME:
-            qr = _rows(QR, qr_t, m0, r, Tq, channel, D, DP, True)
-        s += _products(qr, LINE, line_t, base, m, r, c, channel, D, DP, BM, False, PRECISION)
+        if not QR_IS_Q:
+            qr = _load_rows(QR, qr_t, m0, r, Tq, channel, D, DP, True)
+        s += _vector_products(qr, BIAS, bias_t, d0, m, r, c, channel, D, DP, BM, False, PRECISION)
     lse = tl.load(LSE + m0 + r, mask=queries, other=float("inf"))
     delta = tl.load(DELTA + m0 + r, mask=queries, other=0.0)
-    p = tl.exp2(s * scale + hidden - lse[:, None])
+    p = tl.exp2(s * scale + tile_bias - lse[:, None])
     if WINDOW or DOCS or not CAUSAL:
-        p = tl.where(_seen(Tk - Tq + m0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks, WINDOW, CAUSAL, POSITIONS, DOCS, False), p, 0.0)
-    do = _rows(DOUT, do_t, m0, r, Tq, channel, D, DP, True)
-    v = _rows(V, v_t, n0, c, Tk, channel, D, DP, True)
+        visible = _visible(
+            Tk - Tq + m0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
+            WINDOW, CAUSAL, POSITIONS, DOCS, False,
+        )  # fmt: skip
+        p = tl.where(visible, p, 0.0)
+    do = _load_rows(DOUT, do_t, m0, r, Tq, channel, D, DP, True)
+    v = _load_rows(V, v_t, n0, c, Tk, channel, D, DP, True)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    if HAS_VALUES:
-        dp += _products(do, VALUES, line_t, base, m, r, c, channel, D, DP, BM, False, PRECISION)
+    if HAS_REL_V:
+        dp += _vector_products(do, REL_V, bias_t, d0, m, r, c, channel, D, DP, BM, False, PRECISION)
     ds = p * (dp - delta[:, None])
     if KIND == TABLE:
         acc += ds
     else:
+        # dS^T r_i and P^T dO_i, by distance: for the smaller distances of the tile, and the larger
         low = c[None, :] >= r[:, None]
-        rolled = _roll(ds.to(qr.dtype), r, c, BM, False)
-        acc = tl.dot(tl.trans(tl.where(low, rolled, 0.0)), qr, acc, input_precision=PRECISION)
-        acc_high = tl.dot(tl.trans(tl.where(low, 0.0, rolled)), qr, acc_high, input_precision=PRECISION)
-        if HAS_VALUES:
-            rolled = _roll(p.to(do.dtype), r, c, BM, False)
-            dv = tl.dot(tl.trans(tl.where(low, rolled, 0.0)), do, dv, input_precision=PRECISION)
-            dv_high = tl.dot(tl.trans(tl.where(low, 0.0, rolled)), do, dv_high, input_precision=PRECISION)
+        by_distance = _skew(ds.to(qr.dtype), r, c, BM, False)
+        low_part = tl.trans(tl.where(low, by_distance, 0.0))
+        acc = tl.dot(low_part, qr, acc, input_precision=PRECISION)
+        high_part = tl.trans(tl.where(low, 0.0, by_distance))
+        acc_high = tl.dot(high_part, qr, acc_high, input_precision=PRECISION)
+        if HAS_REL_V:
+            by_distance = _skew(p.to(do.dtype), r, c, BM, False)
+            low_part = tl.trans(tl.where(low, by_distance, 0.0))
+            dv = tl.dot(low_part, do, dv, input_precision=PRECISION)
+            high_part = tl.trans(tl.where(low, 0.0, by_distance))
+            dv_high = tl.dot(high_part, do, dv_high, input_precision=PRECISION)
     return acc, acc_high, dv, dv_high
 
 
 @triton.jit
-def _walk_kernel(Q, QR, K, V, LINE, VALUES, POS, DOC, PLAN, LSE, DOUT, DELTA, DLINE, DVALUES,
-                 q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, line_h, line_t, p_b, p_t, d_b, d_t, plan_b,
-                 Tq, Tk, B, G, m, window, sinks, scale, e_lo,
-                 D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, HAS_VALUES: tl.constexpr, SAME: tl.constexpr, CAUSAL: tl.constexpr,
-                 WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr):
-    """A program for one diagonal of square tiles of one head: query block n meets key block n - e, down the sequence and over the batch, or a share of them.
+def _tile_exists(at, key_block, HAS_BLOCK_MASK: tl.constexpr):
+    """Whether the block mask, at a query block, leaves anything of the tile with a key block."""
+    if HAS_BLOCK_MASK:
+        return (key_block >= tl.load(at)) & (key_block < tl.load(at + 3))
+    else:
+        return True
 
-    Adds up dS, with everything that depends on the distance held still, and folds it along the diagonals once: DLINE (shares, H, diagonals, W = 2 BM), by r - c + BM - 1.
-    With vectors what is summed is a slab: DLINE (..., W, D) adds up dS r_i, and DVALUES P dO_i, each row at its distance."""
-    diagonal, h, share = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    e = e_lo + diagonal
-    r, c, channel = tl.arange(0, BM), tl.arange(0, BM), tl.arange(0, DP)
-    H, first = tl.num_programs(1), Tk - Tq
-    base = first + e * BM - (BM - 1)  # the least distance
-    n_lo, n_hi = tl.maximum(e, 0), tl.minimum(tl.cdiv(Tq, BM), tl.cdiv(Tk, BM) + e)
+
+@triton.jit
+def _sweep_kernel(
+    # pointers
+    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, LSE, DOUT, DELTA, DBIAS, DREL_V,
+    # strides
+    q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
+    bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
+    # sizes
+    Tq, Tk, B, G, m, window, sinks, scale, first_diagonal,
+    # compile-time flags
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum dS over one diagonal of BM x BM tiles of one head, or over one of several splits of it.
+
+    Query block n meets key block n - diagonal, for all n and all sequences of the batch. In these
+    tiles everything that depends on the distance is the same. With a table the summed tile is then
+    summed along its diagonals: DBIAS (splits, H, diagonals, W = 2 BM), by r - c + BM - 1. With
+    vectors, DBIAS (..., W, D) receives the sums of dS r_i at each distance, DREL_V those of P dO_i.
+    """
+    index = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    diagonal = first_diagonal + index
+    r = tl.arange(0, BM)
+    c = tl.arange(0, BM)
+    channel = tl.arange(0, DP)
+    H = tl.num_programs(1)
+    q_start = Tk - Tq
+
+    # the tiles of this program: query blocks n_lo .. n_hi - 1 of each sequence
+    d0 = q_start + diagonal * BM - (BM - 1)  # the smallest distance
+    n_lo = tl.maximum(diagonal, 0)
+    n_hi = tl.minimum(tl.cdiv(Tq, BM), tl.cdiv(Tk, BM) + diagonal)
     if WINDOW and not POSITIONS:
-        if base >= window:  # beyond the window only sinks are seen
-            n_hi = tl.minimum(n_hi, e + tl.cdiv(sinks, BM))
+        if d0 >= window:  # beyond the window only sinks are visible
+            n_hi = tl.minimum(n_hi, diagonal + tl.cdiv(sinks, BM))
     length = tl.maximum(n_hi - n_lo, 0)
-    total = length * B  # tiles
-    each = tl.cdiv(total, tl.num_programs(2))
-    LINE, VALUES = LINE + h * line_h, VALUES + h * line_h
-    hidden = tl.zeros([BM, BM], tl.float32)
+    total = length * B
+    per_split = tl.cdiv(total, tl.num_programs(2))
+
+    # what all its tiles add to their scores: the table, and -inf in the future
+    BIAS = BIAS + h * bias_h
+    REL_V = REL_V + h * bias_h
+    tile_bias = tl.zeros([BM, BM], tl.float32)
     if CAUSAL:
-        hidden = tl.where(base + (BM - 1) + r[:, None] - c[None, :] >= 0, 0.0, float("-inf"))  # the future
+        past = d0 + (BM - 1) + r[:, None] - c[None, :] >= 0
+        tile_bias = tl.where(past, 0.0, float("-inf"))
     if KIND == TABLE:
-        hidden += _spread(tl.load(LINE + tl.minimum(tl.abs(base + tl.arange(0, W)), m - 1)), r, c, BM, BM, False)
+        bias_row = tl.load(BIAS + tl.minimum(tl.abs(d0 + tl.arange(0, W)), m - 1))
+        tile_bias += _expand_row(bias_row, r, c, BM, BM, False)
         acc = tl.zeros([BM, BM], tl.float32)
     else:
         acc = tl.zeros([BM, DP], tl.float32)
-    acc_high, dv, dv_high = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
-    for t in tl.range(share * each, tl.minimum(share * each + each, total), disable_licm=KIND == VECTORS):
-        b, n = (t // length).to(tl.int64), n_lo + t % length
-        if POSITIONS or DOCS:
-            at = PLAN + b * plan_b + n * 4
-            if (n - e >= tl.load(at)) & (n - e < tl.load(at + 3)):
-                acc, acc_high, dv, dv_high = _walk_tile(
-                    acc, acc_high, dv, dv_high, Q + b * q_b + h * q_h, QR + b * qr_b + h * qr_h, K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h, DOUT + b * do_b + h * do_h, LSE + (b * H + h) * Tq,
-                    DELTA + (b * H + h) * Tq, LINE, VALUES, POS + b * p_b, DOC + b * d_b, q_t, qr_t, k_t, v_t, do_t, line_t, p_t, d_t, n * BM, (n - e) * BM, base, r, c, channel, hidden, Tq, Tk, m, window, sinks, scale,
-                    D, DP, BM, KIND, HAS_VALUES, SAME, CAUSAL, WINDOW, POSITIONS, DOCS, PRECISION)
-        else:
-            acc, acc_high, dv, dv_high = _walk_tile(
-                acc, acc_high, dv, dv_high, Q + b * q_b + h * q_h, QR + b * qr_b + h * qr_h, K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h, DOUT + b * do_b + h * do_h, LSE + (b * H + h) * Tq,
-                DELTA + (b * H + h) * Tq, LINE, VALUES, POS + b * p_b, DOC + b * d_b, q_t, qr_t, k_t, v_t, do_t, line_t, p_t, d_t, n * BM, (n - e) * BM, base, r, c, channel, hidden, Tq, Tk, m, window, sinks, scale,
-                D, DP, BM, KIND, HAS_VALUES, SAME, CAUSAL, WINDOW, POSITIONS, DOCS, PRECISION)
-    at = ((share * H + h) * tl.num_programs(0) + diagonal) * W + c
-    if KIND == TABLE:  # once for all the tiles
-        acc, low = _roll(acc, r, c, BM, False), c[None, :] >= r[:, None]
-        tl.store(DLINE + at, tl.sum(tl.where(low, acc, 0.0), 0))
-        tl.store(DLINE + at + BM, tl.sum(tl.where(low, 0.0, acc), 0))
+    acc_high = tl.zeros([BM, DP], tl.float32)
+    dv = tl.zeros([BM, DP], tl.float32)
+    dv_high = tl.zeros([BM, DP], tl.float32)
+
+    start = split * per_split
+    for t in tl.range(start, tl.minimum(start + per_split, total), disable_licm=KIND == VECTORS):
+        b = (t // length).to(tl.int64)
+        n = n_lo + t % length
+        if _tile_exists(BLOCK_MASK + b * mask_b + n * 4, n - diagonal, POSITIONS or DOCS):
+            acc, acc_high, dv, dv_high = _sweep_tile(
+                acc, acc_high, dv, dv_high, tile_bias,
+                Q + b * q_b + h * q_h, QR + b * qr_b + h * qr_h,
+                K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h,
+                DOUT + b * do_b + h * do_h, LSE + (b * H + h) * Tq, DELTA + (b * H + h) * Tq,
+                BIAS, REL_V, POS + b * p_b, DOC + b * d_b,
+                q_t, qr_t, k_t, v_t, do_t, bias_t, p_t, d_t,
+                n * BM, (n - diagonal) * BM, d0, r, c, channel, Tq, Tk, m, window, sinks, scale,
+                D, DP, BM, KIND, HAS_REL_V, QR_IS_Q, CAUSAL, WINDOW, POSITIONS, DOCS, PRECISION,
+            )  # fmt: skip
+
+    at = ((split * H + h) * tl.num_programs(0) + index) * W + c
+    if KIND == TABLE:  # the sum along diagonals, once for all tiles
+        acc = _skew(acc, r, c, BM, False)
+        low = c[None, :] >= r[:, None]
+        tl.store(DBIAS + at, tl.sum(tl.where(low, acc, 0.0), 0))
+        tl.store(DBIAS + at + BM, tl.sum(tl.where(low, 0.0, acc), 0))
     else:
-        here, at = (channel < D)[None, :], at[:, None] * D + channel[None, :]
-        tl.store(DLINE + at, acc * (scale * 0.6931471805599453), mask=here)
-        tl.store(DLINE + at + BM * D, acc_high * (scale * 0.6931471805599453), mask=here)
-        if HAS_VALUES:
-            tl.store(DVALUES + at, dv, mask=here)
-            tl.store(DVALUES + at + BM * D, dv_high, mask=here)
+        LN2: tl.constexpr = 0.6931471805599453  # undoes the log2(e) in scale
+        mask = (channel < D)[None, :]
+        at = at[:, None] * D + channel[None, :]
+        tl.store(DBIAS + at, acc * (scale * LN2), mask=mask)
+        tl.store(DBIAS + at + BM * D, acc_high * (scale * LN2), mask=mask)
+        if HAS_REL_V:
+            tl.store(DREL_V + at, dv, mask=mask)
+            tl.store(DREL_V + at + BM * D, dv_high, mask=mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tile sizes, checked in, so that every process of a run computes the same bits: BM x BN, warps and stages of software pipelining, for no term, slopes, a table, vectors.
-# By the architecture (sm_86 stands for sm_89 too, and for any other card), bits of an element and head dimension rounded up.
-# Chosen by ahead-of-time compilation (results/aot.md): no spills up to D = 128, shared memory within the card's, fewest instructions an element. Not yet by timing.
-# A walk's tile and vectors' tiles are square, and the dQ kernel's BM is the walk's.
+# -----------------------------------------------------------------------------
+# Tile sizes
+#
+# Chosen by ahead-of-time compilation (results/aot.md): nothing spilled up to D = 128, shared memory
+# within the card's limit, fewest instructions an element. Not yet chosen by timing. The tiles of a
+# sweep and those of vectors are square, and the BM of the dQ kernel is that of the sweep.
 
+
+class Tile(NamedTuple):
+    """What one program works on, and how it is compiled."""
+
+    BM: int  # queries
+    BN: int  # keys
+    warps: int
+    stages: int  # of software pipelining
+
+
+KERNELS = ("forward", "dq", "dkdv", "sweep")
+
+# 16-bit elements: (architecture, head dimension rounded up): one line for each kind of bias (none,
+# slopes, table, vectors), with the tiles of KERNELS. sm_86 stands for sm_89 and unknown cards too.
 TILES = {
-    "sm_80": {
-        (16, 64): dict(forward="128x64x8x3 128x128x8x2 128x64x8x3 32x32x4x2", dq="128x64x8x2 128x64x8x2 64x32x4x2 32x32x8x2", dkdv="64x128x8x2 32x128x8x2 32x64x4x1 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
-        (16, 128): dict(forward="64x64x4x3 128x64x8x3 64x64x4x2 32x32x8x2", dq="128x64x8x2 64x64x8x2 64x32x4x2 16x16x8x1", dkdv="32x64x4x1 16x128x8x2 32x32x4x2 32x32x8x2", walk="- - 64x64x4x2 16x16x8x1"),
-    },
-    "sm_86": {
-        (16, 64): dict(forward="128x64x4x3 64x64x4x3 64x64x4x3 32x32x4x1", dq="128x64x8x2 128x64x8x2 64x32x4x2 32x32x4x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x1 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
-        (16, 128): dict(forward="128x64x8x2 64x32x4x3 64x64x8x2 32x32x8x1", dq="64x64x8x2 64x64x8x2 32x32x4x2 16x16x8x1", dkdv="64x64x8x2 32x64x4x1 32x64x8x2 32x32x8x2", walk="- - 32x32x4x2 16x16x8x1"),
-    },
-    "sm_90": {
-        (16, 64): dict(forward="128x128x8x2 128x128x8x2 128x128x8x2 64x64x8x1", dq="128x128x8x2 128x64x8x2 64x64x4x3 32x32x4x2", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 32x32x4x2", walk="- - 64x64x4x2 32x32x4x2"),
-        (16, 128): dict(forward="128x128x8x2 128x64x8x3 128x64x8x3 32x32x8x1", dq="128x64x8x2 64x32x4x2 64x32x4x2 16x16x8x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x1 32x32x8x2", walk="- - 64x64x4x2 16x16x8x1"),
-    },
-    "sm_100": {
-        (16, 64): dict(forward="128x64x8x3 128x64x8x3 128x64x8x3 64x64x4x1", dq="128x64x8x2 128x64x8x2 64x64x4x2 64x64x8x1", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 64x64x8x2", walk="- - 64x64x4x2 64x64x8x1"),
-        (16, 128): dict(forward="64x32x4x3 128x64x8x3 128x64x8x3 64x64x8x1", dq="128x64x8x2 64x64x8x2 64x64x8x2 64x64x8x1", dkdv="64x128x8x2 64x128x8x2 64x128x8x2 64x64x8x1", walk="- - 64x64x8x2 64x64x8x1"),
-    },
-    "sm_120": {
-        (16, 64): dict(forward="128x64x8x3 64x64x4x3 64x64x4x3 32x32x4x1", dq="128x64x8x2 64x64x8x2 32x32x4x2 32x32x4x1", dkdv="32x128x8x2 32x128x8x2 32x64x4x1 32x32x4x2", walk="- - 32x32x4x2 32x32x8x2"),
-        (16, 128): dict(forward="64x64x8x2 64x32x4x3 64x32x4x3 32x32x8x1", dq="64x64x8x2 64x32x8x2 64x32x8x2 16x16x8x1", dkdv="32x64x8x2 32x64x8x2 32x32x4x2 32x32x8x2", walk="- - 32x32x4x2 16x16x8x1"),
-    },
-    "gfx942": {
-        (16, 64): dict(forward="128x64x4x1 128x64x4x1 64x64x4x1 32x32x4x1", dq="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", dkdv="64x64x4x1 64x64x4x1 64x64x4x1 32x32x4x1", walk="- - 64x64x4x1 32x32x4x1"),
-        (16, 128): dict(forward="64x64x4x1 64x64x4x1 64x64x4x1 64x64x4x1", dq="64x64x4x1 64x32x4x3 64x32x4x1 16x16x8x1", dkdv="32x64x4x1 32x64x4x1 32x64x4x1 32x32x4x1", walk="- - 64x64x4x1 16x16x8x1"),
-    },
+    ("sm_80", 64): (
+        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
+        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 2)),
+        (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    ),
+    ("sm_80", 128): (
+        (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 64, 4, 1), None),
+        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(16, 128, 8, 2), None),
+        (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)),
+        (Tile(32, 32, 8, 2), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
+    ),
+    ("sm_86", 64): (
+        (Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 2)),
+        (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    ),
+    ("sm_86", 128): (
+        (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), None),
+        (Tile(64, 32, 4, 3), Tile(64, 64, 8, 2), Tile(32, 64, 4, 1), None),
+        (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
+        (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
+    ),
+    ("sm_90", 64): (
+        (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), None),
+        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
+        (Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+        (Tile(64, 64, 8, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    ),
+    ("sm_90", 128): (
+        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(32, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 2)),
+        (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
+    ),
+    ("sm_100", 64): (
+        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+        (Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 8, 1)),
+    ),
+    ("sm_100", 128): (
+        (Tile(64, 32, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
+        (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+    ),
+    ("sm_120", 64): (
+        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(64, 64, 4, 3), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(64, 64, 4, 3), Tile(32, 32, 4, 2), Tile(32, 64, 4, 1), Tile(32, 32, 4, 2)),
+        (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
+    ),
+    ("sm_120", 128): (
+        (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), None),
+        (Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), None),
+        (Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+        (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
+    ),
+    ("gfx942", 64): (
+        (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), None),
+        (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), None),
+        (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+        (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    ),
+    ("gfx942", 128): (
+        (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), None),
+        (Tile(64, 64, 4, 1), Tile(64, 32, 4, 3), Tile(32, 64, 4, 1), None),
+        (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 64, 4, 1)),
+        (Tile(64, 64, 4, 1), Tile(16, 16, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 8, 1)),
+    ),
 }
-for _name, _tiles in TILES.items():  # wider elements and heads, much alike on all cards for now
-    _vectors = {"sm_100": "64x64x8x1", "gfx942": "16x16x4x1"}.get(_name, "16x16x8x1")
-    _32, _16 = "32x32x4x1 32x32x4x1 32x32x4x1 ", "16x16x4x1 16x16x4x1 16x16x4x1 "
-    _tiles[16, 256] = dict(forward=_32 + "16x16x4x1", dq=_32 + "16x16x4x1", dkdv=_32 + "16x16x4x1", walk=_32 + "16x16x4x1")
-    _tiles[32, 64] = dict(forward=_32 + _vectors, dq=_32 + _vectors, dkdv=_32 + _vectors, walk=_32 + _vectors)
-    _tiles[32, 128] = dict(forward=_16 + _vectors, dq=_16 + _vectors, dkdv=_16 + _vectors, walk=_16 + _vectors)
-    _tiles[32, 256] = dict.fromkeys(("forward", "dq", "dkdv", "walk"), _16 + "16x16x4x1")
+
+# float32 elements: the tiles of vectors; what TILES lacks is in tile_for()
+FLOAT32_VECTORS = {"sm_100": Tile(64, 64, 8, 1), "gfx942": Tile(16, 16, 4, 1)}
 
 
-def tile(family, itemsize, DP, kind, direction):
-    """(BM, BN, warps, stages) of a kernel: direction "forward", "dq", "dkdv" or "walk"."""
+# -----------------------------------------------------------------------------
+# Launching the kernels
+
+
+def tile_for(family, itemsize, DP, kind, kernel):
+    """The Tile of one of KERNELS. itemsize: bytes of an element; kind: 0 to 3, a kind of bias."""
     if family == "interpreter":
-        return 32, 32, 4, 1
-    row = TILES[family][8 * max(itemsize, 2), max(DP, 64)][direction]
-    return tuple(map(int, row.split()[kind].split("x")))
+        return Tile(32, 32, 4, 1)
+    vectors = kind == VECTORS.value
+    if itemsize <= 2 and DP <= 128:
+        return TILES[family, max(DP, 64)][kind][KERNELS.index(kernel)]
+    if itemsize > 2 and DP <= 128 and vectors:
+        return FLOAT32_VECTORS.get(family, Tile(16, 16, 8, 1))
+    if vectors or itemsize > 2 and DP > 64:
+        return Tile(16, 16, 4, 1)
+    return Tile(32, 32, 4, 1)
 
 
-def family_of(device):
-    """The rows of TILES for a device, and how float32 products are taken: three of tf32, or plainly where there are none."""
+def device_family(device):
+    """The architecture in TILES for a device, and how float32 products are computed there.
+
+    That is as three tf32 products, or plainly where there are none ("ieee").
+    """
     if device.type == "cpu":
         return "interpreter", "ieee"
     if torch.version.hip:
         return "gfx942", "ieee"
     major, minor = torch.cuda.get_device_capability(device)
-    return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get((major, minor), "sm_120" if major >= 12 else "sm_86"), "tf32x3"
+    known = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
+    return known.get((major, minor), "sm_120" if major >= 12 else "sm_86"), "tf32x3"
 
 
-def plan(docs, positions, window, sinks, Tq, Tk, BM, BN, causal, of_keys=False):
-    """Which tiles packed documents or windows over true positions leave, on the device: int32 (1 or B, query blocks, 4), of each query block the key blocks [lo, hi) that
-    it sees at all and [left, right) that it sees whole; of_keys: of each key block the query blocks. By the least and largest document and position of each block, so
-    a tile is left out only when it is surely empty, and documents and positions of any order are right; of documents in order no empty tile is visited."""
-    device, first = (positions if docs is None else docs).device, Tk - Tq
-    nq, nk = triton.cdiv(Tq, BM), triton.cdiv(Tk, BN)
-    rows, keys = torch.arange(nq * BM, device=device).clamp(max=Tq - 1) + first, torch.arange(nk * BN, device=device).clamp(max=Tk - 1)
-    i, j = rows.view(nq, BM), keys.view(nk, BN)
+def block_mask(docs, positions, window, sinks, Tq, Tk, BM, BN, causal, of_keys=False):
+    """Which tiles packed documents, or a window over true positions, leave; computed on the device.
+
+    Returns int32 (1 or B, query blocks, 4): lo, left, right and hi of each query block, which sees
+    something of the key blocks [lo, hi), and all of the key blocks [left, right).
+    of_keys: for each key block the query blocks instead.
+    The smallest and largest document and position of each block decide. So a tile is left out only
+    if it is surely empty, in whatever order documents and positions are. Where the documents are in
+    order, no empty tile is visited.
+    """
+    device = (positions if docs is None else docs).device
+    q_start = Tk - Tq
+    nq = triton.cdiv(Tq, BM)
+    nk = triton.cdiv(Tk, BN)
+    queries = torch.arange(nq * BM, device=device).clamp(max=Tq - 1) + q_start
+    keys = torch.arange(nk * BN, device=device).clamp(max=Tk - 1)
+    i = queries.view(nq, BM)
+    j = keys.view(nk, BN)
+
+    # (1 or B, nq, nk): is something of the tile visible, is all of it?
     some = torch.ones(1, nq, nk, dtype=torch.bool, device=device)
-    whole = ((torch.arange(1, nq + 1, device=device) * BM <= Tq)[:, None] & (torch.arange(1, nk + 1, device=device) * BN <= Tk))[None]
+    full_queries = torch.arange(1, nq + 1, device=device) * BM <= Tq
+    full_keys = torch.arange(1, nk + 1, device=device) * BN <= Tk
+    whole = (full_queries[:, None] & full_keys)[None]
     if causal:
         some = some & (j[:, 0] <= i[:, -1:])
         whole = whole & (j[:, -1] <= i[:, :1])
 
-    def ends(values):  # least and largest of each block: (1 or B, nq, 1) and (1 or B, 1, nk), twice
+    def block_ranges(values):
+        """The least and largest value of each query block (., nq, 1) and key block (., 1, nk)."""
         values = values if values.dim() == 2 else values[None]
-        q, k = values[:, rows].unflatten(1, (nq, BM)).aminmax(dim=-1), values[:, keys].unflatten(1, (nk, BN)).aminmax(dim=-1)
+        q = values[:, queries].unflatten(1, (nq, BM)).aminmax(dim=-1)
+        k = values[:, keys].unflatten(1, (nk, BN)).aminmax(dim=-1)
         return q.min[:, :, None], q.max[:, :, None], k.min[:, None], k.max[:, None]
 
     if window:
-        q_min, q_max, k_min, k_max = ends(torch.arange(Tk, device=device) if positions is None else positions)
+        where = torch.arange(Tk, device=device) if positions is None else positions
+        q_min, q_max, k_min, k_max = block_ranges(where)
         some = some & (((q_min - k_max < window) & (k_min - q_max < window)) | (k_min < sinks))
         whole = whole & (((q_max - k_min < window) & (k_max - q_min < window)) | (k_max < sinks))
     if docs is not None:
-        q_min, q_max, k_min, k_max = ends(docs)
+        q_min, q_max, k_min, k_max = block_ranges(docs)
         some = some & (k_min <= q_max) & (q_min <= k_max)
         whole = whole & (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
     whole = whole & some
+
     if of_keys:
         some, whole = some.mT, whole.mT
-    n, at = some.shape[-1], torch.arange(some.shape[-1], device=device)
+    n = some.shape[-1]
+    at = torch.arange(n, device=device)
     hi = torch.where(some, at + 1, 0).amax(-1)
     lo = torch.where(some, at, n).amin(-1).minimum(hi)
     left = torch.where(whole, at, n).amin(-1).minimum(hi)
@@ -667,213 +1111,408 @@ def plan(docs, positions, window, sinks, Tq, Tk, BM, BN, causal, of_keys=False):
     return torch.stack((lo, left, right, hi), -1).int().contiguous()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The operator.
+def _kind_of(bias):
+    """The kind of bias, by the number of its dimensions."""
+    kinds = {1: SLOPES, 2: TABLE, 3: VECTORS}
+    return NONE.value if bias is None else kinds[bias.dim()].value
+
 
 class _Call:
-    """What every launch of one call has in common."""
+    """The arguments that all kernels of one call share. q stands in for a tensor that is absent."""
 
-    def __init__(self, q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale):
-        (self.B, self.H, self.Tq, self.D), (self.HK, self.Tk) = q.shape, k.shape[1:3]
-        self.q, self.qr, self.k, self.v = q, q if qr is None else qr, k, v
-        self.kind = 0 if line is None else VECTORS.value if line.dim() == 3 else TABLE.value if line.dim() == 2 else SLOPES.value
-        self.line, self.values = q if line is None else line, q if values is None else values
-        self.window, self.sinks, self.causal, self.positions, self.docs = window, sinks, causal, positions if window else None, docs
-        self.m = line.shape[1] if self.kind >= TABLE.value else 0
+    def __init__(self, q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale):
+        self.B, self.H, self.Tq, self.D = q.shape
+        self.HK, self.Tk = k.shape[1:3]
+        self.kind = _kind_of(bias)
+        self.m = bias.shape[1] if self.kind >= TABLE.value else 0
+        self.window = window
+        self.sinks = sinks
+        self.causal = causal
+        self.positions = positions if window else None
+        self.docs = docs
+        self.has_block_mask = self.positions is not None or docs is not None
         self.DP = max(16, triton.next_power_of_2(self.D))
-        self.family, precision = family_of(q.device)
-        self.planned = self.positions is not None or docs is not None
-        by_head = line is not None and line.shape[0] > 1
-        self.lines = (line.stride(0) if by_head else 0, line.stride(1) if self.kind == VECTORS.value else 1) if line is not None else (0, 1)
-        self.numbers = dict(m=self.m, window=window, sinks=sinks, scale=scale * LOG2E)
-        self.constants = dict(D=self.D, DP=self.DP, KIND=self.kind, HAS_VALUES=values is not None, SAME=qr is None, CAUSAL=causal, WINDOW=window > 0, POSITIONS=self.positions is not None,
-                              DOCS=docs is not None, PRECISION=precision if q.dtype == torch.float32 else "ieee")
+        self.itemsize = q.element_size()
+        self.family, precision = device_family(q.device)
 
-    def tile(self, direction):
-        BM, BN, warps, stages = tile(self.family, self.q.element_size(), self.DP, self.kind, direction)
-        sizes = dict(BM=BM, W=triton.next_power_of_2(BM + BN)) if direction == "walk" else dict(BM=BM, BN=BN, W=triton.next_power_of_2(BM + BN))
-        return BM, BN, dict(**sizes, num_warps=warps, num_stages=stages)
+        self.q = q
+        self.qr = q if qr is None else qr
+        self.inputs = (
+            q,
+            self.qr,
+            k,
+            v,
+            q if bias is None else bias,
+            q if rel_v is None else rel_v,
+        )
+        self.q_strides = (*q.stride()[:3], *self.qr.stride()[:3])
+        self.kv_strides = (*k.stride()[:3], *v.stride()[:3])
+        by_head = bias is not None and bias.shape[0] > 1
+        self.bias_strides = (
+            bias.stride(0) if by_head else 0,
+            bias.stride(1) if self.kind == VECTORS.value else 1,
+        )
+        self.scalars = {"m": self.m, "window": window, "sinks": sinks, "scale": scale * LOG2E}
+        self.flags = {
+            "D": self.D,
+            "DP": self.DP,
+            "KIND": self.kind,
+            "HAS_REL_V": rel_v is not None,
+            "QR_IS_Q": qr is None,
+            "CAUSAL": causal,
+            "WINDOW": window > 0,
+            "POSITIONS": self.positions is not None,
+            "DOCS": docs is not None,
+            "PRECISION": precision if q.dtype == torch.float32 else "ieee",
+        }
+
+    def tile(self, kernel):
+        """The tile of a kernel, and the keyword arguments of its launch that follow from it."""
+        tile = tile_for(self.family, self.itemsize, self.DP, self.kind, kernel)
+        options = {
+            "BM": tile.BM,
+            "BN": tile.BN,
+            "W": triton.next_power_of_2(tile.BM + tile.BN),
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+        if kernel == "sweep":  # square
+            del options["BN"]
+        return tile, options
 
     def masks(self, BM, BN, of_keys=False):
-        """Positions, documents and the plan of this tile, with their strides: dummies where there are none."""
-        pos, doc = self.q if self.positions is None else self.positions, self.q if self.docs is None else self.docs
-        blocks = plan(self.docs, self.positions, self.window, self.sinks, self.Tq, self.Tk, BM, BN, self.causal, of_keys) if self.planned else self.q
-        return (pos, doc, blocks), (pos.stride(0) if pos.dim() == 2 else 0, pos.stride(-1), doc.stride(0), doc.stride(-1), blocks.stride(0) if self.planned and blocks.shape[0] > 1 else 0)
+        """Positions, documents and the block mask for tiles of this size, and their strides."""
+        pos = self.q if self.positions is None else self.positions
+        doc = self.q if self.docs is None else self.docs
+        mask = self.q
+        mask_b = 0
+        if self.has_block_mask:
+            mask = block_mask(
+                self.docs, self.positions, self.window, self.sinks,
+                self.Tq, self.Tk, BM, BN, self.causal, of_keys,
+            )  # fmt: skip
+            mask_b = mask.stride(0) if mask.shape[0] > 1 else 0
+        pos_b = pos.stride(0) if pos.dim() == 2 else 0
+        strides = (pos_b, pos.stride(-1), doc.stride(0), doc.stride(-1), mask_b)
+        return (pos, doc, mask), strides
 
 
-LOG2E = 1 / math.log(2)
-
-
-def _empty(x):
-    """Room for a result like x (B, H, T, D), laid out (B, T, H, D), as the matrix product after it reads it."""
+def _empty_output(x):
+    """An empty (B, H, T, D) like x, stored as (B, T, H, D), as the next matrix product reads it."""
     B, H, T, D = x.shape
     return torch.empty(B, T, H, D, dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
+def _kernel_layout(x):
+    """Copy x if the kernels cannot read it as it is.
+
+    They need contiguous channels (a gradient that autograd expanded has stride 0), and tokens less
+    than 2^24 elements apart, because offsets within a block have 32 bits.
+    """
+    if x is None or x.stride(-1) == 1 and x.stride(2) < 1 << 24:
+        return x
+    return x.contiguous()
+
+
 @torch.library.custom_op("nanolong::attention", mutates_args=())
-def _attention(q: torch.Tensor, qr: Optional[torch.Tensor], k: torch.Tensor, v: torch.Tensor, line: Optional[torch.Tensor], values: Optional[torch.Tensor],
-               positions: Optional[torch.Tensor], docs: Optional[torch.Tensor], window: int, sinks: int, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    q, qr, k, v = (_last_dense(x) for x in (q, qr, k, v))
-    out, lse = _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+def _attention(
+    q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
+    bias: torch.Tensor | None, rel_v: torch.Tensor | None,
+    positions: torch.Tensor | None, docs: torch.Tensor | None,
+    window: int, sinks: int, causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The forward pass: the output and the log-sum-exp in log2 units.
+
+    bias: slopes (H,), a table (H, m) or relative keys (H or 1, m, D).
+    """
+    q, qr, k, v = (_kernel_layout(x) for x in (q, qr, k, v))
+    out = _empty_output(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
-    call = _Call(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale)
-    BM, BN, options = call.tile("forward")
-    (pos, doc, blocks), strides = call.masks(BM, BN)
-    _forward_kernel[triton.cdiv(call.Tq, BM), call.H, call.B](
-        q, call.qr, k, v, call.line, call.values, pos, doc, blocks, out, lse, *q.stride()[:3], *call.qr.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.lines, *strides,
-        call.Tq, call.Tk, call.H // call.HK, **call.numbers, **call.constants, **options)
+    call = _Call(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
+    tile, options = call.tile("forward")
+    masks, mask_strides = call.masks(tile.BM, tile.BN)
+    grid = (triton.cdiv(call.Tq, tile.BM), call.H, call.B)
+    _forward_kernel[grid](
+        *call.inputs, *masks, out, lse,
+        *call.q_strides, *call.kv_strides, *out.stride()[:3], *call.bias_strides, *mask_strides,
+        call.Tq, call.Tk, call.H // call.HK,
+        **call.scalars, **call.flags, **options,
+    )  # fmt: skip
     return out, lse
 
 
 @_attention.register_fake
-def _(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale):
-    return _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+def _(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale):
+    return _empty_output(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("nanolong::attention_backward", mutates_args=())
-def _attention_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, qr: Optional[torch.Tensor], k: torch.Tensor, v: torch.Tensor,
-                        line: Optional[torch.Tensor], values: Optional[torch.Tensor], positions: Optional[torch.Tensor], docs: Optional[torch.Tensor], window: int, sinks: int, causal: bool, scale: float,
-                        of_line: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    results = _results(q, qr, k, v, line if of_line else None, values if of_line else None)
-    dq, dqr, dk, dv, dline, dvalues = results
+def _attention_backward(
+    dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
+    bias: torch.Tensor | None, rel_v: torch.Tensor | None,
+    positions: torch.Tensor | None, docs: torch.Tensor | None,
+    window: int, sinks: int, causal: bool, scale: float, bias_grad: bool,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    """The backward pass: dq, dqr, dk, dv, dbias, drel_v, empty where there is none."""
+    grads = _empty_grads(q, qr, k, v, bias if bias_grad else None, rel_v if bias_grad else None)
+    dq, dqr, dk, dv, dbias, drel_v = grads
     if not out.numel():
-        return tuple(x.zero_() for x in results)
-    dout, q, qr, k, v = (_last_dense(x) for x in (dout, q, qr, k, v))
+        return tuple(x.zero_() for x in grads)
+    dout, q, qr, k, v = (_kernel_layout(x) for x in (dout, q, qr, k, v))
     dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
-    call = _Call(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale)
-    B, H, HK, Tq, Tk, D, m = call.B, call.H, call.HK, call.Tq, call.Tk, call.D, call.m
-    tails = of_line and call.kind != NONE.value
-    delta, extra, share = torch.empty_like(lse), torch.empty_like(lse) if tails else lse, torch.empty_like(lse) if tails else lse
-    inputs, q_strides, kv_strides = (q, call.qr, k, v, call.line, call.values), (*q.stride()[:3], *call.qr.stride()[:3]), (*k.stride()[:3], *v.stride()[:3])
+    call = _Call(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
+    bias_grad = bias_grad and call.kind != NONE.value
+    delta = torch.empty_like(lse)
+    row_grad = torch.empty_like(lse) if bias_grad else lse
+    row_mass = torch.empty_like(lse) if bias_grad else lse
 
-    BM, BN, options = call.tile("dq")
-    masks, strides = call.masks(BM, BN)
-    _dq_kernel[triton.cdiv(Tq, BM), H, B](*inputs, *masks, out, lse, dout, dlse, dq, dqr if qr is not None else dq, delta, extra, share, *q_strides, *kv_strides, *out.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-                                          *call.lines, *strides, Tq, Tk, H // HK, **call.numbers, **call.constants, TAILS=tails, **options)
-    BM, BN, options = call.tile("dkdv")
-    masks, strides = call.masks(BM, BN, of_keys=True)
-    _dkdv_kernel[triton.cdiv(Tk, BN), HK, B](*inputs, *masks, lse, dout, delta, dk, dv, *q_strides, *kv_strides, *dout.stride()[:3], *dk.stride()[:3], *call.lines, *strides,
-                                             Tq, Tk, H // HK, **call.numbers, **call.constants, **options)
-    if not tails:
-        return results
+    tile, options = call.tile("dq")
+    masks, mask_strides = call.masks(tile.BM, tile.BN)
+    grid = (triton.cdiv(call.Tq, tile.BM), call.H, call.B)
+    _dq_kernel[grid](
+        *call.inputs, *masks, out, lse, dout, dlse,
+        dq, dq if qr is None else dqr, delta, row_grad, row_mass,
+        *call.q_strides, *call.kv_strides, *out.stride()[:3],
+        *dout.stride()[:3], *dq.stride()[:3], *call.bias_strides, *mask_strides,
+        call.Tq, call.Tk, call.H // call.HK,
+        **call.scalars, **call.flags, BIAS_GRAD=bias_grad, **options,
+    )  # fmt: skip
+
+    tile, options = call.tile("dkdv")
+    masks, mask_strides = call.masks(tile.BM, tile.BN, of_keys=True)
+    grid = (triton.cdiv(call.Tk, tile.BN), call.HK, call.B)
+    _dkdv_kernel[grid](
+        *call.inputs, *masks, lse, dout, delta, dk, dv,
+        *call.q_strides, *call.kv_strides,
+        *dout.stride()[:3], *dk.stride()[:3], *call.bias_strides, *mask_strides,
+        call.Tq, call.Tk, call.H // call.HK,
+        **call.scalars, **call.flags, **options,
+    )  # fmt: skip
+
+    if not bias_grad:
+        return grads
     if call.kind == SLOPES.value:
-        dline.copy_(extra.sum((0, 2)) / LOG2E)  # of slopes in log2 units
-        return results
-    # The tail: distances from m - 1 on. Then the walk along the diagonals inside.
+        dbias.copy_(row_grad.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
+        return grads
+
+    # The last entry: what the sweep leaves out. Not a matrix product, which autocast would round.
     if call.kind == TABLE.value:
-        last = extra.sum((0, 2)), None  # in natural units
+        last = row_grad.sum((0, 2))
     else:
-        last = (extra[..., None] * call.qr.float()).sum((0, 2)) * scale, None if values is None else (share[..., None] * dout.float()).sum((0, 2))  # no matrix product, which autocast would round
-    BM, _, options = call.tile("walk")
-    masks, strides = call.masks(BM, BM)
-    first, near = Tk - Tq, m - 1  # the diagonals e = query block - key block whose tiles hold distances of |d| < near
-    if window and not sinks and call.positions is None:
-        near = min(near, window)
-    e_lo = max(-(triton.cdiv(Tk, BM) - 1), -((first + BM - 1) // BM) if causal else -((first + BM - 1 + near - 1) // BM))
-    e_hi = min(triton.cdiv(Tq, BM) - 1, (near - 1 - first + BM - 1) // BM)
-    diagonals, W = e_hi - e_lo + 1, options["W"]
-    folded = [None, None]
-    if diagonals > 0:
-        shares = max(1, min(512 // (H * diagonals), B * triton.cdiv(Tq, BM)))  # by the shapes alone, so that the same sums come out anywhere
-        room = [torch.empty(shares, H, diagonals, W, *((D,) if call.kind == VECTORS.value else ()), dtype=torch.float32, device=q.device) for _ in range(1 + (values is not None))]
-        _walk_kernel[diagonals, H, shares](*inputs, *masks, lse, dout, delta, room[0], room[-1], *q_strides, *kv_strides, *dout.stride()[:3], *call.lines, *strides,
-                                           Tq, Tk, B, H // HK, **call.numbers, e_lo=e_lo, **call.constants, **options)
-        folded = [*room, None][:2]
-    for grad, part, end in ((dline, folded[0], last[0]), (dvalues, folded[1], last[1])):
-        if end is not None:
-            _gather_diagonals(grad, part, end, first + e_lo * BM - (BM - 1), BM, causal)
-    return (dq, dqr, dk, dv, dline / LOG2E if call.kind == TABLE.value else dline, dvalues)
+        last = (row_grad[..., None] * call.qr.float()).sum((0, 2)) * scale
+    by_distance, v_by_distance, d0, BM = _sweep(call, lse, dout, delta)
+    _sum_by_distance(dbias, by_distance, last, d0, BM, causal)
+    if rel_v is not None:
+        last = (row_mass[..., None] * dout.float()).sum((0, 2))
+        _sum_by_distance(drel_v, v_by_distance, last, d0, BM, causal)
+    if call.kind == TABLE.value:
+        dbias = dbias / LOG2E  # the table arrived in log2 units
+    return dq, dqr, dk, dv, dbias, drel_v
 
 
-def _gather_diagonals(grad, part, last, d0, BM, causal):
-    """Into grad (H or 1, m, ...): the walk's lines (shares, H, diagonals, 2 BM, ...) by distance from d0 on, neighbours overlapping by BM, and `last` (H, ...) at m - 1."""
+def _sweep(call, lse, dout, delta):
+    """Run the diagonal sweep.
+
+    Returns the sums by distance for the bias and for the relative values, float32 (splits, H,
+    diagonals, 2 BM, ...) or None, the smallest distance of the first diagonal, and BM.
+    """
+    tile, options = call.tile("sweep")
+    BM = tile.BM
+    q_start = call.Tk - call.Tq
+
+    # the diagonals (query block - key block) whose tiles hold distances |d| < near
+    near = call.m - 1
+    if call.window and not call.sinks and call.positions is None:
+        near = min(near, call.window)
+    lowest = q_start + BM - 1 if call.causal else q_start + BM - 1 + near - 1
+    first = max(-(triton.cdiv(call.Tk, BM) - 1), -(lowest // BM))
+    last = min(triton.cdiv(call.Tq, BM) - 1, (near - 1 - q_start + BM - 1) // BM)
+    d0 = q_start + first * BM - (BM - 1)
+    diagonals = last - first + 1
+    if diagonals <= 0:
+        return None, None, d0, BM
+
+    # The number of splits depends on the shapes alone, so the same sums come out on every device.
+    splits = max(1, min(512 // (call.H * diagonals), call.B * triton.cdiv(call.Tq, BM)))
+    shape = (splits, call.H, diagonals, options["W"])
+    if call.kind == VECTORS.value:
+        shape = (*shape, call.D)
+    by_distance = torch.empty(shape, dtype=torch.float32, device=lse.device)
+    v_by_distance = None
+    if call.flags["HAS_REL_V"]:
+        v_by_distance = torch.empty(shape, dtype=torch.float32, device=lse.device)
+    masks, mask_strides = call.masks(BM, BM)
+    _sweep_kernel[diagonals, call.H, splits](
+        *call.inputs, *masks, lse, dout, delta,
+        by_distance, by_distance if v_by_distance is None else v_by_distance,
+        *call.q_strides, *call.kv_strides, *dout.stride()[:3], *call.bias_strides, *mask_strides,
+        call.Tq, call.Tk, call.B, call.H // call.HK,
+        **call.scalars, first_diagonal=first, **call.flags, **options,
+    )  # fmt: skip
+    return by_distance, v_by_distance, d0, BM
+
+
+def _sum_by_distance(grad, partial, last, d0, BM, causal):
+    """Write the gradient of a table or of vectors into grad (H or 1, m, ...).
+
+    partial (splits, H, diagonals, 2 BM, ...): the sums of the sweep, by distance from d0 on, where
+    neighbouring diagonals overlap by BM; or None. last (H, ...): the rest of entry m - 1.
+    """
     total = grad.new_zeros(last.shape[0], *grad.shape[1:])
-    if part is not None:
-        part = part.sum(0)
-        line = part.new_zeros(part.shape[0], (part.shape[1] + 1) * BM, *part.shape[3:])
-        line[:, :-BM] += part[:, :, :BM].flatten(1, 2)
-        line[:, BM:] += part[:, :, BM:].flatten(1, 2)
-        sides = [(line[:, max(0, -d0):], max(0, d0))]  # of distance 0 and more, and where that starts
-        if not causal:  # and the keys after the query, from distance -1 down
-            sides.append((line[:, :max(0, -d0)].flip(1), max(1, 1 - d0 - line.shape[1])))
+    if partial is not None:
+        partial = partial.sum(0)
+        heads, diagonals, _, *channels = partial.shape
+        by_distance = partial.new_zeros(heads, (diagonals + 1) * BM, *channels)
+        by_distance[:, :-BM] += partial[:, :, :BM].flatten(1, 2)
+        by_distance[:, BM:] += partial[:, :, BM:].flatten(1, 2)
+        # the distances from 0 up, and the first of them
+        sides = [(by_distance[:, max(0, -d0) :], max(0, d0))]
+        if not causal:
+            # the keys after the query: the distances from -1 down
+            after = by_distance[:, : max(0, -d0)].flip(1)
+            sides.append((after, max(1, 1 - d0 - by_distance.shape[1])))
         for side, start in sides:
             inside = min(side.shape[1], max(0, grad.shape[1] - 1 - start))
-            total[:, start:start + inside] += side[:, :inside]
+            total[:, start : start + inside] += side[:, :inside]
             total[:, -1] += side[:, inside:].sum(1)
     total[:, -1] += last
     grad.copy_(total if grad.shape[0] == total.shape[0] else total.sum(0, keepdim=True))
 
 
-def _results(q, qr, k, v, line, values):
-    wide = lambda x: torch.empty(0 if x is None else x.shape, dtype=torch.float32, device=q.device)  # noqa: E731
-    dq = _empty(q)
-    return dq, torch.empty(0, dtype=q.dtype, device=q.device) if qr is None else _empty(q), _empty(k), _empty(v), wide(line), wide(values)
+def _empty_grads(q, qr, k, v, bias, rel_v):
+    """Empty dq, dqr, dk, dv, dbias (float32) and drel_v (float32); of size 0 where x is None."""
+
+    def empty_float32(x):
+        shape = (0,) if x is None else x.shape
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    dq = _empty_output(q)
+    if qr is None:
+        dqr = torch.empty(0, dtype=q.dtype, device=q.device)
+    else:
+        dqr = _empty_output(q)
+    return dq, dqr, _empty_output(k), _empty_output(v), empty_float32(bias), empty_float32(rel_v)
 
 
 @_attention_backward.register_fake
-def _(dout, dlse, out, lse, q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale, of_line):
-    return _results(q, qr, k, v, line if of_line else None, values if of_line else None)
+def _(
+    dout, dlse, out, lse, q, qr, k, v, bias, rel_v, positions, docs,
+    window, sinks, causal, scale, bias_grad,
+):  # fmt: skip
+    return _empty_grads(q, qr, k, v, bias if bias_grad else None, rel_v if bias_grad else None)
 
 
-def _last_dense(x):
-    """As the kernels read it: channels side by side (a gradient that autograd expanded has stride 0), tokens less than 2^24 apart, for a block's offsets are 32 bits wide."""
-    return x if x is None or x.stride(-1) == 1 and x.stride(2) < 1 << 24 else x.contiguous()
-
-
-def _keep(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     *tensors, ctx.window, ctx.sinks, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx, dout, dlse):
-    q, qr, k, v, line, values, positions, docs, out, lse = ctx.saved_tensors
+    q, qr, k, v, bias, rel_v, positions, docs, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    of_line = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-    dq, dqr, dk, dv, dline, dvalues = _attention_backward(dout, dlse, out, lse, q, qr, k, v, line, values, positions, docs, ctx.window, ctx.sinks, ctx.causal, ctx.scale, of_line)
-    return (dq, None if qr is None else dqr, dk, dv, dline.to(line.dtype) if of_line else None, dvalues.to(values.dtype) if of_line and values is not None else None, *[None] * 6)
+    bias_grad = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+    dq, dqr, dk, dv, dbias, drel_v = _attention_backward(
+        dout, dlse, out, lse, q, qr, k, v, bias, rel_v, positions, docs,
+        ctx.window, ctx.sinks, ctx.causal, ctx.scale, bias_grad,
+    )  # fmt: skip
+    dqr = None if qr is None else dqr
+    dbias = dbias.to(bias.dtype) if bias_grad else None
+    drel_v = drel_v.to(rel_v.dtype) if bias_grad and rel_v is not None else None
+    no_grads = [None] * 6  # positions, docs, window, sinks, causal, scale
+    return dq, dqr, dk, dv, dbias, drel_v, *no_grads
 
 
-_attention.register_autograd(_backward, setup_context=_keep)
+_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False):
-    """softmax(q k^T scale + the score term, over the keys that a query may see) (v + the relative values). All gradients but those of positions and docs.
+def attention(
+    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
+    causal=True, scale=None, return_lse=False,
+):  # fmt: skip
+    """Compute softmax(q k^T scale + bias, over the visible keys) (v + the relative values).
 
-    q (B, H, Tq, D), k and v (B, Hk, Tk, D), 1 <= D <= 256: float16, bfloat16 or float32, all the same, any strides; Tq <= Tk, and the queries are the last Tq of the Tk tokens.
-    Returns (B, H, Tq, D), a view of (B, Tq, H, D); with return_lse also the natural log-sum-exp of the scores, float32 (B, H, Tq), which has a gradient too.
-    bias       None; slopes (H,): adds -slope d; or a table (H, m): adds table[h, min(d, m - 1)]. Float32. d = |index of the query - index of the key|.
-    relative   None; or (keys, values, offsets): keys (H or 1, m, D) add scale (q + w) keys[min(d, m - 1)] and make q k (q + u) k; values, the same shape, or None; offsets (u, w), (H, D) each, or None.
-    window     W > 0: a query sees key j only when their positions are less than W apart or j's position is below `sinks`. positions: (Tk,) or (B, Tk) int, by default the indices.
-    docs       (B, Tk) int: attention stays within tokens of the same number. Both below 2^31. causal: no key after its query. scale: above 0, default D ** -0.5.
-    Raises ValueError for what the kernels do not do: other dtypes, D > 256, a bias together with relative vectors, scale <= 0, shapes that do not fit.
+    q (B, H, Tq, D), k and v (B, Hk, Tk, D), 1 <= D <= 256: float16, bfloat16 or float32, the same
+    for all three, with any strides. Tq <= Tk: the queries are the last Tq of the Tk tokens. Returns
+    (B, H, Tq, D), a view of (B, Tq, H, D). Gradients reach all tensors but positions and docs.
+
+    bias        None, slopes (H,): adds -slope * d, or a table (H, m): adds table[h, min(d, m - 1)].
+                Float32. d = |index of the query - index of the key|.
+    relative    None, or (keys, values, offsets). keys (H or 1, m, D) add
+                scale * (q + w) . keys[min(d, m - 1)] and turn q . k into (q + u) . k. values: the
+                same shape, or None. offsets: (u, w), (H, D) each, or None.
+    window      W > 0: a query sees a key only if their positions are less than W apart, or the
+                position of the key is below `sinks`.
+    positions   (Tk,) or (B, Tk) int below 2^31, for the window. Default: the indices.
+    docs        (B, Tk) int below 2^31: a query sees only keys with the same number.
+    causal      A query sees no key after it.
+    scale       Above 0. Default: D ** -0.5.
+    return_lse  Also return the log-sum-exp of the scores (B, H, Tq), float32, natural logarithm. It
+                has a gradient too.
+
+    Raises ValueError for what the kernels do not support.
     """
-    (B, H, Tq, D), (HK, Tk) = q.shape, k.shape[1:3]
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"attention: queries of {q.dtype}, keys of {k.dtype}, values of {v.dtype}; the kernel takes float16, bfloat16 or float32, all the same")
-    if k.shape != (B, HK, Tk, D) or v.shape != k.shape or H % HK or not 1 <= D <= 256 or Tq > Tk or max(B, H) > 65535:
-        raise ValueError(f"attention: queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit, or D is above 256")
-    if bias is not None and relative is not None:
-        raise ValueError("attention: the kernel adds a bias or relative vectors, not both at once")
-    scale = D ** -0.5 if scale is None else float(scale)
-    if not scale > 0:
-        raise ValueError(f"attention: scale={scale}; the kernel needs one above 0")
-    if bias is not None and (bias.dim() not in (1, 2) or bias.shape[0] != H or not bias.numel()):
-        raise ValueError(f"attention: a bias {tuple(bias.shape)} is neither slopes ({H},) nor a table ({H}, m)")
-    for name, x, shapes in (("positions", positions, ((Tk,), (B, Tk))), ("docs", docs, ((B, Tk),))):
-        if x is not None and (tuple(x.shape) not in shapes or x.is_floating_point()):
-            raise ValueError(f"attention: {name} {tuple(x.shape)} of {x.dtype}; integers of shape {' or '.join(map(str, shapes))} are needed")
-    positions, docs = (None if x is None else x.int() for x in (positions, docs))
-    line = values = qr = None
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    _check_arguments(q, k, v, bias, relative, positions, docs, scale)
+    positions = None if positions is None else positions.int()
+    docs = None if docs is None else docs.int()
+    qr = rel_v = None
     if bias is not None:
-        line = (bias.float() * LOG2E).contiguous()
+        bias = (bias.float() * LOG2E).contiguous()
     elif relative is not None:
         keys, values, offsets = relative
-        if keys.dim() != 3 or keys.shape[0] not in (1, H) or keys.shape[2] != D or not keys.numel() or values is not None and values.shape != keys.shape:
-            raise ValueError(f"attention: relative keys {tuple(keys.shape)}{'' if values is None else f' and values {tuple(values.shape)}'}: ({H} or 1, m, {D}) are needed, both the same")
-        line, values = keys.to(q.dtype).contiguous(), None if values is None else values.to(q.dtype).contiguous()
+        bias = keys.to(q.dtype).contiguous()
+        rel_v = None if values is None else values.to(q.dtype).contiguous()
         if offsets is not None:
-            q, qr = ((q + offset[:, None]).to(q.dtype) for offset in offsets)
-    out, lse = _attention(q, qr, k, v, line, values, positions, docs, window, sinks, causal, scale)
+            u, w = offsets
+            q, qr = (q + u[:, None]).to(q.dtype), (q + w[:, None]).to(q.dtype)
+    out, lse = _attention(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
     return (out, lse * math.log(2)) if return_lse else out
+
+
+def _check_arguments(q, k, v, bias, relative, positions, docs, scale):
+    """Raise ValueError for what the kernels do not support."""
+    B, H, Tq, D = q.shape
+    HK, Tk = k.shape[1:3]
+    supported = (torch.float16, torch.bfloat16, torch.float32)
+    if q.dtype not in supported or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"attention: queries are {q.dtype}, keys {k.dtype} and values {v.dtype}: "
+            "use float16, bfloat16 or float32, the same for all three"
+        )
+    shapes_fit = k.shape == (B, HK, Tk, D) and v.shape == k.shape and H % HK == 0
+    if not shapes_fit or not 1 <= D <= 256 or Tq > Tk or max(B, H) > 65535:
+        raise ValueError(
+            f"attention: queries {tuple(q.shape)}, keys {tuple(k.shape)} and values "
+            f"{tuple(v.shape)} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), "
+            "with H a multiple of Hk, Tq <= Tk and D <= 256"
+        )
+    if bias is not None and relative is not None:
+        raise ValueError("attention: there are a bias and relative vectors: use one of them")
+    if not scale > 0:
+        raise ValueError(f"attention: scale is {scale}: use one above 0")
+    if bias is not None and (bias.dim() not in (1, 2) or bias.shape[0] != H or not bias.numel()):
+        raise ValueError(
+            f"attention: the bias has shape {tuple(bias.shape)}: "
+            f"use slopes ({H},) or a table ({H}, m)"
+        )
+    if relative is not None:
+        keys, values, _ = relative
+        keys_fit = keys.dim() == 3 and keys.shape[0] in (1, H) and keys.shape[2] == D
+        if not keys_fit or not keys.numel() or values is not None and values.shape != keys.shape:
+            shapes = [tuple(x.shape) for x in (keys, values) if x is not None]
+            raise ValueError(
+                f"attention: relative keys and values have shapes {shapes}: "
+                f"use ({H} or 1, m, {D}) for both"
+            )
+    for name, x, shapes in (("positions", positions, [(Tk,), (B, Tk)]), ("docs", docs, [(B, Tk)])):
+        if x is not None and (tuple(x.shape) not in shapes or x.is_floating_point()):
+            raise ValueError(
+                f"attention: {name} has shape {tuple(x.shape)} and dtype {x.dtype}: "
+                f"use integers of shape {' or '.join(map(str, shapes))}"
+            )

@@ -1,237 +1,421 @@
 """The operators in plain PyTorch: their specification, and what runs wherever no kernel does.
 
-Read this before any kernel: a kernel is right when it agrees with this file. Notation: B batch, H query heads,
-Hk key/value heads (H a multiple of Hk: grouped queries), T tokens, D head dimension, C model width, V vocabulary.
+Read this before any kernel: a kernel is correct if it agrees with this file. Shapes: B batch,
+H query heads, Hk key/value heads (H is a multiple of Hk: grouped queries), T tokens, D head
+dimension, C model width, V vocabulary.
 """
+
 import contextlib
 import functools
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-# MKL picks its vector functions at their first call, and two threads that make that call at once now and then get different ones, whose last
-# bits differ (13 processes of 880): one thread picks here, so that the same command gives the same bits.
+# MKL chooses its vectorised functions at their first call. Two threads that make this call at the
+# same time can get different ones, whose last bits differ. A single thread makes it here, so that
+# the same command gives the same bits.
 for _dtype in (torch.float32, torch.float64):
     for _function in (torch.exp, torch.log, torch.sin, torch.cos):
         _function(torch.ones(1, dtype=_dtype))
 
+# The most scores, or biases added to them, that exist at a time: 64 MiB in float32.
+MAX_SCORES = 1 << 24
 
-PIECE = 1 << 24  # scores, or terms added to them, that exist at a time: 64 MiB in float32
+
+# -----------------------------------------------------------------------------
+# Linear layers and norms
+#
+# Both have a faster path for generation on a CPU, where each layer computes a single row.
+
+
+def linear(x, weight, bias=None):
+    """Compute x weight^T + bias.
+
+    x (..., C), weight (N, C), bias (N,) or None. Returns (..., N).
+    """
+    if not torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    if x.numel() != weight.shape[1] or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    # A single row under autocast: F.linear repacks the bfloat16 matrix for every token, a product
+    # with a vector reads it as it is.
+    y = (weight @ x.view(-1)).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def rms_norm(x, weight, eps):
+    """Divide x by its root mean square over the last dimension and multiply by weight.
+
+    x (..., C), weight (C,). eps is added to the mean square; None: F.rms_norm's default.
+    """
+    n = weight.numel()
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not eps:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    if x.numel() != n or x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # A single row: F.rms_norm launches eight small operators, where a dot product and two scalings
+    # are enough.
+    row = x.view(-1)
+    return (x * weight).mul_((n / (torch.dot(row, row).item() + n * eps)) ** 0.5)
+
+
+# -----------------------------------------------------------------------------
+# Rotary position embedding
 
 
 def rope(q, k, cos, sin):
-    """Rotate queries and keys by their positions (RoFormer, arXiv 2104.09864), in the half-split layout of GPT-NeoX and Llama.
+    """Rotate queries and keys by their positions (RoFormer, arXiv 2104.09864).
 
+    In the half-split layout of GPT-NeoX and Llama: channel c < R/2 is paired with channel c + R/2,
+    and channels from R on pass through (R <= D, partial rotary width).
     q (B, H, T, D), k (B, Hk, T, D): any float dtype, returned in it; the arithmetic is float32.
-    cos, sin (T, R/2) or (B, T, R/2): float32 tables of position x frequency, times the attention factor where there is one.
-    Channel c < R/2 is paired with channel c + R/2; channels from R on pass through (R <= D, partial rotary width).
+    cos, sin (T, R/2) or (B, T, R/2): float32 tables of position x frequency, times the attention
+    factor where there is one.
     """
-    half, dtype = cos.shape[-1], torch.promote_types(q.dtype, cos.dtype)
-    if cos.dim() == 3:  # a row of positions for each sequence: (B, 1, T, R/2)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # (..., T, R): (a, b) -> (a cos - b sin, b cos + a sin)
+    half = cos.shape[-1]
+    dtype = torch.promote_types(q.dtype, cos.dtype)
+    if cos.dim() == 3:  # positions for each sequence
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, R/2)
+    # (..., T, R): (a, b) -> (a cos - b sin, b cos + a sin)
+    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def rotate(x):
-        turned = x[..., :2 * half].to(dtype)
-        turned = (turned * cos + turned.roll(half, -1) * sin).to(x.dtype)
-        return turned if x.shape[-1] == 2 * half else torch.cat((turned, x[..., 2 * half:]), -1)
+        rotated = x[..., : 2 * half].to(dtype)
+        rotated = (rotated * cos + rotated.roll(half, -1) * sin).to(x.dtype)
+        if x.shape[-1] == 2 * half:
+            return rotated
+        return torch.cat((rotated, x[..., 2 * half :]), -1)
 
-    if q.shape[2] == 1 and not torch.is_grad_enabled():  # a token that is drawn: half the launches
+    # in a decoding step, both at once: half the operator launches
+    if q.shape[2] == 1 and not torch.is_grad_enabled():
         return rotate(torch.cat((q, k), 1)).split((q.shape[1], k.shape[1]), 1)
     return rotate(q), rotate(k)
 
 
-def attention(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None, return_lse=False, length=None):
-    """softmax(q k^T scale + bias, over the keys that a query may see) v.
+# -----------------------------------------------------------------------------
+# Attention
 
-    q (B, H, Tq, D), k and v (B, Hk, Tk, D). The queries are the last Tq of the Tk tokens (Tq < Tk: decoding with a cache), so
-    query row i stands at index Tk - Tq + i. Returns (B, H, Tq, D) in q's dtype; softmax in float32.
-    bias       None; slopes (H,): adds -slope * distance; or a table (H, m): adds table[h, min(distance, m - 1)], with gradient.
-               Float32; distance = index of the query - index of the key.
-    relative   None; or (keys, values, offsets), with gradients. keys (H or 1, m, D): the score is (q + u) k + (q + w) keys[min(distance, m - 1)],
-               all times scale. values, the same shape, or None: values[min(distance, m - 1)] is added to v. offsets (u, w), each (H, D), or None: zero.
-               (Shaw et al. 2018: keys and values; Transformer-XL, Dai et al. 2019: keys and offsets.)
-    window     W > 0: a query sees key j only when distance < W or j < sinks, at true positions.
-    positions  (Tk,) or (B, Tk) int64: true positions for `window` where they are not the indices.
-    docs       (B, Tk) int: attention stays within tokens of the same document number.
-    causal     False: every key is seen, and distance is |i - j| (masked language models).
-    scale      default D ** -0.5.
-    return_lse also the natural log-sum-exp of each query's scores, (B, H, Tq), float32 (float64 of float64), with gradient.
-    length     int64 (1,): only so many of the keys are there, without gradient (decoding in a room of fixed size).
-    All three in v's dtype: where autocast left queries and keys wider (a norm does), they are rounded to it.
+
+def attention(
+    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
+    causal=True, scale=None, return_lse=False, length=None,
+):  # fmt: skip
+    """Compute softmax(q k^T scale + bias, over the visible keys) v.
+
+    q (B, H, Tq, D), k and v (B, Hk, Tk, D). The queries are the last Tq of the Tk tokens (Tq < Tk:
+    decoding with a cache), so query row i has the index Tk - Tq + i. All three are used in v's
+    dtype: queries and keys that autocast left wider (as norms do) are rounded to it. Returns
+    (B, H, Tq, D) in that dtype; the softmax is float32.
+
+    bias        None, slopes (H,): adds -slope * distance, or a table (H, m): adds
+                table[h, min(distance, m - 1)], with gradient. Float32. The distance is the index of
+                the query - the index of the key.
+    relative    None, or (keys, values, offsets), with gradients. keys (H or 1, m, D): the score is
+                scale * ((q + u) . k + (q + w) . keys[min(distance, m - 1)]). values, the same shape
+                or None: values[min(distance, m - 1)] is added to v. offsets (u, w), each (H, D), or
+                None: zero. (Shaw et al. 2018: keys and values; Transformer-XL, Dai et al. 2019:
+                keys and offsets.)
+    window      W > 0: a query sees key j only if distance < W or j < sinks, at true positions.
+    positions   (Tk,) or (B, Tk) int64: the true positions for the window, if not the indices.
+    docs        (B, Tk) int: a query sees only keys with the same document number.
+    causal      False: every key is visible, and the distance is |i - j| (masked language models).
+    scale       Default: D ** -0.5.
+    return_lse  Also return the natural log-sum-exp of each query's scores (B, H, Tq), float32
+                (float64 if q is), with gradient.
+    length      int64 (1,): the valid length of a cache of fixed capacity; only the first `length`
+                keys exist. Without gradient.
     """
     if length is not None and not torch.compiler.is_compiling():
-        n, length = int(length), None
-        k, v, positions, docs = k[:, :, :n], v[:, :, :n], None if positions is None else positions[..., :n], None if docs is None else docs[:, :n]
-    Tq, Tk, D, out = q.shape[2], k.shape[2], q.shape[3], v.dtype
+        n = int(length)
+        length = None
+        k, v = k[:, :, :n], v[:, :, :n]
+        positions = None if positions is None else positions[..., :n]
+        docs = None if docs is None else docs[:, :n]
     if length is not None and not causal:
-        raise ValueError("a compiled reading of a room that is partly filled is causal")
-    first = Tk - Tq if length is None else length - Tq  # the index of the first query; compiled, a room keeps its shape: a key that is not there yet lies in the future
-    q, k = q.to(out), k.to(out)
-    if q.device.type == "cpu" and out == torch.bfloat16 and Tk < 512 and q.shape[2] > 1:  # PyTorch's bf16 attention of many queries on CPUs, forward and backward: 5 times slower than float32 at T = 64, twice as fast at T = 1024
+        raise ValueError(
+            "attention: a compiled step with a length is causal: use causal=True, or no length"
+        )
+    H, Tq, D = q.shape[1:]
+    Tk = k.shape[2]
+    # The index of the first query. Compiled, a cache keeps its shape: keys past its length lie in
+    # the future of all queries, so the causal mask hides them.
+    q_start = Tk - Tq if length is None else length - Tq
+
+    dtype = v.dtype
+    q, k = q.to(dtype), k.to(dtype)
+    # PyTorch's bfloat16 attention of many queries is much slower than float32 on a CPU if the
+    # context is short, forward and backward, and faster if it is long.
+    if q.device.type == "cpu" and dtype == torch.bfloat16 and Tk < 512 and Tq > 1:
         q, k, v = q.float(), k.float(), v.float()
-    as_it_is = torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else contextlib.nullcontext()  # autocast would make it bf16 again
+
+    # autocast would round to bfloat16 again
+    no_autocast = contextlib.nullcontext()
+    if torch.is_autocast_enabled(q.device.type):
+        no_autocast = torch.autocast(q.device.type, enabled=False)
+
+    mask_options = (window, sinks, positions, docs, causal)
     if relative is not None or return_lse:
-        with as_it_is:
-            y, lse = _written_out(q, k, v, *(relative or (None, None, None)), D ** -0.5 if scale is None else scale, causal, bias, window, sinks, positions, docs, first)
-            return (y.to(out), lse) if return_lse else y.to(out)
-    plain = length is None and bias is None and docs is None and not (window and (Tk > window or positions is not None))
-    sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    with as_it_is:
-        if plain and (Tq == Tk or Tq == 1 or not causal):
-            return sdpa(q, k, v, is_causal=True if causal and Tq > 1 else False).to(out)  # a bool, of a compiled length that varies, too
-        rows = max(1, PIECE // (Tk * (1 if bias is None else q.shape[1])))  # queries at a time: at most 64 MiB of added terms a sequence
-        if bias is not None and q.dtype in (torch.bfloat16, torch.float16) and q.device.type != "cpu":
-            q, k, v = q.float(), k.float(), v.float()  # on GPUs a mask has the dtype of the queries, and bf16 would round distances above 256
+        scale = D**-0.5 if scale is None else scale
+        with no_autocast:
+            y, lse = _explicit_attention(q, k, v, relative, scale, q_start, bias, *mask_options)
+            return (y.to(dtype), lse) if return_lse else y.to(dtype)
 
-        def piece(i, q, k, v, bias):
-            added = _added(min(rows, Tq - i), first + i, Tk, q.device, bias, window, sinks, positions, docs, causal)
-            return sdpa(q[:, :, i:i + rows], k, v, attn_mask=added.double() if q.dtype == torch.float64 and bias is not None else added)
-        y = [_again(Tq > rows, piece, i, q, k, v, bias) for i in range(0, Tq, rows)]
-        return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(out)
+    sdpa = functools.partial(
+        F.scaled_dot_product_attention, scale=scale, enable_gqa=H != k.shape[1]
+    )
+    hides_keys = window and (Tk > window or positions is not None)
+    needs_mask = length is not None or bias is not None or docs is not None or hides_keys
+    with no_autocast:
+        if not needs_mask and (Tq == Tk or Tq == 1 or not causal):
+            # a bool, also if a compiled length varies
+            is_causal = True if causal and Tq > 1 else False
+            return sdpa(q, k, v, is_causal=is_causal).to(dtype)
+
+        # On a GPU a mask has the dtype of the queries, and bfloat16 rounds distances above 256.
+        is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
+        if bias is not None and is_16_bit and q.device.type != "cpu":
+            q, k, v = q.float(), k.float(), v.float()
+
+        chunk = max(1, MAX_SCORES // (Tk * (1 if bias is None else H)))  # queries at a time
+
+        def attend_chunk(i, q, k, v, bias):
+            n = min(chunk, Tq - i)
+            mask = _attention_mask(n, q_start + i, Tk, q.device, bias, *mask_options)
+            if q.dtype == torch.float64 and bias is not None:
+                mask = mask.double()
+            return sdpa(q[:, :, i : i + chunk], k, v, attn_mask=mask)
+
+        y = [_recompute_if(Tq > chunk, attend_chunk, i, q, k, v, bias) for i in range(0, Tq, chunk)]
+        return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(dtype)
 
 
-def _again(several, piece, *args):
-    """piece(*args). Where there are several, training keeps nothing of one but the arguments, and computes it again in the backward pass: or all pieces together would be a (T, T) tensor."""
+def _recompute_if(several, attend_chunk, *args):
+    """Compute attend_chunk(*args); if there are several chunks, recompute it in the backward pass.
+
+    Training then keeps only the arguments. The activations of all chunks together would be (T, T).
+    """
     if several and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        from torch.utils.checkpoint import checkpoint
-        return checkpoint(piece, *args, use_reentrant=False, preserve_rng_state=False)
-    return piece(*args)
+        return checkpoint(attend_chunk, *args, use_reentrant=False, preserve_rng_state=False)
+    return attend_chunk(*args)
 
 
-def _added(rows, first, Tk, device, bias, window, sinks, positions, docs, causal):
-    """What the scores of queries first .. first + rows - 1 (first: an int, or a tensor (1,)) meet, (1 or B, 1 or H, rows, Tk): without bias
-    a bool mask of the keys that are seen, with it float32 terms to add, -inf where a key is not seen."""
-    here = torch.arange(rows, device=device) + first
-    distance = here[:, None] - torch.arange(Tk, device=device)  # (rows, Tk)
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    seen = seen[None]  # (1, rows, Tk)
+def _attention_mask(n, first, Tk, device, bias, window, sinks, positions, docs, causal):
+    """The mask and bias of the queries first .. first + n - 1, (1 or B, 1 or H, n, Tk).
+
+    Without bias a bool mask, true where a key is visible. With bias float32, to be added to the
+    scores, -inf where a key is not visible. first: an int, or a tensor (1,).
+    """
+    query = torch.arange(n, device=device) + first
+    distance = query[:, None] - torch.arange(Tk, device=device)  # (n, Tk)
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    visible = visible[None]  # (1, n, Tk)
     if window:
-        where = torch.arange(Tk, device=device) if positions is None else positions
-        where = where if where.dim() == 2 else where[None]  # (1 or B, Tk)
-        gap = where[:, here, None] - where[:, None, :]
-        seen = seen & ((gap.abs() < window) | (where[:, None, :] < sinks))
+        pos = torch.arange(Tk, device=device) if positions is None else positions
+        pos = pos if pos.dim() == 2 else pos[None]  # (1 or B, Tk)
+        gap = pos[:, query, None] - pos[:, None, :]
+        visible = visible & ((gap.abs() < window) | (pos[:, None, :] < sinks))
     if docs is not None:
-        seen = seen & (docs[:, here, None] == docs[:, None, :])
+        visible = visible & (docs[:, query, None] == docs[:, None, :])
     if bias is None:
-        return seen[:, None]
-    hidden = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None]
+        return visible[:, None]
+
+    hidden = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
+    hidden = hidden[:, None]
     distance = distance.clamp(min=0) if causal else distance.abs()
     if bias.dim() == 1:  # slopes
         return hidden - bias[:, None, None] * distance
     if causal:
-        # A table over distances makes a Toeplitz matrix: the windows of one line of values, read backwards. Its gradient is a sum
-        # along diagonals, which unfold's backward does in order (a gather's would add element by element).
-        line = bias[:, (here[-1:] - torch.arange(rows + Tk - 1, device=device)).clamp(0, bias.shape[1] - 1)]  # by falling distance
-        return hidden + line.unfold(1, Tk, 1).flip(1)
+        # A table over distances makes a Toeplitz matrix: its rows are overlapping pieces of one
+        # bias row, in reverse. Its gradient is a sum along diagonals, which the backward of unfold
+        # computes in a fixed order (that of indexing would add element by element).
+        falling = query[-1:] - torch.arange(n + Tk - 1, device=device)
+        bias_row = bias[:, falling.clamp(0, bias.shape[1] - 1)]
+        return hidden + bias_row.unfold(1, Tk, 1).flip(1)
     return hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
 
 
-def _written_out(q, k, v, keys, values, offsets, scale, causal, bias, window, sinks, positions, docs, start):
-    """attention() written out, and its log-sum-exp; relative keys and values are a matrix product over distances, moved from distances to keys along diagonals."""
-    (B, H, Tq, _), Tk, wide = q.shape, k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    q = q.to(wide)
-    k, v = (x.to(wide).repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    u, w = (0, 0) if offsets is None else (x.to(wide)[:, None] for x in offsets)  # (H, 1, D)
-    rows = max(1, PIECE // (B * H * 2 * Tk))  # queries at a time: at most 64 MiB of scores over distances
+def _explicit_attention(
+    q, k, v, relative, scale, q_start, bias, window, sinks, positions, docs, causal
+):
+    """Compute attention() with explicit scores: the output and the log-sum-exp.
 
-    def piece(i, q, k, v, keys, values, u, w, bias):
-        n, first = min(rows, Tq - i), start + i
-        end = first + n if causal and isinstance(first, int) else Tk  # no key after these queries is seen
-        added = _added(n, first, end, q.device, bias, window, sinks, None if positions is None else positions[..., :end], None if docs is None else docs[:, :end], causal)
-        rest = q[:, :, i:i + n]
-        score = (rest + u) @ k[:, :, :end].mT  # (B, H, n, end)
+    Relative keys and values are matrix products over distances, moved between distances and keys.
+    """
+    B, H, Tq, _ = q.shape
+    Tk = k.shape[2]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(dtype)
+    k, v = (x.to(dtype).repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    keys, values, offsets = relative or (None, None, None)
+    u, w = 0, 0
+    if offsets is not None:
+        u, w = (x.to(dtype)[:, None] for x in offsets)  # (H, 1, D)
+    chunk = max(1, MAX_SCORES // (B * H * 2 * Tk))  # queries at a time
+
+    def attend_chunk(i, q, k, v, keys, values, u, w, bias):
+        n = min(chunk, Tq - i)
+        first = q_start + i
+        # causal: no key after these queries is visible
+        end = first + n if causal and isinstance(first, int) else Tk
+        mask = _attention_mask(
+            n, first, end, q.device, bias, window, sinks,
+            None if positions is None else positions[..., :end],
+            None if docs is None else docs[:, :end], causal,
+        )  # fmt: skip
+        q = q[:, :, i : i + n]
+        score = (q + u) @ k[:, :, :end].mT  # (B, H, n, end)
         if keys is not None:
             distance = first + n - 1 - torch.arange(n + end - 1, device=q.device)  # falling
-            line = (distance.clamp(min=0) if causal else distance.abs()).clamp(max=keys.shape[1] - 1)
-            score = score + _to_keys((rest + w) @ keys.to(wide)[:, line].mT, end)
-        score = (score * scale).masked_fill(~added, float("-inf")) if added.dtype == torch.bool else score * scale + added
+            distance = distance.clamp(min=0) if causal else distance.abs()
+            distance = distance.clamp(max=keys.shape[1] - 1)
+            relative_score = (q + w) @ keys.to(dtype)[:, distance].mT
+            score = score + _distances_to_keys(relative_score, end)
+        if mask.dtype == torch.bool:
+            score = (score * scale).masked_fill(~mask, float("-inf"))
+        else:
+            score = score * scale + mask
         p = score.softmax(-1)
         y = p @ v[:, :, :end]
-        return y if values is None else y + _to_distances(p) @ values.to(wide)[:, line], score.logsumexp(-1)
-    y, lse = zip(*(_again(Tq > rows, piece, i, q, k, v, keys, values, u, w, bias) for i in range(0, Tq, rows)))
-    return (y[0], lse[0]) if len(y) == 1 else (torch.cat(y, 2), torch.cat(lse, 2))
+        if values is not None:
+            y = y + _keys_to_distances(p) @ values.to(dtype)[:, distance]
+        return y, score.logsumexp(-1)
+
+    chunks = [
+        _recompute_if(Tq > chunk, attend_chunk, i, q, k, v, keys, values, u, w, bias)
+        for i in range(0, Tq, chunk)
+    ]
+    if len(chunks) == 1:
+        return chunks[0]
+    y, lse = zip(*chunks, strict=True)
+    return torch.cat(y, 2), torch.cat(lse, 2)
 
 
-def _to_keys(x, keys):
-    """x (..., n, n + keys - 1), over falling distance -> (..., n, keys): row r, which stands r tokens later than row 0, reads from column n - 1 - r on.
+def _distances_to_keys(x, n_keys):
+    """x (..., n, n + n_keys - 1), over falling distances -> (..., n, n_keys).
 
-    In memory that is one line read from element n - 1 with a stride shorter by one (Transformer-XL's shift)."""
+    Row r is r tokens later than row 0, so its keys start at column n - 1 - r. In memory, that is
+    one long row, read from element n - 1 on with a stride shorter by one (Transformer-XL's shift).
+    """
     *batch, n, length = x.shape
     if n == 1:
         return x
-    return x.reshape(*batch, n * length)[..., n - 1:n - 1 + n * (length - 1)].reshape(*batch, n, length - 1)[..., :keys]
+    x = x.reshape(*batch, n * length)[..., n - 1 : n - 1 + n * (length - 1)]
+    return x.reshape(*batch, n, length - 1)[..., :n_keys]
 
 
-def _to_distances(p):
-    """The way back: p (..., n, keys) -> (..., n, n + keys - 1), zero where there is no key."""
-    *batch, n, keys = p.shape
+def _keys_to_distances(p):
+    """The inverse: p (..., n, n_keys) -> (..., n, n + n_keys - 1), zero where there is no key."""
+    *batch, n, n_keys = p.shape
     if n == 1:
         return p
-    line = F.pad(p, (0, n - 2)).reshape(*batch, n * (n + keys - 2))
-    return F.pad(line, (n - 1, 1)).reshape(*batch, n, n + keys - 1)
+    p = F.pad(p, (0, n - 2)).reshape(*batch, n * (n + n_keys - 2))
+    return F.pad(p, (n - 1, 1)).reshape(*batch, n, n + n_keys - 1)
+
+
+# -----------------------------------------------------------------------------
+# Cross-entropy
 
 
 def linear_cross_entropy(x, weight, targets, reduction="mean"):
-    """Cross-entropy of the logits x weight^T in chunks of tokens, so that logits (tokens, V) never exist at once, neither forward nor backward.
+    """Compute the cross-entropy of the logits x weight^T, in chunks of tokens.
 
-    x (N, C), weight (V, C), targets (N,) int64; negative targets are ignored. Returns nats in float32: the mean over the targets that
-    count (nan where there is none), their "sum", or with reduction="none" each one (N,), 0 where ignored.
-    The weight's gradient is accumulated in float32 whatever the dtype of the product. No second derivatives.
+    The logits (N, V) never exist all at once, neither forward nor backward.
+    x (N, C), weight (V, C), targets (N,) int64; negative targets are ignored. Returns nats in
+    float32: the mean over the targets that are not ignored (nan if there are none), their "sum", or
+    with reduction="none" the loss of each (N,), 0 where ignored.
+    The gradient of the weight is accumulated in float32, whatever the dtype of the product. There
+    are no second derivatives.
     """
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    early = reduction != "none" and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    apply = _uncompiled if torch.compiler.is_compiling() and len(_chunks(x, weight)) > 32 else _LinearCrossEntropy.apply  # a graph would have each chunk again
-    losses = apply(x, weight, targets, dtype, early)
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / (targets >= 0).sum()
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    grads_in_forward = reduction != "none" and needs_grad
+    apply = _LinearCrossEntropy.apply
+    if torch.compiler.is_compiling() and len(_chunks(x, weight)) > 32:
+        apply = _not_compiled  # a graph would repeat the operators for each chunk
+    losses = apply(x, weight, targets, dtype, grads_in_forward)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (targets >= 0).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The losses (N,), or their sum alone, (1,), where `early`: then every token has the same factor in what follows, so the gradients are taken while a
-    chunk's logits are at hand, and only multiplied by it in the backward pass. Otherwise the backward pass makes the logits again."""
+    """The losses (N,), or, with grads_in_forward, their sum (1,).
+
+    For a sum all tokens have the same factor in what follows. So their gradients can be computed
+    while a chunk's logits exist, and the backward pass only multiplies them by that factor.
+    Otherwise the backward pass recomputes the logits.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dtype, early):
-        ctx.early, ctx.dtype = early, dtype
-        losses, gradients = _chunk_by_chunk(x, weight, targets, dtype, 1 if early else None)
-        ctx.save_for_backward(*(gradients if early else (x, weight, targets)))
-        return losses.sum(0, keepdim=True) if early else losses
+    def forward(ctx, x, weight, targets, dtype, grads_in_forward):
+        ctx.grads_in_forward = grads_in_forward
+        ctx.dtype = dtype
+        if grads_in_forward:
+            losses, gradients = _losses_and_gradients(x, weight, targets, dtype, 1)
+            ctx.save_for_backward(*gradients)
+            return losses.sum(0, keepdim=True)
+        losses, _ = _losses_and_gradients(x, weight, targets, dtype, None)
+        ctx.save_for_backward(x, weight, targets)
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        if ctx.early:
+        if ctx.grads_in_forward:
             dx, dweight = ctx.saved_tensors
-            return (dx * grad).to(dx.dtype), (dweight * grad).to(dweight.dtype), None, None, None
-        _, (dx, dweight) = _chunk_by_chunk(*ctx.saved_tensors, ctx.dtype, grad[:, None])
+            dx = (dx * grad).to(dx.dtype)
+            dweight = (dweight * grad).to(dweight.dtype)
+        else:
+            _, gradients = _losses_and_gradients(*ctx.saved_tensors, ctx.dtype, grad[:, None])
+            dx, dweight = gradients
         return dx, dweight, None, None, None
 
 
-def _uncompiled(*args):
+def _not_compiled(*args):
     return _LinearCrossEntropy.apply(*args)
 
 
-_uncompiled._torchdynamo_disable = True  # torch.compiler.disable, without importing the compiler here
+# This is what torch.compiler.disable sets, without importing the compiler here.
+_not_compiled._torchdynamo_disable = True
 
 
-def _chunk_by_chunk(x, weight, targets, dtype, factor):
-    """The losses (N,), and, where there is a factor (1, or one for each token (N, 1)), the gradients of the sum of factor x loss."""
-    wide, w, counts = torch.promote_types(dtype, torch.float32), weight.to(dtype), targets[:, None] >= 0
-    losses, dx, dweight = [], [], torch.zeros(weight.shape, dtype=wide, device=weight.device) if factor is not None else None
+def _losses_and_gradients(x, weight, targets, dtype, factor):
+    """The losses (N,), and the gradients of sum(factor * loss) for x and weight.
+
+    factor: 1, one for each token (N, 1), or None: no gradients.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    w = weight.to(dtype)
+    counts = targets[:, None] >= 0
+    losses, dx = [], []
+    dweight = None
+    if factor is not None:
+        dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
     for rows in _chunks(x, weight):
-        chunk, target = x[rows].to(dtype), targets[rows, None].clamp(min=0)
+        chunk = x[rows].to(dtype)
+        target = targets[rows, None].clamp(min=0)
         p = F.log_softmax(chunk @ w.t(), -1, dtype=wide)
         losses.append(torch.where(counts[rows], -p.gather(1, target), 0.0).squeeze(1))
-        if factor is not None:  # the gradient of the logits: softmax, less 1 at the target
+        if factor is not None:
+            # the gradient of the logits: softmax, less 1 at the target
             p = p.exp_().scatter_(1, target, -1.0, reduce="add").to(dtype)
-            weigh = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
-            dx.append(((p @ w) * weigh).to(x.dtype))
-            dweight += p.t() @ (chunk * weigh).to(dtype)
+            token_weight = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
+            dx.append(((p @ w) * token_weight).to(x.dtype))
+            dweight += p.t() @ (chunk * token_weight).to(dtype)
         del p  # before the next chunk's logits
-    gradients = None if factor is None else (torch.cat(dx) if dx else torch.zeros_like(x), dweight.to(weight.dtype))
-    return torch.cat(losses) if losses else x.new_zeros(0, dtype=wide), gradients
+    losses = torch.cat(losses) if losses else x.new_zeros(0, dtype=wide)
+    if factor is None:
+        return losses, None
+    dx = torch.cat(dx) if dx else torch.zeros_like(x)
+    return losses, (dx, dweight.to(weight.dtype))
 
 
 def _chunks(x, weight):
-    size = max(128, (1 << 25) // weight.shape[0] // 128 * 128)  # logits of at most 128 MiB in float32
+    """Slices of the tokens, whose logits take at most 128 MiB in float32."""
+    size = max(128, (1 << 25) // weight.shape[0] // 128 * 128)
     return [slice(i, i + size) for i in range(0, len(x), size)]

@@ -1,7 +1,7 @@
 """Export a model as a Hugging Face directory that transformers' AutoModelForCausalLM loads.
 
-What was written is verified (hf_verify.py) before the directory appears. What has no equal there
-is refused.
+What was written is verified (hf_verify.py) before the directory appears. What transformers has no
+equivalent of is refused.
 """
 
 import json
@@ -31,8 +31,8 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     """Write a model that GPT.load() returned, and its tokenizer, whole or not at all.
 
     tokenizer_from: a Hugging Face directory whose tokenizer files are copied instead. Raises
-    UserError for a model that has no equal in transformers, or if transformers computes other
-    logits.
+    UserError for a model that has no equivalent in transformers, or if transformers computes
+    other logits.
     """
     from safetensors.torch import save_file
 
@@ -103,9 +103,11 @@ def print_summary(settings, model, has_tokenizer):
 def write_config(model):
     """Return (config.json as a dict, WrittenRope or None).
 
-    Raises UserError for what has no equal in transformers.
+    Raises UserError for what has no equivalent in transformers.
     """
     config = model.config
+    check_blocks(config)
+    check_positions(config)
     settings = {
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
@@ -114,53 +116,36 @@ def write_config(model):
         "use_cache": True,
         "initializer_range": 0.02,
     }
-    check_blocks(config)
-    if config.random_positions:
-        raise UserError(
-            "the models that transformers loads count their positions, and this one was trained on "
-            "random ones: train without --random_positions to export"
-        )
     if config.norm == "layernorm":
-        check_gpt2(config)
         return settings | gpt2_config(config), None
-    if config.pos not in ("rope", "nope"):
-        raise no_equal(
-            f"--pos={config.pos}",
-            "what can be exported is rope and nope, and GPT-2 (learned, with --norm=layernorm "
-            "--mlp=gelu --bias=all)",
-        )
-    if config.sinks:
-        raise no_equal("a window with sinks", "train without --sinks to export")
-    unrotated = unrotated_layers(model)
-    rope = choose_rope(model, unrotated)
-    model_type = choose_architecture(config, unrotated)
-    return settings | llama_config(config, model_type, rope, unrotated), rope
+    uses_rope = layers_with_rope(model)
+    rope = choose_rope(model, uses_rope)
+    model_type = choose_architecture(config, uses_rope)
+    return settings | llama_config(config, model_type, rope, uses_rope), rope
 
 
-def no_equal(what, remedy):
-    return UserError(f"{what} has no equal among the models that transformers loads: {remedy}")
+def no_equivalent(what, remedy):
+    message = f"{what} has no equivalent among the models that transformers loads: {remedy}"
+    return UserError(message)
 
 
 def check_blocks(config):
     """Raise UserError unless the blocks are Llama's or GPT-2's."""
     blocks = (config.norm, config.mlp, config.bias)
-    known = [
-        ("rmsnorm", "swiglu", "none"),
-        ("rmsnorm", "swiglu", "qkv"),
-        ("layernorm", "gelu", "all"),
-    ]
-    if blocks not in known:
-        raise no_equal(
+    if blocks == ("layernorm", "gelu", "all"):
+        check_gpt2(config)
+    elif blocks not in (("rmsnorm", "swiglu", "none"), ("rmsnorm", "swiglu", "qkv")):
+        raise no_equivalent(
             f"--norm={config.norm} with --mlp={config.mlp} and --bias={config.bias}",
             "what can be exported is rmsnorm and swiglu with --bias=none or qkv, and GPT-2 "
             "(layernorm, gelu, all)",
         )
-    if config.qk_norm and config.bias == "qkv":
-        raise no_equal("--qk_norm with --bias=qkv", "train without one of them to export")
+    elif config.qk_norm and config.bias == "qkv":
+        raise no_equivalent("--qk_norm with --bias=qkv", "train without one of them to export")
 
 
 def check_gpt2(config):
-    """Raise UserError unless all other settings are GPT-2's too."""
+    """Raise UserError unless a model of GPT-2's blocks has its other settings, too."""
     requirements = {
         "--pos=learned": config.pos == "learned",
         "--head_dim=0": config.n_head * config.head_dim == config.n_embd,
@@ -173,6 +158,23 @@ def check_gpt2(config):
         raise UserError(
             "of the models with --norm=layernorm, --mlp=gelu and --bias=all transformers has "
             f"GPT-2 alone: train with {', '.join(missing)} to export"
+        )
+
+
+def check_positions(config):
+    """Raise UserError for position schemes and settings that transformers does not have."""
+    if config.random_positions:
+        raise UserError(
+            "the models that transformers loads count their positions, and this one was trained on "
+            "random ones: train without --random_positions to export"
+        )
+    if config.sinks:
+        raise no_equivalent("a window with sinks", "train without --sinks to export")
+    if config.norm == "rmsnorm" and config.pos not in ("rope", "nope"):
+        raise no_equivalent(
+            f"--pos={config.pos}",
+            "what can be exported is rope and nope, and GPT-2 (learned, with --norm=layernorm "
+            "--mlp=gelu --bias=all)",
         )
 
 
@@ -194,22 +196,22 @@ def gpt2_config(config):
     }
 
 
-def unrotated_layers(model):
-    """Return for each layer whether its attention is without positions."""
+def layers_with_rope(model):
+    """Return for each layer whether RoPE rotates its queries and keys."""
     config, pos = model.config, model.pos
     if config.pos == "nope" or extension_method(config) == "drope" or not pos.rotary_dim:
-        return [True] * config.n_layer
-    return [not config.uses_positions(layer) for layer in range(config.n_layer)]
+        return [False] * config.n_layer
+    return [config.uses_positions(layer) for layer in range(config.n_layer)]
 
 
 def extension_method(config):
     return config.extension["method"] if config.extension else "none"
 
 
-def choose_rope(model, unrotated):
+def choose_rope(model, uses_rope):
     """Return the WrittenRope of a model of Llama's shape, with RoPE or without."""
     config = model.config
-    if not all(unrotated):
+    if any(uses_rope):
         return write_rope(model)
     if config.qk_norm:
         # Qwen3 has RoPE in all layers
@@ -219,15 +221,15 @@ def choose_rope(model, unrotated):
     return WrittenRope(parameters, config.block_size)
 
 
-def choose_architecture(config, unrotated):
+def choose_architecture(config, uses_rope):
     """Return the model_type that has these layers. Raises UserError where there is none."""
-    check_unrotated_layers(config, unrotated)
+    check_layers_without_rope(config, uses_rope)
     n_window = sum(config.uses_window(layer) for layer in range(config.n_layer))
     if config.qk_norm:
         model_type = "qwen3"
     elif config.bias == "qkv":
         model_type = "qwen2"
-    elif any(unrotated) or 0 < n_window < config.n_layer:
+    elif not all(uses_rope) or 0 < n_window < config.n_layer:
         model_type = "smollm3"
     # transformers' Llama wants heads that divide the embedding
     elif n_window or config.n_embd % config.n_head:
@@ -242,24 +244,24 @@ def choose_architecture(config, unrotated):
     return model_type
 
 
-def check_unrotated_layers(config, unrotated):
-    """Raise UserError for layers without positions that only SmolLM3 has, in another model.
+def check_layers_without_rope(config, uses_rope):
+    """Raise UserError for layers without RoPE in a model that is not a SmolLM3.
 
-    QK-norm in all layers without positions is possible: a Qwen3 whose RoPE rotates nothing.
+    QK-norm in a model without any RoPE is possible: a Qwen3 whose RoPE rotates nothing.
     """
-    if config.qk_norm and any(unrotated) and not all(unrotated):
+    if config.qk_norm and any(uses_rope) and not all(uses_rope):
         other = "--qk_norm"
-    elif config.bias == "qkv" and any(unrotated):
+    elif config.bias == "qkv" and not all(uses_rope):
         other = "--bias=qkv"
     else:
         return
     what = "a model without positions"
-    if not all(unrotated):
+    if any(uses_rope):
         what = f"--layer_pattern={config.layer_pattern} (some layers without positions)"
-    raise no_equal(f"{what} with {other}", "train without one of them to export")
+    raise no_equivalent(f"{what} with {other}", "train without one of them to export")
 
 
-def llama_config(config, model_type, rope, unrotated):
+def llama_config(config, model_type, rope, uses_rope):
     """Return the part of config.json that describes a Llama, or an architecture of its shape."""
     settings = {
         "architectures": [CLASS_NAMES[model_type]],
@@ -280,8 +282,8 @@ def llama_config(config, model_type, rope, unrotated):
     if model_type in ("llama", "smollm3"):
         settings["mlp_bias"] = False
     if model_type == "smollm3":
-        # 1 stands for a layer with RoPE
-        settings["no_rope_layers"] = [int(not without) for without in unrotated]
+        # 1 stands for a layer with RoPE, whatever the name says
+        settings["no_rope_layers"] = [int(value) for value in uses_rope]
         settings["no_rope_layer_interval"] = 4
     return settings | window_settings(config, model_type) | rope_settings(rope.parameters)
 
@@ -298,12 +300,12 @@ def window_settings(config, model_type):
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "max_window_layers": config.n_layer,
-        "layer_types": [types[windowed] for windowed in uses_window],
+        "layer_types": [types[value] for value in uses_window],
     }
 
 
 def rope_settings(parameters):
-    """Return RoPE's fields of config.json; older runtimes read those beside rope_parameters."""
+    """Return RoPE's fields of config.json; older runtimes read those outside rope_parameters."""
     settings = {
         "rope_parameters": parameters,
         "rope_theta": parameters["rope_theta"],
@@ -322,11 +324,23 @@ def rope_settings(parameters):
 # Weights
 
 
+# Parameters of attention whose rows are channels that RoPE rotates
+ROTATED_PARAMETERS = (
+    "q.weight",
+    "k.weight",
+    "q.bias",
+    "k.bias",
+    "q_norm.weight",
+    "k_norm.weight",
+)
+
+
 @torch.no_grad()
 def export_weights(model, rope):
-    """Return the tensors under Hugging Face's names; rope: of write_config().
+    """Return the tensors under Hugging Face's names; rope: what write_config() returned.
 
-    The queries take what transformers has no setting for: factors of the attention scores.
+    Factors of the attention scores, for which transformers has no setting, become part of the
+    queries' weights.
     """
     config = model.config
     params = dict(model.named_parameters())
@@ -350,17 +364,6 @@ def export_weights(model, rope):
             tensor = tensor.t()
         tensors[name] = tensor.contiguous()
     return tensors
-
-
-# parameters of attention whose rows are channels that RoPE rotates
-ROTATED_PARAMETERS = (
-    "q.weight",
-    "k.weight",
-    "q.bias",
-    "k.bias",
-    "q_norm.weight",
-    "k_norm.weight",
-)
 
 
 def query_scale(model, layer, reorders):

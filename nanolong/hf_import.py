@@ -1,7 +1,7 @@
 """Import Hugging Face checkpoints: a local directory becomes the first checkpoint of a run folder.
 
 Only JSON and safetensors files are opened, and names, shapes and dtypes are checked before any
-weight is loaded. What has no equal here is refused, with the reason.
+weight is loaded. What has no equivalent here is refused, with the reason.
 """
 
 import math
@@ -93,7 +93,7 @@ def print_summary(folder, config, shapes, note):
 def read_config(folder):
     """Return the settings of GPTConfig that a Hugging Face directory's config.json describes.
 
-    Raises UserError for what has no equal here.
+    Raises UserError for what has no equivalent here.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -160,7 +160,7 @@ def read_llama_config(fields, model_type):
     n_embd = fields.integer("hidden_size")
     head_dim = fields.optional_integer("head_dim") or n_embd // n_head
     rope_base, rope = read_rope(fields, head_dim)
-    window, window_layers, rope_layers = read_layers(fields, model_type, n_layer)
+    window, uses_window, uses_rope = read_layers(fields, model_type, n_layer)
 
     settings = {
         "n_layer": n_layer,
@@ -174,17 +174,17 @@ def read_llama_config(fields, model_type):
         "tie_embeddings": fields.flag("tie_word_embeddings"),
         "norm_eps": fields.real("rms_norm_eps", 1e-30, 0.1),
         "mlp_dim": fields.integer("intermediate_size"),
-        "window": window if any(window_layers) else 0,
+        "window": window if any(uses_window) else 0,
         "block_size": rope.length,
     }
-    if not any(rope_layers) or rotates_nothing(rope):
+    if not any(uses_rope) or rotates_nothing(rope):
         settings["pos"] = "nope"
-        rope_layers = [True] * n_layer
+        uses_rope = [True] * n_layer
     else:
         settings["pos"] = "rope"
         settings["rope_base"] = rope_base
         settings["extension"] = extension_of(rope)
-    settings["layer_pattern"] = layer_pattern(window_layers, rope_layers)
+    settings["layer_pattern"] = layer_pattern(uses_window, uses_rope)
     return settings
 
 
@@ -194,9 +194,9 @@ def read_llama_config(fields, model_type):
 
 def read_layers(fields, model_type, n_layer):
     """Return (window in tokens or None, whether each layer has it, whether each layer has RoPE)."""
-    rope_layers = [True] * n_layer
+    uses_rope = [True] * n_layer
     if model_type == "smollm3":
-        rope_layers = read_rope_layers(fields, n_layer)
+        uses_rope = read_rope_layers(fields, n_layer)
     types = ("full_attention", "sliding_attention")
     layer_types = fields.list_per_layer("layer_types", n_layer, types)
 
@@ -207,37 +207,36 @@ def read_layers(fields, model_type, n_layer):
         window = fields.optional_integer("sliding_window")
 
     if not window:
-        window_layers = [False] * n_layer
+        uses_window = [False] * n_layer
     elif model_type == "mistral":
-        window_layers = [True] * n_layer
+        uses_window = [True] * n_layer
     elif layer_types:
-        window_layers = [layer_type == "sliding_attention" for layer_type in layer_types]
+        uses_window = [layer_type == "sliding_attention" for layer_type in layer_types]
     elif model_type == "smollm3":
-        window_layers = [not has_rope for has_rope in rope_layers]
+        uses_window = [not has_rope for has_rope in uses_rope]
     else:  # Qwen
         first = fields.integer("max_window_layers", low=0)
-        window_layers = [layer >= first for layer in range(n_layer)]
-    return window, window_layers, rope_layers
+        uses_window = [layer >= first for layer in range(n_layer)]
+    return window, uses_window, uses_rope
 
 
 def read_rope_layers(fields, n_layer):
     """Return for each layer of a SmolLM3 whether it has RoPE."""
     # the list holds 1 for layers with RoPE, whatever its name says
-    rope_layers = fields.list_per_layer("no_rope_layers", n_layer, (0, 1))
-    if rope_layers is not None:
-        return [bool(has_rope) for has_rope in rope_layers]
+    uses_rope = fields.list_per_layer("no_rope_layers", n_layer, (0, 1))
+    if uses_rope is not None:
+        return [bool(has_rope) for has_rope in uses_rope]
     interval = fields.integer("no_rope_layer_interval")
     return [(layer + 1) % interval != 0 for layer in range(n_layer)]
 
 
-def layer_pattern(window_layers, rope_layers):
-    """Return the shortest layer_pattern that gives these layers when it is repeated."""
+def layer_pattern(uses_window, uses_rope):
+    """Return the shortest layer_pattern that gives these lists when it is repeated."""
     letters = {(False, True): "F", (True, True): "W", (False, False): "N", (True, False): "S"}
-    word = "".join(letters[kind] for kind in zip(window_layers, rope_layers, strict=True))
-    for length in range(1, len(word)):
-        repeated = word[:length] * len(word)
-        if repeated.startswith(word):
-            return word[:length]
+    word = "".join(letters[kind] for kind in zip(uses_window, uses_rope, strict=True))
+    for period in range(1, len(word)):
+        if word.startswith(word[period:]):
+            return word[:period]
     return word
 
 
@@ -319,7 +318,7 @@ def read_file_header(folder, file):
 
 
 def check_dtype(file, name, dtype):
-    if dtype in ("F32", "F16", "BF16", "F64") or is_redundant(name, tied=True):
+    if dtype in ("F32", "F16", "BF16", "F64") or is_redundant(name, True):
         return
     raise UserError(
         f"{file}: {name} is of dtype {dtype}, and weights are read in float32, float16 or "

@@ -208,13 +208,13 @@ LLAMA_LAYER = {
     "mlp.up_proj.weight": ["mlp.up.weight"],
     "mlp.down_proj.weight": ["mlp.down.weight"],
 }
-# Qwen2 has these besides
+# Qwen2 has these too
 QKV_BIAS = {
     "self_attn.q_proj.bias": ["attention.q.bias"],
     "self_attn.k_proj.bias": ["attention.k.bias"],
     "self_attn.v_proj.bias": ["attention.v.bias"],
 }
-# Qwen3 has these besides
+# Qwen3 has these too
 QK_NORM = {
     "self_attn.q_norm.weight": ["attention.q_norm.weight"],
     "self_attn.k_norm.weight": ["attention.k_norm.weight"],
@@ -294,8 +294,8 @@ def gpt2_layout(config):
     return layout
 
 
-def is_redundant(name, tied):
+def is_redundant(name, tie_embeddings):
     """Return whether a tensor is one that no model needs: a computed table, or a tied head."""
     if name == "lm_head.weight":
-        return tied
+        return tie_embeddings
     return name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))

@@ -13,13 +13,13 @@ from nanolong.hf_layout import UNROTATED, ConfigFields
 # Reading
 
 
-class Rope(NamedTuple):
-    """The scaling of a config.json's RoPE, in our terms."""
+class RopeScaling(NamedTuple):
+    """How a config.json scales RoPE, in our terms."""
 
-    method: str  # of rope_scaling.METHODS
+    method: str  # key of rope_scaling.METHODS
     factor: float
     options: dict
-    original_length: int  # in tokens, as the next
+    original_length: int  # context length in tokens, before and after
     length: int
 
 
@@ -36,7 +36,7 @@ def extension_of(rope):
 
 
 def rotates_nothing(rope):
-    """Return whether no pair of channels is rotated: how exported models without RoPE look."""
+    """Return whether no pair of channels is rotated, as in an exported model without RoPE."""
     if rope.method != "longrope":
         return False
     tables = [rope.options.get("short_factor", []), rope.options["long_factor"]]
@@ -44,7 +44,7 @@ def rotates_nothing(rope):
 
 
 def read_rope(fields, head_dim):
-    """Return (base, Rope) of a config.json. Raises UserError for a rope_type that is unknown."""
+    """Return (base, RopeScaling) of a config.json. Raises UserError for an unknown rope_type."""
     rope = RopeFields(fields, head_dim)
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
     base = rope.real("rope_theta", 1.0, 1e12)
@@ -130,23 +130,25 @@ def is_positive_number(value):
 
 
 def read_default_rope(rope):
-    return Rope("none", 1.0, {}, rope.length, rope.length)
+    return RopeScaling("none", 1.0, {}, rope.length, rope.length)
 
 
 def read_linear_rope(rope):
     factor = rope.factor()
-    return Rope("pi", factor, {}, rope.length, round(rope.length * factor))
+    return RopeScaling("pi", factor, {}, rope.length, round(rope.length * factor))
 
 
 def read_dynamic_rope(rope):
     factor = rope.factor()
-    return Rope("dynamic-ntk", factor, {}, rope.length, round(rope.length * factor))
+    return RopeScaling("dynamic-ntk", factor, {}, rope.length, round(rope.length * factor))
 
 
 def read_llama3_rope(rope):
     factor = rope.factor()
     options = rope.options("low_freq_factor", "high_freq_factor")
-    return Rope("llama3", factor, options, rope.original_length, rope.extended_length(factor))
+    return RopeScaling(
+        "llama3", factor, options, rope.original_length, rope.extended_length(factor)
+    )
 
 
 def read_yarn_rope(rope):
@@ -154,13 +156,13 @@ def read_yarn_rope(rope):
     options = rope.options("beta_fast", "beta_slow", "attention_factor")
     has_mscale = rope.get("mscale") and rope.get("mscale_all_dim")
     if has_mscale and "attention_factor" not in options and factor > 1:
-        # DeepSeek's two scales of YaRN's temperature: of all channels, and of those of RoPE
+        # as DeepSeek's configs have it: the ratio of two of YaRN's temperatures
         mscale = 0.1 * rope.real("mscale", 0, 100) * math.log(factor) + 1
         mscale_all_dim = 0.1 * rope.real("mscale_all_dim", 0, 100) * math.log(factor) + 1
         options["attention_factor"] = mscale / mscale_all_dim
     if not rope.values.get("truncate", True):
         options["truncate"] = False
-    return Rope("yarn", factor, options, rope.original_length, rope.extended_length(factor))
+    return RopeScaling("yarn", factor, options, rope.original_length, rope.extended_length(factor))
 
 
 def read_longrope(rope):
@@ -171,7 +173,7 @@ def read_longrope(rope):
     if short_factor != long_factor:
         options["short_factor"] = short_factor
     options["long_factor"] = long_factor
-    return Rope("longrope", factor, options, rope.original_length, rope.length)
+    return RopeScaling("longrope", factor, options, rope.original_length, rope.length)
 
 
 def read_proportional_rope(rope):
@@ -180,7 +182,7 @@ def read_proportional_rope(rope):
     factor = 1.0 if rope.get("factor") is None else rope.factor()
     table = [factor] * n_rotated + [UNROTATED] * (rope.n_pairs - n_rotated)
     options = {"long_factor": table, "attention_factor": 1.0}
-    return Rope("longrope", factor, options, rope.length, round(rope.length * factor))
+    return RopeScaling("longrope", factor, options, rope.length, round(rope.length * factor))
 
 
 # rope_type of a config.json -> the function that reads it
@@ -205,7 +207,7 @@ class WrittenRope(NamedTuple):
 
     parameters: dict  # rope_parameters
     max_position_embeddings: int
-    # For a RoPE that rotates a part of a head: which of our channels each of theirs is.
+    # where a RoPE rotates a part of a head: which of our channels each of theirs is
     channel_order: list | None = None
 
 
@@ -213,7 +215,7 @@ def write_rope(model):
     """Return the WrittenRope of a model with RoPE.
 
     A method is written by its name in transformers, plain RoPE of whatever base by this base, and
-    any other fixed frequencies as a longrope table. Raises UserError for what has no equal there.
+    any other fixed frequencies as a longrope table. Raises UserError for what has no equivalent.
     """
     config, pos = model.config, model.pos
     extension = config.extension or {"method": "none", "factor": 1.0, "options": {}}
@@ -227,8 +229,8 @@ def write_rope(model):
             return write_named_type(rope_type, config, method, factor, options)
     if method == "longrope" and "short_factor" in options:
         raise UserError(
-            f"longrope with two tables and rope_fraction={config.rope_fraction} has no equal among "
-            "the models that transformers loads: leave out short_factor"
+            f"longrope with two tables and rope_fraction={config.rope_fraction} has no equivalent "
+            "among the models that transformers loads: leave out short_factor"
         )
     if pos._dynamic:
         pos.update_tables(config.block_size)
@@ -266,7 +268,7 @@ def named_rope_type(method, factor, options):
         return "linear"
     if method in ("yarn", "ntk-parts") and ramp == "index":
         return "yarn"
-    # llama3's ramp is that of NTK-by-parts as its paper has it
+    # llama3 is NTK-by-parts with the ramp of its paper
     if method == "llama3" or (method == "ntk-parts" and ramp == "paper"):
         return "llama3"
     return None
@@ -320,7 +322,7 @@ def llama3_parameters(method, options):
 
 
 def longrope_attention_factor(value):
-    """Return the parameter for what multiplies cos and sin; older runtimes know the other two."""
+    """Return the factor of cos and sin under its three names; older runtimes use the last two."""
     return {"attention_factor": value, "short_mscale": value, "long_mscale": value}
 
 

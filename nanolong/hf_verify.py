@@ -1,4 +1,4 @@
-"""Compare an exported directory with the model: logits and token ids, as transformers has them."""
+"""Compare an exported directory with the model: transformers' logits and token ids with ours."""
 
 import importlib.util
 import os
@@ -46,9 +46,10 @@ def verify_export(model, folder, tokenizer):
     if importlib.util.find_spec("transformers") is None:
         print("not verified: transformers is not installed (pip install transformers)")
         return
+    lengths = verified_lengths(model)
     generator = torch.Generator().manual_seed(0)
     inputs = {}
-    for length in verified_lengths(model):
+    for length in lengths:
         shape = (1, length)
         inputs[str(length)] = torch.randint(model.config.vocab_size, shape, generator=generator)
     if tokenizer:
@@ -57,7 +58,7 @@ def verify_export(model, folder, tokenizer):
     answers = run_transformers(folder, inputs)
 
     report = []
-    for length in verified_lengths(model):
+    for length in lengths:
         difference = logit_difference(model, inputs[str(length)], answers[str(length)])
         report.append(f"{length} tokens: {difference:.1e}")
     text = f"verified by transformers: largest logit difference {', '.join(report)}"
@@ -112,7 +113,7 @@ def logit_difference(model, tokens, theirs):
     """Return the largest difference of logits. Raises UserError beyond rounding errors."""
     length = tokens.shape[1]
     with warnings.catch_warnings():
-        # of a length beyond the context, which is meant here
+        # a length beyond the context is meant here
         warnings.simplefilter("ignore", UserWarning)
         ours = model(tokens)[:, :: max(1, length // 64)]
     difference = (ours - theirs).abs().max().item()

@@ -41,14 +41,17 @@ GROUPS = (
 )
 
 # Changes that are meant: which entries (group: case | key), and why.
+NO_DATASET = (
+    "extend.py --max_iters=0 opens no dataset: it needs none, measures nothing, writes no log"
+)
 DELIBERATE = (
+    ("extending: extended only, * | log *", NO_DATASET),
+    ("extending: extended only, * | meta best", NO_DATASET),
+    ("extending: extended only, * | meta val_loss", NO_DATASET),
+    ("statuses: extend.py {step} --max_iters=0 | *", NO_DATASET),
     (
         "models: GPT-2's shape, fresh | *",
         "GPT-2's blocks were initialised by torch's defaults before an import loaded them",
-    ),
-    (
-        "extending: extended only, * | log *",
-        "extend.py --max_iters=0 opens no dataset, so it measures nothing",
     ),
 )
 
@@ -91,7 +94,7 @@ def main():
     parser.add_argument("new", type=Path, help="the checkout to compare with it")
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="processes at a time")
-    parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
+    parser.add_argument("--keep", action="store_true", help="keep the temporary folder in any case")
     args = parser.parse_args()
     groups = args.only.split(",")
     unknown = set(groups) - set(GROUPS)
@@ -109,14 +112,17 @@ def main():
     for group in groups:
         seconds = run_group(folder, group, args.jobs)
         differences += report_group(folder, group, seconds)
-    if not differences and not args.keep:
+    if differences:
+        file = folder / "differences.txt"
+        file.write_text("\n".join(differences) + "\n", encoding="utf-8")
+        print(f"\n{len(differences)} entries differ; all of them are in {file}")
+        return 1
+    print("\nall identical")
+    if args.keep:
+        print(f"what was recorded is in {folder}")
+    else:
         shutil.rmtree(folder)
-        print("\nall identical")
-        return 0
-    file = folder / "differences.txt"
-    file.write_text("\n".join(differences) + "\n", encoding="utf-8")
-    print(f"\n{len(differences)} entries differ; all of them are in {file}")
-    return 1
+    return 0
 
 
 def make_inputs(folder):
@@ -186,35 +192,41 @@ def run_group(folder, group, jobs):
 def report_group(folder, group, seconds):
     """Print a group's row and its first differences; return all of them as lines."""
     old, new = (read_results(folder / name, group) for name in ("old", "new"))
-    cases, lines, deliberate = {}, [], {}
-    for key in sorted({*old, *new}):
+    keys = sorted({*old, *new})
+    cases = {key.partition(" | ")[0] for key in keys}
+    different, deliberate, lines = {}, {}, []
+    for key in keys:
         case = key.partition(" | ")[0]
         gap = entry_gap(key, old, new)
-        cases.setdefault(case, 0.0)
-        if gap == 0:
-            continue
         reason = deliberate_reason(f"{group}: {key}")
-        if reason:
+        if gap and reason:
             deliberate[case] = reason
-            continue
-        cases[case] = max(cases[case], gap)
-        lines.append(f"{group}: {key}: {describe(key, old, new, gap)}")
-    different = [case for case, gap in cases.items() if gap]
+        elif gap:
+            lines.append(f"{group}: {key}: {describe(key, old, new, gap)}")
+            different.setdefault(case, []).append((gap, lines[-1]))
+    deliberate = {case: deliberate[case] for case in deliberate.keys() - different.keys()}
     refused = [key for key in old if key.endswith(" | refused")]
-    identical = len(cases) - len(different) - len(deliberate.keys() - set(different))
-    largest = max(cases.values(), default=math.inf)
+    identical = len(cases) - len(different) - len(deliberate)
+    largest = max((gap for entries in different.values() for gap, _ in entries), default=0.0)
     times = f"{seconds['old']:.0f}, {seconds['new']:.0f}"
     print(
         f"{group:<12}{len(cases):>7}{len(refused):>9}{identical:>11}{len(deliberate):>12}", end=""
     )
     print(f"{len(different):>11}  {largest:<11.2g}{times:<10}", flush=True)
-    for line in lines[:12]:
-        print(f"    {line[:300]}")
-    if len(lines) > 12:
-        print(f"    and {len(lines) - 12} more")
+    print_differences(different, deliberate)
+    return lines
+
+
+def print_differences(different, deliberate, most=20):
+    """Print the worst entry of each case that differs: a failure before everything else."""
+    for entries in list(different.values())[:most]:
+        _, line = max(entries, key=lambda entry: (" | failed: " in entry[1], entry[0]))
+        more = f" (and {len(entries) - 1} more)" if len(entries) > 1 else ""
+        print(f"    {line[:300]}{more}")
+    if len(different) > most:
+        print(f"    and {len(different) - most} more cases")
     for reason in sorted(set(deliberate.values())):
         print(f"    deliberate: {reason}")
-    return lines
 
 
 def read_results(folder, group):
@@ -275,7 +287,7 @@ def describe(key, old, new, gap):
     """A difference in words."""
     if key.endswith(" | failed"):
         errors = [results[key].strip().splitlines()[-1] for results in (old, new) if key in results]
-        return f"failed: {errors[-1]}"
+        return errors[-1]
     if key not in old or key not in new:
         return "only in NEW" if key in new else "only in OLD"
     a, b = old[key], new[key]

@@ -7,6 +7,7 @@ process, which saves their imports.
 import hashlib
 import io
 import json
+import os
 import runpy
 import shutil
 import subprocess
@@ -114,7 +115,8 @@ def saved(folder, name, method="", **settings):
 
 def record_run(found, run):
     """Record a run's log, and the tensors of its last step."""
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    log = run / "log.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     for key in ("loss", "lr", "norm", "tokens", "val_loss", "val_bits_per_byte"):
         found[f"log {key}"] = [[row["step"], row[key]] for row in rows if key in row]
     steps = sorted(run.glob("step-*"))
@@ -125,7 +127,7 @@ def record_run(found, run):
                 found[f"{file} {name}"] = tensor
     meta = json.loads((steps[-1] / "meta.json").read_text(encoding="utf-8"))
     for key in ("step", "tokens", "val_loss", "best", "scaler", "bos", "pretraining_tokens"):
-        found[f"log meta {key}"] = meta.get(key)
+        found[f"meta {key}"] = meta.get(key)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -135,13 +137,16 @@ def record_run(found, run):
 def data(record, folder):
     """Token files of every kind, the batches that are drawn from them, and tokenizers."""
     text = TEXT / "textwrap.py"
-    for name, words in (
-        ("golden-folder", [TEXT]),
-        ("golden-char", [TEXT, "--tokenizer=char"]),
-        ("golden-file", [text, "--val_fraction=0.3"]),
-        ("golden-char-file", [text, "--tokenizer=char"]),
-        ("golden-raw", [text, "--raw=true"]),
-    ):
+    prepared = {
+        "golden-folder": [TEXT],
+        "golden-char": [TEXT, "--tokenizer=char"],
+        "golden-file": [text, "--val_fraction=0.3"],
+        "golden-char-file": [text, "--tokenizer=char"],
+        "golden-raw": [text, "--raw=true"],
+    }
+    if "TIKTOKEN_CACHE_DIR" in os.environ:  # its vocabularies are downloaded otherwise
+        prepared["golden-gpt2"] = [TEXT, "--tokenizer=gpt2"]
+    for name, words in prepared.items():
         with record.case(f"prepared {name}") as found:
             must_call("data/prepare.py", *words, f"--name={name}")
             for file in sorted((ROOT / "data" / name).glob("*.bin")):
@@ -343,9 +348,11 @@ def extending(record, folder):
             must_call("extend.py", source, *words, f"--out_dir={run}")
             record_run(found, run)
             record_extended(found, find("model.GPT").load(run))
-            meta = json.loads((sorted(run.glob("step-*"))[-1] / "meta.json").read_text())
+            settings = json.loads((sorted(run.glob("step-*"))[-1] / "meta.json").read_text())[
+                "train"
+            ]
             for key in ("batch_size", "gradient_accumulation_steps", "learning_rate"):
-                found[f"setting {key}"] = meta["train"][key]
+                found[f"meta {key}"] = settings[key] if settings else None
     source = trained(folder, "parent rope", "--pos=rope")
     with record.case("PoSE, two processes") as found:
         run = folder / "extended" / "two processes"
@@ -480,7 +487,7 @@ def hf(record, folder):
             again = find("model.GPT").load(folder / "saved" / "extended gpt2")
             found["logits of what was saved"] = again(random_tokens(2, 48))
     with record.case("GPT-2's shape") as found:
-        step = saved(folder, "hf GPT-2's shape", **GPT2)
+        step = saved(folder, "hf GPT-2's shape", mlp_dim=128, **GPT2)
         export_and_record(record, found, step, folder / "exported" / "gpt2's shape")
 
 
@@ -503,7 +510,7 @@ def import_and_record(found, source, target):
     model = find("model.GPT").load(target)
     for name, p in model.named_parameters():
         found[f"imported {name}"] = p
-    found["bos"] = model.meta.get("bos")
+    found["bos, tokenizer"] = [model.meta.get("bos"), model.meta.get("tokenizer")]
     found["block_size"] = model.config.block_size
     found["original_length"] = attribute(model.config, "original_length")
     extension = getattr(model.config, called("extension"))
@@ -550,6 +557,7 @@ train.py --n_embd=30 --n_head=2 --pos=rope
 train.py --rope_fraction=1.5
 train.py --out_dir={run} --dataset={data}
 train.py --out_dir={run} --init_from=resume --n_layer=3
+train.py --out_dir={cut_optimizer} --init_from=resume
 train.py --out_dir={run} --init_from=resume --max_iters=8
 train.py --out_dir={run} --init_from=resume --max_iters=8 --n_layer=2
 train.py config/debug.toml --dataset={data} --out_dir={out}/b --min_doc=99999999
@@ -572,6 +580,7 @@ extend.py {run} --options=gone.json --method=longrope
 extend.py {run} --out_dir={run}
 extend.py {step} --max_iters=0
 extend.py {step} --method=pi --max_iters=0 --dataset={data} --learning_rate=1e-3 --out_dir={out}/f
+extend.py {run} --method=pi --factor=2 --max_iters=0 --plot={out}/g.png --out_dir={out}/g
 sample.py --help
 sample.py {out}/never-made
 sample.py {run} --top_p=0
@@ -580,6 +589,9 @@ sample.py {run} --start=FILE:gone.txt
 sample.py {run} {run}
 sample.py {learned} --max_new_tokens=1000
 sample.py {run} --max_new_tokens=40
+sample.py
+sample.py {cut_weights}
+sample.py {cut_meta}
 evaluate.py --help
 evaluate.py
 evaluate.py {run} --protocol=sliding-ish
@@ -589,6 +601,8 @@ evaluate.py {run} --plot=a.svg
 evaluate.py {run} --task=needle --depths=0
 evaluate.py a={run} a={step}
 evaluate.py {out}/never-made
+evaluate.py {step} --lengths=32 --max_tokens=640 --plot={out}/e.png
+evaluate.py {step} --task=needle --lengths=32 --trials=2 --plot={out}/n.png
 hf.py --help
 hf.py
 hf.py import
@@ -607,6 +621,15 @@ data/prepare.py {text} --name=y --tokenizer={out}/never-made
 """
 
 
+def damaged(folder, file):
+    """A copy of a run in whose last step a file lacks its last bytes."""
+    run = folder / f"damaged {file}"
+    shutil.copytree(trained(folder, "for statuses"), run)
+    damaged_file = run / "step-000008" / file
+    damaged_file.write_bytes(damaged_file.read_bytes()[:-20])
+    return run
+
+
 def statuses(record, folder):
     """Exit statuses at the command line, mostly of what is refused; and what is left of it."""
     paths = {
@@ -616,6 +639,9 @@ def statuses(record, folder):
         "data": dataset(),
         "text": TEXT,
         "out": folder / "statuses",
+        "cut_weights": damaged(folder, "model.safetensors"),
+        "cut_optimizer": damaged(folder, "optim.safetensors"),
+        "cut_meta": damaged(folder, "meta.json"),
     }
     (folder / "statuses").mkdir()
     for line in COMMANDS.strip().splitlines():
@@ -624,5 +650,6 @@ def statuses(record, folder):
             found["status"] = status
             found["an error line"] = "error: " in err and "Traceback" not in err
     with record.case("what is left") as found:
-        made = (folder / "statuses").glob("**/*")
-        found["files"] = sorted(str(file.relative_to(folder / "statuses")) for file in made)
+        out = folder / "statuses"
+        made = [*out.glob("**/step-*/*"), *out.glob("*.png")]
+        found["files"] = sorted(str(file.relative_to(out)) for file in made)

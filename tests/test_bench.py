@@ -1,21 +1,199 @@
-"""experiments/bench.py from the shell: it runs end to end on a CPU, and what it writes is what it measured."""
+"""experiments/bench.py from the command line, and what its reports say about the measurements."""
+
 import json
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments import bench, bench_memory, bench_train
+from model import GPT, GPTConfig
+
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 256, "vocab_size": 20000}
+GROUPED = {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 128, "block_size": 128}
+GROUPED["vocab_size"] = 300
 
 
-def test_bench(run, tmp_path):
-    done = run("experiments/bench.py", "--only=rope,attention,decode", "--lengths=65", f"--out_dir={tmp_path}", "--device=cpu")
+@pytest.fixture
+def quick(monkeypatch):
+    """Time few calls of each operator."""
+    median_ms = bench.Benchmark.median_ms
+
+    def few_calls(self, run, seconds):
+        return median_ms(self, run, 0)
+
+    monkeypatch.setattr(bench.Benchmark, "median_ms", few_calls)
+
+
+def test_operators_are_measured_and_reported(quick, call, tmp_path):
+    flags = ["--lengths=65", f"--out_dir={tmp_path}", "--device=cpu"]
+    done = call("experiments/bench.py", "--only=rope,attention,decode", *flags)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert {r["section"] for r in rows} == {"rope", "attention", "decode"} and all(r["ms"] > 0 and r["rate"] > 0 for r in rows)
-    for r in rows:
-        first = next(x for x in rows if x["case"] == r["case"])
-        assert abs(r["beside"] - first["ms"] / r["ms"]) < 1e-9 and f"{r['ms']:.3f}" in (tmp_path / "bench.md").read_text()
-    one = next(r for r in rows if r["case"].startswith("forward D64 T65"))
-    assert abs(one["rate"] - 4 * 12 * 65 * 65 * 64 / 2 / one["ms"] / 1e6) < 1e-6 * one["rate"] and one["unit"] == "GFLOP/s"
+    assert {row["section"] for row in rows} == {"rope", "attention", "decode"}
+    report = (tmp_path / "bench.md").read_text()
+    for row in rows:
+        assert row["ms"] > 0 and row["rate"] > 0
+        first = next(other for other in rows if other["case"] == row["case"])
+        assert abs(row["speedup"] - first["ms"] / row["ms"]) < 1e-9
+        assert f"{row['ms']:.3f}" in report
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
+    # 12 heads; causal: half of the 4 T^2 D
+    row = next(row for row in rows if row["case"].startswith("forward D64 T65"))
+    gflop = 12 * 4 * 65 * 65 * 64 / 2 / 1e9
+    assert row["unit"] == "GFLOP/s"
+    assert row["rate"] == pytest.approx(gflop / (row["ms"] / 1000), rel=1e-6)
 
-def test_refused(call):
-    for words, flags in (("no section", ["--only=speed"]), ("above 0", ["--lengths=0"])):
-        done = call("experiments/bench.py", *flags)
-        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+
+@pytest.mark.slow
+def test_losses_and_training_steps_are_measured(quick, call, tmp_path):
+    flags = [f"--out_dir={tmp_path}", "--device=cpu"]
+    done = call("experiments/bench.py", "--only=ceilings,loss,step", *flags)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert {row["section"] for row in rows} == {"ceilings", "loss", "step"}
+    assert all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("section", ["bench", "train", "sample", "memory"])
+def test_redraw_writes_the_report_of_the_json(section, call, tmp_path):
+    """And the reports in results/ are those of their JSON."""
+    folder = ROOT / "results" / "cpu"
+    shutil.copy(folder / f"{section}.json", tmp_path)
+    sections = [] if section == "bench" else [section]
+    done = call(
+        "experiments/bench.py", *sections, "--redraw=true", "--device=cpu", f"--out_dir={tmp_path}"
+    )
+    assert done.returncode == 0, done.stderr
+    for suffix in ("md", "json"):
+        name = f"{section}.{suffix}"
+        assert (tmp_path / name).read_text() == (folder / name).read_text()
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--only=speed"], "'speed'"),
+        (["trains"], "'trains'"),
+        (["--lengths=0"], "at least 1"),
+        (["--rounds=0"], "above 0"),
+        (["train"], "--nanogpt=PATH"),
+        (["train", "--nanogpt=nowhere"], "nowhere has no train.py"),
+        (["train", "--iterations=3"], "at least 8"),
+        (["sample", "--baseline=nowhere"], "nowhere has no model.py"),
+        (["memory", "--redraw=true"], "memory.json does not exist"),
+    ],
+)
+def test_bad_settings_are_rejected(flags, words, call, tmp_path):
+    done = call("experiments/bench.py", *flags, "--device=cpu", f"--out_dir={tmp_path}")
+    assert done.returncode == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_speedup_is_relative_to_the_first_row():
+    """An implementation that fails, or is left out, has the reason instead."""
+    benchmark = bench.Benchmark(bench.BenchConfig(), torch.device("cpu"))
+    benchmark.median_ms = lambda run, seconds: run()
+
+    def fail():
+        raise RuntimeError("not for this shape\nand more")
+
+    implementations = {
+        "first": lambda: 2.0,
+        "bad": fail,
+        "absent": "left out: minutes",
+        "second": lambda: 8.0,
+    }
+    benchmark.compare("rope", "case", implementations, 6e9, "GB/s")
+    rows = {row.name: row for row in benchmark.rows}
+    assert rows["first"].speedup == 1 and rows["second"].speedup == 0.25
+    assert rows["second"].rate == pytest.approx(6 / 0.008)
+    assert rows["bad"].note == "not for this shape" and rows["bad"].ms is None
+    assert rows["absent"].note == "left out: minutes"
+
+
+# -----------------------------------------------------------------------------
+# bench_train.py
+
+
+def test_training_times_of_nanogpt_are_those_it_logs(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "for i in range(12):\n"
+        "    ms = 1000 if i < 5 else 20 + i\n"
+        "    print(f'iter {i}: loss 1.0, time {ms:.2f}ms, mfu -100.00%')\n"
+    )
+    timing = bench_train.time_nanogpt(tmp_path, {"n_layer": 1}, False, 12, tmp_path)
+    assert timing.step == pytest.approx(0.028)
+    assert 0 < timing.first_step < 30 and timing.peak_mb > 1
+
+
+@pytest.mark.slow
+def test_training_times_of_ours_are_those_it_logs(text_data, tmp_path):
+    flags = ["config/debug.toml"]
+    timing = bench_train.time_nanolong(ROOT, flags, text_data, 128, 12, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    fastest = min(128 / row["tokens_per_second"] for row in rows if "loss" in row)
+    assert fastest <= timing.step < 5
+    assert timing.first_step > 0.5 and timing.peak_mb > 100
+
+
+def test_a_training_that_fails_is_reported(tmp_path):
+    (tmp_path / "train.py").write_text("raise SystemExit('no data')")
+    with pytest.raises(bench_train.UserError, match="no data"):
+        bench_train.time_nanogpt(tmp_path, {}, False, 12, tmp_path)
+
+
+# -----------------------------------------------------------------------------
+# bench_memory.py
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # neither (T, T) scores nor (T, V) logits
+        bench_memory.Case({**SMALL, "block_size": 4096, "vocab_size": 60}, 1, "float32", True),
+        pytest.param(
+            bench_memory.Case({**GROUPED, "dropout": 0.1}, 8, "bfloat16"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            bench_memory.Case({**SMALL, "pos": "learned"}, 4, "float32"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["checkpointing", "bfloat16 and dropout", "large vocabulary"],
+)
+def test_counted_memory_is_near_the_measured_peak(case):
+    config = GPTConfig(**case.config)
+    B, T = case.batch_size, config.block_size
+    counted = bench_memory.count_memory(config, B, T, case.dtype, case.checkpointing, device="cpu")
+    measured = bench_memory.measure_in_child(case, "cpu")
+    assert abs(counted.peak / measured - 1) < bench_memory.GOAL
+
+
+def test_counted_parameters_and_flops_are_those_of_the_model():
+    config = GPTConfig(
+        pos="learned",
+        n_layer=3,
+        n_head=4,
+        n_kv_head=2,
+        n_embd=64,
+        block_size=128,
+        vocab_size=300,
+        tie_embeddings=False,
+    )
+    model = GPT(config)
+    memory = bench_memory.count_memory(config, 2, 128)
+    assert memory.parameters == 4 * sum(p.numel() for p in model.parameters())
+    assert memory.optimizer == 2 * memory.parameters
+    # causal: half of attention
+    causal = model.flops_per_token(128) - 6 * 3 * 64 * 128
+    assert memory.flops == 2 * 128 * causal
+
+
+def test_the_longest_context_fits_and_the_next_does_not():
+    T = bench_memory.longest_context(bench_memory.GPT2, 24e9)
+    for length, fits in ((T, True), (T + 1024, False)):
+        config = GPTConfig(**bench_memory.GPT2, block_size=length)
+        assert (bench_memory.count_memory(config, 1, length).peak <= 24e9) == fits
+    assert bench_memory.longest_context(bench_memory.GPT2, 24e9, checkpointing=True) > 3 * T

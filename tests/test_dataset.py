@@ -61,6 +61,7 @@ def test_damaged_token_files_are_refused(tmp_path):
         whole + b"\0\0",
         whole[:8] + b"\xff\xff\xff\x7f" + whole[12:],  # too many tokens
         whole[:8] + b"\xff\xff\xff\xff" + whole[12:],  # a negative number of tokens
+        whole[:8] + b"\x00\x00\x00\x00" + whole[12:1024],  # no tokens
         whole[:4] + b"\x09" + whole[5:],  # another version
         b"",
         b"x",
@@ -162,6 +163,7 @@ def test_an_epoch_visits_every_sequence_once(tmp_path, bos):
         assert len(set(starts)) == n
         # all from the same offset
         assert len({start % length for start in starts}) == 1
+        assert starts != sorted(starts)
         orders.append(starts)
     assert orders[0] != orders[1]
     # the offset changes between epochs
@@ -243,7 +245,7 @@ def test_a_passkey_is_hidden_at_the_depth_and_asked_for_at_the_end(make_tokenize
     tokenizer = make_tokenizer()
     bos = tokenizer.bos if with_bos else None
     for length in (24, 25, 96, 301):
-        for depth in (0.0, 0.5, 1.0):
+        for depth in (0.0, 0.5, 0.77, 1.0):
             x, y = data.passkey(tokenizer, length, depth, np.random.default_rng(length), bos)
             assert len(x) == len(y) == length
             assert np.array_equal(x[1:], y[:-1])
@@ -345,6 +347,19 @@ def test_short_documents_are_left_out_and_long_ones_repeated(documents):
         assert all(len(set(targets)) == 1 for targets in y.tolist())
         assert positions is None
         assert document_ids is None
+
+
+@pytest.mark.parametrize("min_doc, n_documents", [(5, 4), (6, 3), (11, 3), (12, 2), (30, 1)])
+def test_documents_of_min_doc_tokens_are_kept(min_doc, n_documents, documents):
+    documents.select(3, min_doc=min_doc)
+    assert len(documents.train.tokens) == n_documents
+
+
+def test_a_token_outside_the_vocabulary_is_named_by_its_place_in_the_file(documents):
+    documents.train.vocab_size = 4
+    selected = documents.train.select_documents(9, min_doc=0, upsample=1, length=5)
+    with pytest.raises(LocalError, match="train.bin: token 52 is 4"):
+        selected.sequence_at(3, 0, 5)
 
 
 def test_documents_are_numbered_where_attention_stays_inside(documents):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import data
 import evaluate
+from model import POSITIONS
 from nanolong.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -172,6 +173,59 @@ def test_random_positions_are_the_same_in_every_evaluation(make, split):
     again, _ = evaluate.loss_by_position(model, val, 20, 400)
     assert torch.equal(first, again)
     assert not torch.allclose(first, plain)
+
+
+def input_lengths(model):
+    """A list to which every forward pass of the model adds the number of its input tokens."""
+    lengths = []
+    hidden_states = model.hidden_states
+
+    def recorded(tokens, *args):
+        lengths.append(tokens.shape[1])
+        return hidden_states(tokens, *args)
+
+    model.hidden_states = recorded
+    return lengths
+
+
+def losses_in_chunks(model, monkeypatch, chunk=16):
+    """The losses of 2 sequences of 45 random tokens, at once and in chunks, and those passes."""
+    x = torch.randint(0, 50, (2, 45))
+    y = torch.randint(0, 50, (2, 45))
+    positions = model.sample_positions(2, 45, 3)
+    lengths = input_lengths(model)
+    with torch.no_grad():
+        at_once = evaluate.token_losses(model, x, y, positions)
+        monkeypatch.setattr(evaluate, "CHUNK", chunk)
+        in_chunks = evaluate.token_losses(model, x, y, positions)
+    assert lengths[0] == 45
+    return at_once, in_chunks, lengths[1:]
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+@pytest.mark.parametrize("settings", [{}, {"window": 9, "sinks": 2, "n_kv_head": 2}])
+def test_a_long_sequence_in_chunks_has_the_same_losses(pos, settings, make, monkeypatch):
+    """Beyond the context length too, where the scheme is not bounded by it."""
+    model = make(pos=pos, block_size=48 if pos == "learned" else 24, **settings)
+    at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
+    assert torch.allclose(at_once, in_chunks, atol=1e-4)
+    assert lengths == [16, 16, 13]
+
+
+def test_a_long_sequence_in_chunks_keeps_its_random_positions(make, monkeypatch):
+    model = make(pos="rope", random_positions=90)
+    at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
+    assert torch.allclose(at_once, in_chunks, atol=1e-4)
+    assert lengths == [16, 16, 13]
+
+
+@pytest.mark.parametrize("method", ["dynamic-ntk", "self-extend"])
+def test_a_method_that_depends_on_the_length_is_never_chunked(method, make, monkeypatch):
+    model = make(pos="rope")
+    model.extend(method, 2)
+    at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
+    assert torch.equal(at_once, in_chunks)
+    assert lengths == [45]
 
 
 def test_evaluation_leaves_the_mode_of_the_model_as_it_was(make, split):

@@ -1,28 +1,24 @@
-"""The leaderboard: an entry of one's own, stopping and going on, and the arithmetic of its claims."""
+"""The leaderboard: entries from files, continuing after a stop, redrawing, and its claims."""
+
+import functools
 import json
 import math
-import sys
+import shutil
 
 import pytest
-
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "experiments"))
-import leaderboard  # noqa: E402
-from config import UserError  # noqa: E402
+from experiments import leaderboard
+from experiments.report import Claim, confidence_interval, format_interval
+from model import POSITIONS
+from nanolong.errors import UserError
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Scripts on models this small are slower on two."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-OWN = '''
+OWN_SCHEME = '''
 import torch
 from model import NoPE
 
 class Decay(NoPE):
-    """Scores fall with the square root of distance."""
+    """Scores fall with the square root of the distance."""
     by_index = True
 
     def bias(self, n, layer):
@@ -30,65 +26,259 @@ class Decay(NoPE):
 '''
 
 
-def test_an_entry_of_ones_own(run, text_data, tmp_path):
-    """From a file, beside two schemes; the same command again computes nothing anew; one more seed adds to what is there."""
-    (tmp_path / "my_decay.py").write_text(OWN)
-    words = ["experiments/leaderboard.py", "--budget=try", "--entries=rope,learned", f"--entry={tmp_path}/my_decay.py", f"--dataset={text_data}", "--max_tokens=2000", f"--runs={tmp_path}/runs",
-             f"--out_dir={tmp_path}/results", "--device=cpu"]
-    done = run(*words, "--seeds=1", cwd=tmp_path)
+@pytest.fixture(autouse=True)
+def own_schemes_do_not_stay(monkeypatch):
+    """load_entry() adds to POSITIONS; and one thread is faster for models this small."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    schemes = dict(POSITIONS)
+    yield
+    POSITIONS.clear()
+    POSITIONS.update(schemes)
+
+
+@pytest.fixture
+def words(text_data, tmp_path):
+    """A command line that takes seconds: two schemes, and one of our own from a file."""
+    (tmp_path / "my_decay.py").write_text(OWN_SCHEME)
+    return [
+        "experiments/leaderboard.py",
+        "--budget=try",
+        "--entries=rope,learned",
+        f"--entry={tmp_path}/my_decay.py",
+        f"--dataset={text_data}",
+        "--max_tokens=2000",
+        f"--runs={tmp_path}/runs",
+        f"--out_dir={tmp_path}/results",
+        "--device=cpu",
+    ]
+
+
+def read_board(tmp_path):
+    return json.loads((tmp_path / "results/leaderboard.json").read_text())
+
+
+# -----------------------------------------------------------------------------
+# The script.
+
+
+def test_an_entry_from_a_file_is_ranked_and_finished_runs_are_not_repeated(
+    call, words, tmp_path, monkeypatch
+):
+    done = call(*words, "--seeds=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    board = json.loads((tmp_path / "results/leaderboard.json").read_text())
-    assert set(board["speed"]) == {"rope", "learned", "my_decay"} and board["speed"]["rope"][1] == 1.0
-    lengths = {16, 32, 36, 64, 128, 512}
-    for name in board["speed"]:
-        mine = [row for row in board["rows"] if row["checkpoint"] == name and row["protocol"] == "last-quarter"]
-        assert {row["length"] for row in mine} == lengths and all(("refused" in row) == (name == "learned" and row["length"] > 16) for row in mine)
+    board = read_board(tmp_path)
+    assert set(board["throughput"]) == {"rope", "learned", "my_decay"}
+    assert board["throughput"]["rope"]["relative"] == 1.0
+    for name in board["throughput"]:
+        records = [
+            record
+            for record in board["records"]
+            if record["checkpoint"] == name and record["protocol"] == "last-quarter"
+        ]
+        assert {record["length"] for record in records} == {16, 32, 36, 64, 128, 512}
+        for record in records:
+            is_refused = name == "learned" and record["length"] > 16
+            assert ("refused" in record) == is_refused and ("loss" in record) != is_refused
     text = (tmp_path / "results/leaderboard.md").read_text()
-    assert "my_decay" in text and "refused" in text and "commit" in text and (tmp_path / "results/leaderboard.png").read_bytes()[:4] == b"\x89PNG"
-    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.safetensors")}
-    assert len(stamps) >= 6
-    (again,) = (tmp_path / "runs").rglob("rope-1/scores.json")
-    again.unlink()  # scored anew from its checkpoint: the same to the bit
-    done = run(*words, "--seeds=2", cwd=tmp_path)
-    second = json.loads((tmp_path / "results/leaderboard.json").read_text())["rows"]
-    assert [row for row in second if row["seed"] == 1] == board["rows"]
-    assert done.returncode == 0 and all(p.stat().st_mtime_ns == stamp for p, stamp in stamps.items())
+    assert "my_decay" in text and "refused" in text and "commit" in text
+    assert (tmp_path / "results/leaderboard.png").read_bytes()[:4] == b"\x89PNG"
+
+    # The same command with one more seed adds runs. A run without its scores is not trained again,
+    # and its checkpoint is scored to the same bits.
+    checkpoints = list((tmp_path / "runs").rglob("*.safetensors"))
+    assert len(checkpoints) >= 6
+    times = {file: file.stat().st_mtime_ns for file in checkpoints}
+    (scores,) = (tmp_path / "runs").rglob("rope-1/scores.json")
+    scores.unlink()
+    del POSITIONS["my_decay"]
+    measure_throughput = functools.partial(leaderboard.measure_throughput, rounds=1, steps=1)
+    monkeypatch.setattr(leaderboard, "measure_throughput", measure_throughput)
+    done = call(*words, "--seeds=2")
+    assert done.returncode == 0, done.stderr
+    records = read_board(tmp_path)["records"]
+    assert [record for record in records if record["seed"] == 1] == board["records"]
+    assert {record["seed"] for record in records} == {1, 2}
+    assert {file: file.stat().st_mtime_ns for file in checkpoints} == times
     assert "± " in (tmp_path / "results/leaderboard.md").read_text()
-    (tmp_path / "my_decay.py").write_text(OWN + "\nclass Second(NoPE):\n    pass\n")
-    done = run(*words, cwd=tmp_path)
-    assert done.returncode == 2 and "2 classes" in done.stderr and len(done.stderr.splitlines()) == 1
-    done = run(*words[:-3], "--max_tokens=1000", *words[-3:], cwd=tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+    # Runs of other settings are refused.
+    del POSITIONS["my_decay"]
+    done = call(*words, "--max_tokens=1000")
+    assert done.returncode == 2 and "other settings" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
-def test_what_is_no_entry(tmp_path):
-    for name, text, words in (("rope.py", OWN, "already"), ("empty.py", "x = 1", "0 classes"), ("broken.py", "import nothing_of_that_name", "ModuleNotFoundError"), ("wrong.py", "def", "SyntaxError")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=words):
-            leaderboard.load_entry(str(tmp_path / name))
+def test_redraw_makes_the_published_report_from_its_json(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(leaderboard, "measure", None)
+    shutil.copy(ROOT / "results/leaderboard.json", tmp_path)
+    done = call("experiments/leaderboard.py", "--redraw=true", f"--out_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    published = (ROOT / "results/leaderboard.md").read_text()
+    assert (tmp_path / "leaderboard.md").read_text() == published
+    assert (tmp_path / "leaderboard.png").read_bytes()[:4] == b"\x89PNG"
+    done = call("experiments/leaderboard.py", "--redraw=true", f"--out_dir={tmp_path}/empty")
+    assert done.returncode == 2 and "leaderboard.json" in done.stderr
+    assert not (tmp_path / "empty").exists()
 
 
-def test_interval():
-    """Student's t of three values by hand: mean 2, standard deviation 1, 4.303 / sqrt(3)."""
-    mean, half = leaderboard.interval([1.0, 2.0, 3.0])
-    assert mean == 2 and half == pytest.approx(4.303 / math.sqrt(3), rel=1e-4) and math.isnan(leaderboard.interval([1.0])[1])
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("rope.py", OWN_SCHEME, "already"),
+        ("empty.py", "x = 1", "0 classes"),
+        ("two.py", OWN_SCHEME + "\nclass Second(NoPE):\n    pass\n", "2 classes"),
+        ("broken.py", "import nothing_of_that_name", "ModuleNotFoundError"),
+        ("wrong.py", "def", "SyntaxError"),
+    ],
+)
+def test_a_file_that_is_no_entry_is_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        leaderboard.load_entry(str(tmp_path / name))
 
 
-def test_claims_are_judged_by_their_whole_interval():
-    """The differences are paired by seed: what all seeds share does not blur them."""
-    rows = [{"checkpoint": name, "protocol": "chunked", "length": 64, "seed": seed, "loss": base + shared} for name, base in (("alibi", 1.0), ("t5", 1.1), ("nope", 1.5))
-            for seed, shared in enumerate((0.0, 3.0, -2.0))]
-    board = leaderboard.Orderings(rows, 64)
-    key = lambda name: (name, "chunked", 64)  # noqa: E731
-    board.claim(2, "a", key("alibi"), key("t5"), below=0)
-    board.claim(2, "b", key("t5"), key("alibi"), below=0)
-    board.claim(2, "c", key("nope"), key("alibi"), above=0.45)
-    board.claim(2, "d", key("nope"), key("alibi"), above=0.55)
-    board.claim(2, "nobody", key("nope"), key("gone"), above=0.55)
-    assert [passed for passed, _ in board.lines] == [True, False, True, False] and "the other way round" in board.lines[1][1] and "-0.100" in board.lines[0][1]
-    rows[0]["loss"] += 2.0
-    noisy = leaderboard.Orderings(rows, 64)
-    noisy.claim(2, "e", key("alibi"), key("t5"), below=0)
-    assert not noisy.lines[0][0] and "within the interval" in noisy.lines[0][1]
-    assert {line.split(".")[0] for _, line in leaderboard.Orderings([{**row, "checkpoint": n, "protocol": p, "length": f} for row in rows[:3] for n in ("alibi", "sinusoidal", "rope", "t5", "nope", "learned")
-                                                                    for p in ("chunked", "last-quarter") for f in (64, 84, 128, 256, 512, 2048)], 64).judge()} == {"1", "2", "13", "14"}
+# -----------------------------------------------------------------------------
+# Entries, ranks and tables.
+
+
+def test_hybrids_are_rope_with_one_change():
+    budget = leaderboard.BUDGETS["try"]  # 16 tokens, 4 layers
+    config = leaderboard.make_model("rope-window", budget, 50).config
+    assert (config.pos, config.window, config.layer_pattern) == ("rope", 8, "W")
+    config = leaderboard.make_model("rope-nope-every-4th", budget, 50).config
+    assert [config.layer_kind(layer) for layer in range(4)] == ["F", "F", "F", "N"]
+    config = leaderboard.make_model("rope-random-positions", budget, 50).config
+    assert (config.pos, config.random_positions, config.layer_pattern) == ("rope", 512, "F")
+    assert leaderboard.make_model("alibi", budget, 50).config.pos == "alibi"
+    assert set(leaderboard.HYBRIDS) == set(leaderboard.HYBRID_NOTES)
+
+
+def make_records(losses, length=64):
+    """Records of made-up runs: (name, protocol, length in training lengths) -> loss by seed."""
+    records = []
+    for (name, protocol, factor), by_seed in losses.items():
+        for seed, loss in enumerate(by_seed, 1):
+            key = {"checkpoint": name, "protocol": protocol, "length": factor * length}
+            value = {"refused": "no"} if loss is None else {"loss": loss}
+            records.append({**key, "seed": seed, **value})
+    return records
+
+
+def test_entries_are_ranked_by_their_mean_and_refused_ones_come_last():
+    losses = {}
+    by_factor = {
+        "flat": [2.0, 2.0, 2.0, 2.0],
+        "good at first": [1.0, 2.0, 3.0, 4.0],
+        "refused": [1.5, None, None, None],
+        "refused and worse": [1.6, None, None, None],
+    }
+    for name, values in by_factor.items():
+        for factor, loss in zip(leaderboard.FACTORS, values, strict=True):
+            losses[name, "last-quarter", factor] = [loss]
+    records = make_records(losses)
+    names = leaderboard.rank_entries(records[::-1], 64)
+    assert names == ["flat", "good at first", "refused", "refused and worse"]
+
+    throughput = {name: {"tokens_per_second": 1234.5, "relative": 0.5} for name in names}
+    board = {"model": {"block_size": 64}, "throughput": throughput, "records": records}
+    header, _, *rows = leaderboard.loss_table(board, names, "last-quarter")
+    assert header.startswith("|  | 64 (1x) | 256 (4x) | 512 (8x) | 2,048 (32x) | tokens/s |")
+    assert rows[1] == "| 2. good at first | 1.000 | 2.000 | 3.000 | 4.000 | 1,234 | 0.50 |"
+    assert rows[2] == "| 3. refused | 1.500 | refused | refused | refused | 1,234 | 0.50 |"
+
+
+def test_throughput_is_relative_within_a_round():
+    """The machine is slower in the second round, for both."""
+    summary = leaderboard.summarize(60, [1.0, 10.0, 2.0], [2.0, 30.0, 5.0])
+    assert summary == {"tokens_per_second": 60 / 5.0, "relative": 0.4}
+
+
+# -----------------------------------------------------------------------------
+# Intervals and claims.
+
+
+def test_the_interval_is_students_t():
+    """Three values: mean 2, standard deviation 1, half-width 4.303 / sqrt(3)."""
+    mean, half_width = confidence_interval([1.0, 2.0, 3.0])
+    assert mean == 2 and half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
+    mean, half_width = confidence_interval([1.0])
+    assert mean == 1 and math.isnan(half_width)
+    assert format_interval([1.0, 2.0, 3.0]) == "2.000 ± 2.484" and format_interval([1]) == "1.000"
+
+
+@pytest.mark.parametrize(
+    "claim, verdict",
+    [
+        (Claim("a", -0.1, 0.05, below=0), "pass"),
+        (Claim("a", -0.1, 0.15, below=0), "FAIL (not separated)"),
+        (Claim("a", 0.1, 0.15, below=0), "FAIL (not separated)"),
+        (Claim("a", 0.1, 0.05, below=0), "FAIL (contradicted)"),
+        (Claim("a", 0.5, 0.05, above=0.4), "pass"),
+        (Claim("a", 0.42, 0.05, above=0.4), "FAIL (not separated)"),
+        (Claim("a", 0.3, 0.05, above=0.4), "FAIL (contradicted)"),
+        (Claim("a", 0.5, math.nan, above=0.4), "FAIL (a single seed has no interval)"),
+        (Claim("a", math.inf, math.nan, above=0.4), "FAIL (a single seed has no interval)"),
+    ],
+)
+def test_a_claim_passes_with_its_whole_interval(claim, verdict):
+    assert claim.verdict() == verdict and claim.passed == (verdict == "pass")
+
+
+def test_a_claim_is_printed_with_its_bound():
+    assert str(Claim("a", -0.1, 0.05, below=0)) == "a: -0.100 ± 0.050, < 0: pass"
+    assert str(Claim("b", 0.2, 0.0, above=math.log(1.1))) == "b: +0.200, > 0.09531: pass"
+
+
+def test_differences_are_paired_by_seed():
+    """What all seeds share does not widen the interval."""
+    losses = {}
+    for name, loss in (("alibi", 1.0), ("t5", 1.1), ("nope", 1.5)):
+        losses[name, "chunked", 1] = [loss, loss + 3.0, loss - 2.0]
+    orderings = leaderboard.Orderings(make_records(losses), 64)
+    alibi, t5, nope, absent = ((n, "chunked", 64) for n in ("alibi", "t5", "nope", "absent"))
+    orderings.compare("topic", "a", alibi, t5, below=0)
+    orderings.compare("topic", "b", t5, alibi, below=0)
+    orderings.compare("topic", "c", nope, alibi, above=0.45)
+    orderings.compare("topic", "d", nope, alibi, above=0.55)
+    orderings.compare("topic", "e", nope, absent, above=0.55)
+    claims = orderings.claims["topic"]
+    assert [claim.passed for claim in claims] == [True, False, True, False]
+    assert claims[0].mean == pytest.approx(-0.1) and claims[0].half_width < 1e-9
+
+    losses["alibi", "chunked", 1][0] += 2.0
+    orderings = leaderboard.Orderings(make_records(losses), 64)
+    orderings.compare("topic", "a", alibi, t5, below=0)
+    (claim,) = orderings.claims["topic"]
+    assert claim.verdict() == "FAIL (not separated)"
+
+
+def test_every_prediction_is_judged_where_its_schemes_were_run():
+    losses = {}
+    for name in ("alibi", "sinusoidal", "rope", "t5", "nope", "learned"):
+        for protocol in ("chunked", "last-quarter"):
+            for factor in (1, 84 / 64, 2, 4, 8, 32):
+                losses[name, protocol, factor] = [1.0, 1.1]
+    claims = leaderboard.Orderings(make_records(losses), 64).judge()
+    assert [len(claims[topic]) for topic in claims] == [12, 5, 3, 4]
+    rope_only = {key: value for key, value in losses.items() if key[0] == "rope"}
+    claims = leaderboard.Orderings(make_records(rope_only), 64).judge()
+    assert [claim.text[:4] for topic in claims for claim in claims[topic]] == ["rope", "rope"]
+
+
+def test_the_published_claims_are_those_of_the_records():
+    """RoPE at twice its length, from the records themselves."""
+    board = json.loads((ROOT / "results/leaderboard.json").read_text())
+    loss = {}
+    for record in board["records"]:
+        if (record["checkpoint"], record["protocol"]) == ("rope", "last-quarter"):
+            loss[record["length"], record["seed"]] = record["loss"]
+    differences = [loss[128, seed] - loss[64, seed] for seed in (1, 2, 3)]
+    claims = leaderboard.Orderings(board["records"], 64).judge()
+    claim = next(
+        claim
+        for topic in claims
+        for claim in claims[topic]
+        if "rope, last quarter, 2L" in claim.text
+    )
+    assert claim.mean == pytest.approx(sum(differences) / 3)
+    assert claim.above == pytest.approx(math.log(1.5)) and not claim.passed

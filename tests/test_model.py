@@ -1,186 +1,597 @@
-"""The transformer: against float64 maths written out, its initialisation, FLOPs, sampling and checkpoints."""
+"""The transformer against float64 formulas; its layers, initial weights, FLOPs and generation."""
+
 import json
 import math
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 import kernels
-from checkpoint import checkpoint_folder, steps
-from model import GPT, POSITIONS, GPTConfig, Refused
+import model as model_module
+from model import GPT, POSITIONS, GPTConfig
+from nanolong.errors import UserError
+from nanolong.inference import KVCache
+
+# -----------------------------------------------------------------------------
+# Float64 forward passes, written from the formulas.
 
 
-def by_hand(model, tokens):
-    """A float64 forward pass of a rope model with grouped queries and QK-norm, from the formulas."""
-    c, w = model.config, {n: p.detach().double() for n, p in model.named_parameters()}
-    norm = lambda x, g: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * g  # noqa: E731
+def float64_weights(model):
+    """The weights by name, each tensor in float64."""
+    return {name: p.detach().double() for name, p in model.named_parameters()}
+
+
+def linear(x, w, name):
+    """The linear layer `name`, with its bias if it has one."""
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+
+def rms_norm(x, w, name):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+
+
+def layer_norm(x, w, name):
+    centered = x - x.mean(-1, keepdim=True)
+    variance = centered.square().mean(-1, keepdim=True)
+    return centered / (variance + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def split_heads(x, head_dim):
+    """(B, T, H D) -> (B, H, T, D)."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def rotate(x):
+    """Rotate (B, H, T, D) by the positions 0..T-1; channel c is paired with c + D/2."""
+    T, D = x.shape[-2:]
+    inv_freq = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    angle = torch.arange(T)[:, None] * inv_freq
+    a, b = x.chunk(2, -1)
+    first = a * angle.cos() - b * angle.sin()
+    second = a * angle.sin() + b * angle.cos()
+    return torch.cat((first, second), -1)
+
+
+def causal_attention(q, k, v):
+    """Softmax attention of (B, H, T, D), heads concatenated: (B, T, H D)."""
+    T, D = q.shape[-2:]
+    in_future = torch.ones(T, T).triu(1).bool()
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(in_future, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def llama_logits(model, tokens):
+    """Llama's forward pass: RoPE, grouped queries, RMSNorm, SwiGLU; and QK-norm."""
+    config = model.config
+    w = float64_weights(model)
+    group = config.n_head // config.n_kv_head
     x = w["embed.weight"][tokens]
-    B, T, D = *tokens.shape, c.head_dim
-    angle = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    for i in range(config.n_layer):
+        attention = f"blocks.{i}.attention"
+        h = rms_norm(x, w, f"blocks.{i}.attention_norm")
+        q = split_heads(linear(h, w, f"{attention}.q"), config.head_dim)
+        k = split_heads(linear(h, w, f"{attention}.k"), config.head_dim)
+        v = split_heads(linear(h, w, f"{attention}.v"), config.head_dim)
+        q = rotate(rms_norm(q, w, f"{attention}.q_norm"))
+        k = rotate(rms_norm(k, w, f"{attention}.k_norm"))
+        k = k.repeat_interleave(group, 1)
+        v = v.repeat_interleave(group, 1)
+        x = x + linear(causal_attention(q, k, v), w, f"{attention}.o")
 
-    def turn(x):
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
-    for i in range(c.n_layer):
-        p = f"blocks.{i}."
-        h = norm(x, w[p + "attention_norm.weight"])
-        q, k, v = ((h @ w[f"{p}attention.{n}.weight"].T).view(B, T, -1, D).transpose(1, 2) for n in "qkv")
-        q, k = norm(q, w[p + "attention.q_norm.weight"]), norm(k, w[p + "attention.k_norm.weight"])
-        q, k = turn(q), turn(k).repeat_interleave(c.n_head // c.n_kv_head, 1)
-        v = v.repeat_interleave(c.n_head // c.n_kv_head, 1)
-        s = (q @ k.mT / math.sqrt(D)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
-        x = x + (s.softmax(-1) @ v).transpose(1, 2).reshape(B, T, -1) @ w[p + "attention.o.weight"].T
-        h = norm(x, w[p + "mlp_norm.weight"])
-        g = h @ w[p + "mlp.gate.weight"].T
-        x = x + (g * g.sigmoid() * (h @ w[p + "mlp.up.weight"].T)) @ w[p + "mlp.down.weight"].T
-    return norm(x, w["norm.weight"]) @ (w["embed.weight"] if c.tied else w["head.weight"]).T
+        h = rms_norm(x, w, f"blocks.{i}.mlp_norm")
+        gate = linear(h, w, f"blocks.{i}.mlp.gate")
+        up = linear(h, w, f"blocks.{i}.mlp.up")
+        x = x + linear(gate * gate.sigmoid() * up, w, f"blocks.{i}.mlp.down")
+    output = w["embed.weight"] if config.tie_embeddings else w["head.weight"]
+    return rms_norm(x, w, "norm") @ output.T
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_forward_by_hand(tied, make):
-    model = make(pos="rope", n_head=6, n_kv_head=2, head_dim=10, n_embd=36, qk_norm=True, tied=tied)
-    tokens, targets = torch.randint(0, 50, (3, 17)), torch.randint(0, 50, (3, 17))
+def gelu(x):
+    """GPT-2's approximation of GELU."""
+    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+
+
+def gpt2_logits(model, tokens):
+    """GPT-2's forward pass: learned positions, LayerNorm, GELU, a bias in every layer."""
+    config = model.config
+    w = float64_weights(model)
+    x = w["embed.weight"][tokens] + w["pos.table"][: tokens.shape[1]]
+    for i in range(config.n_layer):
+        attention = f"blocks.{i}.attention"
+        h = layer_norm(x, w, f"blocks.{i}.attention_norm")
+        q = split_heads(linear(h, w, f"{attention}.q"), config.head_dim)
+        k = split_heads(linear(h, w, f"{attention}.k"), config.head_dim)
+        v = split_heads(linear(h, w, f"{attention}.v"), config.head_dim)
+        x = x + linear(causal_attention(q, k, v), w, f"{attention}.o")
+
+        h = layer_norm(x, w, f"blocks.{i}.mlp_norm")
+        x = x + linear(gelu(linear(h, w, f"blocks.{i}.mlp.up")), w, f"blocks.{i}.mlp.down")
+    return layer_norm(x, w, "norm") @ w["embed.weight"].T
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_embeddings": False}, {"bias": "qkv"}], ids=str)
+def test_llamas_shape_matches_a_float64_forward_pass(settings, make):
+    model = make(
+        pos="rope", n_head=6, n_kv_head=2, head_dim=10, n_embd=36, qk_norm=True, **settings
+    )
+    tokens = torch.randint(0, 50, (3, 17))
+    assert relative_error(model(tokens), llama_logits(model, tokens)) < 1e-5
+
+
+def test_gpt2s_shape_matches_a_float64_forward_pass(make):
+    model = make(pos="learned", norm="layernorm", mlp="gelu", bias="all")
+    tokens = torch.randint(0, 50, (3, 17))
+    assert model.config.mlp_dim == 4 * 32
+    assert relative_error(model(tokens), gpt2_logits(model, tokens)) < 1e-5
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_targets_that_count(make):
+    model = make(pos="rope", n_head=4, n_kv_head=2, qk_norm=True)
+    tokens = torch.randint(0, 50, (3, 17))
+    targets = torch.randint(0, 50, (3, 17))
     targets[0, :5] = -1
-    want = by_hand(model, tokens)
-    assert (model(tokens).double() - want).norm() / want.norm() < 1e-5
-    losses = torch.nn.functional.cross_entropy(want.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(3, 17)
-    assert model(tokens, targets).item() == pytest.approx((losses.sum() / (targets >= 0).sum()).item(), rel=1e-5)
-    assert torch.allclose(model(tokens, targets, reduction="none").double(), losses, atol=1e-4)
-    assert model(tokens, targets, reduction="sum").item() == pytest.approx(losses.sum().item(), rel=1e-5)
+    log_p = llama_logits(model, tokens).log_softmax(-1)
+    losses = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets >= 0)
+
+    mean = (losses.sum() / (3 * 17 - 5)).item()
+    assert model(tokens, targets).item() == pytest.approx(mean, rel=1e-5)
+    total = model(tokens, targets, reduction="sum").item()
+    assert total == pytest.approx(losses.sum().item(), rel=1e-5)
+    each = model(tokens, targets, reduction="none")
+    assert torch.allclose(each.double(), losses, atol=1e-4)
 
 
 @pytest.mark.parametrize("pos", POSITIONS)
-def test_every_parameter_learns(pos, make):
-    """Gradients reach every parameter, and agree with finite differences of the loss."""
+def test_gradients_of_every_parameter_match_finite_differences(pos, make):
     model = make(pos=pos, n_kv_head=2, qk_norm=True, window=9, sinks=1).double()
     tokens = torch.randint(0, 50, (2, 16))
     model(tokens, tokens).backward()
+    step = 1e-4
     for name, p in model.named_parameters():
-        assert p.grad is not None and p.grad.abs().max() > 0, name
-        at, step = p.grad.abs().argmax(), 1e-4
+        assert p.grad is not None, name
+        index = p.grad.abs().argmax()
+        gradient = p.grad.view(-1)[index].item()
+        assert gradient != 0, name
         with torch.no_grad():
-            p.view(-1)[at] += step
-            up = model(tokens, tokens).item()
-            p.view(-1)[at] -= 2 * step
-            down = model(tokens, tokens).item()
-            p.view(-1)[at] += step
-        assert (up - down) / (2 * step) == pytest.approx(p.grad.view(-1)[at].item(), rel=2e-2, abs=1e-6), name
+            p.view(-1)[index] += step
+            loss_above = model(tokens, tokens).item()
+            p.view(-1)[index] -= 2 * step
+            loss_below = model(tokens, tokens).item()
+            p.view(-1)[index] += step
+        slope = (loss_above - loss_below) / (2 * step)
+        assert slope == pytest.approx(gradient, rel=2e-2, abs=1e-6), name
 
 
-def test_initialisation_covers_every_parameter_or_raises():
+def test_attn_scale_multiplies_the_scores(make):
+    plain, scaled = make(pos="nope"), make(pos="nope", attn_scale=1.7)
+    tokens = torch.randint(0, 50, (2, 15))
+    assert not torch.allclose(plain(tokens), scaled(tokens), atol=1e-2)
+    with torch.no_grad():
+        for block in plain.blocks:
+            block.attention.q.weight *= 1.7
+    assert torch.allclose(plain(tokens), scaled(tokens), atol=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# Parameters: their names, shapes, numbers and initial values.
+
+
+def test_initial_weights_follow_the_table_of_init_weights():
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_embd=256, n_head=4, tied=False))
+    model = GPT(GPTConfig(n_embd=256, n_head=4, tie_embeddings=False, bias="all"))
     w = dict(model.named_parameters())
-    assert w["embed.weight"].std().item() == pytest.approx(0.02, rel=0.02)
-    assert w["blocks.0.attention.q.weight"].std().item() == pytest.approx(0.5 / 16, rel=0.02)
-    assert not w["blocks.0.mlp.down.weight"].any() and not w["blocks.3.attention.o.weight"].any() and (w["norm.weight"] == 1).all()
+    for name, std in (
+        ("embed.weight", 0.02),
+        ("head.weight", 0.02),
+        ("blocks.0.attention.q.weight", 0.5 / 16),
+        ("blocks.1.mlp.gate.weight", 0.5 / 16),
+    ):
+        assert w[name].std().item() == pytest.approx(std, rel=0.02), name
+    for name, value in (
+        ("blocks.3.attention.o.weight", 0),
+        ("blocks.0.mlp.down.weight", 0),
+        ("blocks.2.attention.k.bias", 0),
+        ("blocks.2.mlp.down.bias", 0),
+        ("blocks.1.mlp_norm.weight", 1),
+        ("norm.weight", 1),
+    ):
+        assert (w[name] == value).all(), name
+
+
+def test_a_parameter_without_an_initialization_rule_raises(make):
+    model = make()
     model.blocks[0].extra = torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="blocks.0.extra.weight"):
         model.init_weights()
 
 
-def test_the_llama_shape():
-    """Names and shapes that an exact export needs; hidden width 8/3 C rounded up to 32; 124M with GPT-2's settings."""
+@pytest.mark.parametrize(
+    "bias, with_bias",
+    [
+        ("none", set()),
+        ("qkv", {"attention.q", "attention.k", "attention.v"}),
+        (
+            "all",
+            {
+                *("attention.q", "attention.k", "attention.v", "attention.o"),
+                *("mlp.gate", "mlp.up", "mlp.down"),
+            },
+        ),
+    ],
+)
+def test_bias_chooses_the_linear_layers_that_have_one(bias, with_bias, make):
+    names = {name for name, _ in make(bias=bias, n_layer=1).named_parameters()}
+    biased = {name.removesuffix(".bias") for name in names if name.endswith(".bias")}
+    assert biased == {f"blocks.0.{layer}" for layer in with_bias}
+
+
+def test_parameters_have_llamas_shapes():
     model = GPT(GPTConfig(n_embd=128, n_head=4, n_kv_head=2, vocab_size=65))
-    assert model.blocks[0].mlp.gate.weight.shape == (352, 128) and model.blocks[0].attention.k.weight.shape == (64, 128)
+    block = model.blocks[0]
+    assert block.attention.k.weight.shape == (64, 128)
+    assert block.mlp.gate.weight.shape == (352, 128)  # 8/3 n_embd, up to a multiple of 32
+
+
+def test_gpt2s_sizes_give_124_million_parameters():
     with torch.device("meta"):
-        gpt2 = GPT(GPTConfig(pos="t5", n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257))
-    assert sum(p.numel() for n, p in gpt2.named_parameters() if not n.startswith("pos.")) == 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768 + 50257 * 768 == 123_551_232
+        config = GPTConfig(
+            pos="t5", n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257
+        )
+        model = GPT(config)
+    block = 4 * 768**2 + 3 * 768 * 2048 + 2 * 768
+    count = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("pos."))
+    assert count == 12 * block + 768 + 50257 * 768 == 123_551_232
+
+
+def test_schemes_share_every_other_initial_weight():
+    """With the same seed, two models of different schemes differ in the scheme alone."""
+    weights = []
+    for pos in POSITIONS:
+        torch.manual_seed(5)
+        model = GPT(GPTConfig(pos=pos, n_embd=32, n_head=4, n_layer=2))
+        named = dict(model.named_parameters())
+        weights.append({name: p for name, p in named.items() if not name.startswith("pos.")})
+    for others in weights[1:]:
+        assert others.keys() == weights[0].keys()
+        for name, p in others.items():
+            assert torch.equal(p, weights[0][name]), name
 
 
 def test_flops_are_counted_from_the_shapes(make):
-    model = make(n_embd=32, n_head=4, n_kv_head=2, n_layer=3, vocab_size=50, window=0)
-    C, hidden = 32, 96
-    weights = 3 * (C * 32 + 2 * C * 16 + 32 * C + 3 * C * hidden) + 50 * C
-    assert model.flops_per_token(100) == 6 * weights + 12 * 3 * 32 * 100
-    assert make(window=10, sinks=2).flops_per_token(100) - make(window=10, sinks=2).flops_per_token(5) == 12 * 2 * 32 * (12 - 5)
+    model = make(n_embd=32, n_head=4, n_kv_head=2, n_layer=3)
+    C, mlp_dim = 32, 96
+    block = C * 32 + 2 * C * 16 + 32 * C + 3 * C * mlp_dim
+    assert model.flops_per_token(100) == 6 * (3 * block + 50 * C) + 12 * 3 * 32 * 100
+    assert model.flops_per_token() == model.flops_per_token(24)
 
 
-def test_generate(make):
-    model, prompt = make(), torch.randint(0, 50, (2, 5))
-    draw = lambda **o: torch.cat(list(model.generate(prompt, 12, generator=torch.Generator().manual_seed(7), **o)), 1)  # noqa: E731
-    assert draw().shape == (2, 12) and torch.equal(draw(), draw())
-    assert torch.equal(draw(temperature=0), draw(top_k=1)) and torch.equal(draw(temperature=0), draw(top_p=1e-9))
-    assert not torch.equal(draw(), draw(temperature=3.0))
-    with torch.no_grad():
-        first = model(prompt)[:, -1].softmax(-1)
+# A window of 10 and 2 sinks: 12 keys are visible in W and S, all in F and N.
+@pytest.mark.parametrize(
+    "pattern, visible_at_100",
+    [("F", 4 * 100), ("W", 4 * 12), ("FN", 4 * 100), ("WN", 2 * 100 + 2 * 12), ("WWS", 4 * 12)],
+)
+def test_flops_count_the_visible_keys_of_each_layer(pattern, visible_at_100, make):
+    model = make(layer_pattern=pattern, window=10, sinks=2, n_layer=4)
+    visible_at_5 = 4 * 5
+    difference = model.flops_per_token(100) - model.flops_per_token(5)
+    assert difference == 12 * 32 * (visible_at_100 - visible_at_5)
+
+
+# -----------------------------------------------------------------------------
+# Layers by letter.
+
+WINDOW = {"window": 6, "sinks": 1}
+
+
+@pytest.mark.parametrize(
+    "settings, letters",
+    [
+        ({}, "FFFFF"),
+        ({"window": 6}, "WWWWW"),
+        ({"layer_pattern": "FN"}, "FNFNF"),
+        ({"layer_pattern": "WWWF", "window": 6}, "WWWFW"),
+        ({"layer_pattern": "FWNS", "window": 6}, "FWNSF"),
+    ],
+    ids=str,
+)
+def test_the_layer_pattern_repeats_over_the_layers(settings, letters):
+    config = GPTConfig(n_layer=5, **settings)
+    assert "".join(config.layer_kind(layer) for layer in range(5)) == letters
+    for layer, letter in enumerate(letters):
+        assert config.uses_window(layer) == (letter in "WS")
+        assert config.uses_positions(layer) == (letter in "FW")
+
+
+@pytest.mark.parametrize("pattern", ["F", "W", "N", "S"])
+def test_letters_choose_what_the_last_query_sees(pattern, make):
+    """One layer, window 6, one sink: W and S hide tokens 1 to 3 of 10 from the last query."""
+    model = make(pos="rope", n_layer=1, layer_pattern=pattern, **WINDOW)
+    tokens = torch.randint(0, 49, (1, 10))
+    last = model(tokens)[0, -1]
+    seen = []
+    for i in range(10):
+        changed = tokens.clone()
+        changed[0, i] += 1
+        if not torch.allclose(model(changed)[0, -1], last, atol=1e-5):
+            seen.append(i)
+    assert seen == ([0, 4, 5, 6, 7, 8, 9] if pattern in "WS" else list(range(10)))
+
+
+@pytest.mark.parametrize("pattern", ["F", "W", "N", "S"])
+def test_letters_choose_where_the_order_of_tokens_counts(pattern, make):
+    """Without positions, one layer does not notice that two visible tokens change places."""
+    model = make(pos="rope", n_layer=1, layer_pattern=pattern, **WINDOW)
+    tokens = torch.randperm(50)[None, :10]
+    exchanged = tokens[:, [0, 1, 2, 3, 4, 7, 6, 5, 8, 9]]
+    same = torch.allclose(model(exchanged)[0, -1], model(tokens)[0, -1], atol=1e-5)
+    assert same == (pattern in "NS")
+
+
+def forward_layer_by_layer(model, tokens):
+    """The logits of a model assembled from four, each with layers of one letter only."""
+    config = model.config
+    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    shape.update(vocab_size=config.vocab_size, block_size=config.block_size)
+    models = {
+        "F": GPT(GPTConfig(pos=config.pos, **shape)),
+        "W": GPT(GPTConfig(pos=config.pos, **WINDOW, **shape)),
+        "N": GPT(GPTConfig(pos="nope", **shape)),
+        "S": GPT(GPTConfig(pos="nope", **WINDOW, **shape)),
+    }
+    for other in models.values():
+        other.load_state_dict(model.state_dict(), strict=False)
+    x = model.embed(tokens)
+    pos = torch.arange(tokens.shape[1])
+    for layer in range(config.n_layer):
+        letter = config.layer_pattern[layer % len(config.layer_pattern)]
+        x = models[letter].blocks[layer](x, models[letter].pos, pos, None, {})
+    return model.head(model.norm(x))
+
+
+@pytest.mark.parametrize("pattern", ["FN", "WN", "WWWF", "N", "S", "FWNS"])
+@pytest.mark.parametrize("pos", ["rope", "alibi", "xl"])
+def test_layers_equal_those_of_models_of_one_letter(pos, pattern, make):
+    window = WINDOW if set(pattern) & set("WS") else {}
+    model = make(pos=pos, n_layer=4, layer_pattern=pattern, **window)
+    tokens = torch.randint(0, 50, (1, 20))
+    expected = forward_layer_by_layer(model, tokens)
+    assert torch.allclose(model(tokens), expected, atol=1e-4)
+    uniform = make(pos=pos, n_layer=4)
+    assert not torch.allclose(uniform(tokens), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("pos", ["rope", "alibi", "xl"])
+def test_layer_patterns_are_cached_and_saved(pos, make, tmp_path):
+    model = make(pos=pos, n_layer=4, layer_pattern="FWNS", **WINDOW)
+    tokens = torch.randint(0, 50, (1, 20))
+    whole = model(tokens)
+    cache = KVCache()
+    parts = [model(part, cache=cache) for part in tokens.split([7, 1, 12], 1)]
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4)
+    model.save(tmp_path / "step-000000")
+    loaded = GPT.load(tmp_path)
+    assert loaded.config == model.config
+    assert torch.equal(loaded(tokens), whole)
+
+
+# -----------------------------------------------------------------------------
+# Generation.
+
+
+@pytest.fixture
+def sample(make):
+    """A function that generates 12 tokens for each of two prompts with the seed 7: (2, 12)."""
+    model = make()
+    prompts = torch.randint(0, 50, (2, 5))
+
+    def sample(**options):
+        generator = torch.Generator().manual_seed(7)
+        return torch.cat(list(model.generate(prompts, 12, generator=generator, **options)), 1)
+
+    return sample
+
+
+def test_generate_repeats_itself_with_the_same_seed(sample):
+    assert sample().shape == (2, 12)
+    assert torch.equal(sample(), sample())
+    assert not torch.equal(sample(), sample(temperature=3.0))
+
+
+def test_greedy_sampling_has_three_spellings(sample):
+    assert torch.equal(sample(temperature=0), sample(top_k=1))
+    assert torch.equal(sample(temperature=0), sample(top_p=1e-9))
+
+
+def first_tokens(model, prompt, n, **options):
+    """Sample the first new token after a prompt (1, T) n times."""
+    generator = torch.Generator().manual_seed(1)
+    return next(model.generate(prompt.expand(n, -1), 1, generator=generator, **options))[:, 0]
+
+
+def test_top_k_samples_the_k_most_likely_by_their_probabilities(make):
+    model = make()
+    prompt = torch.randint(0, 50, (1, 5))
     n = 4000
-    big = torch.cat([next(model.generate(prompt[:1].expand(n, -1), 1, top_k=3, generator=torch.Generator().manual_seed(1)))])[:, 0]
-    top = first[0].topk(3)
-    share = torch.bincount(big, minlength=50)[top.indices] / n
-    assert set(big.tolist()) <= set(top.indices.tolist()) and torch.allclose(share, top.values / top.values.sum(), atol=4 * 0.5 / math.sqrt(n))
-    p = float(top.values[:2].sum()) - 1e-4  # the two likeliest are the fewest that hold p
-    small = torch.cat([next(model.generate(prompt[:1].expand(n, -1), 1, top_p=p, generator=torch.Generator().manual_seed(1)))])[:, 0]
-    assert set(small.tolist()) == set(top.indices[:2].tolist())
-    with pytest.raises(Refused, match="at least one"):
-        list(model.generate(prompt[:, :0], 1))
+    with torch.no_grad():
+        top = model(prompt)[0, -1].softmax(-1).topk(3)
+    tokens = first_tokens(model, prompt, n, top_k=3)
+    assert set(tokens.tolist()) == set(top.indices.tolist())
+    frequencies = torch.bincount(tokens, minlength=50)[top.indices] / n
+    expected = top.values / top.values.sum()
+    assert torch.allclose(frequencies, expected, atol=4 * 0.5 / math.sqrt(n))
 
 
-def test_checkpoints_are_whole_or_refused(make, tmp_path):
-    model = make(pos="t5", tied=True)
-    model.save(tmp_path / "run" / "step-000005", step=5)
-    model.save(tmp_path / "run" / "step-000010", step=10, val_loss=2.0)
-    assert not list((tmp_path / "run").glob(".tmp*")) and [p.name for p in steps(tmp_path / "run")] == ["step-000005", "step-000010"]
-    again = GPT.load(tmp_path / "run")
-    assert again.meta["step"] == 10 and not again.training and again.config == model.config
-    for a, b in zip(model.parameters(), again.parameters()):
-        assert torch.equal(a, b)
-    assert "head.weight" not in (tmp_path / "run/step-000005/model.safetensors").read_bytes()[:4000].decode("latin1")  # stored once
-    with pytest.raises(Refused, match="exists"):
-        model.save(tmp_path / "run" / "step-000005")
-    newest = tmp_path / "run" / "step-000010"
-    good, meta = (newest / "model.safetensors").read_bytes(), (newest / "meta.json").read_text()
-    for damaged in (good[:-3], good[:60] + bytes([good[60] ^ 1]) + good[61:], good[:-9] + bytes([good[-9] ^ 64]) + good[-8:], b""):
-        (newest / "model.safetensors").write_bytes(damaged)
-        with pytest.raises(Refused, match="step-000005"):
-            GPT.load(tmp_path / "run")
-    (newest / "model.safetensors").write_bytes(good)
-    for text in (meta[:50], "{}", "[]", meta.replace('"format": 1', '"format": 99'), meta.replace('"n_layer": 2', '"n_layer": 3'), meta.replace('"n_layer": 2', '"n_layer": "two"'),
-                 meta.replace('"pos": "t5"', '"pos": "quantum"'), meta.replace('"n_embd": 32', '"n_embd": 1000000'), meta.replace('"dropout"', '"drop_out"')):
-        (newest / "meta.json").write_text(text)
-        with pytest.raises(Refused):
-            GPT.load(tmp_path / "run")
-    (newest / "meta.json").unlink()
-    assert GPT.load(tmp_path / "run").meta["step"] == 5  # a folder that is not whole is not seen
-    with pytest.raises(Refused, match="no checkpoint"):
-        checkpoint_folder(tmp_path)
-    with pytest.raises(Refused, match="does not exist"):
-        GPT.load(tmp_path / "nothing")
+def test_top_p_keeps_the_fewest_tokens_that_hold_its_probability(make):
+    model = make()
+    prompt = torch.randint(0, 50, (1, 5))
+    with torch.no_grad():
+        top = model(prompt)[0, -1].softmax(-1).topk(2)
+    top_p = top.values.sum().item() - 1e-4
+    tokens = first_tokens(model, prompt, 4000, top_p=top_p)
+    assert set(tokens.tolist()) == set(top.indices.tolist())
 
 
-def test_best(make, tmp_path):
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
-        make().save(tmp_path / f"step-{step:06d}", step=step, val_loss=loss)
-    assert GPT.load(tmp_path, best=True).meta["step"] == 2 and GPT.load(tmp_path).meta["step"] == 4
-    assert json.loads((tmp_path / "step-000002" / "meta.json").read_text())["torch"] == torch.__version__
+def test_generate_refuses_an_empty_prompt(make):
+    with pytest.raises(UserError, match="at least one"):
+        list(make().generate(torch.zeros(2, 0, dtype=torch.long), 1))
 
 
-def test_compiles_without_breaks(make):
-    """One graph, forward and backward, and the numbers of the eager model."""
-    for pos, settings in (("rope", {}), ("t5", {}), ("xl", {}), ("shaw", {}), ("kerple-power", {}), ("rope", {"nope_every": 2, "window": 9}), ("learned", {"random_positions": 30})):
-        torch._dynamo.reset()
-        model = make(pos=pos, qk_norm=True, n_kv_head=2, **settings)
-        tokens = torch.randint(0, 50, (2, 24))
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        drawn = model.draw_positions(2, 24, 5)
-        loss = compiled(tokens, tokens, drawn, reduction="sum")
-        loss.backward()
-        grads = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        want = model(tokens, tokens, drawn, reduction="sum")
-        want.backward()
-        assert torch.allclose(loss, want, rtol=1e-5)
-        short = tokens[:, :13], tokens[:, :13], None if drawn is None else drawn[:, :13]
-        assert torch.allclose(compiled(*short), model(*short), rtol=1e-5)  # another length
-        for g, p in zip(grads, model.parameters()):
-            assert torch.allclose(g, p.grad, rtol=1e-3, atol=1e-4)
+@pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_the_plain_loop_generates_the_same_tokens_as_the_cache(pos, make):
+    model = make(pos=pos)
+    prompts = torch.randint(0, 50, (2, 5))
+    n = 19 if pos == "learned" else 30  # beyond the context of 24, except for learned embeddings
+    plain = torch.cat(list(model.generate_plain(prompts, n, temperature=0)), 1)
+    cached = torch.cat(list(model.generate(prompts, n, temperature=0)), 1)
+    assert torch.equal(plain, cached)
 
 
-def test_kernels_import_nothing_heavy(run):
-    import subprocess
-    import sys
-    from conftest import ROOT
-    code = "import sys, kernels; print(sorted({'triton', 'transformers'} & set(sys.modules)), hasattr(kernels, '__version__'))"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert out.stdout == "[] False\n" and not out.stderr
-    assert kernels.__all__ == ["rope", "attention", "linear_cross_entropy"]
+def test_the_plain_loop_samples_by_temperature_and_top_k(make):
+    model = make()
+    prompts = torch.randint(0, 50, (2, 5))
+    sampled = []
+    for loop in (model.generate, model.generate_plain):
+        generator = torch.Generator().manual_seed(7)
+        tokens = list(loop(prompts, 12, temperature=2.0, generator=generator))
+        sampled.append(torch.cat(tokens, 1))
+    assert torch.equal(*sampled)
+    top = model(prompts[:1])[0, -1].topk(3).indices
+    many = next(model.generate_plain(prompts[:1].expand(500, -1), 1, temperature=5.0, top_k=3))
+    assert set(many[:, 0].tolist()) == set(top.tolist())
+
+
+# -----------------------------------------------------------------------------
+# The shape of the code: few calls deep, on its own two feet, and compiled without graph breaks.
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_attention_is_at_most_five_calls_deep_all_in_model_py(pos, make, monkeypatch):
+    """forward, hidden_states, Block.forward, Attention.forward and attend; torch's own aside."""
+    attention = kernels.attention
+    torch_folder = str(Path(torch.__file__).parent)
+    stacks = []
+
+    def recording_attention(*args, **kwargs):
+        stack = []
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename != __file__:
+            if not frame.f_code.co_filename.startswith(torch_folder):
+                stack.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        stacks.append(stack)
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "attention", recording_attention)
+    make(pos=pos)(torch.randint(0, 50, (1, 9)))
+    assert len(stacks) == 2  # one for each layer
+    for stack in stacks:
+        assert set(stack) == {model_module.__file__}
+        assert len(stack) <= 5
+
+
+TRAIN_AND_GENERATE = """
+import torch
+from model import GPT, GPTConfig
+
+torch.manual_seed(0)
+model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+tokens = torch.randint(0, 50, (2, 12))
+losses = []
+for step in range(3):
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+model.extend("yarn", 2)
+generated = [token.flatten().tolist() for token in model.generate(tokens, 10, temperature=0)]
+"""
+PRINT_AS_JSON = """
+import json, sys
+print(json.dumps([losses, generated, "nanolong" in sys.modules]))
+"""
+
+
+def test_model_py_works_when_copied_into_another_project(tmp_path):
+    """With rope_scaling.py and kernels/ it trains, extends and generates without nanolong/."""
+    for name in ("model.py", "rope_scaling.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=ignore)
+    (tmp_path / "here.py").write_text(TRAIN_AND_GENERATE)
+    (tmp_path / "there.py").write_text(TRAIN_AND_GENERATE + PRINT_AS_JSON)
+
+    words = [sys.executable, "there.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses, generated, nanolong_imported = json.loads(done.stdout)
+    assert not nanolong_imported
+    here = runpy.run_path(str(tmp_path / "here.py"))
+    assert losses == pytest.approx(here["losses"], rel=1e-6)
+    assert losses[-1] < losses[0]
+    assert generated == here["generated"]
+
+
+def test_importing_kernels_prints_nothing_and_imports_nothing_heavy():
+    code = "import sys, kernels; print(sorted({'triton', 'transformers'} & set(sys.modules)))"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert not done.stderr
+
+
+def loss_and_gradients(model, forward, tokens, positions):
+    """The summed loss of predicting the tokens themselves, and all gradients."""
+    model.zero_grad()
+    loss = forward(tokens, tokens, positions, reduction="sum")
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pos": "rope", "layer_pattern": "WN", "window": 9},
+        pytest.param({"pos": "rope"}, marks=slow),
+        pytest.param({"pos": "t5"}, marks=slow),
+        pytest.param({"pos": "xl"}, marks=slow),
+        pytest.param({"pos": "shaw"}, marks=slow),
+        pytest.param({"pos": "kerple-power"}, marks=slow),
+        pytest.param({"pos": "learned", "random_positions": 30}, marks=slow),
+    ],
+    ids=str,
+)
+def test_the_compiled_model_is_one_graph_with_the_same_gradients(settings, make):
+    torch._dynamo.reset()
+    model = make(qk_norm=True, n_kv_head=2, **settings)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens = torch.randint(0, 50, (2, 24))
+    positions = model.sample_positions(2, 24, seed=5)
+    loss, gradients = loss_and_gradients(model, compiled, tokens, positions)
+    expected_loss, expected_gradients = loss_and_gradients(model, model, tokens, positions)
+    assert torch.allclose(loss, expected_loss, rtol=1e-5)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4)
+
+    shorter = tokens[:, :13]
+    if positions is not None:
+        positions = positions[:, :13]
+    expected = model(shorter, shorter, positions)
+    assert torch.allclose(compiled(shorter, shorter, positions), expected, rtol=1e-5)

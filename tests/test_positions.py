@@ -1,366 +1,589 @@
-"""The position schemes: golden values, identities, and cached decoding equal to uncached."""
+"""Position schemes: the papers' numbers and formulas, cached decoding, positions and documents."""
+
 import math
+import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
+from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
-from model import GPT, POSITIONS, Cache, GPTConfig, PastTrainedLength, Refused
+import kernels
+from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from nanolong.errors import UserError
+from nanolong.inference import KVCache
 
 SCHEMES = sorted(POSITIONS)
+ABSOLUTE = ("learned", "sinusoidal")
+TAKES_GAPS = ("nope", "learned", "sinusoidal", "rope")  # the others use distances between indices
 
 
-def scheme(pos, **settings):
-    return POSITIONS[pos](GPTConfig(pos=pos, **{"n_head": 4, "n_embd": 32, "block_size": 1024, **settings}))
+def make_scheme(pos, **settings):
+    defaults = {"n_head": 4, "n_embd": 32, "block_size": 1024}
+    return POSITIONS[pos](GPTConfig(pos=pos, **{**defaults, **settings}))
 
 
-def test_alibi_slopes():
-    """The closed form of the paper for 1..32 heads and some odd ones, and its printed examples."""
-    def closed(H):
-        if math.log2(H).is_integer():
-            return [2 ** (-8 * (h + 1) / H) for h in range(H)]
-        c = 2 ** math.floor(math.log2(H))
-        return closed(c) + closed(2 * c)[0::2][:H - c]
-    for H in (*range(1, 33), 40, 48, 64, 112):
-        got = scheme("alibi", n_head=H, head_dim=8).bias(10, 0)
-        assert got.dtype == torch.float32 and got.tolist() == pytest.approx(closed(H), rel=1e-6), H
-    assert scheme("alibi", n_head=6, head_dim=8).slopes.tolist() == [.25, .0625, .015625, .00390625, .5, .125]
-    assert scheme("alibi", n_head=8).slopes.tolist() == [2.0 ** -h for h in range(1, 9)]
-    assert scheme("alibi", n_head=12, head_dim=8).slopes[8:].tolist() == pytest.approx([.70711, .35355, .17678, .08839], abs=1e-5)
-    assert scheme("alibi", n_head=1).slopes.tolist() == [2.0 ** -8]
+# -----------------------------------------------------------------------------
+# Numbers that the papers and their code give.
 
 
-def test_t5_buckets():
-    """Starts of the logarithmic buckets for 32 buckets and max_distance 128, from T5's own function."""
-    t5 = scheme("t5")
-    starts = [int((t5.bucket == b).nonzero()[0]) for b in range(32)]
-    assert starts == [*range(16), 16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
-    assert len(t5.bucket) == 114  # constant from 113 on: nothing longer is kept
-    with torch.no_grad():
-        t5.weight.copy_(torch.randn(4, 32))
+def slopes_of_the_paper(n_head):
+    """The recursion of ALiBi's released code."""
+    if math.log2(n_head).is_integer():
+        return [2 ** (-8 * (h + 1) / n_head) for h in range(n_head)]
+    lower = 2 ** math.floor(math.log2(n_head))
+    every_other = slopes_of_the_paper(2 * lower)[0::2]
+    return slopes_of_the_paper(lower) + every_other[: n_head - lower]
+
+
+@pytest.mark.parametrize("n_head", [*range(1, 33), 40, 48, 64, 112])
+def test_alibi_slopes_match_the_paper(n_head):
+    slopes = make_scheme("alibi", n_head=n_head, head_dim=8).bias(10, 0)
+    assert slopes.dtype == torch.float32
+    assert slopes.tolist() == pytest.approx(slopes_of_the_paper(n_head), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "n_head, first, slopes",
+    [
+        (1, 0, [2.0**-8]),
+        (6, 0, [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]),
+        (8, 0, [2.0**-h for h in range(1, 9)]),
+        (12, 8, [0.70711, 0.35355, 0.17678, 0.08839]),
+    ],
+)
+def test_alibi_slopes_match_printed_examples(n_head, first, slopes):
+    alibi = make_scheme("alibi", n_head=n_head, head_dim=8)
+    assert alibi.slopes[first:].tolist() == pytest.approx(slopes, abs=1e-5)
+
+
+def test_t5_buckets_match_t5s_own_function():
+    t5 = make_scheme("t5")
+    starts = [int((t5.bucket == bucket).nonzero()[0]) for bucket in range(32)]
+    logarithmic = [16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
+    assert starts == [*range(16), *logarithmic]
+    assert len(t5.bucket) == 114  # constant from 113 on
+
+
+def test_t5s_last_bucket_holds_for_all_greater_distances():
+    t5 = make_scheme("t5")
+    torch.nn.init.normal_(t5.weight)
     table = t5.bias(500, 0)
-    assert table.shape == (4, 114) and torch.equal(table[:, -1], t5.weight[:, 31]) and torch.equal(t5.bias(7, 1), t5.weight[:, :7])
+    assert table.shape == (4, 114)
+    assert torch.equal(table[:, -1], t5.weight[:, 31])
+    assert torch.equal(t5.bias(7, 1), t5.weight[:, :7])
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 17, 64, 100, 128, 300])
-def test_t5_visits_every_bucket_it_reads(length):
-    """A window of L tokens has distances 0..L-1; the bucket read beyond them is one that training visited."""
-    bucket = scheme("t5", block_size=length).bucket
+def test_t5_uses_no_bucket_that_training_does_not_reach(length):
+    """Sequences of `length` tokens have distances below it."""
+    bucket = make_scheme("t5", block_size=length).bucket
     assert 1 <= len(bucket) <= length
-    assert (bucket.diff() >= 0).all() and bucket[0] == 0
+    assert bucket[0] == 0
+    assert (bucket.diff() >= 0).all()
 
 
-def test_sinusoidal_golden():
-    s = scheme("sinusoidal", n_embd=8, n_head=1)
-    got = s.embed(torch.zeros(1, 1, 8), torch.tensor([1]))[0, 0] / s.scale
-    assert got.tolist() == pytest.approx([.841471, .540302, .099833, .995004, .01, .99995, .001, 1], abs=1e-6)
-    far = s.embed(torch.zeros(1, 1, 8), torch.tensor([1_000_000]))[0, 0] / s.scale
-    assert far.tolist() == pytest.approx([f(1_000_000 / 10000 ** (k / 4)) for k in range(4) for f in (math.sin, math.cos)], abs=1e-5)
+def test_sinusoidal_embeddings_match_the_paper():
+    sinusoidal = make_scheme("sinusoidal", n_embd=8, n_head=1)
+    scale = 0.02 * math.sqrt(2)  # of a fresh token embedding
+    near = sinusoidal.embed(torch.zeros(1, 1, 8), torch.tensor([1]))[0, 0] / scale
+    numbers = [0.841471, 0.540302, 0.099833, 0.995004, 0.01, 0.99995, 0.001, 1]
+    assert near.tolist() == pytest.approx(numbers, abs=1e-6)
+    distant = sinusoidal.embed(torch.zeros(1, 1, 8), torch.tensor([1_000_000]))[0, 0] / scale
+    assert distant.tolist() == pytest.approx(sinusoid(1_000_000, 8).tolist(), abs=1e-5)
 
 
-def test_rope_interleaved_after_permutation(rng):
-    """Our half-split layout equals the interleaved one once each head's rows are permuted (A.9)."""
-    import kernels
+def test_nezhas_vectors_are_sinusoids_of_the_distance():
+    table = make_scheme("nezha", n_embd=64, n_head=8).relative(1000, 0)[0][0]
+    assert len(table) == 65
+    for distance in (0, 1, 17, 64):
+        assert torch.allclose(table[distance], sinusoid(distance, 8).float(), atol=1e-6)
+
+
+def kerple_of_ones():
+    """KERPLE with r1 = r2 = 1, and its power form with r1 = 1 and the exponent 0.7."""
+    logarithmic, power = make_scheme("kerple"), make_scheme("kerple-power")
+    with torch.no_grad():
+        for p in (logarithmic.r1, logarithmic.r2, power.r1):
+            p.fill_(math.log(math.expm1(1.0)))  # its softplus is 1
+        power.r2.fill_(math.log(0.7 / 1.3))  # twice its sigmoid is 0.7
+    return logarithmic, power
+
+
+def test_kerple_matches_its_formulas():
+    logarithmic, power = kerple_of_ones()
+    distances = [0, 1, 10, 100]
+    bias = logarithmic.bias(101, 0)[2, distances].tolist()
+    assert bias == pytest.approx([0, -0.6931, -2.3979, -4.6151], abs=1e-4)
+    bias = power.bias(101, 0)[1, distances].tolist()
+    assert bias == pytest.approx([0, -1, -(10**0.7), -(100**0.7)], rel=1e-5)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["kerple", "kerple-power"])
+def test_kerple_has_finite_gradients_and_float32_biases(index):
+    scheme = kerple_of_ones()[index]
+    scheme.bias(101, 0).sum().backward()
+    for p in scheme.parameters():
+        assert p.grad.isfinite().all()
+        assert (p.grad != 0).all()
+    assert scheme.bias(1, 0).tolist() == [[0.0]] * 4
+    assert scheme.bias(7, 1).dtype == torch.float32
+
+
+def test_kerple_starts_from_uniform_samples():
+    torch.manual_seed(0)
+    logarithmic = make_scheme("kerple", n_head=1000, head_dim=8)
+    power = make_scheme("kerple-power", n_head=1000, head_dim=8)
+    for values, top in (
+        (F.softplus(logarithmic.r1), 2),
+        (F.softplus(logarithmic.r2), 1),
+        (F.softplus(power.r1), 1),
+        (2 * power.r2.sigmoid(), 2),
+    ):
+        assert 0 < values.min() < 0.05
+        assert 0.95 * top < values.max() <= top
+        assert values.mean().item() == pytest.approx(top / 2, rel=0.1)
+
+
+def test_sandwich_matches_its_formula():
+    bias = make_scheme("sandwich", n_head=8, n_embd=64).bias(4097, 0)
+    numbers = [0, -1.4466, -22.3407, -42.4357, -67.2693]
+    assert bias[0, [0, 1, 16, 256, 4096]].tolist() == pytest.approx(numbers, abs=1e-4)
+    for head in range(8):  # head h, counted from 1, is multiplied by 8 / (8 h)
+        assert torch.allclose(bias[head] * (head + 1), bias[0])
+
+
+def test_rope_equals_the_interleaved_layout_after_a_permutation(rng):
+    """Channels 2c and 2c + 1 of the interleaved layout are c and c + D/2 of ours."""
     D, T = 8, 6
     x = torch.randn(1, 1, T, D)
     angle = torch.arange(T)[:, None] * 10000.0 ** -(torch.arange(0, D, 2) / D)
-    half = kernels.rope(x, x, angle.cos(), angle.sin())[0]
-    order = torch.arange(D).view(2, D // 2).t().flatten()  # interleaved channel 2c, 2c + 1 is half-split c, c + D/2
-    pairs = x[..., order].unflatten(-1, (D // 2, 2))
-    turned = torch.stack((pairs[..., 0] * angle.cos() - pairs[..., 1] * angle.sin(), pairs[..., 0] * angle.sin() + pairs[..., 1] * angle.cos()), -1).flatten(-2)
-    assert torch.allclose(half[..., order], turned, atol=1e-6)
+    cos, sin = angle.cos(), angle.sin()
+    rotated = kernels.rope(x, x, cos, sin)[0]
+
+    order = torch.arange(D).view(2, D // 2).t().flatten()
+    even, odd = x[..., order].unflatten(-1, (D // 2, 2)).unbind(-1)
+    interleaved = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    assert torch.allclose(rotated[..., order], interleaved, atol=1e-6)
 
 
-def test_rope_fraction_edges(make):
+def test_rope_fraction_chooses_the_rotated_channels(make):
     tokens = torch.randint(0, 50, (2, 9))
-    none, nope = make(pos="rope", rope_fraction=0.0), make(pos="nope")
-    assert torch.equal(none(tokens), nope(tokens))
+    unrotated, nope = make(pos="rope", rope_fraction=0.0), make(pos="nope")
+    assert torch.equal(unrotated(tokens), nope(tokens))
     assert make(pos="rope", rope_fraction=0.25).pos.inv_freq.tolist() == [1.0]
-    assert torch.allclose(make(pos="rope", rope_fraction=0.5, head_dim=16).pos.inv_freq, 10000.0 ** -(torch.arange(0, 8, 2).double() / 8))
+    half = make(pos="rope", rope_fraction=0.5, head_dim=16).pos.inv_freq
+    assert torch.allclose(half, 10000.0 ** -(torch.arange(0, 8, 2).double() / 8))
 
 
-@pytest.mark.parametrize("pos", SCHEMES)
-def test_shift_invariance(pos, make):
-    """Logits of a relative scheme do not move when all positions do; those of an absolute one do."""
-    model, tokens = make(pos=pos, block_size=2000), torch.randint(0, 50, (2, 12))
-    here, there = model(tokens), model(tokens, positions=torch.arange(12) + 1000)
-    assert ((here - there).abs().max() < 1e-4) == (pos not in ("learned", "sinusoidal"))
+# -----------------------------------------------------------------------------
+# The first layer's attention in float64, one score at a time.
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 5}, {"window": 5, "sinks": 2, "n_kv_head": 2}, {"qk_norm": True, "head_dim": 6, "tied": False}], ids=str)
-@pytest.mark.parametrize("pos", SCHEMES)
-def test_cached_equals_uncached(pos, settings, make):
-    """Token by token, in pieces, and at once; past the made-for length too, where the scheme goes there (promise 8)."""
-    model = make(pos=pos, **settings)
-    T = 24 if pos == "learned" else 40
-    tokens = torch.randint(0, 50, (2, T))
-    with torch.no_grad(), pytest.warns(PastTrainedLength) if T > 24 else torch.no_grad():
-        whole = model(tokens)
-        for cuts in ([1] * T, [7, 1, 1, 9, T - 18], [T - 1, 1]):
-            cache, parts, at = Cache(), [], 0
-            for n in cuts:
-                parts.append(model(tokens[:, at:at + n], cache=cache))
-                at += n
-            assert (torch.cat(parts, 1) - whole).abs().max() < 2e-5 * whole.abs().max()
+def attention_by_loops(model, x, terms):
+    """
+    The first block's attention over x (T, C), in float64.
+
+    terms(q, head, i, j) for query q (D,) at index i and the key at index j returns what the scheme
+    adds to q k, before the scale, and to the value.
+    """
+    config = model.config
+    w = {name: p.double() for name, p in model.blocks[0].attention.named_parameters()}
+    T, D = len(x), config.head_dim
+    q, k, v = ((x.double() @ w[f"{name}.weight"].T).view(T, -1, D) for name in "qkv")
+    y = torch.zeros(T, config.n_head, D, dtype=torch.float64)
+    for head in range(config.n_head):
+        for i in range(T):
+            scores, values = [], []
+            for j in range(i + 1):
+                to_score, to_value = terms(q[i, head], head, i, j)
+                scores.append((q[i, head] @ k[j, head] + to_score) / math.sqrt(D))
+                values.append(v[j, head] + to_value)
+            p = torch.stack(scores).softmax(0)
+            y[i, head] = p @ torch.stack(values)
+    return y.flatten(1) @ w["o.weight"].T
 
 
-@pytest.mark.parametrize("pos", SCHEMES)
-def test_causal_and_documents(pos, make):
-    """The future changes nothing, and packed documents read as if they stood alone."""
+def first_attention(model, x):
+    """The same by the model: (T, C)."""
+    return model.blocks[0].attention(x[None], model.pos, torch.arange(len(x)), None, {})[0]
+
+
+@pytest.mark.parametrize("max_distance", [3, 1000])
+@torch.no_grad()
+def test_shaw_matches_the_paper(max_distance, make, monkeypatch):
+    """With a max_distance of 1000, every distance below 17 has its own vector."""
+    monkeypatch.setattr(POSITIONS["shaw"], "max_distance", max_distance)
+    model = make(pos="shaw", block_size=40)
+    assert model.pos.keys.shape[1] == min(max_distance, 20) + 1
+
+    def terms(q, head, i, j):
+        key, value = shaw_vectors(model.pos, i - j, 0, max_distance)
+        return q @ key, value
+
+    x = torch.randn(17, 32)
+    difference = first_attention(model, x) - attention_by_loops(model, x, terms)
+    assert difference.abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_nezha_matches_the_paper(make):
+    model = make(pos="nezha", block_size=20)
+
+    def terms(q, head, i, j):
+        vector = nezha_vector(model.pos, i - j, 10)  # up to half of the context
+        return q @ vector, vector
+
+    x = torch.randn(17, 32)
+    difference = first_attention(model, x) - attention_by_loops(model, x, terms)
+    assert difference.abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_transformer_xl_matches_the_paper(make):
+    """Scores (q + u) k + (q + v) W_R R, with R of each distance computed on its own."""
+    model = make(pos="xl")
+    x = torch.randn(17, 32)
+    u, v = model.pos.u.double(), model.pos.v.double()
+    k = (x.double() @ model.blocks[0].attention.k.weight.double().T).view(17, 4, 8)
+
+    def terms(q, head, i, j):
+        relative_key = transformer_xl_keys(model.pos, i - j, 0)[head]
+        return u[head] @ k[j, head] + (q + v[head]) @ relative_key, 0
+
+    expected = attention_by_loops(model, x, terms)
+    assert (first_attention(model, x) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("pos", BIASES)
+@torch.no_grad()
+def test_biases_match_the_papers_and_are_added_to_the_scaled_scores(pos, make):
     model = make(pos=pos)
-    a, b = torch.randint(0, 50, (1, 9)), torch.randint(0, 50, (1, 11))
-    packed, docs = torch.cat((a, b), 1), torch.tensor([[0] * 9 + [1] * 11])
-    positions = torch.cat((torch.arange(9), torch.arange(11)))
-    together = model(packed, positions=positions, docs=docs)
-    assert torch.allclose(together[:, :9], model(a), atol=1e-5) and torch.allclose(together[:, 9:], model(b), atol=1e-5)
-    changed = packed.clone()
-    changed[:, 12:] = (changed[:, 12:] + 1) % 50
-    assert torch.allclose(model(changed)[:, :12], model(packed)[:, :12], atol=1e-6)
+
+    def terms(q, head, i, j):
+        bias = BIASES[pos](model.pos, i - j)[head]
+        return bias * math.sqrt(8), 0  # before the scale of 1 / sqrt(8)
+
+    x = torch.randn(22, 32)
+    difference = first_attention(model, x) - attention_by_loops(model, x, terms)
+    assert difference.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("pos", SCHEMES)
-def test_positions_per_row_and_padding(pos, make):
-    """Prompts of unequal length, padded on the left, each with positions of its own."""
-    model, pad = make(pos=pos), 4
-    a, b = torch.randint(0, 50, (1, 12)), torch.randint(0, 50, (1, 8))
-    tokens = torch.cat((a, torch.cat((torch.zeros(1, pad, dtype=torch.long), b), 1)))
-    docs = torch.tensor([[0] * 12, [-1] * pad + [0] * 8])
-    positions = torch.stack((torch.arange(12), torch.cat((torch.zeros(pad, dtype=torch.long), torch.arange(8)))))
-    if POSITIONS[pos].by_index:
-        positions[1, :pad] = torch.arange(pad)
-    out = model(tokens, positions=positions, docs=docs)
-    assert torch.allclose(out[:1], model(a), atol=1e-5) and torch.allclose(out[1:, pad:], model(b), atol=1e-5)
+# -----------------------------------------------------------------------------
+# Parameters and constants.
 
 
-@pytest.mark.parametrize("pos", SCHEMES)
-def test_gaps_are_refused_where_distance_goes_by_index(pos, make):
-    model, tokens, gaps = make(pos=pos), torch.randint(0, 50, (1, 6)), torch.tensor([0, 1, 2, 9, 10, 11])
-    if pos not in ("nope", "learned", "sinusoidal", "rope"):
-        with pytest.raises(Refused, match="by index"):
-            model(tokens, positions=gaps)
-    else:
-        assert model(tokens, positions=gaps).isfinite().all()
-    with pytest.raises(Refused, match="negative"):
-        model(tokens, positions=torch.arange(6) - 1)
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 40, 256, 1000])
+def test_shaw_has_a_vector_for_each_distance_up_to_half_the_context(length):
+    shaw = make_scheme("shaw", block_size=length)
+    size = min(128, max(1, length // 2)) + 1
+    assert shaw.keys.shape == shaw.values.shape == (4, size, 8)
 
 
-def test_what_is_refused(make):
-    for settings, words in ((dict(pos="rope", head_dim=7), "even"), (dict(pos="sinusoidal", n_embd=33, head_dim=8), "even"), (dict(pos="cope"), "one of"), (dict(n_head=4, n_kv_head=3), "divisor"),
-                            (dict(n_embd=30), "head_dim"), (dict(sinks=2), "window"), (dict(pos="rope", rope_fraction=1.5), "0..1"), (dict(n_layer=0), "at least 1"), (dict(dropout=1.0), "share"),
-                            (dict(pos="rope", rope_base=1.0), "above 1")):
-        with pytest.raises(Refused, match=words):
-            make(**settings)
-    learned = make(pos="learned")
-    with pytest.raises(Refused, match="24"):
-        learned(torch.zeros(1, 25, dtype=torch.long))
-    with pytest.raises(Refused, match="24"):
-        learned(torch.zeros(1, 3, dtype=torch.long), positions=torch.tensor([22, 23, 24]))
-    with pytest.raises(Refused, match="max_new_tokens=5"):
-        list(learned.generate(torch.zeros(1, 20, dtype=torch.long), 6))
-    assert len(list(learned.generate(torch.zeros(1, 20, dtype=torch.long), 5))) == 5
+def test_shaw_starts_as_nope():
+    logits = []
+    for pos in ("shaw", "nope"):
+        torch.manual_seed(3)
+        model = GPT(GPTConfig(pos=pos, n_embd=32, n_head=4, block_size=24))
+        logits.append(model(torch.arange(24)[None]))
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+def test_transformer_xl_shares_u_and_v_between_layers(make):
+    shapes = {name: tuple(p.shape) for name, p in make(pos="xl").pos.named_parameters()}
+    assert shapes == {"u": (4, 8), "v": (4, 8), "project": (2, 32, 32)}
+
+
+def test_transformer_xl_tells_great_distances_apart_under_autocast():
+    """In bfloat16, distances above 256 would be merged."""
+    torch.manual_seed(0)
+    xl = make_scheme("xl")
+    with torch.autocast("cpu", torch.bfloat16):
+        keys = xl.relative(3000, 1)[0]
+    assert keys.dtype == torch.float32
+    assert torch.equal(keys, xl.relative(3000, 1)[0])
 
 
 @pytest.mark.parametrize("pos", SCHEMES)
 def test_constants_keep_their_dtype_and_are_not_saved(pos, make):
-    """model.bfloat16() must not round frequencies, slopes or buckets: the classic bug."""
+    """model.bfloat16() must not round frequencies, slopes or buckets."""
     model = make(pos=pos)
-    before = {name: getattr(model.pos, name).clone() for name in model.pos.__dict__.get("_constants", [])}
+    names = model.pos.__dict__.get("_constants", [])
+    before = {name: getattr(model.pos, name).clone() for name in names}
     model.bfloat16()
     for name, tensor in before.items():
-        assert getattr(model.pos, name).dtype == tensor.dtype and torch.equal(getattr(model.pos, name), tensor)
-    assert not any(word in name for name in model.state_dict() for word in ("inv_freq", "slopes", "bucket", "pos.table" if pos != "learned" else "inv_freq"))
+        assert getattr(model.pos, name).dtype == tensor.dtype
+        assert torch.equal(getattr(model.pos, name), tensor)
+    saved = {name for name in model.state_dict() if name.startswith("pos.")}
+    assert saved == {f"pos.{name}" for name, _ in model.pos.named_parameters()}
     assert model(torch.zeros(1, 5, dtype=torch.long)).dtype == torch.bfloat16
 
 
-# --- the schemes by distance, the hybrids and random positions ---------------------------------------------------------
-
-def layer_by_loops(model, x, terms):
-    """The first block's attention over normalised inputs x (T, C) in float64, one score at a time: terms(q, h, i, j) is what the scheme adds to q k, before
-    the scale; its second result is added to the value."""
-    c, w = model.config, {n: p.detach().double() for n, p in model.blocks[0].attention.named_parameters()}
-    T, D = len(x), c.head_dim
-    q, k, v = ((x.double() @ w[f"{n}.weight"].T).view(T, -1, D) for n in "qkv")
-    out = torch.zeros(T, c.n_head, D, dtype=torch.float64)
-    for h in range(c.n_head):
-        for i in range(T):
-            more = [terms(q[i, h], h, i, j) for j in range(i + 1)]
-            p = torch.stack([(q[i, h] @ k[j, h] + more[j][0]) / math.sqrt(D) for j in range(i + 1)]).softmax(0)
-            out[i, h] = sum(p[j] * (v[j, h] + more[j][1]) for j in range(i + 1))
-    return out.flatten(1) @ w["o.weight"].T
-
-
-def layer(model, x):
-    return model.blocks[0].attention(x[None], model.pos, torch.arange(len(x)), None, None)[0]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pos": "rope", "head_dim": 7},
+        {"pos": "rope", "rope_fraction": 0.4},
+        {"pos": "nezha", "head_dim": 7},
+        {"pos": "sinusoidal", "n_embd": 33, "head_dim": 8},
+        {"pos": "xl", "n_embd": 33, "head_dim": 8},
+        {"n_head": 4, "n_kv_head": 3},
+    ],
+    ids=str,
+)
+def test_the_model_asserts_what_its_arithmetic_needs(settings, make):
+    with pytest.raises(AssertionError):
+        make(**settings)
 
 
-@pytest.mark.parametrize("clip", [3, 1000])
-def test_shaw_by_the_paper(clip, make, monkeypatch):
-    """With k >= T it is the unclipped form, a vector for each distance; with k = 3 all distances from 3 on share one."""
-    monkeypatch.setattr(POSITIONS["shaw"], "clip", clip)
-    model, x = make(pos="shaw", block_size=40), torch.randn(17, 32)
-    keys, values = model.pos.keys[0].double(), model.pos.values[0].double()
-    assert len(keys) == (4 if clip == 3 else 21)
-    want = layer_by_loops(model, x, lambda q, h, i, j: (q @ keys[min(i - j, clip)], values[min(i - j, clip)]))
-    assert (layer(model, x) - want).abs().max() < 1e-4
-    assert scheme("shaw", block_size=1000).keys.shape == (4, 4 if clip == 3 else 501, 8)  # at most half the trained length
+# -----------------------------------------------------------------------------
+# Properties of the whole model.
 
 
-def test_shaw_starts_as_nope_and_never_asks_for_a_row_it_has_not():
-    for length in (1, 2, 3, 7, 256):
-        assert len(scheme("shaw", block_size=length).keys[0]) == min(128, max(1, length // 2)) + 1
-    torch.manual_seed(3)
-    shaw = GPT(GPTConfig(pos="shaw", n_embd=32, n_head=4, block_size=24))
-    torch.manual_seed(3)
-    nope, tokens = GPT(GPTConfig(pos="nope", n_embd=32, n_head=4, block_size=24)), torch.randint(0, 257, (1, 24))
-    assert torch.allclose(shaw(tokens), nope(tokens), atol=1e-5)
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_only_absolute_schemes_notice_that_all_positions_are_shifted(pos, make):
+    model = make(pos=pos, block_size=2000)
+    tokens = torch.randint(0, 50, (2, 12))
+    shifted = model(tokens, positions=torch.arange(12) + 1000)
+    same = (model(tokens) - shifted).abs().max() < 1e-4
+    assert same == (pos not in ABSOLUTE)
 
 
-def test_nezha_by_the_paper(make):
-    table = scheme("nezha", n_embd=64, n_head=8).relative(1000, 0)[0][0]
-    assert len(table) == 65
-    for distance in (0, 1, 17, 64):
-        assert table[distance].tolist() == pytest.approx([f(distance * 10000 ** (-2 * k / 8)) for k in range(4) for f in (math.sin, math.cos)], abs=1e-6)
-    model, x = make(pos="nezha", block_size=20), torch.randn(17, 32)
-    rows = model.pos.relative(1000, 0)[0][0].double()
-    want = layer_by_loops(model, x, lambda q, h, i, j: (q @ rows[min(i - j, 10)], rows[min(i - j, 10)]))
-    assert len(rows) == 11 and (layer(model, x) - want).abs().max() < 1e-4
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_only_nope_ignores_the_order_of_the_tokens(pos, make):
+    model = make(pos=pos, n_layer=1)
+    tokens = torch.randperm(50)[None, :12]
+    exchanged = tokens[:, [5, 1, 2, 3, 4, 0, *range(6, 12)]]
+    same = torch.allclose(model(exchanged)[0, -1], model(tokens)[0, -1], atol=1e-5)
+    assert same == (pos == "nope")
 
 
-def test_xl_by_the_paper(make):
-    """(q + u) k + (q + v) W_R R, by gathering R of each distance: what the shift must equal."""
-    model, x, C = make(pos="xl"), torch.randn(17, 32), 32
-    u, v, W = model.pos.u.double(), model.pos.v.double(), model.pos.project[0].double()
-    k = (x.double() @ model.blocks[0].attention.k.weight.double().T).view(17, 4, 8)
-
-    def terms(q, h, i, j):
-        R = torch.tensor([f((i - j) * 10000 ** (-2 * c / C)) for f in (math.sin, math.cos) for c in range(C // 2)], dtype=torch.float64)
-        return u[h] @ k[j, h] + (q + v[h]) @ (W @ R).view(4, 8)[h], 0
-    want = layer_by_loops(model, x, terms)
-    assert (layer(model, x) - want).abs().max() < 1e-4 * want.abs().max()
-    assert {name: tuple(p.shape) for name, p in model.pos.named_parameters()} == {"u": (4, 8), "v": (4, 8), "project": (2, 32, 32)}  # u and v shared, W_R per layer
-
-
-def test_xl_keeps_far_sinusoids_apart_under_autocast():
-    """The distance's sinusoids and their projection stay float32: in bfloat16, distances past 256 would be alike."""
-    torch.manual_seed(0)
-    xl = scheme("xl")
-    with torch.autocast("cpu", torch.bfloat16):
-        keys = xl.relative(3000, 1)[0]
-    assert keys.dtype == torch.float32 and torch.equal(keys, xl.relative(3000, 1)[0])
-
-
-def test_kerple_golden():
-    log, power = scheme("kerple"), scheme("kerple-power")
-    with torch.no_grad():
-        for p in (log.r1, log.r2, power.r1):
-            p.fill_(math.log(math.expm1(1.0)))  # softplus of it is 1
-        power.r2.fill_(math.log(0.7 / 1.3))  # 2 sigmoid of it is 0.7
-    assert log.bias(101, 0)[2, [0, 1, 10, 100]].tolist() == pytest.approx([0, -.6931, -2.3979, -4.6151], abs=1e-4)
-    assert power.bias(101, 0)[1, [0, 1, 10, 100]].tolist() == pytest.approx([0, -1, -10**.7, -100**.7], rel=1e-5)
-    for s in (log, power):
-        s.bias(101, 0).sum().backward()
-        assert all(p.grad.isfinite().all() and (p.grad != 0).all() for p in s.parameters())
-        assert s.bias(1, 0).tolist() == [[0.0]] * 4 and s.bias(7, 1).dtype == torch.float32
-    torch.manual_seed(0)
-    log, power = scheme("kerple", n_head=1000, head_dim=8), scheme("kerple-power", n_head=1000, head_dim=8)
-    softplus = torch.nn.functional.softplus
-    for value, top in ((softplus(log.r1), 2), (softplus(log.r2), 1), (softplus(power.r1), 1), (2 * power.r2.sigmoid(), 2)):
-        assert 0 < value.min() < 0.05 and 0.95 * top < value.max() <= top and value.mean().item() == pytest.approx(top / 2, rel=0.1)
+@pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"window": 5},
+        {"window": 5, "sinks": 2, "n_kv_head": 2},
+        {"qk_norm": True, "head_dim": 6, "tie_embeddings": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("pos", SCHEMES)
+@torch.no_grad()
+def test_cached_equals_uncached(pos, settings, make):
+    """Token by token and in parts, and beyond the context of 24 where the scheme can go there."""
+    model = make(pos=pos, **settings)
+    T = 24 if pos == "learned" else 40
+    tokens = torch.randint(0, 50, (2, T))
+    whole = model(tokens)
+    for sizes in ([1] * T, [7, 1, 1, 9, T - 18], [T - 1, 1]):
+        cache = KVCache()
+        parts = [model(part, cache=cache) for part in tokens.split(sizes, 1)]
+        assert (torch.cat(parts, 1) - whole).abs().max() < 2e-5 * whole.abs().max()
 
 
-def test_sandwich_golden():
-    bias = scheme("sandwich", n_head=8, n_embd=64).bias(4097, 0)
-    assert bias[0, [0, 1, 16, 256, 4096]].tolist() == pytest.approx([0, -1.4466, -22.3407, -42.4357, -67.2693], abs=1e-4)
-    assert torch.allclose(bias[3] * 4, bias[0])  # head h is divided by 8 h / H
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_the_future_changes_nothing(pos, make):
+    model = make(pos=pos)
+    tokens = torch.randint(0, 50, (1, 20))
+    changed = tokens.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % 50
+    assert torch.allclose(model(changed)[:, :12], model(tokens)[:, :12], atol=1e-6)
 
 
-def test_what_beyond_odd_widths_is_refused(make):
-    for pos, settings, words in (("nezha", dict(head_dim=7), "even"), ("xl", dict(n_embd=33, head_dim=8), "even"), ("rope", dict(nope_every=1), "choose 2 to 2"), ("rope", dict(nope_every=3), "choose 2 to 2"),
-                                 ("learned", dict(nope_every=2), "leave it out"), ("nope", dict(nope_every=2), "leave it out"), ("rope", dict(attn_scale=0.0), "above 0"),
-                                 ("t5", dict(random_positions=99), "distance by index"), ("nope", dict(random_positions=99), "distance by index"), ("rope", dict(random_positions=23), "block_size=24"), ("rope", dict(random_positions=99, window=8), "a window counts")):
-        with pytest.raises(Refused, match=words):
-            make(pos=pos, **settings)
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_packed_documents_equal_documents_on_their_own(pos, make):
+    model = make(pos=pos)
+    a, b = torch.randint(0, 50, (1, 9)), torch.randint(0, 50, (1, 11))
+    docs = torch.tensor([[0] * 9 + [1] * 11])
+    positions = torch.cat((torch.arange(9), torch.arange(11)))
+    packed = model(torch.cat((a, b), 1), positions=positions, docs=docs)
+    assert torch.allclose(packed[:, :9], model(a), atol=1e-5)
+    assert torch.allclose(packed[:, 9:], model(b), atol=1e-5)
 
 
-@pytest.mark.parametrize("pos", ["rope", "alibi", "xl"])
-def test_hybrid_layers(pos, make, tmp_path):
-    """Every second block is without scheme and window, as if each block had been given its own by hand; cached too, and through a checkpoint."""
-    model, tokens = make(pos=pos, n_layer=4, nope_every=2, window=6, sinks=1), torch.randint(0, 50, (1, 20))
-    assert model.config.nope_layers == [1, 3] and model.config.window_layers == [0, 2]
-    plain, nope = make(pos=pos, n_layer=4, window=6, sinks=1), make(pos="nope", n_layer=4)
-    for other in (plain, nope):
-        other.load_state_dict(model.state_dict(), strict=False)
-    x, where = model.embed(tokens), torch.arange(20)
-    for number in range(4):
-        other = (plain, nope)[number % 2]
-        x = other.blocks[number](x, other.pos, where, None, None)
-    assert torch.allclose(model(tokens), model.head(model.norm(x)), atol=1e-4)
-    cache = Cache()
-    assert torch.allclose(torch.cat([model(t, cache=cache) for t in tokens.split([7, 1, 12], 1)], 1), model(tokens), atol=1e-4)
-    model.save(tmp_path / "step-000000")
-    again = GPT.load(tmp_path)
-    assert again.config == model.config and torch.equal(again(tokens), model(tokens))
-    full, short = 12 * 4 * 8, min(20, 7)  # FLOPs of attention: two layers see all, two see window and sinks
-    assert model.flops_per_token(20) - model.flops_per_token(8) == full * 2 * (20 - 8) + full * 2 * (short - short)
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_padded_prompts_with_their_own_positions_equal_prompts_alone(pos, make):
+    """The shorter prompt is padded on the left, and the pad tokens are a document of their own."""
+    model = make(pos=pos)
+    a, b = torch.randint(0, 50, (1, 12)), torch.randint(0, 50, (1, 8))
+    tokens = torch.cat((a, F.pad(b, (4, 0))))
+    docs = torch.tensor([[0] * 12, [-1] * 4 + [0] * 8])
+    positions = torch.stack((torch.arange(12), F.pad(torch.arange(8), (4, 0))))
+    if pos not in TAKES_GAPS:
+        positions[1, :4] = torch.arange(4)
+    logits = model(tokens, positions=positions, docs=docs)
+    assert torch.allclose(logits[:1], model(a), atol=1e-5)
+    assert torch.allclose(logits[1:, 4:], model(b), atol=1e-5)
 
 
-def test_attn_scale_multiplies_the_scores(make):
-    model, scaled, tokens = make(pos="nope"), make(pos="nope", attn_scale=1.7), torch.randint(0, 50, (2, 15))
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.q.weight *= 1.7
-    assert torch.allclose(model(tokens), scaled(tokens), atol=1e-4) and not torch.allclose(make(pos="nope")(tokens), scaled(tokens), atol=1e-2)
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_position_ids_with_gaps_are_refused_where_distances_are_between_indices(pos, make):
+    model = make(pos=pos)
+    tokens = torch.randint(0, 50, (1, 6))
+    gaps = torch.tensor([0, 1, 2, 9, 10, 11])
+    assert model.pos.by_index == (pos not in TAKES_GAPS)
+    if pos in TAKES_GAPS:
+        assert model(tokens, positions=gaps).isfinite().all()
+    else:
+        with pytest.raises(UserError, match=f"--pos={pos} uses distances between indices"):
+            model(tokens, positions=gaps)
 
 
-@pytest.mark.parametrize("pos", ["learned", "sinusoidal", "rope"])
-def test_random_positions(pos, make, tmp_path):
-    model, tokens = make(pos=pos, random_positions=500), torch.randint(0, 50, (3, 20))
-    drawn = model.draw_positions(3, 20, seed=1)
-    assert drawn.shape == (3, 20) and (drawn.diff() > 0).all() and drawn.min() >= 0 and drawn.max() < 500 and drawn.dtype == torch.int64
-    assert torch.equal(drawn, model.draw_positions(3, 20, seed=1)) and not torch.equal(drawn, model.draw_positions(3, 20, seed=2))
-    many = model.draw_positions(4000, 5, seed=3).double()
-    assert many.mean().item() == pytest.approx(249.5, abs=5) and many[:, 0].mean().item() == pytest.approx(500 / 6, abs=5)  # the least of five uniform draws
-    assert torch.equal(make(pos=pos, random_positions=24).draw_positions(2, 24, 0), torch.arange(24).expand(2, 24)) and make(pos=pos).draw_positions(2, 5, 0) is None
-    whole = torch.stack([model(t[None], positions=p)[0] for t, p in zip(tokens, drawn)])
-    assert torch.allclose(model(tokens, positions=drawn), whole, atol=1e-5)  # a row of positions for each sequence
-    written = torch.cat(list(model.generate(tokens, 30, temperature=0)), 1)
-    where, grown = model.draw_positions(1, 49, 0)[0], tokens
-    for n in range(20, 50):  # the cache changes nothing
-        grown = torch.cat((grown, model(grown, positions=where[:n])[:, -1:].argmax(-1)), 1)
-    assert torch.equal(grown[:, 20:], written)
-    model.save(tmp_path / "step-000000")
-    assert torch.equal(GPT.load(tmp_path)(tokens, positions=drawn), model(tokens, positions=drawn))
-    if pos != "learned":
-        model.stretch("none", 1.0)
-    assert torch.equal(GPT.load(tmp_path)(tokens, positions=drawn), model(tokens, positions=drawn))
-    with pytest.raises(Refused, match="500"):
-        model.stretch("pi", 1.0)  # would cut the vectors of `learned` down to the length of a window
-    with pytest.raises(Refused, match="500"):
-        model.stretch("none", 2)
-    if pos == "learned":
-        assert len(model.pos.table) == 500
-        with pytest.raises(Refused, match="500"):
-            model(tokens, positions=torch.arange(481, 501))
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_negative_position_ids_are_refused(pos, make):
+    with pytest.raises(UserError, match="must not be negative"):
+        make(pos=pos)(torch.randint(0, 50, (1, 6)), positions=torch.arange(6) - 1)
 
 
-def test_schemes_share_every_other_weight():
-    """Of one seed: what differs between two schemes is the scheme."""
-    models = []
-    for pos in POSITIONS:
-        torch.manual_seed(5)
-        models.append(GPT(GPTConfig(pos=pos, n_embd=32, n_head=4, n_layer=2)))
-    for model in models[1:]:
-        for (name, a), (other, b) in zip(models[0].named_parameters(), (item for item in model.named_parameters() if not item[0].startswith("pos."))):
-            assert name == other and torch.equal(a, b)
-
-
-def test_a_window_is_of_positions_where_they_are_given(make):
-    """Positions with gaps, a window and sinks: the window counts positions, whole or with a cache, whichever call they came with; without positions it counts indices."""
-    model, tokens = make(pos="rope", window=6, sinks=2), torch.randint(0, 50, (1, 14))
+def test_a_window_counts_explicit_positions(make):
+    """With and without a cache; without explicit positions it counts tokens."""
+    model = make(pos="rope", window=6, sinks=2)
+    tokens = torch.randint(0, 50, (1, 14))
     positions = torch.tensor([0, 1, 2, 5, 6, 9, 10, 11, 12, 15, 16, 17, 18, 19])
-    whole, cache = model(tokens, positions=positions), Cache()
-    parts = [model(tokens[:, :8], positions=positions[:8], cache=cache), *(model(tokens[:, i:i + 1], positions=positions[i:i + 1], cache=cache) for i in range(8, 14))]
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4) and not torch.allclose(model(tokens), whole, atol=1e-2)
+    whole = model(tokens, positions=positions)
+    assert not torch.allclose(model(tokens), whole, atol=1e-2)
     assert torch.equal(model(tokens, positions=torch.arange(14)), model(tokens))
-    cache = Cache()  # positions are given first, and go on from where the indices are
-    parts = [model(tokens[:, :3], positions=torch.tensor([0, 1, 2]), cache=cache), model(tokens[:, 3:], cache=cache)]
-    assert cache.by_hand and torch.allclose(torch.cat(parts, 1), model(tokens), atol=1e-4)
+
+    cache = KVCache()
+    sizes = [8, 1, 1, 1, 1, 1, 1]
+    parts = []
+    for part, where in zip(tokens.split(sizes, 1), positions.split(sizes), strict=True):
+        parts.append(model(part, positions=where, cache=cache))
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4)
+
+
+def test_a_window_counts_explicit_positions_of_an_earlier_call(make):
+    model = make(pos="rope", window=6, sinks=2)
+    tokens = torch.randint(0, 50, (1, 14))
+    cache = KVCache()
+    first = model(tokens[:, :3], positions=torch.tensor([0, 1, 2]), cache=cache)
+    second = model(tokens[:, 3:], cache=cache)
+    assert cache.explicit_positions
+    assert torch.allclose(torch.cat((first, second), 1), model(tokens), atol=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# Beyond the context.
+
+
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_beyond_the_context_a_scheme_warns_or_refuses(pos, make):
+    model = make(pos=pos)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.zeros(1, 24, dtype=torch.long))
+    tokens = torch.zeros(1, 25, dtype=torch.long)
+    if pos == "learned":
+        with pytest.raises(UserError, match="no embedding for position 24: the context is 24"):
+            model(tokens)
+    else:
+        with pytest.warns(ContextLengthWarning, match="25 tokens .* context of 24"):
+            model(tokens)
+
+
+def test_learned_embeddings_refuse_explicit_positions_beyond_the_table(make):
+    with pytest.raises(UserError, match="no embedding for position 24"):
+        make(pos="learned")(torch.zeros(1, 3, dtype=torch.long), positions=torch.arange(22, 25))
+
+
+def test_learned_embeddings_generate_as_many_tokens_as_the_table_has_rows(make):
+    model = make(pos="learned")
+    prompt = torch.zeros(1, 20, dtype=torch.long)
+    with pytest.raises(UserError, match="at most --max_new_tokens=5"):
+        list(model.generate(prompt, 6))
+    assert len(list(model.generate(prompt, 5))) == 5
+
+
+# -----------------------------------------------------------------------------
+# Random positions.
+
+WITH_RANDOM_POSITIONS = ("learned", "sinusoidal", "rope")
+
+
+def test_sampled_positions_are_sorted_distinct_and_repeatable(make):
+    model = make(random_positions=500)
+    positions = model.sample_positions(3, 20, seed=1)
+    assert positions.shape == (3, 20)
+    assert positions.dtype == torch.int64
+    assert (positions.diff() > 0).all()
+    assert positions.min() >= 0
+    assert positions.max() < 500
+    assert torch.equal(positions, model.sample_positions(3, 20, seed=1))
+    assert not torch.equal(positions, model.sample_positions(3, 20, seed=2))
+
+
+def test_sampled_positions_are_uniform(make):
+    positions = make(random_positions=500).sample_positions(4000, 5, seed=3).double()
+    assert positions.mean().item() == pytest.approx(249.5, abs=5)
+    least_of_five = positions[:, 0].mean().item()
+    assert least_of_five == pytest.approx(500 / 6, abs=5)
+
+
+def test_sampled_positions_are_all_where_there_are_no_more(make):
+    positions = make(random_positions=24).sample_positions(2, 24, seed=0)
+    assert torch.equal(positions, torch.arange(24).expand(2, 24))
+    assert make().sample_positions(2, 5, seed=0) is None
+
+
+@pytest.mark.parametrize("pos", WITH_RANDOM_POSITIONS)
+def test_each_sequence_has_its_own_positions(pos, make):
+    model = make(pos=pos, random_positions=500)
+    tokens = torch.randint(0, 50, (3, 20))
+    positions = model.sample_positions(3, 20, seed=1)
+    together = model(tokens, positions=positions)
+    for row in range(3):
+        alone = model(tokens[row : row + 1], positions=positions[row])
+        assert torch.allclose(together[row], alone[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("pos", WITH_RANDOM_POSITIONS)
+def test_generate_uses_sampled_positions(pos, make):
+    model = make(pos=pos, random_positions=500)
+    prompts = torch.randint(0, 50, (3, 20))
+    generated = torch.cat(list(model.generate(prompts, 30, temperature=0)), 1)
+    positions = model.sample_positions(1, 49, seed=0)[0]  # the last token is not an input
+    text = prompts
+    for n in range(20, 50):
+        next_token = model(text, positions=positions[:n])[:, -1:].argmax(-1)
+        text = torch.cat((text, next_token), 1)
+    assert torch.equal(text[:, 20:], generated)
+
+
+@pytest.mark.parametrize("pos", WITH_RANDOM_POSITIONS)
+def test_random_positions_survive_a_checkpoint(pos, make, tmp_path):
+    model = make(pos=pos, random_positions=500)
+    tokens = torch.randint(0, 50, (3, 20))
+    positions = model.sample_positions(3, 20, seed=1)
+    logits = model(tokens, positions=positions)
+    model.save(tmp_path / "step-000000")
+    loaded = GPT.load(tmp_path)
+    assert torch.equal(loaded.sample_positions(3, 20, seed=1), positions)
+    assert torch.equal(loaded(tokens, positions=positions), logits)
+
+
+@pytest.mark.parametrize("pos", ["sinusoidal", "rope"])
+def test_the_method_none_with_factor_1_leaves_random_positions_as_they_are(pos, make):
+    model = make(pos=pos, random_positions=500)
+    tokens = torch.randint(0, 50, (3, 20))
+    positions = model.sample_positions(3, 20, seed=1)
+    logits = model(tokens, positions=positions)
+    model.extend("none", 1.0)
+    assert torch.equal(model(tokens, positions=positions), logits)
+
+
+@pytest.mark.parametrize("pos", WITH_RANDOM_POSITIONS)
+def test_models_with_random_positions_are_not_extended(pos, make):
+    """Position interpolation would cut the table of learned embeddings to the context."""
+    model = make(pos=pos, random_positions=500)
+    for method, factor in (("pi", 1.0), ("none", 2)):
+        with pytest.raises(UserError, match="below 500 and needs no extension"):
+            model.extend(method, factor)
+
+
+def test_learned_embeddings_have_a_row_for_every_random_position(make):
+    model = make(pos="learned", random_positions=500)
+    assert len(model.pos.table) == 500
+    with pytest.raises(UserError, match="no embedding for position 500"):
+        model(torch.zeros(1, 20, dtype=torch.long), positions=torch.arange(481, 501))

@@ -94,6 +94,12 @@ def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
     assert (dataset.train.tokens[0] == 256).sum() == train.count(b"# file")
 
 
+def test_at_least_one_file_of_a_folder_is_validation(tmp_path, data_folder):
+    write_folder(tmp_path / "src")
+    dataset = data.Dataset(prepare_text(tmp_path / "src", "folder", val_fraction=1e-9))
+    assert (dataset.val.tokens[0] == 256).sum() == 1
+
+
 def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
     write_folder(tmp_path / "src")
     one, again, other = (
@@ -101,6 +107,18 @@ def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
         for name, val_fraction in (("one", 0.1), ("again", 0.1), ("other", 0.5))
     )
     assert one == again != other
+
+
+def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
+    meta = {"tokenizer": data.CharTokenizer("abc").to_json()}
+    monkeypatch.setattr("nanolong.checkpoint.find_checkpoint", lambda path: Path(path))
+    monkeypatch.setattr("nanolong.checkpoint.read_meta", lambda folder: meta)
+    (tmp_path / "t.txt").write_text("ccab" * 10)
+    dataset = data.Dataset(prepare_text(tmp_path / "t.txt", "mine", tokenizer=str(tmp_path)))
+    assert dataset.train.tokens[0][:4].tolist() == [2, 2, 0, 1]
+    meta["tokenizer"] = None
+    with pytest.raises(UserError, match="has no tokenizer"):
+        prepare_text(tmp_path / "t.txt", "other", tokenizer=str(tmp_path))
 
 
 def test_raw_files_have_no_header(tmp_path, data_folder):

@@ -1,4 +1,8 @@
-"""The position probe, the shuffled prefix and the attention maps, against sums written out and models that are known to know, or not to know, where they are."""
+"""The position probe, the shuffled prefix and the attention maps.
+
+Compared with sums written out, and with models that are known to know, or not to know, positions.
+"""
+
 import itertools
 import json
 import math
@@ -10,14 +14,18 @@ import torch.nn.functional as F
 
 import data
 import kernels
-from config import UserError
 from experiments import attention_maps, probe
-from model import GPT, POSITIONS, Cache, GPTConfig, Refused
+from model import GPT, POSITIONS, GPTConfig
+from nanolong.checkpoint import save_model
+from nanolong.errors import UserError
+from nanolong.inference import KVCache
+
+NOPE = {"pos": "nope", "n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 24}
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """These products are small: threads that share busy cores would wait for each other."""
+    """The products are small: threads would wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -29,168 +37,372 @@ def text(text_data):
     return data.Dataset(text_data)
 
 
-def test_guesses_against_brute_force():
-    for n in (5, 64):
-        pairs = [abs(i - j) for i, j in itertools.product(range(n), repeat=2)]
-        assert probe.random_guess(n) == pytest.approx(sum(pairs) / n**2)
-        assert probe.best_constant(n) == pytest.approx(min(sum(abs(guess - j) for j in range(n)) / n for guess in range(n)))
-    assert probe.random_guess(1024) == pytest.approx(341.33, abs=0.01) and probe.best_constant(64) == 16  # Haviv et al.: about 340 before the first layer
+def make_untrained():
+    """A NoPE model as it is initialised: its block adds nothing, so that it knows one token."""
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**NOPE, vocab_size=257))
 
 
-def test_states_are_those_of_the_model(make):
-    model, tokens = make(pos="learned"), torch.randint(0, 50, (3, 24))
-    assert torch.equal(probe.states(model, tokens, 0), (model.embed(tokens) + model.pos.table).detach())  # with what the scheme adds
-    assert torch.allclose(model.head(model.norm(probe.states(model, tokens, 2))), model(tokens), atol=1e-5)
-    middle = probe.states(model, tokens, 1)
-    assert torch.equal(middle, model.blocks[0](probe.states(model, tokens, 0), model.pos, torch.arange(24), None, None).detach())
+# -----------------------------------------------------------------------------
+# The position probe.
+
+
+@pytest.mark.parametrize("n", [5, 64])
+def test_errors_of_guessing_are_those_of_brute_force(n):
+    pairs = [abs(i - j) for i, j in itertools.product(range(n), repeat=2)]
+    assert probe.random_guess(n) == pytest.approx(sum(pairs) / n**2)
+    constants = [sum(abs(guess - j) for j in range(n)) / n for guess in range(n)]
+    assert probe.best_constant(n) == pytest.approx(min(constants))
+
+
+def test_errors_of_guessing_are_those_of_the_paper():
+    """Haviv et al.: about 340 before the first layer."""
+    assert probe.random_guess(1024) == pytest.approx(341.33, abs=0.01)
+    assert probe.best_constant(64) == 16
+
+
+def test_hidden_states_are_those_of_the_model(make):
+    model = make(pos="learned")
+    tokens = torch.randint(0, 50, (3, 24))
+    first, middle, last = (probe.hidden_states(model, tokens, layer) for layer in range(3))
+    assert torch.equal(first, (model.embed(tokens) + model.pos.table).detach())
+    pos = torch.arange(24)
+    mask = {"docs": None, "positions": None}
+    assert torch.equal(middle, model.blocks[0](first, model.pos, pos, None, mask).detach())
+    assert torch.allclose(model.head(model.norm(last)), model(tokens), atol=1e-5)
+    # no hook is left
     assert not model.norm._forward_pre_hooks and not model.blocks[0]._forward_pre_hooks
 
 
-def test_the_probe_finds_positions_that_are_there_and_no_others(make, text):
-    sizes = dict(windows=60, held_out=60, hidden=64, steps=150, seed=0)
-    learned = make(pos="learned", vocab_size=257)  # its table is some three times as large as its embeddings
-    rows = probe.probe(learned, text, "learned", **sizes)
-    assert [row["layer"] for row in rows] == [0, 1, 2] and rows[0]["length"] == 24 and rows[0]["tokens"] == 60 * 24 and rows[0]["error"] < 0.1
-    torch.manual_seed(0)
-    nope = probe.probe(GPT(GPTConfig(pos="nope", n_layer=1, n_head=2, n_embd=32, block_size=24, vocab_size=257)), text, **sizes)
-    for row in nope:  # untrained, a block adds nothing: tokens alone say little
-        assert 0.6 * row["random_guess"] < row["error"] < 1.4 * row["random_guess"], row
-    again = probe.probe(learned, text, "learned", **sizes)
-    assert again == rows and json.dumps(rows)
+def test_probe_finds_positions_where_they_are(make, text):
+    sizes = {"windows": 60, "held_out": 60, "hidden": 64, "steps": 150, "seed": 0}
+    # its position table is about three times as large as its embeddings
+    model = make(pos="learned", vocab_size=257)
+    records = probe.probe(model, text, "learned", **sizes)
+    assert [record["layer"] for record in records] == [0, 1, 2]
+    assert records[0]["length"] == 24 and records[0]["tokens"] == 60 * 24
+    assert records[0]["error"] < 0.1
+    assert json.dumps(records)
 
 
-def test_the_shuffled_prefix_keeps_the_rest():
-    tokens, generator = torch.arange(5 * 32).view(5, 32), torch.Generator().manual_seed(0)
-    mixed = probe.shuffle_prefix(tokens, 24, generator)
-    assert torch.equal(mixed[:, 24:], tokens[:, 24:]) and torch.equal(mixed[:, :24].sort(1).values, tokens[:, :24]) and not (mixed[:, :24] == tokens[:, :24]).all(1).any()
-    assert not torch.equal(mixed[0] + 32, mixed[1])  # each row in an order of its own
-    kept = probe.shuffle_prefix(tokens, 32, generator, first=1)
-    assert torch.equal(kept[:, 0], tokens[:, 0]) and torch.equal(kept.sort(1).values, tokens)
+def test_probe_is_deterministic(make, text):
+    model = make(vocab_size=257)
+    sizes = {"windows": 8, "held_out": 4, "hidden": 8, "steps": 5}
+    records = [probe.probe(model, text, **sizes) for _ in range(2)]
+    assert records[0] == records[1]
 
 
-def test_shuffling_by_hand(make, text):
-    """Losses in order against cross-entropies written out; a model whose blocks add nothing sees one token, and does not mind what stands before it."""
-    model = make(pos="alibi", vocab_size=257)
-    quarter, last = probe.shuffled(model, text, "alibi", windows=20, seed=3)
-    x, y = probe.windows_of(text.val, 24, 20, 3)
-    losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none").view_as(y)
-    for row, start in ((quarter, 18), (last, 23)):
-        assert row["intact"] == pytest.approx((losses[:, start:].sum() / (y[:, start:] >= 0).sum()).item(), rel=1e-5) and row["tokens"] == (y[:, start:] >= 0).sum()
-    assert (quarter["scored"], last["scored"]) == ("last quarter", "last token") and quarter["raised"] != 0 and math.isfinite(last["interval"]) and json.dumps([quarter, last])
-    blind = probe.shuffled(GPT(GPTConfig(pos="nope", n_layer=1, n_head=2, n_embd=32, block_size=24, vocab_size=257)), text, windows=20)
-    assert blind[0]["raised"] == pytest.approx(0, abs=1e-6)
-    read = []
-    model.register_forward_pre_hook(lambda module, given: read.append(given[0]))
-    probe.shuffled(model, text, windows=20, seed=3)
-    assert len(read) == 4 and all((tokens[:, 0] == 256).all() for tokens in read) and torch.equal(read[1][:, 18:], x[:, 18:]) and not torch.equal(read[1], x)  # <bos> stays first
-    with pytest.raises(Refused, match="no vector"):
-        probe.shuffled(make(pos="learned", vocab_size=257), text, length=48)
+def test_probe_finds_no_positions_where_there_are_none(text):
+    """Tokens alone say little about their positions."""
+    records = probe.probe(make_untrained(), text, windows=60, held_out=60, hidden=64, steps=150)
+    for record in records:
+        assert 0.6 * record["random_guess"] < record["error"] < 1.4 * record["random_guess"]
+
+
+def test_a_probe_of_a_short_text_is_rejected(make, text):
     with pytest.raises(UserError, match="too few"):
-        probe.probe(model, text, length=10**7)
+        probe.probe(make(pos="alibi", vocab_size=257), text, length=10**7)
+
+
+# -----------------------------------------------------------------------------
+# The shuffled prefix.
+
+
+def test_shuffling_a_prefix_keeps_the_rest():
+    tokens = torch.arange(5 * 32).view(5, 32)
+    generator = torch.Generator().manual_seed(0)
+    mixed = probe.shuffle_prefix(tokens, 24, generator)
+    assert torch.equal(mixed[:, 24:], tokens[:, 24:])
+    assert torch.equal(mixed[:, :24].sort(1).values, tokens[:, :24])
+    assert not (mixed[:, :24] == tokens[:, :24]).all(1).any()
+    # each row has its own order
+    assert not torch.equal(mixed[0] + 32, mixed[1])
+
+    mixed = probe.shuffle_prefix(tokens, 32, generator, start=1)
+    assert torch.equal(mixed[:, 0], tokens[:, 0])
+    assert torch.equal(mixed.sort(1).values, tokens)
+
+
+def test_shuffled_prefix_losses_are_cross_entropies(make, text):
+    model = make(pos="alibi", vocab_size=257)
+    records = probe.shuffled_prefix(model, text, "alibi", windows=20, seed=3)
+    assert [record["scored"] for record in records] == ["last quarter", "last token"]
+    x, y = probe.sample_sequences(text.val, 24, 20, 3)
+    logits = model(x).flatten(0, 1)
+    losses = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="none").view_as(y)
+    for record, start in zip(records, (18, 23), strict=True):
+        n = (y[:, start:] >= 0).sum()
+        assert record["tokens"] == n
+        assert record["intact"] == pytest.approx((losses[:, start:].sum() / n).item(), rel=1e-5)
+        assert record["raised"] != 0 and math.isfinite(record["interval"])
+    assert json.dumps(records)
+
+
+def test_a_model_that_sees_one_token_loses_nothing_by_shuffling(text):
+    records = probe.shuffled_prefix(make_untrained(), text, windows=20)
+    assert records[0]["raised"] == pytest.approx(0, abs=1e-6)
+
+
+def test_shuffling_keeps_bos_first_and_the_scored_tokens(make, text):
+    model = make(pos="alibi", vocab_size=257)
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    probe.shuffled_prefix(model, text, windows=20, seed=3)
+    x, _ = probe.sample_sequences(text.val, 24, 20, 3)
+    assert len(seen) == 4
+    assert all((tokens[:, 0] == 256).all() for tokens in seen)
+    assert torch.equal(seen[1][:, 18:], x[:, 18:]) and not torch.equal(seen[1], x)
+
+
+def test_lengths_that_cannot_be_measured_are_rejected(make, text):
+    with pytest.raises(UserError, match="no embedding"):
+        probe.shuffled_prefix(make(pos="learned", vocab_size=257), text, length=48)
     with pytest.raises(UserError, match="--lengths=4"):
-        probe.shuffled(model, text, length=3)
+        probe.shuffled_prefix(make(vocab_size=257), text, length=3)
 
 
-@pytest.mark.filterwarnings("ignore::model.PastTrainedLength")
-@pytest.mark.parametrize("settings", [*({"pos": pos} for pos in POSITIONS), {"pos": "shaw", "n_kv_head": 2}, {"pos": "alibi", "window": 7, "sinks": 2, "nope_every": 2},
-                                      {"pos": "rope", "n_kv_head": 1, "qk_norm": True, "attn_scale": 1.5, "window": 5}], ids=lambda s: " ".join(map(str, s.values())))
-def test_captured_attention_is_the_models(settings, make):
-    """Of every scheme: the same logits, to 1e-4, while the maps are recorded; beyond the trained length, with documents, and of cached decoding too."""
-    model, tokens, plain = make(**settings), torch.randint(0, 50, (2, 23)), kernels.attention
-    cases = [(tokens, {})] + ([] if settings["pos"] == "learned" else [(torch.randint(0, 50, (2, 40)), {})])
-    cases.append((tokens, {"docs": (torch.arange(23) >= 9).long().expand(2, 23), "positions": torch.arange(23)}))
+# -----------------------------------------------------------------------------
+# Attention maps.
+
+SETTINGS = [
+    *({"pos": pos} for pos in POSITIONS),
+    {"pos": "shaw", "n_kv_head": 2},
+    {"pos": "alibi", "window": 7, "sinks": 2, "layer_pattern": "WN"},
+    {"pos": "rope", "n_kv_head": 1, "qk_norm": True, "attn_scale": 1.5, "window": 5},
+]
+
+
+def name_settings(settings):
+    return " ".join(map(str, settings.values()))
+
+
+@pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
+@pytest.mark.parametrize("settings", SETTINGS, ids=name_settings)
+@torch.no_grad()
+def test_recording_attention_does_not_change_the_logits(settings, make):
+    """Within the context length and beyond it, and with documents."""
+    model = make(**settings)
+    tokens = torch.randint(0, 50, (2, 23))
+    docs = (torch.arange(23) >= 9).long().expand(2, 23)
+    cases = [(tokens, {}), (tokens, {"docs": docs, "positions": torch.arange(23)})]
+    if settings["pos"] != "learned":
+        cases.append((torch.randint(0, 50, (2, 40)), {}))
+    original = kernels.attention
     for x, options in cases:
-        with torch.no_grad(), attention_maps.captured() as maps:
-            got = model(x, **options)
-        assert kernels.attention is plain and (got - model(x, **options)).abs().max() < 1e-4
-        assert len(maps) == 2 and all(p.shape == (2, 4, x.shape[1], x.shape[1]) and p.dtype == torch.float32 for p in maps)
-        assert all((p.sum(-1) - 1).abs().max() < 1e-5 and not p.triu(1).any() for p in maps)
-    with torch.no_grad(), attention_maps.captured() as maps:
-        cache = Cache()
-        parts = torch.cat([model(part, cache=cache) for part in tokens.split([15, 7, 1], 1)], 1)
-    assert (parts - model(tokens)).abs().max() < 1e-4 and maps[-1].shape == (2, 4, 1, 23)
+        with attention_maps.record_attention() as maps:
+            logits = model(x, **options)
+        assert kernels.attention is original
+        assert (logits - model(x, **options)).abs().max() < 1e-4
+        assert len(maps) == 2
+        for p in maps:
+            assert p.shape == (2, 4, x.shape[1], x.shape[1]) and p.dtype == torch.float32
+            assert (p.sum(-1) - 1).abs().max() < 1e-5 and not p.triu(1).any()
 
 
-@pytest.mark.parametrize("case", [dict(), dict(bias="slopes"), dict(bias=6), dict(relative=5), dict(relative=40, causal=False), dict(window=4, sinks=1, positions=True, Tq=5), dict(docs=True, causal=False, bias=6)],
-                         ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items()) or "plain")
-def test_probabilities_against_the_reference(case):
-    """kernels.reference.attention of unit vectors as values returns the probabilities themselves."""
+@pytest.mark.parametrize("settings", SETTINGS, ids=name_settings)
+@torch.no_grad()
+def test_recording_attention_works_with_a_cache(settings, make):
+    model = make(**settings)
+    tokens = torch.randint(0, 50, (2, 23))
+    cache = KVCache()
+    with attention_maps.record_attention() as maps:
+        parts = [model(part, cache=cache) for part in tokens.split([15, 7, 1], 1)]
+    assert (torch.cat(parts, 1) - model(tokens)).abs().max() < 1e-4
+    assert maps[-1].shape == (2, 4, 1, 23)
+
+
+def score_terms(H, T):
+    """Arguments of attention over T tokens with head dimension T, by name."""
     torch.manual_seed(0)
-    B, H, T, Tq = 2, 4, 13, case.get("Tq", 13)
-    q, k, v = torch.randn(B, H, Tq, T), torch.randn(B, 2, T, T), torch.eye(T).expand(B, 2, T, T)
-    m = case.get("relative")
-    options = dict(bias=None if "bias" not in case else torch.rand(H) if case["bias"] == "slopes" else torch.randn(H, case["bias"]), causal=case.get("causal", True), scale=0.3,
-                   relative=m and (torch.randn(1, m, T), None, (torch.randn(H, T), torch.randn(H, T))), window=case.get("window", 0), sinks=case.get("sinks", 0),
-                   positions=torch.arange(0, 2 * T, 2) if case.get("positions") else None, docs=(torch.arange(T) > 6).long().expand(B, T) if case.get("docs") else None)
-    y, p = attention_maps.dense(q, k, v, **options)
-    want = kernels.reference.attention(q, k, v, **options)
-    assert (p - want).abs().max() < 1e-5 and (y - want).abs().max() < 1e-5
+    offsets = (torch.randn(H, T), torch.randn(H, T))
+    return {
+        "plain": {},
+        "slopes": {"bias": torch.rand(H)},
+        "table": {"bias": torch.randn(H, 6)},
+        "relative": {"relative": (torch.randn(1, 5, T), None, offsets)},
+        "not causal": {"relative": (torch.randn(1, 40, T), None, offsets), "causal": False},
+        "window": {"window": 4, "sinks": 1, "positions": torch.arange(0, 2 * T, 2)},
+        "documents": {
+            "docs": (torch.arange(T) > 6).long().expand(2, T),
+            "causal": False,
+            "bias": torch.randn(H, 6),
+        },
+    }
 
 
-def test_distance_of_a_pattern_by_hand():
-    """Four tokens: query 1 looks at itself, query 2 half at itself and half at token 0, query 3 all at token 1. Query 0 does not count."""
-    p = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0.5, 0, 0.5, 0], [0, 1, 0, 0]])[None, None]
-    distance, normalised, histogram = attention_maps.attended(p, 4)
+@pytest.mark.parametrize("name", score_terms(1, 1))
+def test_probabilities_are_those_of_the_reference(name):
+    """With unit vectors as values, kernels.reference.attention returns the probabilities."""
+    H, T = 4, 13
+    n_queries = 5 if name == "window" else T
+    options = {**score_terms(H, T)[name], "scale": 0.3}
+    q = torch.randn(2, H, n_queries, T)
+    k = torch.randn(2, 2, T, T)
+    v = torch.eye(T).expand(2, 2, T, T)
+    y, p = attention_maps.dense_attention(q, k, v, **options)
+    expected = kernels.reference.attention(q, k, v, **options)
+    assert (p - expected).abs().max() < 1e-5 and (y - expected).abs().max() < 1e-5
+
+
+def test_distances_of_a_known_pattern():
+    """Query 1 attends to itself, 2 to itself and token 0, 3 to token 1; query 0 is left out."""
+    p = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0.5, 0, 0.5, 0], [0, 1, 0, 0]])
+    distance, normalised, histogram = attention_maps.summarise(p[None, None], 4)
     assert distance.tolist() == [(0 + 1 + 2) / 3]
-    assert normalised.tolist() == [pytest.approx((1 / 2 + (1 / 3 + 1) / 2 + 3 / 4) / 3)]  # (t - n + 1) / t, from 1: (2, 2), then (3, 3) and (3, 1), then (4, 2)
-    assert histogram.tolist() == [pytest.approx([0, (1 + 0.5) / 3, 1 / 3, 0.5 / 3])]  # 1/2 and 1/3 lie in the second quarter, 3/4 closes the third
-    p, exact = torch.rand(1, 2, 31, 31).tril(), torch.zeros(2, 10, dtype=torch.float64)
-    for i, j in zip(*map(torch.Tensor.tolist, torch.tril_indices(31, 31)[:, 1:])):
-        exact[:, math.ceil(Fraction(10 * (i - j + 1), i + 1)) - 1] += p[0, :, i, j].double() / 30
-    assert torch.allclose(attention_maps.attended(p)[2], exact)
-    assert attention_maps.even(101)["distance"] == pytest.approx(sum(i / 2 for i in range(1, 101)) / 100) and sum(attention_maps.even(101)["histogram"]) == pytest.approx(1)
+    # (t - n + 1) / t, counted from 1, of (t, n): (2, 2); (3, 3) and (3, 1); (4, 2)
+    expected = (1 / 2 + (1 / 3 + 1) / 2 + 3 / 4) / 3
+    assert normalised.tolist() == [pytest.approx(expected)]
+    # 1/2 and 1/3 are in the second quarter, 3/4 at the end of the third
+    expected = [0, (1 + 0.5) / 3, 1 / 3, 0.5 / 3]
+    assert histogram.tolist() == [pytest.approx(expected)]
 
 
-def test_slopes(make, text):
-    """A slope alone reaches about 1/m: 1 / (e^m - 1) in a window without end; where queries are zero, nothing else is there to measure."""
-    far = attention_maps.by_slope(torch.tensor([0.25, 0.05]), 400)[0, :, -1] @ (399 - torch.arange(400.0))
-    assert far.tolist() == [pytest.approx(1 / math.expm1(0.25), rel=1e-4), pytest.approx(1 / math.expm1(0.05), rel=1e-4)]
-    model = make(pos="alibi", vocab_size=257, n_layer=3, window=9, window_layers=[0], nope_every=2)
+def test_histogram_bins_are_exact():
+    n, n_bins = 31, 10
+    p = torch.rand(1, 2, n, n).tril()
+    expected = torch.zeros(2, n_bins, dtype=torch.float64)
+    for i in range(1, n):
+        for j in range(i + 1):
+            index = math.ceil(Fraction(n_bins * (i - j + 1), i + 1)) - 1
+            expected[:, index] += p[0, :, i, j].double() / (n - 1)
+    assert torch.allclose(attention_maps.summarise(p, n_bins)[2], expected)
+
+
+def test_uniform_attention():
+    record = attention_maps.uniform(101)
+    assert record["distance"] == pytest.approx(sum(i / 2 for i in range(1, 101)) / 100)
+    assert sum(record["histogram"]) == pytest.approx(1)
+
+
+def test_a_slope_alone_has_about_the_range_one_over_m():
+    """1 / (e^m - 1) without an end of the sequence."""
+    p = attention_maps.slope_attention(torch.tensor([0.25, 0.05]), 400)[0, :, -1]
+    distance = p @ (399 - torch.arange(400.0))
+    expected = [1 / math.expm1(0.25), 1 / math.expm1(0.05)]
+    assert distance.tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_distances_of_heads_with_slopes_only(make, text):
+    """Where queries are zero, the slopes are all there is; a layer without positions is uniform."""
+    model = make(pos="alibi", vocab_size=257, n_layer=3, window=9, layer_pattern="WNF")
     with torch.no_grad():
         for block in model.blocks:
             block.attention.q.weight.zero_()
-    rows = attention_maps.distances(model, text, "alibi", windows=2)
-    assert len(rows) == 12 and json.dumps(rows) and rows[3]["slope_alone"] < 4 < rows[11]["slope_alone"]
-    for row in rows[:4] + rows[8:]:
-        assert row["distance"] == pytest.approx(row["slope_alone"], rel=1e-4) and row["range"] == pytest.approx(1 / row["slope"]) and row["slope"] == pytest.approx(2 ** (-2 * (row["head"] + 1)))
-    for row in rows[4:8]:  # this block has no scheme and no window
-        assert "slope" not in row and row["distance"] == pytest.approx(attention_maps.even(24)["distance"], rel=1e-4) and row["histogram"] == pytest.approx(attention_maps.even(24)["histogram"], abs=1e-5)
+    records = attention_maps.distances(model, text, "alibi", windows=2)
+    assert len(records) == 12 and json.dumps(records)
+    windowed, no_positions, full = records[:4], records[4:8], records[8:]
+    for record in windowed + full:
+        slope = 2 ** (-2 * (record["head"] + 1))
+        assert record["slope"] == pytest.approx(slope)
+        assert record["range"] == pytest.approx(1 / slope)
+        assert record["distance"] == pytest.approx(record["slope_alone"], rel=1e-4)
+    assert windowed[3]["slope_alone"] < 4 < full[3]["slope_alone"]
+    uniform = attention_maps.uniform(24)
+    for record in no_positions:
+        assert "slope" not in record
+        assert record["distance"] == pytest.approx(uniform["distance"], rel=1e-4)
+        assert record["histogram"] == pytest.approx(uniform["histogram"], abs=1e-5)
 
 
-def test_divergence(make, text):
-    """In nats: 0 of the same, ln 2 of disjoint probabilities; of two models the closest heads count, so an order of heads does not."""
+def test_jensen_shannon_divergence():
+    """In nats: 0 of equal probabilities, ln 2 of disjoint ones."""
     p = torch.tensor([[1.0, 0, 0], [0.2, 0.3, 0.5], [1, 0, 0], [1, 0, 0]])
     q = torch.tensor([[0.0, 0.4, 0.6], [0.2, 0.3, 0.5], [1, 0, 0], [0.5, 0.5, 0]])
-    by_hand = -0.75 * math.log(0.75) - 0.25 * math.log(0.25) - math.log(2) / 2
-    assert attention_maps.divergence(p, q).tolist() == pytest.approx([math.log(2), 0, 0, by_hand], abs=1e-6)
-    a, b = torch.rand(1, 3, 6, 6).tril(), torch.rand(1, 3, 6, 6).tril()
-    a, b = a / a.sum(-1, keepdim=True), b / b.sum(-1, keepdim=True)
-    found = attention_maps.between([a, a], [b, a[:, [2, 0, 1]]])
-    assert found.shape == (2, 3, 3) and found[0].min() > 0.001 and found[1].flatten().sort().values[:3].abs().max() < 1e-6 and found[1, 0, 1] < 1e-6
-    want = sum(attention_maps.divergence(a[0, 1, i], b[0, 2, i]).item() for i in range(1, 6)) / 5
-    assert found[0, 1, 2].item() == pytest.approx(want, rel=1e-5)
-    model, other = make(vocab_size=257), make(seed=1, vocab_size=257)
-    rows = attention_maps.divergences({"one": (model, text), "same": (model, text), "other": (other, text), "deep": (make(n_layer=3, vocab_size=257), text)}, windows=2)
-    one = {(row["checkpoint"], row["with"]): row for row in rows}
-    assert one["one", "same"]["divergence"] == pytest.approx(0, abs=1e-6) and 0.001 < one["one", "other"]["divergence"] < math.log(2) and len(one["one", "other"]["layers"]) == 2
-    windows = probe.windows_of(text.val, 24, 2, 1337)[0].split(1)
-    pairs = torch.stack([attention_maps.between(attention_maps.maps_of(model, x), attention_maps.maps_of(other, x)) for x in windows]).mean(0)
-    assert one["one", "other"]["layers"] == pytest.approx(pairs.flatten(1).amin(1).tolist(), rel=1e-4)
-    assert "3" in one["one", "deep"]["refused"] and len(rows) == 6 and json.dumps(rows)
+    last = -0.75 * math.log(0.75) - 0.25 * math.log(0.25) - math.log(2) / 2
+    found = attention_maps.jensen_shannon(p, q).tolist()
+    assert found == pytest.approx([math.log(2), 0, 0, last], abs=1e-6)
 
 
-def test_from_the_command_line(make, text_data, call, tmp_path):
-    """Several checkpoints in one table; a cell that cannot be says so, and the rest is there."""
+def test_head_divergences_compare_all_pairs():
+    a = torch.rand(1, 3, 6, 6).tril()
+    b = torch.rand(1, 3, 6, 6).tril()
+    a = a / a.sum(-1, keepdim=True)
+    b = b / b.sum(-1, keepdim=True)
+    order = [2, 0, 1]
+    found = attention_maps.head_divergences([a, a], [b, a[:, order]])
+    assert found.shape == (2, 3, 3) and found[0].min() > 0.001
+    expected = attention_maps.jensen_shannon(a[0, 1, 1:], b[0, 2, 1:]).mean()
+    assert found[0, 1, 2].item() == pytest.approx(expected.item(), rel=1e-5)
+    # of the reordered heads, each has one that is equal
+    for other, head in enumerate(order):
+        assert found[1, head, other] < 1e-6
+
+
+def test_divergences_of_checkpoints(make, text):
+    """The closest heads of each layer count, averaged over sequences."""
+    model = make(vocab_size=257)
+    other = make(seed=1, vocab_size=257)
+    deep = make(n_layer=3, vocab_size=257)
+    loaded = {"one": model, "same": model, "other": other, "deep": deep}
+    loaded = {name: (model, text) for name, model in loaded.items()}
+    records = attention_maps.divergences(loaded, windows=2)
+    assert len(records) == 6 and json.dumps(records)
+    pairs = {(record["checkpoint"], record["with"]): record for record in records}
+    assert pairs["one", "same"]["divergence"] == pytest.approx(0, abs=1e-6)
+    assert "compare checkpoints of the same depth" in pairs["one", "deep"]["refused"]
+
+    record = pairs["one", "other"]
+    assert 0.001 < record["divergence"] < math.log(2)
+    expected = []
+    for x in probe.sample_sequences(text.val, 24, 2, 1337)[0].split(1):
+        maps = [attention_maps.attention_maps(m, x) for m in (model, other)]
+        expected.append(attention_maps.head_divergences(*maps))
+    expected = torch.stack(expected).mean(0).flatten(1).amin(1)
+    assert record["layers"] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# The command line.
+
+SCRIPTS = {
+    "probe": ["--windows=8", "--held_out=4", "--hidden=8", "--steps=3"],
+    "attention_maps": ["--windows=2", "--bins=4"],
+}
+
+
+@pytest.fixture
+def runs(make, text_data, tmp_path):
+    """A run folder for each of three schemes."""
     for pos in ("nope", "learned", "alibi"):
-        make(pos=pos, vocab_size=257).save(tmp_path / pos / "step-000001", dataset=str(text_data), bos=256)
-    paths = [tmp_path / "nope", f"table={tmp_path}/learned", tmp_path / "alibi"]
-    for script, words in (("probe", ["--windows=8", "--held_out=4", "--hidden=8", "--steps=3"]), ("attention_maps", ["--windows=2", "--bins=4"])):
-        done = call(f"experiments/{script}.py", *paths, "--lengths=24,32", *words, "--device=cpu", f"--plot={tmp_path}/{script}.png", f"--json={tmp_path}/deep/{script}.json")
-        assert done.returncode == 0 and not done.stderr, done.stderr
-        assert "refused: table at 32: --pos=learned" in done.stdout and "alibi" in done.stdout and "commit" in done.stdout
-        rows = json.loads((tmp_path / "deep" / f"{script}.json").read_text())
-        assert {row["length"] for row in rows} == {24, 32} and len([row for row in rows if "refused" in row]) == 1 and (tmp_path / f"{script}.png").read_bytes()[:4] == b"\x89PNG"
-        for wrong, say in (([], "run folder"), ([paths[0], paths[0]], "same name"), ([paths[0], "--lengths=1"], "at least"), ([paths[0], "--plot=x.jpg"], ".png"), ([tmp_path / "gone"], "gone")):
-            done = call(f"experiments/{script}.py", *wrong, "--device=cpu", cwd=tmp_path)
-            assert done.returncode == 2 and say in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "1/m" in call("experiments/attention_maps.py", paths[2], "--windows=1", "--device=cpu").stdout
+        model = make(pos=pos, vocab_size=257)
+        folder = tmp_path / pos / "step-000001"
+        save_model(model, folder, dataset=str(text_data), bos=256)
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_cell_that_cannot_be_measured_has_the_reason(script, runs, call):
+    paths = [runs / "nope", f"table={runs}/learned", runs / "alibi"]
+    plot = runs / f"{script}.png"
+    json_file = runs / "deep" / f"{script}.json"
+    output = [f"--plot={plot}", f"--json={json_file}", "--device=cpu"]
+    done = call(f"experiments/{script}.py", *paths, "--lengths=24,32", *SCRIPTS[script], *output)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "refused: table at 32: --pos=learned" in done.stdout
+    assert "alibi" in done.stdout and "commit" in done.stdout
+    records = json.loads(json_file.read_text())
+    assert {record["length"] for record in records} == {24, 32}
+    assert len([record for record in records if "refused" in record]) == 1
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_attention_maps_prints_slopes(runs, call):
+    done = call("experiments/attention_maps.py", runs / "alibi", "--windows=1", "--device=cpu")
+    assert "1/m" in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "run folder"),
+        (["nope", "nope"], "same name"),
+        (["nope", "--lengths=1"], "at least"),
+        (["nope", "--plot=x.jpg"], ".png"),
+        (["gone"], "gone"),
+    ],
+)
+def test_bad_settings_are_rejected(script, words, message, runs, call):
+    done = call(f"experiments/{script}.py", *words, "--device=cpu", cwd=runs)
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1

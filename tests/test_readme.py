@@ -6,7 +6,7 @@ import torch
 
 import model as room
 from conftest import ROOT
-from model import GPT, Cache, GPTConfig
+from model import GPT, KVCache, GPTConfig
 
 README = (ROOT / "README.md").read_text()
 
@@ -24,13 +24,13 @@ def test_the_scheme_in_the_readme(monkeypatch, tmp_path):
     tokens = torch.randint(0, 50, (2, 20))
     model(tokens, tokens).backward()
     assert model.pos.rate.grad.abs().min() > 0
-    cache, whole = Cache(), model(tokens)
+    cache, whole = KVCache(), model(tokens)
     assert torch.allclose(torch.cat([model(t, cache=cache) for t in tokens.split([12, 1, 7], 1)], 1), whole, atol=1e-5)
     model.save(tmp_path / "step-000000")
     assert torch.equal(GPT.load(tmp_path)(tokens), whole)
-    model.stretch("none", 2)
-    with pytest.raises(room.Refused):
-        model.stretch("yarn", 2)
+    model.extend("none", 2)
+    with pytest.raises(room.UserError):
+        model.extend("yarn", 2)
 
 
 def test_files_and_presets_exist():
@@ -40,5 +40,5 @@ def test_files_and_presets_exist():
         assert (ROOT / image).read_bytes()[:4] == b"\x89PNG"
     for scheme in room.POSITIONS:
         assert f"| `{scheme}`" in README
-    for method in room.STRETCH:
+    for method in room.METHODS:
         assert f"| `{method}` |" in README

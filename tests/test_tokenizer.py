@@ -89,6 +89,8 @@ def test_bpe_keeps_pattern_ranks_and_special_tokens():
     assert again.encode("abcab abc") == tokenizer.encode("abcab abc") == [257, 256, 32, 257]
     assert (again.vocab_size, again.bos) == (301, 300)
     assert again.byte_lengths[[257, 300]].tolist() == [3, 0]
+    # special tokens and unused ids stand for no text
+    assert again.decode([97, 300, 299, 98]) == b"ab"
 
     padded = through_json(data.BPETokenizer(encoding, bos=7, eos=9, vocab_size=320, nfc=True))
     assert (padded.vocab_size, padded.bos, padded.eos) == (320, 7, 9)

@@ -183,7 +183,7 @@ def test_script_settings_have_ranges(config, settings, words):
         ({"norm": "batchnorm"}, "rmsnorm, layernorm"),
         ({"mlp": "relu"}, "swiglu, gelu"),
         ({"bias": "some"}, "none, qkv, all"),
-        ({"n_layer": 4096, "n_embd": 2**22, "n_head": 1}, "more than 2\\^40 parameters"),
+        ({"n_layer": 4096, "n_embd": 2**22, "n_head": 64}, "more than 2\\^40 parameters"),
         ({"pos": "rope", "n_embd": 99}, "head_dim=33 is odd"),
         ({"pos": "nezha", "n_embd": 99}, "head_dim=33 is odd"),
         ({"pos": "xl", "n_embd": 99}, "n_embd=99 is odd"),

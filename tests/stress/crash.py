@@ -390,7 +390,7 @@ def vanished_data(harness, training):
         content = file.read_bytes()
 
         def command():
-            return replace_dataset(harness.train_command(run), dataset)
+            return harness.train_command(run, f"--dataset={dataset}")
 
         if moment == "during":
             child = harness.start(command())
@@ -426,13 +426,6 @@ def vanished_data(harness, training):
             harness.new_path(),
             moment,
         )
-
-
-def replace_dataset(command, dataset):
-    """The command with another --dataset."""
-    return [
-        f"--dataset={dataset}" if str(word).startswith("--dataset") else word for word in command
-    ]
 
 
 def damage(content, rng):

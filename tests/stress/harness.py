@@ -15,9 +15,10 @@ import hashlib
 import importlib
 import inspect
 import json
+import mmap
 import os
 import random
-import shutil
+import resource
 import signal
 import socket
 import subprocess
@@ -169,6 +170,18 @@ def run_child(command, output_file, folder, env, before, cpus):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def address_space():
+    """The bytes of address space that this process uses."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * mmap.PAGESIZE
+
+
+def limit_memory(n_bytes):
+    """Allow this process so many bytes beyond what it uses now."""
+    limit = address_space() + n_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def free_port():
@@ -405,7 +418,3 @@ def hash_tree(folder, ignore=()):
             relative = str(path.relative_to(folder))
             hashes[relative] = sha256(path) if path.is_file() else ""
     return hashes
-
-
-def remove(run):
-    shutil.rmtree(run)

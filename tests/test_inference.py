@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import evaluate
-import generate
+from nanolong import inference
 import kernels
 import train
 from conftest import ROOT, TINY
-from model import GPT, POSITIONS, Cache, GPTConfig, Refused
+from model import GPT, POSITIONS, KVCache, GPTConfig, UserError
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import bench_memory  # noqa: E402
@@ -146,12 +146,12 @@ def test_prompts_of_unequal_length(pos, make):
 def test_prompts_that_cannot_be_read_together(make):
     model = make(pos="rope")
     for prompts in ([], [torch.tensor([1]), torch.tensor([], dtype=torch.long)]):
-        with pytest.raises(Refused, match="at least one token"):
+        with pytest.raises(UserError, match="at least one token"):
             list(model.generate(prompts, 2))
     for method, words in (("dynamic-ntk", "one at a time"), ("self-extend", "documents")):
         model = make(pos="rope")
-        model.stretch(method, 2)
-        with pytest.raises(Refused, match=words):
+        model.extend(method, 2)
+        with pytest.raises(UserError, match=words):
             list(model.generate([torch.tensor([1, 2]), torch.tensor([1])], 2))
         assert len(list(model.generate([torch.tensor([1, 2]), torch.tensor([3, 1])], 2))) == 2  # of one length they can
 
@@ -166,18 +166,18 @@ def test_steps_of_fixed_shape(pos, make):
         positions = torch.stack(((torch.arange(40) - 7).clamp(min=0), torch.arange(40)))
         for how in ({}, dict(positions=positions, docs=docs)):
             with torch.no_grad():
-                whole, cache = model(tokens, **how), Cache(40)
-                model.hidden(tokens[:, :25], **{name: part[:, :25] for name, part in how.items()}, cache=cache)
+                whole, cache = model(tokens, **how), KVCache(40)
+                model.hidden_states(tokens[:, :25], **{name: part[:, :25] for name, part in how.items()}, cache=cache)
                 where = cache.k[0].data_ptr()
-                read, rewind = generate.fixed_step(model, cache, **how)
+                read, rewind = inference.fixed_step(model, cache, **how)
                 read(torch.zeros(2, 1, dtype=torch.long))
                 rewind()
                 steps = torch.stack([read(tokens[:, i:i + 1]) for i in range(25, 40)], 1)
             assert torch.allclose(steps, whole[:, 25:], atol=1e-4) and cache.k[0].data_ptr() == where
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        whole, cache = model(tokens).float(), Cache(40)
-        model.hidden(tokens[:, :39], cache=cache)
-        assert (generate.fixed_step(model, cache)[0](tokens[:, 39:]) - whole[:, 39]).norm() < 0.05 * whole[:, 39].norm()
+        whole, cache = model(tokens).float(), KVCache(40)
+        model.hidden_states(tokens[:, :39], cache=cache)
+        assert (inference.fixed_step(model, cache)[0](tokens[:, 39:]) - whole[:, 39]).norm() < 0.05 * whole[:, 39].norm()
 
 
 class NoGraph:
@@ -208,8 +208,8 @@ def test_a_graph_keeps_what_it_reads(make, monkeypatch):
     for runs in (True, False):
         monkeypatch.setattr(kernels, "triton_runs", lambda device, runs=runs: runs)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            cache = Cache(20)
-            model.hidden(tokens, cache=cache)
+            cache = KVCache(20)
+            model.hidden_states(tokens, cache=cache)
             where = cache.pos
             if runs:
                 step = generate.graph_of(model, cache, None, None, False)
@@ -245,7 +245,7 @@ def test_compiled_steps_draw_the_same(pos, make, monkeypatch):
         return graph.forward
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend=backend, **how))
     random = dict(random_positions=70) if pos in ("rope", "sinusoidal") else {}
-    hybrid = dict(window=9, sinks=2) | (dict(nope_every=2) if pos not in ("nope", "learned", "sinusoidal") else {})
+    hybrid = dict(window=9, sinks=2) | (dict(layer_pattern="FN") if pos not in ("nope", "learned", "sinusoidal") else {})
     for settings in (hybrid, *([random] if random else [])):
         torch._dynamo.reset()
         graphs.clear()
@@ -260,8 +260,8 @@ def test_compiled_steps_draw_the_same(pos, make, monkeypatch):
 def test_what_is_not_compiled(make):
     for method in ("dynamic-yarn", "ntk-frozen", "self-extend"):
         model = make(pos="rope")
-        model.stretch(method, 2)
-        with pytest.raises(Refused, match="leave out --compile"):
+        model.extend(method, 2)
+        with pytest.raises(UserError, match="leave out --compile"):
             list(model.generate(torch.tensor([[1]]), 2, compiled=True))
 
 
@@ -289,7 +289,7 @@ def test_drawing(rng):
         mass = p[order].cumsum(0) - p[order]
         keep = order[[i for i in range(30) if (not top_k or i < top_k) and mass[i] < top_p]]
         want = torch.zeros(30, dtype=torch.float64).index_copy(0, keep, p[keep] / p[keep].sum())
-        got = torch.bincount(generate.draw(logits.expand(n, -1), temperature, top_k, top_p, None)[:, 0], minlength=30) / n
+        got = torch.bincount(inference.draw(logits.expand(n, -1), temperature, top_k, top_p, None)[:, 0], minlength=30) / n
         assert not got[want == 0].any() and (got - want).abs().max() < 6 * 0.5 / n ** 0.5
 
 
@@ -345,7 +345,7 @@ def test_memory_is_what_the_count_says(settings, B, dtype, checkpointed):
 
 def test_the_count_counts_the_model():
     """Parameters and FLOPs are the model's own; the longest context fits and the next does not."""
-    settings = dict(pos="learned", n_layer=3, n_head=4, n_kv_head=2, n_embd=64, block_size=128, vocab_size=300, tied=False)
+    settings = dict(pos="learned", n_layer=3, n_head=4, n_kv_head=2, n_embd=64, block_size=128, vocab_size=300, tie_embeddings=False)
     model, paper = GPT(GPTConfig(**settings)), bench_memory.count(GPTConfig(**settings), 2, 128)
     assert paper["parameters"] == 4 * sum(p.numel() for p in model.parameters()) and paper["optimizer"] == 2 * paper["parameters"]
     assert paper["flops"] == 2 * 128 * (model.flops_per_token(128) - 6 * 3 * 64 * 128)  # causal: half of attention
@@ -377,10 +377,10 @@ def test_long_windows_are_read_in_pieces(pos, make, monkeypatch):
     for settings, method in (({}, None), (dict(window=9, sinks=2, n_kv_head=2), None), *(((dict(random_positions=90), None), ({}, "dynamic-ntk"), ({}, "self-extend")) if pos == "rope" else ())):
         model, lengths = make(pos=pos, **{"block_size": 48 if pos == "learned" else 24, **settings}), []
         if method:
-            model.stretch(method, 2)
+            model.extend(method, 2)
         hidden = model.hidden
         model.hidden = lambda tokens, *rest: lengths.append(tokens.shape[1]) or hidden(tokens, *rest)
-        drawn = model.draw_positions(2, 45, 3)
+        drawn = model.sample_positions(2, 45, 3)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             whole = evaluate.read(model, x, y, drawn)

@@ -1,0 +1,472 @@
+"""Compile the Triton kernels ahead of time, without a GPU, and read off what they cost.
+
+    python tests/compiled/aot.py            60 compilations, for seven architectures
+    python tests/compiled/aot.py --quick    9 compilations: each kernel and each kind of bias once
+    python tests/compiled/aot.py --all      every head dimension, dtype, bias and mask: 1,722
+    python tests/compiled/aot.py --all --report    also writes results/aot.md
+
+Prints JSON, one compilation a line, with the tile sizes that would run on a GPU. --all takes 6 to
+10 minutes of 2 cores where triton's cache has the kernels, and most of an hour where it has not.
+
+Triton's interpreter and its compiler cannot live in one process, so tests/test_kernels.py runs this
+script in a child process.
+"""
+
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+TARGETS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+# bytes of shared memory that a program may take
+SHARED = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+}
+# no bias, slopes, a table, relative vectors with values, and Transformer-XL's, without
+BIASES = ("none", "slopes", "table", "vectors", "xl")
+FLOAT32_POINTERS = {
+    *("LSE", "DLSE", "DELTA", "ROW_GRAD", "ROW_MASS", "DBIAS", "DREL_V", "ROW_MAX", "ROW_SUM"),
+    *("COS", "SIN"),
+}
+
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+INSTRUCTION = re.compile(
+    r"\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)",
+)
+TENSOR_CORE = re.compile(r"HMMA|HGMMA|UTC\w*MMA")
+
+
+# -----------------------------------------------------------------------------
+# Compiling
+
+
+def compile_for(kernel, target, signature, constants, **options):
+    """Compile a kernel for an architecture.
+
+    Returns registers, spilled bytes (stack), shared memory, counts of the instructions that matter,
+    and the lengths of the main loops.
+    """
+    signature = {n: "constexpr" if n in constants else signature[n] for n in kernel.arg_names}
+    # Pointers, strides and token counts are declared divisible by 16, as the just-in-time compiler
+    # finds them in a model: without that the code is not the code that runs.
+    attributes = {}
+    for i, name in enumerate(kernel.arg_names):
+        is_pointer = signature[name].startswith("*")
+        is_size = name in ("T", "Tq", "Tk") or re.search("_[bht]$", name)
+        if signature[name] != "constexpr" and (is_pointer or is_size):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    if target.startswith("gfx"):
+        compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options=options)
+        cost = amd_cost(compiled.asm["amdgcn"])
+    else:
+        gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+        compiled = triton.compile(source, target=gpu, options=options)
+        cost = nvidia_cost(compiled.asm["cubin"])
+    return {**cost, "shared": compiled.metadata.shared}
+
+
+def amd_cost(text):
+    """What the assembly of an AMD kernel says."""
+
+    def number(word):
+        return int(re.search(rf"{word}:?\s+(\d+)", text)[1])
+
+    def count(pattern):
+        return len(re.findall(pattern, text))
+
+    return {
+        "registers": number(r"\.vgpr_count"),
+        "stack": number(r"\.vgpr_spill_count") + number("ScratchSize"),
+        "wide": count(r"(?:global|buffer)_(?:load|store)_dwordx4"),
+        "narrow": count(r"(?:global|buffer)_(?:load|store)_(?:short|ushort)"),
+        "atomics": count(r"(?:global|buffer|flat)_atomic"),
+        "tensor": count("v_mfma"),
+        "loops": [],
+    }
+
+
+def nvidia_cost(cubin):
+    """What the machine code of an NVIDIA kernel says, by the tools that triton brings along."""
+
+    def output(*command):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = output(BIN / "cuobjdump", "--dump-resource-usage", file.name)
+        sass = output(BIN / "nvdisasm", "-c", file.name)
+
+    def count(pattern):
+        return len(re.findall(pattern, sass))
+
+    # STACK is where spills show; LOCAL stays 0
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return {
+        "registers": registers,
+        "stack": stack,
+        "wide": count(r"(?:LDG|STG)\.E\.(?:\w+\.)*128|LDGSTS\.E\.(?:\w+\.)*128"),
+        "narrow": count(r"(?:LDG|STG)\.E\.(?:\w+\.)*U16"),
+        "atomics": count(r"\s(?:REDG?|ATOMG?)[.\s]"),
+        "tensor": len(TENSOR_CORE.findall(sass)),
+        "loops": loop_lengths(sass),
+    }
+
+
+def loop_lengths(sass):
+    """The number of instructions of each loop that has products, in ascending order.
+
+    The loops over whole tiles, clipped or not, are shorter than those that need a mask.
+    """
+    lines = sass.splitlines()
+    labels = {}
+    for i, line in enumerate(lines):
+        label = re.match(r"(\.L_x_\d+):", line.strip())
+        if label:
+            labels[label[1]] = i
+    lengths = []
+    for i, line in enumerate(lines):
+        branch = re.search(r"BRA\S*\s+.*?`\((\.L_x_\d+)\)", line)
+        if not branch or labels.get(branch[1], i) >= i:
+            continue
+        matches = map(INSTRUCTION.match, lines[labels[branch[1]] : i + 1])
+        instructions = [match[1] for match in matches if match]
+        has_products = any(TENSOR_CORE.match(x) for x in instructions)
+        has_exp = any(x.startswith("MUFU") for x in instructions)
+        if has_products and has_exp:
+            lengths.append(len(instructions))
+    return sorted(lengths)
+
+
+# -----------------------------------------------------------------------------
+# What is compiled
+
+
+def rope_case(D, R, inverse):
+    """The rotary kernel for head dimension D, of which R channels are rotated."""
+    from kernels.rotary import _rotate_kernel, launch_options
+
+    options = launch_options(D)
+    constants = {
+        "D": D,
+        "HALF": R // 2,
+        "HALF_P2": triton.next_power_of_2(R // 2),
+        "REST_P2": triton.next_power_of_2(D - R) if D > R else 0,
+        "BT": options["BT"],
+        "GROUP": options["GROUP"],
+        "INVERSE": inverse,
+    }
+    signature = {}
+    for name in _rotate_kernel.arg_names:
+        if name[0].islower() or name in ("T", "H", "HK"):
+            signature[name] = "i32"
+        else:
+            signature[name] = "*fp32" if name in FLOAT32_POINTERS else "*bf16"
+    name = f"rope D={D} R={R}{' backward' * inverse}"
+    return name, _rotate_kernel, signature, constants, {"num_warps": options["num_warps"]}
+
+
+def attention_case(target, kernel_name, D, bias, masks=False, dtype="bf16", G=1):
+    """A kernel of flash.py, or decode.py's.
+
+    bias: one of BIASES. masks: a window with sinks over true positions, and documents, all at once.
+    G: query heads that share a key head.
+    """
+    from kernels import decode, flash
+
+    kernel = {
+        "forward": flash._forward_kernel,
+        "dq": flash._dq_kernel,
+        "dkdv": flash._dkdv_kernel,
+        "sweep": flash._sweep_kernel,
+        "decode": decode._split_kernel,
+    }[kernel_name]
+    kind = min(BIASES.index(bias), 3)
+    DP = max(16, triton.next_power_of_2(D))
+    itemsize = 4 if dtype == "fp32" else 2
+    if kernel_name == "decode":
+        BN, warps, stages = decode.tile_for(itemsize, DP, kind == 3)
+        sizes = {"BN": BN, "PACK": G, "ROWS": max(16, triton.next_power_of_2(G))}
+    else:
+        family = "sm_86" if target == "sm_89" else target
+        BM, BN, warps, stages = flash.tile_for(family, itemsize, DP, kind, kernel_name)
+        sizes = {"BM": BM, "BN": BN, "W": triton.next_power_of_2(BM + BN)}
+    constants = {
+        **sizes,
+        "D": D,
+        "DP": DP,
+        "KIND": kind,
+        "HAS_REL_V": bias == "vectors",
+        "QR_IS_Q": bias != "xl",
+        "CAUSAL": True,
+        "WINDOW": masks,
+        "POSITIONS": masks,
+        "DOCS": masks,
+        "HAS_LENGTH": masks,
+        "BIAS_GRAD": kind > 0,
+        "PRECISION": "ieee" if itemsize == 2 or target.startswith("gfx") else "tf32x3",
+        # arguments that are 1, which the just-in-time compiler makes constants
+        "p_t": 1,
+        "d_t": 1,
+        **({"G": 1} if G == 1 else {}),
+        **({"bias_t": 1} if kind < 3 else {}),
+    }
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+    def type_of(name):
+        is_float32 = name in FLOAT32_POINTERS
+        is_float32 |= name == "BIAS" and 0 < kind < 3 or name == "OUT" and kernel_name == "decode"
+        if is_float32:
+            return "*fp32"
+        if name == "LENGTH":
+            return "*i64"
+        if name in ("POS", "DOC", "BLOCK_MASK"):
+            return "*i32" if masks else f"*{dtype}"
+        if name[0].isupper() and name not in ("Tq", "Tk", "G", "B", "H"):
+            return f"*{dtype}"
+        return "fp32" if name == "scale" else "i32"
+
+    signature = {name: type_of(name) for name in kernel.arg_names}
+    suffix = ", window + sinks + documents" if masks else ""
+    name = f"attention {kernel_name}, {bias}, D={D}, {dtype}{suffix}"
+    return name, kernel, signature, constants, {"num_warps": warps, "num_stages": stages}
+
+
+def cases(scope=""):
+    """All cases of a scope, "", "--quick" or "--all": (target, function that makes it, arguments).
+
+    They are made in the process that compiles them.
+    """
+    if scope == "--quick":
+        yield from quick_cases()
+    elif scope == "--all":
+        yield from all_cases()
+    else:
+        yield from usual_cases()
+
+
+def quick_cases():
+    yield "sm_90", rope_case, (64, 64, False)
+    for kernel, bias in (
+        ("forward", "none"),
+        ("forward", "slopes"),
+        ("forward", "table"),
+        ("dq", "xl"),
+        ("dkdv", "slopes"),
+        ("sweep", "table"),
+        ("decode", "vectors"),
+    ):
+        yield "sm_90", attention_case, ("sm_90", kernel, 64, bias)
+    yield "gfx942", attention_case, ("gfx942", "forward", 64, "table")
+
+
+def usual_cases():
+    for target in TARGETS:
+        for inverse in (False, True):
+            yield target, rope_case, (64, 64, inverse)
+        for kernel in ("forward", "dq", "dkdv", "sweep", "decode"):
+            yield target, attention_case, (target, kernel, 64, "table")
+    for kernel, D, bias in (
+        ("forward", 64, "none"),
+        ("forward", 64, "slopes"),
+        ("dkdv", 64, "slopes"),
+        ("forward", 64, "vectors"),
+        ("dq", 64, "vectors"),
+        ("dkdv", 64, "vectors"),
+        ("sweep", 64, "vectors"),
+        ("forward", 128, "none"),
+        ("forward", 128, "slopes"),
+        ("forward", 128, "table"),
+        ("sweep", 128, "table"),
+    ):
+        yield "sm_90", attention_case, ("sm_90", kernel, D, bias)
+
+
+def all_cases():
+    widths = ((64, 64), (128, 128), (64, 32), (16, 16), (80, 80), (96, 96), (256, 256), (128, 64))
+    settings = (
+        ("bf16", 64, False),
+        ("bf16", 64, True),
+        ("bf16", 128, False),
+        ("bf16", 128, True),
+        ("fp16", 64, False),
+        ("bf16", 16, False),
+        ("bf16", 80, False),
+        ("bf16", 256, False),
+        ("fp32", 64, False),
+        ("fp32", 128, False),
+    )
+    for target in TARGETS:
+        for D, R in widths:
+            for inverse in (False, True):
+                yield target, rope_case, (D, R, inverse)
+        for dtype, D, masks in settings:
+            for bias in BIASES:
+                for kernel in ("forward", "dq", "dkdv", "sweep", "decode"):
+                    if kernel == "sweep" and bias in ("none", "slopes"):
+                        continue
+                    yield target, attention_case, (target, kernel, D, bias, masks, dtype)
+
+
+def compile_case(case):
+    """Compile a case: a dict of what it is and what it costs."""
+    target, make, args = case
+    name, kernel, signature, constants, options = make(*args)
+    sizes = [str(constants[size]) for size in ("BM", "BN", "BT", "GROUP") if size in constants]
+    return {
+        "kernel": name,
+        "target": target,
+        "tile": "x".join(sizes),
+        "warps": options["num_warps"],
+        "stages": options.get("num_stages", 0),
+        **compile_for(kernel, target, signature, constants, **options),
+    }
+
+
+# -----------------------------------------------------------------------------
+# Judging and reporting
+
+
+def faults(row):
+    """What is not as it should be in a row, in words."""
+    is_attention = not row["kernel"].startswith("rope")
+    is_16_bit = "fp32" not in row["kernel"]
+    found = []
+    if row["stack"] and "D=256" not in row["kernel"]:
+        found.append(f"{row['stack']} bytes spilled")
+    if row["shared"] > SHARED[row["target"]]:
+        found.append(f"{row['shared']} bytes of shared memory")
+    if row["atomics"]:
+        found.append("atomics")
+    if row["narrow"] and is_16_bit and "D=80" not in row["kernel"]:
+        found.append("2-byte loads")
+    if is_attention and is_16_bit and not row["tensor"]:
+        found.append("no tensor cores")
+    if not is_attention and row["target"] != "gfx942" and not row["wide"]:
+        found.append("no 16-byte loads")
+    return found
+
+
+def forward_loops(rows, D):
+    """The forward loops on sm_90: (bias, instructions an element of a thread's share, row)."""
+    for bias in BIASES:
+        for row in rows:
+            name = f"attention forward, {bias}, D={D}, bf16"
+            if row["target"] == "sm_90" and row["kernel"] == name:
+                BM, BN = map(int, row["tile"].split("x"))
+                threads = 32 * row["warps"]
+                yield bias, whole_loop(row, bias) * threads / (BM * BN), row
+
+
+def whole_loop(row, bias):
+    """The instructions of the loop over whole tiles; the shortest is that of clipped tiles."""
+    return row["loops"][1 if bias in BIASES[2:] else 0]
+
+
+def report(rows):
+    """Write results/aot.md: what is clean, by kernel and architecture, and what is not."""
+    groups = {}
+    for row in rows:
+        name = re.sub(r",? ?D=.*", "", row["kernel"])
+        groups.setdefault(name, {}).setdefault(row["target"], []).append(row)
+    n_clean = sum(not faults(row) for row in rows)
+    lines = [
+        "# Compiled ahead of time",
+        "",
+        f"`python tests/compiled/aot.py --all --report`: {n_clean} of {len(rows)} configurations "
+        f"clean (triton {triton.__version__}),",
+        "each with the tile sizes that would run. Clean: nothing spilled (up to D = 128), shared "
+        "memory within the card's limit,",
+        "tensor-core products in every 16-bit kernel of attention, no atomics, no 2-byte loads "
+        "(except at D = 80, where rows are",
+        "no multiple of 16 lanes). D = 16, 64, 80, 128, 256; bf16, fp16, fp32; causal, and with a "
+        "window, sinks, positions and",
+        "documents at once.",
+        "A cell: clean of all, most registers, most shared memory in KiB.",
+        "",
+        "| kernel | " + " | ".join(TARGETS) + " |",
+        "|---" * (len(TARGETS) + 1) + "|",
+    ]
+    for name, by_target in groups.items():
+        cells = [summary_cell(by_target[target]) for target in TARGETS]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "## Not clean", "", "| kernel | architecture | tile, warps, stages | what |"]
+    lines.append("|---|---|---|---|")
+    for row in rows:
+        if faults(row):
+            tile = f"{row['tile']}, {row['warps']}, {row['stages']}"
+            what = "; ".join(faults(row))
+            lines.append(f"| {row['kernel']} | {row['target']} | {tile} | {what} |")
+    if n_clean == len(rows):
+        lines.append("| none | | | |")
+    lines += ["", *loop_report(rows)]
+    (ROOT / "results/aot.md").write_text("\n".join(lines) + "\n")
+
+
+def summary_cell(rows):
+    n_clean = sum(not faults(row) for row in rows)
+    registers = max(row["registers"] for row in rows)
+    shared = max(row["shared"] for row in rows) / 1024
+    return f"{n_clean}/{len(rows)}, {registers}, {shared:.0f}"
+
+
+def loop_report(rows):
+    """The section of results/aot.md on the main loop."""
+    lines = [
+        "## Instructions of the main loop, sm_90, bf16, causal",
+        "",
+        "Per thread and tile, for tiles that are wholly visible; `clipped`: for tiles whose "
+        "distances are all clipped. The last two columns",
+        "compare with the loop without bias, and with the same loop and one multiplication an "
+        "element more: without a bias the maximum is",
+        "taken before the scale, which saves a multiplication that no bias can save. Tiles differ "
+        "between biases at D = 128, so these two",
+        "columns count instructions an element.",
+        "",
+        "| D | bias | tile, warps | clipped | near | an element | relative to none "
+        "| relative to none + 1 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for D in (64, 128):
+        loops = list(forward_loops(rows, D))
+        none = next(per_element for bias, per_element, _ in loops if bias == "none")
+        for bias, per_element, row in loops:
+            clipped = row["loops"][0] if bias in BIASES[2:] else ""
+            lines.append(
+                f"| {D} | {bias} | {row['tile']}, {row['warps']} | {clipped} "
+                f"| {whole_loop(row, bias)} | {per_element:.2f} | {per_element / none:.2f} "
+                f"| {per_element / (none + 1):.2f} |"
+            )
+    return lines
+
+
+def main(words):
+    scope = next((word for word in words if word in ("--quick", "--all")), "")
+    rows = []
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for row in pool.imap(compile_case, list(cases(scope)), chunksize=4):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if "--report" in words:
+        report(rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

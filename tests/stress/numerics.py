@@ -1,0 +1,258 @@
+"""Nothing that is not finite reaches the weights, and the same command gives the same bits."""
+
+import hashlib
+import math
+import shutil
+
+import numpy as np
+import torch
+from harness import assert_same, assert_whole, attempt, fingerprint, read_log
+
+from data import Dataset
+from model import GPT, POSITIONS, Block
+from nanolong.run_folder import list_steps
+
+N_STEPS = 12  # of the tiny run, with two micro-batches each
+
+
+def trials(harness):
+    """Yield (description, what went wrong or None) for each trial."""
+    yield from not_finite(harness)
+    yield from bad_tokens(harness)
+    yield from repeated_commands(harness)
+    if torch.cuda.is_available() and not harness.cfg.fast:
+        yield from repeated_commands_on_a_gpu(harness)
+
+
+# -----------------------------------------------------------------------------
+# NaN and Inf.
+
+
+def hash_weights(model):
+    parts = [p.detach().numpy().tobytes() for p in model.parameters()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+class Injection:
+    """In a child: puts a value into one forward or backward pass of training.
+
+    place: "the loss", "the gradients" or "the activations". call: which training forward pass of
+    this process, from 0; None: never. notes: a file to which the hash of the weights is appended
+    before each forward pass and at the end.
+    """
+
+    def __init__(self, place, value, call, notes):
+        self.place = place
+        self.value = value
+        self.call = call
+        self.notes = notes
+        self.n_calls = 0
+        self.model = None
+        self.model_forward = GPT.forward
+        self.block_forward = Block.forward
+
+    def install(self):
+        """Replace the forward methods. Returns the function to be called at the end."""
+        injection = self
+
+        def model_forward(self, *args, **kwargs):
+            return injection.forward_model(self, *args, **kwargs)
+
+        def block_forward(self, *args, **kwargs):
+            return injection.forward_block(self, *args, **kwargs)
+
+        GPT.forward = model_forward
+        Block.forward = block_forward
+        return self.note_weights
+
+    def note_weights(self):
+        with open(self.notes, "a") as file:
+            file.write(hash_weights(self.model) + "\n")
+
+    def forward_model(self, model, *args, **kwargs):
+        if not model.training:
+            return self.model_forward(model, *args, **kwargs)
+        self.model = model
+        self.note_weights()
+        loss = self.model_forward(model, *args, **kwargs)
+        if self.place == "the loss" and self.n_calls == self.call:
+            loss = loss * self.value
+        self.n_calls += 1
+        return loss
+
+    def forward_block(self, block, *args, **kwargs):
+        out = self.block_forward(block, *args, **kwargs)
+        if not block.training or self.n_calls != self.call:
+            return out
+        if self.place == "the activations":
+            out = out.clone()
+            out[0, -1, 0] = self.value
+        if self.place == "the gradients":
+            out.register_hook(self.spoil_gradient)
+        return out
+
+    def spoil_gradient(self, grad):
+        grad = grad.clone()
+        grad[-1, 0, 0] = self.value
+        return grad
+
+
+def not_finite(harness):
+    """NaN or Inf in a random micro-batch of a random rank."""
+
+    def trial(place, value, n_processes, run):
+        micro = harness.rng.randrange(2 * N_STEPS)
+        step = micro // 2
+        bad_rank = micro % n_processes
+        notes = [harness.new_path("notes") for _ in range(n_processes)]
+
+        def before(rank=0):
+            call = micro // n_processes if rank == bad_rank else None
+            return Injection(place, value, call, notes[rank]).install()
+
+        command = harness.train_command(run)
+        if n_processes == 2:
+            children = harness.start_pair(command, before=before)
+        else:
+            children = [harness.start(command, before=before)]
+        output = [child.expect(status=1) for child in children][0]
+        check_message(output, place, step, micro)
+
+        last = set()
+        for file in notes:
+            hashes = file.read_text().split()
+            assert hashes[-1] == hashes[-2], "the last update has changed the weights"
+            assert len(set(hashes)) == step + 1, "the weights have changed within a step"
+            last.add(hashes[-1])
+        assert len(last) == 1, "the ranks have different weights"
+        assert_whole(run)
+        last_evaluation = step // 3 * 3
+        assert list_steps(run)[-1].name == f"step-{last_evaluation:06d}"
+        assert "NaN" not in (run / "log.jsonl").read_text()
+        shutil.rmtree(run)
+
+    for place in ("the loss", "the gradients", "the activations"):
+        for value, n_processes in values_and_processes(harness.cfg.fast):
+            for _ in range(1 if harness.cfg.fast else 4):
+                yield attempt(
+                    f"NaN or Inf in {place}: stopped before the update on all ranks, step and "
+                    "micro-batches named",
+                    trial,
+                    place,
+                    value,
+                    n_processes,
+                    harness.new_path(),
+                )
+
+
+def values_and_processes(fast):
+    """The values that are injected, each with the number of processes."""
+    if fast:
+        return [(math.nan, 1), (math.nan, 2), (math.inf, 1)]
+    return [(value, n) for value in (math.nan, math.inf, -math.inf) for n in (1, 2)]
+
+
+def check_message(output, place, step, micro):
+    """The error names what is not finite, the step (from 1) and the micro-batches (from 0)."""
+    what = "gradient" if place == "the gradients" else "loss"
+    first, last = 2 * step, 2 * step + 1
+    assert f"the {what} of step {step + 1} (micro-batches {first} to {last}" in output, output
+    assert "stopped before the update" in output, output
+    if what == "loss":
+        assert f"first of micro-batch {micro}" in output, output
+
+
+# -----------------------------------------------------------------------------
+# Tokens.
+
+
+def bad_tokens(harness):
+    """A token outside the vocabulary, in a random micro-batch."""
+
+    def trial(n_processes, run):
+        folder = harness.new_path("text")
+        shutil.copytree(harness.dataset, folder)
+        micro = harness.rng.randrange(2, 2 * N_STEPS)
+        spoil_token(folder, micro, harness.rng)
+        command = harness.train_command(run, f"--dataset={folder}")
+        if n_processes == 2:
+            children = harness.start_pair(command)
+        else:
+            children = [harness.start(command)]
+        statuses = sorted(child.wait() for child in children)
+        output = "".join(child.read_output() for child in children)
+        assert "Traceback" not in output, output
+        # the rank that meets the token ends with 2, its peer with 1
+        assert statuses == ([1, 2] if n_processes == 2 else [2]), output
+        assert "train.bin: token" in output and "outside the vocabulary of 257" in output, output
+        assert_whole(run)
+        losses = [row for row in read_log(run) if "val_loss" not in row]
+        assert len(losses) == micro // 2
+        shutil.rmtree(run)
+
+    for n_processes in (1, 2) * (1 if harness.cfg.fast else 5):
+        yield attempt(
+            "a token outside the vocabulary: stopped before the update on all ranks, file and "
+            "token named",
+            trial,
+            n_processes,
+            harness.new_path(),
+        )
+
+
+def spoil_token(folder, micro, rng):
+    """Write a token that does not exist into a random sequence of a micro-batch."""
+    batch_size, block_size, seed = 4, 32, 1337  # of the tiny run
+    index = micro * batch_size + rng.randrange(batch_size)
+    file, start = Dataset(folder).train.training_location(index, block_size, seed)
+    assert file == 0
+    header_bytes = 1024
+    tokens = np.memmap(folder / "train.bin", "<u2", "r+", header_bytes)
+    tokens[start + rng.randrange(block_size)] = rng.choice((257, 65535, 300))
+    tokens.flush()
+
+
+# -----------------------------------------------------------------------------
+# The same command twice.
+
+OTHER_FLAGS = (
+    ["--optimizer=muon"],
+    ["--dropout=0.3"],
+    ["--dtype=bfloat16"],
+    ["--dtype=float16"],
+    ["--random_positions=99"],
+    ["--passkey=0.5"],
+    ["--window=8", "--sinks=2"],
+    ["--layer_pattern=FN", "--qk_norm=true"],
+)
+
+
+def repeated_commands(harness):
+    flags = [[f"--pos={pos}"] for pos in POSITIONS] + list(OTHER_FLAGS)
+    if harness.cfg.fast:
+        flags = harness.rng.sample(flags, 4)
+
+    def trial(flags):
+        runs = [harness.new_path(), harness.new_path()]
+        for run in runs:
+            harness.run(harness.train_command(run, *flags), seconds=120)
+        assert_same(runs[1], fingerprint(runs[0]))
+
+    for words in flags:
+        yield attempt("the same command twice, on a CPU: bit-exact", trial, words)
+
+
+def repeated_commands_on_a_gpu(harness):
+    """Whole processes, because CUDA does not survive a fork."""
+
+    def trial(pos):
+        runs = [harness.new_path(), harness.new_path()]
+        for run in runs:
+            command = harness.train_command(run, f"--pos={pos}")
+            of_cpu = ("--device=cpu", "--dtype=float32")
+            process, output_file = harness.launch([w for w in command if w not in of_cpu])
+            assert process.wait(300) == 0, output_file.read_text()[-2000:]
+        assert_same(runs[1], fingerprint(runs[0]))
+
+    for pos in POSITIONS:
+        yield attempt("the same command twice, on a GPU: bit-exact", trial, pos)

@@ -1,0 +1,332 @@
+"""Checkpoints are whole or absent, load to the bit, and are refused when they are damaged."""
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from model import GPT
+from nanolong import checkpoint
+from nanolong.checkpoint import find_checkpoint, read_meta, save_model, write_meta
+from nanolong.errors import UserError
+from nanolong.run_folder import list_steps
+
+
+@pytest.fixture
+def run_folder(make, tmp_path):
+    """A run folder with checkpoints of steps 5 and 10."""
+    model = make(pos="t5")
+    folder = tmp_path / "run"
+    save_model(model, folder / "step-000005", step=5)
+    save_model(model, folder / "step-000010", step=10, val_loss=2.0)
+    return folder
+
+
+def step_names(folder):
+    return [step.name for step in list_steps(folder)]
+
+
+# -----------------------------------------------------------------------------
+# Saving and loading.
+
+
+def test_a_saved_model_loads_to_the_bit(run_folder, make):
+    model = make(pos="t5")
+    loaded = GPT.load(run_folder)
+    assert loaded.config == model.config
+    assert not loaded.training
+    for p, expected in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, expected)
+
+
+def test_the_newest_checkpoint_is_loaded_or_the_one_that_is_named(run_folder):
+    newest = GPT.load(run_folder)
+    assert newest.folder == run_folder / "step-000010"
+    assert newest.meta["step"] == 10
+    assert newest.meta["val_loss"] == 2.0
+    assert "config" not in newest.meta
+    assert GPT.load(run_folder / "step-000005").meta["step"] == 5
+
+
+def test_the_best_checkpoint_has_the_lowest_validation_loss(make, tmp_path):
+    for step, val_loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
+        save_model(make(), tmp_path / f"step-{step:06d}", step=step, val_loss=val_loss)
+    assert GPT.load(tmp_path, best=True).meta["step"] == 2
+    assert GPT.load(tmp_path).meta["step"] == 4
+
+
+def test_the_newest_checkpoint_is_the_best_where_none_was_evaluated(make, tmp_path):
+    for step in (1, 2):
+        save_model(make(), tmp_path / f"step-{step:06d}", step=step)
+    assert GPT.load(tmp_path, best=True).meta["step"] == 2
+
+
+def test_weights_are_stored_once_and_in_float32(make, tmp_path):
+    model = make(pos="alibi").bfloat16()
+    model.save(tmp_path / "step-000000")
+    with safe_open(tmp_path / "step-000000/model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        dtypes = {file.get_tensor(name).dtype for name in names}
+    assert "embed.weight" in names
+    assert "head.weight" not in names  # tied to embed.weight
+    assert dtypes == {torch.float32}
+    loaded = GPT.load(tmp_path)
+    assert torch.equal(loaded.embed.weight, model.embed.weight.float())
+    assert loaded.head.weight is loaded.embed.weight
+
+
+def test_a_loaded_model_keeps_its_meta_when_it_is_saved_again(run_folder, tmp_path):
+    model = GPT.load(run_folder)
+    model.save(tmp_path / "copy")
+    meta = read_meta(tmp_path / "copy")
+    assert meta["step"] == 10
+    assert meta["val_loss"] == 2.0
+    save_model(model, tmp_path / "later", step=11)
+    assert read_meta(tmp_path / "later")["step"] == 11
+
+
+def test_meta_json_names_its_format_the_version_of_torch_and_checksums(run_folder):
+    meta = json.loads((run_folder / "step-000005/meta.json").read_text())
+    assert meta["format"] == 2
+    assert meta["torch"] == torch.__version__
+    assert meta["checksums"].keys() == {"model.safetensors", "meta.json"}
+    assert meta["config"]["pos"] == "t5"
+
+
+# -----------------------------------------------------------------------------
+# Whole or absent.
+
+
+def test_nothing_is_left_of_how_a_checkpoint_was_written(run_folder):
+    assert step_names(run_folder) == ["step-000005", "step-000010"]
+    assert not list(run_folder.glob(".tmp*"))
+    files = {file.name for file in (run_folder / "step-000005").iterdir()}
+    assert files == {"model.safetensors", "meta.json"}
+
+
+def test_an_existing_folder_is_not_overwritten(run_folder, make):
+    before = (run_folder / "step-000005/meta.json").read_bytes()
+    with pytest.raises(UserError, match="step-000005 exists already: remove it"):
+        make().save(run_folder / "step-000005")
+    assert (run_folder / "step-000005/meta.json").read_bytes() == before
+
+
+def test_a_full_disk_leaves_nothing(run_folder, make, monkeypatch):
+    def fsync(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left"):
+        make().save(run_folder / "step-000015")
+    assert sorted(folder.name for folder in run_folder.iterdir()) == ["step-000005", "step-000010"]
+
+
+def test_what_an_interrupted_save_has_left_is_replaced(run_folder, make):
+    leftover = run_folder / ".tmp-step-000015"
+    leftover.mkdir()
+    (leftover / "optim.safetensors").write_bytes(b"half")
+    make().save(run_folder / "step-000015")
+    assert not leftover.exists()
+    assert not (run_folder / "step-000015/optim.safetensors").exists()
+
+
+def test_a_folder_without_meta_json_is_no_checkpoint(run_folder):
+    (run_folder / "step-000010/meta.json").unlink()
+    assert step_names(run_folder) == ["step-000005"]
+    assert GPT.load(run_folder).meta["step"] == 5
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no checkpoint in .*: give a run folder"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="does not exist; train one with python train.py"):
+        GPT.load(tmp_path / "nothing")
+
+
+# -----------------------------------------------------------------------------
+# Damaged weights.
+
+
+def cut_off(content):
+    return content[:-3]
+
+
+def change_the_header(content):
+    return content[:60] + bytes([content[60] ^ 1]) + content[61:]
+
+
+def change_a_weight(content):
+    return content[:-9] + bytes([content[-9] ^ 64]) + content[-8:]
+
+
+def empty(content):
+    return b""
+
+
+@pytest.mark.parametrize("damage", [cut_off, change_the_header, change_a_weight, empty])
+def test_damaged_weights_are_refused_with_the_checkpoint_before_them(damage, run_folder):
+    file = run_folder / "step-000010/model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match="use the one before it, .*step-000005"):
+        GPT.load(run_folder)
+
+
+def test_missing_weights_are_refused(run_folder):
+    (run_folder / "step-000010/model.safetensors").unlink()
+    with pytest.raises(UserError, match="missing: use the one before it, .*step-000005"):
+        GPT.load(run_folder)
+
+
+def test_the_first_checkpoint_has_none_before_it(run_folder):
+    (run_folder / "step-000005/model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="no earlier checkpoint is left, so train again"):
+        GPT.load(run_folder / "step-000005")
+
+
+def replace_weights(folder, tensors):
+    """Replace a checkpoint's weights, with a matching checksum in meta.json."""
+    save_file(tensors, folder / "model.safetensors")
+    meta = read_meta(folder)
+    meta["checksums"]["model.safetensors"] = checkpoint.sha256(folder / "model.safetensors")
+    write_meta(folder, meta)
+
+
+def test_weights_of_another_shape_name_or_dtype_are_refused(run_folder):
+    folder = run_folder / "step-000010"
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor, message in (
+        ("norm.weight", torch.zeros(31), r"norm.weight is \(31,\) where \(32,\) is expected"),
+        ("extra", torch.zeros(1), r"extra is \(1,\) where nothing is expected"),
+        ("norm.weight", torch.zeros(32).half(), "holds F16 tensors"),
+    ):
+        replace_weights(folder, {**weights, name: tensor})
+        with pytest.raises(UserError, match=message):
+            GPT.load(run_folder)
+    del weights["norm.weight"]
+    replace_weights(folder, weights)
+    with pytest.raises(UserError, match="norm.weight is absent"):
+        GPT.load(run_folder)
+
+
+# -----------------------------------------------------------------------------
+# Damaged meta.json.
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"format": 2', "{}", "[]", "3", '{"format": 2}', "[" * 10**5]
+)
+def test_a_meta_json_that_is_none_is_refused(text, run_folder):
+    (run_folder / "step-000010/meta.json").write_text(text)
+    with pytest.raises(UserError, match=r"meta.json is damaged .*step-000005"):
+        GPT.load(run_folder)
+
+
+def test_an_edited_meta_json_is_refused(run_folder):
+    file = run_folder / "step-000010/meta.json"
+    file.write_text(file.read_text().replace('"val_loss": 2.0', '"val_loss": 1.0'))
+    with pytest.raises(UserError, match="it was edited or cut off"):
+        GPT.load(run_folder)
+
+
+@pytest.mark.parametrize("version", [1, 99, "two"])
+def test_another_format_is_refused(version, run_folder):
+    file = run_folder / "step-000010/meta.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": version}))
+    with pytest.raises(UserError, match=f"has format {version!r}, and this version reads 2"):
+        GPT.load(run_folder)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"n_layer": 3}, "does not fit its meta.json: blocks.2"),
+        ({"n_layer": "two"}, "n_layer must be a whole number"),
+        ({"n_layer": 0}, "n_layer=0 is out of range"),
+        ({"pos": "quantum"}, "no position scheme 'quantum'"),
+        ({"pos": "shaw"}, "does not fit its meta.json: pos"),
+        ({"n_embd": 10**6}, "does not fit its meta.json: embed.weight"),
+        ({"n_head": 3}, "n_head=3"),
+        ({"drop_out": 0.0}, "settings that this version does not know: drop_out"),
+        ({"extension": {"method": "pi"}}, "the model's extension has factor=None"),
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_is_refused(settings, message, run_folder):
+    """Even where meta.json's own checksum is right."""
+    folder = run_folder / "step-000010"
+    meta = read_meta(folder)
+    meta["config"].update(settings)
+    write_meta(folder, meta)
+    with pytest.raises(UserError, match=message):
+        GPT.load(run_folder)
+
+
+TRAIN = {
+    "dataset": "data/x",
+    "learning_rate": 0.1,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("config", 3),
+        ("checksums", {}),
+        ("step", -1),
+        ("step", 1.5),
+        ("tokens", "many"),
+        ("pretraining_tokens", True),
+        ("bos", 2**60),
+        ("bos", 50),  # outside the vocabulary
+        ("dataset", 3),
+        ("data_hash", []),
+        ("parent", {}),
+        ("launch", 1),
+        ("val_loss", "low"),
+        ("val_loss", True),
+        ("tokenizer", "bytes"),
+        ("best", [1]),
+        ("best", [1, None]),
+        ("best", [-1, 2.0]),
+        ("scaler", [0.0, 1]),
+        ("scaler", 3),
+        ("train", {"dataset": "data/x"}),
+        ("train", {**TRAIN, "dataset": None}),
+        ("train", {**TRAIN, "learning_rate": -1.0}),
+        ("train", {**TRAIN, "batch_size": 0}),
+        ("train", {**TRAIN, "gradient_accumulation_steps": "4"}),
+    ],
+)
+def test_values_of_a_wrong_type_in_meta_json_are_refused(key, value, run_folder):
+    folder = run_folder / "step-000010"
+    meta = {**read_meta(folder), key: value}
+    write_meta(folder, meta)
+    with pytest.raises(UserError, match="meta.json is damaged .*step-000005"):
+        GPT.load(run_folder)
+
+
+def test_values_of_the_right_type_in_meta_json_are_read_back(run_folder):
+    folder = run_folder / "step-000010"
+    values = {
+        **{"step": 3, "tokens": 10**9, "bos": 49, "tokenizer": {"kind": "bytes"}},
+        **{"best": [2, 1.5], "scaler": [65536.0, 7], "parent": "out/x", "train": TRAIN},
+    }
+    write_meta(folder, {**read_meta(folder), **values})
+    meta = GPT.load(run_folder).meta
+    assert {key: meta[key] for key in values} == values
+
+
+def test_a_checkpoint_may_be_moved(run_folder, tmp_path):
+    expected = GPT.load(run_folder)
+    moved = tmp_path / "elsewhere"
+    shutil.move(run_folder / "step-000010", moved)
+    loaded = GPT.load(moved)
+    tokens = torch.randint(0, 50, (1, 20))
+    assert torch.equal(loaded(tokens), expected(tokens))

@@ -1,0 +1,675 @@
+"""The scripts as a user meets them: errors in one line, and the path from training to sampling."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+
+import data
+from model import GPT, POSITIONS
+from nanolong import plots
+from nanolong.checkpoint import read_meta
+from nanolong.run_folder import list_steps
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def trained(text_data, tmp_path_factory):
+    """The run folder of a tiny RoPE model."""
+    out = tmp_path_factory.mktemp("runs") / "rope"
+    words = [ROOT / "train.py", *TINY, f"--dataset={text_data}", f"--out_dir={out}"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "a sample:" in done.stdout
+    return out
+
+
+def assert_one_error(done, *words):
+    """Exit status 2 and one line on stderr, which holds the words."""
+    assert done.returncode == 2, (done.returncode, done.stdout[-500:], done.stderr[-1500:])
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def assert_success(done):
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-1500:]
+    return done
+
+
+def files_of(folder):
+    return sorted(folder.rglob("*"))
+
+
+def newest(run):
+    return list_steps(run)[-1]
+
+
+def same_tensors(run, other):
+    """Whether the newest checkpoints of two runs have the same bits."""
+    return all(
+        (newest(run) / file).read_bytes() == (newest(other) / file).read_bytes()
+        for file in ("model.safetensors", "optim.safetensors")
+    )
+
+
+def without_newest_step(run, copy):
+    """A copy of a run as it was before its last checkpoint."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(newest(copy))
+    return copy
+
+
+# -----------------------------------------------------------------------------
+# Errors.
+
+
+TRAIN_ERRORS = [
+    ("--learning_rat=1", "learning_rat", "did you mean 'learning_rate'"),
+    ("--n_layer=four", "--n_layer=four", "a whole number"),
+    ("--n_layer=2.5", "a whole number"),
+    ("--n_layer", "--n_layer=4"),
+    ("--optimizer=sgd", "adamw, muon"),
+    ("--tie_embeddings=perhaps", "true or false"),
+    ("--pos=cope", ", ".join(POSITIONS)),
+    ("--vocab_size=3", "vocab_size"),
+    ("rope", "--name=value"),
+    ("config/nothing.toml", "demo.toml"),
+    ("--batch_size=0", "at least 1"),
+    ("--learning_rate=nan", "learning_rate=nan"),
+    ("--dataset=nothing", "prepare.py"),
+    ("--device=tpu", "--device=cpu"),
+    ("--n_embd=100 --n_head=3", "not divisible"),
+    ("--init_from=resume --out_dir=out/never-made", "no run in out/never-made"),
+    ("--block_size=100000000 --dataset=DATA", "--block_size"),
+    ("--bos=maybe", "true or false"),
+    ("--layer_pattern=FFFFFFFFN", "4 layers"),
+    ("--layer_pattern=FX", "F, W, N and S"),
+    ("--layer_pattern=WN", "--window"),
+    ("--pos=learned --layer_pattern=FN", "--pos=learned"),
+    ("--pos=alibi --random_positions=999", "--pos=alibi", "rope"),
+    ("--random_positions=100", "block_size=256"),
+    ("--attn_scale=0", "attn_scale=0.0"),
+    ("--norm=batchnorm", "rmsnorm", "layernorm"),
+]
+EXTEND_ERRORS = [
+    ("", "run folder"),
+    ("out/never-made", "does not exist"),
+    ("RUN --method=yarm", "none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-pi"),
+    ("RUN --factor=0.5", "at least 1"),
+    ("RUN --options=beta", "NAME=VALUE"),
+    ("RUN --options=beta=1", "beta_fast"),
+    ("RUN --plot=a.svg", ".png"),
+    (
+        "RUN --method=llama3 --options=high_freq_factor=0.5",
+        "low_freq_factor=1.0",
+        "high_freq_factor=0.5",
+    ),
+    ("RUN --n_layer=3", "n_layer=2"),
+]
+SAMPLE_ERRORS = [
+    ("out/never-made", "does not exist"),
+    ("RUN --top_p=0", "top_p"),
+    ("RUN --start=FILE:gone.txt", "gone.txt"),
+]
+EVALUATE_ERRORS = [
+    ("", "run folder"),
+    ("RUN --protocol=sliding --stride=0", "stride"),
+    ("RUN --protocol=sliding-ish", "chunked, last-quarter, position, sliding, token-aligned"),
+    ("RUN --lengths=0", "at least 1"),
+]
+PREPARE_ERRORS = [
+    ("", "either"),
+    ("gone.txt", "gone.txt"),
+    ("--dataset=imagenet", "imagenet"),
+    ("gone.txt --val_fraction=1", "val_fraction"),
+]
+LEADERBOARD_ERRORS = [
+    ("--entries=rope,ropey", "'ropey'", "rope, rope-window"),
+    ("--entry=gone.py", "gone.py"),
+]
+ERRORS = [
+    *(("train.py", *case) for case in TRAIN_ERRORS),
+    *(("extend.py", *case) for case in EXTEND_ERRORS),
+    *(("sample.py", *case) for case in SAMPLE_ERRORS),
+    *(("evaluate.py", *case) for case in EVALUATE_ERRORS),
+    *(("data/prepare.py", *case) for case in PREPARE_ERRORS),
+    *(("experiments/leaderboard.py", *case) for case in LEADERBOARD_ERRORS),
+]
+
+
+@pytest.mark.parametrize("case", ERRORS, ids=lambda case: " ".join(case[:2]))
+def test_an_error_is_one_line_and_writes_nothing(case, call, request, text_data, tmp_path):
+    script, words, *expected = case
+    words = words.replace("DATA", str(text_data))
+    if "RUN" in words:
+        words = words.replace("RUN", str(request.getfixturevalue("trained")))
+    words = words.split()
+    before = files_of(tmp_path)
+    assert_one_error(call(script, *words, cwd=tmp_path), *expected)
+    assert files_of(tmp_path) == before
+
+
+def test_an_error_of_a_process_is_one_line_too(run, trained, tmp_path):
+    """As the cases above, from a shell."""
+    for script, words, expected in (
+        ("train.py", ["--learning_rat=1"], "learning_rate"),
+        ("extend.py", [trained, "--method=yarm"], "ntk-parts"),
+        ("sample.py", ["gone"], "gone"),
+        ("evaluate.py", ["gone"], "gone"),
+        ("data/prepare.py", ["gone"], "gone"),
+    ):
+        assert_one_error(run(script, *words, cwd=tmp_path), expected)
+
+
+def test_an_existing_run_is_not_overwritten(call, trained, text_data):
+    before = {path: path.stat().st_mtime_ns for path in files_of(trained)}
+    advice = ("--init_from=resume", "--out_dir")
+    train = call("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={trained}")
+    assert_one_error(train, *advice)
+    assert_one_error(call("extend.py", trained, f"--out_dir={trained}"), *advice)
+    assert {path: path.stat().st_mtime_ns for path in files_of(trained)} == before
+
+
+def test_damaged_data_is_named(call, text_data, tmp_path):
+    bad = tmp_path / "data"
+    shutil.copytree(text_data, bad)
+    content = (bad / "train.bin").read_bytes()
+    words = ["train.py", *TINY, f"--dataset={bad}", f"--out_dir={tmp_path}/run"]
+
+    (bad / "train.bin").write_bytes(content[:-10])
+    assert_one_error(call(*words), "train.bin", "truncated")
+
+    tokens = np.frombuffer(content[1024:], "<u2").copy()
+    tokens[:] = 999
+    (bad / "train.bin").unlink()
+    data.write_tokens(bad / "train.bin", tokens, 1000)
+    assert_one_error(call(*words), "train.bin", "999", "vocabulary of 257")
+
+    (bad / "meta.json").write_text("{")
+    assert_one_error(call(*words), "meta.json")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(call, trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    weights = newest(copy) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 4  # one bit
+    weights.write_bytes(content)
+    resume = ["train.py", f"--out_dir={copy}", "--init_from=resume", "--max_iters=20"]
+    for words in (
+        ["sample.py", copy],
+        ["evaluate.py", copy],
+        ["extend.py", copy, f"--out_dir={tmp_path}/x"],
+        resume,
+    ):
+        step_before = list_steps(copy)[-2].name
+        assert_one_error(call(*words), "model.safetensors", "checksum", step_before)
+
+    shutil.copy(newest(trained) / "model.safetensors", weights)
+    (newest(copy) / "optim.safetensors").write_bytes(b"")
+    assert_one_error(call(*resume), "optim.safetensors")
+    assert_success(call("sample.py", copy, "--max_new_tokens=5"))  # needs no optimizer
+
+
+# -----------------------------------------------------------------------------
+# The path from training to sampling.
+
+
+def extend_words(trained, out, *more):
+    """extend.py by YaRN to twice the length, in six steps with an evaluation every three."""
+    settings = ["--method=yarn", "--factor=2", "--max_iters=6", "--eval_interval=3"]
+    return ["extend.py", trained, *settings, f"--out_dir={out}", *more]
+
+
+@pytest.fixture(scope="module")
+def extended(trained, tmp_path_factory):
+    """(run folder, output) of the tiny RoPE model, extended; its plot is plots/w.png next to it."""
+    folder = tmp_path_factory.mktemp("extended")
+    words = extend_words(trained, folder / "yarn", "--plot=plots/w.png")
+    command = [sys.executable, ROOT / words[0], *words[1:]]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert_success(done)
+    return folder / "yarn", done.stdout
+
+
+def test_extending_inherits_the_training_and_measures_before_and_after(trained, extended):
+    yarn, text = extended
+    assert (yarn.parent / "plots/w.png").read_bytes()[:4] == PNG
+    assert "32 -> 64 tokens" in text
+    assert "75.00%" in text  # 6 steps of the 8 of pretraining
+    assert text.count("last-quarter, nats per token") == 2
+    meta = json.loads((newest(yarn) / "meta.json").read_text())
+    assert meta["config"]["extension"] == {
+        "method": "yarn",
+        "factor": 2.0,
+        "options": {},
+        "original_length": 32,
+    }
+    assert meta["config"]["block_size"] == 64
+    assert meta["parent"] == str(newest(trained))
+    assert meta["pretraining_tokens"] == 8 * 4 * 32
+    assert meta["train"]["batch_size"] == 2
+    assert meta["train"]["learning_rate"] == pytest.approx(0.9e-3)
+
+
+def test_a_resumed_extension_has_the_same_bits(trained, extended, run, tmp_path):
+    yarn, _ = extended
+    cut = without_newest_step(yarn, tmp_path / "cut")
+    assert_success(run(*extend_words(trained, cut, "--init_from=resume")))
+    assert same_tensors(cut, yarn)
+    other = run("extend.py", trained, "--method=pi", f"--out_dir={cut}", "--init_from=resume")
+    assert_one_error(other, "method yarn")
+
+
+def test_resuming_a_finished_extension_plots_nothing_again(trained, extended, run):
+    yarn, _ = extended
+    plot = yarn.parent / "plots/w.png"
+    written = plot.stat().st_mtime_ns
+    words = ["--method=yarn", "--factor=2", f"--out_dir={yarn}", "--init_from=resume"]
+    done = assert_success(run("extend.py", trained, *words, cwd=yarn.parent))
+    assert "w.png" not in done.stdout
+    assert plot.stat().st_mtime_ns == written
+
+
+def test_extending_again_and_comparing_three_checkpoints(trained, extended, run, tmp_path):
+    yarn, _ = extended
+    again = tmp_path / "yarn-pi4"
+    words = ["--method=pi", "--factor=4", "--max_iters=0", f"--out_dir={again}"]
+    assert_success(run("extend.py", yarn, *words))
+    assert GPT.load(again).config.extension == {
+        "method": "pi",
+        "factor": 8.0,
+        "options": {},
+        "original_length": 32,
+    }
+    done = run(
+        "evaluate.py",
+        f"short={trained}",
+        yarn,
+        again,
+        "--lengths=24,32,64,700,9999999",
+        "--max_tokens=2000",
+        "--protocol=chunked,last-quarter,position",
+        "--plot=plots/a.png",
+        "--json=b/a.json",
+        cwd=tmp_path,
+    )
+    assert_success(done)
+    assert "A short" in done.stdout
+    assert (tmp_path / "plots/a.png").read_bytes()[:4] == PNG
+    records = json.loads((tmp_path / "b/a.json").read_text())
+    # four lengths with 2 losses and 16 parts each, and one length that is refused 3 times
+    assert len(records) == 3 * (4 * (2 + 16) + 3)
+    assert {record["checkpoint"] for record in records} == {"short", str(yarn), str(again)}
+    for record in records:
+        assert record["task"] == "loss"
+        assert ("refused" in record) == (record["length"] == 9999999)
+    scored = [r for r in records if r["protocol"] == "chunked" and "tokens" in r]
+    assert len({record["tokens"] for record in scored}) == 1  # the same span at all lengths
+
+
+def test_samples_depend_on_the_seed_and_continue_the_prompt(extended, run):
+    yarn, _ = extended
+    words = ["sample.py", yarn, "--start=def f", "--max_new_tokens=80"]
+    first, second, other = (run(*words, *more) for more in ([], [], ["--seed=7"]))
+    for done in (first, second, other):
+        assert_success(done)
+        assert done.stdout.startswith("def f")
+    assert first.stdout == second.stdout != other.stdout
+    assert f"python extend.py {yarn} --method=yarn --factor=2" in first.stderr
+    greedy = assert_success(run(*words, "--temperature=0", "--num_samples=2")).stdout
+    samples = [text.strip() for text in greedy.split("\n" + "-" * 16 + "\n")]
+    assert len(samples) == 2 and samples[0] == samples[1]
+
+
+def test_a_prompt_may_come_from_a_file_of_any_bytes(extended, run, tmp_path):
+    yarn, _ = extended
+    (tmp_path / "prompt.txt").write_bytes(b"caf\xc3\xa9 \xff <|endoftext|>")
+    words = ["--start=FILE:prompt.txt", f"--out_dir={yarn}", "--max_new_tokens=3"]
+    done = assert_success(run("sample.py", *words, cwd=tmp_path))
+    assert done.stdout.startswith("café \ufffd <|endoftext|>")
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_every_scheme_goes_from_training_to_sampling(pos, call, text_data, tmp_path):
+    """It is evaluated and samples beyond its length, or says in one line why it cannot."""
+    out = tmp_path / "run"
+    words = [f"--pos={pos}", "--max_iters=4", f"--dataset={text_data}", f"--out_dir={out}"]
+    assert_success(call("train.py", *TINY, *words))
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    assert losses[-1] < losses[0]
+    assert len(call("sample.py", out, "--max_new_tokens=20", "--temperature=0").stdout) > 15
+
+    bounded = pos == "learned"
+    beyond = call("sample.py", out, "--max_new_tokens=60")
+    if bounded:
+        assert_one_error(beyond, "--max_new_tokens=32")
+    else:
+        assert_success(beyond)
+
+    file = tmp_path / "records.json"
+    protocols = "--protocol=chunked,sliding,token-aligned"
+    words = ["--lengths=16,96", protocols, "--stride=8", "--max_tokens=480", f"--json={file}"]
+    assert_success(call("evaluate.py", out, *words))
+    records = json.loads(file.read_text())
+    assert [record.get("stride") for record in records] == [None, 8, 8, None, 8, 8]
+    assert ["refused" in record for record in records] == [False] * 3 + [bounded] * 3
+
+
+@pytest.mark.parametrize("pos", sorted(set(POSITIONS) - {"rope"}))
+def test_every_scheme_is_extended_by_a_method_of_its_own(pos, call, text_data, tmp_path):
+    out = tmp_path / "run"
+    words = [f"--pos={pos}", "--max_iters=2", f"--dataset={text_data}", f"--out_dir={out}"]
+    assert_success(call("train.py", *TINY, *words))
+    method = "pi" if pos == "learned" else "none"
+    wrong = call("extend.py", out, "--method=yarn", "--factor=2", f"--out_dir={tmp_path}/yarn")
+    assert_one_error(wrong, f"--pos={pos}", f"--method={method}")
+    words = [f"--method={method}", "--factor=2", "--max_iters=2", f"--out_dir={tmp_path}/longer"]
+    assert_success(call("extend.py", out, *words))
+    assert_success(call("sample.py", tmp_path / "longer", "--max_new_tokens=40"))
+    words = [f"--method={method}", f"--plot={tmp_path}/w.png", f"--out_dir={tmp_path}/plot"]
+    assert_one_error(call("extend.py", out, *words), f"--pos={pos}", "--plot")
+
+
+@pytest.mark.parametrize("method", ["abf", "llama3", "dynamic-ntk", "ntk-lceg", "self-extend"])
+def test_rope_is_extended_by_other_methods(method, call, trained, tmp_path):
+    steps = 0 if method == "self-extend" else 2
+    plot = tmp_path / "w.png"
+    words = [f"--method={method}", "--factor=2", f"--max_iters={steps}", f"--plot={plot}"]
+    assert_success(call("extend.py", trained, *words, f"--out_dir={tmp_path}/longer"))
+    assert plot.read_bytes()[:4] == PNG
+    assert_success(call("sample.py", tmp_path / "longer", "--max_new_tokens=60"))
+
+
+# -----------------------------------------------------------------------------
+# Other ways to train on longer text.
+
+
+@pytest.mark.parametrize(
+    "words, length", [(["--pose=true"], 32), (["--method=drope"], 32), ([], 64)]
+)
+def test_pose_and_drope_train_at_the_original_length(words, length, call, trained, tmp_path):
+    out = tmp_path / "longer"
+    extend = ["extend.py", trained, "--factor=2", *words, f"--out_dir={out}"]
+    done = assert_success(call(*extend, "--max_iters=3"))
+    meta = read_meta(newest(out))
+    assert meta["config"]["block_size"] == 64
+    sequences = meta["train"]["batch_size"] * meta["train"]["gradient_accumulation_steps"]
+    assert sequences == 4 * 32 // length  # the tokens of a step stay the same
+    assert meta["tokens"] == 3 * 128
+    assert "fine-tuning on 384 tokens" in done.stdout
+    assert "100% of the training tokens are in documents of at least 64 tokens" in done.stdout
+    if "--method=drope" in words:
+        assert_success(call(*extend, "--init_from=resume", "--max_iters=4"))
+
+
+def test_data_settings_of_training_go_through_the_shell(call, text_data, tmp_path):
+    words = ["--passkey=0.3", "--separate_docs=true", "--upsample_docs=2"]
+    out = [f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+    assert_success(call("train.py", *TINY, *words, *out))
+    words = ["--pos=nope", "--min_doc=1000", f"--dataset={text_data}", f"--out_dir={tmp_path}/nope"]
+    assert_success(call("train.py", *TINY, *words))
+
+
+def test_a_scale_is_fitted_once_and_kept_on_resume(call, text_data, tmp_path):
+    nope = tmp_path / "nope"
+    words = ["--pos=nope", f"--dataset={text_data}", f"--out_dir={nope}"]
+    assert_success(call("train.py", *TINY, *words))
+    extend = ["extend.py", nope, "--method=scale", "--factor=2", f"--out_dir={tmp_path}/scale"]
+    done = assert_success(call(*extend, "--max_iters=2"))
+    options = GPT.load(tmp_path / "scale").config.extension["options"]
+    assert f"scale {options['scale']:.3f}: " in done.stdout
+    assert_success(call(*extend, "--max_iters=3", "--init_from=resume"))
+    assert GPT.load(tmp_path / "scale").config.extension["options"] == options
+    words = ["--method=none", "--pose=true", f"--out_dir={tmp_path}/no"]
+    assert_one_error(call("extend.py", nope, *words), "--pose", "--pos=nope")
+
+
+def test_a_table_of_factors_comes_from_a_file(call, trained, tmp_path):
+    factors = [1.0 + i / 4 for i in range(8)]
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps({"long_factor": factors}))
+    words = ["--method=longrope", f"--options={file}", "--max_iters=0", f"--out_dir={tmp_path}/out"]
+    assert_success(call("extend.py", trained, *words))
+    assert GPT.load(tmp_path / "out").config.extension["options"]["long_factor"] == factors
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--method=self-extend"], ["self-extend", "--max_iters=0"]),
+        (["--method=drope", "--pose=true"], ["--pose"]),
+        (["--method=longrope"], ["long_factor"]),
+        (["--options=bad.json"], ["bad.json"]),
+        (["--options=none.json"], ["none.json"]),
+        (["--min_doc=1000000"], ["--min_doc"]),
+        (["--passkey=2"], ["passkey"]),
+    ],
+)
+def test_extensions_that_cannot_be_are_refused(words, expected, call, trained, tmp_path):
+    (tmp_path / "bad.json").write_text("[1]")
+    done = call("extend.py", trained, *words, f"--out_dir={tmp_path}/no", cwd=tmp_path)
+    assert_one_error(done, *expected)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--method=lm-infinite", "--options=sinks=inf"],
+        ["--method=lm-infinite", "--options=sinks=nan"],
+        ["--method=llama3", "--options=low_freq_factor=true"],
+        ["--method=yarn", "--options=beta_fast=1e308"],
+        ["--method=ntk-lceg", "--options=length=1e308"],
+        ["--method=self-extend", "--options=window=inf"],
+        ["--method=abf", "--options=new_base=true"],
+        ["--method=ntk", "--factor=1e6"],
+    ],
+)
+def test_extreme_options_are_computed_or_refused(words, call, trained, tmp_path):
+    done = call("extend.py", trained, *words, "--max_iters=0", f"--out_dir={tmp_path}/x")
+    if done.returncode:
+        assert_one_error(done)
+        assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--layer_pattern=WN", "--window=8", "--sinks=2"],
+        ["--random_positions=100"],
+        ["--pos=nope", "--attn_scale=1.5"],
+        ["--norm=layernorm", "--mlp=gelu", "--bias=all"],
+    ],
+)
+def test_the_checkpoint_remembers_the_architecture(words, call, text_data, tmp_path):
+    """Resuming, sampling and evaluating need no flags."""
+    out = tmp_path / "run"
+    training = call("train.py", *TINY, *words, f"--dataset={text_data}", f"--out_dir={out}")
+    assert_success(training)
+    cut = without_newest_step(out, tmp_path / "cut")
+    assert_success(call("train.py", f"--out_dir={cut}", "--init_from=resume"))
+    assert same_tensors(cut, out)
+    assert_success(call("sample.py", out, "--max_new_tokens=50"))
+    assert_success(call("evaluate.py", out, "--lengths=32,64", "--max_tokens=640"))
+    if words == ["--random_positions=100"]:
+        done = call("extend.py", out, "--factor=2", f"--out_dir={tmp_path}/x")
+        assert_one_error(done, "--random_positions")
+
+
+def test_a_fine_tuning_is_resumed_by_extend_only(call, trained, tmp_path):
+    """train.py would train on sequences of another length."""
+    pose = tmp_path / "pose"
+    words = ["--factor=4", "--pose=true", "--max_iters=2", f"--out_dir={pose}"]
+    assert_success(call("extend.py", trained, *words))
+    done = call("train.py", "--init_from=resume", f"--out_dir={pose}")
+    assert_one_error(done, "extend.py")
+    assert read_meta(newest(pose))["train"]["batch_size"] == 4  # of the original length: 4 x 32
+    for name, more, batch_size in (("a", [], 1), ("b", ["--pose=true"], 4)):
+        words = ["--factor=2", *more, "--max_iters=0", f"--out_dir={tmp_path / name}"]
+        assert_success(call("extend.py", pose, *words))
+        assert read_meta(newest(tmp_path / name))["train"]["batch_size"] == batch_size
+
+
+# -----------------------------------------------------------------------------
+# Which run, and whose tokens.
+
+
+def test_sampling_takes_the_newest_run(run, trained, tmp_path):
+    assert_one_error(run("sample.py", cwd=tmp_path), "train.py")
+    shutil.copytree(trained, tmp_path / "out" / "deep" / "run")
+    assert_success(run("sample.py", "--max_new_tokens=2", cwd=tmp_path))
+
+
+def test_the_newest_run_may_have_no_log(trained, tmp_path, call):
+    """As an imported one: its age is that of its checkpoint."""
+    for name, seconds in (("a", 10**9 + 2), ("b", 10**9 + 1)):
+        shutil.copytree(trained, tmp_path / "out" / name)
+        for meta in (tmp_path / "out" / name).glob("step-*/meta.json"):
+            os.utime(meta, (seconds, seconds))
+    (tmp_path / "out" / "a" / "log.jsonl").unlink()
+    words = ["--max_new_tokens=40", "--start=a prompt"]
+    done = assert_success(call("sample.py", *words, cwd=tmp_path))
+    assert "out/a --method" in done.stderr and "out/b" not in done.stderr
+
+
+def write_letters(folder, characters, tokenizer=True):
+    """A dataset of these characters; without a tokenizer, bare token files."""
+    folder.mkdir()
+    for split, n in (("train", 400), ("val", 200)):
+        tokens = [i * i % len(characters) for i in range(n)]
+        data.write_tokens(folder / f"{split}.bin", tokens, len(characters))
+    spec = {"kind": "char", "characters": characters, "bos": False}
+    meta = {
+        "tokenizer": spec if tokenizer else None,
+        "vocab_size": len(characters),
+        "bos": None,
+        "bos_default": False,
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """(run folder, dataset) of a model of the letters ACGT, which has no newline to start with."""
+    folder = tmp_path_factory.mktemp("letters")
+    dataset = write_letters(folder / "acgt", "ACGT")
+    words = [ROOT / "train.py", *TINY, f"--dataset={dataset}", f"--out_dir={folder}/run"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert_success(done)
+    assert "a sample:" in done.stdout
+    return folder / "run", dataset
+
+
+def test_a_sample_consists_of_the_letters_of_the_text(letters, call):
+    done = assert_success(call("sample.py", letters[0], "--max_new_tokens=5"))
+    assert set(done.stdout.strip()) <= set("ACGT")
+
+
+def test_vocabularies_of_one_size_are_distinguished_by_their_text(letters, call, tmp_path):
+    run, _ = letters
+    other = write_letters(tmp_path / "wxyz", "WXYZ")
+    expected = ("stand for other text", "--tokenizer=RUN")
+    assert_one_error(call("evaluate.py", run, f"--dataset={other}"), *expected)
+    words = [f"--dataset={other}", "--max_iters=1", f"--out_dir={tmp_path}/x"]
+    assert_one_error(call("extend.py", run, *words), *expected)
+    assert not (tmp_path / "x").exists()
+
+
+def test_bare_token_files_do_not_erase_the_tokenizer(letters, call, tmp_path):
+    run, _ = letters
+    bare = write_letters(tmp_path / "bare", "ACGT", tokenizer=False)
+    words = [f"--dataset={bare}", "--max_iters=1", "--factor=2", f"--out_dir={tmp_path}/y"]
+    assert_success(call("extend.py", run, *words))
+    assert read_meta(newest(tmp_path / "y"))["tokenizer"]["characters"] == "ACGT"
+
+
+def test_the_note_of_a_figure_names_the_data_that_was_read(letters, call, tmp_path, monkeypatch):
+    run, original = letters
+    dataset = tmp_path / "acgt"
+    shutil.copytree(original, dataset)
+    notes = []
+
+    def keep_note(records, lengths, file, note, **options):
+        notes.append(note)
+
+    monkeypatch.setattr(plots, "plot_losses", keep_note)
+    words = ["evaluate.py", run, f"--dataset={dataset}", "--lengths=32", "--max_tokens=999999"]
+    assert_success(call(*words, f"--plot={tmp_path}/p.png"))
+    assert notes == [f"200 tokens of {dataset}, data {data.Dataset(str(dataset)).hash}"]
+
+
+def test_data_that_has_changed_since_training_is_noticed(call, tmp_path):
+    dataset = write_letters(tmp_path / "acgt", "ACGT")
+    run = tmp_path / "run"
+    assert_success(call("train.py", *TINY, f"--dataset={dataset}", f"--out_dir={run}"))
+    data.write_tokens(dataset / "more_val.bin", [1] * 50, 4)
+    done = assert_success(call("evaluate.py", run, "--lengths=32"))
+    assert "may have seen in training" in done.stderr
+
+
+def test_an_evaluation_that_fails_leaves_no_files(letters, call, tmp_path):
+    run, _ = letters
+    other = write_letters(tmp_path / "wxyz", "WXYZ")
+    files = [f"--plot={tmp_path}/none.png", f"--json={tmp_path}/none.json"]
+    for words in ([tmp_path / "nothing"], [run, f"--dataset={other}"]):
+        assert call("evaluate.py", *words, *files).returncode == 2
+        assert not list(tmp_path.glob("none.*"))
+
+
+# -----------------------------------------------------------------------------
+# The machine.
+
+
+def test_a_reader_that_closes_the_pipe_leaves_no_traceback(trained):
+    """python sample.py | head -c 1"""
+    words = [sys.executable, ROOT / "sample.py", trained, "--max_new_tokens=300"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    process.wait(60)
+
+
+HIDE_TRITON = """
+import sys
+
+class Hide:
+    def find_spec(self, name, *rest):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named triton")
+
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def test_everything_but_the_kernels_works_without_triton(run, text_data, tmp_path):
+    (tmp_path / "hide").mkdir()
+    (tmp_path / "hide" / "sitecustomize.py").write_text(HIDE_TRITON)
+    env = {"PYTHONPATH": str(tmp_path / "hide")}
+    probe = subprocess.run(
+        [sys.executable, "-c", "import triton"],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+    )
+    assert "ModuleNotFoundError" in probe.stderr
+    longer = tmp_path / "long"
+    for words in (
+        ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"],
+        ["extend.py", tmp_path / "run", "--max_iters=2", f"--out_dir={longer}"],
+        ["evaluate.py", longer, "--lengths=32,64", "--max_tokens=500"],
+        ["sample.py", longer, "--max_new_tokens=5"],
+    ):
+        assert_success(run(*words, env=env))
