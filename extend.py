@@ -39,21 +39,25 @@ from train import TrainConfig, train_and_sample
 @dataclass
 class ExtendConfig(TrainConfig):
     # [extension]
-    # rope: a name in rope_scaling.py; others: none, pi, dynamic-pi, clamp or scale, see docs
+    # of rope: a name in rope_scaling.py; of other schemes: see docs/extension.md
     method: str = "yarn"
     factor: float = 4.0  # how many times longer the context gets
     options: str = ""  # of the method: ramp=paper,beta_fast=16 for example, or a .json file of them
     pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
     plot: str = ""  # plot rope's wavelengths before and after to this PNG, and in the terminal
+    # [data]
+    dataset: str = ""  # a folder with token files; by default the run's dataset
     # [optimisation]
     max_iters: int = 60  # steps of fine-tuning; 0: only extend, which needs no data
-    learning_rate: float = 0.0  # at the peak; by default 0.3 of the run's
+    learning_rate: float = 0.0  # peak learning rate; by default 0.3 of the run's
     batch_size: int = 1  # sequences in a micro-batch; by default as many tokens a step as the run
     warmup_iters: int = 10  # steps of linear warmup
-    weight_decay: float = 0.0  # of matrices and embeddings
+    weight_decay: float = 0.0  # weight decay of matrices and embeddings
     # [evaluation]
     eval_interval: int = 1000  # steps between evaluations; the first and the last step have one
+    # [system]
+    out_dir: str = ""  # the new run folder; by default RUN-<method><factor>
 
     def __post_init__(self):
         validate.check_extend(self)

@@ -52,13 +52,15 @@ class GPTConfig:
     tie_embeddings: bool = True  # the output layer shares the embedding's weights
     dropout: float = 0.0  # fraction of activations dropped in training
     # [position]
-    pos: str = "rope"  # position scheme, a key of POSITIONS in model.py
+    # the scheme: nope, learned, sinusoidal, shaw, nezha, xl, t5, alibi, kerple, kerple-power,
+    # sandwich or rope
+    pos: str = "rope"
     rope_base: float = 10000.0  # rope: wavelengths run from 2 pi to about 2 pi rope_base tokens
     rope_fraction: float = 1.0  # rope: fraction of a head's channels that is rotated
     window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
     sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
-    # layers by letter, repeated: F full attention, W window, N full without positions, S window
-    # without positions; auto: F, with a window W
+    # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
+    # auto: F, or W where there is a window
     layer_pattern: str | None = None
     attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
     # train on sorted random positions below this (Ruoss et al. 2023); 0: off

@@ -59,7 +59,7 @@ from nanolong.training_run import (
 class TrainConfig:
     # [data]
     dataset: str = "python"  # a folder with token files: a path, or a name under data/
-    bos: bool | None = None  # <bos> first in every sequence; auto: on for datasets of bytes
+    bos: bool | None = None  # start every sequence with <bos>; auto: on for datasets of bytes
     min_doc: int = 0  # train on documents of at least so many tokens only
     # visits per epoch of documents that fill a sequence; others are visited once
     upsample_docs: int = 1
@@ -68,14 +68,14 @@ class TrainConfig:
     # [optimisation]
     batch_size: int = 16  # sequences in a micro-batch of one process
     gradient_accumulation_steps: int = 1  # micro-batches in a step, over all processes
-    max_iters: int = 1000  # steps
+    max_iters: int = 1000  # training steps
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW the rest
-    learning_rate: float = 3e-3  # at the peak, for both optimizers
-    min_lr: float = 0.0  # at the end
+    learning_rate: float = 3e-3  # peak learning rate, of both optimizers
+    min_lr: float = 0.0  # final learning rate
     warmup_iters: int = 50  # steps of linear warmup
     # after the warmup; trapezoid: constant, then linear decay over the last 40 %
     lr_schedule: Literal["trapezoid", "cosine", "constant"] = "trapezoid"
-    weight_decay: float = 0.1  # of matrices and embeddings
+    weight_decay: float = 0.1  # weight decay of matrices and embeddings
     beta1: float = 0.9  # AdamW's decay of the mean gradient
     beta2: float = 0.95  # AdamW's decay of the mean squared gradient
     grad_clip: float = 1.0  # clip the norm of the gradients to this; 0: no clipping
@@ -89,12 +89,12 @@ class TrainConfig:
     # resume: go on from the newest checkpoint of out_dir
     init_from: Literal["scratch", "resume"] = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # of matrix products; weights and sums are float32
+    # dtype of matrix products; weights and sums are float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # torch.compile; auto: where it works and the run is long enough to gain from it
     compile: bool | None = None
     checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
-    seed: int = 1337  # of initial weights, batches and dropout
+    seed: int = 1337  # random seed of the initial weights, the batches and dropout
 
     def __post_init__(self):
         validate.check_train(self)

@@ -1,13 +1,13 @@
 """bench.py memory: the memory of a training step, counted from shapes and measured.
 
-The count is count_memory() of this file: the bytes of our model from its shapes alone, run eagerly
-(not compiled). Measured on a CPU: every allocation and release of torch's CPU allocator while a
-child process builds model and optimizer and takes two steps, as torch.profiler records them
-(profile_memory), and the maximum of their running sum. That is exact for tensors and for the
-scratch memory of operators that use this allocator; that of oneDNN and MKL is not in it. On a GPU:
-torch.cuda.max_memory_allocated(). The longest context is the largest T, for one sequence per step,
-whose count stays below the card's memory less 2 GiB for the CUDA context and fragmentation. Times
-are the counted FLOPs (causal attention counted by half) at 45 % of the card's bfloat16 peak:
+The count is count_memory() of experiments/bench_memory.py: the bytes of our model from its shapes
+alone, run eagerly (not compiled). Measured on a CPU: every allocation and release of torch's CPU
+allocator while a child process builds model and optimizer and takes two steps, as torch.profiler
+records them (profile_memory), and the maximum of their running sum. That is exact for tensors and
+for the scratch memory of operators that use this allocator; that of oneDNN and MKL is not in it. On
+a GPU: torch.cuda.max_memory_allocated(). The longest context is the largest T, for one sequence per
+step, whose count stays below the card's memory less 2 GiB for the CUDA context and fragmentation.
+Times are the counted FLOPs (causal attention counted by half) at 45 % of the card's bfloat16 peak:
 expected, not measured.
 """
 
@@ -65,8 +65,7 @@ CPU_CASES = (
 class Memory:
     """The counted memory of a training step in bytes, and its FLOPs."""
 
-    parameters: int
-    gradients: int
+    parameters: int  # gradients take as much
     optimizer: int
     activations: int
     peak: int
@@ -83,45 +82,34 @@ def count_memory(
     V vocabulary, e bytes per element of a product (2 under autocast to bfloat16, else 4).
     Parameters, the residual stream, norms and sums are float32. dtype "float32" or "bfloat16";
     optimizer "adamw" or "muon".
-
-    The loss keeps its gradient of the hidden states, 4 N C, that of the head, 4 V C, and the logits
-    of a chunk of R tokens, twice; R = max(128, 2^25 / V).
     """
     e = 4 if dtype == "float32" else 2
     N = B * T
     C = config.n_embd
     V = config.vocab_size
     A = config.n_head * config.head_dim
-    K = config.n_kv_head * config.head_dim
-    M = mlp_width(config)
+    M = config.mlp_dim
     is_autocast = e < 4
 
-    # parameters, gradients and the optimizer's moments
-    block_matrices = C * (A + 2 * K) + A * C + 3 * C * M
-    matrices = config.n_layer * block_matrices
-    embeddings = (1 if config.tie_embeddings else 2) * V * C
-    norms = (2 * config.n_layer + 1) * C
-    positions = config.max_positions * C if config.pos == "learned" else 0
-    parameters = matrices + embeddings + norms + positions
-    if optimizer == "adamw":
-        moments = 8 * parameters
-    else:
-        moments = 8 * (parameters - matrices) + 4 * matrices
+    # parameters and the optimizer's moments: Muon keeps one for the blocks' matrices, AdamW two
+    matrices = count_block_matrices(config)
+    parameters = matrices + count_other_parameters(config)
+    moments = 8 * parameters if optimizer == "adamw" else 8 * parameters - 4 * matrices
 
     # activations at the end of the forward pass
-    layer = N * block_bytes_per_token(config, T, e, device)
-    kept = N * (4 * C + A * e + 4 * config.n_head) if checkpointing else layer
+    block = N * block_bytes_per_token(config, T, e, device)
+    kept = N * (4 * C + A * e + 4 * config.n_head) if checkpointing else block
     autocast_copies = matrices * 2 if is_autocast else 0
     activations = config.n_layer * kept + autocast_copies
 
     # candidates for the peak, above parameters and moments
     norm_copy = 4 * C if device == "cpu" else 0
     final_norm = N * (2 * 4 * C + norm_copy)  # the last block's output and the normed states
-    loss_gradients = 4 * N * C + 4 * V * C
-    R = min(N, max(128, (1 << 25) // V // 128 * 128))
+    loss_gradients = 4 * N * C + 4 * V * C  # of the hidden states and of the head
+    R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time
     chunk = R * V * (4 + e) + R * C * e
     head_copy = e * V * C if is_autocast else 0
-    recomputed = layer if checkpointing else 0
+    recomputed = block if checkpointing else 0
     mlp_gradients = N * (2 * M * e + 2 * 4 * C)  # two of width M, two of width C
     candidates = {
         "loss": activations + final_norm + loss_gradients + head_copy + chunk,
@@ -135,7 +123,6 @@ def count_memory(
     flops = 6 * (matrices + V * C) * N + 6 * config.n_layer * A * T * N
     return Memory(
         parameters=4 * parameters,
-        gradients=4 * parameters,
         optimizer=moments,
         activations=activations,
         peak=4 * parameters + moments + candidates[peak_at],
@@ -144,9 +131,20 @@ def count_memory(
     )
 
 
-def mlp_width(config):
-    """The hidden width of SwiGLU: config.mlp_dim, or 8/3 of the width in multiples of 32."""
-    return config.mlp_dim or -(-8 * config.n_embd // 96) * 32
+def count_block_matrices(config):
+    """The parameters of the blocks that are matrices."""
+    A = config.n_head * config.head_dim
+    K = config.n_kv_head * config.head_dim
+    attention = config.n_embd * (A + 2 * K) + A * config.n_embd
+    return config.n_layer * (attention + 3 * config.n_embd * config.mlp_dim)
+
+
+def count_other_parameters(config):
+    """The parameters of embeddings, head, norms and learned positions."""
+    embeddings = config.vocab_size * (1 if config.tie_embeddings else 2)
+    norms = 2 * config.n_layer + 1
+    positions = config.max_positions if config.pos == "learned" else 0
+    return config.n_embd * (embeddings + norms + positions)
 
 
 def block_bytes_per_token(config, T, e, device):
@@ -170,7 +168,7 @@ def block_bytes_per_token(config, T, e, device):
     if is_autocast and device == "cpu" and T < 512:
         attention = (2 * A + 2 * K) * 4 + A * e
     attention += 4 * C + (3 * e if is_autocast else 4) * C + 4 * config.n_head
-    mlp = 4 * C + (2 * e if is_autocast else 4) * C + 4 * mlp_width(config) * e
+    mlp = 4 * C + (2 * e if is_autocast else 4) * C + 4 * config.mlp_dim * e
     dropout = 8 * C if config.dropout else 0
     return norms + attention + mlp + dropout
 

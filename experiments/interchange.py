@@ -323,13 +323,9 @@ def export_ours(models, folder):
         records.append(record)
         model = make_our_model(number, settings)
         run = folder / f"run-ours-{number}"
-        try:
-            if extension:
-                method, options = extension
-                model.extend(method, 4.0, **options)
-        except UserError as refusal:  # dynamic-pi is not for RoPE
-            record["refused"] = str(refusal)
-            continue
+        if extension:
+            method, options = extension
+            model.extend(method, 4.0, **options)
         model.save(run / "step-000000")
         if not export_twice(run, folder, record, f"ours-{number}"):
             continue
@@ -437,6 +433,8 @@ def write_directory(folder, settings=None, tensors=None, index=None, files=None)
 
 def bad_directories():
     """Return directories that are not imported: what is wrong -> arguments of write_directory()."""
+    from safetensors.torch import save
+
     good = base_tensors()
     bad = {}
     for model_type in [*UNSUPPORTED, "something_else", None]:
@@ -461,36 +459,36 @@ def bad_directories():
     bad["an index whose file is outside the folder"] = {"index": {"weight_map": outside}}
     bad["an index without a map"] = {"index": {"weight_map": [1]}}
     bad["an index that names a missing file"] = {"index": {"weight_map": missing}}
-    bad["a header that promises more than the file holds"] = {
-        "files": {"model.safetensors": (2**40).to_bytes(8, "little") + b"{}"}
-    }
+    too_long = (2**40).to_bytes(8, "little") + b"{}"
+    bad["a header longer than the file"] = {"files": {"model.safetensors": too_long}}
+    bad["a truncated file"] = {"files": {"model.safetensors": save(good)[:5000]}}
     bad["a config.json of brackets"] = {"files": {"config.json": b"[" * 100000}}
     return bad
 
 
 def list_refusals(folder):
     """Try to import every kind of directory that is refused. Returns (what, message) pairs."""
-    bad = bad_directories()
-    for number, arguments in enumerate(bad.values()):
-        write_directory(folder / str(number), **arguments)
-    attempts = {what: folder / str(number) for number, what in enumerate(bad)}
-    attempts["a truncated file"] = folder / "truncated"
-    write_directory(folder / "truncated", tensors=base_tensors())
-    weights = folder / "truncated" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-    attempts["no directory"] = folder / "nowhere"
-
     refusals = []
-    for what, source in attempts.items():
-        try:
-            import_quietly(source, folder / "run")
-        except UserError as refusal:
-            refusals.append((what, str(refusal).replace(f"{folder}/", "")))
-        else:
-            raise AssertionError(f"{what} was imported")
-        if (folder / "run").exists():
-            raise AssertionError(f"{what} was refused, and left something behind")
+    for number, (what, arguments) in enumerate(bad_directories().items()):
+        place = folder / str(number)
+        place.mkdir()
+        write_directory(place / "checkpoint", **arguments)
+        refusals.append((what, message_of_import(what, place)))
+    refusals.append(("no directory", message_of_import("no directory", folder)))
     return refusals
+
+
+def message_of_import(what, place):
+    """Return the message with which PLACE/checkpoint is refused."""
+    try:
+        import_quietly(place / "checkpoint", place / "run")
+    except UserError as refusal:
+        message = str(refusal).replace(f"{place}/", "")
+    else:
+        raise AssertionError(f"{what} was imported")
+    if (place / "run").exists():
+        raise AssertionError(f"{what} was refused, and left something behind")
+    return message
 
 
 # -----------------------------------------------------------------------------

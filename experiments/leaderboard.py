@@ -630,8 +630,8 @@ def main():
     if cfg.redraw:
         board = load_board(file)
     else:
-        out_dir.mkdir(parents=True, exist_ok=True)
         board = measure(cfg)
+        out_dir.mkdir(parents=True, exist_ok=True)
         write_json(file, board, indent=1)
     write_report(board, out_dir)
     return 0

@@ -244,6 +244,12 @@ def load_model(model_class, config_class, positions, path, best=False):
             f"{file} has settings that this version does not know: {', '.join(unknown)}: use the "
             "version of nanoLong that wrote it"
         )
+    pos = settings.get("pos")
+    if isinstance(pos, str) and pos not in positions:
+        raise UserError(
+            f"{file} was trained with --pos={pos}, and this checkout has no such scheme: add its "
+            "class to POSITIONS in model.py, or use the checkout that trained it"
+        )
     try:
         config = validate.coerce(config_class, settings, str(file))
         validate.check_model(config, positions)

@@ -195,7 +195,8 @@ def format_help(classes, about, presets, paths):
     """The text of --help: a line for each setting, in groups."""
     lines = [about.strip()]
     for group, entries in group_settings(classes).items():
-        lines += ["", f"{group}:"]
+        if entries:
+            lines += ["", f"{group}:"]
         for setting, comment in entries:
             lines += format_setting(setting, comment)
     if presets:
@@ -211,6 +212,8 @@ def group_settings(classes):
     groups = {}
     for cls in classes:
         comments = field_comments(cls)
+        for group, _ in own_comments(cls).values():  # those that a subclass states come first
+            groups.setdefault(group or "settings", [])
         for setting in settings_of(cls):
             group, comment = comments[setting.name]
             groups.setdefault(group or "settings", []).append((setting, comment))
@@ -221,7 +224,9 @@ def format_setting(setting, comment):
     """`--name=default   type   comment`, wrapped where it is too long for a line."""
     kind = validate.without_none(setting.type)
     if typing.get_origin(kind) is typing.Literal:
-        type_name = "|".join(typing.get_args(kind))
+        type_name = "choice"
+        choices = "|".join(typing.get_args(kind))
+        comment = f"{choices}; {comment}" if comment else choices
     elif typing.get_origin(kind) is tuple:
         type_name = "list"
     else:

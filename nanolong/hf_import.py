@@ -116,13 +116,13 @@ def read_config(folder):
 
 
 def check_model_type(folder, model_type):
-    if not isinstance(model_type, str):
-        model_type = repr(model_type)
-    if model_type in CONFIG_DEFAULTS:
+    if isinstance(model_type, str) and model_type in CONFIG_DEFAULTS:
         return
-    problem = UNSUPPORTED.get(model_type, "is not known here")
+    reason = "is not known here"
+    if isinstance(model_type, str):
+        reason = UNSUPPORTED.get(model_type, reason)
     raise UserError(
-        f"{folder} is a {model_type} model, which {problem}: "
+        f"{folder} is of model_type {model_type!r}, which {reason}: "
         f"what can be imported is {', '.join(CONFIG_DEFAULTS)}"
     )
 

@@ -1,4 +1,4 @@
-"""Hugging Face's formats, for both directions: hf_import.py and hf_export.py.
+"""What hf_import.py and hf_export.py share of Hugging Face's format.
 
 The fields of a config.json with transformers' defaults, and the names of the tensors.
 """
@@ -64,15 +64,15 @@ CONFIG_DEFAULTS = {
     },
 }
 
-# Why other well-known model types cannot be imported: the end of "it is a ... model, which ...".
+# Why other well-known model types cannot be imported: the end of "it is of model_type X, which".
 UNSUPPORTED = {
     "gpt_neox": "computes attention and MLP in parallel",
     "gptj": "computes attention and MLP in parallel",
     "phi": "computes attention and MLP in parallel",
     "falcon": "computes attention and MLP in parallel",
     "cohere": "computes attention and MLP in parallel",
-    "bloom": "combines ALiBi with LayerNorms that have biases",
-    "mpt": "combines ALiBi with LayerNorms",
+    "bloom": "combines ALiBi with a norm of its embeddings",
+    "mpt": "combines ALiBi with LayerNorms without biases",
     "opt": "has ReLU and learned positions that are offset by two",
     "gpt_neo": "does not scale its attention scores",
     "gemma": "scales its embeddings and adds one to the weights of its norms",
@@ -130,20 +130,20 @@ class ConfigFields:
     def integer(self, key, low=1, high=1 << 30):
         value = self.get(key)
         if type(value) is not int or not low <= value <= high:
-            raise self.wrong_number(key, low, high)
+            raise self.wrong_value(key, f"an integer from {low} to {high}")
         return value
 
     def real(self, key, low, high):
         value = self.get(key)
         # not bool, which is an int
         if type(value) not in (int, float) or not low <= value <= high:
-            raise self.wrong_number(key, low, high)
+            raise self.wrong_value(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
-    def wrong_number(self, key, low, high):
+    def wrong_value(self, key, expected):
         return UserError(
-            f"{self.file}: {key} is {self.get(key)!r}, where a number between {low} and {high} is "
-            "needed: download it again"
+            f"{self.file}: {key} is {self.get(key)!r}, where {expected} is expected: "
+            "download it again"
         )
 
     def optional_integer(self, key):
@@ -152,9 +152,7 @@ class ConfigFields:
     def flag(self, key):
         value = self.values.get(key, self.defaults.get(key, False))
         if not isinstance(value, bool):
-            raise UserError(
-                f"{self.file}: {key} is {value!r}, where true or false is needed: download it again"
-            )
+            raise self.wrong_value(key, "true or false")
         return value
 
     def list_per_layer(self, key, n_layer, choices):
@@ -172,19 +170,18 @@ class ConfigFields:
         return value[:n_layer]
 
     def require(self, key, choices):
-        """Raise UserError unless a field has one of the values that are computed here."""
+        """Raise UserError unless a field has one of these values."""
         value = self.get(key)
         if value not in choices:
             raise UserError(
-                f"{self.file}: {key} is {value!r}, and the models here have {choices[0]!r}: "
+                f"{self.file}: {key} is {value!r}, and only {choices[0]!r} is supported: "
                 "choose another checkpoint"
             )
 
     def require_off(self, key):
         if self.values.get(key):
             raise UserError(
-                f"{self.file}: {key} is on, and the models here do without it: "
-                "choose another checkpoint"
+                f"{self.file}: {key} is on, which is not supported: choose another checkpoint"
             )
 
 

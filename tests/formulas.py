@@ -17,9 +17,13 @@ def alibi_bias(scheme, distance):
 
 
 def t5_bias(scheme, distance):
-    """T5 (Raffel et al. 2020), one-sided, with 32 buckets: (H,)."""
+    """
+    T5 (Raffel et al. 2020), one-sided, with 32 buckets: (H,).
+
+    Distances that no training sequence has are in the bucket of the greatest that one has.
+    """
     max_distance = min(128, scheme.config.original_length)
-    bucket = int(distance)
+    bucket = min(int(distance), max_distance - 1)
     if bucket >= 16:
         log_ratio = math.log(bucket / 16) / math.log(max_distance / 16)
         bucket = min(31, 16 + int(log_ratio * 16))

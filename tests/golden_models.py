@@ -120,9 +120,8 @@ def kernels(record, folder):
     for bias_name, bias in biases.items():
         for mask_name, mask in masks.items():
             for n_queries in (20, 3, 1):
-                with record.case(
-                    f"attention, {bias_name}, {mask_name}, {n_queries} queries"
-                ) as found:
+                name = f"attention, {bias_name}, {mask_name}, {n_queries} queries"
+                with record.case(name) as found:
                     inputs = random(2, 4, n_queries, 8), random(2, 2, 20, 8), random(2, 2, 20, 8)
                     record_operator(found, operators.attention, inputs, **bias, **mask)
     for half in (4, 2):
@@ -186,7 +185,7 @@ def shape_cases(record, name, **settings):
     model = make_model(**settings)
     tokens = random_tokens(2, 24)
     docs = torch.tensor([[0] * 10 + [1] * 14, [3] * 5 + [4] * 1 + [5] * 18])
-    with record.case(f"{name}") as found:
+    with record.case(name) as found:
         record_pass(found, model, tokens)
         found["flops"] = [model.flops_per_token(), model.flops_per_token(60)]
     with record.case(f"{name}, cached") as found:
@@ -447,8 +446,9 @@ def extended_cases(record, pos, method):
         with record.case(f"{name}, documents") as found:
             docs = torch.tensor([[0] * 20 + [1] * 28] * 2)
             record_pass(found, model, random_tokens(2, 48), docs=docs)
-        with record.case(f"{name}, autocast, cached"), torch.autocast("cpu", torch.bfloat16):
-            record_cached(found, model, random_tokens(2, 48), [20, 1, 7, 20])
+        with record.case(f"{name}, autocast, cached") as found:
+            with torch.autocast("cpu", torch.bfloat16):
+                record_cached(found, model, random_tokens(2, 48), [20, 1, 7, 20])
 
 
 def twice_cases(record, pos, method, again):
@@ -531,10 +531,8 @@ def generated_cases(record, name, model, max_new_tokens):
             tokens = torch.stack(tokens)
         for sampler, settings in SAMPLERS.items():
             with record.case(f"{name}, {prompt}, {sampler}") as found:
-                generator = torch.Generator().manual_seed(5)
-                found["ids"] = generated(
-                    model, tokens, max_new_tokens, generator=generator, **settings
-                )
+                settings = {"generator": torch.Generator().manual_seed(5), **settings}
+                found["ids"] = generated(model, tokens, max_new_tokens, **settings)
         with record.case(f"{name}, {prompt}, a generator for each") as found:
             generators = [torch.Generator().manual_seed(i) for i in range(len(lengths))]
             found["ids"] = generated(model, tokens, max_new_tokens, generator=generators)

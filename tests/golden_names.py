@@ -152,6 +152,7 @@ class Recorder:
             found["refused"] = True
         except Exception:
             found["failed"] = traceback.format_exc()
+        found = found or {"failed": "nothing was recorded"}
         for key, value in found.items():
             entry = f"{name} | {key}"
             assert entry not in self.values and entry not in self.tensors, entry

@@ -120,14 +120,20 @@ def record_run(found, run):
     for key in ("loss", "lr", "norm", "tokens", "val_loss", "val_bits_per_byte"):
         found[f"log {key}"] = [[row["step"], row[key]] for row in rows if key in row]
     steps = sorted(run.glob("step-*"))
+    meta = last_meta(run)
     found["steps"] = [step.name for step in steps]
     for file in ("model", "optim"):
         if (steps[-1] / f"{file}.safetensors").is_file():
             for name, tensor in load_file(steps[-1] / f"{file}.safetensors").items():
                 found[f"{file} {name}"] = tensor
-    meta = json.loads((steps[-1] / "meta.json").read_text(encoding="utf-8"))
     for key in ("step", "tokens", "val_loss", "best", "scaler", "bos", "pretraining_tokens"):
         found[f"meta {key}"] = meta.get(key)
+
+
+def last_meta(run):
+    """What meta.json of a run's last step says."""
+    step = sorted(run.glob("step-*"))[-1]
+    return json.loads((step / "meta.json").read_text(encoding="utf-8"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -182,9 +188,8 @@ def record_dataset(found, dataset):
         name = "train" if split is dataset.train else "val"
         found[f"{name}, length"] = len(split)
         found[f"{name}, sequences"] = attribute(split, "n_sequences")(32)
-        found[f"{name}, sequence"] = list(
-            map(np.ndarray.tolist, attribute(split, "sequence")(3, 32))
-        )
+        inputs, targets = attribute(split, "sequence")(3, 32)
+        found[f"{name}, inputs"], found[f"{name}, targets"] = inputs, targets
     x = np.array(attribute(dataset.train, "sequence")(1, 64)[1])[None]
     found["bytes"] = attribute(dataset, "count_bytes")(x)
     if dataset.separator is not None:
@@ -314,7 +319,7 @@ EXTENDED = {  # name: (the run that is extended, the settings)
     "drope": ("rope", ["--method=drope", "--factor=2"]),
     "dynamic-ntk": ("rope", ["--method=dynamic-ntk", "--factor=2"]),
     "longrope": ("rope", ["--method=longrope", "--factor=2", "--options={table}"]),
-    "Muon": ("Muon", ["--method=pi", "--factor=2", "--dtype=auto"]),
+    "Muon": ("muon", ["--method=pi", "--factor=2", "--dtype=auto"]),
     "hybrid": ("hybrid", ["--factor=2", "--passkey=0.3", "--learning_rate=1e-3"]),
     "fitted scale": ("nope", ["--method=scale", "--factor=2"]),
     "fitted drope": ("rope", ["--method=drope", "--factor=2", "--options=scale=fit"]),
@@ -327,7 +332,14 @@ EXTENDED = {  # name: (the run that is extended, the settings)
     "extended only, resonance": ("rope", ["--method=resonance", "--max_iters=0"]),
     "extended only, alibi": ("alibi", ["--method=pi", "--factor=2", "--max_iters=0"]),
 }
-PARENTS = {"Muon": ["--optimizer=muon"], "hybrid": ["--layer_pattern=FN"]}
+
+
+def parent_run(folder, name):
+    """The run that a case extends: that of the case "yarn", or one trained for this."""
+    if name == "yarn":
+        return folder / "extended" / name
+    words = {"muon": "--optimizer=muon", "hybrid": "--layer_pattern=FN"}
+    return trained(folder, f"parent {name}", words.get(name, f"--pos={name}"))
 
 
 def extending(record, folder):
@@ -340,20 +352,14 @@ def extending(record, folder):
             words.append("--max_iters=3")
         with record.case(name) as found:
             run = folder / "extended" / name
-            if parent in EXTENDED and parent not in PARENTS and name == "extended again":
-                source = folder / "extended" / parent
-            else:
-                words_of_parent = PARENTS.get(parent, [f"--pos={parent}"])
-                source = trained(folder, f"parent {parent}", *words_of_parent)
+            source = parent_run(folder, parent)
             must_call("extend.py", source, *words, f"--out_dir={run}")
             record_run(found, run)
             record_extended(found, find("model.GPT").load(run))
-            settings = json.loads((sorted(run.glob("step-*"))[-1] / "meta.json").read_text())[
-                "train"
-            ]
+            settings = last_meta(run)["train"]
             for key in ("batch_size", "gradient_accumulation_steps", "learning_rate"):
-                found[f"meta {key}"] = settings[key] if settings else None
-    source = trained(folder, "parent rope", "--pos=rope")
+                found[f"meta {key}"] = settings[key]
+    source = parent_run(folder, "rope")
     with record.case("PoSE, two processes") as found:
         run = folder / "extended" / "two processes"
         words = ["--pose=true", "--max_iters=3", "--gradient_accumulation_steps=2"]
@@ -370,6 +376,20 @@ def extending(record, folder):
 
 # -------------------------------------------------------------------------------------------------
 # Sampling and evaluation.
+
+
+SAMPLED = {
+    "rope": {"pos": "rope"},
+    "alibi": {"pos": "alibi"},
+    "learned": {"pos": "learned", "block_size": 64},
+    "extended": {"pos": "rope", "method": "dynamic-yarn"},
+}
+EVALUATED = {
+    **SAMPLED,
+    "random positions": {"pos": "rope", "random_positions": 96},
+    "hybrid": {"pos": "rope", "layer_pattern": "WN", "window": 8, "sinks": 2},
+    "lm-infinite": {"pos": "rope", "method": "lm-infinite"},
+}
 
 
 def sampling(record, folder):
@@ -394,20 +414,6 @@ def sampling(record, folder):
     with record.case("of a run, its best step") as found:
         run = trained(folder, "sampled", "--learning_rate=0.3")
         found["text"] = must_call("sample.py", run, "--best=true", "--max_new_tokens=40")
-
-
-SAMPLED = {
-    "rope": {"pos": "rope"},
-    "alibi": {"pos": "alibi"},
-    "learned": {"pos": "learned", "block_size": 64},
-    "extended": {"pos": "rope", "method": "dynamic-yarn"},
-}
-EVALUATED = {
-    **SAMPLED,
-    "random positions": {"pos": "rope", "random_positions": 96},
-    "hybrid": {"pos": "rope", "layer_pattern": "WN", "window": 8, "sinks": 2},
-    "lm-infinite": {"pos": "rope", "method": "lm-infinite"},
-}
 
 
 def evaluation(record, folder):
@@ -470,7 +476,7 @@ def hf(record, folder):
         with record.case(f"{name}") as found:
             step = saved(folder, f"hf {name}", **settings)
             target = folder / "exported" / name
-            export_and_record(record, found, step, target)
+            export_and_record(found, step, target)
         with record.case(f"{name}, imported again") as found:
             if target.is_dir():
                 import_and_record(found, target, folder / "imported" / name)
@@ -478,7 +484,7 @@ def hf(record, folder):
         with record.case("GPT-2") as found:
             import_and_record(found, HF_GPT2, folder / "imported" / "gpt2")
             target = folder / "exported" / "gpt2"
-            export_and_record(record, found, folder / "imported" / "gpt2", target)
+            export_and_record(found, folder / "imported" / "gpt2", target)
         with record.case("GPT-2, extended") as found:
             model = find("model.GPT").load(folder / "imported" / "gpt2")
             attribute(model, "extend")("pi", 2.0)
@@ -488,10 +494,10 @@ def hf(record, folder):
             found["logits of what was saved"] = again(random_tokens(2, 48))
     with record.case("GPT-2's shape") as found:
         step = saved(folder, "hf GPT-2's shape", mlp_dim=128, **GPT2)
-        export_and_record(record, found, step, folder / "exported" / "gpt2's shape")
+        export_and_record(found, step, folder / "exported" / "gpt2's shape")
 
 
-def export_and_record(record, found, source, target):
+def export_and_record(found, source, target):
     status, _, err = call_script("hf.py", "export", source, target, "--verify=false")
     found["status"] = status
     if status not in (0, 2):

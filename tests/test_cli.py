@@ -210,7 +210,7 @@ def test_help_has_a_group_and_a_line_for_each_setting(capsys):
         " --width=4 int channels",
         " --names=a,b list of the channels",
         " --depth=auto int layers; auto: as wide",
-        " --kind=round round|square outline",
+        " --kind=round choice round|square; outline",
         " --silent=false bool",
         "",
         "speed:",

@@ -175,7 +175,7 @@ def test_every_export_agrees_with_transformers(tmp_path):
 # Refusals
 
 
-def test_what_transformers_has_no_equal_for_is_not_exported(tmp_path):
+def test_what_transformers_has_no_equivalent_of_is_not_exported(tmp_path):
     records, exported = interchange.export_ours(interchange.REFUSED, tmp_path)
     messages = {record["name"]: record["refused"] for record in records}
     assert not exported

@@ -1,413 +1,490 @@
-"""What makes the whole fast and frugal changes no result: checkpointed blocks, batches prepared ahead, prompts read together, steps of fixed shape; and memory is what the count says."""
-import contextlib
+"""Fast generation: the cache, prompts of unequal length, decoding steps of fixed shape."""
+
+import functools
 import gc
-import json
-import subprocess
-import sys
-import threading
-import warnings
 import weakref
 
 import pytest
 import torch
-import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import TINY
 
-import config
-import evaluate
-from nanolong import inference
 import kernels
-import train
-from conftest import ROOT, TINY
-from model import GPT, POSITIONS, KVCache, GPTConfig, UserError
+from model import POSITIONS
+from nanolong import inference
+from nanolong.device import compile_model
+from nanolong.errors import UserError
+from nanolong.inference import KVCache
 
-sys.path.insert(0, str(ROOT / "experiments"))
-import bench_memory  # noqa: E402
-import bench_train  # noqa: E402
-
-
-class Seen(TorchDispatchMode):
-    """The names of the operators that ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
+WINDOW = {"window": 9, "sinks": 2}
+EMBEDDED = ("learned", "sinusoidal")  # schemes that act on the embeddings only
 
 
-def gradients(model, tokens, checkpointed, forward=None):
-    model.checkpoint_activations = checkpointed
-    model.zero_grad()
-    torch.manual_seed(5)  # of dropout
-    loss = (model if forward is None else forward)(tokens, tokens, reduction="sum")
-    seen = Seen()
-    with seen if forward is None else contextlib.nullcontext():
-        loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())], seen.names
+def random_prompts(*lengths):
+    return [torch.randint(0, 50, (n,)) for n in lengths]
 
 
-@pytest.mark.parametrize("pos", POSITIONS)
-def test_checkpointed_blocks_have_the_same_gradients(pos, make):
-    """To the bit, with dropout; attention without relative vectors or a trained bias is not computed again, everything else is."""
-    model, tokens = make(pos=pos, n_kv_head=2, qk_norm=True, dropout=0.2).train(), torch.randint(0, 50, (2, 24))
-    plain, before = gradients(model, tokens, False)
-    kept, again = gradients(model, tokens, True)
-    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
-    assert sum("silu" in name and "backward" not in name for name in again) == 2 and not any("silu" in name and "backward" not in name for name in before)
-    if pos in ("rope", "learned", "sinusoidal", "nope", "alibi"):
-        assert not [name for name in again if name.endswith("attention_for_cpu")]
-    model.eval()
-    with torch.no_grad():
-        assert torch.equal(model(tokens), model(tokens))
+def generate(model, prompts, n, **options):
+    """All n new tokens of each prompt: int64 (B, n)."""
+    return torch.cat(list(model.generate(prompts, n, **options)), 1)
 
 
-def test_checkpointed_blocks_compile(make):
-    model, tokens = make(pos="rope", dropout=0.2).train(), torch.randint(0, 50, (2, 24))
-    results = []
-    for checkpointed in (False, True):
-        torch._dynamo.reset()
-        results.append(gradients(model, tokens, checkpointed, torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition"))[0])
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results))
+def seeded_generators(n):
+    return [torch.Generator().manual_seed(seed) for seed in range(n)]
 
 
-def test_checkpointed_blocks_from_the_shell(run, text_data, tmp_path):
-    """Two processes with the setting log what one without it does."""
-    words = ["train.py", *TINY, f"--dataset={text_data}", "--gradient_accumulation_steps=2", "--dropout=0.1"]
-    logs = []
-    for name, more, processes in (("plain", [], 0), ("kept", ["--checkpoint_activations=true"], 2)):
-        done = run(*words, *more, f"--out_dir={tmp_path / name}", processes=processes, env={"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
-        logs.append([json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()])
-    for a, b in zip(*logs, strict=True):
-        assert a["step"] == b["step"] and a.get("loss", a.get("val_loss")) == pytest.approx(b.get("loss", b.get("val_loss")), rel=1e-5)
+def pad_first_row(n_pads, length):
+    """Positions and documents (2, length) of two texts, the first padded on the left."""
+    count = torch.arange(length)
+    positions = torch.stack(((count - n_pads).clamp(min=0), count))
+    docs = torch.zeros(2, length, dtype=torch.long)
+    docs[0, :n_pads] = torch.arange(n_pads, 0, -1)  # every pad token on its own
+    return {"positions": positions, "docs": docs}
 
 
-@pytest.fixture
-def cfg(text_data, tmp_path):
-    def cfg(name, **settings):
-        return train.TrainConfig(**{"dataset": str(text_data), "out_dir": str(tmp_path / name), "batch_size": 2, "warmup_iters": 1, "eval_interval": 1000, "eval_iters": 1, "log_interval": 1, "device": "cpu",
-                                    "dtype": "float32", "compile": False, "gradient_accumulation_steps": 2, **settings})
-    return cfg
+def prefill(model, tokens, capacity, **mask):
+    """A cache that holds these tokens; mask: positions and documents of a longer text."""
+    cache = KVCache(capacity)
+    known = {name: values[:, : tokens.shape[1]] for name, values in mask.items()}
+    model.hidden_states(tokens, **known, cache=cache)
+    return cache
 
 
-def small():
-    torch.manual_seed(0)
-    return GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16))
+# -----------------------------------------------------------------------------
+# The cache.
 
 
-def test_one_read_an_iteration(cfg, monkeypatch):
-    """Six iterations more are six reads more of a tensor's value, whatever the micro-batches."""
-    reads = []
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
-        was = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, was=was, name=name: reads.append(name) or was(self))
-    counts = []
-    for iterations in (3, 9):
-        reads.clear()
-        train.train(small(), cfg(f"run{iterations}", max_iters=iterations))
-        counts.append(len(reads))
-    assert counts[1] - counts[0] == 6
+@torch.no_grad()
+def test_the_memory_of_a_cache_without_a_capacity_doubles(make):
+    model = make(n_layer=1)
+    cache = KVCache()
+    sizes = []
+    for token in torch.randint(0, 50, (1, 9)).split(1, 1):
+        model(token, cache=cache)
+        sizes.append(cache.keys[0].shape[2])
+    assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 16]
 
 
-def test_what_a_batch_raises_is_raised_in_its_turn(cfg, monkeypatch):
-    """Not when it is prepared, one micro-batch early; and no thread is left."""
-    whole = train.data.Dataset.batch
+def test_generate_allocates_memory_and_computes_biases_once(make, monkeypatch):
+    """5 prompt tokens and 15 new ones, of which the last is never an input, are 19."""
+    model = make(pos="kerple")
+    sizes = []
+    addresses = set()
+    real_bias = model.pos.bias
+    real_update = KVCache.update
 
-    def batch(self, number, *rest):
-        if number == 5:  # the second micro-batch of iteration 3
-            raise config.LocalError("token 7 is bad")
-        return whole(self, number, *rest)
-    monkeypatch.setattr(train.data.Dataset, "batch", batch)
-    before, c = threading.active_count(), cfg("run", max_iters=4)
-    with pytest.raises(config.UserError, match="token 7"):
-        train.train(small(), c)
-    rows = [json.loads(line) for line in open(f"{c.out_dir}/log.jsonl")]
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2] and threading.active_count() == before
-    assert train.train(small(), cfg("short", max_iters=2))["step"] == 2  # number 4 was prepared in vain, 5 never
+    def bias(n, layer):
+        sizes.append(n)
+        return real_bias(n, layer)
 
+    def update(cache, layer, k, v):
+        keys, values = real_update(cache, layer, k, v)
+        addresses.add((keys.data_ptr(), values.data_ptr()))
+        return keys, values
 
-@pytest.mark.parametrize("pos", POSITIONS)
-def test_prompts_of_unequal_length(pos, make):
-    """Read together each is continued as if it were alone."""
-    for settings in ({}, dict(window=9, sinks=2), *((dict(random_positions=90),) if pos in ("rope", "learned", "sinusoidal") else ())):
-        model = make(pos=pos, n_kv_head=2, block_size=64, **settings).double()
-        prompts = [torch.randint(0, 50, (n,)) for n in (5, 17, 1, 30)]
-        together = torch.cat(list(model.generate(prompts, 12, temperature=0)), 1)
-        alone = torch.cat([torch.cat(list(model.generate(p[None], 12, temperature=0)), 1) for p in prompts])
-        assert torch.equal(together, alone), settings
-    seeds = lambda: [torch.Generator().manual_seed(i) for i in range(4)]  # noqa: E731
-    drawn = torch.cat(list(model.generate(prompts, 6, top_k=20, generator=seeds())), 1)
-    assert torch.equal(drawn, torch.cat([torch.cat(list(model.generate(p[None], 6, top_k=20, generator=g)), 1) for p, g in zip(prompts, seeds())]))
+    monkeypatch.setattr(model.pos, "bias", bias)
+    monkeypatch.setattr(KVCache, "update", update)
+    generate(model, torch.randint(0, 50, (1, 5)), 15)
+    assert sizes == [19, 19]  # one for each of two layers
+    assert len(addresses) == 2
 
 
-def test_prompts_that_cannot_be_read_together(make):
+def test_a_cache_gives_all_tokens_again_when_the_tables_change():
+    cache = KVCache()
+    tokens = torch.tensor([[5, 6, 7]])
+    positions = torch.arange(3)
+    for i, version, expected in ((0, "short", [5]), (1, "short", [6]), (2, "long", [5, 6, 7])):
+        new = slice(i, i + 1)
+        inputs, pos = cache.append(tokens[:, new], positions[new], None, version, False)
+        assert inputs.tolist() == [expected]
+        assert pos.tolist() == [token - 5 for token in expected]
+
+
+def test_a_cache_takes_documents_in_all_calls_or_in_none(make):
+    model = make()
+    cache = KVCache()
+    tokens = torch.tensor([[1, 2]])
+    model(tokens, docs=torch.zeros_like(tokens), cache=cache)
+    with pytest.raises(UserError, match="docs are missing"):
+        model(tokens, cache=cache)
+
+
+# -----------------------------------------------------------------------------
+# Prompts.
+
+
+CASES = [(pos, settings) for pos in POSITIONS for settings in ({}, WINDOW)]
+CASES += [(pos, {"random_positions": 90}) for pos in (*EMBEDDED, "rope")]
+
+
+@pytest.mark.parametrize("pos, settings", CASES, ids=str)
+def test_prompts_of_unequal_length_are_continued_as_if_alone(pos, settings, make):
+    model = make(pos=pos, n_kv_head=2, block_size=64, **settings).double()
+    prompts = random_prompts(5, 17, 1, 30)
+    together = generate(model, prompts, 12, temperature=0)
+    alone = [generate(model, prompt[None], 12, temperature=0) for prompt in prompts]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_each_of_several_prompts_is_sampled_with_its_own_generator(make):
+    model = make().double()
+    prompts = random_prompts(5, 17, 1, 12)
+    together = generate(model, prompts, 6, top_k=20, generator=seeded_generators(4))
+    alone = [
+        generate(model, prompt[None], 6, top_k=20, generator=generator)
+        for prompt, generator in zip(prompts, seeded_generators(4), strict=True)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("lengths", [(), (1, 0)])
+def test_every_prompt_needs_a_token(lengths, make):
+    with pytest.raises(UserError, match="at least one token"):
+        generate(make(), random_prompts(*lengths), 2)
+
+
+@pytest.mark.parametrize(
+    "method, message", [("dynamic-ntk", "one at a time"), ("self-extend", "documents")]
+)
+def test_methods_that_need_prompts_of_one_length(method, message, make):
     model = make(pos="rope")
-    for prompts in ([], [torch.tensor([1]), torch.tensor([], dtype=torch.long)]):
-        with pytest.raises(UserError, match="at least one token"):
-            list(model.generate(prompts, 2))
-    for method, words in (("dynamic-ntk", "one at a time"), ("self-extend", "documents")):
-        model = make(pos="rope")
-        model.extend(method, 2)
-        with pytest.raises(UserError, match=words):
-            list(model.generate([torch.tensor([1, 2]), torch.tensor([1])], 2))
-        assert len(list(model.generate([torch.tensor([1, 2]), torch.tensor([3, 1])], 2))) == 2  # of one length they can
+    model.extend(method, 2)
+    with pytest.raises(UserError, match=message):
+        generate(model, random_prompts(2, 1), 2)
+    assert generate(model, random_prompts(2, 2), 2).shape == (2, 2)
 
 
+def test_asking_for_no_new_tokens_yields_nothing(make):
+    assert list(make().generate(random_prompts(3), 0)) == []
+
+
+# -----------------------------------------------------------------------------
+# Sampling a token.
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.6), (1.3, 7, 0.5), (1.0, 99, 1.0)],
+)
+def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p, rng):
+    """Only those that top_k and top_p keep; the distribution is written out in float64."""
+    logits = torch.randn(1, 30) * 2
+    n = 20000
+    p = (logits[0].double() / temperature).softmax(-1).tolist()
+    order = sorted(range(30), key=lambda token: -p[token])
+    expected = torch.zeros(30, dtype=torch.float64)
+    mass = 0.0  # of the more likely tokens
+    for rank, token in enumerate(order):
+        if mass < top_p and (rank < top_k or not top_k):
+            expected[token] = p[token]
+        mass += p[token]
+    expected /= expected.sum()
+
+    tokens = inference.sample_token(logits.expand(n, -1), temperature, top_k, top_p, None)
+    assert tokens.shape == (n, 1)
+    frequencies = torch.bincount(tokens[:, 0], minlength=30) / n
+    assert not frequencies[expected == 0].any()
+    six_sigma = 6 * 0.5 / n**0.5
+    assert (frequencies - expected).abs().max() < six_sigma
+
+
+# -----------------------------------------------------------------------------
+# Decoding steps of fixed shape, which a compiler or a CUDA graph needs, run as they are.
+
+
+@pytest.mark.parametrize("settings", [{}, WINDOW], ids=str)
 @pytest.mark.parametrize("pos", POSITIONS)
-def test_steps_of_fixed_shape(pos, make):
-    """What a CUDA graph holds, run without one: the logits of reading everything at once, also after a rewind, for padded prompts, and under autocast; the cache stays where it is."""
-    for settings in ({}, dict(window=9, sinks=2)):
-        model, tokens = make(pos=pos, n_kv_head=2, block_size=64, **settings), torch.randint(0, 50, (2, 40))
-        docs = torch.zeros(2, 40, dtype=torch.long)
-        docs[0, :7] = torch.arange(7, 0, -1)
-        positions = torch.stack(((torch.arange(40) - 7).clamp(min=0), torch.arange(40)))
-        for how in ({}, dict(positions=positions, docs=docs)):
-            with torch.no_grad():
-                whole, cache = model(tokens, **how), KVCache(40)
-                model.hidden_states(tokens[:, :25], **{name: part[:, :25] for name, part in how.items()}, cache=cache)
-                where = cache.k[0].data_ptr()
-                read, rewind = inference.fixed_step(model, cache, **how)
-                read(torch.zeros(2, 1, dtype=torch.long))
-                rewind()
-                steps = torch.stack([read(tokens[:, i:i + 1]) for i in range(25, 40)], 1)
-            assert torch.allclose(steps, whole[:, 25:], atol=1e-4) and cache.k[0].data_ptr() == where
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        whole, cache = model(tokens).float(), KVCache(40)
-        model.hidden_states(tokens[:, :39], cache=cache)
-        assert (inference.fixed_step(model, cache)[0](tokens[:, 39:]) - whole[:, 39]).norm() < 0.05 * whole[:, 39].norm()
+@torch.no_grad()
+def test_steps_of_fixed_shape_have_the_logits_of_one_forward_pass(pos, settings, make):
+    """After a rewind, and for a padded prompt; the memory of the cache stays where it is."""
+    model = make(pos=pos, n_kv_head=2, block_size=64, **settings)
+    tokens = torch.randint(0, 50, (2, 40))
+    for mask in ({}, pad_first_row(7, 40)):
+        cache = prefill(model, tokens[:, :25], 40, **mask)
+        address = cache.keys[0].data_ptr()
+        step = inference.FixedShapeStep(model, cache, mask.get("positions"), mask.get("docs"))
+        step.run(torch.zeros(2, 1, dtype=torch.long))
+        step.rewind()
+        logits = [step.run(token) for token in tokens[:, 25:].split(1, 1)]
+        expected = model(tokens, **mask)[:, 25:]
+        assert torch.allclose(torch.stack(logits, 1), expected, atol=1e-4)
+        assert cache.keys[0].data_ptr() == address
 
 
-class NoGraph:
-    """What graph_of() asks of torch.cuda, without a GPU: a capture computes, and a replay computes nothing."""
-    def __init__(self, *graph):
+@pytest.mark.parametrize("settings", [{}, WINDOW], ids=str)
+@pytest.mark.parametrize("pos", POSITIONS)
+@torch.no_grad()
+def test_steps_of_fixed_shape_work_under_autocast(pos, settings, make):
+    """Their weights are cast once; in bfloat16 a few hundredths are rounding."""
+    model = make(pos=pos, n_kv_head=2, block_size=64, **settings)
+    tokens = torch.randint(0, 50, (2, 40))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(tokens)[:, -1].float()
+        cache = prefill(model, tokens[:, :-1], 40)
+        step = inference.FixedShapeStep(model, cache)
+        assert step.weights
+        assert all(weight.dtype == torch.bfloat16 for weight in step.weights.values())
+        logits = step.run(tokens[:, -1:])
+    assert logits.dtype == torch.float32
+    assert (logits - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "method, changes",
+    [("yarn", False), ("dynamic-yarn", True), ("ntk-frozen", True), ("self-extend", True)],
+)
+def test_tables_change_with_the_text_for_some_methods_only(method, changes, make):
+    model = make(pos="rope")
+    model.extend(method, 2)
+    assert inference.tables_change(model, 5, 40) == changes
+
+
+# -----------------------------------------------------------------------------
+# CUDA graphs, without a GPU: what surrounds the capture.
+
+
+class FakeCuda:
+    """A CUDA graph, a stream, or the context of one: nothing is captured or replayed."""
+
+    def __init__(self, *args):
         pass
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        return False
+        return None
 
-    def wait_stream(self, other):
+    def wait_stream(self, stream):
         pass
 
-    replay = __enter__
+    def replay(self):
+        pass
 
 
-def test_a_graph_keeps_what_it_reads(make, monkeypatch):
-    """The 16-bit copies of the weights are the graph's inputs, and must live as long as it; where it cannot be made, the stream and the cache are as before."""
-    for name in ("CUDAGraph", "Stream", "graph", "stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, NoGraph)
-    left, copies, call = [], [], torch.func.functional_call
-    monkeypatch.setattr(torch.cuda, "set_stream", left.append)
-    monkeypatch.setattr(torch.func, "functional_call", lambda model, cast, *more, **how: (copies.append([weakref.ref(w) for w in cast.values()]), call(model, cast, *more, **how))[1])
-    model, tokens = make(pos="rope"), torch.randint(0, 50, (1, 9))
-    for runs in (True, False):
-        monkeypatch.setattr(kernels, "triton_runs", lambda device, runs=runs: runs)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            cache = KVCache(20)
-            model.hidden_states(tokens, cache=cache)
-            where = cache.pos
-            if runs:
-                step = generate.graph_of(model, cache, None, None, False)
-                gc.collect()
-                assert len(copies[-1]) == 15 and all(copy() is not None for copy in copies[-1]) and step(tokens[:, :1]).shape == (1, 50) and not left
-            else:
-                with pytest.warns(UserWarning, match="plain PyTorch"):
-                    assert generate.graph_of(model, cache, None, None, False) is None
-                assert left and cache.at is None and cache.pos is where
+class FailingCapture(FakeCuda):
+    def __enter__(self):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more lines")
 
 
-def test_many_models_are_compiled_in_one_process(make):
-    """Dynamo gives up on a function after eight kinds of it: config.compiled() begins anew."""
-    counts = []
-    for pos in POSITIONS:
-        seen, model = [], make(pos=pos, n_layer=1)
-        compiler, torch.compile = torch.compile, lambda f, compiler=torch.compile, seen=seen: compiler(f, backend=lambda graph, inputs: seen.append(1) or graph.forward)
-        try:
-            config.compiled(model)(torch.randint(0, 50, (1, 8)), torch.randint(0, 50, (1, 8)))
-        finally:
-            torch.compile = compiler
-        counts.append(len(seen))
-    assert min(counts) == 1, counts
+@pytest.fixture
+def restored_streams(monkeypatch):
+    """Replace what a capture uses of torch.cuda. Returns the list of streams that are set."""
+    for name in ("CUDAGraph", "Stream", "current_stream", "graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, FakeCuda)
+    streams = []
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    monkeypatch.setattr(kernels, "triton_runs", lambda device: True)
+    return streams
 
 
-@pytest.mark.parametrize("pos", POSITIONS)
-def test_compiled_steps_draw_the_same(pos, make, monkeypatch):
-    """One graph for the whole text and the next ones of about its length, without breaks; windows, prompts of unequal length, drawn positions; the memory beyond the text holds no harm."""
-    graphs, compiler = [], torch.compile
+@torch.no_grad()
+def test_a_captured_step_owns_what_it_reads(restored_streams, make, monkeypatch):
+    """A graph reads the cast weights where they lie in memory, so they must live as long as it."""
+    real = torch.func.functional_call
+    weights_of_last_call = []
+
+    def functional_call(model, weights, *args, **options):
+        weights_of_last_call[:] = [weakref.ref(weight) for weight in weights.values()]
+        return real(model, weights, *args, **options)
+
+    monkeypatch.setattr(torch.func, "functional_call", functional_call)
+    model = make(pos="rope")
+    tokens = torch.randint(0, 50, (1, 10))
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = prefill(model, tokens[:, :9], 20)
+        step = inference.capture_graph(model, cache, None, None, False)
+    gc.collect()
+    assert len(weights_of_last_call) == 2 * 7 + 1  # seven matrices in each block, and the head
+    assert all(weight() is not None for weight in weights_of_last_call)
+    assert restored_streams == []
+
+    # Warming up and capturing have left the cache before its first step.
+    assert (cache.write_index.item(), cache.valid_length.item()) == (9, 10)
+    assert step(tokens[:, 9:]).shape == (1, 50)
+    assert torch.equal(step.tokens, tokens[:, 9:])
+
+
+@pytest.mark.parametrize(
+    "obstacle, reason",
+    [
+        ("no triton", "plain PyTorch"),
+        ("dynamic method", "tables change"),
+        ("failing capture", "stream is capturing$"),
+    ],
+)
+@torch.no_grad()
+def test_where_no_graph_can_be_captured_decoding_goes_on(
+    obstacle, reason, restored_streams, make, monkeypatch
+):
+    """With a warning, the stream of before and a cache of growing length."""
+    model = make(pos="rope")
+    if obstacle == "no triton":
+        monkeypatch.setattr(kernels, "triton_runs", lambda device: False)
+    elif obstacle == "dynamic method":
+        model.extend("dynamic-ntk", 2)
+    else:
+        monkeypatch.setattr(torch.cuda, "graph", FailingCapture)
+    tokens = torch.randint(0, 50, (1, 10))
+    cache = prefill(model, tokens[:, :9], 20)
+    positions = cache.pos
+    with pytest.warns(UserWarning, match=reason):
+        assert inference.capture_graph(model, cache, None, None, False) is None
+    assert len(restored_streams) == 1
+    assert not cache.fixed_shape
+    assert cache.pos is positions and cache.docs is None
+
+    logits = inference.compute_logits(model, tokens[:, 9:], None, None, cache)
+    assert torch.allclose(logits, model(tokens)[:, -1], atol=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# Compiled decoding.
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch):
+    """Have torch.compile trace and then run what it traced. Returns the list of its graphs."""
+    torch._dynamo.reset()
+    graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
-    monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend=backend, **how))
-    random = dict(random_positions=70) if pos in ("rope", "sinusoidal") else {}
-    hybrid = dict(window=9, sinks=2) | (dict(layer_pattern="FN") if pos not in ("nope", "learned", "sinusoidal") else {})
-    for settings in (hybrid, *([random] if random else [])):
-        torch._dynamo.reset()
-        graphs.clear()
-        model = make(pos=pos, n_layer=2, n_kv_head=2, block_size=64, **settings)
-        prompts = [torch.randint(0, 50, (n,)) for n in (7, 3, 12)]
-        for start in (prompts, prompts[:1], torch.randint(0, 50, (1, 9))):
-            want, got = (torch.cat(list(model.generate(start, 11, temperature=0.9, generator=[torch.Generator().manual_seed(i) for i in range(len(start))], compiled=compiled)), 1) for compiled in (False, True))
-            assert torch.equal(want, got)
-        assert len(graphs) == 2  # three rows, and one
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    return graphs
 
 
-def test_what_is_not_compiled(make):
-    for method in ("dynamic-yarn", "ntk-frozen", "self-extend"):
-        model = make(pos="rope")
-        model.extend(method, 2)
-        with pytest.raises(UserError, match="leave out --compile"):
-            list(model.generate(torch.tensor([[1]]), 2, compiled=True))
+def compiled_cases():
+    """(scheme, settings); all but one are slow, as tracing takes seconds."""
+    cases = []
+    for pos in POSITIONS:
+        settings = {"layer_pattern": "W", **WINDOW}
+        if pos not in ("nope", *EMBEDDED):
+            settings["layer_pattern"] = "WN"
+        marks = [] if pos == "rope" else [pytest.mark.slow]
+        cases.append(pytest.param(pos, settings, marks=marks))
+    for pos in ("sinusoidal", "rope"):
+        cases.append(pytest.param(pos, {"random_positions": 70}, marks=[pytest.mark.slow]))
+    return cases
 
 
-def test_compiled_sampling_from_the_shell(run, text_data, tmp_path):
-    assert run("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}").returncode == 0
-    plain, fast = (run("sample.py", str(tmp_path / "run"), "--start=the ", "--max_new_tokens=24", "--temperature=0", "--dtype=float32", f"--compile={compiled}") for compiled in ("false", "true"))
-    assert fast.returncode == 0 and fast.stdout == plain.stdout and not fast.stderr.startswith("Traceback"), fast.stderr
+@pytest.mark.parametrize("pos, settings", compiled_cases(), ids=str)
+def test_compiled_steps_sample_the_same_tokens(pos, settings, make, compiled_graphs):
+    """One graph without breaks serves texts of about one length."""
+    model = make(pos=pos, n_layer=2, n_kv_head=2, block_size=64, **settings)
+    prompts = random_prompts(7, 3, 12)
+    for start in (prompts, prompts[:1], torch.randint(0, 50, (1, 9))):
+        options = {"temperature": 0.9, "compiled": False}
+        expected = generate(model, start, 11, generator=seeded_generators(len(start)), **options)
+        options["compiled"] = True
+        tokens = generate(model, start, 11, generator=seeded_generators(len(start)), **options)
+        assert torch.equal(tokens, expected)
+    assert len(compiled_graphs) == 2  # for three rows, and for one
 
 
-def test_a_known_room_is_taken_once(make):
-    """generate() reads into the memory that the prompt was read into, and what distance adds is tabulated once."""
-    model, calls = make(pos="kerple"), []
-    bias = model.pos.bias
-    model.pos.bias = lambda n, layer: calls.append(n) or bias(n, layer)
-    list(model.generate(torch.randint(0, 50, (1, 5)), 15))
-    assert calls == [19, 19]
+@pytest.mark.parametrize("method", ["dynamic-yarn", "ntk-frozen", "self-extend"])
+def test_methods_whose_tables_change_are_not_compiled(method, make):
+    model = make(pos="rope")
+    model.extend(method, 2)
+    with pytest.raises(UserError, match="leave out --compile"):
+        generate(model, torch.tensor([[1]]), 2, compiled=True)
 
 
-def test_drawing(rng):
-    """top_k and top_p against the distribution written out: what may be drawn, and how often."""
-    logits, n = torch.randn(1, 30) * 2, 20000
-    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.6), (1.3, 7, 0.5), (1.0, 99, 1.0)):
-        p = (logits[0].double() / temperature).softmax(-1)
-        order = p.argsort(descending=True)
-        mass = p[order].cumsum(0) - p[order]
-        keep = order[[i for i in range(30) if (not top_k or i < top_k) and mass[i] < top_p]]
-        want = torch.zeros(30, dtype=torch.float64).index_copy(0, keep, p[keep] / p[keep].sum())
-        got = torch.bincount(inference.draw(logits.expand(n, -1), temperature, top_k, top_p, None)[:, 0], minlength=30) / n
-        assert not got[want == 0].any() and (got - want).abs().max() < 6 * 0.5 / n ** 0.5
+@pytest.mark.slow
+def test_compiled_sampling_from_the_command_line_prints_the_same_text(run, text_data, tmp_path):
+    trained = run("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run")
+    assert trained.returncode == 0, trained.stderr
+    words = ["--start=the ", "--max_new_tokens=24", "--temperature=0", "--dtype=float32"]
+    texts = []
+    for compiled in ("false", "true"):
+        done = run("sample.py", tmp_path / "run", *words, f"--compile={compiled}")
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert texts[0] == texts[1]
 
 
-def test_a_single_row_is_a_product_with_a_vector(rng):
-    for bias in (False, True):
-        ours, x = generate.Linear(70, 33, bias=bias), torch.randn(1, 1, 70)
-        plain = nn.Linear(70, 33, bias=bias)
-        plain.load_state_dict(ours.state_dict())
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            with Seen() as seen:
-                y = ours(x)
-            assert "aten::mv" in seen.names and y.dtype == torch.bfloat16 and y.shape == (1, 1, 33) and torch.allclose(y.float(), plain(x).float(), atol=0.03)
-            assert torch.equal(ours(x.expand(1, 2, 70)), plain(x.expand(1, 2, 70)))
-        assert torch.equal(ours(x), plain(x)) and ours(x).requires_grad
+def test_more_models_are_compiled_in_one_process_than_dynamo_allows(
+    make, monkeypatch, compiled_graphs
+):
+    """Dynamo traces a function for eight kinds of model by default, and then runs it untraced."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    tokens = torch.randint(0, 50, (1, 8))
+    for pos in ("nope", "learned", "alibi"):
+        compiled_graphs.clear()
+        compile_model(make(pos=pos, n_layer=1))(tokens, tokens)
+        assert compiled_graphs, pos
 
 
-def test_attention_of_a_room_partly_filled(rng):
-    """length: the reference sees so many keys."""
-    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 30, 8)
-    docs, positions = torch.arange(30).expand(2, 30) // 7, torch.arange(30) * 2
-    for n in (1, 8, 30):
-        some = dict(window=9, positions=positions[:n], docs=docs[:, :n])
-        assert torch.equal(kernels.attention(q, k, k, window=9, positions=positions, docs=docs, length=torch.tensor([n])), kernels.attention(q, k[:, :, :n], k[:, :, :n], **some))
+# -----------------------------------------------------------------------------
+# Operators of a decoding step.
 
 
-@pytest.mark.parametrize("pos", POSITIONS)
-def test_scores_exist_piece_by_piece(pos, make, monkeypatch):
-    """In training too: of many pieces nothing as large as (T, T) is kept for the backward pass, which has the same gradients, in a checkpointed block as well."""
-    tokens, results = torch.randint(0, 50, (1, 120)), []
-    for piece, checkpointed in ((1 << 24, False), (2000, False), (2000, True)):
-        monkeypatch.setattr(kernels.reference, "PIECE", piece)
-        model, kept = make(pos=pos, window=20, block_size=120), []
-        model.checkpoint_activations = checkpointed
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-            loss = model(tokens, tokens)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-        assert (max(kept) < 120 * 120) == (piece == 2000)
-    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for other in results[1:] for a, b in zip(results[0], other))
+@pytest.mark.parametrize("has_bias", [False, True])
+@torch.no_grad()
+def test_a_single_row_under_autocast_is_a_product_with_a_vector(has_bias, rng, monkeypatch):
+    """It reads the matrix as it is; F.linear, which several rows use, repacks it."""
+    x = torch.randn(1, 1, 70)
+    weight = torch.randn(33, 70)
+    bias = torch.randn(33) if has_bias else None
+    exact = x.double() @ weight.double().T
+    if has_bias:
+        exact += bias.double()
+    real = torch.nn.functional.linear
+    shapes = []
+
+    def linear(x, weight, bias=None):
+        shapes.append(tuple(x.shape))
+        return real(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = kernels.linear(x, weight, bias)
+        assert shapes == []
+        two_rows = kernels.linear(x.expand(1, 2, 70), weight, bias)
+        expected = real(x.expand(1, 2, 70), weight, bias)
+    assert y.dtype == torch.bfloat16 and y.shape == (1, 1, 33)
+    assert (y - exact).abs().max() < 0.02 * exact.abs().max()
+    assert torch.equal(two_rows, expected)
+
+    assert torch.equal(kernels.linear(x, weight, bias), real(x, weight, bias))  # in float32
+    assert shapes == [(1, 2, 70), (1, 1, 70)]
 
 
-@pytest.mark.parametrize("settings,B,dtype,checkpointed", [
-    (dict(n_layer=2, n_head=2, n_embd=64, block_size=4096, vocab_size=60), 1, "float32", True),  # no (T, T), nor (T, vocabulary)
-    (dict(n_layer=3, n_head=4, n_kv_head=2, n_embd=128, block_size=128, vocab_size=300, dropout=0.1), 8, "bfloat16", False),
-    (dict(pos="learned", n_layer=2, n_head=2, n_embd=64, block_size=256, vocab_size=20000), 4, "float32", False),
-], ids=["checkpointed", "dropout", "vocabulary"])
-def test_memory_is_what_the_count_says(settings, B, dtype, checkpointed):
-    done = subprocess.run([sys.executable, bench_memory.__file__, json.dumps([settings, B, dtype, checkpointed, "cpu"])], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    paper, measured = bench_memory.count(GPTConfig(**settings), B, settings["block_size"], dtype, checkpointed, device="cpu"), int(done.stdout.split("RESULT")[1])
-    assert abs(paper["peak"] / measured - 1) < 0.15, (paper, measured)
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("width", [1, 7, 192, 768])
+def test_the_norm_of_a_single_row_is_accurate(width, scale, rng):
+    """Compared with float64; several rows have the same values."""
+    x = torch.randn(1, 1, width) * scale
+    weight = torch.randn(width)
+    mean_square = x.double().square().mean(-1, keepdim=True)
+    exact = x.double() / (mean_square + 1e-5).sqrt() * weight.double()
+    y = kernels.rms_norm(x, weight, 1e-5)
+    assert torch.allclose(y, exact.float(), rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
+        y = kernels.rms_norm(x, weight, 1e-5)
+        three_rows = kernels.rms_norm(x.expand(1, 3, width), weight, 1e-5)
+    assert y.shape == x.shape
+    assert (y - exact).abs().max() <= 1e-6 * (exact.abs().max() + 1e-9)
+    assert torch.allclose(three_rows, y.expand(1, 3, width), rtol=1e-5, atol=1e-7)
 
 
-def test_the_count_counts_the_model():
-    """Parameters and FLOPs are the model's own; the longest context fits and the next does not."""
-    settings = dict(pos="learned", n_layer=3, n_head=4, n_kv_head=2, n_embd=64, block_size=128, vocab_size=300, tie_embeddings=False)
-    model, paper = GPT(GPTConfig(**settings)), bench_memory.count(GPTConfig(**settings), 2, 128)
-    assert paper["parameters"] == 4 * sum(p.numel() for p in model.parameters()) and paper["optimizer"] == 2 * paper["parameters"]
-    assert paper["flops"] == 2 * 128 * (model.flops_per_token(128) - 6 * 3 * 64 * 128)  # causal: half of attention
-    T = bench_memory.longest(bench_memory.GPT2, 24e9)
-    peak = lambda T: bench_memory.count(GPTConfig(**bench_memory.GPT2, block_size=T), 1, T)["peak"]  # noqa: E731
-    assert peak(T) <= 24e9 < peak(T + 1024) and bench_memory.longest(bench_memory.GPT2, 24e9, checkpointed=True) > 3 * T
+def test_a_single_row_has_gradients(rng):
+    x = torch.randn(1, 1, 8, dtype=torch.float64, requires_grad=True)
+    matrix = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    gain = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(kernels.linear, (x, matrix))
+    assert torch.autograd.gradcheck(lambda x, gain: kernels.rms_norm(x, gain, 1e-5), (x, gain))
 
 
-def test_training_runs_are_timed_as_they_log(text_data, tmp_path):
-    """A stand-in for nanoGPT's loop, whose times are known; and our own, whose log they are taken from."""
-    (tmp_path / "train.py").write_text("for i in range(12):\n    print(f'iter {i}: loss 1.0, time {1000 if i < 5 else 20 + i:.2f}ms, mfu -100.00%')\n")
-    seconds, first, memory = bench_train.nanogpt(tmp_path, dict(n_layer=1), False, 64, 12, tmp_path)
-    assert seconds == pytest.approx(0.028) and 0 < first < 30 and memory > 1
-    seconds, first, memory = bench_train.ours(["config/debug.toml"], text_data, 128, 12, tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "ours/log.jsonl").read_text().splitlines()]
-    assert min(128 / r["tokens_per_second"] for r in rows if "loss" in r) <= seconds < 5 and first > 0.5 and memory > 100
-
-
-def test_bench_wants_a_checkout(call, tmp_path):
-    for words, say in ((["train"], "--nanogpt=PATH"), (["trains"], "'trains'"), (["train", "--iterations=3"], "at least 8")):
-        done = call("experiments/bench.py", *words, "--device=cpu", f"--out_dir={tmp_path}")
-        assert done.returncode == 2 and say in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("pos", POSITIONS)
-def test_long_windows_are_read_in_pieces(pos, make, monkeypatch):
-    """To the same loss of every token, past the trained length and with positions by hand; a dynamic method reads at once."""
-    x, y = torch.randint(0, 50, (2, 45)), torch.randint(0, 50, (2, 45))
-    for settings, method in (({}, None), (dict(window=9, sinks=2, n_kv_head=2), None), *(((dict(random_positions=90), None), ({}, "dynamic-ntk"), ({}, "self-extend")) if pos == "rope" else ())):
-        model, lengths = make(pos=pos, **{"block_size": 48 if pos == "learned" else 24, **settings}), []
-        if method:
-            model.extend(method, 2)
-        hidden = model.hidden
-        model.hidden = lambda tokens, *rest: lengths.append(tokens.shape[1]) or hidden(tokens, *rest)
-        drawn = model.sample_positions(2, 45, 3)
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            whole = evaluate.read(model, x, y, drawn)
-            monkeypatch.setattr(evaluate, "CHUNK", 16)
-            pieces = evaluate.read(model, x, y, drawn)
-            monkeypatch.undo()
-        assert torch.allclose(whole, pieces, atol=1e-4) and lengths == [45, *((45,) if method else (16, 16, 13))]
-
-
-def test_settings_read_their_source_once(capsys):
-    """--help, and every start, within 0.3 s of `import torch`: a class's source is looked up once, not for every setting."""
-    config._source.cache_clear()
-    with pytest.raises(SystemExit):
-        config.parse(GPTConfig, train.TrainConfig, presets=True, argv=["--help"])
-    assert config._source.cache_info().misses == 2 and "--checkpoint_activations=false" in capsys.readouterr().out
-
-
-def test_norms_of_a_single_row(rng):
-    """A dot product and a scale, beside float64, of large and small rows and of zeros; more rows, and gradients, go the general way."""
-    torch.manual_seed(int(rng.integers(1 << 30)))
-    for width in (1, 7, 192, 768):
-        norm = generate.RMSNorm(width, 1e-5)
-        torch.nn.init.normal_(norm.weight)
-        for scale in (0.0, 1e-4, 1.0, 1e4):
-            x = torch.randn(1, 1, width) * scale
-            right = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
-            with torch.no_grad():
-                assert norm(x).shape == x.shape and (norm(x) - right).abs().max() <= 1e-6 * (right.abs().max() + 1e-9)
-                assert torch.allclose(norm(x.expand(1, 3, width)), norm(x).expand(1, 3, width), rtol=1e-5, atol=1e-7)
-            assert torch.allclose(norm(x), right.float(), rtol=1e-5, atol=1e-7) and norm(x).requires_grad
+@pytest.mark.parametrize("n", [1, 8, 30])
+def test_attention_to_a_partly_filled_cache_is_that_to_its_valid_length(n, rng):
+    q = torch.randn(2, 4, 1, 8)
+    k = torch.randn(2, 2, 30, 8)
+    v = torch.randn(2, 2, 30, 8)
+    positions = torch.arange(30) * 2
+    docs = (torch.arange(30) // 7).expand(2, 30)
+    mask = {"window": 9, "positions": positions, "docs": docs}
+    y = kernels.attention(q, k, v, **mask, length=torch.tensor([n]))
+    mask = {"window": 9, "positions": positions[:n], "docs": docs[:, :n]}
+    assert torch.equal(y, kernels.attention(q, k[:, :, :n], v[:, :, :n], **mask))

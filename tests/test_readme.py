@@ -1,44 +1,126 @@
-"""What the README shows is true: its scheme works, its files and settings exist."""
+"""What README.md and docs/ say is true: the code runs, files, settings and presets exist."""
+
 import re
+import tomllib
+from dataclasses import fields
 
 import pytest
 import torch
-
-import model as room
 from conftest import ROOT
-from model import GPT, KVCache, GPTConfig
 
-README = (ROOT / "README.md").read_text()
+import model as model_module
+from evaluate import EvaluateConfig
+from experiments.leaderboard import LeaderboardConfig
+from extend import ExtendConfig
+from model import GPT, POSITIONS, GPTConfig
+from nanolong.errors import UserError
+from nanolong.inference import KVCache
+from rope_scaling import METHODS, OPTIONS
+from sample import SampleConfig
+from train import TrainConfig
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("config", "data", "docs", "examples", "experiments", "kernels", "nanolong", "results")
 
 
-def test_the_scheme_in_the_readme(monkeypatch, tmp_path):
+@pytest.fixture
+def log_bias(monkeypatch):
+    """The scheme of the README, in POSITIONS for one test."""
     code = re.search(r"```python\n(class .*?)```", README, re.S)[1]
     assert len([line for line in code.splitlines() if line.strip()]) < 20
-    monkeypatch.setattr(room, "POSITIONS", dict(room.POSITIONS))
-    exec(code, vars(room))
+    monkeypatch.setattr(model_module, "POSITIONS", dict(POSITIONS))
+    names = dict(vars(model_module))
+    exec(code, names)
+    return names["LogBias"]
+
+
+def test_the_scheme_of_the_readme_trains_caches_extends_and_reloads(log_bias, tmp_path):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(pos="log", n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=50))
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": 50}
+    model = GPT(GPTConfig(pos="log", **shape))
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.3)
     tokens = torch.randint(0, 50, (2, 20))
     model(tokens, tokens).backward()
     assert model.pos.rate.grad.abs().min() > 0
-    cache, whole = KVCache(), model(tokens)
-    assert torch.allclose(torch.cat([model(t, cache=cache) for t in tokens.split([12, 1, 7], 1)], 1), whole, atol=1e-5)
-    model.save(tmp_path / "step-000000")
-    assert torch.equal(GPT.load(tmp_path)(tokens), whole)
+
+    whole = model(tokens)
+    cache = KVCache()
+    parts = [model(part, cache=cache) for part in tokens.split([12, 1, 7], 1)]
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+
     model.extend("none", 2)
-    with pytest.raises(room.UserError):
+    with pytest.raises(UserError, match="use --method=none"):
         model.extend("yarn", 2)
+    model.save(tmp_path / "step-000000")
+    again = GPT.load(tmp_path)
+    assert torch.equal(again(tokens), whole)
+    assert again.config.block_size == 64
 
 
-def test_files_and_presets_exist():
-    for name in re.findall(r"`((?:config|data|kernels|tests|results)/[\w./-]*|\w+\.(?:py|txt|toml))`", README):
-        assert any((ROOT / folder / name).exists() for folder in (".", "config", "experiments")), name
-    for image in re.findall(r"!\[.*?\]\((.*?)\)", README):
-        assert (ROOT / image).read_bytes()[:4] == b"\x89PNG"
-    for scheme in room.POSITIONS:
-        assert f"| `{scheme}`" in README
-    for method in room.METHODS:
-        assert f"| `{method}` |" in README
+def test_the_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 220
+    assert max(len(line) for line in lines) <= 110
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in link:
+            assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_text_exist(page):
+    text = page.read_text(encoding="utf-8")
+    paths = rf"`((?:{'|'.join(FOLDERS)}|tests)/[\w./-]*|\w+\.(?:py|txt|toml))`"
+    for name in re.findall(paths, text):
+        candidates = [ROOT / name, *(ROOT / folder / name for folder in FOLDERS)]
+        assert any(path.exists() for path in candidates), name
+
+
+def test_images_are_png():
+    for page in PAGES:
+        for image in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / image).read_bytes()[:4] == b"\x89PNG", image
+
+
+def test_the_documents_know_every_scheme_and_method():
+    schemes = (ROOT / "docs" / "schemes.md").read_text(encoding="utf-8")
+    extension = (ROOT / "docs" / "extension.md").read_text(encoding="utf-8")
+    for scheme in POSITIONS:
+        assert f"| `{scheme}` |" in schemes, scheme
+        assert f"`{scheme}`" in README, scheme
+    for method in METHODS:
+        assert f"| `{method}` |" in extension, method
+        assert f"`{method}`" in README, method
+        for option in OPTIONS[method]:
+            assert f"`{option}" in extension, (method, option)
+
+
+def test_settings_in_the_text_exist():
+    known = set()
+    for config in (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig):
+        known |= {field.name for field in fields(config)}
+    known |= {field.name for field in fields(LeaderboardConfig)}
+    # of data/prepare.py, hf.py, the other experiments, and torchrun, pip and vllm
+    known |= {"name", "tokenizer", "shards", "verify", "help", "nanogpt"}
+    known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
+    known |= {"max-restarts", "index-url", "max-model-len", "all", "check"}
+    for page in PAGES:
+        for setting in re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text(encoding="utf-8")):
+            assert setting in known, f"{page.name}: --{setting}"
+
+
+def test_presets_hold_settings_that_differ_from_the_defaults():
+    defaults = {}
+    for config in (GPTConfig, TrainConfig):
+        defaults |= {field.name: field.default for field in fields(config)}
+    training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    for preset in sorted((ROOT / "config").glob("*.toml")):
+        assert f"`{preset.name}`" in training, preset.name
+        for name in tomllib.loads(preset.read_text(encoding="utf-8")):
+            assert name in defaults, f"{preset.name}: {name}"

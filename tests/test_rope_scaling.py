@@ -1,384 +1,858 @@
-"""Stretching: the golden table, transformers' own functions, composition, checkpoints, and cached equal to uncached after it."""
+"""Context extension: published numbers, transformers' own functions, caches and checkpoints."""
+
 import json
 import math
 import subprocess
 import sys
 
-import numpy
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn as nn
+from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
-from model import GPT, POSITIONS, METHODS, KVCache, GPTConfig, UserError
-from rope_scaling import lm_infinite, self_extend
+from model import GPT, POSITIONS, GPTConfig, LMInfinite, RoPE, SelfExtend
+from nanolong.errors import UserError
+from nanolong.inference import KVCache
+from rope_scaling import METHODS, lm_infinite, self_extend, trains_at_original_length
+
+pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
+
+
+def check_cached_equals_whole(model, tokens, sizes):
+    """Compute tokens (1, T) in parts; each equals the end of all tokens up to there at once."""
+    cache = KVCache()
+    end = 0
+    with torch.no_grad():
+        for part in tokens.split(sizes, 1):
+            end += part.shape[1]
+            logits = model(part, cache=cache)
+            whole = model(tokens[:, :end])
+            difference = (logits - whole[:, -part.shape[1] :]).abs().max()
+            assert difference < 2e-5 * whole.abs().max(), f"the part that ends at {end}"
+
+
+# -----------------------------------------------------------------------------
+# Frequencies: numbers for rotary_dim 64, base 10,000, original length 1,024 and factor 4, unless
+# the options say otherwise, as ratios to plain RoPE at these pairs.
 
 PAIRS = [0, 4, 5, 8, 12, 16, 18, 24, 31]
-# omega' / omega at those pairs for d = 64, base 10,000, trained at 1,024, factor 4, and the attention factor
-GOLDEN = {
-    ("pi",): ([.25] * 9, 1),
-    ("ntk",): ([1, .836209, .799638, .699245, .584715, .488944, .447112, .341892, .25], 1),
-    ("yarn",): ([1, 1, 1, .826923, .596154, .365385, .25, .25, .25], 1.138629),
-    ("yarn", ("truncate", False)): ([1, 1, 1, .853986, .604842, .355697, .25, .25, .25], 1.138629),
-    ("ntk-parts", ("ramp", "paper")): ([1, 1, 1, .6201, .350493, .265236, .25, .25, .25], 1),
-    ("ntk-parts",): ([1, 1, 1, .826923, .596154, .365385, .25, .25, .25], 1),
-    ("none",): ([1] * 9, 1),
-    ("llama3", ("factor", 8.0)): ([1, 1, 1, 1, 1, .308676, .125, .125, .125], 1),
-    ("llama3", ("low_freq_factor", 1.0), ("high_freq_factor", 32.0)): ([1, 1, 1, .6201, .350493, .265236, .25, .25, .25], 1),
-    ("dynamic-ntk", ("factor", 2.0), ("length", 2048)): ([1, .867833, .837616, .753133, .653594, .56721, .528399, .427185, .333333], 1),
-    ("dynamic-ntk", ("factor", 1.0), ("length", 4096)): ([1, .836209, .799638, .699245, .584715, .488944, .447112, .341892, .25], 1),
-    ("dynamic-yarn", ("length", 4096)): ([1, 1, 1, .826923, .596154, .365385, .25, .25, .25], 1.138629),
-    ("dynamic-yarn", ("length", 1000)): ([1] * 9, 1),
-}
+YARN = [1, 1, 1, 0.826923, 0.596154, 0.365385, 0.25, 0.25, 0.25]
+YARN_EXACT = [1, 1, 1, 0.853986, 0.604842, 0.355697, 0.25, 0.25, 0.25]
+BY_PARTS = [1, 1, 1, 0.6201, 0.350493, 0.265236, 0.25, 0.25, 0.25]
+NTK_4 = [1, 0.836209, 0.799638, 0.699245, 0.584715, 0.488944, 0.447112, 0.341892, 0.25]
+NTK_3 = [1, 0.867833, 0.837616, 0.753133, 0.653594, 0.56721, 0.528399, 0.427185, 0.333333]
+LLAMA3_8 = [1, 1, 1, 1, 1, 0.308676, 0.125, 0.125, 0.125]
+INTERPOLATED = [0.25] * 9
+PLAIN = [1] * 9
 
 
-@pytest.mark.parametrize("key", GOLDEN, ids=str)
-def test_golden_table(key):
-    ratios, factor = GOLDEN[key]
-    options = dict(key[1:])
-    inv_freq, m = METHODS[key[0]](10000.0, 64, 1024, options.pop("factor", 4.0), **options)
-    plain, _ = METHODS["none"](10000.0, 64, 1024, 1.0)
-    assert inv_freq.dtype == torch.float64 and inv_freq.shape == (32,)
-    assert (inv_freq / plain)[PAIRS].tolist() == pytest.approx(ratios, abs=1e-6) and m == pytest.approx(factor, abs=1e-6)
+@pytest.mark.parametrize(
+    "method, options, ratios, attention_factor",
+    [
+        ("none", {}, PLAIN, 1),
+        ("pi", {}, INTERPOLATED, 1),
+        ("ntk", {}, NTK_4, 1),
+        ("ntk-parts", {}, YARN, 1),
+        ("ntk-parts", {"ramp": "paper"}, BY_PARTS, 1),
+        ("yarn", {}, YARN, 1.138629),
+        ("yarn", {"truncate": False}, YARN_EXACT, 1.138629),
+        ("yarn", {"attention_factor": 1.0}, YARN, 1),
+        ("llama3", {"factor": 8.0}, LLAMA3_8, 1),
+        ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 32.0}, BY_PARTS, 1),
+        ("dynamic-pi", {"length": 4096}, INTERPOLATED, 1),
+        ("dynamic-pi", {"length": 1024}, PLAIN, 1),
+        ("dynamic-ntk", {"factor": 2.0, "length": 2048}, NTK_3, 1),
+        ("dynamic-ntk", {"factor": 1.0, "length": 4096}, NTK_4, 1),
+        ("dynamic-yarn", {"length": 4096}, YARN, 1.138629),
+        ("dynamic-yarn", {"length": 1000}, PLAIN, 1),
+        ("lm-infinite", {}, PLAIN, 1),
+        ("self-extend", {}, PLAIN, 1),
+    ],
+    ids=str,
+)
+def test_frequencies_match_known_numbers(method, options, ratios, attention_factor):
+    options = {"factor": 4.0, **options}
+    inv_freq, actual_factor = METHODS[method](10000.0, 64, 1024, **options)
+    plain = 10000.0 ** -(torch.arange(0, 64, 2).double() / 64)
+    assert inv_freq.dtype == torch.float64
+    assert inv_freq.shape == (32,)
+    assert (inv_freq / plain)[PAIRS].tolist() == pytest.approx(ratios, abs=1e-6)
+    assert actual_factor == pytest.approx(attention_factor, abs=1e-6)
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"drope"}))
-def test_factor_one_changes_nothing(method):
-    inv_freq, m = METHODS[method](10000.0, 48, 333, 1.0)
-    assert torch.equal(inv_freq, METHODS["none"](10000.0, 48, 333, 1.0)[0]) and m == 1.0
+def test_factor_one_is_plain_rope_to_the_bit(method):
+    inv_freq, attention_factor = METHODS[method](10000.0, 48, 333, 1.0)
+    assert torch.equal(inv_freq, METHODS["none"](10000.0, 48, 333, 1.0)[0])
+    assert attention_factor == 1.0
 
 
-def test_limits():
+def test_yarns_attention_factor_matches_published_numbers():
+    numbers = [1.069315, 1.138629, 1.207944, 1.277259, 1.346574]
+    for factor, number in zip((2.0, 4.0, 8.0, 16.0, 32.0), numbers, strict=True):
+        assert METHODS["yarn"](1e4, 64, 1024, factor)[1] == pytest.approx(number, abs=1e-6)
+
+
+def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest():
     plain, _ = METHODS["none"](10000.0, 64, 1024, 1.0)
     ntk, _ = METHODS["ntk"](10000.0, 64, 1024, 4.0)
-    assert ntk[0] == plain[0] and ntk[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-12)
+    assert ntk[0] == plain[0]
+    assert ntk[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-12)
+
+
+def test_ntk_by_parts_keeps_fast_pairs_and_interpolates_slow_ones_to_the_bit():
+    plain, _ = METHODS["none"](10000.0, 64, 1024, 1.0)
     parts, _ = METHODS["ntk-parts"](10000.0, 64, 1024, 4.0)
-    assert torch.equal(parts[:5], plain[:5]) and torch.equal(parts[18:], plain[18:] / 4)
-    assert [METHODS["yarn"](1e4, 64, 1024, float(s))[1] for s in (2, 4, 8, 16, 32)] == pytest.approx([1.069315, 1.138629, 1.207944, 1.277259, 1.346574], abs=1e-6)
-    assert METHODS["yarn"](1e4, 64, 1024, 4.0, attention_factor=1.0)[1] == 1.0
-    assert METHODS["ntk-parts"](1e4, 64, 150, 4.0)[0][0] == 1.0  # fewer than 64 pi tokens: the ramp's low end is negative and is raised to 0
+    assert torch.equal(parts[:5], plain[:5])
+    assert torch.equal(parts[18:], plain[18:] / 4)
 
 
-SIZES = [(10000.0, 64, 1024, 4.0), (10000.0, 64, 1024, 2.5), (500000.0, 128, 8192, 8.0), (10000.0, 24, 64, 4.0), (10000.0, 6, 100, 3.0), (1234.5, 80, 777, 16.0), (10000.0, 32, 256, 4.0), (100.0, 10, 4000, 2.0)]
+def test_ntk_by_parts_keeps_the_first_pair_of_a_short_context():
+    """With fewer than 64 pi tokens the ramp would begin below index 0."""
+    assert METHODS["ntk-parts"](1e4, 64, 150, 4.0)[0][0] == 1.0
 
 
-def test_transformers_agrees(tmp_path):
-    """transformers' ROPE_INIT_FUNCTIONS, in a process outside the project, at odd sizes too."""
-    code = f"""
-import json, torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-out = []
-for base, d, L, s in {SIZES!r}:
-    for kind, extra in (("linear", {{}}), ("yarn", {{}}), ("yarn", {{"truncate": False}}), ("yarn", {{"beta_fast": 16.0, "beta_slow": 2.0}}),
-                        ("llama3", {{"low_freq_factor": 1.0, "high_freq_factor": 32.0}}), ("llama3", {{"low_freq_factor": 1.0, "high_freq_factor": 4.0}}), ("dynamic", {{}})):
-        own = kind in ("linear", "dynamic")  # these take the trained length from max_position_embeddings
-        config = LlamaConfig(hidden_size=2 * d, num_attention_heads=2, head_dim=d, max_position_embeddings=L if own else int(L * s),
-                             rope_parameters={{"rope_type": kind, "rope_theta": base, "factor": s, **({{}} if own else {{"original_max_position_embeddings": L}}), **extra}})
-        inv_freq, m = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=3 * L)
-        out.append([inv_freq.double().tolist(), float(m)])
-print(json.dumps(out))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = iter(json.loads(done.stdout.splitlines()[-1]))
-    for base, d, L, s in SIZES:
-        for method, options in (("pi", {}), ("yarn", {}), ("yarn", {"truncate": False}), ("yarn", {"beta_fast": 16.0, "beta_slow": 2.0}), ("ntk-parts", {"ramp": "paper"}), ("llama3", {}),
-                                ("dynamic-ntk", {"length": 3 * L})):
-            inv_freq, m = next(theirs)
-            mine, factor = METHODS[method](base, d, L, s, **options)
-            assert mine.tolist() == pytest.approx(inv_freq, rel=2e-5), (base, d, L, s, method, options)
-            assert factor == pytest.approx(m, rel=1e-9)
-            if kind_of(method) == "dynamic":
-                assert torch.equal(mine, METHODS["ntk-frozen"](base, d, L, 9.0, multiplier=s, length=3 * L)[0])  # its factor says only how far
+def base_of(method, rotary_dim, original_length, factor, base=1e4, **options):
+    """The base that a method's second pair has."""
+    inv_freq, _ = METHODS[method](base, rotary_dim, original_length, factor, **options)
+    return inv_freq[1].item() ** (-rotary_dim / 2)
 
 
-def kind_of(method):
-    return method.partition("-")[0]
+def test_ntk_lceg_has_the_bases_of_the_controlled_study():
+    """Lu et al. (2024), NTK-32K and NTK-64K of a model of 4,096 tokens, rotary_dim 128."""
+    for options, base in (
+        ({}, 305_922),
+        ({"length": 4096}, 305_922),
+        ({"length": 32768}, 305_922),
+        ({"length": 65536}, 651_131),
+        ({"multiplier": 8.0}, 607_779),
+    ):
+        assert base_of("ntk-lceg", 128, 4096, 8.0, **options) == pytest.approx(base, rel=2e-6)
 
 
-def test_longrope_agrees_with_transformers(tmp_path):
-    code = """
-import json, torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-long, short = [1.0 + 0.37 * i for i in range(12)], [1.0 + 0.01 * i for i in range(12)]
-config = LlamaConfig(hidden_size=48, num_attention_heads=2, head_dim=24, max_position_embeddings=4 * 333, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0,
-                     "original_max_position_embeddings": 333, "long_factor": long, "short_factor": short})
-print(json.dumps([[x.double().tolist(), float(m)] for x, m in (ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=n) for n in (1000, 300))]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    tables = dict(long_factor=[1.0 + 0.37 * i for i in range(12)], short_factor=[1.0 + 0.01 * i for i in range(12)])
-    for length, (inv_freq, m) in zip((1000, 300), json.loads(done.stdout.splitlines()[-1])):
-        mine, factor = METHODS["longrope"](1e4, 24, 333, 4.0, length=length, **tables)
-        assert mine.tolist() == pytest.approx(inv_freq, rel=1e-6) and factor == pytest.approx(m, rel=1e-9)
-    yarn, m = METHODS["yarn"](1e4, 24, 333, 4.0)
+def test_ntk_frozen_is_dynamic_ntk_of_a_fixed_factor():
+    """dynamic-ntk of factor 2 at 2,048 of 1,024 tokens, whatever the target is."""
+    plain, _ = METHODS["none"](1e4, 64, 1024, 1.0)
+    frozen, _ = METHODS["ntk-frozen"](1e4, 64, 1024, 9.0, multiplier=2.0, length=2048)
+    assert (frozen / plain)[PAIRS].tolist() == pytest.approx(NTK_3, abs=1e-6)
+    unused, _ = METHODS["ntk-frozen"](1e4, 64, 1024, 9.0, length=1024)
+    assert torch.equal(unused, plain)
+
+
+def test_abf_takes_the_largest_of_three_bases():
+    """500,000; what makes the slowest pair reach the target; the base that there was."""
+    reaching = (8192 * 1024 / (2 * math.pi)) ** (64 / 62)
+    assert base_of("abf", 64, 1024, 4.0) == pytest.approx(5e5, rel=1e-9)
+    assert base_of("abf", 64, 8192, 1024.0) == pytest.approx(reaching, rel=1e-9)
+    assert base_of("abf", 64, 1024, 4.0, base=1e6) == pytest.approx(1e6, rel=1e-9)
+    assert base_of("abf", 64, 1024, 4.0, new_base=7e5) == pytest.approx(7e5, rel=1e-9)
+    slowest, _ = METHODS["abf"](1e4, 64, 8192, 1024.0)
+    assert 2 * math.pi / slowest[-1].item() >= 8192 * 1024 * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("of", ["yarn", "pi", "ntk"])
+def test_resonance_rounds_wavelengths_to_whole_tokens(of):
+    inv_freq, attention_factor = METHODS[of](1e4, 64, 1024, 4.0)
+    rounded, same_factor = METHODS["resonance"](1e4, 64, 1024, 4.0, of=of)
+    wavelengths = 2 * math.pi / rounded
+    assert torch.allclose(wavelengths, (2 * math.pi / inv_freq).round(), rtol=1e-12)
+    assert same_factor == attention_factor
+    if of == "yarn":
+        assert torch.equal(rounded, METHODS["resonance"](1e4, 64, 1024, 4.0)[0])
+        assert wavelengths[0] == pytest.approx(6)
+
+
+def test_longrope_divides_by_the_table_of_the_length():
+    long_factor = [1.0 + 0.37 * i for i in range(12)]
+    short_factor = [1.0 + 0.01 * i for i in range(12)]
+    for length, table in ((334, long_factor), (333, short_factor), (None, long_factor)):
+        inv_freq, attention_factor = METHODS["longrope"](
+            1e4, 24, 333, 4.0, long_factor, short_factor, length=length
+        )
+        expected = [1e4 ** (-2 * k / 24) / table[k] for k in range(12)]
+        assert inv_freq.tolist() == pytest.approx(expected, rel=1e-12)
+        assert attention_factor == pytest.approx((1 + math.log(4) / math.log(333)) ** 0.5)
+
+
+def test_longrope_can_hold_the_table_of_any_static_method():
+    yarn, attention_factor = METHODS["yarn"](1e4, 24, 333, 4.0)
     table = (METHODS["none"](1e4, 24, 333, 1.0)[0] / yarn).tolist()
-    again, factor = METHODS["longrope"](1e4, 24, 333, 4.0, long_factor=table, attention_factor=m)
-    assert torch.allclose(again, yarn, rtol=1e-14) and factor == m  # any static table can be written so
+    inv_freq, same_factor = METHODS["longrope"](
+        1e4, 24, 333, 4.0, long_factor=table, attention_factor=attention_factor
+    )
+    assert torch.allclose(inv_freq, yarn, rtol=1e-14)
+    assert same_factor == attention_factor
 
 
-def test_the_controlled_study_s_bases():
-    """evaluation of 'NTK-32K' and 'NTK-64K' for d = 128, L = 4096: bases 305,922 (29 times), frozen up to 32k; 651,131 (61 times) at 64k; 607,779 (57 times)."""
-    base = lambda **o: METHODS["ntk-lceg"](1e4, 128, 4096, 8.0, **o)[0][1].item() ** -64  # noqa: E731
-    assert [base(), base(length=4096), base(length=32768)] == pytest.approx([305922] * 3, rel=2e-6)
-    assert base(length=65536) == pytest.approx(651131, rel=2e-6) and base(multiplier=8.0) == pytest.approx(607779, rel=2e-6)
+def test_drope_has_no_rotation():
+    inv_freq, attention_factor = METHODS["drope"](1e4, 24, 333, 4.0, scale=1.44)
+    assert inv_freq.tolist() == [0.0] * 12
+    assert attention_factor == pytest.approx(1.2)  # of queries and of keys
 
 
-def test_resonance():
-    plain, m = METHODS["yarn"](1e4, 64, 1024, 4.0)
-    rounded, same = METHODS["resonance"](1e4, 64, 1024, 4.0)
-    waves = 2 * math.pi / rounded
-    assert same == m and torch.allclose(waves, waves.round(), rtol=1e-12) and ((waves - 2 * math.pi / plain).abs() <= 0.5 + 1e-9).all() and waves[0] == pytest.approx(6)
-    assert torch.allclose(2 * math.pi / METHODS["resonance"](1e4, 64, 1024, 4.0, of="pi")[0], (2 * math.pi / METHODS["pi"](1e4, 64, 1024, 4.0)[0]).round(), rtol=1e-12)
+def test_drope_and_pose_train_at_the_original_length():
+    assert trains_at_original_length("drope", pose=False)
+    assert trains_at_original_length("yarn", pose=True)
+    assert not trains_at_original_length("yarn", pose=False)
 
 
-def test_dropping_rope_is_nope(make):
-    """The same weights, read by --pos=nope; and a scale multiplies the scores."""
-    rope, nope, tokens = make(pos="rope"), make(pos="nope"), torch.randint(0, 50, (2, 60))
-    nope.load_state_dict(rope.state_dict())
-    rope.extend("drope", 4)
-    assert torch.equal(rope(tokens), nope(tokens))
-    rope.extend("drope", 1, scale=1.7)
-    nope.extend("scale", 4, scale=1.7)
-    assert torch.allclose(rope(tokens), nope(tokens), atol=1e-5) and not torch.allclose(rope(tokens), make(pos="nope")(tokens), atol=1e-3)
+# -----------------------------------------------------------------------------
+# The functions of transformers, in a process outside the project.
+
+SIZES = [  # base, rotary_dim, original_length, factor
+    (10000.0, 64, 1024, 4.0),
+    (10000.0, 64, 1024, 2.5),
+    (500000.0, 128, 8192, 8.0),
+    (10000.0, 24, 64, 4.0),
+    (10000.0, 6, 100, 3.0),
+    (1234.5, 80, 777, 16.0),
+    (10000.0, 32, 256, 4.0),
+    (100.0, 10, 4000, 2.0),
+]
+LONGROPE_TABLES = {
+    "long_factor": [1.0 + 0.37 * i for i in range(12)],
+    "short_factor": [1.0 + 0.01 * i for i in range(12)],
+}
+# our method and options, transformers' rope_type and parameters
+SAME_METHODS = [
+    ("pi", {}, "linear", {}),
+    ("yarn", {}, "yarn", {}),
+    ("yarn", {"truncate": False}, "yarn", {"truncate": False}),
+    (
+        "yarn",
+        {"beta_fast": 16.0, "beta_slow": 2.0},
+        "yarn",
+        {"beta_fast": 16.0, "beta_slow": 2.0},
+    ),
+    ("ntk-parts", {"ramp": "paper"}, "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 32.0}),
+    ("llama3", {}, "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ("dynamic-ntk", {"length": None}, "dynamic", {}),
+]
+
+COMPUTE_IN_TRANSFORMERS = """
+import json
+import sys
+
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+results = []
+for kind, base, dim, original_length, factor, length, parameters in json.load(sys.stdin):
+    # two kinds take the original length from max_position_embeddings
+    if kind in ("linear", "dynamic"):
+        max_positions = original_length
+    else:
+        max_positions = int(original_length * factor)
+        parameters["original_max_position_embeddings"] = original_length
+    parameters.update(rope_type=kind, rope_theta=base, factor=factor)
+    config = LlamaConfig(
+        hidden_size=2 * dim,
+        num_attention_heads=2,
+        head_dim=dim,
+        max_position_embeddings=max_positions,
+        rope_parameters=parameters,
+    )
+    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+    results.append([inv_freq.double().tolist(), float(attention_factor)])
+print(json.dumps(results))
+"""
 
 
-def turned(x, position, inv_freq):
-    """One vector (D,) rotated to a position, in float64, as complex numbers."""
+def test_frequencies_match_transformers(tmp_path):
+    cases = []
+    requests = []
+    for base, dim, original_length, factor in SIZES:
+        for method, options, kind, parameters in SAME_METHODS:
+            length = 3 * original_length
+            if "length" in options:
+                options = {"length": length}
+            cases.append((method, base, dim, original_length, factor, options, 2e-5))
+            requests.append((kind, base, dim, original_length, factor, length, parameters))
+    for length in (1000, 300):
+        options = {**LONGROPE_TABLES, "length": length}
+        cases.append(("longrope", 1e4, 24, 333, 4.0, options, 1e-6))
+        requests.append(("longrope", 1e4, 24, 333, 4.0, length, LONGROPE_TABLES))
+
+    done = subprocess.run(
+        [sys.executable, "-c", COMPUTE_IN_TRANSFORMERS],
+        cwd=tmp_path,
+        input=json.dumps(requests),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    for case, (expected, expected_factor) in zip(cases, results, strict=True):
+        method, base, dim, original_length, factor, options, tolerance = case
+        inv_freq, attention_factor = METHODS[method](base, dim, original_length, factor, **options)
+        assert inv_freq.tolist() == pytest.approx(expected, rel=tolerance), case
+        assert attention_factor == pytest.approx(expected_factor, rel=1e-9), case
+
+
+def test_ntk_frozen_equals_dynamic_ntk_whatever_the_target():
+    for base, dim, original_length, factor in SIZES:
+        length = 3 * original_length
+        dynamic, _ = METHODS["dynamic-ntk"](base, dim, original_length, factor, length=length)
+        frozen, _ = METHODS["ntk-frozen"](
+            base, dim, original_length, 9.0, multiplier=factor, length=length
+        )
+        assert torch.equal(dynamic, frozen)
+
+
+# -----------------------------------------------------------------------------
+# LM-Infinite and Self-Extend, one score at a time in float64.
+
+PLAIN_FREQUENCIES = 1e4 ** -(torch.arange(0, 6, 2).double() / 6)  # of 6 channels
+
+
+def rotate_vector(x, position, inv_freq):
+    """Rotate x (D,) to a position, as complex numbers in float64."""
     half = len(inv_freq)
-    z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half, dtype=torch.float64), position * inv_freq)
-    return torch.cat((z.real, z.imag))
+    angle = position * inv_freq
+    rotated = torch.complex(x[:half], x[half:]) * torch.complex(angle.cos(), angle.sin())
+    return torch.cat((rotated.real, rotated.imag))
+
+
+def rotate_all(x, pos):
+    """Rotate x (1, H, T, 6) to positions (T,)."""
+    rotated = torch.empty_like(x)
+    for head in range(x.shape[1]):
+        for t, position in enumerate(pos.tolist()):
+            rotated[0, head, t] = rotate_vector(x[0, head, t], position, PLAIN_FREQUENCIES)
+    return rotated
+
+
+def lm_infinite_distance(i, j, original_length, sinks):
+    """The distance at which query i sees key j; None: it does not."""
+    if i - j < original_length:
+        return i - j
+    return original_length if j < sinks else None
+
+
+def self_extend_distance(i, j, window, group):
+    if i - j < window:
+        return i - j
+    return i // group + window - window // group - j // group
+
+
+def attention_by_distance(q, k, v, inv_freq, scale, distance):
+    """Attention whose query i is rotated to distance(i, j) and whose key j is not: (1, H, T, D)."""
+    y = torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    for head in range(q.shape[1]):
+        for i in range(q.shape[2]):
+            seen, scores = [], []
+            for j in range(i + 1):
+                d = distance(i, j)
+                if d is not None:
+                    rotated = rotate_vector(q[0, head, i], d, inv_freq)
+                    seen.append(j)
+                    scores.append(scale * rotated @ k[0, head // group, j])
+            y[0, head, i] = torch.stack(scores).softmax(0) @ v[0, head // group, seen]
+    return y
+
+
+@pytest.fixture
+def qkv():
+    """A function that makes queries of 4 heads, keys and values of 2, each with 6 channels."""
+
+    def qkv(T):
+        torch.manual_seed(T)
+        return [torch.randn(1, heads, T, 6, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    return qkv
 
 
 @pytest.mark.parametrize("T", [5, 16, 17, 19, 53])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_lm_infinite_matches_the_paper(sinks, T, qkv):
+    q, k, v = qkv(T)
+
+    def distance(i, j):
+        return lm_infinite_distance(i, j, 16, sinks)
+
+    expected = attention_by_distance(q, k, v, PLAIN_FREQUENCIES, 0.3, distance)
+    actual = lm_infinite(q, k, v, rotate_all, 16, 0.3, sinks)
+    assert torch.allclose(actual, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("T", [4, 5, 6, 17, 53])
+def test_self_extend_matches_the_paper(T, qkv):
+    q, k, v = qkv(T)
+
+    def distance(i, j):
+        return self_extend_distance(i, j, 5, 3)
+
+    expected = attention_by_distance(q, k, v, PLAIN_FREQUENCIES, 0.3, distance)
+    assert torch.allclose(self_extend(q, k, v, rotate_all, 5, 3, 0.3), expected, atol=1e-12)
+
+
+def test_self_extend_groups_distances_from_the_window_on():
+    """Window 4, group 2: the distances of the last of 12 tokens to all, from itself on."""
+    distances = [self_extend_distance(11, j, window=4, group=2) for j in range(11, -1, -1)]
+    assert distances == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+
+
 @pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
-def test_two_distances_in_one_attention(method, T, make):
-    """Against the papers' definitions, score by score in float64: which keys are seen, and at what distance."""
-    L, D, W, G, sinks = 16, 6, 5, 3, 4
-    q, k, v = (torch.randn(1, h, T, D, dtype=torch.float64) for h in (4, 2, 2))
-    inv_freq = METHODS["none"](1e4, D, L, 1.0)[0]
-    turn = lambda x, pos: torch.stack([torch.stack([turned(x[0, h, t], pos[t], inv_freq) for t in range(x.shape[2])]) for h in range(x.shape[1])])[None]  # noqa: E731
-    mine = lm_infinite(q, k, v, turn, L, 4.0, 0.3, sinks) if method == "lm-infinite" else self_extend(q, k, v, turn, L, 4.0, 0.3, W, G)
-    right = torch.zeros_like(q)
-    for h in range(4):
-        for i in range(T):
-            seen, scores = [], []
-            for j in range(i + 1):
-                far = i - j >= (L if method == "lm-infinite" else W)
-                if method == "lm-infinite" and far and j >= sinks:
-                    continue
-                distance = i - j if not far else L if method == "lm-infinite" else i // G + W - W // G - j // G
-                seen.append(j)
-                scores.append(0.3 * turned(q[0, h, i], distance, inv_freq) @ k[0, h // 2, j])
-            right[0, h, i] = torch.stack(scores).softmax(0) @ v[0, h // 2, seen]
-    assert torch.allclose(mine, right, atol=1e-12)
-    if method == "self-extend":  # the distances of W = 4, G = 2, i = 11
-        assert [d if d < 4 else 11 // 2 + 4 - 2 - (11 - d) // 2 for d in range(12)] == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+@torch.no_grad()
+def test_extended_models_use_these_distances_with_default_options(method, make):
+    """From 24 to 72 tokens: 10 sinks; a window of 24 / 4 and groups of (72 - 6) / (24 / 2 - 6)."""
+    model = make(pos="rope", n_layer=1, n_kv_head=2, attn_scale=0.7)
+    model.extend(method, 3)
+    x = torch.randn(1, 60, 32)
+
+    def distance(i, j):
+        if method == "lm-infinite":
+            return lm_infinite_distance(i, j, original_length=24, sinks=10)
+        return self_extend_distance(i, j, window=6, group=11)
+
+    attention = model.blocks[0].attention
+    q = attention.q(x).view(1, 60, 4, 8).transpose(1, 2).double()
+    k = attention.k(x).view(1, 60, 2, 8).transpose(1, 2).double()
+    v = attention.v(x).view(1, 60, 2, 8).transpose(1, 2).double()
+    inv_freq = 1e4 ** -(torch.arange(0, 8, 2).double() / 8)
+    y = attention_by_distance(q, k, v, inv_freq, 0.7 / math.sqrt(8), distance)
+    expected = y.transpose(1, 2).flatten(2) @ attention.o.weight.double().T
+    actual = attention(x, model.pos, torch.arange(60), None, {})
+    assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_learned_vectors_are_interpolated(make, tmp_path):
-    """Between rows, as numpy's interp has it; stretching again goes on from there; a checkpoint brings the longer table."""
-    model = make(pos="learned")
-    table = model.pos.table.detach().double()
-    model.extend("pi", 2.5)
-    assert model.pos.table.shape == (60, 32) and model.config.block_size == 60
-    for c in (0, 31):
-        assert model.pos.table[:, c].tolist() == pytest.approx(numpy.interp(numpy.arange(60) / 2.5, numpy.arange(24), table[:, c].numpy()).tolist(), abs=1e-6)
-    model.save(tmp_path / "step-000000")
-    again, tokens = GPT.load(tmp_path), torch.randint(0, 50, (1, 60))
-    assert torch.equal(again(tokens), model(tokens)) and again.pos.table.requires_grad
-    again.extend("pi", 2)
-    assert again.pos.table.shape == (120, 32) and torch.allclose(again.pos.table[::2], model.pos.table, atol=1e-7)
-    with pytest.raises(UserError, match="--method=pi"):
-        again.extend("none", 2)
+@pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
+def test_methods_that_replace_attention_need_one_text_from_its_start(method, make):
+    model, with_window = make(pos="rope"), make(pos="rope", window=9)
+    tokens = torch.randint(0, 50, (2, 30))
+    docs = torch.zeros(2, 30, dtype=torch.long)
+    for extended, inputs in (
+        (model, {"docs": docs}),
+        (model, {"positions": torch.arange(30) + 1}),
+        (model, {"positions": torch.arange(30).expand(2, 30)}),
+        (with_window, {}),
+    ):
+        extended.extend(method, 2)
+        with pytest.raises(UserError, match=f"method '{method}' needs one text from its start"):
+            extended(tokens, **inputs)
+    assert torch.equal(model(tokens, positions=torch.arange(30)), model(tokens))
 
 
-@pytest.mark.parametrize("factor", [2.0, 3.3])
-@pytest.mark.parametrize("pos", ["sinusoidal", "shaw", "nezha", "xl", "t5", "alibi", "kerple", "kerple-power", "sandwich"])
-def test_distances_and_positions_are_divided(pos, factor, make, tmp_path):
-    """What acts at distance d after the stretching acted at d / factor before (in steps where there are rows), cached and whole, and through a checkpoint."""
-    model, n = make(pos=pos), 90
-    with torch.no_grad():
-        for p in model.pos.parameters():
-            p.normal_(0, 0.5)
-    at = lambda table, d: table[..., min(d, table.shape[-1] - 1)].double()  # noqa: E731
-    rows = lambda table, d: table[:, min(d, table.shape[1] - 1)].double()  # noqa: E731
-    before = make(pos=pos)
-    before.load_state_dict(model.state_dict())
-    model.extend("pi", factor)
-    for d in (0, 1, 2, 7, 23, 40, 89):
-        if pos == "sinusoidal":
-            angle = d / factor * before.pos.inv_freq.double()
-            right, mine = torch.stack((angle.sin(), angle.cos()), -1).flatten() * before.pos.scale, model.pos.embed(torch.zeros(1, 1, 32), torch.tensor([d]))[0, 0].double()
-        elif pos == "alibi":
-            right, mine = before.pos.bias(n, 0).double() / factor * d, model.pos.bias(n, 0).double() * d
-        elif pos in ("t5", "shaw"):
-            right, mine = (at(m.pos.bias(n, 0), x) if pos == "t5" else torch.cat([rows(t, x) for t in m.pos.relative(n, 1)[:2]]) for m, x in ((before, int(d / factor + 1e-9)), (model, d)))
-        elif pos == "nezha":
-            angle = min(d / factor, 12) * 1e4 ** -(torch.arange(0, 8, 2).double() / 8)
-            right, mine = torch.stack((angle.sin(), angle.cos()), -1).flatten(), rows(model.pos.relative(n, 0)[0], d)[0]
-        elif pos == "xl":
-            angle = d / factor * 1e4 ** -(torch.arange(0, 32, 2).double() / 32)
-            right, mine = (model.pos.project[1].double() @ torch.cat((angle.sin(), angle.cos()))).view(4, 8), rows(model.pos.relative(n, 1)[0], d)
-        else:
-            r = [p.double() for p in (model.pos.parameters())]
-            slopes = 4 / (8 * torch.arange(1, 5).double())
-            right = {"kerple": lambda: -F.softplus(r[0]) * torch.log1p(F.softplus(r[1]) * d / factor), "kerple-power": lambda: -F.softplus(r[0]) * (d / factor) ** (2 * r[1].sigmoid()),
-                     "sandwich": lambda: slopes * ((d / factor * 1e4 ** -(torch.arange(2, 130, 2).double() / 128)).cos().sum() - 64)}[pos]()
-            mine = at(model.pos.bias(n, 0), d)
-        assert torch.allclose(mine, right, rtol=1e-5, atol=1e-6), d
-    model.save(tmp_path / "step-000000")
-    again, tokens, cache = GPT.load(tmp_path), torch.randint(0, 50, (2, n)), KVCache()
-    with torch.no_grad():
-        whole = again(tokens)
-        assert torch.equal(whole, model(tokens)) and torch.allclose(torch.cat([again(t, cache=cache) for t in tokens.split(13, 1)], 1), whole, atol=1e-5)
+# -----------------------------------------------------------------------------
+# The class of a scheme follows the method.
 
 
-def test_alibi_s_slopes_for_the_text_at_hand(make):
-    """dynamic-pi: unchanged up to the trained length, then divided by length / trained, in steps of a quarter, cached too."""
-    model, plain, tokens = make(pos="alibi"), make(pos="alibi"), torch.randint(0, 50, (1, 96))
-    model.extend("dynamic-pi", 4)
-    with torch.no_grad():
-        assert torch.equal(model(tokens[:, :24]), plain(tokens[:, :24]))
-        for n, position_scale in ((25, 1.25), (30, 1.25), (31, 1.5), (96, 4.0), (24, 1.0)):
-            model(tokens[:, :n])
-            assert torch.equal(model.pos.bias(n, 0), plain.pos.slopes / position_scale)
-        cache = KVCache()
-        for n in range(96):
-            last = model(tokens[:, n:n + 1], cache=cache)
-        assert torch.allclose(last[:, -1], model(tokens)[:, -1], atol=1e-5)
+def test_extending_again_changes_the_class_with_the_method(make):
+    model = make(pos="rope")
+    tokens = torch.randint(0, 50, (1, 60))
+    for method, kind in (
+        ("pi", RoPE),
+        ("lm-infinite", LMInfinite),
+        ("self-extend", SelfExtend),
+        ("lm-infinite", LMInfinite),
+        ("yarn", RoPE),
+    ):
+        model.extend(method, 1.5)
+        assert type(model.pos) is kind
+    direct = make(pos="rope")
+    direct.extend("yarn", 1.5**5)
+    assert model.config == direct.config
+    assert torch.equal(model(tokens), direct(tokens))
 
 
-def test_transformer_xl_s_clamp(make):
-    """Distances past the trained length read as the farthest that was trained."""
-    model = make(pos="xl")
-    with torch.no_grad():
-        free = model.pos.relative(80, 0)[0]
-        model.extend("clamp", 4)
-        assert torch.equal(model.pos.relative(80, 0)[0], free[:, :24]) and torch.equal(model.pos.relative(9, 0)[0], free[:, :9])
-        keys, tokens, cache = model.pos.relative(80, 0)[0], torch.randint(0, 50, (1, 80)), KVCache()
-        assert keys.shape[1] == 24 and torch.allclose(torch.cat([model(t, cache=cache) for t in tokens.split(11, 1)], 1), model(tokens), atol=1e-5)
+def test_a_checkpoint_brings_the_class_of_its_method(make, tmp_path):
+    model = make(pos="rope")
+    tokens = torch.randint(0, 50, (1, 60))
+    for method, kind in (("lm-infinite", LMInfinite), ("self-extend", SelfExtend), ("pi", RoPE)):
+        model.extend(method, 2)
+        model.save(tmp_path / method)
+        loaded = GPT.load(tmp_path / method)
+        assert type(loaded.pos) is kind
+        assert torch.equal(loaded(tokens), model(tokens))
 
 
-def test_attention_factor_scales_logits(make):
-    """YaRN's factor multiplies queries and keys, so scores by its square."""
-    model = make(pos="rope", block_size=256)
-    q = torch.randn(1, 4, 9, 8)
-    model.extend("ntk-parts", 4.0)
-    a, b = model.pos.rotate(q, q, torch.arange(9), 0)
-    model.extend("yarn", 1.0)
-    c, d = model.pos.rotate(q, q, torch.arange(9), 0)
-    assert torch.allclose((c @ d.mT) / (a @ b.mT), torch.tensor((0.1 * math.log(4) + 1) ** 2), rtol=1e-4)
+def test_a_refused_method_keeps_the_class(make):
+    model = make(pos="rope")
+    model.extend("lm-infinite", 2)
+    scheme, config = model.pos, dict(vars(model.config))
+    with pytest.raises(UserError, match="has no option 'sinks'"):
+        model.extend("yarn", 2, sinks=4)
+    with pytest.raises(UserError, match="group=0.5 is not a whole number"):
+        model.extend("self-extend", 2, group=0.5)
+    assert model.pos is scheme
+    assert vars(model.config) == config
+
+
+def test_a_scheme_derived_from_rope_refuses_methods_that_replace_attention(make, monkeypatch):
+    """Its own rotation would be lost in them."""
+
+    class MyRoPE(RoPE):
+        pass
+
+    monkeypatch.setitem(POSITIONS, "mine", MyRoPE)
+    model = make(pos="mine")
+    for method in ("lm-infinite", "self-extend"):
+        with pytest.raises(UserError, match=f"{method}.* replaces attention: .*--pos=rope only"):
+            model.extend(method, 2)
+    model.extend("yarn", 2)
+    assert type(model.pos) is MyRoPE
+    rope = make(pos="rope")
+    rope.extend("yarn", 2)
+    tokens = torch.randint(0, 50, (1, 40))
+    assert torch.equal(model(tokens), rope(tokens))
+
+
+# -----------------------------------------------------------------------------
+# RoPE in the model.
+
+LONGROPE_OPTIONS = {
+    "long_factor": [1.0, 1.5, 4.0, 8.0],
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+}
+
+
+def options_for(method):
+    return LONGROPE_OPTIONS if method == "longrope" else {}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_composition_and_checkpoints(method, make, tmp_path):
-    """2x then 4x is 8x, to the bit, also through checkpoints; a second stretch replaces the method; base and trained length stay."""
-    once, twice, tokens = make(pos="rope"), make(pos="rope"), torch.randint(0, 50, (1, 100))
-    options = {"longrope": dict(long_factor=[1.0, 1.5, 4.0, 8.0], short_factor=[1.0, 1.1, 1.2, 1.3])}.get(method, {})
-    once.extend(method, 8, **options)
+def test_extending_twice_through_checkpoints_equals_once(method, make, tmp_path):
+    """The second method replaces the first, the factors multiply, the original length stays."""
+    once = make(pos="rope")
+    once.extend(method, 8, **options_for(method))
+    twice = make(pos="rope")
     twice.extend("pi", 2)
-    twice.save(tmp_path / "a" / "step-000000")
+    twice.save(tmp_path / "a")
     twice = GPT.load(tmp_path / "a")
-    assert twice.config.extension == {"method": "pi", "factor": 2, "options": {}, "original_length": 24} and twice.config.block_size == 48
-    twice.extend(method, 4, **options)
-    twice.save(tmp_path / "b" / "step-000000")
+    assert twice.config.block_size == 48
+    assert twice.config.extension == {
+        "method": "pi",
+        "factor": 2,
+        "options": {},
+        "original_length": 24,
+    }
+    twice.extend(method, 4, **options_for(method))
+    twice.save(tmp_path / "b")
     twice = GPT.load(tmp_path / "b")
-    assert torch.equal(once.pos.inv_freq, twice.pos.inv_freq) and once.pos.attention_factor == twice.pos.attention_factor
-    assert twice.config.block_size == 192 and twice.config.original_length == 24
-    assert torch.equal(once(tokens), twice(tokens))
-    with torch.no_grad():
-        cache, at = KVCache(), 0
-        for n in (60, 1, 1, 38):  # promise 8 for stretched models: each part equals a full reading of the same length, whose scale a dynamic method takes
-            part, at = once(tokens[:, at:at + n], cache=cache), at + n
-            whole = once(tokens[:, :at])
-            assert (part - whole[:, -n:]).abs().max() < 2e-5 * whole.abs().max()
-    greedy = torch.cat([t for t in once.generate(tokens[:, :30], 12, temperature=0)], 1)
-    grown = tokens[:, :30]
-    for _ in range(12):
-        grown = torch.cat((grown, once(grown)[:, -1:].argmax(-1)), 1)
-    assert torch.equal(greedy, grown[:, 30:])
+
+    assert twice.config == once.config
+    assert twice.config.block_size == 192
+    assert twice.config.original_length == 24
+    assert torch.equal(twice.pos.inv_freq, once.pos.inv_freq)
+    assert twice.pos.attention_factor == once.pos.attention_factor
+    tokens = torch.randint(0, 50, (1, 100))
+    assert torch.equal(twice(tokens), once(tokens))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_extended_models_are_cached(method, make):
+    """A dynamic method computes a whole text with the tables of its length."""
+    model = make(pos="rope")
+    model.extend(method, 8, **options_for(method))
+    check_cached_equals_whole(model, torch.randint(0, 50, (1, 100)), [60, 1, 1, 38])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_extended_models_generate_as_without_a_cache(method, make):
+    model = make(pos="rope")
+    model.extend(method, 8, **options_for(method))
+    prompt = torch.randint(0, 50, (1, 30))
+    cached = torch.cat(list(model.generate(prompt, 12, temperature=0)), 1)
+    plain = torch.cat(list(model.generate_plain(prompt, 12, temperature=0)), 1)
+    assert torch.equal(cached, plain)
 
 
 def test_options_survive_a_checkpoint(make, tmp_path):
     model = make(pos="rope", block_size=512)
     model.extend("yarn", 4, ramp="paper", attention_factor=1.25)
     model.save(tmp_path / "step-000000")
-    again = GPT.load(tmp_path)
-    assert torch.equal(again.pos.inv_freq, model.pos.inv_freq) and again.pos.attention_factor == 1.25
+    loaded = GPT.load(tmp_path)
+    assert torch.equal(loaded.pos.inv_freq, model.pos.inv_freq)
+    assert loaded.pos.attention_factor == 1.25
 
 
-def test_refusals_change_nothing(make):
-    model = make(pos="rope")
-    before, config = model.pos.inv_freq.clone(), dict(vars(model.config))
-    for method, factor, options in (("yarm", 2, {}), ("yarn", 0.5, {}), ("yarn", float("nan"), {}), ("yarn", 2, {"beta": 3}), ("pi", 2, {"ramp": "paper"}), ("yarn", 2, {"ramp": "odd"}),
-                                    ("yarn", 2, {"beta_slow": 40.0}), ("longrope", 2, {}), ("longrope", 2, {"long_factor": [1.0, 2.0]}), ("longrope", 2, {"long_factor": [1.0, 2.0, -1.0, 4.0]}),
-                                    ("resonance", 2, {"of": "dynamic-ntk"}), ("drope", 2, {"scale": 0.0}), ("lm-infinite", 2, {"sinks": 24}), ("self-extend", 2, {"group": 0.5}), ("self-extend", 2, {"window": "x"}),
-                                    ("ntk-lceg", 2, {"multiplier": True}), ("ntk-frozen", 2, {"multiplier": -1.0}), ("dynamic-pi", 2, {"length": math.inf})):
-        with pytest.raises(UserError):
-            model.extend(method, factor, **options)
-    assert torch.equal(model.pos.inv_freq, before) and vars(model.config) == config
-    with pytest.raises(UserError, match="two pairs"):
-        make(pos="rope", head_dim=2).extend("ntk", 2)
-    for pos in sorted(set(POSITIONS) - {"rope"}):
-        with pytest.raises(UserError, match="use --method="):
-            make(pos=pos).extend("yarn", 2)
-    for method, options in (("llama3", {"low_freq_factor": 4.0}), ("abf", {"new_base": 0.5}), ("abf", {"new_base": "big"}), ("dynamic-ntk", {"length": "long"}), ("dynamic-yarn", {"length": -1.0})):
-        with pytest.raises(UserError):
-            make(pos="rope").extend(method, 2, **options)
-    for method in ("abf", "dynamic-ntk"):
-        with pytest.raises(UserError, match="two pairs"):
-            make(pos="rope", head_dim=2).extend(method, 2)
-    for pos in sorted(set(POSITIONS) - {"rope", "learned"}):
-        model = make(pos=pos)
-        model.extend("none", 3)
-        assert model.config.block_size == 72
-    with pytest.raises(UserError, match="scale"):
-        make(pos="nope").extend("scale", 2, scale=True)
-
-
-def test_config_knows_its_trained_length():
+def test_the_original_length_is_the_context_before_any_extension(make):
     assert GPTConfig(block_size=64).original_length == 64
+    model = make(block_size=64)
+    model.extend("pi", 2)
+    assert model.config.original_length == 64
 
 
-def test_abf():
-    """The base is 500,000, or what the slowest pair needs to reach the target; never less than it was."""
-    ratio = lambda base, d, L, s, **o: METHODS["abf"](base, d, L, s, **o)[0][1].item() ** (-d / 2)  # noqa: E731  the base, from the second pair
-    assert ratio(1e4, 64, 1024, 4.0) == pytest.approx(5e5, rel=1e-9)
-    assert ratio(1e4, 64, 8192, 1024.0) == pytest.approx((8192 * 1024 / (2 * math.pi)) ** (64 / 62), rel=1e-9)
-    assert ratio(1e6, 64, 1024, 4.0) == pytest.approx(1e6, rel=1e-9) and ratio(1e4, 64, 1024, 4.0, new_base=7e5) == pytest.approx(7e5, rel=1e-9)
-    slowest = 2 * math.pi / METHODS["abf"](1e4, 64, 8192, 1024.0)[0][-1].item()
-    assert slowest >= 8192 * 1024 * (1 - 1e-9)
+def test_yarns_attention_factor_multiplies_queries_and_keys(make):
+    """So the scores are multiplied by its square."""
+    model = make(pos="rope", block_size=256)
+    x = torch.randn(1, 4, 9, 8)
+    scores = {}
+    model.extend("ntk-parts", 4.0)
+    for method in ("ntk-parts", "yarn"):
+        model.extend(method, 1.0)
+        q, k = model.pos.rotate(x, x, torch.arange(9), 0)
+        scores[method] = q @ k.mT
+    squared = torch.tensor((0.1 * math.log(4) + 1) ** 2)
+    assert torch.allclose(scores["yarn"] / scores["ntk-parts"], squared, rtol=1e-4)
 
 
-@pytest.mark.parametrize("length", [24, 30, 64])
-@pytest.mark.parametrize("method", ["dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen"])
-def test_dynamic_methods_step_and_shrink(method, length, make):
-    """Plain RoPE to the bit up to the trained length; a step at each multiple of a quarter of it, where it is no whole number too; and back."""
-    model, plain, tokens = make(pos="rope", block_size=length), make(pos="rope", block_size=length), torch.randint(0, 50, (1, 4 * length))
+def test_drope_equals_nope_with_the_same_weights(make):
+    rope, nope = make(pos="rope"), make(pos="nope")
+    tokens = torch.randint(0, 50, (2, 60))
+    unscaled = nope(tokens)
+    rope.extend("drope", 4)
+    assert torch.equal(rope(tokens), unscaled)
+    rope.extend("drope", 1, scale=1.7)
+    nope.extend("scale", 4, scale=1.7)
+    assert torch.allclose(rope(tokens), nope(tokens), atol=1e-5)
+    assert not torch.allclose(rope(tokens), unscaled, atol=1e-3)
+
+
+# -----------------------------------------------------------------------------
+# Dynamic methods.
+
+DYNAMIC = ["dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen"]
+
+
+@pytest.mark.parametrize("length", [24, 30])  # 30: a quarter of it is no whole number
+@pytest.mark.parametrize("method", DYNAMIC)
+def test_dynamic_tables_step_at_quarters_of_the_original_length(method, length, make):
+    model, plain = make(pos="rope", block_size=length), make(pos="rope", block_size=length)
+    tokens = torch.randint(0, 50, (1, 4 * length))
     model.extend(method, 4)
     for n in (1, length // 2, length - 1, length):
         assert torch.equal(model(tokens[:, :n]), plain(tokens[:, :n])), n
-    for n in (length + 1, length + length // 4, length + length // 4 + 1, 2 * length, 4 * length, length + 1):
-        quarters = -(-4 * n // length)
+    quarter = length // 4
+    for n in (length + 1, length + quarter, length + quarter + 1, 2 * length, 4 * length):
         model(tokens[:, :n])
-        inv_freq, m = METHODS[method](10000.0, model.pos.rotary_dim, length, 4.0, length=length * quarters / 4)
-        assert torch.equal(model.pos.inv_freq, inv_freq) and model.pos.attention_factor == m and quarters > 4, n
-    assert torch.equal(model(tokens[:, :length]), plain(tokens[:, :length]))  # nothing is left of the long text
-    whole, cache = model(tokens[:, :3 * length]), KVCache()
-    with torch.no_grad():
-        for n in range(3 * length):  # token by token over eight steps of the scale
-            out = model(tokens[:, n:n + 1], cache=cache)
-            if n + 1 in (length, length + 1, 2 * length - 1, 3 * length):
-                assert torch.allclose(out, model(tokens[:, :n + 1])[:, -1:], atol=1e-4), n
-    assert torch.allclose(out[:, -1], whole[:, -1], atol=1e-4)
+        quarters = math.ceil(4 * n / length)
+        assert quarters > 4
+        inv_freq, attention_factor = METHODS[method](
+            10000.0, 8, length, 4.0, length=length * quarters / 4
+        )
+        assert torch.equal(model.pos.inv_freq, inv_freq), n
+        assert model.pos.attention_factor == attention_factor, n
+    # nothing is left of the long text
+    assert torch.equal(model(tokens[:, :length]), plain(tokens[:, :length]))
 
 
-def test_a_dynamic_method_with_its_length_fixed(make):
-    model, tokens = make(pos="rope"), torch.randint(0, 50, (1, 90))
+@pytest.mark.parametrize("length", [24, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", DYNAMIC)
+def test_dynamic_methods_decode_token_by_token(method, length, make):
+    """Over eight steps of the tables."""
+    model = make(pos="rope", block_size=length)
+    model.extend(method, 4)
+    tokens = torch.randint(0, 50, (1, 3 * length))
+    check_cached_equals_whole(model, tokens, [1] * (3 * length))
+
+
+def test_a_dynamic_method_with_a_fixed_length_does_not_change(make):
+    model = make(pos="rope")
+    tokens = torch.randint(0, 50, (1, 90))
     model.extend("dynamic-ntk", 2, length=48.0)
-    assert torch.equal(model.pos.inv_freq, METHODS["dynamic-ntk"](10000.0, 8, 24, 2.0, length=48)[0])
-    before = model.pos.inv_freq.clone()
-    model(tokens[:, :90]), model(tokens[:, :9])
-    assert torch.equal(model.pos.inv_freq, before)
+    inv_freq, _ = METHODS["dynamic-ntk"](10000.0, 8, 24, 2.0, length=48)
+    for n in (90, 9):
+        model(tokens[:, :n])
+        assert torch.equal(model.pos.inv_freq, inv_freq)
+
+
+def test_alibis_slopes_are_divided_by_the_length_of_the_input(make):
+    """dynamic-pi: in quarters of the original length of 24, from there on."""
+    model, plain = make(pos="alibi"), make(pos="alibi")
+    model.extend("dynamic-pi", 4)
+    tokens = torch.randint(0, 50, (1, 96))
+    assert torch.equal(model(tokens[:, :24]), plain(tokens[:, :24]))
+    for n, divisor in ((25, 1.25), (30, 1.25), (31, 1.5), (96, 4.0), (24, 1.0)):
+        model(tokens[:, :n])
+        assert torch.equal(model.pos.bias(n, 0), plain.pos.slopes / divisor)
+    check_cached_equals_whole(model, tokens, [1] * 96)
+
+
+# -----------------------------------------------------------------------------
+# The other schemes.
+
+
+def numpy_interpolation(table, factor):
+    """A table (n, C) interpolated to n * factor rows by NumPy, constant from its end on."""
+    rows = np.arange(round(len(table) * factor)) / factor
+    columns = [np.interp(rows, np.arange(len(table)), column) for column in table.T.numpy()]
+    return torch.from_numpy(np.stack(columns, 1))
+
+
+def test_learned_embeddings_are_interpolated_linearly(make):
+    model = make(pos="learned")
+    expected = numpy_interpolation(model.pos.table.detach().double(), 2.5)
+    model.extend("pi", 2.5)
+    assert model.config.block_size == 60
+    assert model.pos.table.shape == (60, 32)
+    assert model.pos.table.requires_grad
+    assert torch.allclose(model.pos.table.double(), expected, atol=1e-6)
+    with pytest.raises(UserError, match="--method=pi"):
+        model.extend("none", 2)
+
+
+def test_extended_learned_embeddings_come_back_from_a_checkpoint(make, tmp_path):
+    model = make(pos="learned")
+    model.extend("pi", 2.5)
+    model.save(tmp_path / "step-000000")
+    loaded = GPT.load(tmp_path)
+    tokens = torch.randint(0, 50, (1, 60))
+    assert torch.equal(loaded(tokens), model(tokens))
+    loaded.extend("pi", 2)
+    assert loaded.pos.table.shape == (120, 32)
+    assert torch.allclose(loaded.pos.table[::2], model.pos.table, atol=1e-7)
+
+
+DISTANCES = (0, 1, 2, 7, 23, 40, 89)  # all below 90
+
+
+@pytest.fixture
+def interpolated(make):
+    """A function that makes a model and extends it by position interpolation."""
+
+    def interpolated(pos, factor):
+        model = make(pos=pos)
+        for p in model.pos.parameters():
+            nn.init.normal_(p, 0, 0.5)
+        model.extend("pi", factor)
+        return model
+
+    return interpolated
+
+
+def at_distance(table, distance):
+    """What a table (H, m) or (H, m, D) of distances holds; its end holds for all greater ones."""
+    return table[:, min(distance, table.shape[1] - 1)].double()
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.3])
+@pytest.mark.parametrize("pos", BIASES)
+@torch.no_grad()
+def test_interpolation_divides_the_distance_of_a_bias(pos, factor, interpolated):
+    scheme = interpolated(pos, factor).pos
+    for d in DISTANCES:
+        bias = scheme.bias(90, 0)
+        actual = -bias.double() * d if bias.dim() == 1 else at_distance(bias, d)
+        expected = BIASES[pos](scheme, d / factor)
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6), d
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.3])
+@torch.no_grad()
+def test_interpolation_divides_the_distance_of_shaws_vectors(factor, interpolated):
+    scheme = interpolated("shaw", factor).pos
+    keys, values, _ = scheme.relative(90, 1)
+    for d in DISTANCES:
+        key, value = shaw_vectors(scheme, d / factor, 1, 12)
+        assert torch.equal(at_distance(keys, d)[0], key), d
+        assert torch.equal(at_distance(values, d)[0], value), d
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.3])
+@torch.no_grad()
+def test_interpolation_divides_the_distance_of_sinusoids(factor, interpolated):
+    nezha = interpolated("nezha", factor).pos
+    xl = interpolated("xl", factor).pos
+    sinusoidal = interpolated("sinusoidal", factor).pos
+    for d in DISTANCES:
+        expected = nezha_vector(nezha, d / factor, 12)
+        actual = at_distance(nezha.relative(90, 0)[0], d)[0]
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6), d
+
+        expected = transformer_xl_keys(xl, d / factor, 1)
+        actual = at_distance(xl.relative(90, 1)[0], d)
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6), d
+
+        expected = sinusoid(d / factor, 32) * sinusoidal.scale
+        actual = sinusoidal.embed(torch.zeros(1, 1, 32), torch.tensor([d]))[0, 0].double()
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6), d
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.3])
+@pytest.mark.parametrize("pos", sorted(set(POSITIONS) - {"nope", "learned", "rope"}))
+def test_interpolated_models_are_cached_and_saved(pos, factor, interpolated, tmp_path):
+    model = interpolated(pos, factor)
+    tokens = torch.randint(0, 50, (1, 90))
+    model.save(tmp_path / "step-000000")
+    loaded = GPT.load(tmp_path)
+    assert torch.equal(loaded(tokens), model(tokens))
+    check_cached_equals_whole(loaded, tokens, 13)
+
+
+@torch.no_grad()
+def test_transformer_xls_clamp_uses_the_last_distance_of_training(make):
+    model = make(pos="xl")
+    keys = model.pos.relative(80, 0)[0]
+    model.extend("clamp", 4)
+    assert torch.equal(model.pos.relative(80, 0)[0], keys[:, :24])
+    assert torch.equal(model.pos.relative(9, 0)[0], keys[:, :9])
+    check_cached_equals_whole(model, torch.randint(0, 50, (1, 80)), 11)
+
+
+# -----------------------------------------------------------------------------
+# What is refused changes nothing.
+
+
+@pytest.mark.parametrize(
+    "method, factor, options, message",
+    [
+        ("yarm", 2, {}, "--pos=rope has no extension method 'yarm': use --method=none, pi, "),
+        ("yarn", 0.5, {}, "factor=0.5 does not extend the context: give at least 1"),
+        ("yarn", float("nan"), {}, "factor=nan does not extend"),
+        ("yarn", math.inf, {}, "factor=inf does not extend"),
+        ("yarn", 2, {"beta": 3}, "method 'yarn' of --pos=rope has no option 'beta': use beta_fast"),
+        ("pi", 2, {"ramp": "paper"}, "has no option 'ramp': leave it out"),
+        ("yarn", 2, {"ramp": "odd"}, "ramp='odd' is unknown: choose from index, paper"),
+        ("yarn", 2, {"truncate": 1}, "truncate=1 is not true or false"),
+        ("yarn", 2, {"beta_slow": 40.0}, "beta_slow=40.0 must be below beta_fast=32.0"),
+        ("llama3", 2, {"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below"),
+        ("abf", 2, {"new_base": 0.5}, "new_base=0.5 must be a number above 1"),
+        ("abf", 2, {"new_base": "big"}, "new_base=big must be a number above 1"),
+        ("longrope", 2, {}, "needs a table of 4 numbers"),
+        ("longrope", 2, {"long_factor": [1.0, 2.0]}, "long_factor must be a list of 4 numbers"),
+        ("longrope", 2, {"long_factor": [1.0, 2.0, -1.0, 4.0]}, "list of 4 numbers above 0"),
+        ("resonance", 2, {"of": "dynamic-ntk"}, "of='dynamic-ntk' is unknown: choose from none"),
+        ("drope", 2, {"scale": 0.0}, "scale=0.0 is not a number above 0"),
+        ("lm-infinite", 2, {"sinks": 24}, "sinks=24 must be a number of tokens: give 0 to 23"),
+        ("self-extend", 2, {"group": 0.5}, "group=0.5 is not a whole number"),
+        ("self-extend", 2, {"window": "x"}, "window=x is not a number above 0"),
+        ("ntk-lceg", 2, {"multiplier": True}, "multiplier=True is not a number above 0"),
+        ("ntk-frozen", 2, {"multiplier": -1.0}, "multiplier=-1.0 is not a number above 0"),
+        ("dynamic-pi", 2, {"length": math.inf}, "length=inf is not a number above 0"),
+        ("dynamic-ntk", 2, {"length": "long"}, "length=long is not a number above 0"),
+        ("dynamic-yarn", 2, {"length": -1.0}, "length=-1.0 is not a number above 0"),
+        ("ntk-parts", 2, {"beta_slow": 1e-320}, "not finite|cannot be computed"),
+    ],
+    ids=str,
+)
+def test_a_refused_extension_changes_nothing(method, factor, options, message, make):
+    model = make(pos="rope")
+    inv_freq, config = model.pos.inv_freq.clone(), dict(vars(model.config))
+    with pytest.raises(UserError, match=message):
+        model.extend(method, factor, **options)
+    assert torch.equal(model.pos.inv_freq, inv_freq)
+    assert vars(model.config) == config
+
+
+@pytest.mark.parametrize("method", ["ntk", "abf", "dynamic-ntk"])
+def test_methods_that_change_the_base_need_two_pairs(method, make):
+    with pytest.raises(UserError, match="two pairs of rotated channels, .* use --method=pi"):
+        make(pos="rope", head_dim=2).extend(method, 2)
+
+
+@pytest.mark.parametrize("pos", sorted(set(POSITIONS) - {"rope"}))
+def test_other_schemes_refuse_ropes_methods(pos, make):
+    model = make(pos=pos)
+    with pytest.raises(UserError, match=f"--pos={pos} has no extension method 'yarn'"):
+        model.extend("yarn", 2)
+    with pytest.raises(UserError, match="'lm-infinite' replaces attention"):
+        model.extend("lm-infinite", 2)
+    assert model.config.extension is None
+
+
+@pytest.mark.parametrize("pos", sorted(set(POSITIONS) - {"learned"}))
+def test_the_method_none_extends_the_context_alone(pos, make):
+    model, plain = make(pos=pos), make(pos=pos)
+    model.extend("none", 3)
+    assert model.config.block_size == 72
+    tokens = torch.randint(0, 50, (1, 60))
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+def test_nopes_scale_must_be_a_positive_number(make):
+    for scale in (True, 0.0, "2"):
+        with pytest.raises(UserError, match="scale=.* is not a number above 0"):
+            make(pos="nope").extend("scale", 2, scale=scale)

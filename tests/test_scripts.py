@@ -245,6 +245,7 @@ def test_extending_inherits_the_training_and_measures_before_and_after(trained, 
     yarn, text = extended
     assert (yarn.parent / "plots/w.png").read_bytes()[:4] == PNG
     assert "32 -> 64 tokens" in text
+    assert "the original 32" in text  # of the plot in the terminal
     assert "75.00%" in text  # 6 steps of the 8 of pretraining
     assert text.count("last-quarter, nats per token") == 2
     meta = json.loads((newest(yarn) / "meta.json").read_text())
@@ -596,17 +597,15 @@ def test_bare_token_files_do_not_erase_the_tokenizer(letters, call, tmp_path):
 
 
 def test_the_note_of_a_figure_names_the_data_that_was_read(letters, call, tmp_path, monkeypatch):
-    run, original = letters
-    dataset = tmp_path / "acgt"
-    shutil.copytree(original, dataset)
+    run, dataset = letters
     notes = []
 
     def keep_note(records, lengths, file, note, **options):
         notes.append(note)
 
     monkeypatch.setattr(plots, "plot_losses", keep_note)
-    words = ["evaluate.py", run, f"--dataset={dataset}", "--lengths=32", "--max_tokens=999999"]
-    assert_success(call(*words, f"--plot={tmp_path}/p.png"))
+    words = ["--lengths=32", "--max_tokens=999999", f"--plot={tmp_path}/p.png"]
+    assert_success(call("evaluate.py", run, *words))
     assert notes == [f"200 tokens of {dataset}, data {data.Dataset(str(dataset)).hash}"]
 
 

@@ -1,6 +1,10 @@
-"""kernels/flash.py and kernels/decode.py under Triton's interpreter, on CPU tensors: run by tests/test_kernels.py in a process with TRITON_INTERPRET=1.
+"""kernels/flash.py and kernels/decode.py under Triton's interpreter, on CPU tensors.
 
-On a GPU, compiled: NANOLONG_GPU=1 python -m pytest -q tests/interpreted -n 8."""
+tests/test_kernels.py runs this file in a process with TRITON_INTERPRET=1. By default it runs small
+cases that visit every kernel, kind of bias and mask; --all adds the large products.
+On a GPU, compiled: NANOLONG_GPU=1 python -m pytest -q tests/interpreted -n 8 --all
+"""
+
 import itertools
 import math
 import random
@@ -8,314 +12,652 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import kernels
 from kernels import decode, flash
 
-FACTORS = dict(
-    T=(1, 17, 63, 64, 65, 130), cached=(0, 1, 37), heads=((1, 1), (3, 3), (6, 6), (12, 12), (4, 1)), D=(16, 40, 64, 80, 128), m=("1", "5", "T", "more"),
-    term=("none", "slopes", "table", "shaw", "xl"), mask=("causal", "window", "sinks", "docs", "positions", "all keys"), gradient=("whole", "expanded", "transposed", "sliced"),
-    dtype=("float32", "float16", "bfloat16"))
+slow = pytest.mark.slow
 
 
-def pairwise(seed=0):
-    """Cases that hold every pair of values of every two factors, found greedily: of 200 random cases the one with most new pairs."""
-    draw, names = random.Random(seed), list(FACTORS)
-    left = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]}
+# -----------------------------------------------------------------------------
+# Cases
+
+FACTORS = {
+    "T": (1, 17, 63, 64, 65, 130),
+    "cached": (0, 1, 37),
+    "heads": ((1, 1), (3, 3), (6, 6), (12, 12), (4, 1)),
+    "D": (16, 40, 64, 80, 128),
+    "m": ("1", "5", "T", "more"),
+    "bias": ("none", "slopes", "table", "shaw", "xl"),
+    "mask": ("causal", "window", "sinks", "docs", "positions", "all keys"),
+    "gradient": ("whole", "expanded", "transposed", "sliced"),
+    "dtype": ("float32", "float16", "bfloat16"),
+}
+
+
+def pairwise_cases(seed=0):
+    """Cases that hold every pair of values of every two factors.
+
+    Found greedily: of 200 random cases the one with the most new pairs.
+    """
+    rng = random.Random(seed)
+    names = list(FACTORS)
+    missing = set()
+    for a, b in itertools.combinations(names, 2):
+        missing |= {(a, x, b, y) for x in FACTORS[a] for y in FACTORS[b]}
 
     def pairs(case):
         return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
 
-    while left:
-        tries = []
+    def new_pairs(case):
+        return len(pairs(case) & missing)
+
+    while missing:
+        candidates = []
         for _ in range(200):
-            a, x, b, y = draw.choice(sorted(left, key=str)[:40])
-            tries.append({**{name: draw.choice(FACTORS[name]) for name in names}, a: x, b: y})
-        best = max(tries, key=lambda case: len(pairs(case) & left))
-        left -= pairs(best)
+            a, x, b, y = rng.choice(sorted(missing, key=str)[:40])
+            case = {name: rng.choice(FACTORS[name]) for name in names}
+            candidates.append({**case, a: x, b: y})
+        best = max(candidates, key=new_pairs)
+        missing -= pairs(best)
         yield best
 
 
-def written(q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None, causal=True, scale=None):
-    """The formula with dense (Tq, Tk) matrices, in the dtype of its inputs: float64 is the truth, the dtype at hand the measure. Returns the output and the log-sum-exp."""
-    (B, H, Tq, D), Tk = q.shape, k.shape[2]
-    scale = D ** -0.5 if scale is None else scale
-    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)[None]
-    d = (i - j).clamp(min=0) if causal else (i - j).abs()
-    where = (torch.arange(Tk) if positions is None else positions).expand(B, Tk)
-    seen = ((j <= i) | (not causal)).expand(B, Tq, Tk)
-    if window:
-        seen = seen & (((where[:, Tk - Tq:, None] - where[:, None]).abs() < window) | (where[:, None] < sinks))
-    if docs is not None:
-        seen = seen & (docs[:, Tk - Tq:, None] == docs[:, None])
-    u, w = (0, 0) if relative is None or relative[2] is None else (x[:, None] for x in relative[2])
-    s = (q + u) @ k.mT
-    if relative is not None:
-        s = s + ((q + w)[:, :, :, None] * relative[0][:, d.clamp(max=relative[0].shape[1] - 1)][None]).sum(-1)
-    s = s * scale
-    if bias is not None:
-        s = s + (-bias[:, None, None] * d if bias.dim() == 1 else bias[:, d.clamp(max=bias.shape[1] - 1)]).to(s.dtype)
-    s = s.masked_fill(~seen[:, None], -math.inf)
-    p = s.softmax(-1)
-    y = p @ v
-    if relative is not None and relative[1] is not None:
-        y = y + (p[..., None] * relative[1][:, d.clamp(max=relative[1].shape[1] - 1)][None]).sum(-2)
-    return y, s.logsumexp(-1)
+def small_case(**changes):
+    """More than one tile of 32 x 32, and a partial one, with a cache."""
+    return {
+        "T": 40,
+        "cached": 5,
+        "heads": (2, 1),
+        "D": 16,
+        "m": "5",
+        "bias": "none",
+        "mask": "causal",
+        "gradient": "whole",
+        "dtype": "float32",
+        "B": 1,
+        **changes,
+    }
 
 
-def inputs(T, cached, heads, D, m, term, mask, dtype, B=0, **_):
-    """Fresh random inputs of a case: leaves that want a gradient, how to put them together, and the options."""
-    (H, Hk), dtype = heads, getattr(torch, dtype)
-    B = B or (16 if T == 1 else 1 if H > 4 else 2)  # of a few rows one may cancel by chance
-    Tq, Tk = T, T + cached
-    m = {"1": 1, "5": 5, "T": Tk, "more": Tk + 9}[m]
-    leaves = [torch.randn(B, t, h, D).to(dtype).transpose(1, 2) for t, h in ((Tq, H), (Tk, Hk), (Tk, Hk))]  # as a model has them
-    leaves += {"none": lambda: [], "slopes": lambda: [torch.rand(H)], "table": lambda: [torch.randn(H, m)], "shaw": lambda: [torch.randn(1, m, D).to(dtype) for _ in range(2)],
-               "xl": lambda: [torch.randn(H, m, D).to(dtype), *(torch.randn(H, D).to(dtype) for _ in range(2))]}[term]()
-
-    def build(q, k, v, *rest):
-        return (q, k, v), {"bias": rest[0] if term in ("slopes", "table") else None, "relative": (*rest, None) if term == "shaw" else (rest[0], None, rest[1:]) if term == "xl" else None}
-
-    steps = torch.randint(1, 4, (B, Tk)).cumsum(1)
-    options = {"causal": {}, "window": dict(window=random.choice((1, 9, 40, 200))), "sinks": dict(window=random.choice((5, 33)), sinks=random.choice((1, 3, 40))), "all keys": dict(causal=False),
-               "docs": dict(docs=(torch.rand(B, Tk) < 0.04).cumsum(1)), "positions": dict(window=20, sinks=9, positions=random.choice((steps, steps[0]))) }[mask]
-    if mask == "all keys" and random.random() < 0.5:
-        options |= dict(window=25, sinks=2)
-    return [x.requires_grad_() for x in leaves], build, options
+# Every kind of bias with several masks and dtypes. 3 queries: the decoding kernel, too.
+SMALL_CASES = [
+    small_case(mask="causal", gradient="expanded"),
+    small_case(mask="sinks", dtype="bfloat16", gradient="transposed"),
+    small_case(mask="positions", T=3),
+    small_case(bias="slopes", mask="window", gradient="sliced"),
+    small_case(bias="slopes", mask="all keys", cached=0),
+    small_case(bias="slopes", mask="causal", T=3, cached=70, B=4, dtype="float16"),
+    small_case(bias="table", mask="docs", heads=(2, 2)),
+    small_case(bias="table", mask="causal", m="T", dtype="bfloat16", B=2),
+    small_case(bias="table", mask="all keys", T=50, m="5"),
+    small_case(bias="table", mask="sinks", T=3, cached=70, B=4),
+    small_case(bias="shaw", mask="causal", T=70, cached=0),
+    small_case(bias="shaw", mask="window", T=3, cached=70, dtype="float16", B=4),
+    small_case(bias="xl", mask="docs", m="T"),
+    small_case(bias="xl", mask="positions", T=3, cached=40, B=4),
+]
 
 
-def gradient_of(kind, shape, dtype):
-    """dO as autograd may hand it over."""
-    B, H, T, D = shape
-    return {"whole": lambda: torch.randn(shape), "expanded": lambda: torch.randn(B, H, 1, 1).expand(shape), "transposed": lambda: torch.randn(D, T, H, B).permute(3, 2, 1, 0),
-            "sliced": lambda: torch.randn(B, H, T + 3, 2 * D)[:, :, 2:-1, ::2]}[kind]().to(dtype)
-
-
-def error(x, right):
-    x = x.detach()
-    return float((x.detach().double() - right).norm() / right.norm().clamp(min=1e-6 * right.numel() ** 0.5))
-
-
-def check(case):
-    leaves, build, options = inputs(**case)
-    dtype = leaves[0].dtype
-    (q, k, v), terms = build(*leaves)
-    y, lse = flash.attention(q, k, v, **terms, **options, return_lse=True)
-    assert y.dtype == dtype and y.shape == q.shape
-    dy, dlse = gradient_of(case["gradient"], y.shape, dtype), torch.randn(lse.shape) * (dtype == torch.float32)
-    grads = torch.autograd.grad((y, lse), leaves, (dy, dlse), allow_unused=case["term"] == "xl")
-
-    def by_hand(to):
-        copies = [x.detach().to(to).requires_grad_() for x in leaves]
-        args, more = build(*copies)
-        out = written(*args, **more, **options)
-        return [*out, *torch.autograd.grad(out, copies, (dy.to(to), dlse.to(to)), allow_unused=True)]
-
-    true, plain = by_hand(torch.float64), by_hand(dtype)
-    with torch.no_grad():
-        few, few_lse = decode.attention(q, k, v, **terms, **options, return_lse=True) if y.shape[2] <= 17 else (y, lse)
-    rounding = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    cancels = 100 if dtype == torch.float32 and (case["m"] == "1" or case["term"] == "slopes") else 1  # few sums of large terms of both signs, whose size tells little of what was rounded
-    for what, mine, his, right in zip(("out", "lse", *"qkv", "term", "term", "term"), (y, lse, *grads), plain, true):
-        if dtype == torch.float32 or float(right.norm()) > 1e-3 * right.numel() ** 0.5:  # where a gradient is zero there is only rounding to compare
-            assert error(mine, right) <= 2 * error(his, right) + rounding * (cancels if what == "term" else 1), (what, error(mine, right), error(his, right))
-        else:
-            assert float((mine - right).norm()) < 0.1 * right.numel() ** 0.5, what
-    assert error(few, true[0]) <= 2 * error(plain[0], true[0]) + rounding and error(few_lse, true[1]) <= 2 * error(plain[1], true[1]) + rounding
-
-
-def name_of(case):
+def case_name(case):
     return "-".join(str(x).replace(" ", "") for x in case.values())
 
 
-@pytest.mark.parametrize("case", list(pairwise()), ids=name_of)
-def test_against_float64(case, rng):
-    """Outputs, log-sum-exp and every gradient; errors at most twice those of the same formula in PyTorch at that dtype. The few-query kernel too."""
+def explicit_attention(
+    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
+    causal=True, scale=None,
+):  # fmt: skip
+    """The formula with dense (Tq, Tk) matrices, in the dtype of its inputs.
+
+    In float64 it is the truth; in the dtype of the kernel it says what error to expect. Returns the
+    output and the log-sum-exp.
+    """
+    B, H, Tq, D = q.shape
+    Tk = k.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    i = torch.arange(Tk - Tq, Tk)[:, None]
+    j = torch.arange(Tk)[None]
+    d = (i - j).clamp(min=0) if causal else (i - j).abs()
+
+    pos = (torch.arange(Tk) if positions is None else positions).expand(B, Tk)
+    visible = ((j <= i) | (not causal)).expand(B, Tq, Tk)
+    if window:
+        gap = (pos[:, Tk - Tq :, None] - pos[:, None]).abs()
+        visible = visible & ((gap < window) | (pos[:, None] < sinks))
+    if docs is not None:
+        visible = visible & (docs[:, Tk - Tq :, None] == docs[:, None])
+
+    keys, values, offsets = relative or (None, None, None)
+    u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
+    s = (q + u) @ k.mT
+    if keys is not None:
+        s = s + ((q + w)[:, :, :, None] * keys[:, d.clamp(max=keys.shape[1] - 1)][None]).sum(-1)
+    s = s * scale
+    if bias is not None and bias.dim() == 1:
+        s = s + (-bias[:, None, None] * d).to(s.dtype)
+    elif bias is not None:
+        s = s + bias[:, d.clamp(max=bias.shape[1] - 1)].to(s.dtype)
+    s = s.masked_fill(~visible[:, None], -math.inf)
+    p = s.softmax(-1)
+    y = p @ v
+    if values is not None:
+        y = y + (p[..., None] * values[:, d.clamp(max=values.shape[1] - 1)][None]).sum(-2)
+    return y, s.logsumexp(-1)
+
+
+def bias_leaves(bias, H, m, D, dtype):
+    """Fresh random parameters of a kind of bias."""
+    if bias == "slopes":
+        return [torch.rand(H)]
+    if bias == "table":
+        return [torch.randn(H, m)]
+    if bias == "shaw":
+        return [torch.randn(1, m, D).to(dtype) for _ in range(2)]
+    if bias == "xl":
+        return [torch.randn(H, m, D).to(dtype), *(torch.randn(H, D).to(dtype) for _ in range(2))]
+    return []
+
+
+def mask_options(mask, B, Tk):
+    steps = torch.randint(1, 4, (B, Tk)).cumsum(1)
+    if mask == "window":
+        return {"window": random.choice((1, 9, 40, 200))}
+    if mask == "sinks":
+        return {"window": random.choice((5, 33)), "sinks": random.choice((1, 3, 40))}
+    if mask == "docs":
+        return {"docs": (torch.rand(B, Tk) < 0.04).cumsum(1)}
+    if mask == "positions":
+        return {"window": 20, "sinks": 9, "positions": random.choice((steps, steps[0]))}
+    if mask == "all keys":
+        with_window = {"window": 25, "sinks": 2} if random.random() < 0.5 else {}
+        return {"causal": False, **with_window}
+    return {}
+
+
+def random_inputs(T, cached, heads, D, m, bias, mask, dtype, B=0, **_):
+    """Fresh random inputs of a case: leaves that require a gradient, and the options of a mask.
+
+    And a function from the leaves to (q, k, v) and the arguments for the bias.
+    """
+    H, Hk = heads
+    dtype = getattr(torch, dtype)
+    if not B:  # with few rows, one may cancel by chance
+        B = 1 if H > 4 else 2
+        B = 16 if T == 1 else B
+    Tq = T
+    Tk = T + cached
+    m = {"1": 1, "5": 5, "T": Tk, "more": Tk + 9}[m]
+    leaves = []
+    for n, h in ((Tq, H), (Tk, Hk), (Tk, Hk)):
+        leaves.append(torch.randn(B, n, h, D).to(dtype).transpose(1, 2))  # as a model has them
+    leaves += bias_leaves(bias, H, m, D, dtype)
+
+    def build(q, k, v, *rest):
+        arguments = {}
+        if bias in ("slopes", "table"):
+            arguments["bias"] = rest[0]
+        elif bias == "shaw":
+            arguments["relative"] = (*rest, None)
+        elif bias == "xl":
+            arguments["relative"] = (rest[0], None, rest[1:])
+        return (q, k, v), arguments
+
+    return [x.requires_grad_() for x in leaves], build, mask_options(mask, B, Tk)
+
+
+def output_gradient(kind, shape, dtype):
+    """dO with the strides that autograd may hand over."""
+    B, H, T, D = shape
+    if kind == "expanded":
+        dy = torch.randn(B, H, 1, 1).expand(shape)
+    elif kind == "transposed":
+        dy = torch.randn(D, T, H, B).permute(3, 2, 1, 0)
+    elif kind == "sliced":
+        dy = torch.randn(B, H, T + 3, 2 * D)[:, :, 2:-1, ::2]
+    else:
+        dy = torch.randn(shape)
+    return dy.to(dtype)
+
+
+def error(x, expected):
+    """The relative error."""
+    norm = expected.norm().clamp(min=1e-6 * expected.numel() ** 0.5)
+    return float((x.detach().double() - expected).norm() / norm)
+
+
+def gradients(loss, leaves, bias=None):
+    """Gradients of a sum of squares. Transformer-XL's u may have none."""
+    return torch.autograd.grad(loss.square().sum(), leaves, allow_unused=bias == "xl")
+
+
+# -----------------------------------------------------------------------------
+# Against float64
+
+
+def check(case):
+    """Compare outputs, log-sum-exps and every gradient with float64.
+
+    The error may be twice that of the same formula in PyTorch at that dtype, and a rounding.
+    """
+    leaves, build, options = random_inputs(**case)
+    dtype = leaves[0].dtype
+    (q, k, v), bias = build(*leaves)
+    y, lse = flash.attention(q, k, v, **bias, **options, return_lse=True)
+    assert y.dtype == dtype and y.shape == q.shape
+    dy = output_gradient(case["gradient"], y.shape, dtype)
+    dlse = torch.randn(lse.shape) * (dtype == torch.float32)
+    unused = case["bias"] == "xl"
+    grads = torch.autograd.grad((y, lse), leaves, (dy, dlse), allow_unused=unused)
+
+    def by_formula(dtype):
+        copies = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        arguments, bias = build(*copies)
+        y, lse = explicit_attention(*arguments, **bias, **options)
+        out_grads = (dy.to(dtype), dlse.to(dtype))
+        return [y, lse, *torch.autograd.grad((y, lse), copies, out_grads, allow_unused=True)]
+
+    exact = by_formula(torch.float64)
+    plain = by_formula(dtype)
+    rounding = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    # A gradient of few numbers, each a sum of large terms of both signs: its size tells little of
+    # what was rounded.
+    cancels = dtype == torch.float32 and (case["m"] == "1" or case["bias"] == "slopes")
+    names = ("y", "lse", "q", "k", "v", "bias", "bias", "bias")
+    for name, x, reference, expected in zip(names, (y, lse, *grads), plain, exact, strict=False):
+        size = expected.numel() ** 0.5
+        if dtype == torch.float32 or float(expected.norm()) > 1e-3 * size:
+            tolerance = rounding * (100 if cancels and name == "bias" else 1)
+            limit = 2 * error(reference, expected) + tolerance
+            assert error(x, expected) <= limit, (name, error(x, expected), limit)
+        else:  # a gradient of zero: there is only rounding to compare
+            assert float((x - expected).norm()) < 0.1 * size, name
+
+    if y.shape[2] <= 17:
+        with torch.no_grad():
+            y, lse = decode.attention(q, k, v, **bias, **options, return_lse=True)
+        for x, reference, expected in zip((y, lse), plain[:2], exact[:2], strict=True):
+            assert error(x, expected) <= 2 * error(reference, expected) + rounding
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=case_name)
+def test_small_cases_against_float64(case, rng):
     random.seed(int(rng.integers(1 << 30)))
     check(case)
 
 
-@pytest.mark.slow
-def test_fuzz(rng):
-    """Cases drawn at random from the full product."""
+@slow
+@pytest.mark.parametrize("case", list(pairwise_cases()), ids=case_name)
+def test_pairwise_cases_against_float64(case, rng):
+    random.seed(int(rng.integers(1 << 30)))
+    check(case)
+
+
+@slow
+def test_random_cases_against_float64(rng):
+    """Cases sampled from the full product."""
     random.seed(int(rng.integers(1 << 30)))
     for _ in range(100):
-        case = {name: random.choice(values) for name, values in FACTORS.items()} | {"T": random.randint(1, 140), "D": random.randint(1, 130)}
+        case = {name: random.choice(values) for name, values in FACTORS.items()}
+        case["T"] = random.randint(1, 140)
+        case["D"] = random.randint(1, 130)
         print(case)
         check(case)
 
 
-@pytest.mark.parametrize("term,sizes", [("none", (64, 16)), ("slopes", (16, 64)), ("table", (16, 64)), ("table", (64, 16)), ("shaw", (64, 64))], ids=str)
-def test_any_tile_sizes(sizes, term, rng, monkeypatch):
-    """Tiles that are not square, as a GPU's table may have them; the walk's, and vectors', are square, and the dQ kernel has the walk's height."""
-    BM, BN = sizes
-    tiles = {"forward": (BM, BN), "dkdv": (BM, BN), "dq": (64, min(BN, 64)), "walk": (64, 64)} if term != "shaw" else dict.fromkeys(("forward", "dkdv", "dq", "walk"), (BM, BM))
-    monkeypatch.setattr(flash, "tile", lambda family, itemsize, DP, kind, direction: (*tiles[direction], 4, 1))
-    for mask, m in (("causal", "5"), ("sinks", "T"), ("docs", "5"), ("positions", "T"), ("all keys", "5")):
-        check(dict(T=100, cached=37, heads=(2, 1), D=16, m=m, term=term, mask=mask, gradient="whole", dtype="float32", B=1))
+@slow
+@pytest.mark.parametrize(
+    "bias,BM,BN",
+    [
+        ("none", 64, 16),
+        ("slopes", 16, 64),
+        ("table", 16, 64),
+        ("table", 64, 16),
+        ("shaw", 64, 64),
+    ],
+)
+def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
+    """The tiles of a sweep and of vectors are square, and the dQ kernel has the sweep's height."""
+    sizes = {"forward": (BM, BN), "dkdv": (BM, BN), "dq": (64, min(BN, 64)), "sweep": (64, 64)}
+    if bias == "shaw":
+        sizes = dict.fromkeys(flash.KERNELS, (BM, BM))
+
+    def tile_for(family, itemsize, DP, kind, kernel):
+        return flash.Tile(*sizes[kernel], warps=4, stages=1)
+
+    monkeypatch.setattr(flash, "tile_for", tile_for)
+    for mask, m in (
+        ("causal", "5"),
+        ("sinks", "T"),
+        ("docs", "5"),
+        ("positions", "T"),
+        ("all keys", "5"),
+    ):
+        check(small_case(T=100, cached=37, m=m, bias=bias, mask=mask))
 
 
 @pytest.mark.parametrize("mask", ["causal", "all keys", "docs"])
-@pytest.mark.parametrize("term", ["table", "shaw", "xl"])
-def test_a_table_of_one_entry_and_a_cache(term, mask, rng):
-    """Every distance is the last one's, also of tiles at the diagonal that a cache has shifted."""
+@pytest.mark.parametrize(
+    "bias", ["table", pytest.param("shaw", marks=slow), pytest.param("xl", marks=slow)]
+)
+def test_table_of_one_entry_with_a_cache(bias, mask, rng):
+    """Every distance is clipped, also in tiles at the main diagonal, which a cache has shifted."""
     for cached in (1, 37):
-        check(dict(T=70, cached=cached, heads=(2, 1), D=16, m="1", term=term, mask=mask, gradient="whole", dtype="float32", B=1))
+        check(small_case(T=70, cached=cached, m="1", bias=bias, mask=mask))
 
 
-def small(H=2, T=100, D=16, dtype=torch.float32):
+# -----------------------------------------------------------------------------
+# Properties
+
+
+def small_inputs(H=2, T=100, D=16, dtype=torch.float32):
     return [torch.randn(2, H, T, D).to(dtype).requires_grad_() for _ in range(3)]
 
 
-@pytest.mark.parametrize("dtype,limit", [(torch.float32, 2e-6), (torch.float16, 2e-4)], ids=str)
-def test_what_a_table_cannot_change(dtype, limit, rng):
-    """A constant in the table changes only the log-sum-exp, so its gradient sums to zero over distances: also at half precision, where delta from a rounded output would leave percents."""
-    q, k, v = small(dtype=dtype)
-    for m in (5, 100):
-        table = torch.randn(2, m, requires_grad=True)
-        y, lse = flash.attention(q, k, v, bias=table, return_lse=True)
-        grad, = torch.autograd.grad(y, table, torch.randn_like(y))
-        assert (grad.sum(1).abs() < limit * grad.abs().sum(1).clamp(min=1)).all() and grad.abs().sum() > 1
-        more, more_lse = flash.attention(q, k, v, bias=table + 3, return_lse=True)
-        assert torch.allclose(more, y, atol=2e-3 if dtype == torch.float16 else 1e-5) and torch.allclose(more_lse, lse + 3, atol=1e-4)
+@pytest.mark.parametrize(
+    "dtype,m,limit",
+    [
+        (torch.float16, 5, 2e-4),
+        pytest.param(torch.float16, 100, 2e-4, marks=slow),
+        pytest.param(torch.float32, 5, 2e-6, marks=slow),
+        pytest.param(torch.float32, 100, 2e-6, marks=slow),
+    ],
+)
+def test_table_gradient_sums_to_zero(dtype, m, limit, rng):
+    """A constant in the table changes only the log-sum-exp.
+
+    Also at half precision, where delta from a rounded output would leave percents.
+    """
+    q, k, v = small_inputs(dtype=dtype)
+    table = torch.randn(2, m, requires_grad=True)
+    y, lse = flash.attention(q, k, v, bias=table, return_lse=True)
+    (grad,) = torch.autograd.grad(y, table, torch.randn_like(y))
+    assert (grad.sum(1).abs() < limit * grad.abs().sum(1).clamp(min=1)).all()
+    assert grad.abs().sum() > 1
+    shifted, shifted_lse = flash.attention(q, k, v, bias=table + 3, return_lse=True)
+    assert torch.allclose(shifted, y, atol=2e-3 if dtype == torch.float16 else 1e-5)
+    assert torch.allclose(shifted_lse, lse + 3, atol=1e-4)
 
 
-def test_the_refined_delta(rng):
-    """At half precision, dtable[m - 1] of slowly falling scores: an output rounded to 16 bits would give delta with an error that thousands of terms add up."""
-    q, k, v = small(H=1, T=500, dtype=torch.float16)
-    table, dy = torch.zeros(1, 8).requires_grad_(), torch.randn(2, 1, 500, 16).half()
-    mine, = torch.autograd.grad(flash.attention(q, k, v + 4, bias=table), table, dy)  # an output far from zero is rounded coarsely
-    wide = [x.detach().double() for x in (q, k, v + 4)]
-    double = table.detach().double().requires_grad_()
-    y, lse = written(*wide, bias=double)
-    right, = torch.autograd.grad(y, double, dy.double())
-    delta = ((y.half().double() - y) * dy.double()).sum(-1)  # what rounding the output does to delta
-    p = (wide[0] @ wide[1].mT / 4 + double[:, (torch.arange(500)[:, None] - torch.arange(500)).clamp(0, 7)][None]).tril() - lse[..., None]
-    far = torch.ones(500, 500).tril(-7).double()
-    unrefined = abs(float((delta * (p.exp() * far).sum(-1)).sum()))
-    assert abs(float(mine[0, -1] - right[0, -1])) < 0.3 * unrefined
+@slow
+def test_delta_is_corrected(rng):
+    """At half precision, the gradient of the last entry of a table of equal scores.
+
+    From an output rounded to 16 bits, delta would have an error that thousands of terms add up.
+    """
+    q, k, v = small_inputs(H=1, T=500, dtype=torch.float16)
+    v = v + 4  # an output far from zero is rounded coarsely
+    table = torch.zeros(1, 8).requires_grad_()
+    dy = torch.randn(2, 1, 500, 16).half()
+    (grad,) = torch.autograd.grad(flash.attention(q, k, v, bias=table), table, dy)
+
+    wide_q, wide_k, wide_v = (x.detach().double() for x in (q, k, v))
+    wide_table = table.detach().double().requires_grad_()
+    y, lse = explicit_attention(wide_q, wide_k, wide_v, bias=wide_table)
+    (expected,) = torch.autograd.grad(y, wide_table, dy.double())
+
+    # what rounding the output does to delta, and from there to the gradient
+    delta_error = ((y.half().double() - y) * dy.double()).sum(-1)
+    distance = (torch.arange(500)[:, None] - torch.arange(500)).clamp(0, 7)
+    scores = (wide_q @ wide_k.mT / 4 + wide_table[:, distance][None]).tril()
+    clipped = torch.ones(500, 500).tril(-7).double()
+    clipped_mass = ((scores - lse[..., None]).exp() * clipped).sum(-1)
+    uncorrected = abs(float((delta_error * clipped_mass).sum()))
+    assert abs(float(grad[0, -1] - expected[0, -1])) < 0.3 * uncorrected
 
 
+@slow
 def test_slopes_equal_their_table(rng):
-    q, k, v = small()
+    q, k, v = small_inputs()
     slopes = torch.rand(2, requires_grad=True)
     table = -slopes[:, None] * torch.arange(100)
-    mine, theirs = (torch.autograd.grad(flash.attention(q, k, v, bias=bias).square().sum(), (q, k, v, slopes)) for bias in (slopes, table))
-    assert all(error(a, b.double()) < 3e-6 for a, b in zip(mine, theirs))
+    leaves = (q, k, v, slopes)
+    by_slopes = gradients(flash.attention(q, k, v, bias=slopes), leaves)
+    by_table = gradients(flash.attention(q, k, v, bias=table), leaves)
+    for a, b in zip(by_slopes, by_table, strict=True):
+        assert error(a, b.double()) < 3e-6
 
 
-def test_a_window_equals_a_table_of_minus_infinity(rng):
-    q, k, v = small()
+@slow
+def test_window_equals_a_table_with_minus_infinity(rng):
+    q, k, v = small_inputs()
     table = torch.zeros(2, 31)
     table[:, 30] = -math.inf
-    assert error(flash.attention(q, k, v, window=30), flash.attention(q, k, v, bias=table).double()) < 1e-6
-    mine, theirs = (torch.autograd.grad(flash.attention(q, k, v, **o).square().sum(), (q, k, v)) for o in (dict(window=30), dict(bias=table.requires_grad_())))
-    assert all(error(a, b.double()) < 3e-6 for a, b in zip(mine, theirs))
+    table.requires_grad_()
+    y = flash.attention(q, k, v, window=30)
+    expected = flash.attention(q, k, v, bias=table)
+    assert error(y, expected.double()) < 1e-6
+    by_window, by_table = gradients(y, (q, k, v)), gradients(expected, (q, k, v))
+    for a, b in zip(by_window, by_table, strict=True):
+        assert error(a, b.double()) < 3e-6
 
 
-@pytest.mark.parametrize("term", ["none", "slopes", "table", "shaw", "xl"])
-def test_packed_equals_separate(term, rng):
-    """Three documents in one row equal the three alone, and the same call gives the same bits, forward and backward; what is ahead changes nothing."""
-    leaves, build, _ = inputs(130, 0, (4, 2), 16, "5", term, "causal", "float32", B=1)
+@slow
+@pytest.mark.parametrize("bias", FACTORS["bias"])
+def test_packed_documents_equal_separate_ones(bias, rng):
+    """Three documents in one row equal the three alone, forward and backward.
+
+    The same call gives the same bits, and what comes later in the text changes nothing.
+    """
+    leaves, build, _ = random_inputs(130, 0, (4, 2), 16, "5", bias, "causal", "float32", B=1)
     (q, k, v), terms = build(*leaves)
     docs = torch.tensor([[7] * 40 + [2] * 33 + [5] * 57])
-    whole = flash.attention(q, k, v, **terms, docs=docs)
-    parts = torch.cat([flash.attention(*(x[:, :, a:b] for x in (q, k, v)), **terms) for a, b in ((0, 40), (40, 73), (73, 130))], 2)
-    assert error(whole, parts.double()) < 1e-6
-    dy = torch.randn_like(whole)
-    mine, theirs = (torch.autograd.grad(y, leaves, dy, allow_unused=True) for y in (whole, parts))
-    assert all(error(a, b.double()) < (3e-6 if a.dim() == 4 else 5e-5) for a, b in zip(mine, theirs))  # a slope's gradient is a sum of thousands of numbers of both signs
+    packed = flash.attention(q, k, v, **terms, docs=docs)
+    parts = []
+    for a, b in ((0, 40), (40, 73), (73, 130)):
+        parts.append(flash.attention(*(x[:, :, a:b] for x in (q, k, v)), **terms))
+    separate = torch.cat(parts, 2)
+    assert error(packed, separate.double()) < 1e-6
+    grads = gradients(packed, leaves, bias)
+    for a, b in zip(grads, gradients(separate, leaves, bias), strict=True):
+        # the gradient of a slope is a sum of thousands of numbers of both signs
+        assert error(a, b.double()) < (3e-6 if a.dim() == 4 else 5e-5)
+
     again = flash.attention(q, k, v, **terms, docs=docs)
-    assert torch.equal(whole, again) and all(torch.equal(a, b) for a, b in zip(mine, torch.autograd.grad(again, leaves, dy, allow_unused=True)))
+    assert torch.equal(packed, again)
+    for a, b in zip(grads, gradients(again, leaves, bias), strict=True):
+        assert torch.equal(a, b)
+
     before = flash.attention(q, k, v, **terms)
     with torch.no_grad():
-        k[:, :, 90:], v[:, :, 90:] = math.nan, math.inf
-    assert torch.equal(flash.attention(q, k, v, **terms)[:, :, :64], before[:, :, :64])  # tiles of 32
+        k[:, :, 90:] = math.nan
+        v[:, :, 90:] = math.inf
+    after = flash.attention(q, k, v, **terms)
+    assert torch.equal(after[:, :, :64], before[:, :, :64])  # tiles of 32
 
 
-def test_far_apart_in_memory(rng):
-    """Offsets past 2^31 elements: keys whose tokens are 2^23 elements apart, and some too far apart for a block, which are copied."""
-    room = torch.empty(5 << 29, dtype=torch.float16)  # 5 GiB, of which a few pages are touched
+def test_keys_far_apart_in_memory(rng):
+    """Offsets past 2^31 elements: keys whose tokens are 2^23 elements apart.
+
+    Tokens that are too far apart for 32-bit offsets in a block are copied.
+    """
+    memory = torch.empty(5 << 29, dtype=torch.float16)  # 5 GiB, of which a few pages are touched
     q, near = torch.randn(1, 1, 290, 16).half(), torch.randn(1, 1, 290, 16).half()
-    for step, T in ((1 << 23, 290), (1 << 24, 150)):
-        k = room.as_strided((1, 1, T, 16), (0, 0, step, 1)).copy_(near[:, :, :T])
-        assert torch.equal(flash.attention(q[:, :, :T], k, k), flash.attention(q[:, :, :T], near[:, :, :T], near[:, :, :T]))
-        assert torch.equal(decode.attention(q[:, :, :1], k, k), decode.attention(q[:, :, :1], near[:, :, :T], near[:, :, :T]))
+    for stride, T in ((1 << 23, 290), (1 << 24, 150)):
+        q_T, near_T = q[:, :, :T], near[:, :, :T]
+        far = memory.as_strided((1, 1, T, 16), (0, 0, stride, 1)).copy_(near_T)
+        expected = flash.attention(q_T, near_T, near_T)
+        assert torch.equal(flash.attention(q_T, far, far), expected)
+        expected = decode.attention(q[:, :, :1], near_T, near_T)
+        assert torch.equal(decode.attention(q[:, :, :1], far, far), expected)
 
 
-def test_a_room_partly_filled(rng):
-    """decode's length, a tensor: the keys from there on, whatever lies in their memory, are not there; every term, and all masks at once."""
-    room, D = 150, 16
-    q, k, v = torch.randn(2, 4, 1, D), torch.randn(2, 2, room, D), torch.randn(2, 2, room, D)
-    docs, positions = (20 - torch.arange(room)).clamp(min=0).expand(2, room), torch.stack(((torch.arange(room) - 20).clamp(min=0), torch.arange(room)))
-    for n in (1, 37, 149, room):
-        rest = [torch.cat((x[:, :, :n], torch.full_like(x[:, :, n:], math.nan)), 2) for x in (k, v)]
-        for terms in ({}, dict(bias=torch.rand(4)), dict(bias=torch.randn(4, room)), dict(relative=(torch.randn(1, 30, D), torch.randn(1, 30, D), None)), dict(relative=(torch.randn(4, room, D), None, (torch.randn(4, D), torch.randn(4, D))))):
-            for masks in ({}, dict(window=16, sinks=2), dict(window=16, sinks=2, positions=positions, docs=docs)):
-                shorter = {**masks, **{name: masks[name][:, :n] for name in ("positions", "docs") if name in masks}}
-                got, lse = decode.attention(q, *rest, **terms, **masks, length=torch.tensor([n]), return_lse=True)
-                right, right_lse = decode.attention(q, k[:, :, :n], v[:, :, :n], **terms, **shorter, return_lse=True)
-                assert error(got, right.double()) < 1e-6 and torch.allclose(lse, right_lse, atol=1e-5), (n, terms.keys(), masks.keys())
+@pytest.mark.parametrize(
+    "n", [37, *(pytest.param(n, marks=slow) for n in (1, 149, 150))], ids="length={}".format
+)
+@pytest.mark.parametrize(
+    "mask", ["all", *(pytest.param(name, marks=slow) for name in ("none", "sinks"))]
+)
+def test_decoding_with_a_valid_length(mask, n, rng):
+    """decode's length, a tensor: later keys do not exist, whatever is in their memory."""
+    capacity, D = 150, 16
+    q = torch.randn(2, 4, 1, D)
+    k, v = torch.randn(2, 2, capacity, D), torch.randn(2, 2, capacity, D)
+    cache = []
+    for x in (k, v):
+        cache.append(torch.cat((x[:, :, :n], torch.full_like(x[:, :, n:], math.nan)), 2))
+    index = torch.arange(capacity)
+    options = {} if mask == "none" else {"window": 16, "sinks": 2}
+    per_key = {}
+    if mask == "all":
+        per_key["docs"] = (20 - index).clamp(min=0).expand(2, capacity)
+        per_key["positions"] = torch.stack(((index - 20).clamp(min=0), index))
+    shorter = {name: x[:, :n] for name, x in per_key.items()}
+    offsets = (torch.randn(4, D), torch.randn(4, D))
+    for bias in (
+        {},
+        {"bias": torch.rand(4)},
+        {"bias": torch.randn(4, capacity)},
+        {"relative": (torch.randn(1, 30, D), torch.randn(1, 30, D), None)},
+        {"relative": (torch.randn(4, capacity, D), None, offsets)},
+    ):
+        y, lse = decode.attention(
+            q, *cache, **bias, **options, **per_key, length=torch.tensor([n]), return_lse=True
+        )
+        expected, expected_lse = decode.attention(
+            q, k[:, :, :n], v[:, :, :n], **bias, **options, **shorter, return_lse=True
+        )
+        assert error(y, expected.double()) < 1e-6, bias.keys()
+        assert torch.allclose(lse, expected_lse, atol=1e-5), bias.keys()
 
 
-def test_no_tile_is_visited_in_vain(rng):
-    """The plan of packed documents: exactly the tiles that hold something seen, and among the whole ones none that needs a mask."""
-    docs, T = torch.cat((torch.zeros(1, 150), torch.ones(1, 51), torch.full((1, 70), 2)), 1).int(), 271
-    seen = (docs[:, :, None] == docs[:, None])[0].tril()
-    for BM, BN in ((32, 32), (64, 16), (16, 64)):
-        tiles = torch.nn.functional.pad(seen, (0, -T % BN, 0, -T % BM)).unflatten(1, (-1, BN)).unflatten(0, (-1, BM)).transpose(1, 2).flatten(2)
-        for plan, some, whole in ((flash.plan(docs, None, 0, 0, T, T, BM, BN, True)[0], tiles.any(-1), tiles.all(-1)), (flash.plan(docs, None, 0, 0, T, T, BM, BN, True, of_keys=True)[0], tiles.any(-1).T, tiles.all(-1).T)):
-            for (lo, left, right, hi), line, full in zip(plan.tolist(), some, whole):
-                assert torch.arange(len(line))[line].tolist() == list(range(lo, hi)) and lo <= left <= right <= hi and full[left:right].all() and full.sum() == right - left
+@pytest.mark.parametrize("BM,BN", [(32, 32), (64, 16), (16, 64)])
+def test_block_mask_leaves_no_empty_tile(BM, BN):
+    """Of packed documents: exactly the tiles in which something is visible.
+
+    And among the whole ones none that needs a mask.
+    """
+    T = 271
+    docs = torch.cat((torch.zeros(1, 150), torch.ones(1, 51), torch.full((1, 70), 2)), 1).int()
+    visible = (docs[:, :, None] == docs[:, None])[0].tril()
+    tiles = F.pad(visible, (0, -T % BN, 0, -T % BM)).unflatten(1, (-1, BN)).unflatten(0, (-1, BM))
+    tiles = tiles.transpose(1, 2).flatten(2)
+    some, whole = tiles.any(-1), tiles.all(-1)
+    for of_keys in (False, True):
+        mask = flash.block_mask(docs, None, 0, 0, T, T, BM, BN, True, of_keys=of_keys)[0]
+        if of_keys:
+            some, whole = some.T, whole.T
+        for (lo, left, right, hi), some_row, whole_row in zip(
+            mask.tolist(), some, whole, strict=True
+        ):
+            assert torch.arange(len(some_row))[some_row].tolist() == list(range(lo, hi))
+            assert lo <= left <= right <= hi
+            assert whole_row[left:right].all() and whole_row.sum() == right - left
 
 
-def test_opcheck_and_compile(rng):
-    """The operators pass torch's own checks, and compile to one graph with the dispatch in it, at a length that varies too."""
+# -----------------------------------------------------------------------------
+# torch.library, torch.compile, errors and the model
+
+
+@slow
+def test_operators_pass_opcheck(rng):
     q, k, v = (torch.randn(2, 40, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
     table, keys = torch.randn(4, 7, requires_grad=True), torch.randn(1, 5, 16, requires_grad=True)
     docs = torch.zeros(2, 40, dtype=torch.int32)
-    for args in ((q, None, k, v, None, None, None, None, 0, 0, True, 0.25), (q, None, k, v, table, None, None, docs, 9, 1, True, 0.25), (q, q.detach(), k, v, keys, keys, None, None, 0, 0, False, 0.25)):
-        assert set(torch.library.opcheck(flash._attention, args).values()) == {"SUCCESS"}
-    assert set(torch.library.opcheck(decode._decode, (q.detach()[:, :, :2], None, k.detach(), v.detach(), table.detach(), None, None, None, 0, 0, True, 0.25, torch.tensor([30]))).values()) == {"SUCCESS"}
-    compiled = torch.compile(lambda q, k, v, table: kernels.attention(q, k, v, bias=table), fullgraph=True, backend="aot_eager", dynamic=True)
+    for arguments in (
+        (q, None, k, v, None, None, None, None, 0, 0, True, 0.25),
+        (q, None, k, v, table, None, None, docs, 9, 1, True, 0.25),
+        (q, q.detach(), k, v, keys, keys, None, None, 0, 0, False, 0.25),
+    ):
+        results = torch.library.opcheck(flash._attention, arguments)
+        assert set(results.values()) == {"SUCCESS"}
+    few = q.detach()[:, :, :2]
+    k, v, table = k.detach(), v.detach(), table.detach()
+    length = torch.tensor([30])
+    arguments = (few, None, k, v, table, None, None, None, 0, 0, True, 0.25, length)
+    results = torch.library.opcheck(decode._decode, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@slow
+def test_attention_compiles_to_one_graph(rng):
+    """With the dispatch in it, at a length that varies."""
+    q, k, v = (torch.randn(2, 40, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+    table = torch.randn(4, 7, requires_grad=True)
+
+    def attend(q, k, v, table):
+        return kernels.attention(q, k, v, bias=table)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
     for T in (40, 33):
+        parts = [x[:, :, :T] for x in (q, k, v)]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", "The .grad attribute")  # torch.compile looks at that of our slices
-            got = torch.autograd.grad(compiled(q[:, :, :T], k[:, :, :T], v[:, :, :T], table).square().sum(), (q, k, v, table))
-        right = torch.autograd.grad(flash.attention(q[:, :, :T], k[:, :, :T], v[:, :, :T], bias=table).square().sum(), (q, k, v, table))
-        assert all(torch.equal(a, b) for a, b in zip(got, right))
+            # torch.compile looks at that of our slices
+            warnings.filterwarnings("ignore", "The .grad attribute")
+            grads = gradients(compiled(*parts, table), (q, k, v, table))
+        expected = gradients(flash.attention(*parts, bias=table), (q, k, v, table))
+        for a, b in zip(grads, expected, strict=True):
+            assert torch.equal(a, b)
 
 
-def test_what_it_does_not_do(rng):
-    q, k, v = (x.detach() for x in small())
-    for kernel in (flash.attention, decode.attention):
-        for words, args, options in (("float64", (q.double(), k.double(), v.double()), {}), ("all the same", (q, k.half(), v), {}), ("do not fit", (q, k[:, :, :50], v[:, :, :50]), {}), ("do not fit", (q[:, :1], k, v), {}),
-                                     ("do not fit", (q.repeat(1, 1, 1, 20), k.repeat(1, 1, 1, 20), v.repeat(1, 1, 1, 20)), {}), ("not both", (q, k, v), dict(bias=torch.ones(2), relative=(torch.ones(1, 3, 16), None, None))),
-                                     ("above 0", (q, k, v), dict(scale=-1.0)), ("neither", (q, k, v), dict(bias=torch.ones(3))), ("docs", (q, k, v), dict(docs=torch.ones(2, 5).int())), ("positions", (q, k, v), dict(positions=torch.ones(100), window=3)),
-                                     ("relative keys", (q, k, v), dict(relative=(torch.ones(3, 3, 16), None, None)))):
-            with pytest.raises(ValueError, match=words):
-                kernel(*args, **options)
-    with pytest.raises(ValueError, match="no gradient"):
-        decode.attention(q.requires_grad_(), k, v)
-    empty = flash.attention(q[:0], k[:0], v[:0])
-    assert empty.shape == (0, 2, 100, 16)
+@pytest.mark.parametrize("attention", [flash.attention, decode.attention], ids=["flash", "decode"])
+def test_unsupported_arguments_are_rejected(attention):
+    q, k, v = (x.detach() for x in small_inputs())
+    wide = [x.repeat(1, 1, 1, 20) for x in (q, k, v)]
+    two_biases = {"bias": torch.ones(2), "relative": (torch.ones(1, 3, 16), None, None)}
+    for words, arguments, options in (
+        ("float64", (q.double(), k.double(), v.double()), {}),
+        ("the same for all", (q, k.half(), v), {}),
+        ("do not fit", (q, k[:, :, :50], v[:, :, :50]), {}),
+        ("do not fit", (q[:, :1], k, v), {}),
+        ("do not fit", wide, {}),
+        ("use one of them", (q, k, v), two_biases),
+        ("use one above 0", (q, k, v), {"scale": -1.0}),
+        ("use slopes", (q, k, v), {"bias": torch.ones(3)}),
+        ("docs", (q, k, v), {"docs": torch.ones(2, 5).int()}),
+        ("positions", (q, k, v), {"positions": torch.ones(100), "window": 3}),
+        ("relative keys", (q, k, v), {"relative": (torch.ones(3, 3, 16), None, None)}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attention(*arguments, **options)
 
 
-@pytest.mark.parametrize("pos", ["nope", "rope", "alibi", "t5", "kerple", "kerple-power", "sandwich", "shaw", "nezha", "xl", "learned", "sinusoidal"])
-def test_every_scheme_trains_and_decodes_through_the_kernels(pos, make, rng, monkeypatch):
-    """By the model's own dispatch: the loss, every gradient and the text written are the reference's, with a window and documents too."""
-    tokens, docs = torch.randint(0, 50, (2, 24)), torch.arange(24).expand(2, 24) // 9
-    for settings in ({}, dict(window=6, sinks=2, n_kv_head=2)):
-        model, calls = make(pos=pos, head_dim=16, **settings), []
-        results = []
-        for runs in (True, False):
-            monkeypatch.setattr(kernels, "_triton_runs", lambda *device: calls.append(runs) or runs)
-            model.zero_grad()
-            loss = model(tokens, tokens, docs=docs)
-            loss.backward()
-            results.append([loss.detach()[None], *(p.grad.clone() for p in model.parameters())])
-            results[-1].append(torch.cat(list(model.generate(tokens[:, :12], 5, temperature=0)), 1))
-        assert {True, False} <= set(calls) and torch.equal(results[0].pop(), results[1].pop())
-        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5 * b.abs().max().clamp(min=0.1)) for a, b in zip(*results))
+def test_decoding_with_a_gradient_is_rejected():
+    q, k, v = small_inputs()
+    with pytest.raises(ValueError, match="requires a gradient"):
+        decode.attention(q, k, v)
+
+
+def test_empty_batch():
+    q, k, v = small_inputs()
+    assert flash.attention(q[:0], k[:0], v[:0]).shape == (0, 2, 100, 16)
+
+
+SCHEMES = (
+    *("nope", "rope", "alibi", "kerple", "kerple-power", "sandwich"),
+    *("shaw", "nezha", "xl", "learned", "sinusoidal"),
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"window": 6, "sinks": 2, "n_kv_head": 2}, marks=slow)],
+    ids=["full attention", "window"],
+)
+@pytest.mark.parametrize("pos", ["t5", *(pytest.param(pos, marks=slow) for pos in SCHEMES)])
+def test_schemes_train_and_generate_with_the_kernels(pos, settings, make, rng, monkeypatch):
+    """With the model's own dispatch and documents: loss, gradients and text are the reference's."""
+    tokens = torch.randint(0, 50, (2, 24))
+    docs = torch.arange(24).expand(2, 24) // 9
+    model = make(pos=pos, head_dim=16, **settings)
+    results = []
+    calls = []
+    for runs in (True, False):
+
+        def triton_runs(*device, runs=runs):
+            calls.append(runs)
+            return runs
+
+        monkeypatch.setattr(kernels, "_triton_runs", triton_runs)
+        model.zero_grad()
+        loss = model(tokens, tokens, docs=docs)
+        loss.backward()
+        text = torch.cat(list(model.generate(tokens[:, :12], 5, temperature=0)), 1)
+        results.append((text, [loss.detach(), *(p.grad.clone() for p in model.parameters())]))
+    assert set(calls) == {True, False}
+    (text, numbers), (expected_text, expected) = results
+    assert torch.equal(text, expected_text)
+    for a, b in zip(numbers, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5 * b.abs().max().clamp(min=0.1))

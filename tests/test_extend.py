@@ -1,0 +1,446 @@
+"""What extend.py does apart from training: extending alone, reports, resuming, refusals.
+
+The methods are tested in test_rope_scaling.py, the path from training to sampling in
+test_scripts.py.
+"""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+import data
+import evaluate
+import extend
+import train
+from model import GPT, GPTConfig
+from nanolong.checkpoint import read_meta
+from nanolong.errors import UserError
+from nanolong.run_folder import list_steps
+
+SETTINGS = {
+    "batch_size": 4,
+    "max_iters": 2,
+    "warmup_iters": 1,
+    "eval_iters": 1,
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": False,
+}
+REPORT = "last-quarter, nats per token"  # the heading of a table of losses
+TEXT = (ROOT / "LICENSE").read_bytes()
+
+
+def train_run(dataset, out):
+    """Train a tiny RoPE model of 32 tokens for two steps; returns its run folder."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=32))
+    train.train(model, train.TrainConfig(dataset=str(dataset), out_dir=str(out), **SETTINGS))
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(text_data, tmp_path_factory):
+    return train_run(text_data, tmp_path_factory.mktemp("trained") / "rope")
+
+
+@pytest.fixture
+def untrained(make, tmp_path):
+    """A function that saves a model without a record of its training, and returns its folder."""
+
+    def untrained(**settings):
+        model = make(vocab_size=257, **settings)
+        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
+        model.save(tmp_path / "untrained" / "step-000001")
+        return tmp_path / "untrained"
+
+    return untrained
+
+
+@pytest.fixture
+def extend_run(call, tmp_path):
+    """A function that runs extend.py; by default it writes the folder extended of tmp_path."""
+
+    def extend_run(run, *words):
+        return call("extend.py", run, f"--out_dir={tmp_path}/extended", "--device=cpu", *words)
+
+    return extend_run
+
+
+def assert_success(done):
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def assert_refused(done, *phrases):
+    """Exit status 2, and one line on stderr that has all the phrases."""
+    assert done.returncode == 2, done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    for phrase in phrases:
+        assert phrase in done.stderr
+
+
+def newest(run):
+    return list_steps(run)[-1]
+
+
+# -----------------------------------------------------------------------------
+# Extending alone.
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    """Fail where a dataset is opened."""
+
+    def opened(*args):
+        raise AssertionError("a dataset was opened")
+
+    monkeypatch.setattr(data, "Dataset", opened)
+    monkeypatch.setattr(evaluate, "Dataset", opened)
+
+
+def test_extending_alone_opens_no_dataset(trained, extend_run, no_data, tmp_path):
+    done = assert_success(extend_run(trained, "--max_iters=0"))
+    assert "context length: 32 -> 128 tokens (yarn)" in done.stdout
+    assert REPORT not in done.stdout
+    model = GPT.load(tmp_path / "extended")
+    assert model.folder.name == "step-000000"
+    assert model.config.block_size == 128
+    assert model.config.extension == {
+        "method": "yarn",
+        "factor": 4.0,
+        "options": {},
+        "original_length": 32,
+    }
+    parent = GPT.load(trained)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, parent.state_dict()[name])
+    for name in ("bos", "tokenizer", "dataset", "data_hash"):
+        assert model.meta[name] == parent.meta[name] is not None
+    assert model.meta["parent"] == str(parent.folder)
+    assert model.meta["pretraining_tokens"] == parent.meta["tokens"] == 2 * 4 * 32
+
+
+def test_extending_alone_works_where_the_dataset_is_gone(extend_run, text_data, tmp_path):
+    dataset = tmp_path / "dataset"
+    shutil.copytree(text_data, dataset)
+    run = train_run(dataset, tmp_path / "run")
+    shutil.rmtree(dataset)
+    assert_success(extend_run(run, "--max_iters=0"))
+    assert newest(tmp_path / "extended").name == "step-000000"
+    done = extend_run(run, "--max_iters=1", f"--out_dir={tmp_path}/trained")
+    assert_refused(done, str(dataset))
+
+
+def test_extending_alone_needs_no_record_of_training(untrained, extend_run, no_data, tmp_path):
+    """Such as an imported checkpoint, which has neither data nor a learning rate."""
+    run = untrained()
+    assert_refused(extend_run(run), "no record", "--dataset", "--learning_rate", "--max_iters=0")
+    assert_success(extend_run(run, "--max_iters=0"))
+    assert read_meta(newest(tmp_path / "extended"))["train"] == {}
+
+
+def test_an_extension_is_named_after_its_run_method_and_factor(untrained, call):
+    run = untrained()
+    for words, name in (([], "yarn4"), (["--method=pi", "--factor=2.5"], "pi2.5")):
+        assert_success(call("extend.py", run, "--max_iters=0", *words))
+        assert list_steps(f"{run}-{name}")
+    assert_refused(call("extend.py", run, "--max_iters=0"), "yarn4", "--init_from=resume")
+
+
+def test_a_second_extension_multiplies_the_factors(trained, extend_run, tmp_path):
+    words = ["--method=yarn", "--max_iters=0"]
+    assert_success(extend_run(trained, *words, "--factor=2", f"--out_dir={tmp_path}/by2"))
+    assert_success(extend_run(tmp_path / "by2", *words, "--factor=4", f"--out_dir={tmp_path}/by8"))
+    assert_success(extend_run(trained, *words, "--factor=8"))
+    twice, once = GPT.load(tmp_path / "by8"), GPT.load(tmp_path / "extended")
+    assert twice.config == once.config
+    assert twice.config.extension["factor"] == 8
+    assert torch.equal(twice.pos.inv_freq, once.pos.inv_freq)
+    assert twice.meta["pretraining_tokens"] == once.meta["pretraining_tokens"]
+
+
+# -----------------------------------------------------------------------------
+# Reports.
+
+
+def test_an_explicit_dataset_turns_the_report_on(trained, extend_run, text_data):
+    done = assert_success(extend_run(trained, "--max_iters=0", f"--dataset={text_data}"))
+    assert done.stdout.count(REPORT) == 1
+    assert "extended" in done.stdout
+
+
+def mean_loss_of_the_last_quarter(model, tokens, length):
+    """Over sequences of this length with <bos> first, cut from the start of a text."""
+    losses = []
+    for start in range(0, len(tokens) - length + 1, length):
+        targets = torch.tensor(tokens[start : start + length])
+        inputs = torch.cat((torch.tensor([256]), targets[:-1]))
+        log_p = model(inputs[None])[0].log_softmax(-1)
+        losses += [-log_p[i, targets[i]].item() for i in range(length * 3 // 4, length)]
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def test_a_text_turns_the_report_on(trained, extend_run, no_data, tmp_path, monkeypatch):
+    """Of the model extended, on this text, at the original and at the extended length."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(TEXT[:256])  # two sequences of the extended length
+    tables = []
+
+    def format_loss_table(records, lengths):
+        tables.append(records)
+        return "THE TABLE"
+
+    monkeypatch.setattr(extend, "format_loss_table", format_loss_table)
+    done = assert_success(extend_run(trained, "--max_iters=0", f"--text={text}"))
+    assert done.stdout.count("THE TABLE") == 1
+    (records,) = tables
+    last_quarter = {r["length"]: r for r in records if r["protocol"] == "last-quarter"}
+    assert last_quarter.keys() == {32, 128}
+    model = GPT.load(tmp_path / "extended")
+    for length, record in last_quarter.items():
+        assert record["checkpoint"] == "extended"
+        assert record["tokens"] == 256 // 4
+        expected = mean_loss_of_the_last_quarter(model, list(TEXT[:256]), length)
+        assert record["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_fine_tuning_is_measured_on_the_text_before_and_after(trained, extend_run, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(TEXT)
+    done = assert_success(extend_run(trained, "--max_iters=1", "--factor=2", f"--text={text}"))
+    first, second = (done.stdout.split(REPORT)[i] for i in (1, 2))
+    assert "before" in first and "after" in second
+
+
+def test_texts_that_cannot_be_evaluated_are_refused(trained, extend_run, make, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_bytes(TEXT[:127])
+    assert_refused(extend_run(trained, f"--text={short}"), "127 tokens", "128")
+    assert_refused(extend_run(trained, f"--text={tmp_path}/gone.txt"), "gone.txt")
+    make(vocab_size=257).save(tmp_path / "nameless" / "step-000001")
+    done = extend_run(tmp_path / "nameless", "--max_iters=0", f"--text={short}")
+    assert_refused(done, "tokenizer", "--dataset")
+    assert not (tmp_path / "extended").exists()
+
+
+def test_a_warning_says_when_no_document_is_long_enough(trained, extend_run, text_data, tmp_path):
+    dataset = tmp_path / "short"
+    shutil.copytree(text_data, dataset)
+    tokens = data.Dataset(str(text_data)).train.tokens[0][:8000].copy()
+    tokens[::100] = 256  # <bos>: documents of 99 bytes
+    (dataset / "train.bin").unlink()
+    data.write_tokens(dataset / "train.bin", tokens, 257)
+    done = assert_success(extend_run(trained, "--max_iters=1", f"--dataset={dataset}"))
+    assert "0% of the training tokens are in documents of at least 128 tokens" in done.stdout
+    assert "warning: there is almost nothing that long" in done.stdout
+
+
+def test_plot_shows_the_wavelengths_before_and_after(trained, extend_run, tmp_path, monkeypatch):
+    plots = []
+    real = extend.plot_wavelengths
+
+    def plot_wavelengths(*args):
+        plots.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(extend, "plot_wavelengths", plot_wavelengths)
+    file = tmp_path / "figures" / "wavelengths.png"
+    words = ["--method=pi", "--factor=2", "--max_iters=0", f"--plot={file}"]
+    done = assert_success(extend_run(trained, *words))
+    assert file.read_bytes()[:4] == b"\x89PNG"
+    assert "wavelengths of 4 pairs" in done.stdout
+    before, after, original_length, target_length, *_ = plots[0]
+    expected = torch.tensor([10000 ** (-2 * i / 8) for i in range(4)], dtype=torch.float64)
+    assert torch.allclose(before, expected, rtol=1e-12)
+    assert torch.allclose(after, expected / 2, rtol=1e-12)  # position interpolation
+    assert (original_length, target_length) == (32, 64)
+
+
+def test_only_rope_has_wavelengths_to_plot(untrained, extend_run, tmp_path):
+    run = untrained(pos="alibi")
+    done = extend_run(run, "--method=none", "--max_iters=0", f"--plot={tmp_path}/w.png")
+    assert_refused(done, "--plot", "--pos=alibi")
+    assert not (tmp_path / "w.png").exists() and not (tmp_path / "extended").exists()
+
+
+# -----------------------------------------------------------------------------
+# The method scale.
+
+
+def test_the_fitted_scale_has_the_lowest_loss_of_all_candidates(make, tmp_path, capsys):
+    """Each candidate as if the model had that attn_scale."""
+    data.write_tokens(tmp_path / "0.bin", np.random.default_rng(0).integers(0, 49, 2000), 50)
+    split = data.Split([tmp_path / "0.bin"], 50, None)
+    make(pos="nope").save(tmp_path / "run/step-000001")
+    model = GPT.load(tmp_path / "run")
+    cfg = extend.ExtendConfig(method="scale", factor=1.0, device="cpu")
+    fitted = extend.fit_scale(model, cfg, {}, split)
+    losses = {}
+    for eighth in range(-4, 13):
+        scale = 2 ** (eighth / 8)
+        candidate = make(pos="nope", attn_scale=scale)
+        loss_sum, n_scored = evaluate.loss_by_position(candidate, split, 24)
+        losses[scale] = float(loss_sum[18:].sum() / n_scored[18:].sum())
+    assert fitted == min(losses, key=losses.get)
+    assert f"{losses[fitted]:.4f} nats" in capsys.readouterr().out
+
+
+def test_a_scale_is_given_or_fitted_on_text(untrained, extend_run, no_data, tmp_path):
+    run = untrained(pos="nope")
+    words = ["--method=scale", "--factor=2", "--max_iters=0"]
+    done = extend_run(run, *words)
+    assert_refused(done, "--options=scale=NUMBER", "--text=FILE", "--dataset=NAME")
+    assert not (tmp_path / "extended").exists()
+
+    given = tmp_path / "given"
+    assert_success(extend_run(run, *words, "--options=scale=1.5", f"--out_dir={given}"))
+    assert GPT.load(given).config.extension["options"] == {"scale": 1.5}
+
+    text = tmp_path / "text.txt"
+    text.write_bytes(TEXT)
+    done = assert_success(extend_run(run, *words, f"--text={text}"))
+    scale = GPT.load(tmp_path / "extended").config.extension["options"]["scale"]
+    assert f"scale {scale:.3f}: the best of 17" in done.stdout
+    assert math.log2(scale) * 8 == pytest.approx(round(math.log2(scale) * 8))
+
+
+def test_a_dataset_named_on_the_command_line_fits_a_scale(untrained, extend_run, text_data):
+    words = ["--method=scale", "--factor=2", "--max_iters=0", f"--dataset={text_data}"]
+    run = untrained(pos="nope", n_layer=1, n_head=2, n_embd=16)
+    done = assert_success(extend_run(run, *words))
+    assert "the best of 17" in done.stdout and REPORT in done.stdout
+
+
+# -----------------------------------------------------------------------------
+# Resuming.
+
+
+def test_resuming_an_extension_without_fine_tuning_trains_it(trained, extend_run, tmp_path):
+    """To the same bits as extending and fine-tuning at once."""
+    words = ["--method=pi", "--factor=2"]
+    once = tmp_path / "once"
+    assert_success(extend_run(trained, *words, "--max_iters=3", f"--out_dir={once}"))
+    assert_success(extend_run(trained, *words, "--max_iters=0"))
+    resumed = [*words, "--init_from=resume", "--max_iters=3"]
+    done = assert_success(extend_run(trained, *resumed))
+    assert "fine-tuning on 384 tokens" in done.stdout  # 3 steps of 4 x 32
+    run = tmp_path / "extended"
+    assert newest(run).name == newest(once).name == "step-000003"
+    for file in ("model.safetensors", "optim.safetensors"):
+        assert (newest(run) / file).read_bytes() == (newest(once) / file).read_bytes()
+    meta, expected = read_meta(newest(run)), read_meta(newest(once))
+    for name in ("parent", "pretraining_tokens", "tokens", "val_loss", "best"):
+        assert meta[name] == expected[name]
+
+
+def test_an_imported_model_is_extended_alone_and_then_fine_tuned(
+    untrained, extend_run, text_data, tmp_path
+):
+    run = untrained(n_layer=1)
+    assert_success(extend_run(run, "--factor=2", "--max_iters=0"))
+    words = ["--factor=2", "--init_from=resume", "--max_iters=1"]
+    assert_refused(extend_run(run, *words), "--dataset and --learning_rate")
+    words += [f"--dataset={text_data}", "--learning_rate=1e-3", "--eval_iters=1"]
+    assert_success(extend_run(run, *words, "--dtype=float32"))
+    meta = read_meta(newest(tmp_path / "extended"))
+    assert (meta["step"], meta["tokens"]) == (1, 48)
+
+
+def test_resuming_an_extension_without_more_steps_changes_nothing(trained, extend_run, tmp_path):
+    assert_success(extend_run(trained, "--max_iters=0"))
+    meta = newest(tmp_path / "extended") / "meta.json"
+    before = meta.read_bytes(), meta.stat().st_mtime_ns
+    assert_success(extend_run(trained, "--init_from=resume"))
+    assert (meta.read_bytes(), meta.stat().st_mtime_ns) == before
+    assert newest(tmp_path / "extended").name == "step-000000"
+
+
+def test_resuming_a_fine_tuning_without_more_steps_changes_nothing(trained, extend_run, tmp_path):
+    """A first checkpoint that has been pruned is not written again."""
+    words = ["--factor=2", "--eval_interval=1"]
+    assert_success(extend_run(trained, *words, "--max_iters=4"))
+    before = list_steps(tmp_path / "extended")
+    assert before[0].name != "step-000000"
+    assert_success(extend_run(trained, *words, "--max_iters=0", "--init_from=resume"))
+    assert list_steps(tmp_path / "extended") == before
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--method=pi"], "was made with method yarn, not pi"),
+        (["--factor=4"], "was made with factor 2.0, not 4.0"),
+        (["--options=beta_fast=16"], "was made with options none, not {'beta_fast': 16.0}"),
+        (["--n_layer=3"], "n_layer=1"),
+    ],
+)
+def test_resuming_with_another_extension_is_refused(words, message, trained, extend_run, tmp_path):
+    assert_success(extend_run(trained, "--factor=2", "--max_iters=0"))
+    files = sorted(newest(tmp_path / "extended").iterdir())
+    done = extend_run(trained, "--init_from=resume", "--max_iters=1", *words)
+    assert_refused(done, message)
+    assert list_steps(tmp_path / "extended") == [tmp_path / "extended" / "step-000000"]
+    assert sorted(newest(tmp_path / "extended").iterdir()) == files
+
+
+def test_resuming_from_another_run_is_refused(trained, extend_run, tmp_path):
+    assert_success(extend_run(trained, "--factor=2", "--max_iters=0"))
+    shutil.copytree(trained, tmp_path / "other")
+    done = extend_run(tmp_path / "other", "--init_from=resume", "--max_iters=1")
+    assert_refused(done, "was made with parent rope, not other")
+
+
+def test_the_fine_tuning_of_an_extension_is_resumed_with_its_factor(trained, extend_run, tmp_path):
+    """The factor of the command line is that of the last extension, the model's their product."""
+    by2 = tmp_path / "by2"
+    assert_success(extend_run(trained, "--factor=2", "--max_iters=0", f"--out_dir={by2}"))
+    assert_success(extend_run(by2, "--factor=4", "--max_iters=0"))
+    resume = ["--init_from=resume", "--max_iters=1"]
+    assert_refused(extend_run(by2, "--factor=2", *resume), "factor 8.0, not 4.0")
+    assert_success(extend_run(by2, "--factor=4", *resume))
+    assert GPT.load(tmp_path / "extended").config.block_size == 256
+
+
+# -----------------------------------------------------------------------------
+# Settings.
+
+
+def test_options_are_numbers_booleans_or_text():
+    cfg = extend.ExtendConfig(options="ramp=paper,beta_fast=16,truncate=True")
+    assert cfg.method_options() == {"ramp": "paper", "beta_fast": 16.0, "truncate": True}
+    assert extend.ExtendConfig().method_options() == {}
+
+
+@pytest.mark.parametrize("options", ["beta", "=1", "2x=1", "factor=3", "method=pi", "self=1"])
+def test_malformed_options_are_refused(options):
+    with pytest.raises(UserError, match="NAME=VALUE"):
+        extend.ExtendConfig(options=options).method_options()
+
+
+def test_options_may_come_from_a_file(tmp_path):
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"long_factor": [1.0, 2.0]}))
+    cfg = extend.ExtendConfig(options=str(file))
+    assert cfg.method_options() == {"long_factor": [1.0, 2.0]}
+    for text in ("[1]", "{", '{"factor": 2}', "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(UserError, match="cannot be read"):
+            cfg.method_options()
+
+
+def test_the_first_fine_tuning_lowers_the_learning_rate_and_later_ones_keep_it(trained):
+    meta = read_meta(newest(trained))
+    first = extend.inherited_settings(meta, {}, trained)
+    assert first["learning_rate"] == pytest.approx(0.3 * meta["train"]["learning_rate"])
+    assert (first["batch_size"], first["gradient_accumulation_steps"]) == (1, 1)  # 1 x 128 tokens
+    second = extend.inherited_settings(
+        {**meta, "train": {**meta["train"], "method": "yarn", "pose": False}}, {"factor": 2}, ""
+    )
+    assert second["learning_rate"] == meta["train"]["learning_rate"]
+    assert "max_iters" not in first and "weight_decay" not in first  # extend.py's own defaults

@@ -1,0 +1,192 @@
+"""Training in less memory: activation checkpointing, and attention in chunks of queries.
+
+What experiments/bench_memory.py counts is tested in test_bench.py.
+"""
+
+import functools
+import json
+
+import pytest
+import torch
+from conftest import TINY
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from kernels import reference
+from model import GPT, POSITIONS, GPTConfig
+
+
+class RecordedOperators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+    def count(self, part):
+        """How many operators of the forward pass have this in their name."""
+        return sum(part in name and "backward" not in name for name in self.names)
+
+
+def gradients_of(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_all_close(tensors, expected, **tolerance):
+    for a, b in zip(tensors, expected, strict=True):
+        assert torch.allclose(a, b, **tolerance)
+
+
+# -----------------------------------------------------------------------------
+# Activation checkpointing.
+
+
+def backward(model, tokens, checkpointing):
+    """The loss with all gradients, and the operators of the forward and of the backward pass."""
+    model.activation_checkpointing = checkpointing
+    model.zero_grad()
+    torch.manual_seed(5)  # of dropout
+    with RecordedOperators() as forward_operators:
+        loss = model(tokens, tokens, reduction="sum")
+    with RecordedOperators() as backward_operators:
+        loss.backward()
+    return [loss.detach(), *gradients_of(model)], forward_operators, backward_operators
+
+
+# attention without relative vectors or a trained bias, which is a single operator
+FUSED = ("nope", "learned", "sinusoidal", "alibi", "sandwich", "rope")
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_checkpointing_recomputes_blocks_and_keeps_every_bit(pos, make):
+    """With dropout; all is computed again in the backward pass, but fused attention."""
+    model = make(pos=pos, n_kv_head=2, qk_norm=True, dropout=0.2).train()
+    tokens = torch.randint(0, 50, (2, 24))
+    expected, _, plain = backward(model, tokens, False)
+    results, forward, recomputed = backward(model, tokens, True)
+    for a, b in zip(results, expected, strict=True):
+        assert torch.equal(a, b)
+    assert (plain.count("silu"), recomputed.count("silu")) == (0, 2)  # one in each of two blocks
+    if pos in FUSED:
+        assert forward.count("dot_product") == 2
+        assert recomputed.count("dot_product") == 0
+
+
+def test_checkpointing_leaves_evaluation_alone(make):
+    model = make()
+    tokens = torch.randint(0, 50, (2, 24))
+    with torch.no_grad():
+        expected = model(tokens)
+        model.activation_checkpointing = True
+        with RecordedOperators() as operators:
+            assert torch.equal(model(tokens), expected)
+    assert operators.count("silu") == 2
+
+
+@pytest.mark.parametrize("n_layer", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_checkpointed_blocks_can_be_compiled(n_layer, make):
+    """In one graph, and with the gradients of the compiled model without checkpointing."""
+    model = make(pos="rope", n_layer=n_layer, dropout=0.2).train()
+    tokens = torch.randint(0, 50, (2, 24))
+    results = []
+    for checkpointing in (False, True):
+        torch._dynamo.reset()
+        model.activation_checkpointing = checkpointing
+        model.zero_grad()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+        torch.manual_seed(5)  # of dropout
+        loss = compiled(tokens, tokens, reduction="sum")
+        loss.backward()
+        results.append([loss.detach(), *gradients_of(model)])
+    assert_all_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def read_losses(run):
+    """(step, training or validation loss) of every line of a run's log."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [(row["step"], row.get("loss", row.get("val_loss"))) for row in rows]
+
+
+def test_a_run_with_checkpointing_logs_the_same_losses(text_data, tmp_path):
+    logs = []
+    for checkpointing in (False, True):
+        out = tmp_path / f"checkpointing-{checkpointing}"
+        cfg = train.TrainConfig(
+            dataset=str(text_data),
+            out_dir=str(out),
+            batch_size=2,
+            gradient_accumulation_steps=2,
+            max_iters=4,
+            warmup_iters=1,
+            eval_iters=1,
+            log_interval=1,
+            device="cpu",
+            dtype="float32",
+            compile=False,
+            checkpoint_activations=checkpointing,
+        )
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, dropout=0.2))
+        train.train(model, cfg)
+        assert model.activation_checkpointing == checkpointing
+        logs.append(read_losses(out))
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.slow
+def test_two_processes_with_checkpointing_train_as_one_without(run, text_data, tmp_path):
+    words = [*TINY, f"--dataset={text_data}", "--gradient_accumulation_steps=2", "--dropout=0.1"]
+    logs = []
+    for flags, processes in (([], 0), (["--checkpoint_activations=true"], 2)):
+        out = tmp_path / f"processes-{processes}"
+        env = {"OMP_NUM_THREADS": "1"}
+        done = run("train.py", *words, *flags, f"--out_dir={out}", processes=processes, env=env)
+        assert done.returncode == 0, done.stderr
+        logs.append(read_losses(out))
+    for (step, loss), (expected_step, expected_loss) in zip(*logs, strict=True):
+        assert step == expected_step
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# Attention in chunks of queries.
+
+
+def train_in_chunks(model, tokens, max_scores, monkeypatch):
+    """The loss with all gradients, and the numbers of elements kept for the backward pass."""
+    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
+    sizes = []
+
+    def keep(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    def give(tensor):
+        return tensor
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, give):
+        loss = model(tokens, tokens)
+    loss.backward()
+    return [loss.detach(), *gradients_of(model)], sizes
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_training_keeps_nothing_as_large_as_the_scores(pos, make, monkeypatch):
+    """Of attention in chunks, neither in a block that is checkpointed nor in one that is not."""
+    T = 80
+    # small enough for every other activation to be smaller than the (T, T) scores of a head
+    model = make(pos=pos, window=20, block_size=T, mlp_dim=32)
+    tokens = torch.randint(0, 50, (1, T))
+    run = functools.partial(train_in_chunks, model, tokens, monkeypatch=monkeypatch)
+    expected, sizes = run(max_scores=1 << 24)
+    assert max(sizes) >= T * T
+    for checkpointing in (False, True):
+        model.activation_checkpointing = checkpointing
+        results, sizes = run(max_scores=4000)
+        assert max(sizes) < T * T
+        assert_all_close(results, expected, rtol=1e-3, atol=1e-5)
