@@ -69,11 +69,11 @@ TABLE = tl.constexpr(2)
 VECTORS = tl.constexpr(3)
 
 # The segments of blocks that a program visits. Those below WHOLE need a mask.
-SINKS = tl.constexpr(0)
-LEFT_EDGE = tl.constexpr(1)
-RIGHT_EDGE = tl.constexpr(2)
-WHOLE = tl.constexpr(3)
-CLIPPED = tl.constexpr(4)
+SINKS = tl.constexpr(0)  # the first keys, where they lie before the window
+LEFT_EDGE = tl.constexpr(1)  # partly visible, before the whole ones
+RIGHT_EDGE = tl.constexpr(2)  # partly visible, after the whole ones
+WHOLE = tl.constexpr(3)  # wholly visible
+CLIPPED = tl.constexpr(4)  # wholly visible, and every distance is m - 1 or more
 
 LOG2E = 1 / math.log(2)
 
@@ -312,8 +312,9 @@ def _key_blocks(
 ):  # fmt: skip
     """The key blocks that a query block visits: where each segment starts, and where it ends.
 
-    SINKS, LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), WHOLE [near, right), CLIPPED [left, near).
-    Blocks are CLIPPED in steps of B keys.
+    Key blocks [lo, hi) are visible at all, [left, right) wholly. So the segments are SINKS,
+    LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), CLIPPED [left, near) and WHOLE [near, right).
+    CLIPPED ends at a multiple of B keys.
     """
     i0 = q_start + block * BM
     i1 = i0 + BM - 1
@@ -350,7 +351,8 @@ def _query_blocks(
 ):  # fmt: skip
     """The query blocks that a key block visits: where each segment starts, and where it ends.
 
-    LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), WHOLE [left, near), CLIPPED [near, right).
+    Query blocks [lo, hi) see the keys at all, [left, right) wholly. So the segments are
+    LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), WHOLE [left, near) and CLIPPED [near, right).
     """
     n0 = block * BN
     n1 = n0 + BN - 1

@@ -295,6 +295,9 @@ def describe(key, old, new, gap):
         if gap < math.inf:
             return f"{gap:.2g} apart"
         return f"{a.dtype} {list(a.shape)} in OLD, {b.dtype} {list(b.shape)} in NEW"
+    if isinstance(a, dict) and isinstance(b, dict):  # only what differs of them
+        same = [key for key in a if key in b and value_gap(a[key], b[key]) == 0]
+        a, b = ({key: x[key] for key in x if key not in same} for x in (a, b))
     return f"{gap:.2g} apart: {a!r:.100} in OLD, {b!r:.100} in NEW"
 
 

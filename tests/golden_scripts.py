@@ -473,12 +473,12 @@ def hf(record, folder):
         exported[f"method {method}"] = {"method": method}
     for name, settings in exported.items():
         settings = {"pos": "rope", **settings}
-        with record.case(f"{name}") as found:
+        with record.case(name) as found:
             step = saved(folder, f"hf {name}", **settings)
             target = folder / "exported" / name
             export_and_record(found, step, target)
-        with record.case(f"{name}, imported again") as found:
-            if target.is_dir():
+        if target.is_dir():
+            with record.case(f"{name}, imported again") as found:
                 import_and_record(found, target, folder / "imported" / name)
     if HF_GPT2.is_dir():
         with record.case("GPT-2") as found:

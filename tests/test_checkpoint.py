@@ -12,9 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from model import GPT
 from nanolong import checkpoint
-from nanolong.checkpoint import find_checkpoint, read_meta, save_model, write_meta
+from nanolong.checkpoint import (
+    find_checkpoint,
+    load_optimizers,
+    optimizer_tensors,
+    read_meta,
+    save_model,
+    write_meta,
+)
 from nanolong.errors import UserError
+from nanolong.optim import make_optimizers
 from nanolong.run_folder import list_steps
+from train import TrainConfig
 
 
 @pytest.fixture
@@ -247,7 +256,8 @@ def test_another_format_is_refused(version, run_folder):
         ({"n_layer": 3}, "does not fit its meta.json: blocks.2"),
         ({"n_layer": "two"}, "n_layer must be a whole number"),
         ({"n_layer": 0}, "n_layer=0 is out of range"),
-        ({"pos": "quantum"}, "no position scheme 'quantum'"),
+        ({"pos": "quantum"}, "trained with --pos=quantum, and this checkout has no such scheme"),
+        ({"pos": ["t5"]}, "pos must be text"),
         ({"pos": "shaw"}, "does not fit its meta.json: pos"),
         ({"n_embd": 10**6}, "does not fit its meta.json: embed.weight"),
         ({"n_head": 3}, "n_head=3"),
@@ -330,3 +340,79 @@ def test_a_checkpoint_may_be_moved(run_folder, tmp_path):
     loaded = GPT.load(moved)
     tokens = torch.randint(0, 50, (1, 20))
     assert torch.equal(loaded(tokens), expected(tokens))
+
+
+# -----------------------------------------------------------------------------
+# Optimizers.
+
+
+@pytest.fixture
+def make_trained(make):
+    """A function that makes a model and its optimizers after two steps: (model, optimizers)."""
+
+    def make_trained(name):
+        model = make()
+        optimizers = make_optimizers(model, TrainConfig(optimizer=name))
+        tokens = torch.randint(0, 50, (2, 20))
+        for _ in range(2):
+            model(tokens, tokens).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, optimizers
+
+    return make_trained
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_optimizers_state_loads_to_the_bit(name, make_trained, make, tmp_path):
+    model, optimizers = make_trained(name)
+    save_model(model, tmp_path / "step-000002", optim=optimizer_tensors(model, optimizers))
+    loaded = GPT.load(tmp_path)
+    loaded_optimizers = make_optimizers(loaded, TrainConfig(optimizer=name))
+    load_optimizers(loaded, loaded_optimizers, tmp_path / "step-000002/optim.safetensors")
+
+    expected = optimizer_tensors(model, optimizers)
+    actual = optimizer_tensors(loaded, loaded_optimizers)
+    assert actual.keys() == expected.keys()
+    moments = {name.rpartition(".")[2] for name in actual}
+    assert ("momentum_buffer" in moments) == (name == "muon")
+    for key, tensor in actual.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"extra.exp_avg": torch.zeros(1)}, "holds extra.exp_avg"),
+        ({"norm.weight.exp_avg": torch.zeros(31)}, "holds norm.weight.exp_avg"),
+        ({"norm.weight.exp_avg": torch.zeros(32).double()}, "holds norm.weight.exp_avg"),
+        ({"norm.weight.step": None}, "lacks norm.weight.step"),
+    ],
+    ids=["extra", "shape", "dtype", "missing"],
+)
+def test_optimizer_tensors_that_do_not_fit_are_refused(change, message, make_trained, tmp_path):
+    model, optimizers = make_trained("adamw")
+    tensors = {**optimizer_tensors(model, optimizers), **change}
+    file = tmp_path / "optim.safetensors"
+    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, file)
+    with pytest.raises(UserError, match=f"{message}, which is not what this optimizer keeps"):
+        load_optimizers(model, optimizers, file)
+
+
+def test_the_state_of_another_optimizer_is_refused(make_trained, tmp_path):
+    model, optimizers = make_trained("adamw")
+    file = tmp_path / "optim.safetensors"
+    save_file(optimizer_tensors(model, optimizers), file)
+    muon = make_optimizers(model, TrainConfig(optimizer="muon"))
+    with pytest.raises(UserError, match="resume with the optimizer that the run was started with"):
+        load_optimizers(model, muon, file)
+
+
+def test_a_cut_off_optimizer_file_is_refused(make_trained, tmp_path):
+    model, optimizers = make_trained("adamw")
+    file = tmp_path / "optim.safetensors"
+    save_file(optimizer_tensors(model, optimizers), file)
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        load_optimizers(model, optimizers, file)

@@ -122,6 +122,7 @@ def test_extending_alone_opens_no_dataset(trained, extend_run, no_data, tmp_path
     for name in ("bos", "tokenizer", "dataset", "data_hash"):
         assert model.meta[name] == parent.meta[name] is not None
     assert model.meta["parent"] == str(parent.folder)
+    assert model.meta["train"]["method"] == "yarn"
     assert model.meta["pretraining_tokens"] == parent.meta["tokens"] == 2 * 4 * 32
 
 

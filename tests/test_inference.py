@@ -192,20 +192,29 @@ def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p, 
 
 
 @pytest.mark.parametrize("settings", [{}, WINDOW], ids=str)
+@pytest.mark.parametrize("is_compiling", [False, True], ids=["eager", "as compiled"])
 @pytest.mark.parametrize("pos", POSITIONS)
 @torch.no_grad()
-def test_steps_of_fixed_shape_have_the_logits_of_one_forward_pass(pos, settings, make):
-    """After a rewind, and for a padded prompt; the memory of the cache stays where it is."""
+def test_steps_of_fixed_shape_have_the_logits_of_one_forward_pass(
+    pos, is_compiling, settings, make, monkeypatch
+):
+    """
+    After a rewind, and for a padded prompt; the memory of the cache stays where it is.
+
+    As compiled: attention computes with the whole capacity, as where the length is not a number.
+    """
     model = make(pos=pos, n_kv_head=2, block_size=64, **settings)
     tokens = torch.randint(0, 50, (2, 40))
     for mask in ({}, pad_first_row(7, 40)):
+        expected = model(tokens, **mask)[:, 25:]
         cache = prefill(model, tokens[:, :25], 40, **mask)
         address = cache.keys[0].data_ptr()
         step = inference.FixedShapeStep(model, cache, mask.get("positions"), mask.get("docs"))
-        step.run(torch.zeros(2, 1, dtype=torch.long))
-        step.rewind()
-        logits = [step.run(token) for token in tokens[:, 25:].split(1, 1)]
-        expected = model(tokens, **mask)[:, 25:]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+            step.run(torch.zeros(2, 1, dtype=torch.long))
+            step.rewind()
+            logits = [step.run(token) for token in tokens[:, 25:].split(1, 1)]
         assert torch.allclose(torch.stack(logits, 1), expected, atol=1e-4)
         assert cache.keys[0].data_ptr() == address
 
@@ -302,6 +311,24 @@ def test_a_captured_step_owns_what_it_reads(restored_streams, make, monkeypatch)
     assert (cache.write_index.item(), cache.valid_length.item()) == (9, 10)
     assert step(tokens[:, 9:]).shape == (1, 50)
     assert torch.equal(step.tokens, tokens[:, 9:])
+
+
+@torch.no_grad()
+def test_what_is_captured_is_compiled_where_that_is_asked_for(restored_streams, make, monkeypatch):
+    compiled = []
+
+    def compile_step(run, fullgraph):
+        assert fullgraph
+        compiled.append(run)
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_step)
+    monkeypatch.setattr(kernels, "triton_runs", lambda device: False)  # the compiler has its own
+    model = make(pos="rope")
+    cache = prefill(model, torch.randint(0, 50, (1, 9)), 20)
+    step = inference.capture_graph(model, cache, None, None, True)
+    assert compiled == [step.step.run]
+    assert restored_streams == []
 
 
 @pytest.mark.parametrize(
@@ -404,16 +431,14 @@ def test_compiled_sampling_from_the_command_line_prints_the_same_text(run, text_
     assert texts[0] == texts[1]
 
 
-def test_more_models_are_compiled_in_one_process_than_dynamo_allows(
-    make, monkeypatch, compiled_graphs
-):
+def test_more_models_are_compiled_in_one_process_than_dynamo_allows(make, compiled_graphs):
     """Dynamo traces a function for eight kinds of model by default, and then runs it untraced."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     tokens = torch.randint(0, 50, (1, 8))
-    for pos in ("nope", "learned", "alibi"):
-        compiled_graphs.clear()
-        compile_model(make(pos=pos, n_layer=1))(tokens, tokens)
-        assert compiled_graphs, pos
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for pos in ("nope", "learned", "alibi"):
+            compiled_graphs.clear()
+            compile_model(make(pos=pos, n_layer=1))(tokens, tokens)
+            assert compiled_graphs, pos
 
 
 # -----------------------------------------------------------------------------

@@ -24,12 +24,18 @@ def environment(**variables):
     return {**{k: v for k, v in os.environ.items() if k not in decisive}, **variables}
 
 
+def pytest_generate_tests(metafunc):
+    """With --all, the interpreted tests take minutes: in two halves two workers can share them."""
+    if "selection" in metafunc.fixturenames:
+        halves = ["against_float64", "not against_float64"]
+        metafunc.parametrize("selection", halves if metafunc.config.getoption("--all") else [""])
+
+
 @needs_triton
-@pytest.mark.parametrize("half", ["against_float64", "not against_float64"])
-def test_numbers_under_the_interpreter(half, request):
+def test_numbers_under_the_interpreter(selection, request):
     """Run tests/interpreted."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [ROOT / "tests/interpreted", "-k", half]
+    command += [ROOT / "tests/interpreted", "-k", selection]
     if request.config.getoption("--all"):
         command.append("--all")
     env = environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")

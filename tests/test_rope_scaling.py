@@ -11,10 +11,11 @@ import torch
 import torch.nn as nn
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
+import rope_scaling
 from model import GPT, POSITIONS, GPTConfig, LMInfinite, RoPE, SelfExtend
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
-from rope_scaling import METHODS, lm_infinite, self_extend, trains_at_original_length
+from rope_scaling import METHODS, OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 
@@ -33,13 +34,13 @@ def check_cached_equals_whole(model, tokens, sizes):
 
 
 # -----------------------------------------------------------------------------
-# Frequencies: numbers for rotary_dim 64, base 10,000, original length 1,024 and factor 4, unless
-# the options say otherwise, as ratios to plain RoPE at these pairs.
+# Frequencies, as ratios to plain RoPE at these pairs: for rotary_dim 64, base 10,000, an original
+# length of 1,024 and factor 4, unless the options have another factor.
 
 PAIRS = [0, 4, 5, 8, 12, 16, 18, 24, 31]
-YARN = [1, 1, 1, 0.826923, 0.596154, 0.365385, 0.25, 0.25, 0.25]
-YARN_EXACT = [1, 1, 1, 0.853986, 0.604842, 0.355697, 0.25, 0.25, 0.25]
-BY_PARTS = [1, 1, 1, 0.6201, 0.350493, 0.265236, 0.25, 0.25, 0.25]
+RAMP = [1, 1, 1, 0.826923, 0.596154, 0.365385, 0.25, 0.25, 0.25]
+UNROUNDED_RAMP = [1, 1, 1, 0.853986, 0.604842, 0.355697, 0.25, 0.25, 0.25]
+RAMP_OF_THE_PAPER = [1, 1, 1, 0.6201, 0.350493, 0.265236, 0.25, 0.25, 0.25]
 NTK_4 = [1, 0.836209, 0.799638, 0.699245, 0.584715, 0.488944, 0.447112, 0.341892, 0.25]
 NTK_3 = [1, 0.867833, 0.837616, 0.753133, 0.653594, 0.56721, 0.528399, 0.427185, 0.333333]
 LLAMA3_8 = [1, 1, 1, 1, 1, 0.308676, 0.125, 0.125, 0.125]
@@ -53,18 +54,18 @@ PLAIN = [1] * 9
         ("none", {}, PLAIN, 1),
         ("pi", {}, INTERPOLATED, 1),
         ("ntk", {}, NTK_4, 1),
-        ("ntk-parts", {}, YARN, 1),
-        ("ntk-parts", {"ramp": "paper"}, BY_PARTS, 1),
-        ("yarn", {}, YARN, 1.138629),
-        ("yarn", {"truncate": False}, YARN_EXACT, 1.138629),
-        ("yarn", {"attention_factor": 1.0}, YARN, 1),
+        ("ntk-parts", {}, RAMP, 1),
+        ("ntk-parts", {"ramp": "paper"}, RAMP_OF_THE_PAPER, 1),
+        ("yarn", {}, RAMP, 1.138629),
+        ("yarn", {"truncate": False}, UNROUNDED_RAMP, 1.138629),
+        ("yarn", {"attention_factor": 1.0}, RAMP, 1),
         ("llama3", {"factor": 8.0}, LLAMA3_8, 1),
-        ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 32.0}, BY_PARTS, 1),
+        ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 32.0}, RAMP_OF_THE_PAPER, 1),
         ("dynamic-pi", {"length": 4096}, INTERPOLATED, 1),
         ("dynamic-pi", {"length": 1024}, PLAIN, 1),
         ("dynamic-ntk", {"factor": 2.0, "length": 2048}, NTK_3, 1),
         ("dynamic-ntk", {"factor": 1.0, "length": 4096}, NTK_4, 1),
-        ("dynamic-yarn", {"length": 4096}, YARN, 1.138629),
+        ("dynamic-yarn", {"length": 4096}, RAMP, 1.138629),
         ("dynamic-yarn", {"length": 1000}, PLAIN, 1),
         ("lm-infinite", {}, PLAIN, 1),
         ("self-extend", {}, PLAIN, 1),
@@ -84,33 +85,33 @@ def test_frequencies_match_known_numbers(method, options, ratios, attention_fact
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"drope"}))
 def test_factor_one_is_plain_rope_to_the_bit(method):
     inv_freq, attention_factor = METHODS[method](10000.0, 48, 333, 1.0)
-    assert torch.equal(inv_freq, METHODS["none"](10000.0, 48, 333, 1.0)[0])
+    assert torch.equal(inv_freq, rope_scaling.none(10000.0, 48, 333, 1.0)[0])
     assert attention_factor == 1.0
 
 
 def test_yarns_attention_factor_matches_published_numbers():
     numbers = [1.069315, 1.138629, 1.207944, 1.277259, 1.346574]
     for factor, number in zip((2.0, 4.0, 8.0, 16.0, 32.0), numbers, strict=True):
-        assert METHODS["yarn"](1e4, 64, 1024, factor)[1] == pytest.approx(number, abs=1e-6)
+        assert rope_scaling.yarn(1e4, 64, 1024, factor)[1] == pytest.approx(number, abs=1e-6)
 
 
 def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest():
-    plain, _ = METHODS["none"](10000.0, 64, 1024, 1.0)
-    ntk, _ = METHODS["ntk"](10000.0, 64, 1024, 4.0)
+    plain, _ = rope_scaling.none(10000.0, 64, 1024, 1.0)
+    ntk, _ = rope_scaling.ntk(10000.0, 64, 1024, 4.0)
     assert ntk[0] == plain[0]
     assert ntk[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-12)
 
 
 def test_ntk_by_parts_keeps_fast_pairs_and_interpolates_slow_ones_to_the_bit():
-    plain, _ = METHODS["none"](10000.0, 64, 1024, 1.0)
-    parts, _ = METHODS["ntk-parts"](10000.0, 64, 1024, 4.0)
+    plain, _ = rope_scaling.none(10000.0, 64, 1024, 1.0)
+    parts, _ = rope_scaling.ntk_parts(10000.0, 64, 1024, 4.0)
     assert torch.equal(parts[:5], plain[:5])
     assert torch.equal(parts[18:], plain[18:] / 4)
 
 
 def test_ntk_by_parts_keeps_the_first_pair_of_a_short_context():
     """With fewer than 64 pi tokens the ramp would begin below index 0."""
-    assert METHODS["ntk-parts"](1e4, 64, 150, 4.0)[0][0] == 1.0
+    assert rope_scaling.ntk_parts(1e4, 64, 150, 4.0)[0][0] == 1.0
 
 
 def base_of(method, rotary_dim, original_length, factor, base=1e4, **options):
@@ -132,12 +133,14 @@ def test_ntk_lceg_has_the_bases_of_the_controlled_study():
 
 
 def test_ntk_frozen_is_dynamic_ntk_of_a_fixed_factor():
-    """dynamic-ntk of factor 2 at 2,048 of 1,024 tokens, whatever the target is."""
-    plain, _ = METHODS["none"](1e4, 64, 1024, 1.0)
-    frozen, _ = METHODS["ntk-frozen"](1e4, 64, 1024, 9.0, multiplier=2.0, length=2048)
-    assert (frozen / plain)[PAIRS].tolist() == pytest.approx(NTK_3, abs=1e-6)
-    unused, _ = METHODS["ntk-frozen"](1e4, 64, 1024, 9.0, length=1024)
-    assert torch.equal(unused, plain)
+    """The factor of the extension, here 9, does not matter."""
+    for factor, length in ((2.0, 2048), (4.0, 3072), (2.5, 1024)):
+        dynamic, _ = rope_scaling.dynamic_ntk(1e4, 64, 1024, factor, length=length)
+        frozen, _ = rope_scaling.ntk_frozen(1e4, 64, 1024, 9.0, multiplier=factor, length=length)
+        assert torch.equal(frozen, dynamic)
+    default, _ = rope_scaling.ntk_frozen(1e4, 64, 1024, 9.0, length=2048)
+    plain, _ = rope_scaling.none(1e4, 64, 1024, 1.0)
+    assert (default / plain)[PAIRS].tolist() == pytest.approx(NTK_3, abs=1e-6)
 
 
 def test_abf_takes_the_largest_of_three_bases():
@@ -147,38 +150,49 @@ def test_abf_takes_the_largest_of_three_bases():
     assert base_of("abf", 64, 8192, 1024.0) == pytest.approx(reaching, rel=1e-9)
     assert base_of("abf", 64, 1024, 4.0, base=1e6) == pytest.approx(1e6, rel=1e-9)
     assert base_of("abf", 64, 1024, 4.0, new_base=7e5) == pytest.approx(7e5, rel=1e-9)
-    slowest, _ = METHODS["abf"](1e4, 64, 8192, 1024.0)
+    slowest, _ = rope_scaling.abf(1e4, 64, 8192, 1024.0)
     assert 2 * math.pi / slowest[-1].item() >= 8192 * 1024 * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("of", ["yarn", "pi", "ntk"])
 def test_resonance_rounds_wavelengths_to_whole_tokens(of):
     inv_freq, attention_factor = METHODS[of](1e4, 64, 1024, 4.0)
-    rounded, same_factor = METHODS["resonance"](1e4, 64, 1024, 4.0, of=of)
+    rounded, same_factor = rope_scaling.resonance(1e4, 64, 1024, 4.0, of=of)
     wavelengths = 2 * math.pi / rounded
     assert torch.allclose(wavelengths, (2 * math.pi / inv_freq).round(), rtol=1e-12)
+    assert wavelengths[0] == pytest.approx(6 if of != "pi" else 25)  # of 2 pi, or of 8 pi
     assert same_factor == attention_factor
-    if of == "yarn":
-        assert torch.equal(rounded, METHODS["resonance"](1e4, 64, 1024, 4.0)[0])
-        assert wavelengths[0] == pytest.approx(6)
 
 
-def test_longrope_divides_by_the_table_of_the_length():
-    long_factor = [1.0 + 0.37 * i for i in range(12)]
-    short_factor = [1.0 + 0.01 * i for i in range(12)]
-    for length, table in ((334, long_factor), (333, short_factor), (None, long_factor)):
-        inv_freq, attention_factor = METHODS["longrope"](
-            1e4, 24, 333, 4.0, long_factor, short_factor, length=length
-        )
-        expected = [1e4 ** (-2 * k / 24) / table[k] for k in range(12)]
-        assert inv_freq.tolist() == pytest.approx(expected, rel=1e-12)
-        assert attention_factor == pytest.approx((1 + math.log(4) / math.log(333)) ** 0.5)
+def test_resonance_rounds_yarn_by_default():
+    default, attention_factor = rope_scaling.resonance(1e4, 64, 1024, 4.0)
+    yarn, same_factor = rope_scaling.resonance(1e4, 64, 1024, 4.0, of="yarn")
+    assert torch.equal(default, yarn)
+    assert attention_factor == same_factor
+
+
+LONGROPE_TABLES = {
+    "long_factor": [1.0 + 0.37 * i for i in range(12)],
+    "short_factor": [1.0 + 0.01 * i for i in range(12)],
+}
+
+
+@pytest.mark.parametrize(
+    "length, table", [(334, "long_factor"), (333, "short_factor"), (None, "long_factor")]
+)
+def test_longrope_divides_by_the_table_for_the_length(length, table):
+    inv_freq, attention_factor = rope_scaling.longrope(
+        1e4, 24, 333, 4.0, length=length, **LONGROPE_TABLES
+    )
+    expected = [1e4 ** (-2 * k / 24) / LONGROPE_TABLES[table][k] for k in range(12)]
+    assert inv_freq.tolist() == pytest.approx(expected, rel=1e-12)
+    assert attention_factor == pytest.approx((1 + math.log(4) / math.log(333)) ** 0.5)
 
 
 def test_longrope_can_hold_the_table_of_any_static_method():
-    yarn, attention_factor = METHODS["yarn"](1e4, 24, 333, 4.0)
-    table = (METHODS["none"](1e4, 24, 333, 1.0)[0] / yarn).tolist()
-    inv_freq, same_factor = METHODS["longrope"](
+    yarn, attention_factor = rope_scaling.yarn(1e4, 24, 333, 4.0)
+    table = (rope_scaling.none(1e4, 24, 333, 1.0)[0] / yarn).tolist()
+    inv_freq, same_factor = rope_scaling.longrope(
         1e4, 24, 333, 4.0, long_factor=table, attention_factor=attention_factor
     )
     assert torch.allclose(inv_freq, yarn, rtol=1e-14)
@@ -186,15 +200,15 @@ def test_longrope_can_hold_the_table_of_any_static_method():
 
 
 def test_drope_has_no_rotation():
-    inv_freq, attention_factor = METHODS["drope"](1e4, 24, 333, 4.0, scale=1.44)
+    inv_freq, attention_factor = rope_scaling.drope(1e4, 24, 333, 4.0, scale=1.44)
     assert inv_freq.tolist() == [0.0] * 12
     assert attention_factor == pytest.approx(1.2)  # of queries and of keys
 
 
 def test_drope_and_pose_train_at_the_original_length():
-    assert trains_at_original_length("drope", pose=False)
-    assert trains_at_original_length("yarn", pose=True)
-    assert not trains_at_original_length("yarn", pose=False)
+    assert rope_scaling.trains_at_original_length("drope", pose=False)
+    assert rope_scaling.trains_at_original_length("yarn", pose=True)
+    assert not rope_scaling.trains_at_original_length("yarn", pose=False)
 
 
 # -----------------------------------------------------------------------------
@@ -210,24 +224,15 @@ SIZES = [  # base, rotary_dim, original_length, factor
     (10000.0, 32, 256, 4.0),
     (100.0, 10, 4000, 2.0),
 ]
-LONGROPE_TABLES = {
-    "long_factor": [1.0 + 0.37 * i for i in range(12)],
-    "short_factor": [1.0 + 0.01 * i for i in range(12)],
-}
-# our method and options, transformers' rope_type and parameters
-SAME_METHODS = [
+BETAS = {"beta_fast": 16.0, "beta_slow": 2.0}
+SAME_METHODS = [  # our method and its options, transformers' rope_type and its parameters
     ("pi", {}, "linear", {}),
     ("yarn", {}, "yarn", {}),
     ("yarn", {"truncate": False}, "yarn", {"truncate": False}),
-    (
-        "yarn",
-        {"beta_fast": 16.0, "beta_slow": 2.0},
-        "yarn",
-        {"beta_fast": 16.0, "beta_slow": 2.0},
-    ),
+    ("yarn", BETAS, "yarn", BETAS),
     ("ntk-parts", {"ramp": "paper"}, "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 32.0}),
     ("llama3", {}, "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
-    ("dynamic-ntk", {"length": None}, "dynamic", {}),
+    ("dynamic-ntk", {}, "dynamic", {}),
 ]
 
 COMPUTE_IN_TRANSFORMERS = """
@@ -259,45 +264,36 @@ print(json.dumps(results))
 """
 
 
-def test_frequencies_match_transformers(tmp_path):
-    cases = []
-    requests = []
-    for base, dim, original_length, factor in SIZES:
-        for method, options, kind, parameters in SAME_METHODS:
-            length = 3 * original_length
-            if "length" in options:
-                options = {"length": length}
-            cases.append((method, base, dim, original_length, factor, options, 2e-5))
-            requests.append((kind, base, dim, original_length, factor, length, parameters))
-    for length in (1000, 300):
-        options = {**LONGROPE_TABLES, "length": length}
-        cases.append(("longrope", 1e4, 24, 333, 4.0, options, 1e-6))
-        requests.append(("longrope", 1e4, 24, 333, 4.0, length, LONGROPE_TABLES))
-
+def compute_in_transformers(requests, folder):
+    """(inv_freq, attention_factor) for each (rope_type, *size, length, parameters)."""
     done = subprocess.run(
         [sys.executable, "-c", COMPUTE_IN_TRANSFORMERS],
-        cwd=tmp_path,
+        cwd=folder,
         input=json.dumps(requests),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_frequencies_match_transformers(tmp_path):
+    cases = []
+    for size in SIZES:
+        for same in SAME_METHODS:
+            cases.append((size, 3 * size[2], *same))
+    for length in (1000, 300):
+        same = ("longrope", LONGROPE_TABLES, "longrope", LONGROPE_TABLES)
+        cases.append(((1e4, 24, 333, 4.0), length, *same))
+    requests = [(kind, *size, length, theirs) for size, length, _, _, kind, theirs in cases]
+    results = compute_in_transformers(requests, tmp_path)
     for case, (expected, expected_factor) in zip(cases, results, strict=True):
-        method, base, dim, original_length, factor, options, tolerance = case
-        inv_freq, attention_factor = METHODS[method](base, dim, original_length, factor, **options)
-        assert inv_freq.tolist() == pytest.approx(expected, rel=tolerance), case
+        size, length, method, options, _, _ = case
+        if "length" in OPTIONS[method]:
+            options = {**options, "length": length}
+        inv_freq, attention_factor = METHODS[method](*size, **options)
+        assert inv_freq.tolist() == pytest.approx(expected, rel=2e-5), case
         assert attention_factor == pytest.approx(expected_factor, rel=1e-9), case
-
-
-def test_ntk_frozen_equals_dynamic_ntk_whatever_the_target():
-    for base, dim, original_length, factor in SIZES:
-        length = 3 * original_length
-        dynamic, _ = METHODS["dynamic-ntk"](base, dim, original_length, factor, length=length)
-        frozen, _ = METHODS["ntk-frozen"](
-            base, dim, original_length, 9.0, multiplier=factor, length=length
-        )
-        assert torch.equal(dynamic, frozen)
 
 
 # -----------------------------------------------------------------------------
@@ -373,7 +369,7 @@ def test_lm_infinite_matches_the_paper(sinks, T, qkv):
         return lm_infinite_distance(i, j, 16, sinks)
 
     expected = attention_by_distance(q, k, v, PLAIN_FREQUENCIES, 0.3, distance)
-    actual = lm_infinite(q, k, v, rotate_all, 16, 0.3, sinks)
+    actual = rope_scaling.lm_infinite(q, k, v, rotate_all, 16, 0.3, sinks)
     assert torch.allclose(actual, expected, atol=1e-12)
 
 
@@ -385,7 +381,8 @@ def test_self_extend_matches_the_paper(T, qkv):
         return self_extend_distance(i, j, 5, 3)
 
     expected = attention_by_distance(q, k, v, PLAIN_FREQUENCIES, 0.3, distance)
-    assert torch.allclose(self_extend(q, k, v, rotate_all, 5, 3, 0.3), expected, atol=1e-12)
+    actual = rope_scaling.self_extend(q, k, v, rotate_all, 5, 3, 0.3)
+    assert torch.allclose(actual, expected, atol=1e-12)
 
 
 def test_self_extend_groups_distances_from_the_window_on():
@@ -607,7 +604,7 @@ def test_drope_equals_nope_with_the_same_weights(make):
 DYNAMIC = ["dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen"]
 
 
-@pytest.mark.parametrize("length", [24, 30])  # 30: a quarter of it is no whole number
+@pytest.mark.parametrize("length", [24, 30, 64])  # a quarter of 30 is no whole number
 @pytest.mark.parametrize("method", DYNAMIC)
 def test_dynamic_tables_step_at_quarters_of_the_original_length(method, length, make):
     model, plain = make(pos="rope", block_size=length), make(pos="rope", block_size=length)
@@ -615,8 +612,8 @@ def test_dynamic_tables_step_at_quarters_of_the_original_length(method, length, 
     model.extend(method, 4)
     for n in (1, length // 2, length - 1, length):
         assert torch.equal(model(tokens[:, :n]), plain(tokens[:, :n])), n
-    quarter = length // 4
-    for n in (length + 1, length + quarter, length + quarter + 1, 2 * length, 4 * length):
+    next_step = length + length // 4
+    for n in (length + 1, next_step, next_step + 1, 2 * length, 4 * length, length + 1):
         model(tokens[:, :n])
         quarters = math.ceil(4 * n / length)
         assert quarters > 4
@@ -629,7 +626,14 @@ def test_dynamic_tables_step_at_quarters_of_the_original_length(method, length, 
     assert torch.equal(model(tokens[:, :length]), plain(tokens[:, :length]))
 
 
-@pytest.mark.parametrize("length", [24, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "length",
+    [
+        24,
+        pytest.param(30, marks=pytest.mark.slow),
+        pytest.param(64, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("method", DYNAMIC)
 def test_dynamic_methods_decode_token_by_token(method, length, make):
     """Over eight steps of the tables."""
@@ -643,7 +647,7 @@ def test_a_dynamic_method_with_a_fixed_length_does_not_change(make):
     model = make(pos="rope")
     tokens = torch.randint(0, 50, (1, 90))
     model.extend("dynamic-ntk", 2, length=48.0)
-    inv_freq, _ = METHODS["dynamic-ntk"](10000.0, 8, 24, 2.0, length=48)
+    inv_freq, _ = rope_scaling.dynamic_ntk(10000.0, 8, 24, 2.0, length=48)
     for n in (90, 9):
         model(tokens[:, :n])
         assert torch.equal(model.pos.inv_freq, inv_freq)
@@ -696,7 +700,7 @@ def test_extended_learned_embeddings_come_back_from_a_checkpoint(make, tmp_path)
     assert torch.allclose(loaded.pos.table[::2], model.pos.table, atol=1e-7)
 
 
-DISTANCES = (0, 1, 2, 7, 23, 40, 89)  # all below 90
+DISTANCES = (0, 1, 2, 7, 23, 40, 89)  # in tables of 90
 
 
 @pytest.fixture

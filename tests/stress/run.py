@@ -77,7 +77,7 @@ class Row:
 
 def run_section(section, cfg):
     """Run the trials of a section: a list of Row. Failures are printed as they occur."""
-    from harness import Harness
+    from harness import Harness  # it exists on Linux only
 
     rows = {}
     with tempfile.TemporaryDirectory(prefix="stress-", ignore_cleanup_errors=True) as folder:
