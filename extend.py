@@ -286,8 +286,10 @@ def training_lengths(model, cfg):
 
 def save_extended(model, cfg):
     """Save a checkpoint that is extended and not fine-tuned; it can be trained by resuming."""
-    folder = Path(cfg.out_dir) / "step-000000"
-    if not folder.exists():
+    if "step" in model.meta:  # resumed: it is saved already
+        folder = model.folder
+    else:
+        folder = Path(cfg.out_dir) / "step-000000"
         trained = bool(read_meta(Path(model.meta["parent"])).get("train"))
         save_model(
             model,

@@ -935,6 +935,8 @@ class GPT(nn.Module):
         try:
             from nanolong import inference
         except ImportError:  # this file was copied into another project
+            if top_p < 1 or compiled or not torch.is_tensor(tokens):
+                raise UserError("top_p, compiled and lists need nanolong/: copy it too") from None
             return self.generate_plain(tokens, max_new_tokens, temperature, top_k, generator)
         return inference.generate(
             self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled

@@ -285,9 +285,10 @@ def frequencies(method, base, rotary_dim, original_length, factor, **options):
 def check_options(method, rotary_dim, original_length, factor, options):
     """Raise UserError unless the type and range of each option fit."""
     parameters = inspect.signature(METHODS[method]).parameters
-    given = {**{name: parameters[name].default for name in OPTIONS[method]}, **options}
+    defaults = {name: parameters[name].default for name in OPTIONS[method]}
+    given = {**defaults, **options}
     for name in POSITIVE_NUMBERS & given.keys():
-        if given[name] is not None:
+        if given[name] is not None or defaults[name] is not None:
             check_number(name, given[name])
     for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         if low in given and not given[low] < given[high]:

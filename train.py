@@ -455,10 +455,10 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
         return 0
     print(f"saved {folder}; sample from it with python sample.py {cfg.out_dir}")
     meta = read_meta(folder)
-    tokenizer = data.tokenizer_from_json(meta["tokenizer"])
+    tokenizer = data.tokenizer_from_json(meta.get("tokenizer"))
     if cfg.max_iters and tokenizer:
         print("a sample:\n")
-        print_sample(model, tokenizer, meta["bos"], cfg.seed)
+        print_sample(model, tokenizer, meta.get("bos"), cfg.seed)
     return 0
 
 

@@ -431,16 +431,6 @@ def test_compiled_sampling_from_the_command_line_prints_the_same_text(run, text_
     assert texts[0] == texts[1]
 
 
-def test_more_models_are_compiled_in_one_process_than_dynamo_allows(make, compiled_graphs):
-    """Dynamo traces a function for eight kinds of model by default, and then runs it untraced."""
-    tokens = torch.randint(0, 50, (1, 8))
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for pos in ("nope", "learned", "alibi"):
-            compiled_graphs.clear()
-            compile_model(make(pos=pos, n_layer=1))(tokens, tokens)
-            assert compiled_graphs, pos
-
-
 # -----------------------------------------------------------------------------
 # Operators of a decoding step.
 
@@ -513,3 +503,17 @@ def test_attention_to_a_partly_filled_cache_is_that_to_its_valid_length(n, rng):
     y = kernels.attention(q, k, v, **mask, length=torch.tensor([n]))
     mask = {"window": 9, "positions": positions[:n], "docs": docs[:, :n]}
     assert torch.equal(y, kernels.attention(q, k[:, :, :n], v[:, :, :n], **mask))
+
+
+# -----------------------------------------------------------------------------
+# Compiling many models, for training or decoding.
+
+
+def test_more_models_are_compiled_in_one_process_than_dynamo_allows(make, compiled_graphs):
+    """Dynamo traces a function for eight kinds of model by default, and then runs it untraced."""
+    tokens = torch.randint(0, 50, (1, 8))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for pos in ("nope", "learned", "alibi"):
+            compiled_graphs.clear()
+            compile_model(make(pos=pos, n_layer=1))(tokens, tokens)
+            assert compiled_graphs, pos

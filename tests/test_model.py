@@ -408,7 +408,7 @@ def test_generate_repeats_itself_with_the_same_seed(sample):
     assert not torch.equal(sample(), sample(temperature=3.0))
 
 
-def test_greedy_sampling_has_three_spellings(sample):
+def test_temperature_0_top_k_1_and_a_tiny_top_p_are_greedy(sample):
     assert torch.equal(sample(temperature=0), sample(top_k=1))
     assert torch.equal(sample(temperature=0), sample(top_p=1e-9))
 
@@ -473,7 +473,7 @@ def test_the_plain_loop_samples_by_temperature_and_top_k(make):
 
 
 # -----------------------------------------------------------------------------
-# The shape of the code: few calls deep, on its own two feet, and compiled without graph breaks.
+# The path from the model to attention, model.py in another project, and torch.compile.
 
 
 @pytest.mark.parametrize("pos", POSITIONS)
@@ -561,7 +561,7 @@ def loss_and_gradients(model, forward, tokens, positions):
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
 
 
-slow = pytest.mark.slow
+slow = pytest.mark.slow  # each of them compiles for seconds
 
 
 @pytest.mark.parametrize(
