@@ -1023,6 +1023,9 @@ TILES = {
 # float32 elements: the tiles of vectors; what TILES lacks is in tile_for()
 FLOAT32_VECTORS = {"sm_100": Tile(64, 64, 8, 1), "gfx942": Tile(16, 16, 4, 1)}
 
+# A sweep has about so many programs, where its tiles allow: a diagonal is split to get there.
+SWEEP_PROGRAMS = 512
+
 
 # -----------------------------------------------------------------------------
 # Launching the kernels
@@ -1340,7 +1343,8 @@ def _sweep(call, lse, dout, delta):
         return None, None, d0, BM
 
     # The number of splits depends on the shapes alone, so the same sums come out on every device.
-    splits = max(1, min(512 // (call.H * diagonals), call.B * triton.cdiv(call.Tq, BM)))
+    tiles = call.B * triton.cdiv(call.Tq, BM)
+    splits = max(1, min(SWEEP_PROGRAMS // (call.H * diagonals), tiles))
     shape = (splits, call.H, diagonals, options["W"])
     if call.kind == VECTORS.value:
         shape = (*shape, call.D)

@@ -191,7 +191,7 @@ def test_optimizers_hold_every_parameter_once(pos, tied, kind):
 
 
 def test_train_returns_its_last_evaluation(cfg):
-    settings = cfg(eval_iters=0, max_iters=3)
+    settings = cfg(eval_iters=0, max_iters=3, eval_interval=100, batch_size=64)
     result = train.train(tiny(pos="alibi", window=8, sinks=2), settings)
     assert result["step"] == 3
     assert result["stopped"] is False
@@ -339,7 +339,7 @@ def test_a_signal_during_an_evaluation_saves_without_it(run, text_data, tmp_path
     """The evaluation is done on resume."""
     words = [
         *without(LONG, "max_iters", "eval_interval", "eval_iters", "batch_size"),
-        *("--max_iters=6", "--eval_interval=3", "--eval_iters=0", "--batch_size=1"),
+        *("--max_iters=3", "--eval_interval=3", "--eval_iters=0", "--batch_size=1"),
         f"--dataset={text_data}",
     ]
     stopped = tmp_path / "b"
