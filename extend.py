@@ -71,7 +71,8 @@ class ExtendConfig(TrainConfig):
             name, equals, value = item.partition("=")
             if not equals or not name.isidentifier() or name in RESERVED:
                 raise UserError(
-                    f"--options={self.options} is malformed: give NAME=VALUE,NAME=VALUE"
+                    f"--options={self.options} is malformed: give NAME=VALUE,NAME=VALUE, or the "
+                    "name of a .json file"
                 )
             options[name] = parse_option(value)
         return options

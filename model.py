@@ -713,9 +713,20 @@ class Block(nn.Module):
         return x
 
 
+def check_config(config):
+    """The command line and the loader refuse more, in sentences; this is for Python code."""
+    assert config.pos in POSITIONS, f"pos is one of {', '.join(POSITIONS)}"
+    assert config.norm in ("rmsnorm", "layernorm") and config.mlp in ("swiglu", "gelu")
+    assert config.bias in ("none", "qkv", "all")
+    assert config.layer_pattern and set(config.layer_pattern) <= set("FWNS"), "letters F W N S"
+    windows = any(config.uses_window(layer) for layer in range(config.n_layer))
+    assert config.window or not windows, "the letters W and S need a window"
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
+        check_config(config)
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
         self.activation_checkpointing = False  # recompute blocks in the backward pass
@@ -881,6 +892,8 @@ class GPT(nn.Module):
                 f"this model was trained on positions below {config.random_positions} and needs no "
                 "extension up to there: train with a larger --random_positions to go on"
             )
+        if method in rope_scaling.EVALUATION_ONLY and config.window:
+            raise UserError(f"method {method!r} has a window of its own: use it without --window")
         original_length = config.original_length
         total = factor * (config.extension["factor"] if config.extension else 1.0)
         scheme = self.pos

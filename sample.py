@@ -22,6 +22,7 @@ from model import GPT, ContextLengthWarning
 from nanolong import cli, validate
 from nanolong.device import autocast, pick_compile, pick_device, pick_dtype
 from nanolong.errors import UserError
+from nanolong.inference import check_request
 from nanolong.run_folder import latest_run
 
 # In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.
@@ -93,6 +94,8 @@ def main():
     run = runs[0] if runs else latest_run()
     if run is None:
         raise UserError("there is no run under out/: train one (python train.py --pos=rope)")
+    if not runs:
+        print(f"note: the newest run is {run}", file=sys.stderr)
     model = GPT.load(run, cfg.best)
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
     if tokenizer is None:
@@ -114,6 +117,7 @@ def main():
     start = read_prompt(cfg.start)
     ids = encode_prompt(tokenizer, model.meta.get("bos"), start)
     check_length(model, run, len(ids), cfg.max_new_tokens)
+    check_request(model, [len(ids)], cfg.max_new_tokens)  # before anything is printed
     warnings.simplefilter("ignore", ContextLengthWarning)  # check_length() has said so
     x = torch.tensor([ids], device=device)  # (1, T)
 

@@ -9,7 +9,8 @@
                                                                the leaderboard.json that is there
 
 A run takes about a minute of 2 cores. Stop at any time: the same command continues where it
-stopped. Runs are kept in out/leaderboard; the results go to results/leaderboard.md, .json and .png.
+stopped. Runs are kept in out/leaderboard. The results go to results/leaderboard.md, .json and .png;
+those of trials, and of some entries only, go to out/leaderboard.
 
 The score is the loss in the last quarter of a sequence, in nats per token of held-out text, at 1,
 4, 8 and 32 times the training length: the mean over the seeds and its 95 % interval (Student's t).
@@ -23,7 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
+import hashlib
 import importlib.util
+import inspect
 import math
 import statistics
 import time
@@ -69,11 +72,18 @@ class LeaderboardConfig:
     dataset: str = "python"  # text for training and evaluation
     max_tokens: int = 65536  # tokens of validation text that are scored
     runs: str = "out/leaderboard"  # folder for the run folders
-    out_dir: str = "results"  # folder for leaderboard.md, .json and .png
+    # folder for leaderboard.md, .json and .png; default: results for all entries at a full budget,
+    # otherwise out/leaderboard
+    out_dir: str = ""
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     redraw: bool = False  # write the tables and the figure from leaderboard.json; measure nothing
+
+    def report_folder(self):
+        """Return the folder of the report: trials and subsets never replace the tracked one."""
+        is_trial = self.budget == "try" or self.entry or self.entries
+        return Path(self.out_dir or ("out/leaderboard" if is_trial else "results"))
 
     def __post_init__(self):
         require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
@@ -155,7 +165,22 @@ def load_entry(file):
         f"--entry={file} has {len(classes)} classes that derive from model.NoPE: leave exactly one",
     )
     POSITIONS[name] = classes[0]
+    ENTRY_SOURCES[classes[0]] = Path(file).read_text(encoding="utf-8")
     return name
+
+
+ENTRY_SOURCES = {}  # the class of an --entry file -> the text of the file
+
+
+def hash_scheme(scheme):
+    """Hash the source of a scheme's class and of what it inherits: an edited one trains anew."""
+    digest = hashlib.sha256()
+    for base in scheme.__mro__:
+        if base is torch.nn.Module:
+            break
+        source = ENTRY_SOURCES.get(base) or inspect.getsource(base)
+        digest.update(source.encode())
+    return digest.hexdigest()
 
 
 def choose_entries(cfg):
@@ -212,9 +237,11 @@ def run_entry(name, seed, cfg, dataset, run):
         "training": training,
         "data": dataset.hash,
         "max_tokens": cfg.max_tokens,
+        "scheme": hash_scheme(type(model.pos)),
     }
     finished = load_finished_run(run / "scores.json", key)
     if finished:
+        print(f"finished before: taken from {run}")
         return finished["records"]
 
     start = time.perf_counter()
@@ -625,7 +652,7 @@ def plot_losses(board, names, file):
 
 def main():
     cfg, *_ = cli.parse(LeaderboardConfig, about=__doc__)
-    out_dir = Path(cfg.out_dir)
+    out_dir = cfg.report_folder()
     file = out_dir / "leaderboard.json"
     if cfg.redraw:
         board = load_board(file)

@@ -128,7 +128,8 @@ def load_finished_run(file, key):
     run = read_json(file)
     require(
         run["key"] == key,
-        f"{file} was made with other settings or data: remove it, or choose another --runs",
+        f"{file} was made with another version of the scheme, other settings or other data: "
+        "remove it, or choose another --runs",
     )
     return run
 

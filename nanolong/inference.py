@@ -161,6 +161,11 @@ def check_request(model, lengths, max_new_tokens):
         raise UserError("generate() needs at least one token in every prompt: give a prompt")
     longest = max(lengths)
     limit = model.config.max_positions
+    if model.pos.bounded and longest > limit:
+        raise UserError(
+            f"{longest} prompt tokens are more than the {limit} positions of "
+            f"--pos={model.config.pos}: shorten the prompt"
+        )
     if model.pos.bounded and longest + max_new_tokens - 1 > limit:
         most = max(0, limit + 1 - longest)
         raise UserError(

@@ -145,7 +145,7 @@ class TrainLogger(Logger):
         self.print(f"validation: {n} of {available} sequences of {T} tokens")
         if why_not:
             self.print(why_not)
-        if self.peak_flops is None:
+        if self.peak_flops is None and self.device.type == "cuda":
             self.print("MFU: unknown, for the peak of this device is not in the table")
 
     def evaluation(self, step, val_loss, val_bits_per_byte=None):
@@ -188,5 +188,6 @@ def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
-        return f"{torch.get_num_threads()} CPU threads"
+        n = torch.get_num_threads()
+        return "1 CPU thread" if n == 1 else f"{n} CPU threads"
     return device.type

@@ -65,6 +65,9 @@ def resume_run(model_class, cfg, model_config, given):
             "and --init_from=resume"
         )
     check_same_settings(model, model_config, given)
+    if rank == 0 and 0 < cfg.max_iters <= model.meta["step"]:
+        step = model.meta["step"]
+        print(f"step {step} of {cfg.max_iters} is done: to train further, raise --max_iters")
     return model
 
 

@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -461,8 +462,10 @@ def compile_all(cases, processes):
     if processes == 1:
         yield from map(compile_case, cases)
         return
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield from pool.imap(compile_case, cases, chunksize=4)
+    # An executor, because a multiprocessing.Pool waits for ever if a worker is killed.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as executor:
+        yield from executor.map(compile_case, cases, chunksize=4)
 
 
 def main(words):

@@ -135,8 +135,9 @@ def test_unsupported_arguments_are_rejected():
             rotary(*arguments)
 
 
+@pytest.mark.slow
 def test_model_trains_and_generates_with_the_kernel(make, rng, monkeypatch):
-    """The model's own dispatch takes the kernel: loss gradients and text are the reference's."""
+    """The model's own dispatch takes the kernel: gradients and text are the reference's."""
     device = torch.get_default_device()
     assert kernels.triton_runs(device)
     model = make(pos="rope", n_kv_head=2, rope_fraction=0.5, head_dim=16)
