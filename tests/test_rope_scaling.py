@@ -417,19 +417,19 @@ def test_extended_models_use_these_distances_with_default_options(method, make):
 
 @pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
 def test_methods_that_replace_attention_need_one_text_from_its_start(method, make):
-    model, with_window = make(pos="rope"), make(pos="rope", window=9)
+    model = make(pos="rope")
+    model.extend(method, 2)
     tokens = torch.randint(0, 50, (2, 30))
-    docs = torch.zeros(2, 30, dtype=torch.long)
-    for extended, inputs in (
-        (model, {"docs": docs}),
-        (model, {"positions": torch.arange(30) + 1}),
-        (model, {"positions": torch.arange(30).expand(2, 30)}),
-        (with_window, {}),
+    for inputs in (
+        {"docs": torch.zeros(2, 30, dtype=torch.long)},
+        {"positions": torch.arange(30) + 1},
+        {"positions": torch.arange(30).expand(2, 30)},
     ):
-        extended.extend(method, 2)
         with pytest.raises(UserError, match=f"method '{method}' needs one text from its start"):
-            extended(tokens, **inputs)
+            model(tokens, **inputs)
     assert torch.equal(model(tokens, positions=torch.arange(30)), model(tokens))
+    with pytest.raises(UserError, match="has a window of its own"):
+        make(pos="rope", window=9).extend(method, 2)
 
 
 # -----------------------------------------------------------------------------
