@@ -127,10 +127,25 @@ def run_defaults(given, paths):
     return {**settings, "out_dir": out_dir, "init_from": "scratch"}
 
 
-OWN_SETTINGS = {  # not inherited: extend.py has its own defaults, or they are for one run only
-    *("method", "factor", "options", "pose", "plot", "text", "out_dir", "init_from", "max_iters"),
-    *("learning_rate", "min_lr", "warmup_iters", "weight_decay", "eval_interval", "compile"),
-    *("min_doc", "upsample_docs"),
+# Not inherited: extend.py has its own defaults for these, or they are for one run only.
+OWN_SETTINGS = {
+    "compile",
+    "eval_interval",
+    "factor",
+    "init_from",
+    "learning_rate",
+    "max_iters",
+    "method",
+    "min_doc",
+    "min_lr",
+    "options",
+    "out_dir",
+    "plot",
+    "pose",
+    "text",
+    "upsample_docs",
+    "warmup_iters",
+    "weight_decay",
 }
 
 

@@ -114,7 +114,7 @@ class NoPE(nn.Module):
     bounded = False  # True: nothing can be computed at positions from max_positions on
     by_index = False  # True: uses distances between indices, so position ids must be consecutive
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
-    _cacheable = True  # False: attend() needs all queries, so a cache is refilled for every token
+    _cacheable = True  # False: attend() needs the queries of the whole text, not cached keys
 
     def __init__(self, config):
         super().__init__()
@@ -190,7 +190,7 @@ class NoPE(nn.Module):
         forward pass. Returns the version of the tables: a cache filled under another is refilled.
         """
         if not self._cacheable:
-            return length
+            return length  # a version for each length, so that a cache is refilled at every token
         if self._dynamic:
             # rounded up to a quarter of the original length, so that growing text rarely rescales
             original = self.config.original_length
@@ -212,6 +212,7 @@ class NoPE(nn.Module):
         if self.position_scale == 1:
             return slice(n)
         m = min(n, math.ceil((size - 1) * self.position_scale) + 1)
+        # 1e-9: an exact multiple of position_scale must not be rounded down
         return (torch.arange(m) / self.position_scale + 1e-9).long()
 
     # Constant tables follow the model's device but keep their dtype: model.bfloat16() must not
@@ -714,7 +715,7 @@ class Block(nn.Module):
 
 
 def check_config(config):
-    """The command line and the loader refuse more, in sentences; this is for Python code."""
+    """Assert what nanolong/validate.py refuses with a clear error, for models made in Python."""
     assert config.pos in POSITIONS, f"pos is one of {', '.join(POSITIONS)}"
     assert config.norm in ("rmsnorm", "layernorm") and config.mlp in ("swiglu", "gelu")
     assert config.bias in ("none", "qkv", "all")
@@ -812,7 +813,7 @@ class GPT(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 block = kernels.selective_checkpoint(block)
             x = block(x, scheme, pos, cache, mask)
-        # A cache whose tables have changed computes all of its tokens again.
+        # The last T: where the tables have changed, all tokens of the cache were computed again.
         return self.norm(x)[:, -T:]
 
     def prepare_inputs(self, tokens, positions, docs, cache):

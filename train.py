@@ -109,7 +109,7 @@ class TrainState:
     best: list | None = None  # [step, val_loss]
     val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
-    good_steps: int = 0  # float16 only: steps that did not overflow
+    good_steps: int = 0  # float16 only: steps since one overflowed
 
 
 class BatchLoader:
@@ -117,7 +117,8 @@ class BatchLoader:
     The micro-batches of this process in order, each prepared by a thread while the one before it
     is computed.
 
-    train_length: tokens of a sequence. max_position: with PoSE, positions skip up to there.
+    train_length: tokens of a sequence. max_position: position ids skip up to there, for PoSE
+    (skip-wise training, see extend.py); 0: they do not skip.
     """
 
     def __init__(self, dataset, model, cfg, train_length, max_position, device, step):
@@ -294,7 +295,7 @@ def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
 
 
 def has_diverged(loss_sum, grad_norm, state, dtype):
-    """Whether the step must not be taken; float16 overflows now and then, which is no reason."""
+    """Whether the step must not be taken; an overflow of float16 is only skipped."""
     if math.isfinite(loss_sum) and math.isfinite(grad_norm):
         return False
     may_retry = dtype == torch.float16 and math.isfinite(loss_sum) and state.loss_scale > 1
@@ -349,7 +350,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
             loader.wait()  # the next batch is on its way before this process waits for the device
             loss_sum, n_targets, stop, grad_norm = reduce_and_read(sums, stop_signals, grad_norm)
 
-            # clip and update
+            # clip and update; to_mean: from nominal to scored tokens, without the loss scale
             to_mean = loader.tokens_per_step / max(n_targets, 1) / state.loss_scale
             grad_norm *= to_mean
             if has_diverged(loss_sum, grad_norm, state, dtype):
@@ -435,6 +436,7 @@ def run_defaults(given, paths):
     if resumed and list_steps(out_dir):
         meta = read_meta(list_steps(out_dir)[-1])
         settings = {**meta["config"], **(meta.get("train") or {})}
+    # the checkpoint's own init_from must not decide whether this command resumes
     return {**settings, "out_dir": out_dir, "init_from": "scratch"}
 
 

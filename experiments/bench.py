@@ -644,7 +644,7 @@ def case_number(row, letter):
 
 
 def plot_attention(result, file):
-    """Draw the rate of attention, forward and backward, by length. Returns whether it was drawn."""
+    """Plot the rate of attention, forward and backward, by length. Returns whether it did."""
     rows = [Row(**row) for row in result["rows"]]
     rows = [r for r in rows if r.section == "attention" and r.rate]
     rows = [r for r in rows if r.case.startswith("forward + backward")]

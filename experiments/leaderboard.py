@@ -173,7 +173,7 @@ ENTRY_SOURCES = {}  # the class of an --entry file -> the text of the file
 
 
 def hash_scheme(scheme):
-    """Hash the source of a scheme's class and of what it inherits: an edited one trains anew."""
+    """Hash the source of a scheme's class and of what it inherits: an edited one is another run."""
     digest = hashlib.sha256()
     for base in scheme.__mro__:
         if base is torch.nn.Module:

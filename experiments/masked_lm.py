@@ -12,7 +12,7 @@ A causal model without positions can count how many tokens it sees. Without the 
 is left to count: its input is a bag of tokens, and every masked token of a sequence gets the same
 prediction (Haviv et al. 2022). Each scheme is trained twice, on the same sequences in the same
 order: to predict the next token; and to predict the 15 % of the tokens that are replaced by a mask
-token, chosen anew for every sequence. Only these are scored. Attention then sees every token
+token, chosen again for every sequence. Only these are scored. Attention then sees every token
 (causal=False). Schemes that act by distance see |i - j|, so that left and right look alike to them,
 apart from <bos>, which starts each sequence of bytes and is never masked.
 """

@@ -162,7 +162,7 @@ def _reason_not_to_compile(wanted, device, steps):
 
 def compile_model(model):
     """torch.compile(model), which may be called for many models in one process."""
-    # Dynamo compiles a function for eight kinds of model and then gives up: start its count anew.
+    # Dynamo compiles a function for eight kinds of model and then gives up: reset its count.
     torch._dynamo.reset()
     return torch.compile(model)
 

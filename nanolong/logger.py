@@ -118,7 +118,7 @@ class TrainLogger(Logger):
         """Log the settings that differ from those of the checkpoint."""
         changed = {}
         for name, value in new.items():
-            if old.get(name) != value and name not in ("init_from", "plot"):
+            if old.get(name) != value and name not in ("init_from", "plot", "text"):
                 changed[name] = [old.get(name), value]
         if changed:
             self.record(step=step, changed=changed)

@@ -217,7 +217,7 @@ def length_cases(record, pos):
 
 
 def position_cases(record, pos):
-    """Explicit positions: with an offset, with gaps, row by row, and starting anew by document."""
+    """Explicit positions: with an offset, with gaps, by row, and from 0 in each document."""
     generator = torch.Generator().manual_seed(1)
     far = 24 if pos == "learned" else 5000
     gaps = torch.randperm(far, generator=generator)[:12].sort().values
@@ -227,7 +227,7 @@ def position_cases(record, pos):
         "offset": {"positions": torch.arange(4, 16)},
         "gaps": {"positions": gaps},
         "gaps by row": {"positions": rows},
-        "anew by document": {
+        "by document": {
             "positions": torch.cat((torch.arange(5), torch.arange(7)))[None].repeat(2, 1),
             "docs": docs,
         },

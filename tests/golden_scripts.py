@@ -141,7 +141,7 @@ def last_meta(run):
 
 
 def data(record, folder):
-    """Token files of every kind, the batches that are drawn from them, and tokenizers."""
+    """Token files of every kind, the batches made of them, and tokenizers."""
     text = TEXT / "textwrap.py"
     prepared = {
         "golden-folder": [TEXT],

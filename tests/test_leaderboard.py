@@ -137,6 +137,36 @@ def test_a_file_that_is_no_entry_is_refused(name, text, message, tmp_path):
         leaderboard.load_entry(str(tmp_path / name))
 
 
+def test_an_edited_scheme_is_not_ranked_by_its_old_runs(tmp_path):
+    """The identity of a run holds the source of the class, and of the classes it inherits."""
+    edited = OWN_SCHEME.replace(".sqrt()", ".log1p()")
+    assert edited != OWN_SCHEME
+    hashes = []
+    for folder, text in (("a", OWN_SCHEME), ("b", edited), ("c", OWN_SCHEME)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "decay.py").write_text(text)
+        name = leaderboard.load_entry(str(tmp_path / folder / "decay.py"))
+        hashes.append(leaderboard.hash_scheme(POSITIONS.pop(name)))
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert len({leaderboard.hash_scheme(scheme) for scheme in POSITIONS.values()}) == len(POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder"),
+    [
+        ({}, "results"),
+        ({"budget": "gpu"}, "results"),
+        ({"budget": "try"}, "out/leaderboard"),
+        ({"entries": ("rope",)}, "out/leaderboard"),
+        ({"entry": ("mine.py",)}, "out/leaderboard"),
+        ({"budget": "try", "out_dir": "elsewhere"}, "elsewhere"),
+    ],
+)
+def test_trials_and_subsets_do_not_replace_the_published_report(settings, folder):
+    cfg = leaderboard.LeaderboardConfig(**settings)
+    assert cfg.report_folder().as_posix() == folder
+
+
 # -----------------------------------------------------------------------------
 # Entries, ranks and tables.
 

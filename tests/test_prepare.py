@@ -48,6 +48,8 @@ def test_a_file_is_encoded_by_gpt2(tmp_path, data_folder):
     try:
         data.BPETokenizer.named("gpt2")
     except UserError as error:
+        if "could not be downloaded" not in str(error):
+            raise
         pytest.skip(str(error))
     (tmp_path / "t.txt").write_text(TEXT)
     folder = prepare_text(tmp_path / "t.txt", "mine", tokenizer="gpt2")

@@ -36,6 +36,8 @@ def gpt2():
     try:
         return data.BPETokenizer.named("gpt2")
     except UserError as error:
+        if "could not be downloaded" not in str(error):
+            raise
         pytest.skip(str(error))
 
 

@@ -203,11 +203,11 @@ def run_examples(harness, function, scratch, n_examples):
 
 def check_example(function, data, folder, auditor):
     """Run one example under the audit and an alarm. Raises Failed."""
-    drawn = []
+    values = []
 
     def draw(strategy):
         value = data.draw(strategy)
-        drawn.append(value)
+        values.append(value)
         return value
 
     auditor.violations.clear()
@@ -225,7 +225,7 @@ def check_example(function, data, folder, auditor):
     except hypothesis.errors.HypothesisException:
         raise
     except Exception as error:
-        details = f"drawn: {drawn!r:.600}; {traceback.format_exc()[-700:]}"
+        details = f"values: {values!r:.600}; {traceback.format_exc()[-700:]}"
         raise Failed(f"{type(error).__name__}: {error!s:.600}; {details}") from None
     finally:
         os.chdir(folder.parent)
@@ -500,7 +500,7 @@ def draw_packed_ranks(draw):
     return base64.b64encode(zlib.compress(packed)).decode()
 
 
-# Settings that are not drawn, because they name files or bound the work.
+# Settings that are not tried, because they name files or bound the work.
 NOT_DRAWN = {
     "out_dir",
     "plot",
