@@ -180,12 +180,13 @@ def peak_flops(device):
 
 
 def prepare_device(device):
-    """Make runs on a GPU repeatable to the bit, at some cost in speed; on a CPU reuse memory."""
+    """Make runs repeatable to the bit, at some cost in speed on a GPU; on a CPU reuse memory."""
+    # On a CPU this is for torch.compile, which else sums the embedding's gradient in any order.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    elif sys.platform == "linux":
+    elif sys.platform == "linux" and device.type == "cpu":
         _keep_freed_memory()
 
 
