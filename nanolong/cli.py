@@ -41,6 +41,39 @@ OUT_OF_MEMORY = (
 )
 
 
+# setting -> what else it might be called, as other programs do. Where a name could mean several
+# settings, the first one that the script has is suggested.
+LENGTH = ("length", "context", "context_length", "ctx", "n_ctx", "seq_len", "max_length")
+OTHER_NAMES = {
+    "lengths": LENGTH,
+    "factor": (*LENGTH, "scale", "scaling", "ratio"),
+    "block_size": LENGTH,
+    "max_new_tokens": ("tokens", "n_tokens", "num_tokens", "max_tokens", "length", "max_length"),
+    "max_tokens": ("tokens", "n_tokens", "num_tokens"),
+    "pos": ("position", "positions", "position_embedding", "scheme"),
+    "n_layer": ("layers", "num_layers", "depth"),
+    "n_head": ("heads", "num_heads"),
+    "n_kv_head": ("kv_heads", "num_kv_heads"),
+    "n_embd": ("embed", "embed_dim", "hidden_size", "d_model", "dim", "width"),
+    "rope_base": ("base", "theta", "rope_theta"),
+    "learning_rate": ("lr", "max_lr"),
+    "max_iters": ("steps", "max_steps", "num_steps", "iters", "iterations"),
+    "batch_size": ("batch", "bs"),
+    "gradient_accumulation_steps": ("accumulation", "grad_accum", "gradient_accumulation"),
+    "warmup_iters": ("warmup", "warmup_steps"),
+    "weight_decay": ("wd",),
+    "optimizer": ("optim", "optimiser"),
+    "init_from": ("resume", "load", "checkpoint", "ckpt"),
+    "num_samples": ("n", "samples", "n_samples"),
+    "start": ("prompt", "text", "input"),
+    "temperature": ("temp",),
+    "out_dir": ("out", "output", "output_dir", "run", "checkpoint", "ckpt"),
+    "name": ("out", "output", "out_dir"),
+    "dataset": ("data",),
+    "tokenizer": ("vocab", "encoding"),
+}
+
+
 # -----------------------------------------------------------------------------
 # Reading the command line.
 
@@ -172,9 +205,26 @@ def find_setting(name, settings, where):
     """The setting of this name, or UserError with the name that was probably meant."""
     if name in settings:
         return settings[name]
-    similar = difflib.get_close_matches(name, settings, n=1)
-    advice = f"did you mean {similar[0]!r}?" if similar else "--help lists them all"
+    similar = similar_setting(name, settings)
+    advice = f"did you mean {similar!r}?" if similar else "--help lists them all"
     raise UserError(f"there is no setting {name!r} ({where:.60}): {advice}")
+
+
+def similar_setting(name, settings):
+    """The setting that a wrong name probably means, by its meaning or its spelling, or None."""
+    known = {setting: setting for setting in settings}
+    for setting, other_names in OTHER_NAMES.items():
+        if setting in settings:
+            for other_name in other_names:
+                known.setdefault(other_name, setting)
+    if name in known:
+        return known[name]
+    with_word = [setting for setting in settings if name in setting.split("_")]
+    if len(with_word) == 1:
+        return with_word[0]
+    # a lower cutoff takes words for similar that share a few letters, as scheme and seed
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return known[close[0]] if close else None
 
 
 def convert_defaults(values, settings):

@@ -147,6 +147,70 @@ def test_what_the_command_line_does_not_take(words, message):
         cli.parse(Derived, argv=words)
 
 
+MEANT = [
+    ("train.py", "lr", "learning_rate"),
+    ("train.py", "context", "block_size"),
+    ("train.py", "context-length", "block_size"),
+    ("train.py", "ctx", "block_size"),
+    ("train.py", "seq_len", "block_size"),
+    ("evaluate.py", "context", "lengths"),
+    ("evaluate.py", "length", "lengths"),
+    ("extend.py", "context", "factor"),
+    ("extend.py", "length", "factor"),
+    ("sample.py", "length", "max_new_tokens"),
+    ("sample.py", "tokens", "max_new_tokens"),
+    ("evaluate.py", "tokens", "max_tokens"),
+    ("sample.py", "prompt", "start"),
+    ("sample.py", "promt", "start"),
+    ("sample.py", "k", "top_k"),
+    ("train.py", "steps", "max_iters"),
+    ("train.py", "iters", "max_iters"),
+    ("train.py", "max_steps", "max_iters"),
+    ("extend.py", "steps", "max_iters"),
+    ("train.py", "position", "pos"),
+    ("train.py", "positon", "pos"),
+    ("train.py", "scheme", "pos"),
+    ("train.py", "batch", "batch_size"),
+    ("train.py", "out", "out_dir"),
+    ("data/prepare.py", "out", "name"),
+    ("train.py", "schedule", "lr_schedule"),
+    ("train.py", "layer_patern", "layer_pattern"),
+    ("train.py", "n_layers", "n_layer"),
+]
+
+
+@pytest.mark.parametrize("script, name, meant", MEANT)
+def test_a_wrong_name_is_answered_by_the_setting_that_is_meant(script, name, meant, call):
+    done = call(script, f"--{name}=x")
+    name = name.replace("-", "_")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: there is no setting {name!r} (")
+    assert done.stderr.endswith(f": did you mean {meant!r}?\n")
+
+
+@pytest.mark.parametrize(
+    "script, name",
+    [
+        ("train.py", "epochs"),  # shares three letters with pos
+        ("train.py", "vocab_size"),  # block_size is something else
+        ("evaluate.py", "lr"),  # evaluate.py has no learning_rate
+        ("evaluate.py", "bos"),
+        ("train.py", "size"),  # batch_size or block_size
+    ],
+)
+def test_nothing_is_suggested_for_a_name_that_means_no_setting_of_the_script(script, name, call):
+    done = call(script, f"--{name}=x")
+    assert done.returncode == 2 and done.stderr.endswith(": --help lists them all\n")
+
+
+def test_other_names_are_those_of_settings():
+    known = set()
+    for cls in (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig):
+        known |= {setting.name for setting in cli.settings_of(cls)}
+    known |= {setting.name for setting in cli.settings_of(prepare.PrepareConfig)}
+    assert set(cli.OTHER_NAMES) <= known
+
+
 @pytest.mark.parametrize(
     "text",
     [
