@@ -33,6 +33,7 @@ models know the format only from training: use train.py --passkey=0.1.
 from nanolong import python_version  # noqa: F401  # isort: skip
 import json
 import math
+import shlex
 import sys
 import warnings
 from contextlib import contextmanager
@@ -264,11 +265,13 @@ def measure_losses(models, cfg, lengths):
     records = []
     for name, model in models.items():
         key = (cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None)
+        what = getattr(model, "folder", name)
+        reader = (what, model.config.vocab_size, model.meta.get("tokenizer"))
         if key not in datasets:
-            datasets[key] = Dataset(*key)
+            datasets[key] = Dataset(*key, reader)
         dataset = datasets[key]
-        dataset.check_model(name, model.config.vocab_size, model.meta.get("tokenizer"))
-        warn_if_data_changed(name, model.meta, dataset)
+        dataset.check_model(*reader)
+        warn_if_data_changed(what, model.meta, dataset)
         dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
         split = dataset.val
         for length, (protocols, fields) in product(lengths, group_protocols(cfg, lengths)):
@@ -283,7 +286,7 @@ def measure_losses(models, cfg, lengths):
     return records
 
 
-def warn_if_data_changed(name, meta, dataset):
+def warn_if_data_changed(what, meta, dataset):
     """Warn where a dataset has changed since a checkpoint was trained on it.
 
     What is validation text now may have been training text then. meta: the checkpoint's.
@@ -293,7 +296,7 @@ def warn_if_data_changed(name, meta, dataset):
     trained_on = meta.get("data_hash", dataset.hash)
     if trained_on != dataset.hash:
         print(
-            f"note: dataset {dataset.name} is now {dataset.hash}, and {name} was trained on "
+            f"note: dataset {dataset.name} is now {dataset.hash}, and {what} was trained on "
             f"{trained_on}: the model may have seen in training what is scored here",
             file=sys.stderr,
         )
@@ -393,7 +396,7 @@ def check_datasets(models, cfg):
             raise UserError(
                 f"{name} does not say on which text it was trained: give --dataset (for an "
                 "imported checkpoint, prepare a text by python data/prepare.py FILE "
-                f"--tokenizer={model.folder.parent} --name=NAME)"
+                f"--tokenizer={shlex.quote(str(model.folder.parent))} --name=NAME)"
             )
 
 

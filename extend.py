@@ -16,6 +16,7 @@ Extending again multiplies the factors and replaces the method.
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -69,11 +70,18 @@ class ExtendConfig(TrainConfig):
         options = {}
         for item in filter(None, self.options.split(",")):
             name, equals, value = item.partition("=")
+            if name in ("method", "factor"):
+                raise UserError(
+                    f"--options={self.options} sets {name}, which is no option of a method: give "
+                    f"--{name}={value}"
+                )
             if not equals or not name.isidentifier() or name in RESERVED:
                 raise UserError(
                     f"--options={self.options} is malformed: give NAME=VALUE,NAME=VALUE, or the "
                     "name of a .json file"
                 )
+            if name in options:
+                raise UserError(f"--options={self.options} gives {name} twice: give it once")
             options[name] = parse_option(value)
         return options
 
@@ -223,7 +231,13 @@ def text_to_fit(model, cfg, given):
             f"method {cfg.method!r} needs a scale, or text to fit it on: give "
             "--options=scale=NUMBER, --text=FILE or --dataset=NAME"
         )
-    return data.Dataset(cfg.dataset, cfg.bos).train
+    return open_dataset(model, cfg).train
+
+
+def open_dataset(model, cfg):
+    """The data.Dataset to train on. Raises UserError where its tokens are not the model's."""
+    reader = (model.folder, model.config.vocab_size, model.meta.get("tokenizer"))
+    return data.Dataset(cfg.dataset, cfg.bos, reader)
 
 
 def fit_scale(model, cfg, options, split, rank=0):
@@ -318,7 +332,7 @@ def save_extended(model, cfg):
             tokens=0,
             scaler=None,
         )
-    print(f"saved {folder}; sample from it with python sample.py {cfg.out_dir}")
+    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
 
 
 # -----------------------------------------------------------------------------
@@ -341,7 +355,7 @@ def print_summary(model, cfg):
     if pretraining:
         of_pretraining = f"{tokens / pretraining:.2%} of the {pretraining:,} of pretraining"
     print(f"fine-tuning on {tokens:,} tokens, {of_pretraining}")
-    fraction = data.Dataset(cfg.dataset, cfg.bos).long_fraction(config.block_size)
+    fraction = open_dataset(model, cfg).long_fraction(config.block_size)
     print(
         f"{fraction:.0%} of the training tokens are in documents of at least "
         f"{config.block_size} tokens"

@@ -12,9 +12,10 @@ Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, V vocab_size.
 """
 
+import difflib
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -31,6 +32,11 @@ except ImportError:  # this file was copied into another project
 
 class ContextLengthWarning(UserWarning):
     """The input is longer than the model's context length."""
+
+
+def as_python(value):
+    """A number or array of NumPy or torch as a number or list, which a checkpoint can hold."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass
@@ -56,7 +62,9 @@ class GPTConfig:
     # sandwich or rope
     pos: str = "rope"
     rope_base: float = 10000.0  # rope: wavelengths run from 2 pi to about 2 pi rope_base tokens
-    rope_fraction: float = 1.0  # rope: fraction of a head's channels that is rotated
+    # rope: fraction of a head's channels that is rotated; the exponent runs over these alone, as
+    # with partial_rotary_factor; not p-RoPE
+    rope_fraction: float = 1.0
     window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
     sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
     # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
@@ -69,6 +77,8 @@ class GPTConfig:
     extension: dict | None = None
 
     def __post_init__(self):
+        for field in fields(self):
+            setattr(self, field.name, as_python(getattr(self, field.name)))
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if not self.mlp_dim and self.mlp == "swiglu":
@@ -612,6 +622,16 @@ def scheme_class(pos, method):
     return POSITIONS[pos]
 
 
+def check_method_name(method, pos):
+    """Raise UserError for a method that no scheme has; which it has is the scheme's own check."""
+    if any(method in scheme.methods for scheme in POSITIONS.values()):
+        return
+    methods = POSITIONS[pos].methods
+    similar = difflib.get_close_matches(str(method), methods, n=1)
+    advice = f"did you mean {similar[0]!r}?" if similar else f"use --method={', '.join(methods)}"
+    raise UserError(f"there is no extension method {method!r}: {advice}")
+
+
 # -----------------------------------------------------------------------------
 # The transformer: pre-norm, grouped-query attention and SwiGLU, which is Llama's shape; GPT-2's
 # LayerNorm, GELU and biases are settings.
@@ -886,6 +906,9 @@ class GPT(nn.Module):
         stay. Raises UserError, with nothing changed, for what the scheme cannot do.
         """
         config = self.config
+        factor = as_python(factor)
+        options = {name: as_python(value) for name, value in options.items()}
+        check_method_name(method, config.pos)
         if not (math.isfinite(factor) and factor >= 1):
             raise UserError(f"factor={factor} does not extend the context: give at least 1")
         if config.random_positions and (factor > 1 or method != "none"):

@@ -9,6 +9,7 @@ extended, so no flag of extend.py is repeated here.
 
 from nanolong import python_version  # noqa: F401  # isort: skip
 import math
+import shlex
 import sys
 import warnings
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def check_length(model, run, prompt_length, max_new_tokens):
     note = f"note: {total} tokens are more than the context length of {context}"
     if config.pos == "rope" and not config.random_positions:
         factor = math.ceil(total / config.block_size)
-        note += f"; to extend it: python extend.py {run} --method=yarn --factor={factor}"
+        path = shlex.quote(str(run))
+        note += f"; to extend it: python extend.py {path} --method=yarn --factor={factor}"
     print(note, file=sys.stderr)
 
 

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
@@ -321,10 +322,11 @@ class Dataset:
     separator    the id that starts a document, or None
     hash         of the token files
 
-    bos=True or False overrides what the dataset has by default.
+    bos=True or False overrides what the dataset has by default. reader: the arguments of
+    check_model(), for the model that will read the text.
     """
 
-    def __init__(self, name, bos: bool | None = None):
+    def __init__(self, name, bos: bool | None = None, reader: tuple | None = None):
         self.name = name
         self.folder = find_dataset(name)
         meta = _read_meta(self.folder)
@@ -337,11 +339,10 @@ class Dataset:
                 f"the tokenizer of {self.folder} has {used_vocabulary} tokens and its meta.json a "
                 f"vocabulary of {self.vocab_size}: prepare the dataset again"
             )
+        if reader:
+            self.check_model(*reader)
         if bos and meta["bos"] is None:
-            raise UserError(
-                f"dataset {name} has no <bos>: leave --bos out, or prepare it with "
-                "--tokenizer=bytes"
-            )
+            raise self.no_bos(reader)
         if bos is None:
             bos = meta["bos_default"]
         self.bos = meta["bos"] if bos else None
@@ -353,6 +354,18 @@ class Dataset:
         self.val = Split(val_files, used_vocabulary, self.bos)
         self.hash = hash_files(train_files + val_files)
 
+    def no_bos(self, reader):
+        """Return the UserError for sequences that cannot start with <bos>."""
+        if reader is None:
+            return UserError(
+                f"dataset {self.name} has no <bos>: leave --bos out, or prepare it with "
+                "--tokenizer=bytes"
+            )
+        return UserError(
+            f"dataset {self.name} has no <bos>, with which {reader[0]} was trained: choose another "
+            "--dataset, or prepare the text with the model's own tokenizer (--tokenizer=RUN)"
+        )
+
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None) -> None:
         """Raise UserError unless a model can read this text.
 
@@ -361,7 +374,8 @@ class Dataset:
         if self.vocab_size != vocab_size:
             raise UserError(
                 f"dataset {self.name} has a vocabulary of {self.vocab_size} and {what} one of "
-                f"{vocab_size}: choose the --dataset that it was trained on"
+                f"{vocab_size}: choose the --dataset that it was trained on, or prepare the text "
+                "with the model's own tokenizer (--tokenizer=RUN)"
             )
         if not tokenizer or not self.tokenizer:
             return
@@ -504,14 +518,27 @@ def find_dataset(name) -> Path:
     if folder.is_dir() and any(folder.glob("*.bin")):
         return folder
 
-    command = f"python data/prepare.py FILE_OR_FOLDER --name={name}"
     if name in ("python", "shakespeare", "fineweb10B"):
-        command = f"python data/prepare.py --dataset={name}"
-    message = f"there is no dataset {name!r}: prepare it with {command}"
+        message = f"there is no dataset {name!r}: prepare it with "
+        message += f"python data/prepare.py --dataset={name}"
+    elif path.exists():
+        message = f"{path} is a text, not a dataset: {commands_for_text(path)}"
+    else:
+        message = f"there is no dataset {name!r}: prepare it with "
+        message += f"python data/prepare.py FILE_OR_FOLDER --name={shlex.quote(str(name))}"
     ready = ", ".join(sorted(file.parent.name for file in HERE.glob("*/meta.json")))
     if ready:
         message += f", or choose one that is ready ({ready})"
     raise UserError(message)
+
+
+def commands_for_text(path):
+    """Say how to make a dataset of a text file or folder, and how to train on it."""
+    name = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "text"
+    return (
+        f"run python data/prepare.py {shlex.quote(str(path))} --name={name}, and then "
+        f"python train.py --dataset={name}"
+    )
 
 
 def dataset_exists(name) -> bool:
@@ -551,10 +578,11 @@ def _read_meta(folder):
 def _meta_of_bare_files(folder):
     """Describe token files without a meta.json, as nanoGPT and llm.c write them: GPT-2's tokens."""
     if (folder / "meta.pkl").exists():
+        input_file = shlex.quote(str(folder / "input.txt"))
         raise UserError(
             f"the vocabulary of {folder} is in meta.pkl, a pickle, which nanoLong does not open: "
-            f"make it from the text with python data/prepare.py {folder / 'input.txt'} "
-            "--tokenizer=char --name=NAME"
+            f"make it from the text with python data/prepare.py {input_file} --tokenizer=char "
+            "--name=NAME"
         )
     some_file = sorted(folder.glob("*.bin"))[:1]
     if some_file and open_tokens(some_file[0]).dtype.itemsize == 4:

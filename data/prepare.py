@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -96,7 +97,7 @@ def prepare_shakespeare(name, **options):
     """Download tinyshakespeare and make a dataset of it, by characters."""
     folder = dataset_folder(name)
     folder.mkdir(exist_ok=True)
-    instruction = f"run python data/prepare.py FILE --tokenizer=char --name={name}"
+    instruction = f"run python data/prepare.py FILE --tokenizer=char --name={shlex.quote(name)}"
     text = download(SHAKESPEARE, folder / "input.txt", SHAKESPEARE_SHA256, instruction)
     options = {"tokenizer": "char", **options}
     return build(name, {"input.txt": text}, SHAKESPEARE, **options)
@@ -371,10 +372,10 @@ def main():
         key: getattr(cfg, key) for key in ("tokenizer", "val_fraction", "raw") if key in given
     }
     if paths:
-        prepare_text(paths[0], cfg.name, **options)
-        return
-    folder = prepare(cfg.dataset, cfg.name, shards=cfg.shards, **options)
-    print(f"train on it with python train.py --dataset={folder.name}")
+        folder = prepare_text(paths[0], cfg.name, **options)
+    else:
+        folder = prepare(cfg.dataset, cfg.name, shards=cfg.shards, **options)
+    print(f"train on it with python train.py --dataset={shlex.quote(folder.name)}")
 
 
 if __name__ == "__main__":

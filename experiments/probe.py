@@ -436,10 +436,11 @@ def load_checkpoints(paths, cfg):
         if not dataset:
             raise UserError(f"{name} does not name the text it was trained on: give --dataset")
         bos = model.meta.get("bos") is not None
+        reader = (model.folder, model.config.vocab_size, model.meta.get("tokenizer"))
         if (dataset, bos) not in datasets:
-            datasets[dataset, bos] = Dataset(dataset, bos)
+            datasets[dataset, bos] = Dataset(dataset, bos, reader)
         text = datasets[dataset, bos]
-        text.check_model(name, model.config.vocab_size, model.meta.get("tokenizer"))
+        text.check_model(*reader)
         loaded[name] = (model, text)
     return loaded
 

@@ -15,6 +15,7 @@ on whether distant text can be used. The attention factor is LongRoPE's, sqrt(1 
 original length). The winner is tested on prompts that the search has not seen.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -212,10 +213,9 @@ def main():
         found, loss = test.run(method, options, trials, seed)
         print(f"  {name:<10} {found:5.2f} found, {loss:.4f} nats a digit")
     write_json(out, {"long_factor": best.tolist()})
-    print(
-        f"{out} is written: python extend.py {paths[0]} --method=longrope --factor={cfg.factor:g} "
-        f"--options={out}"
-    )
+    command = f"python extend.py {shlex.quote(paths[0])} --method=longrope"
+    command += f" --factor={cfg.factor:g} --options={shlex.quote(str(out))}"
+    print(f"{out} is written: {command}")
     return 0
 
 

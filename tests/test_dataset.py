@@ -466,6 +466,46 @@ def test_bos_needs_a_dataset_that_has_one(tmp_path):
     assert data.Dataset(marked, bos=False).separator == 4
 
 
+def test_a_model_that_needs_bos_is_named_where_a_dataset_has_none(tmp_path):
+    plain = make_dataset(tmp_path / "plain", [1, 2, 3], 5)
+    with pytest.raises(UserError, match="no <bos>, with which out/r was trained") as error:
+        data.Dataset(plain, bos=True, reader=("out/r", 5, None))
+    assert "--bos" not in str(error.value)
+    with pytest.raises(UserError, match="vocabulary of 5 and out/r one of 6"):
+        data.Dataset(plain, bos=True, reader=("out/r", 6, None))
+
+
+@pytest.mark.parametrize(
+    "text, commands",
+    [
+        (
+            "my.txt",
+            "python data/prepare.py my.txt --name=my, and then python train.py --dataset=my",
+        ),
+        (
+            "some books/a text.txt",
+            "python data/prepare.py 'some books/a text.txt' --name=a-text, and then "
+            "python train.py --dataset=a-text",
+        ),
+        (
+            "some books",
+            "python data/prepare.py 'some books' --name=some-books, and then "
+            "python train.py --dataset=some-books",
+        ),
+    ],
+)
+def test_a_text_in_place_of_a_dataset_is_refused_with_the_two_commands(
+    text, commands, call, tmp_path
+):
+    (tmp_path / "some books").mkdir()
+    (tmp_path / "my.txt").write_text("a text")
+    (tmp_path / "some books/a text.txt").write_text("a text")
+    done = call("train.py", f"--dataset={text}", "--out_dir=x", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {text} is a text, not a dataset: run {commands}")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_model_of_another_vocabulary_is_refused(tmp_path):
     abc = data.CharTokenizer("abc")
     dataset = data.Dataset(make_dataset(tmp_path / "mine", [0, 1, 2], 3, tokenizer=abc))

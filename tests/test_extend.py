@@ -153,6 +153,12 @@ def test_an_extension_is_named_after_its_run_method_and_factor(untrained, call):
     assert_refused(call("extend.py", run, "--max_iters=0"), "yarn4", "--init_from=resume")
 
 
+def test_the_command_to_go_on_with_can_be_pasted(untrained, call, tmp_path):
+    out = tmp_path / "my run"
+    done = assert_success(call("extend.py", untrained(), "--max_iters=0", f"--out_dir={out}"))
+    assert done.stdout.endswith(f"sample from it with python sample.py '{out}'\n")
+
+
 def test_a_second_extension_multiplies_the_factors(trained, extend_run, tmp_path):
     words = ["--method=yarn", "--max_iters=0"]
     assert_success(extend_run(trained, *words, "--factor=2", f"--out_dir={tmp_path}/by2"))
@@ -228,6 +234,24 @@ def test_texts_that_cannot_be_evaluated_are_refused(trained, extend_run, make, t
     done = extend_run(tmp_path / "nameless", "--max_iters=0", f"--text={short}")
     assert_refused(done, "tokenizer", "--dataset")
     assert not (tmp_path / "extended").exists()
+
+
+def test_a_dataset_of_another_vocabulary_is_named_as_the_cause(trained, extend_run, tmp_path):
+    """Of characters, without <bos>; the sentence names the checkpoint, and no row of a table."""
+    folder = tmp_path / "characters"
+    folder.mkdir()
+    for split in ("train", "val"):
+        data.write_tokens(folder / f"{split}.bin", [0, 1, 2] * 200, 3)
+    meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "vocab_size": 3}
+    (folder / "meta.json").write_text(json.dumps({**meta, "bos": None, "bos_default": False}))
+    checkpoint = newest(trained)
+    expected = f"dataset {folder} has a vocabulary of 3 and {checkpoint} one of 257: choose"
+    for words in (["--max_iters=1"], ["--max_iters=0"], ["--method=scale", "--options=scale=fit"]):
+        done = extend_run(
+            trained, f"--dataset={folder}", *words, f"--out_dir={tmp_path}/{words[0]}"
+        )
+        assert_refused(done, expected)
+        assert "--bos" not in done.stderr
 
 
 def test_a_warning_says_when_no_document_is_long_enough(trained, extend_run, text_data, tmp_path):
@@ -418,10 +442,19 @@ def test_options_are_numbers_booleans_or_text():
     assert extend.ExtendConfig().method_options() == {}
 
 
-@pytest.mark.parametrize("options", ["beta", "=1", "2x=1", "factor=3", "method=pi", "self=1"])
-def test_malformed_options_are_refused(options):
-    with pytest.raises(UserError, match="NAME=VALUE"):
-        extend.ExtendConfig(options=options).method_options()
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        *[(text, "is malformed: give NAME=VALUE") for text in ("beta", "=1", "2x=1", "self=1")],
+        ("factor=3", "sets factor, which is no option of a method: give --factor=3"),
+        ("method=pi", "sets method, which is no option of a method: give --method=pi"),
+        ("w=0.3,w=0.4", "gives w twice: give it once"),
+    ],
+)
+def test_malformed_options_are_refused(options, message, untrained, extend_run, tmp_path):
+    done = extend_run(untrained(), "--max_iters=0", f"--options={options}")
+    assert_refused(done, f"--options={options} {message}")
+    assert not (tmp_path / "extended").exists()
 
 
 def test_options_may_come_from_a_file(tmp_path):

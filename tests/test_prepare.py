@@ -282,6 +282,14 @@ def test_prepare_runs_as_a_script_from_anywhere(tmp_path):
     assert done.stderr.startswith("error: there is no file or folder gone.txt:")
 
 
+@pytest.mark.parametrize("name, quoted", [("mine", "mine"), ("my text", "'my text'")])
+def test_the_command_to_train_can_be_pasted(name, quoted, call, tmp_path, data_folder):
+    (tmp_path / "t.txt").write_bytes(TEXT.encode())
+    done = call("data/prepare.py", tmp_path / "t.txt", f"--name={name}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"train on it with python train.py --dataset={quoted}\n")
+
+
 def test_no_module_of_data_has_the_name_of_an_installed_package():
     # run as a script, prepare.py has data/ first on sys.path
     for file in DATA.glob("*.py"):

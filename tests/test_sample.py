@@ -72,6 +72,8 @@ def test_beyond_the_context_length_a_note_says_how_to_extend_it(call, save_run):
     beyond = call("sample.py", run, "--max_new_tokens=60")  # and <bos>: 61 tokens
     assert beyond.returncode == 0
     assert f"python extend.py {run} --method=yarn --factor=3" in beyond.stderr
+    spaced = call("sample.py", save_run("a run"), "--max_new_tokens=60")
+    assert f"python extend.py '{run.parent}/a run' --method=yarn" in spaced.stderr
     alibi = call("sample.py", save_run("alibi", pos="alibi"), "--max_new_tokens=60")
     assert "61 tokens" in alibi.stderr
     assert "extend.py" not in alibi.stderr

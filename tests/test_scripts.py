@@ -102,7 +102,9 @@ TRAIN_ERRORS = [
 EXTEND_ERRORS = [
     ("", "run folder"),
     ("out/never-made", "does not exist"),
-    ("RUN --method=yarm", "none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-pi"),
+    ("RUN --method=yarm", "there is no extension method 'yarm': did you mean 'yarn'?"),
+    ("RUN --method=magic", "none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-pi"),
+    ("RUN --method=clamp", "--pos=rope has no extension method 'clamp': use --method=none, pi"),
     ("RUN --factor=0.5", "at least 1"),
     ("RUN --options=beta", "NAME=VALUE"),
     ("RUN --options=beta=1", "beta_fast"),
@@ -161,7 +163,7 @@ def test_an_error_of_a_process_is_one_line_too(run, trained, tmp_path):
     """As the cases above, from a shell."""
     for script, words, expected in (
         ("train.py", ["--learning_rat=1"], "learning_rate"),
-        ("extend.py", [trained, "--method=yarm"], "ntk-parts"),
+        ("extend.py", [trained, "--method=yarm"], "yarn"),
         ("sample.py", ["gone"], "gone"),
         ("evaluate.py", ["gone"], "gone"),
         ("data/prepare.py", ["gone"], "gone"),

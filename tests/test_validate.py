@@ -5,10 +5,11 @@ from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 
 from evaluate import EvaluateConfig
 from extend import ExtendConfig
-from model import POSITIONS, GPTConfig
+from model import GPT, POSITIONS, GPTConfig
 from nanolong import validate
 from nanolong.errors import UserError
 from sample import SampleConfig
@@ -95,6 +96,27 @@ def test_values_are_converted_to_the_type_of_their_field(name, value, expected):
 def test_a_value_of_another_type_is_refused(name, value, wanted):
     with pytest.raises(UserError, match=f"^meta.json: {name} = .*{name} must be {wanted}$"):
         validate.coerce(Settings, {name: value}, "meta.json")
+
+
+def test_numbers_of_numpy_and_torch_become_pythons_and_are_saved(tmp_path):
+    config = GPTConfig(
+        vocab_size=np.int64(10),
+        n_layer=torch.tensor(1),
+        n_head=np.int32(2),
+        n_embd=np.int64(16),
+        rope_base=np.float32(1000),
+        tie_embeddings=np.bool_(True),
+    )
+    assert type(config.vocab_size) is int and type(config.n_layer) is int
+    assert type(config.rope_base) is float and config.tie_embeddings is True
+    model = GPT(config)
+    model.extend("yarn", np.float32(2), beta_fast=np.int64(16))
+    model.extend("longrope", np.int64(2), long_factor=np.linspace(1, 4, 4))
+    model.save(tmp_path / "step-000000")
+    loaded = GPT.load(tmp_path).config
+    assert loaded == config
+    assert loaded.extension["factor"] == 4
+    assert loaded.extension["options"] == {"long_factor": [1.0, 2.0, 3.0, 4.0]}
 
 
 def test_an_unknown_setting_of_a_file_is_refused():
