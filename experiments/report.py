@@ -41,7 +41,8 @@ def format_interval(values, digits=3):
 
 RULE = (
     "A claim passes when its whole 95 % interval does. It is not separated from its bound when the "
-    "interval includes the bound, and contradicted when the whole interval lies on the other side."
+    "interval includes the bound, contradicted when the whole interval lies on the other side of "
+    "the bound and of zero, and too small when it lies on the other side of the bound alone."
 )
 
 
@@ -70,9 +71,16 @@ class Claim:
             return "pass"
         if math.isnan(self.half_width):
             return "FAIL (a single seed has no interval)"
-        if self.margin < -self.half_width:
-            return "FAIL (contradicted)"
-        return "FAIL (not separated)"
+        if self.margin >= -self.half_width:
+            return "FAIL (not separated)"
+        return "FAIL (contradicted)" if self.is_contradicted else "FAIL (too small)"
+
+    @property
+    def is_contradicted(self):
+        """Whether the whole interval lies on the other side of the bound and of zero."""
+        if self.below is None:
+            return self.mean + self.half_width < min(self.above, 0)
+        return self.mean - self.half_width > max(self.below, 0)
 
     @property
     def bound(self):
