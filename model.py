@@ -852,7 +852,7 @@ class GPT(nn.Module):
             positions = torch.arange(start, end, device=tokens.device)
         elif not torch.compiler.is_compiling():
             end = self.check_positions(positions, docs)
-        self.check_length(end)
+        self.check_length(end, cache)
         tables_version = self.pos.set_length(end)
         if cache is not None:
             tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
@@ -873,8 +873,8 @@ class GPT(nn.Module):
             raise UserError("position ids must not be negative: count from 0")
         return int(positions.max()) + 1
 
-    def check_length(self, end):
-        """Warn beyond the context length; raise UserError where the scheme ends."""
+    def check_length(self, end, cache=None):
+        """Warn beyond the context length, once for a cache; raise UserError where a scheme ends."""
         limit = self.config.max_positions
         if end <= limit or torch.compiler.is_compiling():
             return
@@ -883,7 +883,12 @@ class GPT(nn.Module):
                 f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
                 f"{limit} tokens, so use no more, or train with a longer --block_size"
             )
-        message = f"{end} tokens are more than the model's context of {limit}"
+        if cache is not None:
+            if cache.warned:
+                return
+            cache.warned = True
+        # without the number of tokens, so that Python shows it once for many lengths
+        message = f"the text is longer than the model's context of {limit} tokens"
         warnings.warn(message, ContextLengthWarning, stacklevel=4)
 
     def sample_positions(self, batch_size: int, length: int, seed: int):
@@ -933,6 +938,17 @@ class GPT(nn.Module):
             "original_length": original_length,
         }
 
+    def rope_wavelengths(self) -> torch.Tensor:
+        """
+        The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
+
+        They are those of the extended model, and infinite where a pair is not rotated. Raises
+        UserError for a scheme without RoPE.
+        """
+        if not isinstance(self.pos, RoPE):
+            raise UserError(f"--pos={self.config.pos} has no wavelengths: use a model with rope")
+        return 2 * math.pi / self.pos.inv_freq.cpu().double()
+
     def flops_per_token(self, length: int | None = None) -> int:
         """
         Count the floating-point operations of a training step per token (PaLM, Chowdhery 2022).
@@ -962,7 +978,11 @@ class GPT(nn.Module):
         """
         Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
-        tokens:      (B, T), T >= 1, or a list of B prompts (T,) of any lengths
+        Computes in evaluation mode, and leaves every module in its own mode between two tokens.
+        Warns once beyond the context length; raises UserError, at once, for what cannot be done.
+
+        tokens:      (B, T) int64 or int32, T >= 1, or a list of B prompts, each a tensor (T,) or a
+                     list of ints, of any lengths
         temperature: 0 is greedy
         top_k:       keep the k most likely tokens; 0: all
         top_p:       keep the most likely tokens whose probabilities sum to this
@@ -981,7 +1001,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate_plain(self, tokens, max_new_tokens, temperature=1.0, top_k=0, generator=None):
-        """Continue tokens (B, T) without a cache: the plain loop, to read and to change."""
+        """
+        Continue tokens (B, T) without a cache: the plain loop, to read and to change.
+
+        The model should be in evaluation mode: model.eval().
+        """
+        if tokens.dim() != 2 or not temperature >= 0 or top_k < 0:
+            raise UserError("generate() needs tokens (B, T), temperature >= 0 and top_k >= 0")
         for _ in range(max_new_tokens):
             # Forward the whole text, keep the logits of the last token.
             logits = self(tokens)[:, -1].float() / max(temperature, 1e-5)  # (B, V)

@@ -5,12 +5,14 @@ fixed shape that can be compiled and, on a GPU, captured as a CUDA graph.
 GPT.generate() in model.py is how to call it.
 """
 
+import numbers
 import warnings
 
 import torch
 import torch.nn.functional as F
 
 import kernels
+from nanolong import validate
 from nanolong.errors import UserError
 
 
@@ -29,6 +31,7 @@ class KVCache:
         self.pos = None  # (length,) or (B, length)
         self.docs = None  # (B, length) or None
         self.explicit_positions = False  # whether any were given, and not counted from 0
+        self.warned = False  # that the text is longer than the context of the model
         self.tables_version = None  # of the scheme's tables that the keys were computed with
         self.keys = {}  # layer -> (B, Hk, allocated, D)
         self.values = {}
@@ -110,7 +113,6 @@ def concatenate(old, new):
     return new if old is None else torch.cat((old, new), -1)
 
 
-@torch.no_grad()
 def generate(
     model,
     tokens,
@@ -121,11 +123,32 @@ def generate(
     generator=None,
     compiled=False,
 ):
-    """Do what GPT.generate() promises."""
-    lengths = [len(row) for row in tokens]
-    check_request(model, lengths, max_new_tokens)
+    """Do what GPT.generate() promises; what cannot be generated is refused at once."""
+    max_new_tokens = check_setting("max_new_tokens", max_new_tokens, int)
+    temperature = check_setting("temperature", temperature, float)
+    top_k = check_setting("top_k", top_k, int)
+    top_p = check_setting("top_p", top_p, float)
+    tokens = read_prompts(model, tokens)
+    check_request(model, [len(row) for row in tokens], max_new_tokens)
+    if isinstance(generator, list | tuple) and len(generator) != len(tokens):
+        raise UserError(
+            f"there are {len(generator)} generators for {len(tokens)} prompts: give one for each, "
+            "or a single one"
+        )
+    sampling = (temperature, top_k, top_p, generator)
+    return generate_tokens(model, tokens, max_new_tokens, sampling, compiled)
+
+
+@torch.no_grad()
+def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
+    """
+    Yield the new tokens (B, 1) one at a time.
+
+    tokens: what read_prompts() returned; sampling: arguments of sample_token() after the logits.
+    """
     if not max_new_tokens:
         return
+    lengths = [len(row) for row in tokens]
     total = max(lengths) + max_new_tokens - 1  # the last token is not an input
     # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
     capacity = -(-total // 256) * 256 if compiled else total
@@ -136,23 +159,113 @@ def generate(
             "leave out --compile"
         )
     cache = KVCache(capacity)
+    # Between two tokens the model is as the caller has it, who may be training it.
+    evaluation = EvaluationMode(model)
 
     # Prefill: compute all prompt tokens, and sample the first new one.
-    logits = compute_logits(model, tokens, pos, docs, cache)
-    next_token = sample_token(logits, temperature, top_k, top_p, generator)
+    with evaluation:
+        logits = compute_logits(model, tokens, pos, docs, cache)
+    next_token = sample_token(logits, *sampling)
     yield next_token
 
     # Decode: compute one token at a time.
     step = None
     if max_new_tokens > 1:
-        step = make_decoding_step(model, cache, pos, docs, compiled)
+        with evaluation:
+            step = make_decoding_step(model, cache, pos, docs, compiled)
+    if step is not None:  # steps of fixed shape do not look at the length
+        model.check_length(total, cache)
     for _ in range(max_new_tokens - 1):
-        if step is None:
-            logits = compute_logits(model, next_token, pos, docs, cache)
-        else:
-            logits = step(next_token)
-        next_token = sample_token(logits, temperature, top_k, top_p, generator)
+        with evaluation:
+            if step is None:
+                logits = compute_logits(model, next_token, pos, docs, cache)
+            else:
+                logits = step(next_token)
+        next_token = sample_token(logits, *sampling)
         yield next_token
+
+
+class EvaluationMode:
+    """Switch off, inside `with`, what modules do in training only, such as dropout."""
+
+    def __init__(self, model):
+        self.modules = list(model.modules())  # walking the tree at every token would cost time
+        self.training = []
+
+    def __enter__(self):
+        self.training = [module for module in self.modules if module.training]
+        for module in self.training:
+            module.training = False
+
+    def __exit__(self, *error):
+        for module in self.training:
+            module.training = True
+
+
+def check_setting(name, value, kind):
+    """A setting of generate() as an int or float. Raises UserError for one out of its range."""
+    value = validate.convert(name, value, kind, f"{name}={value!r:.60}")
+    validate.check_ranges({name: value})
+    return value
+
+
+def read_prompts(model, tokens):
+    """
+    The prompts that generate() was given, int64 on the model's device.
+
+    Returns a tensor (B, T), or a list of tensors (T,) of unequal lengths. Raises UserError.
+    """
+    rows = read_list(tokens) if isinstance(tokens, list | tuple) else read_batch(tokens)
+    vocab_size = model.config.vocab_size
+    for row in rows:
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if len(outside):
+            raise UserError(
+                f"token {outside[0].item()} is outside the model's vocabulary of {vocab_size}: "
+                "encode the prompt with the model's tokenizer"
+            )
+    rows = [row.to(model.embed.weight.device) for row in rows]
+    have_one_length = len({len(row) for row in rows}) == 1
+    return torch.stack(rows) if have_one_length else rows
+
+
+def read_batch(tokens):
+    """Tokens (B, T) as a list of tensors (T,). Raises UserError for another shape."""
+    tokens = read_ids(tokens)
+    if tokens.dim() == 1:
+        raise UserError("tokens are one prompt without a batch dimension: give tokens[None]")
+    if tokens.dim() != 2:
+        raise UserError(
+            f"tokens have the shape {tuple(tokens.shape)}: give (B, T), or a list of B prompts"
+        )
+    return list(tokens)
+
+
+def read_list(prompts):
+    """A list of prompts as a list of tensors (T,). Raises UserError for another list."""
+    if any(isinstance(prompt, numbers.Integral) for prompt in prompts):
+        raise UserError("tokens are one prompt, not a list of prompts: give [tokens]")
+    rows = [read_ids(prompt) for prompt in prompts]
+    for row in rows:
+        if row.dim() != 1:
+            raise UserError(
+                f"a prompt in the list has the shape {tuple(row.shape)}: give each as (T,)"
+            )
+    return rows
+
+
+def read_ids(ids):
+    """Token ids as an int64 tensor. Raises UserError for what are none."""
+    try:
+        ids = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"tokens are no token ids ({reason}): give an int64 tensor (B, T), or a list of prompts"
+        ) from None
+    if ids.numel() and ids.dtype not in (torch.int64, torch.int32):
+        raise UserError(f"tokens are of {ids.dtype}: give token ids, of torch.int64")
+    return ids.long()
 
 
 def check_request(model, lengths, max_new_tokens):
@@ -182,9 +295,9 @@ def check_request(model, lengths, max_new_tokens):
 
 def pad_prompts(model, tokens, lengths, total, capacity):
     """
-    Stack prompts, padding them on the left: tokens (B, T), and for the whole text that will be
-    there, positions (capacity,) or (B, capacity) and documents (B, capacity), or None where
-    positions count from 0 and there is one document.
+    Stack what read_prompts() returned, padded on the left: tokens (B, T), and for the whole text
+    that will be there, positions (capacity,) or (B, capacity) and documents (B, capacity), or None
+    where positions count from 0 and there is one document.
 
     A pad token is a document of its own, so that no text attends to it.
     """
@@ -195,8 +308,6 @@ def pad_prompts(model, tokens, lengths, total, capacity):
         for n in set(lengths):
             random_positions[n] = model.sample_positions(1, n + total - width, 0)[0]
     if min(lengths) == width:
-        if not torch.is_tensor(tokens):
-            tokens = torch.stack(list(tokens))
         if not random_positions:
             return tokens, None, None
         return tokens, F.pad(random_positions[width], (0, capacity - total)), None

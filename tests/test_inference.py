@@ -2,14 +2,17 @@
 
 import functools
 import gc
+import math
+import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY
 
 import kernels
-from model import POSITIONS
+from model import POSITIONS, ContextLengthWarning
 from nanolong import inference
 from nanolong.device import compile_model
 from nanolong.errors import UserError
@@ -140,6 +143,162 @@ def test_each_of_several_prompts_is_sampled_with_its_own_generator(make):
 def test_every_prompt_needs_a_token(lengths, make):
     with pytest.raises(UserError, match="at least one token"):
         generate(make(), random_prompts(*lengths), 2)
+
+
+PROMPT_FORMS = {
+    "int32": lambda rows: torch.tensor(rows, dtype=torch.int32),
+    "an array": lambda rows: np.array(rows),
+    "lists of ints": lambda rows: rows,
+    "a list of tensors": lambda rows: [torch.tensor(row) for row in rows],
+    "a tuple of int32": lambda rows: tuple(torch.tensor(row, dtype=torch.int32) for row in rows),
+}
+
+
+@pytest.mark.parametrize("form", PROMPT_FORMS)
+def test_prompts_may_be_tensors_or_lists(form, make):
+    model = make()
+    rows = [[3, 1, 4], [1, 5, 9]]
+    expected = generate(model, torch.tensor(rows), 5, temperature=0)
+    assert torch.equal(generate(model, PROMPT_FORMS[form](rows), 5, temperature=0), expected)
+
+
+def test_lists_of_ints_may_have_unequal_lengths(make):
+    model = make().double()
+    rows = [[3, 1, 4, 1, 5], [9]]
+    expected = generate(model, [torch.tensor(row) for row in rows], 5, temperature=0)
+    assert torch.equal(generate(model, rows, 5, temperature=0), expected)
+
+
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        (torch.tensor([1, 2]), r"without a batch dimension: give tokens\[None\]$"),
+        ([1, 2], r"not a list of prompts: give \[tokens\]$"),
+        (torch.tensor(1), r"have the shape \(\): give \(B, T\)"),
+        (torch.zeros(1, 1, 2, dtype=torch.long), r"the shape \(1, 1, 2\): give \(B, T\)"),
+        ([[[1, 2]]], r"a prompt in the list has the shape \(1, 2\): give each as \(T,\)"),
+        (torch.zeros(1, 2), "tokens are of torch.float32: give token ids, of torch.int64"),
+        ([[1.0]], "tokens are of torch.float32"),
+        ([[True]], "tokens are of torch.bool"),
+        ("text", "are no token ids"),
+        (None, "are no token ids"),
+        ([["text"]], "are no token ids"),
+        ([], "at least one token"),
+        ([[], [1]], "at least one token"),
+        ([[1], [2, 50]], "token 50 is outside the model's vocabulary of 50: encode"),
+        (torch.tensor([[3, -1]]), "token -1 is outside"),
+    ],
+    ids=str,
+)
+def test_what_are_no_prompts_is_refused_at_once(tokens, message, make):
+    with pytest.raises(UserError, match=message):
+        make().generate(tokens, 3)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"temperature": -1}, "temperature=-1.0 is out of range: it must be at least 0"),
+        ({"temperature": math.nan}, "temperature=nan is not a finite number"),
+        ({"temperature": math.inf}, "temperature=inf is not a finite number"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_k": -1}, "top_k=-1 is out of range: it must be at least 0"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"top_p": 0}, "top_p=0.0 is out of range: it must be above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p=1.1 is out of range"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 is out of range: it must be at least 0"),
+        ({"max_new_tokens": None}, "max_new_tokens must be a whole number"),
+        ({"generator": seeded_generators(2)}, "there are 2 generators for 1 prompts: give one"),
+    ],
+    ids=str,
+)
+def test_settings_of_sampling_are_checked_at_once(settings, message, make):
+    with pytest.raises(UserError, match=message):
+        make().generate([[1, 2]], **{"max_new_tokens": 3, **settings})
+
+
+def test_the_plain_loop_checks_what_it_takes(make):
+    model = make()
+    for tokens, settings in (
+        (torch.tensor([1]), {}),
+        (torch.tensor([[1]]), {"temperature": math.nan}),
+        (torch.tensor([[1]]), {"top_k": -1}),
+    ):
+        with pytest.raises(UserError, match=r"tokens \(B, T\), temperature >= 0 and top_k >= 0"):
+            next(model.generate_plain(tokens, 1, **settings))
+
+
+# -----------------------------------------------------------------------------
+# What the caller sees of the model, and of its context length.
+
+
+def test_a_model_in_training_samples_without_dropout(make):
+    """And is in training again between two tokens, each module as it was."""
+    model = make(dropout=0.5)
+    prompt = [[3, 1, 4]]
+    expected = generate(model, prompt, 8, temperature=0)
+    model.train()
+    model.blocks[0].eval()  # as its caller wants it
+    modes = [module.training for module in model.modules()]
+    tokens = []
+    for token in model.generate(prompt, 8, temperature=0):
+        assert [module.training for module in model.modules()] == modes
+        tokens.append(token)
+    assert torch.equal(torch.cat(tokens, 1), expected)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_generator_that_ends_early_leaves_the_mode_of_the_model(make, monkeypatch):
+    model = make(dropout=0.5).train()
+    tokens = model.generate([[1, 2]], 9)
+    next(tokens)
+    tokens.close()
+    assert all(module.training for module in model.modules())
+
+    def fail(*args, **options):
+        assert not model.training
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model, "hidden_states", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(model.generate([[1, 2]], 9))
+    assert all(module.training for module in model.modules())
+
+
+def test_a_model_may_be_trained_between_two_tokens(make):
+    model = make().train()
+    for token in model.generate([[1, 2]], 3):
+        model.zero_grad()
+        model(token.clone(), token.clone()).backward()
+        assert model.embed.weight.grad.abs().sum() > 0
+
+
+def test_the_warning_beyond_the_context_comes_once_for_each_call(make):
+    model = make(pos="rope")  # of 24 tokens
+    for n, expected in ((20, 0), (40, 1), (40, 1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            generate(model, random_prompts(5, 3), n)
+        assert [warning.category for warning in caught] == [ContextLengthWarning] * expected
+
+
+def test_steps_of_fixed_shape_warn_once_too(make, monkeypatch):
+    def make_decoding_step(model, cache, pos, docs, compiled):
+        return inference.FixedShapeStep(model, cache, pos, docs).run
+
+    monkeypatch.setattr(inference, "make_decoding_step", make_decoding_step)
+    with pytest.warns(ContextLengthWarning) as caught:
+        generate(make(pos="rope"), random_prompts(5), 40)
+    assert len(caught) == 1
+
+
+def test_lengths_beyond_the_context_share_one_warning_text(make):
+    model = make(pos="rope")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for n in range(25, 35):
+            model(torch.zeros(1, n, dtype=torch.long))
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,25 @@ def test_schemes_share_every_other_initial_weight():
             assert torch.equal(p, weights[0][name]), name
 
 
+@pytest.mark.parametrize("fraction, n_rotated", [(1.0, 8), (0.5, 4)])
+def test_wavelengths_of_rope_are_2_pi_base_to_the_2c_over_r(fraction, n_rotated, make):
+    model = make(pos="rope", rope_base=500.0, rope_fraction=fraction)
+    expected = [2 * math.pi * 500.0 ** (2 * c / n_rotated) for c in range(n_rotated // 2)]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    assert model.rope_wavelengths().dtype == torch.float64
+    assert torch.allclose(model.rope_wavelengths(), expected, rtol=1e-12)
+    model.extend("pi", 4)
+    assert torch.allclose(model.rope_wavelengths(), 4 * expected, rtol=1e-12)
+    model.extend("drope", 1)
+    assert model.rope_wavelengths().isinf().all()
+
+
+@pytest.mark.parametrize("pos", sorted(POSITIONS.keys() - {"rope"}))
+def test_other_schemes_have_no_wavelengths(pos, make):
+    with pytest.raises(UserError, match=f"--pos={pos} has no wavelengths: use a model with rope"):
+        make(pos=pos).rope_wavelengths()
+
+
 def test_flops_are_counted_from_the_shapes(make):
     model = make(n_embd=32, n_head=4, n_kv_head=2, n_layer=3)
     C, mlp_dim = 32, 96
