@@ -339,13 +339,17 @@ def save_extended(model, cfg):
 # Reports.
 
 
-def print_summary(model, cfg):
-    """Print the lengths and what will be trained; plot the wavelengths where that is asked for."""
+def print_summary(model, cfg, before):
+    """
+    Print the lengths and what will be trained; plot the wavelengths where that is asked for.
+
+    before: inverse frequencies (R/2,) of the model that was extended, None for other schemes.
+    """
     config = model.config
     lengths = f"{config.original_length} -> {config.block_size} tokens"
     print(f"context length: {lengths} ({cfg.method})")
     if cfg.plot:
-        plot_extension(model, cfg)
+        plot_extension(model, cfg, before)
     if not cfg.max_iters:
         return
     train_length, _ = training_lengths(model, cfg)
@@ -364,11 +368,10 @@ def print_summary(model, cfg):
         print("warning: there is almost nothing that long to learn from; prepare longer texts")
 
 
-def plot_extension(model, cfg):
-    """Plot the wavelengths of RoPE before and after."""
+def plot_extension(model, cfg, before):
+    """Plot the wavelengths of RoPE; before: the inverse frequencies (R/2,) before extending."""
     config, pos = model.config, model.pos
     pos.set_length(config.block_size)  # a dynamic method: as for the longest input
-    before, _ = rope_scaling.none(config.rope_base, pos.rotary_dim, 1, 1.0)
     Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
     factor = config.extension["factor"]
     title = f"{cfg.method}, {factor:g} times {config.original_length} tokens"
@@ -422,6 +425,7 @@ def main():
     parent = GPT.load(paths[0])
     check_same_settings(parent, model_config, given)
     check_request(parent, cfg)
+    before = getattr(parent.pos, "inv_freq", None)
     model = resume_run(GPT, cfg, model_config, set())
     if model is not None:
         check_same_extension(model, parent, cfg)
@@ -432,7 +436,7 @@ def main():
         model = parent
         extend_model(model, cfg, given, rank)
     if rank == 0:
-        print_summary(model, cfg)
+        print_summary(model, cfg, before)
     # Without fine-tuning no dataset is opened, but to evaluate on it.
     if not cfg.max_iters:
         if rank == 0:

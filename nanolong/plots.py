@@ -203,9 +203,12 @@ def draw_line(grid, start, end):
 
 
 def tick_labels(ticks, width):
-    """Return a line with the labels of ticks (column, label), without those that would touch."""
+    """Return a line with the labels of ticks (column, label), without those that would touch.
+
+    The first and the last one go before the others.
+    """
     line = [" "] * (width + 12)
-    for column, label in ticks:
+    for column, label in [ticks[0], ticks[-1], *ticks[1:-1]]:
         end = column + len(label)
         if all(character == " " for character in line[max(0, column - 1) : end + 1]):
             line[column:end] = label

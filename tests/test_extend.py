@@ -16,6 +16,7 @@ from conftest import ROOT
 import data
 import evaluate
 import extend
+import rope_scaling
 import train
 from model import GPT, GPTConfig
 from nanolong.checkpoint import read_meta
@@ -284,6 +285,30 @@ def test_plot_shows_the_wavelengths_before_and_after(trained, extend_run, tmp_pa
     assert torch.allclose(before, expected, rtol=1e-12)
     assert torch.allclose(after, expected / 2, rtol=1e-12)  # position interpolation
     assert (original_length, target_length) == (32, 64)
+
+
+def test_the_wavelengths_before_are_those_of_the_model_that_is_extended(
+    untrained, extend_run, tmp_path, monkeypatch
+):
+    """Not plain RoPE's: of a RoPE with other frequencies, and of an extended model."""
+    plots = []
+
+    def frequencies(method, *args, **options):
+        inv_freq, attention_factor = real(method, *args, **options)
+        inv_freq[-1] = 0  # as p-RoPE, which does not rotate the slowest pairs
+        return inv_freq, attention_factor
+
+    real = rope_scaling.frequencies
+    monkeypatch.setattr(rope_scaling, "frequencies", frequencies)
+    monkeypatch.setattr(extend, "plot_wavelengths", lambda *args: plots.append(args))
+    run = untrained(n_embd=16, n_head=2)
+    words = ["--method=pi", "--max_iters=0", f"--plot={tmp_path}/w.png"]
+    assert_success(extend_run(run, "--factor=2", *words))
+    assert_success(extend_run(tmp_path / "extended", *words, f"--out_dir={tmp_path}/again"))
+    plain = torch.tensor([1.0, 0.1, 0.01, 0], dtype=torch.float64)
+    for (before, after, *_), expected in zip(plots, ((1, 1 / 2), (1 / 2, 1 / 8)), strict=True):
+        assert torch.allclose(before, plain * expected[0], rtol=1e-12)
+        assert torch.allclose(after, plain * expected[1], rtol=1e-12)
 
 
 def test_only_rope_has_wavelengths_to_plot(untrained, extend_run, tmp_path):

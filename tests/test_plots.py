@@ -131,6 +131,20 @@ def test_terminal_plot_drops_tick_labels_that_would_touch():
     assert {int(label) for label in labels} < set(lengths)
 
 
+@pytest.mark.parametrize(
+    "lengths, shown",
+    [
+        ([64, 256, 1024, 4096, 5120, 6144, 7168], "64 256 1024 4096 7168"),
+        (range(64, 7169, 64), "64 128 192 256 384 512 704 960 1280 1856 2688 3840 7168"),
+        ([64, 7168], "64 7168"),
+        ([7168], "7168"),
+    ],
+)
+def test_terminal_plot_labels_the_first_and_the_last_length(lengths, shown):
+    text = plots.terminal_plot({"one": [(length, 1.0) for length in lengths]})
+    assert " ".join(text.splitlines()[-2].split()) == shown
+
+
 @pytest.mark.parametrize("points", [[], [(1, math.nan)]])
 def test_terminal_plot_without_points_says_so(points):
     assert plots.terminal_plot({"one": points}) == "nothing to plot"
