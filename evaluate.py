@@ -31,7 +31,6 @@ models know the format only from training: use train.py --passkey=0.1.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
-import json
 import math
 import shlex
 import sys
@@ -52,6 +51,7 @@ from nanolong import cli, plots, validate
 from nanolong.device import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
+from nanolong.strict_json import to_json
 
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
 
@@ -81,7 +81,7 @@ class EvaluateConfig:
     trials: int = 64  # prompts for each length and depth
     # [output]
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
-    json: str = ""  # write the records to this file
+    json: str = ""  # write the records to this file; a loss that is not finite is null
     # [system]
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
@@ -461,7 +461,7 @@ def main():
         print(plots.format_needle_table(records, lengths))
 
     if cfg.json:
-        Path(cfg.json).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        Path(cfg.json).write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
     if cfg.plot:
         plot_records(records, models, cfg, lengths)
     return 0

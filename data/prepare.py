@@ -303,7 +303,7 @@ def write_dataset(folder, tokenizer, splits, about, raw):
             write_tokens(file, ids, tokenizer.vocab_size, raw)
             meta["tokens"][split] = len(ids)
             meta["sha256"][split] = hashlib.sha256(file.read_bytes()).hexdigest()
-        content = json.dumps(meta, indent=1) + "\n"
+        content = json.dumps(meta, indent=1, allow_nan=False) + "\n"
         (tmp / "meta.json").write_text(content, encoding="utf-8")
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)

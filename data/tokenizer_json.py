@@ -392,7 +392,7 @@ def write(folder, tokenizer, adds_bos: bool, length: int) -> None:
     else:
         special = special_tokens(tokenizer)
         spec = tokenizer_spec(tokenizer, special, adds_bos)
-        text = json.dumps(spec, ensure_ascii=False) + "\n"
+        text = json.dumps(spec, ensure_ascii=False, allow_nan=False) + "\n"
         names = {i: name for name, i in special.items()}
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
@@ -405,7 +405,7 @@ def write(folder, tokenizer, adds_bos: bool, length: int) -> None:
         "eos_token": names.get(eos),
         "add_bos_token": adds_bos,
     }
-    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 

@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 import contextlib
 import itertools
-import json
 import warnings
 from dataclasses import dataclass
 
@@ -50,6 +49,7 @@ from nanolong.device import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import format_refusals, import_pyplot, unique
 from nanolong.provenance import provenance
+from nanolong.strict_json import to_json
 
 
 @dataclass
@@ -648,7 +648,7 @@ def main():
     )
     print(f"\n{note}")
     if cfg.json:
-        Path(cfg.json).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        Path(cfg.json).write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
     if cfg.plot:
         plot_records(records, cfg.bins, cfg.plot, note)
     return 0

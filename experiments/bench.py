@@ -45,6 +45,7 @@ from nanolong.device import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import import_pyplot
 from nanolong.provenance import provenance
+from nanolong.strict_json import to_json
 
 OPERATORS = ("ceilings", "rope", "attention", "decode", "loss", "step")
 WHOLE_RUNS = {"train": bench_train, "sample": bench_sample, "memory": bench_memory}
@@ -677,7 +678,7 @@ def plot_attention(result, file):
 
 
 def write_json(file, result):
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    file.write_text(to_json(result, indent=1) + "\n")
 
 
 def read_json(file):

@@ -22,7 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
-import json
 import math
 import warnings
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from nanolong.device import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import format_refusals, import_pyplot, unique
 from nanolong.provenance import provenance
+from nanolong.strict_json import to_json
 
 TOKENS_PER_BATCH = 16384
 
@@ -491,7 +491,7 @@ def main():
     )
     print(f"\n{note}")
     if cfg.json:
-        Path(cfg.json).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        Path(cfg.json).write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
     if cfg.plot:
         plot_records(records, cfg.plot, note)
     return 0

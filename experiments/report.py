@@ -6,6 +6,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 
+from nanolong.strict_json import to_json
 from nanolong.validate import require
 
 # Student's t, two-sided 95 %, by degrees of freedom.
@@ -116,7 +117,7 @@ def command_line(script):
 def write_json(file, value, indent=None):
     """Write a value as JSON. The file is whole or absent, whenever the process ends."""
     temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=indent) + "\n", encoding="utf-8")
+    temporary.write_text(to_json(value, indent) + "\n", encoding="utf-8")
     temporary.replace(file)
 
 

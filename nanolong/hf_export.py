@@ -48,7 +48,7 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     folder.mkdir(parents=True)
     try:
         save_file(export_weights(model, rope), folder / "model.safetensors", {"format": "pt"})
-        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         if tokenizer_from:
             copy_tokenizer(Path(tokenizer_from), folder)

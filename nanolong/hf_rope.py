@@ -353,7 +353,14 @@ def write_table(config, pos, factor):
     n_rotated = rotary_dim // 2
     n_unrotated = (head_dim - rotary_dim) // 2
     plain = plain_frequencies(base, head_dim)[:n_rotated]
-    table = (plain / pos.inv_freq.double()).tolist() + [UNROTATED] * n_unrotated
+    # a pair of frequency 0 would have an infinite factor, which JSON does not have
+    table = (plain / pos.inv_freq.double()).clamp(max=UNROTATED).tolist()
+    table += [UNROTATED] * n_unrotated
+    if not all(map(is_positive_number, table)):
+        raise UserError(
+            f"--pos={config.pos} has frequencies that are negative or not finite, and transformers "
+            "cannot read such a table: correct the scheme or the method"
+        )
     parameters = longrope_table(base, factor, config.original_length, table, pos.attention_factor)
     channel_order = None
     if n_unrotated:

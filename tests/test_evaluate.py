@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import data
 import evaluate
-from model import POSITIONS
+from model import GPT, POSITIONS
 from nanolong.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -413,6 +413,20 @@ def test_command_line_writes_tables_json_and_figure(runs, call, tmp_path):
     chunked = [record for record in records if record["protocol"] == "chunked"]
     assert {record["tokens"] for record in chunked if "tokens" in record} == {479}
     assert (tmp_path / "new/a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_json_holds_null_for_a_loss_that_is_no_number(runs, call, tmp_path):
+    """A checkpoint whose weights are NaN; the standard of JSON has no NaN."""
+    model = GPT.load(runs[0])
+    with torch.no_grad():
+        model.norm.weight.fill_(math.nan)
+    model.save(tmp_path / "bad/step-000001")
+    words = ["--lengths=24", "--max_tokens=48", "--json=a.json"]
+    done = call("evaluate.py", "bad", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "a.json").read_text()
+    assert [record["loss"] for record in json.loads(text)] == [None, None]
+    assert "NaN" not in text
 
 
 def test_command_line_measures_needles(runs, call, tmp_path):

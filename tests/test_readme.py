@@ -60,6 +60,22 @@ def test_the_scheme_of_the_readme_trains_caches_extends_and_reloads(log_bias, tm
     assert again.config.block_size == 64
 
 
+def test_the_library_example_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    code = re.search(r"```python\n(import torch.*?)```", README, re.S)[1]
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)
+    model = names["model"]
+    assert model.config.block_size == 256  # 64, extended four times
+    assert model.embed.weight.grad.abs().sum() > 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("tensor([6.28")
+    assert re.search(r"dtype=torch.float64\) \[\d+, ", printed)
+    again = GPT.load("out/mine")
+    assert torch.equal(again.rope_wavelengths(), model.rope_wavelengths())
+    assert torch.equal(again(names["tokens"]), model(names["tokens"]))
+
+
 def test_the_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 220

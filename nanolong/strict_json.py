@@ -1,0 +1,20 @@
+"""JSON as the standard has it. Python writes NaN and Infinity, which other programs refuse."""
+
+import json
+import math
+
+
+def to_json(value, indent=None):
+    """The JSON text of a value; a number that is not finite becomes null."""
+    return json.dumps(without_infinities(value), indent=indent, allow_nan=False)
+
+
+def without_infinities(value):
+    """A copy of lists and dicts with None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinities(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
