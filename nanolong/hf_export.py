@@ -255,10 +255,13 @@ def check_layers_without_rope(config, uses_rope):
         other = "--bias=qkv"
     else:
         return
-    what = "a model without positions"
-    if any(uses_rope):
-        what = f"--layer_pattern={config.layer_pattern} (some layers without positions)"
-    raise no_equivalent(f"{what} with {other}", "train without one of them to export")
+    if not any(uses_rope):
+        what = f"a model without positions with {other}"
+        raise no_equivalent(what, "train without one of them to export")
+    raise no_equivalent(
+        f"--layer_pattern={config.layer_pattern} (some layers without positions) with {other}",
+        "what can be exported is F and W with it, and all four letters without it",
+    )
 
 
 def llama_config(config, model_type, rope, uses_rope):

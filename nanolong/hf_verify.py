@@ -121,7 +121,8 @@ def logit_difference(model, tokens, theirs):
     # transformers' angles are float32, so that their error grows with the position
     if not difference <= 1e-6 * (100 + length) * max(1, largest):
         raise UserError(
-            f"transformers computes other logits from what was written ({difference:.2g} apart at "
-            f"{length} tokens), and nothing is kept: this is an error of ours, please report it"
+            f"transformers computes other logits from what was exported ({difference:.2g} apart at "
+            f"{length} tokens), so nothing was written: if you have edited the scheme or method, "
+            "transformers has no equivalent of it, and if not, please report this error of ours"
         )
     return difference

@@ -24,7 +24,7 @@ from model import GPT, GPTConfig
 from nanolong import hf_export, hf_verify
 from nanolong.errors import UserError
 from nanolong.hf_import import read_config, stored_shape
-from nanolong.hf_layout import tensor_layout
+from nanolong.hf_layout import UNROTATED, tensor_layout
 
 # the RoPE type of every architecture in the default part, with tied embeddings or not
 SELECTED = {
@@ -150,6 +150,69 @@ def test_a_context_extension_that_is_left_out_is_noticed(compared):
         assert difference > 1e-3, (case.architecture, case.rope)
 
 
+# layer patterns, and the architecture that has each
+PATTERNS = {
+    "W": "Mistral",
+    "FW": "SmolLM3",
+    "WWWF": "SmolLM3",
+    "FFFN": "SmolLM3",
+    "FFS": "SmolLM3",
+    "WWWN": "SmolLM3",
+    "NS": "SmolLM3",
+}
+
+
+def pattern_models():
+    """An extended model of each pattern, as experiments/interchange.py exports them."""
+    models = {}
+    for pattern in PATTERNS:
+        settings = {"layer_pattern": pattern, "n_layer": len(pattern) + 1}
+        if not set(pattern).isdisjoint("WS"):
+            settings["window"] = 21
+        models[pattern] = (settings, ("yarn", {}))
+    with_qk_norm = {"layer_pattern": "FW", "n_layer": 3, "window": 21, "qk_norm": True}
+    models["FW, QK-norm"] = (with_qk_norm, ("yarn", {}))
+    return models
+
+
+def test_exports_of_layer_patterns_agree_with_transformers(tmp_path):
+    records, exported = interchange.export_ours(pattern_models(), tmp_path)
+    found = {record["name"]: record["architecture"] for record in records}
+    assert found == {**PATTERNS, "FW, QK-norm": "Qwen3"}
+    for item in exported:
+        item.case.with_cache = False
+    # A pair of frequency 0, as p-RoPE has, is not rotated by transformers either.
+    model = interchange.make_our_model(1, {})
+    model.pos.inv_freq[-2:] = 0
+    case = interchange.Case("p-rope", 1, with_cache=False)
+    lines = interchange.capture_output(
+        hf_export.export_checkpoint, model, tmp_path / case.name, verify=False
+    )
+    assert "rope_type longrope" in lines[0]
+    exported.append(interchange.Exported(case, {"bytes": "same"}, model))
+    interchange.compare_exports(exported, tmp_path)
+    for item in exported:
+        check_record(item.record)
+
+
+def test_exported_tables_are_strict_json(tmp_path, make):
+    """Of a pair that is not rotated; frequencies that no table can hold are refused."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    model = make()
+    model.pos.inv_freq[-1] = 0
+    interchange.capture_output(hf_export.export_checkpoint, model, tmp_path / "a", verify=False)
+    config = json.loads((tmp_path / "a/config.json").read_text(), parse_constant=refuse)
+    assert config["rope_parameters"]["long_factor"] == [1.0, 1.0, 1.0, UNROTATED]
+    for wrong in (float("nan"), -1.0):
+        model.pos.inv_freq[-1] = wrong
+        with pytest.raises(UserError, match="frequencies that are negative or not finite"):
+            hf_export.export_checkpoint(model, tmp_path / "b", verify=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_every_import_agrees_with_transformers(part, tmp_path):
@@ -209,7 +272,8 @@ def test_a_wrong_export_leaves_nothing(tmp_path, monkeypatch, make):
         return rope
 
     monkeypatch.setattr(hf_export, "write_rope", wrong)
-    with pytest.raises(UserError, match="other logits"):
+    message = "other logits .* nothing was written: if you have edited the scheme or method"
+    with pytest.raises(UserError, match=message):
         hf_export.export_checkpoint(model, tmp_path / "folder" / "exported")
     assert not list((tmp_path / "folder").iterdir())
 
