@@ -1007,7 +1007,9 @@ class GPT(nn.Module):
         The model should be in evaluation mode: model.eval().
         """
         if tokens.dim() != 2 or not temperature >= 0 or top_k < 0:
-            raise UserError("generate() needs tokens (B, T), temperature >= 0 and top_k >= 0")
+            what = f"tokens {tuple(tokens.shape)}, temperature={temperature} and top_k={top_k}"
+            needed = "tokens (B, T), temperature >= 0 and top_k >= 0"
+            raise UserError(f"{what} cannot be sampled from: give {needed}")
         for _ in range(max_new_tokens):
             # Forward the whole text, keep the logits of the last token.
             logits = self(tokens)[:, -1].float() / max(temperature, 1e-5)  # (B, V)
