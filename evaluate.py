@@ -46,9 +46,10 @@ import torch
 import torch.nn.functional as F
 
 from data import DIGITS, Dataset, passkey, tokenizer_from_json
-from model import GPT, ContextLengthWarning
+from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import cli, plots, validate
 from nanolong.device import autocast, pick_device, pick_dtype
+from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
 from nanolong.strict_json import to_json
@@ -68,6 +69,8 @@ class EvaluateConfig:
     # (needle: 1, 2, 3 and 4 times)
     lengths: tuple[int, ...] = ()
     seed: int = 1  # seed of the needle prompts
+    # Python files, each with one scheme of your own, for checkpoints that were trained with it
+    entry: tuple[str, ...] = ()
     best: bool = False  # of a run folder, use the step with the lowest validation loss
     # [loss]
     protocol: tuple[Protocol, ...] = ("chunked", "last-quarter")  # how to score, see above
@@ -441,6 +444,7 @@ def main():
     positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
     cfg, _, paths = cli.parse(EvaluateConfig, about=__doc__, paths=positional)
     device = pick_device(cfg.device)
+    load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device)
     if cfg.task == "loss":
         check_datasets(models, cfg)

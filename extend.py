@@ -17,7 +17,7 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 import json
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +25,29 @@ import numpy as np
 import data
 import rope_scaling
 from evaluate import EvaluateConfig, loss_by_position, make_records, measure_losses
-from model import GPT, GPTConfig, NoPE
+from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, validate
-from nanolong.checkpoint import find_checkpoint, read_meta, save_model
+from nanolong.checkpoint import (
+    find_checkpoint,
+    read_meta,
+    save_model,
+    saved_settings,
+    settings_record,
+)
 from nanolong.device import pick_device, pick_dtype
 from nanolong.distributed import join_processes
+from nanolong.entry import load_entries
 from nanolong.errors import UserError
+from nanolong.lock import unlock
 from nanolong.plots import format_loss_table, plot_wavelengths
 from nanolong.run_folder import list_steps
-from nanolong.training_run import check_same_settings, existing_run, resume_run
+from nanolong.training_run import (
+    check_same_settings,
+    existing_run,
+    lock_run,
+    replacing_run,
+    resume_run,
+)
 from train import TrainConfig, train_and_sample
 
 
@@ -124,20 +138,29 @@ def run_defaults(given, paths):
         )
     folder = find_checkpoint(paths[0])
     run = Path(paths[0]) if list_steps(paths[0]) else folder.parent
-    suffix = f"{given.get('method', 'yarn')}{given.get('factor', 4.0):g}"
-    out_dir = given.get("out_dir") or f"{run}-{suffix}"
+    out_dir = given.get("out_dir") or f"{run}-{run_suffix(given)}"
     settings = {}
     if given.get("init_from") == "resume" and list_steps(out_dir):
-        settings = read_meta(list_steps(out_dir)[-1]).get("train") or {}
+        settings = saved_settings(list_steps(out_dir)[-1], GPTConfig, ExtendConfig)
         settings = {**settings, "plot": "", "text": ""}
     if not settings.get("dataset"):
         settings = inherited_settings(read_meta(folder), given, paths[0])
     return {**settings, "out_dir": out_dir, "init_from": "scratch"}
 
 
+def run_suffix(given):
+    """How the new run folder is named after the old one: "yarn4", or "yarn4-beta_fast=16"."""
+    suffix = f"{given.get('method', 'yarn')}{given.get('factor', 4.0):g}"
+    options = given.get("options", "")
+    if options:
+        suffix += "-" + Path(options).name.removesuffix(".json").replace(",", "-")
+    return suffix
+
+
 # Not inherited: extend.py has its own defaults for these, or they are for one run only.
 OWN_SETTINGS = {
     "compile",
+    "entry",
     "eval_interval",
     "factor",
     "init_from",
@@ -148,6 +171,7 @@ OWN_SETTINGS = {
     "min_lr",
     "options",
     "out_dir",
+    "overwrite",
     "plot",
     "pose",
     "text",
@@ -319,19 +343,15 @@ def save_extended(model, cfg):
     if "step" in model.meta:  # resumed: it is saved already
         folder = model.folder
     else:
-        folder = Path(cfg.out_dir) / "step-000000"
+        run = Path(cfg.out_dir)
+        folder = run / "step-000000"
         trained = bool(read_meta(Path(model.meta["parent"])).get("train"))
-        save_model(
-            model,
-            folder,
-            optim={},
-            train=asdict(cfg) if trained else {},
-            step=0,
-            val_loss=None,
-            best=None,
-            tokens=0,
-            scaler=None,
-        )
+        settings = settings_record("train", cfg) if trained else {"train": {}}
+        state = {"step": 0, "val_loss": None, "best": None, "tokens": 0, "scaler": None}
+        lock_run(run)
+        with replacing_run(run, cfg.overwrite):
+            save_model(model, folder, optim={}, **settings, **state)
+        unlock(run)
     print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
 
 
@@ -406,6 +426,11 @@ def check_request(parent, cfg):
             f"--plot shows the wavelengths of rope, and --pos={parent.config.pos} has none: "
             "leave it out"
         )
+    if cfg.overwrite and Path(cfg.out_dir).resolve() == parent.folder.parent.resolve():
+        raise UserError(
+            f"--overwrite would remove {parent.folder}, which is to be extended: choose another "
+            "--out_dir"
+        )
     if cfg.text:
         length = round(parent.config.block_size * cfg.factor)
         read_text(parent, cfg.text).require_length(length)
@@ -420,6 +445,7 @@ def main():
         defaults=run_defaults,
         accepted=(GPTConfig,),
     )
+    load_entries(cfg.entry, POSITIONS)
     rank, _ = join_processes(cfg.device)
     # Load the checkpoint to extend, or the run to resume.
     parent = GPT.load(paths[0])
@@ -429,7 +455,7 @@ def main():
     model = resume_run(GPT, cfg, model_config, set())
     if model is not None:
         check_same_extension(model, parent, cfg)
-    elif list_steps(cfg.out_dir):
+    elif list_steps(cfg.out_dir) and not cfg.overwrite:
         raise existing_run(cfg.out_dir)
     else:
         # Extend.

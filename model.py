@@ -122,9 +122,13 @@ class NoPE(nn.Module):
     """
 
     bounded = False  # True: nothing can be computed at positions from max_positions on
-    by_index = False  # True: uses distances between indices, so position ids must be consecutive
+    by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     _cacheable = True  # False: attend() needs the queries of the whole text, not cached keys
+
+    def __init_subclass__(cls):
+        if "bias" in vars(cls) or "relative" in vars(cls):
+            cls.by_index = True  # both count distances between indices
 
     def __init__(self, config):
         super().__init__()
@@ -306,7 +310,6 @@ class Shaw(NoPE):
     length, so that training uses the last vector often: it stands for everything farther away.
     """
 
-    by_index = True
     methods = {"none": (), "pi": ()}
     max_distance = 128
 
@@ -324,7 +327,6 @@ class Shaw(NoPE):
 class NEZHA(NoPE):
     """Shaw's scheme with fixed sinusoidal vectors (Wei et al. 2019)."""
 
-    by_index = True
     methods = {"none": (), "pi": ()}
     max_distance = 64
 
@@ -350,7 +352,6 @@ class TransformerXL(NoPE):
     "clamp" uses the last distance seen in training for all greater ones.
     """
 
-    by_index = True
     methods = {"none": (), "pi": (), "clamp": ()}
 
     def __init__(self, config):
@@ -385,7 +386,6 @@ class T5(NoPE):
     Half of the buckets hold one distance each, the others grow logarithmically to max_distance.
     """
 
-    by_index = True
     methods = {"none": (), "pi": ()}
     n_buckets = 32
     max_distance = 128
@@ -414,7 +414,6 @@ class T5(NoPE):
 class ALiBi(NoPE):
     """Scores fall linearly with distance, by a fixed slope for each head (Press et al. 2022)."""
 
-    by_index = True
     methods = {"none": (), "pi": (), "dynamic-pi": ()}
 
     def __init__(self, config):
@@ -432,7 +431,6 @@ class ALiBi(NoPE):
 class Kerple(NoPE):
     """KERPLE, logarithmic (Chi et al. 2022): -r1 log(1 + r2 distance), learned by head."""
 
-    by_index = True
     methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
@@ -451,7 +449,6 @@ class Kerple(NoPE):
 class KerplePower(NoPE):
     """KERPLE, power (Chi et al. 2022): -r1 distance^r2 with 0 < r2 < 2, learned by head."""
 
-    by_index = True
     methods = {"none": (), "pi": ()}
 
     def __init__(self, config):
@@ -472,7 +469,6 @@ class KerplePower(NoPE):
 class Sandwich(NoPE):
     """The product of two sinusoidal embeddings by distance, a fixed bias (Chi et al. 2023)."""
 
-    by_index = True
     methods = {"none": (), "pi": ()}
     dim = 128  # of the sinusoidal embeddings, whatever the size of the model
 
@@ -765,6 +761,17 @@ class GPT(nn.Module):
         self.nope = NoPE(config)  # for layers without positions
         if config.extension:
             self.pos.extend(method, config.extension["factor"], **config.extension["options"])
+        self.check_scheme()
+
+    def check_scheme(self):
+        """Check once what the scheme's bias() and relative() return. Raises UserError."""
+        n = self.config.n_head + 3  # so that a table over distances never looks like slopes (H,)
+        if not self.embed.weight.is_meta:
+            bias, relative = self.pos.bias(n, 0), self.pos.relative(n, 0)
+            shape = (self.config.n_head, self.config.head_dim)
+            problem = kernels.describe_wrong_terms(bias, relative, n, *shape)
+            if problem:
+                raise UserError(f"{type(self.pos).__name__}.{problem}")
 
     @torch.no_grad()
     def init_weights(self):

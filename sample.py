@@ -19,9 +19,10 @@ from typing import Literal
 import torch
 
 from data import decode_stream, encode_prompt, tokenizer_from_json
-from model import GPT, ContextLengthWarning
+from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import cli, validate
 from nanolong.device import autocast, pick_compile, pick_device, pick_dtype
+from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import check_request
 from nanolong.run_folder import latest_run
@@ -43,6 +44,8 @@ class SampleConfig:
     seed: int = 1337  # of the first sample; sample i uses seed + i
     # [checkpoint]
     out_dir: str = ""  # the run folder, as another way to name it; default: the newest under out/
+    # Python files, each with one scheme of your own, for checkpoints that were trained with it
+    entry: tuple[str, ...] = ()
     best: bool = False  # of a run folder, use the step with the lowest validation loss
     # [system]
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -90,6 +93,7 @@ def main():
     cfg, _, paths = cli.parse(SampleConfig, about=__doc__, paths="a run folder or a step folder")
 
     # Load the model and its tokenizer.
+    load_entries(cfg.entry, POSITIONS)
     runs = [*paths, cfg.out_dir] if cfg.out_dir else paths
     if len(runs) > 1:
         raise UserError("there are several run folders: give one (python sample.py out/NAME)")

@@ -14,8 +14,10 @@ the same on any number of processes, and a run that was stopped resumes with the
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import math
+import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,7 +30,13 @@ import data
 from data.prepare import prepare
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli, validate
-from nanolong.checkpoint import find_checkpoint, is_elastic_restart, load_optimizers, read_meta
+from nanolong.checkpoint import (
+    find_checkpoint,
+    is_elastic_restart,
+    load_optimizers,
+    read_meta,
+    saved_settings,
+)
 from nanolong.device import (
     autocast,
     compile_model,
@@ -39,6 +47,7 @@ from nanolong.device import (
     require_memory,
 )
 from nanolong.distributed import join_processes, rank_and_world
+from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.logger import TrainLogger
 from nanolong.optim import get_lr, make_optimizers
@@ -48,8 +57,10 @@ from nanolong.training_run import (
     closing_run,
     describe_divergence,
     hint_after_divergence,
+    is_finished,
     is_resumed,
     open_run,
+    replacing_run,
     resume_run,
     save,
 )
@@ -85,7 +96,10 @@ class TrainConfig:
     log_interval: int = 10  # steps between lines of log.jsonl
     wandb: str = ""  # also log to this Weights & Biases project
     # [system]
+    # Python files, each with one scheme of your own, to use as --pos=<name of the file>
+    entry: tuple[str, ...] = ()
     out_dir: str = ""  # the run folder; by default out/<dataset>-<pos>
+    overwrite: bool = False  # replace the run in out_dir, once the new one has a checkpoint
     # resume: go on from the newest checkpoint of out_dir
     init_from: Literal["scratch", "resume"] = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -323,10 +337,13 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     open_run(run, model, cfg, state, dtype)
     forward, optimizers = set_up(model, cfg, device)
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
-    logger = start_logger(run, state, model, loader, dtype)  # None but in the first process
     last_eval = {"step": state.step}
-    stop = False
-    with catch_signals() as stop_signals, closing_run(run, model, loader, logger):
+    with (
+        catch_signals() as stop_signals,
+        closing_run(run, model, loader),
+        open_logger(run, state, model, loader, dtype) as logger,  # None but in the first process
+    ):
+        stop = compile_ahead(forward, loader, state, dtype, stop_signals)
         while True:
             # evaluate and save
             due = state.step % cfg.eval_interval == 0 or state.step == cfg.max_iters
@@ -404,13 +421,47 @@ def set_up(model, cfg, device):
     return forward, optimizers
 
 
-def start_logger(run, state, model, loader, dtype):
+@contextmanager
+def open_logger(run, state, model, loader, dtype):
     """The logger, in the first process only; it prints what is about to be trained."""
     if loader.rank:
-        return None
-    logger = TrainLogger(run, state, model, loader.cfg, loader.device)
-    logger.banner(model, dtype, loader.dataset, loader.tokens_per_step)
-    return logger
+        yield None
+        return
+    cfg = loader.cfg
+    with (
+        replacing_run(run, cfg.overwrite and not is_resumed(model, cfg)),
+        closing(TrainLogger(run, state, model, cfg, loader.device)) as logger,
+    ):
+        logger.banner(model, dtype, loader.dataset, loader.tokens_per_step)
+        yield logger
+
+
+def compile_ahead(forward, loader, state, dtype, stop_signals):
+    """
+    Compile the forward and the backward pass, before the first step needs them.
+
+    No process waits for another meanwhile, so a stop signal ends it at once. Returns whether one
+    came, in any process.
+    """
+    compiles, _ = pick_compile(loader.cfg.compile, loader.device, loader.cfg.max_iters)
+    if not compiles or state.step >= loader.cfg.max_iters:
+        return False
+    stop_signals.interruptible(try_batch, forward, loader, dtype)
+    stopped = torch.tensor(len(stop_signals), device=loader.device)
+    if dist.is_initialized():
+        dist.all_reduce(stopped)
+    return stopped.item() > 0
+
+
+def try_batch(forward, loader, dtype):
+    """Forward and backward of the next micro-batch, without any effect."""
+    batch, _, _ = loader.prefetch.result()
+    x, y, pos, docs = batch
+    no_sync = forward.no_sync() if loader.world > 1 else nullcontext()
+    with no_sync, autocast(loader.device, dtype):
+        loss_sum = forward(x, y, pos, docs, reduction="sum")
+    loss_sum.backward()
+    forward.zero_grad(set_to_none=True)
 
 
 def record_evaluation(run, state, metrics, logger):
@@ -434,8 +485,7 @@ def run_defaults(given, paths):
     resumed = given.get("init_from") == "resume" or is_elastic_restart(out_dir)
     settings = {}
     if resumed and list_steps(out_dir):
-        meta = read_meta(list_steps(out_dir)[-1])
-        settings = {**meta["config"], **(meta.get("train") or {})}
+        settings = saved_settings(list_steps(out_dir)[-1], GPTConfig, TrainConfig)
     # the checkpoint's own init_from must not decide whether this command resumes
     return {**settings, "out_dir": out_dir, "init_from": "scratch"}
 
@@ -443,6 +493,11 @@ def run_defaults(given, paths):
 def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample of 300 tokens from an empty prompt. Returns the exit status."""
     rank, _ = rank_and_world()
+    if is_finished(model, cfg):
+        if rank == 0:
+            step = model.meta["step"]
+            print(f"{model.folder} is finished: to train beyond step {step}, raise --max_iters")
+        return 0
     try:
         result = train(model, cfg, train_length, max_position)
     except FloatingPointError as error:
@@ -455,7 +510,7 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
     if result["stopped"]:
         print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
         return 0
-    print(f"saved {folder}; sample from it with python sample.py {cfg.out_dir}")
+    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
     meta = read_meta(folder)
     tokenizer = data.tokenizer_from_json(meta.get("tokenizer"))
     if cfg.max_iters and tokenizer:
@@ -479,6 +534,7 @@ def main():
     model_config, cfg, given, _ = cli.parse(
         GPTConfig, TrainConfig, about=__doc__, presets=True, defaults=run_defaults
     )
+    load_entries(cfg.entry, POSITIONS)
     validate.check_model(model_config, POSITIONS)
     rank, world = join_processes(cfg.device)
     if cfg.dataset in ("python", "shakespeare"):

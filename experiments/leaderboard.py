@@ -9,7 +9,8 @@
                                                                the leaderboard.json that is there
 
 A run takes about a minute of 2 cores. Stop at any time: the same command continues where it
-stopped. Runs are kept in out/leaderboard. The results go to results/leaderboard.md, .json and .png;
+stopped. Runs are kept in out/leaderboard, each with its settings and a hash of its code: what has
+been edited since is trained anew. The results go to results/leaderboard.md, .json and .png;
 those of trials, and of some entries only, go to out/leaderboard.
 
 The score is the loss in the last quarter of a sequence, in nats per token of held-out text, at 1,
@@ -24,18 +25,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-import hashlib
-import importlib.util
-import inspect
+import itertools
+import json
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 import data
+import rope_scaling
 from data.prepare import prepare
 from evaluate import EvaluateConfig, measure_losses
 from experiments.report import (
@@ -46,20 +47,21 @@ from experiments.report import (
     count,
     format_interval,
     load_board,
-    load_finished_run,
     markdown_table,
+    read_json,
     write_json,
 )
-from model import GPT, POSITIONS, GPTConfig, NoPE
+from model import GPT, POSITIONS, Block, GPTConfig, RoPE
 from nanolong import cli
+from nanolong.checkpoint import settings_record
 from nanolong.device import autocast, pick_compile, pick_device, pick_dtype
-from nanolong.errors import UserError
-from nanolong.optim import make_optimizers
+from nanolong.entry import hash_code, load_entries
+from nanolong.optim import get_lr, make_optimizers
 from nanolong.plots import import_pyplot, terminal_plot
 from nanolong.provenance import provenance
 from nanolong.run_folder import list_steps
 from nanolong.validate import require
-from train import TrainConfig, train
+from train import TrainConfig, forward_backward, optimizer_step, train
 
 
 @dataclass
@@ -134,6 +136,7 @@ HYBRID_NOTES = {
     "rope-random-positions": "positions in training sampled from 32 times the training length",
 }
 
+MIN_STEPS_TO_JUDGE = 500  # of the predictions of the literature
 FACTORS = (1, 4, 8, 32)  # the ranked lengths, in training lengths
 
 
@@ -141,51 +144,9 @@ FACTORS = (1, 4, 8, 32)  # the ranked lengths, in training lengths
 # Entries
 
 
-def load_entry(file):
-    """Add the scheme class of a Python file to POSITIONS and return its name, that of the file."""
-    name = Path(file).stem
-    require(Path(file).is_file(), f"--entry={file} does not exist: give the path of a Python file")
-    require(
-        name not in POSITIONS,
-        f"--entry={file}: there is already a scheme {name!r}: rename the file",
-    )
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"--entry={file} cannot be imported ({reason}): fix the file") from error
-    classes = []
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, NoPE) and value.__module__ == name:
-            classes.append(value)
-    require(
-        len(classes) == 1,
-        f"--entry={file} has {len(classes)} classes that derive from model.NoPE: leave exactly one",
-    )
-    POSITIONS[name] = classes[0]
-    ENTRY_SOURCES[classes[0]] = Path(file).read_text(encoding="utf-8")
-    return name
-
-
-ENTRY_SOURCES = {}  # the class of an --entry file -> the text of the file
-
-
-def hash_scheme(scheme):
-    """Hash the source of a scheme's class and of what it inherits: an edited one is another run."""
-    digest = hashlib.sha256()
-    for base in scheme.__mro__:
-        if base is torch.nn.Module:
-            break
-        source = ENTRY_SOURCES.get(base) or inspect.getsource(base)
-        digest.update(source.encode())
-    return digest.hexdigest()
-
-
 def choose_entries(cfg):
     """Return the names of the entries to run: rope first, since throughput is relative to it."""
-    own = [load_entry(file) for file in cfg.entry]
+    own = load_entries(cfg.entry, POSITIONS)
     known = [*POSITIONS, *HYBRIDS]
     for name in cfg.entries:
         require(name in known, f"there is no entry {name!r}: choose from {', '.join(known)}")
@@ -212,7 +173,7 @@ def evaluation_lengths(length):
 # Measuring
 
 
-def run_entry(name, seed, cfg, dataset, run):
+def run_entry(name, seed, cfg, dataset, folder):
     """Train what is left of one run and evaluate it: evaluate.py's records.
 
     They stay in the run folder as scores.json, so that a finished run is not repeated.
@@ -222,7 +183,6 @@ def run_entry(name, seed, cfg, dataset, run):
     model = make_model(name, budget, dataset.vocab_size)
     train_config = TrainConfig(
         dataset=cfg.dataset,
-        out_dir=str(run),
         seed=seed,
         eval_interval=10**9,
         eval_iters=8,
@@ -230,28 +190,18 @@ def run_entry(name, seed, cfg, dataset, run):
         dtype=cfg.dtype,
         **budget["training"],
     )
-    training = asdict(train_config)
-    del training["out_dir"], training["init_from"]
-    key = {
-        "model": asdict(model.config),
-        "training": training,
-        "data": dataset.hash,
-        "max_tokens": cfg.max_tokens,
-        "scheme": hash_scheme(type(model.pos)),
-    }
-    finished = load_finished_run(run / "scores.json", key)
-    if finished:
-        print(f"finished before: taken from {run}")
-        return finished["records"]
+    identity = identify(model, train_config, dataset)
+    run = choose_run_folder(folder, f"{name}-{seed}", identity)
+    scores = run / "scores.json"
+    if scores.is_file() and read_json(scores)["max_tokens"] == cfg.max_tokens:
+        print(f"taken from {run}: remove it to train again")
+        return read_json(scores)["records"]
 
     start = time.perf_counter()
+    train_config.out_dir = str(run)
     if list_steps(run):
         model = GPT.load(run)
         train_config.init_from = "resume"
-        require(
-            asdict(model.config) == key["model"],
-            f"{run} was made with other settings: remove it, or choose another --runs",
-        )
     if train(model, train_config)["stopped"]:
         raise KeyboardInterrupt
     model.meta["bos"] = dataset.bos  # a model that was not loaded does not know it
@@ -262,8 +212,69 @@ def run_entry(name, seed, cfg, dataset, run):
     records = measure_losses({name: model}, evaluate_config, lengths)
     records = [{**record, "seed": seed} for record in records]
     seconds = round(time.perf_counter() - start)
-    write_json(run / "scores.json", {"key": key, "seconds": seconds, "records": records}, indent=1)
+    result = {"max_tokens": cfg.max_tokens, "seconds": seconds, "records": records}
+    write_json(scores, result, indent=1)
     return records
+
+
+# The code that decides what a run computes, besides the scheme's own class.
+TRAINING_CODE = (
+    Block,
+    GPT.hidden_states,
+    GPT.init_weights,
+    forward_backward,
+    optimizer_step,
+    make_optimizers,
+    get_lr,
+)
+
+
+def identify(model, train_config, dataset):
+    """Return the identity of a run: its settings, its data, and the code that it depends on."""
+    code = [type(model.pos), *TRAINING_CODE]
+    if isinstance(model.pos, RoPE):
+        code.append(rope_scaling.none)
+    return {
+        **settings_record("model", model.config),
+        **settings_record("training", train_config),
+        "data": dataset.hash,
+        "code": hash_code(code),
+    }
+
+
+def same_identity(a, b):
+    """Whether two runs are the same; a setting that one lacks stands at its default in the other.
+
+    Where a run lies and how it was started does not count.
+    """
+    for name in ("model", "training"):
+        for setting in (a[name].keys() | b[name].keys()) - {"out_dir", "entry", "overwrite"}:
+            if setting in a[name] and setting in b[name]:
+                same = a[name][setting] == b[name][setting]
+            else:
+                same = setting in (a if setting in a[name] else b)[f"{name}_defaults"]
+            if not same:
+                return False
+    return a["data"] == b["data"] and a["code"] == b["code"]
+
+
+def choose_run_folder(folder, name, identity):
+    """Return the run folder of this identity below `folder`, a new one if there is none yet.
+
+    They are NAME, NAME.2, NAME.3 and so on; each keeps its identity in identity.json.
+    """
+    identity = json.loads(json.dumps(identity))
+    for number in itertools.count(1):
+        run = folder / (name if number == 1 else f"{name}.{number}")
+        if not run.exists():
+            run.mkdir(parents=True)
+            write_json(run / "identity.json", identity, indent=1)
+            if number > 1:
+                print(f"the code, a setting or the data has changed: training anew in {run}")
+            return run
+        file = run / "identity.json"
+        if file.is_file() and same_identity(read_json(file), identity):
+            return run
 
 
 def measure_throughput(names, cfg, dataset, rounds=7, steps=4):
@@ -339,7 +350,7 @@ def measure(cfg):
             number = (seed - 1) * len(names) + i + 1
             total = cfg.seeds * len(names)
             print(f"\n== {name}, seed {seed} ({number} of {total})", flush=True)
-            records += run_entry(name, seed, cfg, dataset, folder / f"{name}-{seed}")
+            records += run_entry(name, seed, cfg, dataset, folder)
 
     device = pick_device(cfg.device)
     budget = BUDGETS[cfg.budget]
@@ -563,6 +574,20 @@ def describe_runs(board, names):
     return text
 
 
+def judge_orderings(board):
+    """Return the lines of the section on the literature's predictions."""
+    L, steps = board["model"]["block_size"], board["training"]["max_iters"]
+    if steps < MIN_STEPS_TO_JUDGE:
+        return [f"Not judged: models trained for {steps} steps say nothing about them."]
+    lines = [
+        "What the literature predicts, as differences in nats, paired by seed. L is the training "
+        f"length, {L} tokens. {RULE}"
+    ]
+    for topic, claims in Orderings(board["records"], L).judge().items():
+        lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims)]
+    return lines
+
+
 def write_report(board, out_dir):
     """Write leaderboard.md and leaderboard.png, and print the tables."""
     L = board["model"]["block_size"]
@@ -586,11 +611,8 @@ def write_report(board, out_dir):
         "",
         "## Orderings",
         "",
-        "What the literature predicts, as differences in nats, paired by seed. L is the training "
-        f"length, {L} tokens. {RULE}",
+        *judge_orderings(board),
     ]
-    for topic, claims in Orderings(board["records"], L).judge().items():
-        lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims)]
     text = "\n".join(lines) + "\n"
     (out_dir / "leaderboard.md").write_text(text, encoding="utf-8")
     print("\n" + text)

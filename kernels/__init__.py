@@ -26,10 +26,11 @@ from torch.utils.checkpoint import (
 )
 
 from . import reference
-from .reference import linear, linear_cross_entropy, rms_norm
+from .reference import describe_wrong_terms, linear, linear_cross_entropy, rms_norm
 
 __all__ = [
     "attention",
+    "describe_wrong_terms",
     "linear",
     "linear_cross_entropy",
     "rms_norm",

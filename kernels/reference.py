@@ -190,6 +190,48 @@ def attention(
         return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(dtype)
 
 
+def describe_wrong_terms(bias, relative, n, n_head, head_dim):
+    """Say what of a scheme's bias and relative vectors for n keys attention() cannot take.
+
+    Returns the end of an error message that begins with the scheme's name, or None.
+    """
+    slopes = f"slopes ({n_head},)"
+    if bias is not None:
+        is_table = len(_shape(bias)) == 2 and len(bias) == n_head and 1 <= bias.shape[1] <= n
+        if _shape(bias) != (n_head,) and not is_table:
+            return _wrong(f"bias({n}, layer)", bias, f"{slopes} or a table ({n_head}, m), m <= {n}")
+        if bias.dtype != torch.float32:
+            return _wrong(f"bias({n}, layer)", bias, f"float32 {slopes} or a float32 table")
+    if relative is None:
+        return None
+    if not isinstance(relative, tuple) or len(relative) != 3:
+        return _wrong(f"relative({n}, layer)", relative, "a tuple (keys, values, offsets)")
+    keys, values, offsets = relative
+    shape = _shape(keys)
+    fits = len(shape) == 3 and shape[0] in (1, n_head) and 1 <= shape[1] <= n
+    if not fits or shape[2] != head_dim:
+        expected = f"keys ({n_head} or 1, m, {head_dim}), m <= {n}"
+        return _wrong(f"relative({n}, layer)[0]", keys, expected)
+    if values is not None and _shape(values) != shape:
+        return _wrong(f"relative({n}, layer)[1]", values, f"values {shape}, or None")
+    if offsets is not None and [_shape(x) for x in offsets] != [(n_head, head_dim)] * 2:
+        expected = f"two offsets ({n_head}, {head_dim}), or None"
+        return _wrong(f"relative({n}, layer)[2]", offsets, expected)
+    return None
+
+
+def _shape(x):
+    return tuple(x.shape) if torch.is_tensor(x) else ()
+
+
+def _wrong(call, found, expected):
+    if torch.is_tensor(found):
+        found = f"{str(found.dtype).removeprefix('torch.')} {tuple(found.shape)}"
+    else:
+        found = type(found).__name__
+    return f"{call} must return {expected}, and returned {found}: see kernels.reference.attention()"
+
+
 def _recompute_if(several, attend_chunk, *args):
     """Compute attend_chunk(*args); if there are several chunks, recompute it in the backward pass.
 

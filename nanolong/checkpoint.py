@@ -8,13 +8,15 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
 from nanolong import validate
+from nanolong.entry import entry_file
 from nanolong.errors import UserError
 from nanolong.run_folder import hint_other_checkpoints, list_steps
 
@@ -28,7 +30,8 @@ def save_model(model, folder, optim=None, **meta):
     """
     Write a checkpoint folder. optim: a dict of tensors; meta: what JSON can hold.
 
-    meta.json also keeps what the model was loaded with. Raises UserError when the folder exists.
+    meta.json also keeps what the model was loaded with, and of `config` and `train`, dataclasses,
+    the names of the settings that stand at their default. Raises UserError when the folder exists.
     """
     weights = {}
     for name, p in model.named_parameters():  # a tied head occurs once
@@ -36,7 +39,21 @@ def save_model(model, folder, optim=None, **meta):
     tensors = {"model": weights}
     if optim is not None:
         tensors["optim"] = optim
-    write_checkpoint(folder, tensors, {**model.meta, **meta, "config": asdict(model.config)})
+    meta = {**model.meta, **meta, **settings_record("config", model.config)}
+    meta["entry"] = entry_file(type(model.pos))
+    write_checkpoint(folder, tensors, meta)
+
+
+def settings_record(name, settings):
+    """The entries of meta.json for a settings dataclass: its values, and which are defaults."""
+    values = asdict(settings)
+    defaults = []
+    for field in fields(settings):
+        # a default may be a stand-in, such as 0 for "as many as n_head"
+        default = replace(settings, **{field.name: field.default})
+        if getattr(default, field.name) == values[field.name]:
+            defaults.append(field.name)
+    return {name: values, f"{name}_defaults": defaults}
 
 
 def write_checkpoint(folder, tensors, meta):
@@ -189,10 +206,12 @@ def check_meta(meta):
     str(meta["checksums"]["model.safetensors"])
     for name in ("step", "tokens", "pretraining_tokens", "bos"):
         require(meta, name, meta.get(name) is None or is_count(meta[name]))
-    for name in ("dataset", "data_hash", "parent", "launch"):
+    for name in ("dataset", "data_hash", "parent", "launch", "entry"):
         require(meta, name, meta.get(name) is None or isinstance(meta[name], str))
     require(meta, "val_loss", meta.get("val_loss") is None or is_number(meta["val_loss"]))
     require(meta, "tokenizer", meta.get("tokenizer") is None or isinstance(meta["tokenizer"], dict))
+    for name in ("config_defaults", "train_defaults"):
+        require(meta, name, all(isinstance(setting, str) for setting in meta.get(name) or []))
     if meta.get("best") is not None:
         step, loss = meta["best"]
         require(meta, "best", is_count(step) and is_number(loss))
@@ -236,20 +255,11 @@ def load_model(model_class, config_class, positions, path, best=False):
     """
     folder = find_checkpoint(path, best)
     meta = read_meta(folder)
-    settings = meta.pop("config")
     file = folder / "meta.json"
-    unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
-    if unknown:
-        raise UserError(
-            f"{file} has settings that this version does not know: {', '.join(unknown)}: use the "
-            "version of nanoLong that wrote it"
-        )
-    pos = settings.get("pos")
-    if isinstance(pos, str) and pos not in positions:
-        raise UserError(
-            f"{file} was trained with --pos={pos}, and this checkout has no such scheme: add its "
-            "class to POSITIONS in model.py, or use the checkout that trained it"
-        )
+    settings = known_settings(file, meta, "config", config_class)
+    for name in ("config", "config_defaults"):
+        meta.pop(name, None)
+    check_scheme(file, settings.get("pos"), positions, meta.pop("entry", None))
     try:
         config = validate.coerce(config_class, settings, str(file))
         validate.check_model(config, positions)
@@ -273,6 +283,47 @@ def load_model(model_class, config_class, positions, path, best=False):
     model.meta = meta
     model.folder = folder
     return model.eval()
+
+
+def known_settings(file, meta, name, cls):
+    """
+    The settings meta[name] of a checkpoint that are fields of `cls`, as this checkout has it.
+
+    One that is no field, as on another branch, is left out if it stood at its default there, and
+    else refused: it may have changed what was computed.
+    """
+    settings = meta.get(name) or {}
+    known = {field.name for field in fields(cls)}
+    changed = sorted(set(settings) - known - set(meta.get(f"{name}_defaults") or ()))
+    if changed:
+        values = ", ".join(f"{name}={settings[name]!r:.40}" for name in changed)
+        raise UserError(
+            f"{file} has {values}, which this checkout has no setting for: use the checkout that "
+            "trained it"
+        )
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def saved_settings(folder, model_class, train_class):
+    """The settings of a run to resume, as defaults by name: those that belong to the run itself."""
+    file, meta = Path(folder) / "meta.json", read_meta(folder)
+    if "method" in (meta.get("train") or {}) and not hasattr(train_class, "method"):
+        return {}  # made by extend.py: resume_run() refuses it
+    settings = known_settings(file, meta, "config", model_class)
+    settings.update(known_settings(file, meta, "train", train_class))
+    for name in ("entry", "overwrite"):  # of one command: code is never taken from a checkpoint
+        settings.pop(name, None)
+    return settings
+
+
+def check_scheme(file, pos, positions, entry):
+    """Raise UserError for a scheme that this checkout lacks. entry: the file that it was in."""
+    if not isinstance(pos, str) or pos in positions:
+        return
+    advice = "add its class to POSITIONS in model.py, or use the checkout that trained it"
+    if entry:
+        advice = f"give --entry={shlex.quote(entry)}, or add its class to POSITIONS in model.py"
+    raise UserError(f"{file} was trained with --pos={pos}, which this checkout lacks: {advice}")
 
 
 def check_weights(file, meta, shapes):

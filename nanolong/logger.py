@@ -15,6 +15,9 @@ from nanolong.distributed import rank_and_world
 from nanolong.errors import UserError
 from nanolong.optim import get_lr
 
+# Settings of one command, not of a run.
+ONE_COMMAND = ("entry", "init_from", "overwrite", "plot", "text")
+
 
 class Logger:
     """
@@ -118,7 +121,7 @@ class TrainLogger(Logger):
         """Log the settings that differ from those of the checkpoint."""
         changed = {}
         for name, value in new.items():
-            if old.get(name) != value and name not in ("init_from", "plot", "text"):
+            if old.get(name) != value and name not in ONE_COMMAND:
                 changed[name] = [old.get(name), value]
         if changed:
             self.record(step=step, changed=changed)
@@ -145,6 +148,8 @@ class TrainLogger(Logger):
         self.print(f"validation: {n} of {available} sequences of {T} tokens")
         if why_not:
             self.print(why_not)
+        if compiles:
+            self.print("compiling the forward and backward pass: about a minute at the first time")
         if self.peak_flops is None and self.device.type == "cuda":
             self.print("MFU: unknown, for the peak of this device is not in the table")
 

@@ -1,34 +1,79 @@
 """SIGTERM and SIGINT during training: finish the step, save, and exit."""
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 import time
+
+
+class StopRequested(BaseException):
+    """A stop signal has come where nothing needs to be finished: see interruptible()."""
+
+
+class StopSignals:
+    """The stop signals so far: false until the first one comes."""
+
+    def __init__(self):
+        self.times = []  # seconds of a monotonic clock
+        self.raises = False
+
+    def __len__(self):
+        return len(self.times)
+
+    def note(self, number, frame):
+        """The signal handler. A second signal, more than a second later, ends the process."""
+        now = time.monotonic()
+        if self.times and now - self.times[0] > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.times.append(now)
+        if len(self.times) == 1 and int(os.environ.get("RANK", 0)) == 0:
+            when = "now" if self.raises else "after this step"
+            # print() may be what the signal has interrupted
+            message = f"\nstopping {when}; the run will be saved; again stops without saving\n"
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), message.encode())
+        if self.raises:
+            raise StopRequested
+
+    def interruptible(self, function, *args):
+        """
+        Call a function, and leave it at once when a stop signal comes.
+
+        It may be left at any point, so it must not change what will be saved.
+        """
+        try:
+            try:
+                self.raises = True
+                if not self.times:
+                    function(*args)
+            except Exception:
+                # The terminal sends Ctrl-C to a compiler too, whose end may be noticed first.
+                time.sleep(0.2)
+                raise
+            finally:
+                self.raises = False
+        except StopRequested:
+            self.raises = False
 
 
 @contextlib.contextmanager
 def catch_signals():
     """
-    A context in which SIGTERM and SIGINT are only noted: yields the list of their times.
+    A context in which SIGTERM and SIGINT are only noted, in the StopSignals that it yields.
 
         with catch_signals() as stop_signals:
             while not stop_signals: ...
 
-    A second signal that comes more than a second after the first is meant in earnest and ends the
-    process at once. Signals reach the main thread only; in another one nothing is caught.
+    Signals reach the main thread only; in another one nothing is caught.
     """
-    stop_signals = []  # seconds of a monotonic clock
-
-    def note(number, frame):
-        if stop_signals and time.monotonic() - stop_signals[0] > 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        stop_signals.append(time.monotonic())
-
+    stop_signals = StopSignals()
     previous_handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            previous_handlers[number] = signal.signal(number, note)
+            previous_handlers[number] = signal.signal(number, stop_signals.note)
     try:
         yield stop_signals
     finally:

@@ -3,7 +3,7 @@
 import math
 import os
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -14,13 +14,20 @@ from nanolong.checkpoint import (
     optimizer_tensors,
     read_meta,
     save_model,
+    settings_record,
     verify,
     write_meta,
 )
 from nanolong.distributed import rank_and_world
 from nanolong.errors import UserError
 from nanolong.lock import lock, unlock
-from nanolong.run_folder import list_steps, prune
+from nanolong.run_folder import (
+    check_only_run,
+    list_steps,
+    prune,
+    set_aside,
+    settle_replaced,
+)
 
 
 def resume_run(model_class, cfg, model_config, given):
@@ -37,6 +44,11 @@ def resume_run(model_class, cfg, model_config, given):
             f"{run} is a checkpoint, not a run folder: give --out_dir={run.parent} (to resume from "
             "this step, move the newer ones away)"
         )
+    if cfg.overwrite and cfg.init_from == "resume":
+        raise UserError(
+            "--overwrite replaces a run and --init_from=resume goes on with it: leave one of them "
+            "out (a preset that sets overwrite is answered by --overwrite=false)"
+        )
     if is_elastic_restart(run):
         cfg.init_from = "resume"
     if cfg.init_from != "resume":
@@ -46,12 +58,15 @@ def resume_run(model_class, cfg, model_config, given):
             f"there is no run in {run} to resume: leave out --init_from=resume to start one, or "
             "name its --out_dir"
         )
+    if rank == 0:
+        lock(run)  # or another process might remove the checkpoint while it is read
+        settle_replaced(run)
+    if dist.is_initialized():
+        dist.barrier()
     if not list_steps(run):
         if rank == 0:
             print(f"{run} holds no checkpoint yet: starting from the beginning")
         return None
-    if rank == 0:
-        lock(run)  # or another process might remove the checkpoint while it is read
     model = model_class.load(run)
     needed = {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}
     if not model.meta.keys() >= needed:
@@ -65,9 +80,6 @@ def resume_run(model_class, cfg, model_config, given):
             "and --init_from=resume"
         )
     check_same_settings(model, model_config, given)
-    if rank == 0 and 0 < cfg.max_iters <= model.meta["step"]:
-        step = model.meta["step"]
-        print(f"step {step} of {cfg.max_iters} is done: to train further, raise --max_iters")
     return model
 
 
@@ -87,6 +99,13 @@ def is_resumed(model, cfg):
     return cfg.init_from == "resume" and "step" in model.meta
 
 
+def is_finished(model, cfg):
+    """Whether the model comes from a run that has nothing left to train or to evaluate."""
+    if not is_resumed(model, cfg) or not cfg.max_iters:
+        return False
+    return model.meta["step"] >= cfg.max_iters and model.meta["val_loss"] is not None
+
+
 def open_run(run, model, cfg, state, dtype):
     """
     Take the run folder for this process, and on resume fill in the state. Raises UserError.
@@ -100,7 +119,7 @@ def open_run(run, model, cfg, state, dtype):
             f"processes and not divisible by {world} of them: choose a multiple of {world}"
         )
     resumed = is_resumed(model, cfg)
-    if list_steps(run) and not resumed:
+    if list_steps(run) and not (resumed or cfg.overwrite):
         raise existing_run(run)
     if dtype == torch.float16:
         state.loss_scale = 65536.0
@@ -114,29 +133,62 @@ def open_run(run, model, cfg, state, dtype):
         if dtype == torch.float16 and meta["scaler"]:
             state.loss_scale, state.good_steps = meta["scaler"]
     if rank == 0:
-        run.mkdir(parents=True, exist_ok=True)
-        lock(run)  # until closing_run()
+        lock_run(run)  # until closing_run()
         newest = list_steps(run)[-1] if list_steps(run) else None
-        if newest != (model.folder if resumed else None):
+        if cfg.overwrite and not resumed:
+            check_replaceable(run)
+        elif newest != (model.folder if resumed else None):
             raise UserError(f"another process has just written to {run}: start again")
         prune(run, state.best)  # removes what a crash may have left
 
 
+def lock_run(run):
+    """Make and lock a run folder, and repair what a crash may have left of replacing it."""
+    run.mkdir(parents=True, exist_ok=True)
+    lock(run)
+    settle_replaced(run)
+
+
 def existing_run(run):
     return UserError(
-        f"{run} holds a run already: resume it with --init_from=resume, or choose another --out_dir"
+        f"{run} holds a run already: resume it with --init_from=resume, replace it with "
+        "--overwrite, or choose another --out_dir"
     )
 
 
+def check_replaceable(run):
+    """Raise UserError unless a folder is empty, or holds what train.py or extend.py has written."""
+    check_only_run(run)
+    if list_steps(run) and "train" not in read_meta(list_steps(run)[-1]):
+        raise UserError(
+            f"--overwrite would remove {run}, which was not trained here: move it away, or choose "
+            "another --out_dir"
+        )
+
+
 @contextmanager
-def closing_run(run, model, loader, logger):
-    """End the threads, the log and the lock of a run, however it ends."""
+def replacing_run(run, overwrite):
+    """
+    With overwrite, set the old run of a locked folder aside until the new one has a checkpoint.
+
+    Raises UserError where the folder holds anything else.
+    """
+    if overwrite:
+        check_replaceable(run)
+        set_aside(run)
+    try:
+        yield
+    finally:
+        settle_replaced(run)
+
+
+@contextmanager
+def closing_run(run, model, loader):
+    """End the threads and the lock of a run, however it ends."""
     try:
         yield
     finally:
         loader.close()
-        if logger:
-            logger.close()
         model.eval()
         unlock(run)
 
@@ -154,7 +206,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             model,
             folder,
             optim=optimizer_tensors(model, optimizers),
-            train=asdict(cfg),
+            **settings_record("train", cfg),
             step=state.step,
             val_loss=state.val_loss,
             best=state.best,

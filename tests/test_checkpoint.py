@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import TINY
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +19,7 @@ from nanolong.checkpoint import (
     optimizer_tensors,
     read_meta,
     save_model,
+    settings_record,
     write_meta,
 )
 from nanolong.errors import UserError
@@ -256,12 +258,15 @@ def test_another_format_is_refused(version, run_folder):
         ({"n_layer": 3}, "does not fit its meta.json: blocks.2"),
         ({"n_layer": "two"}, "n_layer must be a whole number"),
         ({"n_layer": 0}, "n_layer=0 is out of range"),
-        ({"pos": "quantum"}, "trained with --pos=quantum, and this checkout has no such scheme"),
+        (
+            {"pos": "quantum"},
+            "trained with --pos=quantum, which this checkout lacks: add",
+        ),
         ({"pos": ["t5"]}, "pos must be text"),
         ({"pos": "shaw"}, "does not fit its meta.json: pos"),
         ({"n_embd": 10**6}, "does not fit its meta.json: embed.weight"),
         ({"n_head": 3}, "n_head=3"),
-        ({"drop_out": 0.0}, "settings that this version does not know: drop_out"),
+        ({"drop_out": 0.0}, "has drop_out=0.0, which this checkout has no setting for"),
         ({"extension": {"method": "pi"}}, "the model's extension has factor=None"),
     ],
     ids=str,
@@ -274,6 +279,57 @@ def test_a_config_that_does_not_fit_is_refused(settings, message, run_folder):
     write_meta(folder, meta)
     with pytest.raises(UserError, match=message):
         GPT.load(run_folder)
+
+
+def test_settings_of_other_branches_do_not_bar_a_checkpoint(run_folder):
+    """One that stood at its default is left out; one that is new takes this checkout's default."""
+    folder = run_folder / "step-000010"
+    meta = read_meta(folder)
+    assert "rope_base" in meta["config_defaults"] and "n_embd" not in meta["config_defaults"]
+    tokens = torch.arange(10)[None]
+    expected = GPT.load(folder)(tokens)
+    meta["config"]["rope_p"] = 1.0
+    meta["config_defaults"].append("rope_p")
+    for name in ("sinks", "attn_scale"):
+        del meta["config"][name]
+        meta["config_defaults"].remove(name)
+    write_meta(folder, meta)
+    model = GPT.load(folder)
+    assert torch.equal(model(tokens), expected) and model.config.attn_scale == 1.0
+    model.save(run_folder / "again")
+    assert "rope_p" not in read_meta(run_folder / "again")["config"]
+
+    meta["config_defaults"].remove("rope_p")
+    meta["config"]["rope_p"] = 0.75
+    write_meta(folder, meta)
+    with pytest.raises(UserError, match="has rope_p=0.75, which this checkout has no setting for"):
+        GPT.load(folder)
+
+
+def test_a_default_that_stands_for_another_setting_counts_as_default(make):
+    """n_kv_head = 0 is n_head, and is saved as that number."""
+    record = settings_record("config", make().config)
+    assert record["config"]["n_kv_head"] == 4 and record["config"]["layer_pattern"] == "F"
+    derived = {"n_kv_head", "head_dim", "mlp_dim", "layer_pattern"}
+    assert derived <= set(record["config_defaults"])
+    record = settings_record("config", make(n_kv_head=2, window=4, layer_pattern="FW").config)
+    assert not {"n_kv_head", "layer_pattern", "window"} & set(record["config_defaults"])
+
+
+def test_the_training_settings_of_another_branch(call, text_data, tmp_path):
+    run = tmp_path / "run"
+    words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={run}"]
+    assert call(*words).returncode == 0
+    folder = list_steps(run)[-1]
+    meta = read_meta(folder)
+    meta["train"]["swing"] = 3
+    write_meta(folder, meta)
+    resume = ["train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=10"]
+    refused = call(*resume)
+    assert refused.returncode == 2 and "has swing=3" in refused.stderr
+    meta["train_defaults"].append("swing")
+    write_meta(folder, meta)
+    assert call(*resume).returncode == 0
 
 
 TRAIN = {

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -139,12 +140,63 @@ def test_signals_can_be_caught_outside_the_main_thread():
 
     def work():
         with signals.catch_signals() as stop_signals:
-            caught.append(list(stop_signals))
+            caught.append(len(stop_signals))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert caught == [[]]
+    assert caught == [0]
+
+
+def test_the_first_signal_is_answered_at_once(capfd, monkeypatch):
+    for rank, expected in (("0", "stopping after this step"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with signals.catch_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        assert expected in capfd.readouterr().err
+
+
+def test_a_signal_leaves_what_may_be_interrupted(capfd):
+    reached = []
+
+    def work(seconds):
+        reached.append("start")
+        time.sleep(seconds)
+        reached.append("end")
+
+    with signals.catch_signals() as stop_signals:
+        stop_signals.interruptible(work, 0)
+        assert reached == ["start", "end"] and not stop_signals
+        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        begin = time.monotonic()
+        stop_signals.interruptible(work, 30)
+        assert time.monotonic() - begin < 10
+        assert reached[2:] == ["start"] and stop_signals
+        stop_signals.interruptible(work, 30)  # not even begun
+        assert len(reached) == 3
+        signal.raise_signal(signal.SIGINT)  # noted again
+    assert capfd.readouterr().err.count("stopping now") == 1
+
+
+def test_an_error_without_a_signal_is_raised():
+    def fail():
+        raise ValueError("of the work")
+
+    with signals.catch_signals() as stop_signals, pytest.raises(ValueError, match="of the work"):
+        stop_signals.interruptible(fail)
+
+
+def test_an_error_just_before_its_signal_is_that_of_the_signal(capfd):
+    """Ctrl-C reaches the compiler that we wait for, too, and its end may be noticed first."""
+
+    def fail():
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        raise RuntimeError("the compiler was interrupted")
+
+    with signals.catch_signals() as stop_signals:
+        stop_signals.interruptible(fail)
+        assert stop_signals
 
 
 def test_a_lock_is_held_once_and_released(tmp_path):

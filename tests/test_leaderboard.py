@@ -11,7 +11,6 @@ from conftest import ROOT
 from experiments import leaderboard
 from experiments.report import Claim, confidence_interval, format_interval
 from model import POSITIONS
-from nanolong.errors import UserError
 
 OWN_SCHEME = '''
 import torch
@@ -19,7 +18,6 @@ from model import NoPE
 
 class Decay(NoPE):
     """Scores fall with the square root of the distance."""
-    by_index = True
 
     def bias(self, n, layer):
         return -torch.arange(n).sqrt().expand(self.config.n_head, n)
@@ -101,11 +99,13 @@ def test_an_entry_from_a_file_is_ranked_and_finished_runs_are_not_repeated(
     assert {file: file.stat().st_mtime_ns for file in checkpoints} == times
     assert "± " in (tmp_path / "results/leaderboard.md").read_text()
 
-    # Runs of other settings are refused.
+    # With another measure the same checkpoints are scored anew.
     del POSITIONS["my_decay"]
     done = call(*words, "--max_tokens=1000")
-    assert done.returncode == 2 and "other settings" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 0, done.stderr
+    fewer = read_board(tmp_path)["records"]
+    assert {file: file.stat().st_mtime_ns for file in checkpoints} == times
+    assert len(fewer) == len(board["records"]) and fewer != board["records"]
 
 
 def test_redraw_makes_the_published_report_from_its_json(call, tmp_path, monkeypatch):
@@ -121,34 +121,95 @@ def test_redraw_makes_the_published_report_from_its_json(call, tmp_path, monkeyp
     assert not (tmp_path / "empty").exists()
 
 
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("rope.py", OWN_SCHEME, "already"),
-        ("empty.py", "x = 1", "0 classes"),
-        ("two.py", OWN_SCHEME + "\nclass Second(NoPE):\n    pass\n", "2 classes"),
-        ("broken.py", "import nothing_of_that_name", "ModuleNotFoundError"),
-        ("wrong.py", "def", "SyntaxError"),
-    ],
-)
-def test_a_file_that_is_no_entry_is_refused(name, text, message, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=message):
-        leaderboard.load_entry(str(tmp_path / name))
+def test_what_has_changed_is_trained_anew_and_nothing_else(call, words, tmp_path, monkeypatch):
+    """The hacker's loop: edit the class or a default, and run the same command again."""
+    measure_throughput = functools.partial(leaderboard.measure_throughput, rounds=1, steps=1)
+    monkeypatch.setattr(leaderboard, "measure_throughput", measure_throughput)
+    words = [word for word in words if "--entries" not in word] + [
+        "--entries=my_decay",
+        "--seeds=1",
+    ]
+    runs = tmp_path / "runs"
+
+    def rank(text=OWN_SCHEME):
+        POSITIONS.pop("my_decay", None)
+        (tmp_path / "my_decay.py").write_text(text)
+        done = call(*words)
+        assert done.returncode == 0, done.stderr
+        losses = [record["loss"] for record in read_board(tmp_path)["records"]]
+        return losses, done.stdout, sorted(run.name for run in next(runs.iterdir()).iterdir())
+
+    losses, text, names = rank()
+    assert names == ["my_decay-1"] and "taken from" not in text
+    again, text, names = rank(OWN_SCHEME.replace("    def bias", "    # a comment\n    def bias"))
+    assert again == losses and names == ["my_decay-1"] and "taken from" in text
+
+    edited, text, names = rank(OWN_SCHEME.replace(".sqrt()", ".log1p()"))
+    assert edited != losses and names == ["my_decay-1", "my_decay-1.2"]
+    assert "has changed: training anew" in text
+    assert rank()[0] == losses  # the old class again, and its old run
+
+    monkeypatch.setitem(leaderboard.BUDGETS["try"]["training"], "learning_rate", 1e-3)
+    slower, text, names = rank()
+    assert slower != losses and names[-1] == "my_decay-1.3"
+    assert "Not judged: models trained for 20 steps" in text
 
 
-def test_an_edited_scheme_is_not_ranked_by_its_old_runs(tmp_path):
-    """The identity of a run holds the source of the class, and of the classes it inherits."""
-    edited = OWN_SCHEME.replace(".sqrt()", ".log1p()")
-    assert edited != OWN_SCHEME
-    hashes = []
-    for folder, text in (("a", OWN_SCHEME), ("b", edited), ("c", OWN_SCHEME)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "decay.py").write_text(text)
-        name = leaderboard.load_entry(str(tmp_path / folder / "decay.py"))
-        hashes.append(leaderboard.hash_scheme(POSITIONS.pop(name)))
-    assert hashes[0] == hashes[2] != hashes[1]
-    assert len({leaderboard.hash_scheme(scheme) for scheme in POSITIONS.values()}) == len(POSITIONS)
+def test_a_run_that_was_stopped_goes_on_unless_its_scheme_was_edited(
+    call, words, tmp_path, monkeypatch
+):
+    words = [word for word in words if "--entries" not in word] + [
+        "--entries=my_decay",
+        "--seeds=1",
+    ]
+    measure_throughput = functools.partial(leaderboard.measure_throughput, rounds=1, steps=1)
+    monkeypatch.setattr(leaderboard, "measure_throughput", measure_throughput)
+    real = leaderboard.train
+
+    def stopped(model, config):
+        config.max_iters = 10
+        real(model, config)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leaderboard, "train", stopped)
+        assert call(*words).returncode == 130
+    first = []
+    monkeypatch.setattr(
+        leaderboard,
+        "train",
+        lambda model, config: first.append(model.meta.get("step", 0)) or real(model, config),
+    )
+    for text, step in ((OWN_SCHEME.replace("sqrt", "log1p"), 0), (OWN_SCHEME, 10)):
+        del POSITIONS["my_decay"]
+        (tmp_path / "my_decay.py").write_text(text)
+        assert call(*words).returncode == 0
+        assert first.pop() == step
+
+
+def test_a_new_setting_at_its_default_changes_no_identity():
+    old = {
+        "model": {"n_layer": 2, "swing": 1},
+        "model_defaults": ["swing"],
+        "training": {"seed": 1, "out_dir": "a"},
+        "training_defaults": [],
+        "data": "d",
+        "code": "c",
+    }
+
+    def changed(**settings):
+        return {**old, **settings}
+
+    same = leaderboard.same_identity
+    assert same(old, changed(training={"seed": 1, "out_dir": "b", "overwrite": True}))
+    assert not same(old, changed(code="e")) and not same(old, changed(data="e"))
+    assert not same(old, changed(training={"seed": 2}))
+    new = changed(model={"n_layer": 2, "p": 1.0}, model_defaults=["p"])
+    assert same(old, new) and same(new, old)  # swing has gone, and p has come
+    assert not same(old, changed(model={"n_layer": 2, "p": 0.5}, model_defaults=[]))
+    assert not same(changed(model_defaults=[]), new)
+    # an edited default is another value
+    assert not same(old, changed(model={"n_layer": 2, "swing": 2}))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
 import kernels
-from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig, NoPE
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
 
@@ -429,6 +430,54 @@ def test_position_ids_with_gaps_are_refused_where_distances_are_between_indices(
     else:
         with pytest.raises(UserError, match=f"--pos={pos} uses distances between indices"):
             model(tokens, positions=gaps)
+
+
+def zeros(*shape, **options):
+    return torch.zeros(shape, **options)
+
+
+@pytest.mark.parametrize(
+    "hook, result, message",
+    [
+        ("bias", lambda n: zeros(n), r"must return slopes \(4,\) or a table .* float32 \(7,\)"),
+        ("bias", lambda n: zeros(4, n + 1), r"m <= 7, and returned float32 \(4, 8\)"),
+        ("bias", lambda n: zeros(1, n), r"returned float32 \(1, 7\)"),
+        ("bias", lambda n: zeros(4, n).double(), r"a float32 table, and returned float64 \(4, 7\)"),
+        ("bias", lambda n: 0.5, "and returned float:"),
+        ("relative", lambda n: zeros(4, n, 8), r"must return a tuple \(keys, values, offsets\)"),
+        ("relative", lambda n: (zeros(4, n, 9), None, None), r"keys \(4 or 1, m, 8\)"),
+        ("relative", lambda n: (zeros(4, n, 8), zeros(1, n, 8), None), r"values \(4, 7, 8\)"),
+        ("relative", lambda n: (zeros(4, n, 8), None, (zeros(4), zeros(4))), "two offsets"),
+        ("bias", lambda n: zeros(4), None),
+        ("bias", lambda n: zeros(4, 3), None),
+        ("relative", lambda n: (zeros(1, n, 8), zeros(1, n, 8), None), None),
+        ("relative", lambda n: (zeros(4, 2, 8), None, (zeros(4, 8), zeros(4, 8))), None),
+    ],
+)
+def test_what_a_scheme_returns_is_checked_once(hook, result, message, make, monkeypatch):
+    """With 4 heads: a table over 4 distances must not pass as slopes."""
+    scheme = type("FireLite", (NoPE,), {hook: lambda self, n, layer: result(n)})
+    assert scheme.by_index
+    monkeypatch.setitem(POSITIONS, "fire", scheme)
+    if message is None:
+        make(pos="fire")(torch.randint(0, 50, (1, 9)))
+        return
+    with pytest.raises(UserError, match=rf"^FireLite\.{hook}\(7, layer\).*{message}"):
+        make(pos="fire")
+
+
+def test_the_base_class_keeps_its_state_under_names_of_its_own(make):
+    """What a scheme may call `length`, `scale` or `table` belongs to it."""
+    public = {name for name in vars(make(pos="nope").pos) if not name.startswith("_")}
+    assert public <= {"config", "position_scale", "training"}
+    methods = {name for name in vars(NoPE) if not name.startswith("_")}
+    assert methods == {
+        *("embed", "rotate", "bias", "relative", "attend", "extend", "bounded", "by_index"),
+        *("methods", "check_method", "set_length", "update_tables", "distance_index"),
+        "register_constant",
+    }
+    text = (ROOT / "docs/schemes.md").read_text()
+    assert all(f"`{name}" in text for name in methods | {"config", "position_scale"})
 
 
 @pytest.mark.parametrize("pos", SCHEMES)

@@ -1,0 +1,100 @@
+"""
+Position schemes from files of the user: --entry=my_scheme.py adds the scheme my_scheme.
+
+Such a file holds one class that derives from model.NoPE, and its imports. It is Python code and is
+run, so it is only ever taken from the command line, never from a checkpoint.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import textwrap
+from pathlib import Path
+
+from nanolong.errors import UserError
+from nanolong.validate import require
+
+_files = {}  # scheme class -> the Path of its file, as it was given
+_sources = {}  # scheme class -> the text of that file
+
+
+def load_entries(files, positions):
+    """Add the schemes of these files to `positions`, POSITIONS of model.py. Returns their names."""
+    return [load_entry(file, positions) for file in files]
+
+
+def load_entry(file, positions):
+    """Add the scheme of a file, named like the file. Raises UserError for a file without one."""
+    file = Path(file)
+    name = file.stem
+    require(file.is_file(), f"--entry={file} does not exist: give the path of a Python file")
+    source = file.read_text(encoding="utf-8")
+    if name in positions:
+        known = positions[name]
+        is_same = known in _files and _sources[known] == source
+        require(is_same, f"--entry={file}: there is already a scheme {name!r}: rename the file")
+        return name
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"--entry={file} cannot be imported ({reason}): fix the file") from error
+    schemes = []
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, positions["nope"]):
+            if value.__module__ == name:
+                schemes.append(value)
+    require(
+        len(schemes) == 1,
+        f"--entry={file} has {len(schemes)} classes that derive from model.NoPE: leave exactly one",
+    )
+    positions[name] = schemes[0]
+    _files[schemes[0]] = file
+    _sources[schemes[0]] = source
+    return name
+
+
+def entry_file(scheme):
+    """The file that a scheme class was loaded from, as text; None for a class of model.py."""
+    return str(_files[scheme]) if scheme in _files else None
+
+
+# -----------------------------------------------------------------------------
+# The identity of code.
+
+
+def hash_code(objects):
+    """
+    Hash the code of classes and functions, of what they inherit, and of what they name of their
+    own modules. Comments and blank lines do not count.
+
+    Of a class from load_entry() it is the whole file.
+    """
+    found = {}
+    for item in objects:
+        _collect(item, found)
+    digest = hashlib.sha256()
+    for name in sorted(found):
+        digest.update(f"{name}: {found[name]}\n".encode())
+    return digest.hexdigest()
+
+
+def _collect(item, found):
+    """Put the code of a class or function, and of what it uses, into `found`, by name."""
+    key = f"{item.__module__}.{item.__qualname__}"
+    if key in found or item.__module__.partition(".")[0] in ("torch", "builtins"):
+        return
+    source = _sources.get(item) or inspect.getsource(item)
+    tree = ast.parse(textwrap.dedent(source))
+    found[key] = ast.dump(tree)
+    for base in getattr(item, "__bases__", ()):
+        _collect(base, found)
+    module = vars(inspect.getmodule(item)) if inspect.getmodule(item) else {}
+    for node in ast.walk(tree):
+        used = module.get(node.id) if isinstance(node, ast.Name) else None
+        is_code = inspect.isfunction(used) or inspect.isclass(used)
+        if is_code and used.__module__ == item.__module__:
+            _collect(used, found)

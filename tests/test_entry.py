@@ -1,0 +1,135 @@
+"""Schemes from files: loading them, using them in every script, and the identity of code."""
+
+import textwrap
+
+import pytest
+from conftest import TINY
+
+from model import POSITIONS
+from nanolong.checkpoint import read_meta
+from nanolong.entry import entry_file, hash_code, load_entry
+from nanolong.errors import UserError
+from nanolong.run_folder import list_steps
+
+DECAY = '''
+import torch
+from model import NoPE
+
+class Decay(NoPE):
+    """Scores fall with the square root of the distance."""
+    methods = {"none": ()}
+
+    def bias(self, n, layer):
+        return -torch.arange(n).sqrt().expand(self.config.n_head, n)
+'''
+
+
+@pytest.fixture(autouse=True)
+def entries_do_not_stay():
+    schemes = dict(POSITIONS)
+    yield
+    POSITIONS.clear()
+    POSITIONS.update(schemes)
+
+
+@pytest.fixture
+def entry(tmp_path):
+    file = tmp_path / "my decay.py"
+    file.write_text(DECAY)
+    return file
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("rope.py", DECAY, "already"),
+        ("empty.py", "x = 1", "0 classes"),
+        ("two.py", DECAY + "\nclass Second(NoPE):\n    pass\n", "2 classes"),
+        ("broken.py", "import nothing_of_that_name", "ModuleNotFoundError"),
+        ("wrong.py", "def", "SyntaxError"),
+    ],
+)
+def test_a_file_that_is_no_entry_is_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_entry(tmp_path / name, POSITIONS)
+    with pytest.raises(UserError, match="does not exist: give the path"):
+        load_entry(tmp_path / "absent.py", POSITIONS)
+
+
+def test_an_entry_may_be_loaded_twice_but_not_changed(entry):
+    assert load_entry(entry, POSITIONS) == "my decay"
+    scheme = POSITIONS["my decay"]
+    assert entry_file(scheme) == str(entry) and entry_file(POSITIONS["rope"]) is None
+    assert load_entry(entry, POSITIONS) == "my decay" and POSITIONS["my decay"] is scheme
+    entry.write_text(DECAY.replace("sqrt", "log1p"))
+    with pytest.raises(UserError, match="already"):
+        load_entry(entry, POSITIONS)
+
+
+def test_an_entry_goes_from_training_to_sampling(entry, call, text_data, tmp_path):
+    run = tmp_path / "run"
+    data = f"--dataset={text_data}"
+
+    def call_anew(*words):
+        POSITIONS.pop("my decay", None)  # as in a process of its own
+        return call(*words)
+
+    done = call_anew(
+        "train.py", *TINY, data, f"--entry={entry}", "--pos=my decay", f"--out_dir={run}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_meta(list_steps(run)[-1])["entry"] == str(entry)
+
+    # The checkpoint names the file, and does not run it by itself.
+    for words in (
+        ["sample.py", run],
+        ["evaluate.py", run, "--lengths=32"],
+        ["extend.py", run, "--method=none", "--max_iters=0"],
+        ["train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=10"],
+    ):
+        refused = call_anew(*words)
+        assert refused.returncode == 2, words
+        assert f"--entry='{entry}'" in refused.stderr and "damaged" not in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+        done = call_anew(*words, f"--entry={entry}")
+        assert done.returncode == 0, done.stderr
+    extended = call_anew("sample.py", f"{run}-none4", f"--entry={entry}", "--max_new_tokens=3")
+    assert extended.returncode == 0, extended.stderr
+
+
+def test_the_hash_is_that_of_the_code_and_of_what_it_names(tmp_path):
+    def scheme(folder, text):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "decay.py").write_text(textwrap.dedent(text))
+        return POSITIONS.pop(load_entry(tmp_path / folder / "decay.py", POSITIONS))
+
+    original = hash_code([scheme("a", DECAY)])
+    commented = DECAY.replace("    def bias", "    # why\n\n    def bias")
+    assert hash_code([scheme("b", DECAY)]) == hash_code([scheme("c", commented)]) == original
+    assert hash_code([scheme("d", DECAY.replace("sqrt", "log1p"))]) != original
+    assert hash_code([POSITIONS["rope"]]) != original
+    assert len({hash_code([known]) for known in POSITIONS.values()}) == len(POSITIONS)
+
+
+def test_the_hash_follows_helpers_and_base_classes(monkeypatch):
+    import inspect
+
+    before = {name: hash_code([POSITIONS[name]]) for name in ("sinusoidal", "alibi")}
+    real = inspect.getsource
+
+    def edited(item):
+        text = real(item)
+        is_helper = getattr(item, "__name__", "") == "sinusoid_frequencies"
+        return text.replace("10000.0", "5000.0") if is_helper else text
+
+    monkeypatch.setattr(inspect, "getsource", edited)
+    assert hash_code([POSITIONS["sinusoidal"]]) != before["sinusoidal"]
+    assert hash_code([POSITIONS["alibi"]]) == before["alibi"]
+    base = POSITIONS["nope"]
+    monkeypatch.setattr(
+        inspect,
+        "getsource",
+        lambda item: real(item).replace("1.0", "1.5") if item is base else real(item),
+    )
+    assert hash_code([POSITIONS["alibi"]]) != before["alibi"]
