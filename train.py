@@ -338,11 +338,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     forward, optimizers = set_up(model, cfg, device)
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     last_eval = {"step": state.step}
-    with (
-        catch_signals() as stop_signals,
-        closing_run(run, model, loader),
-        open_logger(run, state, model, loader, dtype) as logger,  # None but in the first process
-    ):
+    with catch_signals() as stop_signals, logging_run(run, state, model, loader, dtype) as logger:
         stop = compile_ahead(forward, loader, state, dtype, stop_signals)
         while True:
             # evaluate and save
@@ -422,18 +418,23 @@ def set_up(model, cfg, device):
 
 
 @contextmanager
-def open_logger(run, state, model, loader, dtype):
-    """The logger, in the first process only; it prints what is about to be trained."""
-    if loader.rank:
-        yield None
-        return
+def logging_run(run, state, model, loader, dtype):
+    """
+    The logger, or None but in the first process; it prints what is about to be trained.
+
+    In the end the threads, the log and the lock of the run are released.
+    """
     cfg = loader.cfg
-    with (
-        replacing_run(run, cfg.overwrite and not is_resumed(model, cfg)),
-        closing(TrainLogger(run, state, model, cfg, loader.device)) as logger,
-    ):
-        logger.banner(model, dtype, loader.dataset, loader.tokens_per_step)
-        yield logger
+    with closing_run(run, model, loader):
+        if loader.rank:
+            yield None
+            return
+        with (
+            replacing_run(run, cfg.overwrite and not is_resumed(model, cfg)),
+            closing(TrainLogger(run, state, model, cfg, loader.device)) as logger,
+        ):
+            logger.banner(model, dtype, loader.dataset, loader.tokens_per_step)
+            yield logger
 
 
 def compile_ahead(forward, loader, state, dtype, stop_signals):
@@ -535,14 +536,15 @@ def main():
         GPTConfig, TrainConfig, about=__doc__, presets=True, defaults=run_defaults
     )
     load_entries(cfg.entry, POSITIONS)
-    validate.check_model(model_config, POSITIONS)
     rank, world = join_processes(cfg.device)
+    model = resume_run(GPT, cfg, model_config, given)
+    if model is None:
+        validate.check_model(model_config, POSITIONS)
     if cfg.dataset in ("python", "shakespeare"):
         if rank == 0 and not data.dataset_exists(cfg.dataset):
             prepare(cfg.dataset)
         if world > 1:
             dist.barrier()
-    model = resume_run(GPT, cfg, model_config, given)
     if model is None:
         torch.manual_seed(cfg.seed)
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)

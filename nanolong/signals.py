@@ -35,7 +35,15 @@ class StopSignals:
             message = f"\nstopping {when}; the run will be saved; again stops without saving\n"
             with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), message.encode())
-        if self.raises:
+        self.leave(number, frame)
+
+    def leave(self, number, frame):
+        """Raise StopRequested in what interruptible() has called, again and again until it ends."""
+        if not self.raises:
+            return
+        # An exception may be ignored, in the callback of a weak reference for example.
+        set_alarm(0.05)
+        if frame.f_code is not StopSignals.interruptible.__code__:
             raise StopRequested
 
     def interruptible(self, function, *args):
@@ -44,19 +52,31 @@ class StopSignals:
 
         It may be left at any point, so it must not change what will be saved.
         """
+        unraisable_hook = sys.unraisablehook
+        sys.unraisablehook = lambda args: (
+            None if args.exc_type is StopRequested else unraisable_hook(args)
+        )
+        self.raises = True
         try:
-            try:
-                self.raises = True
-                if not self.times:
-                    function(*args)
-            except Exception:
-                # The terminal sends Ctrl-C to a compiler too, whose end may be noticed first.
-                time.sleep(0.2)
-                raise
-            finally:
-                self.raises = False
+            if not self.times:
+                function(*args)
         except StopRequested:
+            pass
+        except Exception:
+            # The terminal sends Ctrl-C to a compiler too, whose end may be noticed first.
+            time.sleep(0.2)
+            if not self.times:
+                raise
+        finally:
             self.raises = False
+            set_alarm(0)
+            sys.unraisablehook = unraisable_hook
+
+
+def set_alarm(seconds):
+    """Have SIGALRM sent after so long, where the system has it; 0: never."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 @contextlib.contextmanager
@@ -74,6 +94,8 @@ def catch_signals():
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             previous_handlers[number] = signal.signal(number, stop_signals.note)
+        if hasattr(signal, "SIGALRM"):
+            previous_handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, stop_signals.leave)
     try:
         yield stop_signals
     finally:

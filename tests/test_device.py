@@ -168,7 +168,8 @@ def test_a_signal_leaves_what_may_be_interrupted(capfd):
     with signals.catch_signals() as stop_signals:
         stop_signals.interruptible(work, 0)
         assert reached == ["start", "end"] and not stop_signals
-        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        main = threading.main_thread().ident
+        threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
         begin = time.monotonic()
         stop_signals.interruptible(work, 30)
         assert time.monotonic() - begin < 10

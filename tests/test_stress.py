@@ -13,6 +13,7 @@ SECTIONS = {
     "concurrency": ([], 7),
     "numerics": ([], 13),
     "crash": (["--kills=12"], 23),
+    "interrupt": ([], 4),
     "elastic": ([], 5),
     "hostile_input": (["--examples=24"], 100),
     "memory": ([], 3),

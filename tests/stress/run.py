@@ -34,12 +34,12 @@ from nanolong import cli, validate
 from nanolong.errors import UserError
 from nanolong.provenance import provenance
 
-SECTIONS = ("crash", "elastic", "numerics", "hostile_input", "concurrency", "memory")
+SECTIONS = ("crash", "interrupt", "elastic", "numerics", "hostile_input", "concurrency", "memory")
 
 
 @dataclass
 class StressConfig:
-    only: tuple[str, ...] = ()  # crash, elastic, numerics, hostile_input, concurrency, memory
+    only: tuple[str, ...] = ()  # some of the sections; default: all
     kills: int = 200  # crash: by kill -9, over all kinds of processes
     examples: int = 300  # hostile_input: of each kind
     hours: float = 1.0  # memory: of training under watch

@@ -1,0 +1,107 @@
+"""Ctrl-C while torch.compile compiles: saved and exit 0, promptly and without a traceback.
+
+The signal goes to the process group, as a terminal sends it, so that the compilers get it too.
+"""
+
+import os
+import signal
+import time
+
+from harness import attempt
+
+from nanolong.run_folder import list_steps
+
+COMPILED = [
+    "--compile=true",
+    "--max_iters=100000",
+    "--eval_interval=50000",
+    "--log_interval=10",
+    "--n_embd=48",
+    "--n_head=3",
+]
+MAX_LINES = 3
+MAX_SECONDS = 25  # torchrun kills after 30 s what is still there
+
+
+def trials(harness):
+    """With one process, with two, and with two of which one compiles alone."""
+    n = 2 if harness.cfg.fast else 10
+    cache = harness.new_path("cache")
+    seconds = time_compilation(harness, cache)
+    description = "Ctrl-C to the process group while torch.compile compiles: saved, exit 0"
+    for _ in range(n):
+        delay = harness.rng.uniform(0, seconds)
+        yield attempt(f"{description}", interrupt, harness, 1, delay)
+    for _ in range(n // 2 or 1):
+        delay = harness.rng.uniform(0, 2 * seconds)
+        yield attempt(f"{description}, two processes", interrupt, harness, 2, delay)
+    for _ in range(n // 2 or 1):
+        delay = harness.rng.uniform(seconds / 3, seconds)
+        yield attempt(
+            f"{description}, one of two processes compiling alone",
+            interrupt,
+            harness,
+            2,
+            delay,
+            cache,
+        )
+
+
+def time_compilation(harness, cache):
+    """Fill a cache. Returns the seconds that one process compiles."""
+    run = harness.new_path()
+    (child,) = start(harness, run, 1, [cache])
+    begin = time.monotonic()
+    wait_for(child, "step 0:")
+    seconds = time.monotonic() - begin
+    os.killpg(child.pid, signal.SIGTERM)
+    child.expect()
+    return seconds
+
+
+def start(harness, run, processes, caches):
+    """Start a run, each process in a group of its own; wait until rank 0 says that it compiles."""
+
+    def before(rank=0):
+        os.setsid()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches[rank])
+
+    command = harness.train_command(run, *COMPILED)
+    if processes == 1:
+        children = [harness.start(command, before=before)]
+    else:
+        children = harness.start_pair(command, {"NANOLONG_TIMEOUT": "300"}, before)
+    wait_for(children[0], "compiling")
+    return children
+
+
+def wait_for(child, text, seconds=300):
+    deadline = time.monotonic() + seconds
+    while text not in child.read_output():
+        assert time.monotonic() < deadline, f"no {text!r} after {seconds} s: {child.read_output()}"
+        time.sleep(0.05)
+
+
+def interrupt(harness, processes, delay, cache=None):
+    """One trial; with a cache, which is filled, rank 0 has nothing to compile."""
+    run = harness.new_path()
+    caches = [harness.new_path("cache") for _ in range(processes)]
+    if cache:
+        caches[0] = cache
+    children = start(harness, run, processes, caches)
+    before = [len(child.read_output().splitlines()) for child in children]
+    time.sleep(delay)
+    for child in children:
+        os.killpg(child.pid, signal.SIGINT)
+    begin = time.monotonic()
+    outputs = [child.expect(0, seconds=MAX_SECONDS) for child in children]
+    seconds = time.monotonic() - begin
+    lines = []
+    for output, n in zip(outputs, before, strict=True):
+        new_lines = [line for line in output.splitlines()[n:] if line.strip()]
+        # the compilation may have ended, and the evaluation begun
+        lines += [line for line in new_lines if not line.startswith("step 0: validation")]
+    text = "\n".join(lines)
+    assert len(lines) <= MAX_LINES, text
+    assert "stopping " in text and "stopped and saved" in text, text
+    assert [step.name for step in list_steps(run)][-1:], f"nothing saved after {seconds:.1f} s"
