@@ -515,6 +515,22 @@ def test_float16_skips_a_step_that_overflows(cfg, monkeypatch):
     assert meta["scaler"] == [32768.0, 1]
 
 
+@pytest.mark.slow
+def test_a_compiled_run_has_the_same_bits_again(run, text_data, tmp_path):
+    """With two threads, which must not add to the embedding's gradient in any order."""
+    words = [
+        *without(TINY, "compile", "batch_size", "block_size", "n_embd"),
+        *("--compile=true", "--batch_size=16", "--block_size=256", "--n_embd=64"),
+        f"--dataset={text_data}",
+    ]
+    environment = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    for name in ("a", "b", "c"):
+        done = run("train.py", *words, f"--out_dir={tmp_path}/{name}", env=environment)
+        assert done.returncode == 0, done.stderr
+    assert_same_bits(tmp_path / "a", tmp_path / "b")
+    assert_same_bits(tmp_path / "a", tmp_path / "c")
+
+
 # -----------------------------------------------------------------------------
 # Run folders.
 
