@@ -15,6 +15,7 @@ Extending again multiplies the factors and replaces the method.
 
 from nanolong import python_version  # noqa: F401  # isort: skip
 
+import difflib
 import json
 import shlex
 from dataclasses import dataclass, fields
@@ -420,7 +421,14 @@ def report(model, cfg, when):
 
 
 def check_request(parent, cfg):
-    """Refuse, before any work, what cannot be plotted or evaluated."""
+    """Refuse, before any work, a misspelt method and what cannot be plotted or evaluated."""
+    if not any(cfg.method in scheme.methods for scheme in POSITIONS.values()):
+        methods = POSITIONS[parent.config.pos].methods
+        similar = difflib.get_close_matches(cfg.method, methods, n=1)
+        advice = (
+            f"did you mean {similar[0]!r}?" if similar else f"use --method={', '.join(methods)}"
+        )
+        raise UserError(f"there is no extension method {cfg.method!r}: {advice}")
     if cfg.plot and not getattr(parent.pos, "rotary_dim", 0):
         raise UserError(
             f"--plot shows the wavelengths of rope, and --pos={parent.config.pos} has none: "

@@ -12,10 +12,9 @@ Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, V vocab_size.
 """
 
-import difflib
 import math
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -32,11 +31,6 @@ except ImportError:  # this file was copied into another project
 
 class ContextLengthWarning(UserWarning):
     """The input is longer than the model's context length."""
-
-
-def as_python(value):
-    """A number or array of NumPy or torch as a number or list, which a checkpoint can hold."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass
@@ -77,8 +71,6 @@ class GPTConfig:
     extension: dict | None = None
 
     def __post_init__(self):
-        for field in fields(self):
-            setattr(self, field.name, as_python(getattr(self, field.name)))
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if not self.mlp_dim and self.mlp == "swiglu":
@@ -618,16 +610,6 @@ def scheme_class(pos, method):
     return POSITIONS[pos]
 
 
-def check_method_name(method, pos):
-    """Raise UserError for a method that no scheme has; which it has is the scheme's own check."""
-    if any(method in scheme.methods for scheme in POSITIONS.values()):
-        return
-    methods = POSITIONS[pos].methods
-    similar = difflib.get_close_matches(str(method), methods, n=1)
-    advice = f"did you mean {similar[0]!r}?" if similar else f"use --method={', '.join(methods)}"
-    raise UserError(f"there is no extension method {method!r}: {advice}")
-
-
 # -----------------------------------------------------------------------------
 # The transformer: pre-norm, grouped-query attention and SwiGLU, which is Llama's shape; GPT-2's
 # LayerNorm, GELU and biases are settings.
@@ -859,7 +841,7 @@ class GPT(nn.Module):
             positions = torch.arange(start, end, device=tokens.device)
         elif not torch.compiler.is_compiling():
             end = self.check_positions(positions, docs)
-        self.check_length(end, cache)
+        self.check_length(end)
         tables_version = self.pos.set_length(end)
         if cache is not None:
             tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
@@ -880,8 +862,8 @@ class GPT(nn.Module):
             raise UserError("position ids must not be negative: count from 0")
         return int(positions.max()) + 1
 
-    def check_length(self, end, cache=None):
-        """Warn beyond the context length, once for a cache; raise UserError where a scheme ends."""
+    def check_length(self, end):
+        """Warn beyond the context length; raise UserError where the scheme ends."""
         limit = self.config.max_positions
         if end <= limit or torch.compiler.is_compiling():
             return
@@ -890,11 +872,7 @@ class GPT(nn.Module):
                 f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
                 f"{limit} tokens, so use no more, or train with a longer --block_size"
             )
-        if cache is not None:
-            if cache.warned:
-                return
-            cache.warned = True
-        # without the number of tokens, so that Python shows it once for many lengths
+        # Without the number of tokens, so that Python shows it once for many lengths.
         message = f"the text is longer than the model's context of {limit} tokens"
         warnings.warn(message, ContextLengthWarning, stacklevel=4)
 
@@ -918,9 +896,6 @@ class GPT(nn.Module):
         stay. Raises UserError, with nothing changed, for what the scheme cannot do.
         """
         config = self.config
-        factor = as_python(factor)
-        options = {name: as_python(value) for name, value in options.items()}
-        check_method_name(method, config.pos)
         if not (math.isfinite(factor) and factor >= 1):
             raise UserError(f"factor={factor} does not extend the context: give at least 1")
         if config.random_positions and (factor > 1 or method != "none"):
@@ -1008,15 +983,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate_plain(self, tokens, max_new_tokens, temperature=1.0, top_k=0, generator=None):
-        """
-        Continue tokens (B, T) without a cache: the plain loop, to read and to change.
-
-        The model should be in evaluation mode: model.eval().
-        """
-        if tokens.dim() != 2 or not temperature >= 0 or top_k < 0:
-            what = f"tokens {tuple(tokens.shape)}, temperature={temperature} and top_k={top_k}"
-            needed = "tokens (B, T), temperature >= 0 and top_k >= 0"
-            raise UserError(f"{what} cannot be sampled from: give {needed}")
+        """Continue tokens (B, T) without a cache: the plain loop, to read and to change."""
         for _ in range(max_new_tokens):
             # Forward the whole text, keep the logits of the last token.
             logits = self(tokens)[:, -1].float() / max(temperature, 1e-5)  # (B, V)

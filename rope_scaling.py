@@ -15,6 +15,7 @@ The other schemes' methods are in their classes in model.py.
 
 import inspect
 import math
+import numbers
 
 import torch
 
@@ -333,7 +334,7 @@ CHOICES = {"ramp": ("index", "paper"), "of": STATIC}
 def is_number(value, above=0):
     """Whether a value is a finite number above a bound; true and false are not numbers."""
     return (
-        isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
+        isinstance(value, numbers.Real) and not isinstance(value, bool) and above < value < math.inf
     )
 
 

@@ -263,7 +263,7 @@ def choose_run_folder(folder, name, identity):
 
     They are NAME, NAME.2, NAME.3 and so on; each keeps its identity in identity.json.
     """
-    identity = json.loads(json.dumps(identity))
+    identity = json.loads(json.dumps(identity, allow_nan=False))
     for number in itertools.count(1):
         run = folder / (name if number == 1 else f"{name}.{number}")
         if not run.exists():

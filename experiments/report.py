@@ -136,7 +136,7 @@ def load_finished_run(file, key):
         return None
     run = read_json(file)
     require(
-        run["key"] == key,
+        run["key"] == json.loads(to_json(key)),
         f"{file} was made with another version of the scheme, other settings or other data: "
         "remove it, or choose another --runs",
     )

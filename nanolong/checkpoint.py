@@ -100,7 +100,8 @@ def write_tensors(file, tensors, folder):
 def write_meta(folder, meta):
     """Write or replace meta.json of a checkpoint by one rename, with its own checksum in it."""
     new = Path(folder) / ".meta.json"
-    meta = json.loads(json.dumps(meta, allow_nan=False))
+    # numbers and arrays of NumPy become numbers and lists
+    meta = json.loads(json.dumps(meta, allow_nan=False, default=lambda value: value.tolist()))
     meta["checksums"]["meta.json"] = checksum_of_meta(meta)
     new.write_text(json.dumps(meta, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     sync(new)

@@ -31,7 +31,6 @@ class KVCache:
         self.pos = None  # (length,) or (B, length)
         self.docs = None  # (B, length) or None
         self.explicit_positions = False  # whether any were given, and not counted from 0
-        self.warned = False  # that the text is longer than the context of the model
         self.tables_version = None  # of the scheme's tables that the keys were computed with
         self.keys = {}  # layer -> (B, Hk, allocated, D)
         self.values = {}
@@ -174,7 +173,7 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
         with evaluation:
             step = make_decoding_step(model, cache, pos, docs, compiled)
     if step is not None:  # steps of fixed shape do not look at the length
-        model.check_length(total, cache)
+        model.check_length(total)
     for _ in range(max_new_tokens - 1):
         with evaluation:
             if step is None:

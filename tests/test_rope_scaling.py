@@ -793,7 +793,7 @@ def test_transformer_xls_clamp_uses_the_last_distance_of_training(make):
 @pytest.mark.parametrize(
     "method, factor, options, message",
     [
-        ("yarm", 2, {}, "there is no extension method 'yarm': did you mean 'yarn'"),
+        ("yarm", 2, {}, "--pos=rope has no extension method 'yarm': use --method=none, pi"),
         ("yarn", 0.5, {}, "factor=0.5 does not extend the context: give at least 1"),
         ("yarn", float("nan"), {}, "factor=nan does not extend"),
         ("yarn", math.inf, {}, "factor=inf does not extend"),

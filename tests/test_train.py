@@ -596,7 +596,8 @@ def test_resume_with_other_data_is_refused(call, text_data, tmp_path):
     for split in ("train", "val"):
         data.write_tokens(other / f"{split}.bin", [256, *b"other text " * 99], 257)
     (other / "meta.json").write_text((text_data / "meta.json").read_text())
-    refused = call("train.py", f"--out_dir={out}", "--init_from=resume", f"--dataset={other}")
+    words = ["train.py", f"--out_dir={out}", "--init_from=resume", "--max_iters=9"]
+    refused = call(*words, f"--dataset={other}")
     assert "not those" in refused.stderr
 
 

@@ -5,7 +5,6 @@ from typing import Literal
 
 import numpy as np
 import pytest
-import torch
 
 from evaluate import EvaluateConfig
 from extend import ExtendConfig
@@ -98,25 +97,13 @@ def test_a_value_of_another_type_is_refused(name, value, wanted):
         validate.coerce(Settings, {name: value}, "meta.json")
 
 
-def test_numbers_of_numpy_and_torch_become_pythons_and_are_saved(tmp_path):
-    config = GPTConfig(
-        vocab_size=np.int64(10),
-        n_layer=torch.tensor(1),
-        n_head=np.int32(2),
-        n_embd=np.int64(16),
-        rope_base=np.float32(1000),
-        tie_embeddings=np.bool_(True),
-    )
-    assert type(config.vocab_size) is int and type(config.n_layer) is int
-    assert type(config.rope_base) is float and config.tie_embeddings is True
-    model = GPT(config)
-    model.extend("yarn", np.float32(2), beta_fast=np.int64(16))
-    model.extend("longrope", np.int64(2), long_factor=np.linspace(1, 4, 4))
+def test_numbers_of_numpy_are_taken_and_saved_as_pythons(tmp_path):
+    model = GPT(GPTConfig(vocab_size=np.int64(10), n_layer=1, n_head=np.int32(2), n_embd=16))
+    model.extend("yarn", np.float64(2), beta_fast=np.int64(16))
     model.save(tmp_path / "step-000000")
-    loaded = GPT.load(tmp_path).config
-    assert loaded == config
-    assert loaded.extension["factor"] == 4
-    assert loaded.extension["options"] == {"long_factor": [1.0, 2.0, 3.0, 4.0]}
+    config = GPT.load(tmp_path).config
+    assert type(config.vocab_size) is int and config.vocab_size == 10
+    assert config.extension["options"] == {"beta_fast": 16} and config.block_size == 512
 
 
 def test_an_unknown_setting_of_a_file_is_refused():
