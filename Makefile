@@ -26,7 +26,7 @@ demo: .venv/demo
 	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=60 --out_dir=$(DEMO)/rope-yarn4 \
 		$(call RESUME,rope-yarn4)
 	$(PY) sample.py $(DEMO)/rope-yarn4 --start="def " --max_new_tokens=800
-	$(PY) evaluate.py "untouched=$(DEMO)/rope" "untouched + fine-tuning=$(DEMO)/rope-none4" \
+	$(PY) evaluate.py "baseline=$(DEMO)/rope" "baseline + fine-tuning=$(DEMO)/rope-none4" \
 		"YaRN, zero-shot=$(DEMO)/rope-yarn4-zero" "YaRN + fine-tuning=$(DEMO)/rope-yarn4" \
 		--lengths=256,512,1024,2048 --protocol=last-quarter \
 		--plot=$(DEMO)/length.png --json=$(DEMO)/length.json

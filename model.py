@@ -870,7 +870,7 @@ class GPT(nn.Module):
         if self.pos.bounded:
             raise UserError(
                 f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
-                f"{limit} tokens, so use no more, or train with a longer --block_size"
+                f"{limit} tokens, so use no more, or extend it by extend.py --method=pi"
             )
         # Without the number of tokens, so that Python shows it once for many lengths.
         message = f"the text is longer than the model's context of {limit} tokens"

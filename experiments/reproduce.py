@@ -12,9 +12,9 @@ results/reproduce.md, .json, .png and needles.png. There are four parts:
 1. methods: a RoPE model is extended 4 times by every method and evaluated, zero-shot and after
    fine-tuning at the target length. The loss is that of the last quarter of sequences that do not
    overlap, the same for all methods.
-       gap closed = (untouched - method) / (untouched - native)   at the target length
+       gap closed = (baseline - method) / (baseline - native)   at the target length
    where native is a model trained at the target from scratch, for as many tokens as pretraining and
-   fine-tuning together. 0 is as bad as the untouched model, 1 as good as the native one.
+   fine-tuning together. 0 is as bad as the baseline model, 1 as good as the native one.
 2. needles: passkeys found, by length and depth, with the same prompts for all methods. The models
    are trained on passkey documents of up to the training length only.
 3. probe: which layers know the position, and how far attention heads look.
@@ -800,9 +800,9 @@ class MethodCurves:
 
     def gap_closed(self, name, step):
         """Return the gap closed at the target in each seed."""
-        untouched = self.losses("none", 0, self.target)
+        baseline = self.losses("none", 0, self.target)
         losses = self.losses(name, step, self.target)
-        triples = zip(untouched, losses, self.native_losses(), strict=True)
+        triples = zip(baseline, losses, self.native_losses(), strict=True)
         return [(none - loss) / (none - native) for none, loss, native in triples]
 
 
@@ -869,7 +869,7 @@ def plot_methods(board, file):
     left.set_ylabel("nats per token, last quarter of the sequence")
     left.set_xticks(curves.lengths, [f"{length:,}" for length in curves.lengths])
     left.minorticks_off()
-    right.set_title(f"gap closed at {curves.target:,} tokens: 0 untouched, 1 trained there")
+    right.set_title(f"gap closed at {curves.target:,} tokens: 0 baseline, 1 trained there")
     right.set(xlabel="steps of fine-tuning", ylabel="gap closed", ylim=(-0.25, 1.1))
     for axis in (left, right):
         axis.grid(alpha=0.3)

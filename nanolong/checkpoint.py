@@ -178,7 +178,7 @@ def find_checkpoint(path, best=False):
     if not path.exists():
         raise UserError(
             f"there is no checkpoint in {path}: it does not exist; train one with "
-            f"python train.py --out_dir={path}"
+            f"python train.py --out_dir={shlex.quote(str(path))}"
         )
     found = list_steps(path)
     if not found:

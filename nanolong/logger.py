@@ -1,6 +1,7 @@
 """log.jsonl, the progress bar, and optionally Weights & Biases."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -93,13 +94,15 @@ def kept_lines(file, step, evaluated):
 
 
 def start_wandb(project, name, settings):
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "--wandb needs the wandb package: pip install wandb, or leave --wandb out"
-        ) from None
+    import wandb
+
     return wandb.init(project=project, name=name, config=settings)
+
+
+def check_wandb(project):
+    """Raise UserError where a project is named and the package is missing."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb out")
 
 
 class TrainLogger(Logger):

@@ -21,6 +21,7 @@ from nanolong.checkpoint import (
 from nanolong.distributed import rank_and_world
 from nanolong.errors import UserError
 from nanolong.lock import lock, unlock
+from nanolong.logger import check_wandb
 from nanolong.run_folder import (
     check_only_run,
     list_steps,
@@ -113,6 +114,7 @@ def open_run(run, model, cfg, state, dtype):
     state: a new TrainState of train.py.
     """
     rank, world = rank_and_world()
+    check_wandb(cfg.wandb)
     if cfg.gradient_accumulation_steps % world:
         raise UserError(
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is the total over "

@@ -556,6 +556,13 @@ def test_a_run_folder_is_not_overwritten(cfg):
     assert before == after
 
 
+def test_a_missing_package_for_the_log_is_named_before_any_work(call, text_data, tmp_path):
+    words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+    refused = call(*words, "--wandb=project")
+    assert refused.returncode == 2 and "pip install wandb" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_writer_is_refused_while_the_first_lives(run, text_data, tmp_path):
     words = [*LONG, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     process = start(*words)
