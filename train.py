@@ -17,7 +17,6 @@ import math
 import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,18 +48,17 @@ from nanolong.device import (
 from nanolong.distributed import join_processes, rank_and_world
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
-from nanolong.logger import TrainLogger
 from nanolong.optim import get_lr, make_optimizers
 from nanolong.run_folder import list_steps
 from nanolong.signals import catch_signals
 from nanolong.training_run import (
-    closing_run,
+    compile_ahead,
     describe_divergence,
     hint_after_divergence,
     is_finished,
     is_resumed,
+    logging_run,
     open_run,
-    replacing_run,
     resume_run,
     save,
 )
@@ -415,54 +413,6 @@ def set_up(model, cfg, device):
         device_ids = [device.index] if device.type == "cuda" else None
         forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=device_ids)
     return forward, optimizers
-
-
-@contextmanager
-def logging_run(run, state, model, loader, dtype):
-    """
-    The logger, or None but in the first process; it prints what is about to be trained.
-
-    In the end the threads, the log and the lock of the run are released.
-    """
-    cfg = loader.cfg
-    with closing_run(run, model, loader):
-        if loader.rank:
-            yield None
-            return
-        with (
-            replacing_run(run, cfg.overwrite and not is_resumed(model, cfg)),
-            closing(TrainLogger(run, state, model, cfg, loader.device)) as logger,
-        ):
-            logger.banner(model, dtype, loader.dataset, loader.tokens_per_step)
-            yield logger
-
-
-def compile_ahead(forward, loader, state, dtype, stop_signals):
-    """
-    Compile the forward and the backward pass, before the first step needs them.
-
-    No process waits for another meanwhile, so a stop signal ends it at once. Returns whether one
-    came, in any process.
-    """
-    compiles, _ = pick_compile(loader.cfg.compile, loader.device, loader.cfg.max_iters)
-    if not compiles or state.step >= loader.cfg.max_iters:
-        return False
-    stop_signals.interruptible(try_batch, forward, loader, dtype)
-    stopped = torch.tensor(len(stop_signals), device=loader.device)
-    if dist.is_initialized():
-        dist.all_reduce(stopped)
-    return stopped.item() > 0
-
-
-def try_batch(forward, loader, dtype):
-    """Forward and backward of the next micro-batch, without any effect."""
-    batch, _, _ = loader.prefetch.result()
-    x, y, pos, docs = batch
-    no_sync = forward.no_sync() if loader.world > 1 else nullcontext()
-    with no_sync, autocast(loader.device, dtype):
-        loss_sum = forward(x, y, pos, docs, reduction="sum")
-    loss_sum.backward()
-    forward.zero_grad(set_to_none=True)
 
 
 def record_evaluation(run, state, metrics, logger):

@@ -2,7 +2,7 @@
 
 import math
 import os
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from nanolong.checkpoint import (
     verify,
     write_meta,
 )
+from nanolong.device import autocast, pick_compile
 from nanolong.distributed import rank_and_world
 from nanolong.errors import UserError
 from nanolong.lock import lock, unlock
-from nanolong.logger import check_wandb
+from nanolong.logger import TrainLogger, check_wandb
 from nanolong.run_folder import (
     check_only_run,
     list_steps,
@@ -193,6 +194,54 @@ def closing_run(run, model, loader):
         loader.close()
         model.eval()
         unlock(run)
+
+
+@contextmanager
+def logging_run(run, state, model, loader, dtype):
+    """
+    The logger, or None but in the first process; it prints what is about to be trained.
+
+    In the end the threads, the log and the lock of the run are released.
+    """
+    cfg = loader.cfg
+    with closing_run(run, model, loader):
+        if loader.rank:
+            yield None
+            return
+        with (
+            replacing_run(run, cfg.overwrite and not is_resumed(model, cfg)),
+            closing(TrainLogger(run, state, model, cfg, loader.device)) as logger,
+        ):
+            logger.banner(model, dtype, loader.dataset, loader.tokens_per_step)
+            yield logger
+
+
+def compile_ahead(forward, loader, state, dtype, stop_signals):
+    """
+    Compile the forward and the backward pass, before the first step needs them.
+
+    No process waits for another meanwhile, so a stop signal ends it at once. Returns whether one
+    came, in any process.
+    """
+    compiles, _ = pick_compile(loader.cfg.compile, loader.device, loader.cfg.max_iters)
+    if not compiles or state.step >= loader.cfg.max_iters:
+        return False
+    stop_signals.interruptible(try_batch, forward, loader, dtype)
+    stopped = torch.tensor(len(stop_signals), device=loader.device)
+    if dist.is_initialized():
+        dist.all_reduce(stopped)
+    return stopped.item() > 0
+
+
+def try_batch(forward, loader, dtype):
+    """Forward and backward of the next micro-batch, without any effect."""
+    batch, _, _ = loader.prefetch.result()
+    x, y, pos, docs = batch
+    no_sync = forward.no_sync() if loader.world > 1 else nullcontext()
+    with no_sync, autocast(loader.device, dtype):
+        loss_sum = forward(x, y, pos, docs, reduction="sum")
+    loss_sum.backward()
+    forward.zero_grad(set_to_none=True)
 
 
 def save(run, model, optimizers, state, cfg, dataset, dtype):

@@ -568,10 +568,11 @@ def test_a_second_writer_is_refused_while_the_first_lives(run, text_data, tmp_pa
     process = start(*words)
     wait_for(lambda: list_steps(tmp_path / "run"), process)
     process.send_signal(signal.SIGSTOP)  # or it might end before the second begins
-    second = run("train.py", *words, "--init_from=resume")
+    for flag in ("--init_from=resume", "--overwrite"):
+        second = run("train.py", *words, flag)
+        assert second.returncode == 2
+        assert re.search(rf"process {process.pid} is writing", second.stderr), second.stderr
     process.send_signal(signal.SIGCONT)
-    assert second.returncode == 2
-    assert re.search(rf"process {process.pid} is writing", second.stderr), second.stderr
     process.kill()
     process.communicate()
     # The lock of a dead process does not bind.
