@@ -24,7 +24,7 @@ FAST_SECTIONS = ("concurrency",)
 def run_stress(*flags):
     """In a process of its own: it forks, which one that has computed should not."""
     command = [sys.executable, STRESS / "run.py", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the stress tests need Linux")

@@ -11,6 +11,7 @@ model.safetensors and optim.safetensors, and the same rows in log.jsonl (except 
 import argparse
 import ast
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import inspect
@@ -61,6 +62,7 @@ TINY = [
     "--dtype=float32",
     "--device=cpu",
 ]
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal to get when the parent has ended
 TINY_EXTENSION = ["--method=yarn", "--factor=2", "--max_iters=6", "--eval_interval=2"]
 
 
@@ -141,6 +143,8 @@ def run_child(command, output_file, folder, env, before, cpus):
     """The life of a forked child: run the script's main() and exit. Never returns."""
     status = 99
     try:
+        # in a session of its own it would outlive a runner that is killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         output = os.open(output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
