@@ -50,6 +50,7 @@ bench: .venv/demo
 # Every kernel compiled for every architecture, 1,722 times: results/aot.md.
 aot: .venv/test
 	$(PY) tests/compiled/aot.py --all --report
+	NANOLONG_AOT=all $(PY) -m pytest -q tests/test_kernels.py -k fit_the_hardware
 
 .venv/demo: requirements.txt
 	@$(PYTHON) nanolong/python_version.py

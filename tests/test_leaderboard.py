@@ -35,9 +35,11 @@ def own_schemes_do_not_stay(monkeypatch):
 
 
 @pytest.fixture
-def words(text_data, tmp_path):
+def words(text_data, tmp_path, monkeypatch):
     """A command line that takes seconds: two schemes, and one of our own from a file."""
     (tmp_path / "my_decay.py").write_text(OWN_SCHEME)
+    measure_throughput = functools.partial(leaderboard.measure_throughput, rounds=1, steps=1)
+    monkeypatch.setattr(leaderboard, "measure_throughput", measure_throughput)
     return [
         "experiments/leaderboard.py",
         "--budget=try",
@@ -89,8 +91,6 @@ def test_an_entry_from_a_file_is_ranked_and_finished_runs_are_not_repeated(
     (scores,) = (tmp_path / "runs").rglob("rope-1/scores.json")
     scores.unlink()
     del POSITIONS["my_decay"]
-    measure_throughput = functools.partial(leaderboard.measure_throughput, rounds=1, steps=1)
-    monkeypatch.setattr(leaderboard, "measure_throughput", measure_throughput)
     done = call(*words, "--seeds=2")
     assert done.returncode == 0, done.stderr
     records = read_board(tmp_path)["records"]
@@ -123,8 +123,6 @@ def test_redraw_makes_the_published_report_from_its_json(call, tmp_path, monkeyp
 
 def test_what_has_changed_is_trained_anew_and_nothing_else(call, words, tmp_path, monkeypatch):
     """The hacker's loop: edit the class or a default, and run the same command again."""
-    measure_throughput = functools.partial(leaderboard.measure_throughput, rounds=1, steps=1)
-    monkeypatch.setattr(leaderboard, "measure_throughput", measure_throughput)
     words = [word for word in words if "--entries" not in word] + [
         "--entries=my_decay",
         "--seeds=1",
@@ -162,8 +160,6 @@ def test_a_run_that_was_stopped_goes_on_unless_its_scheme_was_edited(
         "--entries=my_decay",
         "--seeds=1",
     ]
-    measure_throughput = functools.partial(leaderboard.measure_throughput, rounds=1, steps=1)
-    monkeypatch.setattr(leaderboard, "measure_throughput", measure_throughput)
     real = leaderboard.train
 
     def stopped(model, config):
