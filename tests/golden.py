@@ -61,6 +61,10 @@ DELIBERATE = (
         "extension: rope, window, self-extend*",
         "a window is refused when the context is extended, not at the first forward pass",
     ),
+    (
+        "statuses: train.py --out_dir={cut_optimizer} --init_from=resume | *",
+        "a finished run that is resumed says so, and reads no optimizer",
+    ),
 )
 
 # Cases whose name begins with "compiled" may differ by this much; all others must be identical.

@@ -175,6 +175,7 @@ def pattern_models():
     return models
 
 
+@pytest.mark.slow
 def test_exports_of_layer_patterns_agree_with_transformers(tmp_path):
     records, exported = interchange.export_ours(pattern_models(), tmp_path)
     found = {record["name"]: record["architecture"] for record in records}
