@@ -41,10 +41,11 @@ from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.lock import unlock
 from nanolong.plots import format_loss_table, plot_wavelengths
-from nanolong.run_folder import list_steps
+from nanolong.run_folder import list_steps, readable_steps, settle_replaced
 from nanolong.training_run import (
     check_same_settings,
     existing_run,
+    ignore_overwrite_of_preset,
     lock_run,
     replacing_run,
     resume_run,
@@ -138,11 +139,11 @@ def run_defaults(given, paths):
             "python extend.py out/python-rope --method=yarn --factor=4"
         )
     folder = find_checkpoint(paths[0])
-    run = Path(paths[0]) if list_steps(paths[0]) else folder.parent
+    run = Path(paths[0]) if readable_steps(paths[0]) else folder.parent
     out_dir = given.get("out_dir") or f"{run}-{run_suffix(given)}"
     settings = {}
-    if given.get("init_from") == "resume" and list_steps(out_dir):
-        settings = saved_settings(list_steps(out_dir)[-1], GPTConfig, ExtendConfig)
+    if given.get("init_from") == "resume" and readable_steps(out_dir):
+        settings = saved_settings(readable_steps(out_dir)[-1], GPTConfig, ExtendConfig)
         settings = {**settings, "plot": "", "text": ""}
     if not settings.get("dataset"):
         settings = inherited_settings(read_meta(folder), given, paths[0])
@@ -352,6 +353,7 @@ def save_extended(model, cfg):
         lock_run(run)
         with replacing_run(run, cfg.overwrite):
             save_model(model, folder, optim={}, **settings, **state)
+            settle_replaced(run, finished=True)
         unlock(run)
     print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
 
@@ -460,6 +462,7 @@ def main():
     check_same_settings(parent, model_config, given)
     check_request(parent, cfg)
     before = getattr(parent.pos, "inv_freq", None)
+    ignore_overwrite_of_preset(cfg)
     model = resume_run(GPT, cfg, model_config, set())
     if model is not None:
         check_same_extension(model, parent, cfg)

@@ -49,12 +49,14 @@ from nanolong.distributed import join_processes, rank_and_world
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers
-from nanolong.run_folder import list_steps
+from nanolong.run_folder import list_steps, readable_steps
 from nanolong.signals import catch_signals
 from nanolong.training_run import (
     compile_ahead,
     describe_divergence,
+    gradients,
     hint_after_divergence,
+    ignore_overwrite_of_preset,
     is_finished,
     is_resumed,
     logging_run,
@@ -324,8 +326,8 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
 
     train_length: tokens of a sequence, by default the context length; max_position: of PoSE. To
     resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
-    Returns the last evaluation, and "stopped". Raises UserError, and FloatingPointError before an
-    update that is not finite.
+    Returns the last evaluation, "stopped" and "last_step". Raises UserError, and FloatingPointError
+    before an update that is not finite.
     """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
@@ -356,7 +358,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
             if logger:
                 logger.start_clock(state.tokens)
             sums, losses = forward_backward(forward, loader, state, dtype)
-            grads = [p.grad for p in model.parameters()]
+            grads = gradients(model)
             grad_norm = torch.nn.utils.get_total_norm(grads)
             loader.wait()  # the next batch is on its way before this process waits for the device
             loss_sum, n_targets, stop, grad_norm = reduce_and_read(sums, stop_signals, grad_norm)
@@ -374,7 +376,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
             # log
             if logger:
                 logger.step(state, loss_sum / max(n_targets, 1), grad_norm)
-    return {**last_eval, "stopped": bool(stop)}
+    return {**last_eval, "stopped": bool(stop), "last_step": state.step}
 
 
 # -----------------------------------------------------------------------------
@@ -432,11 +434,15 @@ def record_evaluation(run, state, metrics, logger):
 def run_defaults(given, paths):
     """The defaults that depend on what is given: the run folder, and on resume all settings."""
     dataset = Path(given.get("dataset", "python")).name
-    out_dir = given.get("out_dir") or f"out/{dataset}-{given.get('pos', 'rope')}"
+    entry_names = [Path(file).stem for file in given.get("entry", ())]
+    pos = given.get("pos") or [GPTConfig.pos, *entry_names][-1]
+    out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
     resumed = given.get("init_from") == "resume" or is_elastic_restart(out_dir)
     settings = {}
-    if resumed and list_steps(out_dir):
-        settings = saved_settings(list_steps(out_dir)[-1], GPTConfig, TrainConfig)
+    if resumed and readable_steps(out_dir):
+        settings = saved_settings(readable_steps(out_dir)[-1], GPTConfig, TrainConfig)
+    elif given.get("entry"):
+        settings = {"pos": pos}
     # the checkpoint's own init_from must not decide whether this command resumes
     return {**settings, "out_dir": out_dir, "init_from": "scratch"}
 
@@ -449,6 +455,7 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
             step = model.meta["step"]
             print(f"{model.folder} is finished: to train beyond step {step}, raise --max_iters")
         return 0
+    replaces = cfg.overwrite and bool(list_steps(cfg.out_dir))
     try:
         result = train(model, cfg, train_length, max_position)
     except FloatingPointError as error:
@@ -456,6 +463,9 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
             print(f"error: {error}", file=sys.stderr)
         return 1
     if rank:
+        return 0
+    if replaces and result["stopped"] and result["last_step"] == 0:
+        print(f"stopped before the first step: {cfg.out_dir} holds the old run, as it was")
         return 0
     folder = find_checkpoint(cfg.out_dir)
     if result["stopped"]:
@@ -487,6 +497,7 @@ def main():
     )
     load_entries(cfg.entry, POSITIONS)
     rank, world = join_processes(cfg.device)
+    ignore_overwrite_of_preset(cfg)
     model = resume_run(GPT, cfg, model_config, given)
     if model is None:
         validate.check_model(model_config, POSITIONS)

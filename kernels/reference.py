@@ -7,6 +7,7 @@ dimension, C model width, V vocabulary.
 
 import contextlib
 import functools
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 for _dtype in (torch.float32, torch.float64):
     for _function in (torch.exp, torch.log, torch.sin, torch.cos):
         _function(torch.ones(1, dtype=_dtype))
+
+# Norms of queries and keys get bfloat16 with float32 weights under autocast, which is meant.
+warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 # The most scores, or biases added to them, that exist at a time: 64 MiB in float32.
 MAX_SCORES = 1 << 24

@@ -18,7 +18,7 @@ import torch
 from nanolong import validate
 from nanolong.entry import entry_file
 from nanolong.errors import UserError
-from nanolong.run_folder import hint_other_checkpoints, list_steps
+from nanolong.run_folder import hint_other_checkpoints, list_steps, readable_steps
 
 FORMAT = 2  # of checkpoints, in meta.json
 
@@ -180,7 +180,7 @@ def find_checkpoint(path, best=False):
             f"there is no checkpoint in {path}: it does not exist; train one with "
             f"python train.py --out_dir={shlex.quote(str(path))}"
         )
-    found = list_steps(path)
+    found = readable_steps(path)
     if not found:
         raise UserError(
             f"there is no checkpoint in {path}: give a run folder (out/NAME) or one of its "
@@ -261,6 +261,7 @@ def load_model(model_class, config_class, positions, path, best=False):
     for name in ("config", "config_defaults"):
         meta.pop(name, None)
     check_scheme(file, settings.get("pos"), positions, meta.pop("entry", None))
+    check_method(file, settings, positions)
     try:
         config = validate.coerce(config_class, settings, str(file))
         validate.check_model(config, positions)
@@ -325,6 +326,17 @@ def check_scheme(file, pos, positions, entry):
     if entry:
         advice = f"give --entry={shlex.quote(entry)}, or add its class to POSITIONS in model.py"
     raise UserError(f"{file} was trained with --pos={pos}, which this checkout lacks: {advice}")
+
+
+def check_method(file, settings, positions):
+    """Raise UserError for an extension method that this checkout lacks."""
+    extension, scheme = settings.get("extension"), positions.get(str(settings.get("pos")))
+    method = extension.get("method") if isinstance(extension, dict) else None
+    if scheme and isinstance(method, str) and method not in scheme.methods:
+        raise UserError(
+            f"{file} was extended by method {method!r}, which this checkout lacks for "
+            f"--pos={settings['pos']}: add the method, or use the checkout that extended it"
+        )
 
 
 def check_weights(file, meta, shapes):

@@ -148,6 +148,12 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
     return *instances, set(given), positional
 
 
+def flag_names():
+    """The names of the settings that the command line gives as flags, not by presets."""
+    flags = [word[2:].partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
+    return {flag.replace("-", "_") for flag in flags}
+
+
 def settings_of(cls):
     """The settings of a dataclass, in its order, without the hidden ones."""
     hints = typing.get_type_hints(cls)

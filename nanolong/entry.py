@@ -33,7 +33,10 @@ def load_entry(file, positions):
     if name in positions:
         known = positions[name]
         is_same = known in _files and _sources[known] == source
-        require(is_same, f"--entry={file}: there is already a scheme {name!r}: rename the file")
+        require(
+            is_same,
+            f"--entry={file}: there is already a scheme {name!r}: rename the file, or leave it out",
+        )
         return name
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)

@@ -30,25 +30,41 @@ def step_number(folder):
     return int(folder.name[5:])
 
 
-def prune(run, best):
+def prune(run, best, finished=False):
     """
     Keep the last two checkpoints of a run and the best, [step, loss] or None.
 
     Removes the others, what a crash has left half-written or half-removed, and the run that this
-    one replaces.
+    one replaces, once this one has trained or is finished.
     """
-    settle_replaced(run)
+    if finished or has_trained(run):
+        settle_replaced(run, finished)
     best_name = None if best is None else f"step-{best[0]:06d}"
     for old in list_steps(run)[:-2]:
         if old.name != best_name:
             os.rename(old, run / f".tmp-{old.name}")
     for leftover in run.glob(".tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
 
 
 # -----------------------------------------------------------------------------
-# Replacing a run. Its files wait in `.replaced` until the new run has a checkpoint. A file
-# `complete` there says that all of them are there; without it no new run has begun.
+# Replacing a run. Its files wait in `.replaced` until the new run has a checkpoint after step 0. A
+# file `complete` there says that all of them are there; without it no new run has begun.
+
+
+def has_trained(run):
+    """Whether a run has a checkpoint of a later step than 0."""
+    return any(step_number(step) > 0 for step in list_steps(run))
+
+
+def readable_steps(run):
+    """The checkpoints of a run folder, oldest first; while a run is being replaced the old ones."""
+    aside = Path(run) / ".replaced"
+    if not aside.is_dir() or has_trained(run):
+        return list_steps(run)
+    if (aside / "complete").exists():
+        return list_steps(aside)
+    return sorted([*list_steps(run), *list_steps(aside)], key=step_number)
 
 
 def set_aside(run):
@@ -65,23 +81,25 @@ def set_aside(run):
     (aside / "complete").touch()
 
 
-def settle_replaced(run):
-    """Remove a run that was set aside if the new one has a checkpoint, else put it back."""
+def settle_replaced(run, finished=False):
+    """Remove a run that was set aside if the new one is finished or has trained, or restore it."""
     aside = Path(run) / ".replaced"
     if not aside.is_dir():
         return
     complete = aside / "complete"
-    if complete.exists() and list_steps(run):
+    if complete.exists() and (finished or has_trained(run)):
         os.rename(aside, Path(run) / ".tmp-replaced")
         shutil.rmtree(Path(run) / ".tmp-replaced", ignore_errors=True)
         return
     if complete.exists():
-        for item in run_items(run):  # the log of a run without a checkpoint
-            item.unlink()
+        for item in run_items(run):  # what a run that has not trained has written
+            os.rename(item, Path(run) / f".tmp-{item.name}")
         complete.unlink()
     for item in aside.iterdir():
         os.rename(item, Path(run) / item.name)
     aside.rmdir()
+    for leftover in Path(run).glob(".tmp-*"):
+        remove(leftover)
 
 
 def run_items(run):
@@ -102,6 +120,14 @@ def check_only_run(run):
             f"--overwrite would remove {unknown[0]}, which is no part of a run: move it away, or "
             "choose another --out_dir"
         )
+
+
+def remove(path):
+    """Remove a file or a folder, as far as that is possible."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def latest_run(root="out"):

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 
 
 class StopRequested(BaseException):
@@ -43,6 +44,7 @@ class StopSignals:
             return
         # An exception may be ignored, in the callback of a weak reference for example.
         set_alarm(0.05)
+        warnings.simplefilter("ignore")  # torch's, about what an exception has cut short
         if frame.f_code is not StopSignals.interruptible.__code__:
             raise StopRequested
 

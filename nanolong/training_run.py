@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nanolong import cli
 from nanolong.checkpoint import (
     is_elastic_restart,
     optimizer_tensors,
@@ -49,7 +50,7 @@ def resume_run(model_class, cfg, model_config, given):
     if cfg.overwrite and cfg.init_from == "resume":
         raise UserError(
             "--overwrite replaces a run and --init_from=resume goes on with it: leave one of them "
-            "out (a preset that sets overwrite is answered by --overwrite=false)"
+            "out"
         )
     if is_elastic_restart(run):
         cfg.init_from = "resume"
@@ -101,6 +102,12 @@ def is_resumed(model, cfg):
     return cfg.init_from == "resume" and "step" in model.meta
 
 
+def ignore_overwrite_of_preset(cfg):
+    """Let --init_from=resume win over a preset that sets overwrite; not over the flag."""
+    if cfg.init_from == "resume" and "overwrite" not in cli.flag_names():
+        cfg.overwrite = False
+
+
 def is_finished(model, cfg):
     """Whether the model comes from a run that has nothing left to train or to evaluate."""
     if not is_resumed(model, cfg) or not cfg.max_iters:
@@ -136,6 +143,8 @@ def open_run(run, model, cfg, state, dtype):
         if dtype == torch.float16 and meta["scaler"]:
             state.loss_scale, state.good_steps = meta["scaler"]
     if rank == 0:
+        if cfg.overwrite and not resumed and run.is_dir():
+            check_only_run(run)  # before anything is written
         lock_run(run)  # until closing_run()
         newest = list_steps(run)[-1] if list_steps(run) else None
         if cfg.overwrite and not resumed:
@@ -172,12 +181,14 @@ def check_replaceable(run):
 @contextmanager
 def replacing_run(run, overwrite):
     """
-    With overwrite, set the old run of a locked folder aside until the new one has a checkpoint.
+    With overwrite, set the old run of a locked folder aside until the new one has trained.
 
     Raises UserError where the folder holds anything else.
     """
     if overwrite:
         check_replaceable(run)
+        if list_steps(run):
+            print(f"replacing {list_steps(run)[-1]}")
         set_aside(run)
     try:
         yield
@@ -270,9 +281,20 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             launch=os.environ.get("TORCHELASTIC_RUN_ID"),
         )
     if rank == 0:
-        prune(run, state.best)
+        prune(run, state.best, finished=state.step >= cfg.max_iters)
     if world > 1:
         dist.barrier()
+
+
+def gradients(model):
+    """The gradients of all parameters. Raises UserError for a parameter that has none."""
+    for name, p in model.named_parameters():
+        if p.grad is None:
+            raise UserError(
+                f"{name} gets no gradient: use it in the forward pass, or remove it (a "
+                "--layer_pattern of N and S alone uses no scheme: give --pos=nope)"
+            )
+    return [p.grad for p in model.parameters()]
 
 
 def describe_divergence(run, state, cfg, loss_sum, losses):

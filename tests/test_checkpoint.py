@@ -306,6 +306,22 @@ def test_settings_of_other_branches_do_not_bar_a_checkpoint(run_folder):
         GPT.load(folder)
 
 
+def test_an_extension_method_that_the_checkout_lacks_is_no_damage(run_folder):
+    folder = run_folder / "step-000010"
+    meta = read_meta(folder)
+    meta["config"]["extension"] = {
+        "method": "mixed",
+        "factor": 2.0,
+        "options": {},
+        "original_length": 12,
+    }
+    write_meta(folder, meta)
+    with pytest.raises(
+        UserError, match="was extended by method 'mixed', which this checkout lacks"
+    ):
+        GPT.load(folder)
+
+
 def test_a_default_that_stands_for_another_setting_counts_as_default(make):
     """n_kv_head = 0 is n_head, and is saved as that number."""
     record = settings_record("config", make().config)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import signal
 
 import pytest
 from conftest import TINY
@@ -14,6 +15,7 @@ from nanolong.run_folder import (
     check_only_run,
     latest_run,
     list_steps,
+    readable_steps,
     run_items,
     set_aside,
     settle_replaced,
@@ -42,10 +44,10 @@ def content(folder):
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
 
 
-def new_checkpoint(run):
+def new_checkpoint(run, step=5):
     (run / "log.jsonl").write_text("new\n")
-    (run / "step-000000").mkdir()
-    (run / "step-000000/meta.json").write_text("new")
+    (run / f"step-{step:06d}").mkdir()
+    (run / f"step-{step:06d}/meta.json").write_text("new")
 
 
 # -----------------------------------------------------------------------------
@@ -67,7 +69,20 @@ def test_the_old_run_goes_with_the_first_checkpoint_of_the_new_one(old_run):
     set_aside(old_run)
     new_checkpoint(old_run)
     settle_replaced(old_run)
-    assert content(old_run) == {"log.jsonl": b"new\n", "step-000000/meta.json": b"new"}
+    assert content(old_run) == {"log.jsonl": b"new\n", "step-000005/meta.json": b"new"}
+
+
+def test_a_new_run_counts_when_it_has_trained_or_is_finished(old_run):
+    before = content(old_run)
+    set_aside(old_run)
+    new_checkpoint(old_run, step=0)
+    assert [step.name for step in readable_steps(old_run)] == ["step-000010", "step-000020"]
+    settle_replaced(old_run)
+    assert content(old_run) == before and readable_steps(old_run) == list_steps(old_run)
+    set_aside(old_run)
+    new_checkpoint(old_run, step=0)
+    settle_replaced(old_run, finished=True)
+    assert list(content(old_run)) == ["log.jsonl", "step-000000/meta.json"]
 
 
 def test_a_crash_at_any_moment_of_replacing_leaves_one_whole_run(old_run, monkeypatch):
@@ -75,7 +90,7 @@ def test_a_crash_at_any_moment_of_replacing_leaves_one_whole_run(old_run, monkey
     before = content(old_run)
     spare = old_run.parent / "spare"
     shutil.copytree(old_run, spare)
-    new = {"log.jsonl": b"new\n", "step-000000/meta.json": b"new"}
+    new = {"log.jsonl": b"new\n", "step-000005/meta.json": b"new"}
 
     class Crash(BaseException):
         pass
@@ -178,12 +193,49 @@ def test_a_start_that_fails_leaves_the_old_run_as_it_was(call, words, tmp_path, 
     assert refused.returncode == 2 and content(run) == before
 
 
+def test_a_stop_before_the_first_step_leaves_the_old_run(call, words, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    assert call(*words).returncode == 0
+    before = content(run)
+    real = train.estimate_loss
+
+    def stopped(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "estimate_loss", stopped)
+        done = call(*words, "--overwrite")
+    assert done.returncode == 0 and "holds the old run, as it was" in done.stdout
+    assert "replacing" in done.stdout and content(run) == before
+
+
+def test_after_a_crash_while_replacing_the_old_run_is_read_and_resumed(call, words, tmp_path):
+    run = tmp_path / "run"
+    assert call(*words, "--learning_rate=1e-4").returncode == 0
+    set_aside(run)
+    new_checkpoint(run, step=0)
+    assert call("sample.py", run, "--max_new_tokens=2").returncode == 0
+    resumed = call("train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=9")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "changed since the checkpoint: max_iters 8 -> 9\n" in resumed.stdout
+    assert list_steps(run)[-1].name == "step-000009"
+
+
+def test_resuming_wins_over_a_preset_that_overwrites(call, words, tmp_path):
+    words = ["train.py", "config/debug.toml", *words[1:]]
+    assert call(*words).returncode == 0
+    done = call(*words, "--init_from=resume", "--max_iters=9")
+    assert done.returncode == 0, done.stderr
+    assert '"step": 1,' in (tmp_path / "run/log.jsonl").read_text()
+
+
 def test_overwrite_is_refused_where_it_would_lose_something(call, words, text_data, tmp_path):
     run = tmp_path / "run"
     assert call(*words).returncode == 0
     before = content(run)
     refused = call(*words, "--overwrite", "--init_from=resume")
-    assert refused.returncode == 2 and "--overwrite=false" in refused.stderr
+    assert refused.returncode == 2 and "leave one of them out" in refused.stderr
     extend = ["extend.py", run, "--max_iters=0", "--method=pi", "--factor=2", "--overwrite"]
     refused = call(*extend, f"--out_dir={run}")
     assert refused.returncode == 2 and "which is to be extended" in refused.stderr

@@ -556,6 +556,13 @@ def test_a_run_folder_is_not_overwritten(cfg):
     assert before == after
 
 
+def test_a_parameter_without_a_gradient_is_named(call, text_data, tmp_path):
+    words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+    refused = call(*words, "--pos=kerple", "--layer_pattern=N")
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    assert "pos.r1 gets no gradient" in refused.stderr and "--pos=nope" in refused.stderr
+
+
 def test_a_missing_package_for_the_log_is_named_before_any_work(call, text_data, tmp_path):
     words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     refused = call(*words, "--wandb=project")
