@@ -403,6 +403,18 @@ def check_datasets(models, cfg):
             )
 
 
+def note_different_texts(models, cfg):
+    """Print a note where the losses of the checkpoints cannot be compared."""
+    vocabularies = {model.config.vocab_size for model in models.values()}
+    datasets = {cfg.dataset or model.meta.get("dataset") for model in models.values()}
+    if len(vocabularies) > 1 or len(datasets) > 1:
+        print(
+            "note: these checkpoints are scored on different texts or vocabularies, so their "
+            "losses per token cannot be compared",
+            file=sys.stderr,
+        )
+
+
 def check_writable(file):
     """Raise OSError where a file cannot be written: before the work, not after it."""
     path = Path(file)
@@ -448,6 +460,7 @@ def main():
     models = load_models(paths, cfg.best, device)
     if cfg.task == "loss":
         check_datasets(models, cfg)
+        note_different_texts(models, cfg)
     for file in (cfg.plot, cfg.json):
         if file:
             check_writable(file)

@@ -715,8 +715,9 @@ class Block(nn.Module):
 def check_config(config):
     """Assert what nanolong/validate.py refuses with a clear error, for models made in Python."""
     assert config.pos in POSITIONS, f"pos is one of {', '.join(POSITIONS)}"
-    assert config.norm in ("rmsnorm", "layernorm") and config.mlp in ("swiglu", "gelu")
-    assert config.bias in ("none", "qkv", "all")
+    assert config.norm in ("rmsnorm", "layernorm"), "norm is rmsnorm or layernorm"
+    assert config.mlp in ("swiglu", "gelu"), "mlp is swiglu or gelu"
+    assert config.bias in ("none", "qkv", "all"), "bias is none, qkv or all"
     assert config.layer_pattern and set(config.layer_pattern) <= set("FWNS"), "letters F W N S"
     windows = any(config.uses_window(layer) for layer in range(config.n_layer))
     assert config.window or not windows, "the letters W and S need a window"

@@ -96,7 +96,7 @@ def main():
     load_entries(cfg.entry, POSITIONS)
     runs = [*paths, cfg.out_dir] if cfg.out_dir else paths
     if len(runs) > 1:
-        raise UserError("there are several run folders: give one (python sample.py out/NAME)")
+        raise UserError("there are several run folders: give one (a prompt goes to --start)")
     run = runs[0] if runs else latest_run()
     if run is None:
         raise UserError("there is no run under out/: train one (python train.py --pos=rope)")

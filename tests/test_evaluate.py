@@ -493,3 +493,13 @@ def test_a_dataset_of_another_vocabulary_is_named_as_the_cause(runs, call, tmp_p
     assert done.returncode == 2 and "--bos" not in done.stderr
     checkpoint = runs[0] / "step-000001"
     assert f"{folder} has a vocabulary of 3 and {checkpoint} one of 257: " in done.stderr
+
+
+def test_checkpoints_of_different_texts_are_not_compared_without_a_note(make, capsys):
+    models = {"a": make(), "b": make()}
+    for model, dataset in zip(models.values(), ("x", "y"), strict=True):
+        model.meta["dataset"] = dataset
+    evaluate.note_different_texts(models, evaluate.EvaluateConfig())
+    assert "cannot be compared" in capsys.readouterr().err
+    evaluate.note_different_texts(models, evaluate.EvaluateConfig(dataset="x"))
+    assert not capsys.readouterr().err
