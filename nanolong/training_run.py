@@ -216,6 +216,8 @@ def logging_run(run, state, model, loader, dtype):
     """
     cfg = loader.cfg
     with closing_run(run, model, loader):
+        if loader.world > 1:
+            dist.barrier()  # all processes catch signals before the first one says that it trains
         if loader.rank:
             yield None
             return
