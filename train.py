@@ -339,6 +339,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     last_eval = {"step": state.step}
     with catch_signals() as stop_signals, logging_run(run, state, model, loader, dtype) as logger:
+        # compile first, where a stop signal may interrupt at any point
         stop = compile_ahead(forward, loader, state, dtype, stop_signals)
         while True:
             # evaluate and save

@@ -10,7 +10,7 @@
 
 A run takes about a minute of 2 cores. Stop at any time: the same command continues where it
 stopped. Runs are kept in out/leaderboard, each with its settings and a hash of its code: what has
-been edited since is trained anew. The results go to results/leaderboard.md, .json and .png;
+been edited since is trained again. The results go to results/leaderboard.md, .json and .png;
 those of trials, and of some entries only, go to out/leaderboard.
 
 The score is the loss in the last quarter of a sequence, in nats per token of held-out text, at 1,
@@ -270,7 +270,7 @@ def choose_run_folder(folder, name, identity):
             run.mkdir(parents=True)
             write_json(run / "identity.json", identity, indent=1)
             if number > 1:
-                print(f"the code, a setting or the data has changed: training anew in {run}")
+                print(f"the code, a setting or the data has changed: training again in {run}")
             return run
         file = run / "identity.json"
         if file.is_file() and same_identity(read_json(file), identity):

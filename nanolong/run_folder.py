@@ -60,11 +60,11 @@ def has_trained(run):
 def readable_steps(run):
     """The checkpoints of a run folder, oldest first; while a run is being replaced the old ones."""
     aside = Path(run) / ".replaced"
-    if not aside.is_dir() or has_trained(run):
+    if not aside.is_dir():
         return list_steps(run)
-    if (aside / "complete").exists():
-        return list_steps(aside)
-    return sorted([*list_steps(run), *list_steps(aside)], key=step_number)
+    if not (aside / "complete").exists():  # a crash has left the old ones in both folders
+        return sorted([*list_steps(run), *list_steps(aside)], key=step_number)
+    return list_steps(run) if has_trained(run) else list_steps(aside)
 
 
 def set_aside(run):

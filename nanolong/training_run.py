@@ -290,13 +290,14 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
 
 def gradients(model):
     """The gradients of all parameters. Raises UserError for a parameter that has none."""
-    for name, p in model.named_parameters():
-        if p.grad is None:
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for name, grad in grads.items():
+        if grad is None:
             raise UserError(
                 f"{name} gets no gradient: use it in the forward pass, or remove it (a "
                 "--layer_pattern of N and S alone uses no scheme: give --pos=nope)"
             )
-    return [p.grad for p in model.parameters()]
+    return list(grads.values())
 
 
 def describe_divergence(run, state, cfg, loss_sum, losses):

@@ -99,7 +99,7 @@ def test_an_entry_from_a_file_is_ranked_and_finished_runs_are_not_repeated(
     assert {file: file.stat().st_mtime_ns for file in checkpoints} == times
     assert "± " in (tmp_path / "results/leaderboard.md").read_text()
 
-    # With another measure the same checkpoints are scored anew.
+    # With another measure the same checkpoints are scored again.
     del POSITIONS["my_decay"]
     done = call(*words, "--seeds=1", "--max_tokens=1000")
     assert done.returncode == 0, done.stderr
@@ -144,7 +144,7 @@ def test_what_has_changed_is_trained_anew_and_nothing_else(call, words, tmp_path
 
     edited, text, names = rank(OWN_SCHEME.replace(".sqrt()", ".log1p()"))
     assert edited != losses and names == ["my_decay-1", "my_decay-1.2"]
-    assert "has changed: training anew" in text
+    assert "has changed: training again" in text
     assert rank()[0] == losses  # the old class again, and its old run
 
     monkeypatch.setitem(leaderboard.BUDGETS["try"]["training"], "learning_rate", 1e-3)

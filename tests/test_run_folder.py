@@ -72,6 +72,13 @@ def test_the_old_run_goes_with_the_first_checkpoint_of_the_new_one(old_run):
     assert content(old_run) == {"log.jsonl": b"new\n", "step-000005/meta.json": b"new"}
 
 
+def test_a_run_that_is_moved_in_part_is_read_whole(old_run):
+    set_aside(old_run)
+    (old_run / ".replaced/complete").unlink()
+    os.rename(old_run / ".replaced/step-000010", old_run / "step-000010")
+    assert [step.name for step in readable_steps(old_run)] == ["step-000010", "step-000020"]
+
+
 def test_a_new_run_counts_when_it_has_trained_or_is_finished(old_run):
     before = content(old_run)
     set_aside(old_run)
