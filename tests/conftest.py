@@ -127,6 +127,18 @@ def text_data(tmp_path_factory):
 
 
 @pytest.fixture
+def character_data(tmp_path):
+    """A dataset folder of three characters, without <bos>."""
+    folder = tmp_path / "characters"
+    folder.mkdir()
+    for split in ("train", "val"):
+        data.write_tokens(folder / f"{split}.bin", [0, 1, 2] * 200, 3)
+    meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "vocab_size": 3}
+    (folder / "meta.json").write_text(json.dumps({**meta, "bos": None, "bos_default": False}))
+    return folder
+
+
+@pytest.fixture
 def make():
     """Make a small GPT whose weights are all random, so that no term is hidden by a zero."""
 

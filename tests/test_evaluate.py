@@ -481,14 +481,9 @@ def test_a_checkpoint_that_names_no_dataset_needs_one(make, call, text_data, tmp
     assert f"--tokenizer='{tmp_path}/my run' --name=NAME" in done.stderr
 
 
-def test_a_dataset_of_another_vocabulary_is_named_as_the_cause(runs, call, tmp_path):
+def test_a_dataset_of_another_vocabulary_is_named_as_the_cause(runs, call, character_data):
     """Of characters, without <bos>; evaluate.py has no --bos."""
-    folder = tmp_path / "characters"
-    folder.mkdir()
-    for split in ("train", "val"):
-        data.write_tokens(folder / f"{split}.bin", [0, 1, 2] * 200, 3)
-    meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "vocab_size": 3}
-    (folder / "meta.json").write_text(json.dumps({**meta, "bos": None, "bos_default": False}))
+    folder = character_data
     done = call("evaluate.py", f"RoPE={runs[0]}", f"--dataset={folder}")
     assert done.returncode == 2 and "--bos" not in done.stderr
     checkpoint = runs[0] / "step-000001"

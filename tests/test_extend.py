@@ -237,14 +237,11 @@ def test_texts_that_cannot_be_evaluated_are_refused(trained, extend_run, make, t
     assert not (tmp_path / "extended").exists()
 
 
-def test_a_dataset_of_another_vocabulary_is_named_as_the_cause(trained, extend_run, tmp_path):
+def test_a_dataset_of_another_vocabulary_is_named_as_the_cause(
+    trained, extend_run, character_data, tmp_path
+):
     """Of characters, without <bos>; the sentence names the checkpoint, and no row of a table."""
-    folder = tmp_path / "characters"
-    folder.mkdir()
-    for split in ("train", "val"):
-        data.write_tokens(folder / f"{split}.bin", [0, 1, 2] * 200, 3)
-    meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "vocab_size": 3}
-    (folder / "meta.json").write_text(json.dumps({**meta, "bos": None, "bos_default": False}))
+    folder = character_data
     checkpoint = newest(trained)
     expected = f"dataset {folder} has a vocabulary of 3 and {checkpoint} one of 257: choose"
     for number in (0, 1):
