@@ -2,11 +2,10 @@
 
     python hf.py import SmolLM-135M/ out/smollm
     python hf.py export out/rope-yarn4 exported/
-    python hf.py export out/smollm-yarn32 exported/ --tokenizer=SmolLM-135M/
 
 import: a local directory becomes a run folder, for extend.py, evaluate.py and sample.py.
 export: a run folder becomes a directory that transformers' AutoModelForCausalLM loads, with the
-same logits; --tokenizer copies the tokenizer files of the directory that the model came from.
+same logits and the tokenizer files that it was imported with.
 
 Imported: the Llama family (Llama 1 to 3, SmolLM, TinyLlama), Mistral, Qwen2, Qwen3, SmolLM3 and
 GPT-2, with any rope_parameters or rope_scaling. Exported: the one of these that a model is. What
@@ -26,7 +25,7 @@ from nanolong.hf_import import import_checkpoint
 
 @dataclass
 class HFConfig:
-    # export: copy the tokenizer files of this Hugging Face directory instead of the checkpoint's
+    # export: copy the tokenizer files of this Hugging Face directory instead of the model's own
     tokenizer: str = ""
     # export: let transformers, where it is installed, load what was written, and compare logits
     verify: bool = True

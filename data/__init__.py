@@ -1,10 +1,9 @@
 """Datasets, tokenizers and synthetic documents.
 
-dataset.py         token files, and the batches of a training run
-tokenizer.py       text to token ids and back
-synthetic.py       passkey documents, made rather than read
-tokenizer_json.py  Hugging Face's tokenizer.json, for hf.py
-prepare.py         a script: turns text into a dataset
+dataset.py    token files, and the batches of a training run
+tokenizer.py  text to token ids and back
+synthetic.py  passkey documents, made rather than read
+prepare.py    a script: turns text into a dataset
 """
 
 from data.dataset import (
@@ -24,10 +23,11 @@ from data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
-    PackagedTokenizer,
+    ImportedTokenizer,
     decode_stream,
     decompress,
     encode_prompt,
+    load_tokenizer_json,
     same_vocabulary,
     tokenizer_from_json,
 )
@@ -40,8 +40,8 @@ __all__ = [
     "Dataset",
     "FILLER",
     "HEADER",
+    "ImportedTokenizer",
     "NEEDLE",
-    "PackagedTokenizer",
     "Split",
     "dataset_exists",
     "dataset_folder",
@@ -50,6 +50,7 @@ __all__ = [
     "encode_prompt",
     "find_dataset",
     "hash_files",
+    "load_tokenizer_json",
     "open_tokens",
     "passkey",
     "same_vocabulary",

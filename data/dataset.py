@@ -21,6 +21,7 @@ import numpy as np
 
 from data.synthetic import DIGITS, passkey
 from data.tokenizer import BPETokenizer, same_vocabulary, tokenizer_from_json
+from nanolong import tokenizer_files
 from nanolong.errors import LocalError, UserError
 
 HERE = Path(__file__).resolve().parent
@@ -469,7 +470,11 @@ class Dataset:
         """Count the bytes of text of the scored targets; None where the tokenizer is unknown."""
         if self.tokenizer is None:
             return None
-        return int(self.tokenizer.byte_lengths[targets[targets >= 0]].sum())
+        targets = targets[targets >= 0]
+        n_bytes = self.tokenizer.byte_lengths[targets].sum()
+        # what the tokenizer has put before the documents is not theirs
+        n_documents = (targets[:-1] == self.separator).sum()
+        return int(n_bytes - n_documents * self.tokenizer.added_bytes)
 
 
 def _split_files(folder):
@@ -568,11 +573,15 @@ def _read_meta(folder):
             raise ValueError(f"vocab_size cannot be {n!r}")
         if bos is not None and not (isinstance(bos, int) and 0 <= bos < n):
             raise ValueError(f"bos cannot be {bos!r}")
-        return {key: meta[key] for key in ("tokenizer", "vocab_size", "bos", "bos_default")}
+        checksums = dict(meta.get("sha256") or {})
+        meta = {key: meta[key] for key in ("tokenizer", "vocab_size", "bos", "bos_default")}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{file} is damaged ({type(error).__name__}: {error}): prepare the dataset again"
         ) from None
+    spec = meta["tokenizer"]
+    meta["tokenizer"] = tokenizer_files.read(folder, spec, checksums, "prepare the dataset again")
+    return meta
 
 
 def _meta_of_bare_files(folder):

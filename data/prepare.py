@@ -31,7 +31,7 @@ import numpy as np
 
 from data.dataset import dataset_folder, open_tokens, write_tokens
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from_json
-from nanolong import cli
+from nanolong import cli, tokenizer_files
 from nanolong.errors import UserError
 
 SHAKESPEARE = (
@@ -303,6 +303,10 @@ def write_dataset(folder, tokenizer, splits, about, raw):
             write_tokens(file, ids, tokenizer.vocab_size, raw)
             meta["tokens"][split] = len(ids)
             meta["sha256"][split] = hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, content in tokenizer_files.contents(meta["tokenizer"]).items():
+            (tmp / name).write_bytes(content)
+            meta["sha256"][name] = hashlib.sha256(content).hexdigest()
+        meta = tokenizer_files.without_contents(meta)
         content = json.dumps(meta, indent=1, allow_nan=False) + "\n"
         (tmp / "meta.json").write_text(content, encoding="utf-8")
     except BaseException:
@@ -311,8 +315,8 @@ def write_dataset(folder, tokenizer, splits, about, raw):
 
     if folder.is_dir():
         # It holds a downloaded text. The files that make it a dataset move in last.
-        for name in ("meta.json", "val.bin", "train.bin"):
-            os.replace(tmp / name, folder / name)
+        for file in sorted(tmp.iterdir(), key=lambda file: (file.suffix == ".bin", file.name)):
+            os.replace(file, folder / file.name)
         tmp.rmdir()
     else:
         os.rename(tmp, folder)

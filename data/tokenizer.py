@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, byte-level BPE, and whatever the tokenizers package reads.
+"""Tokenizers: bytes, characters, tiktoken's encodings, and the tokenizer.json of other models.
 
 Every tokenizer has
 
@@ -8,13 +8,17 @@ Every tokenizer has
     bos             the id that starts a document, or None
     eos             the id that ends one; None where there is none, or where it is bos
     byte_lengths    (vocab_size,) how many bytes each id stands for
+    added_bytes     how many bytes encode() puts before a text: 1 where that is a space
     to_json()       a dict from which tokenizer_from_json() makes the tokenizer again
 
-A checkpoint's meta.json holds to_json(), so sampling from it needs no other file.
+A checkpoint's meta.json holds to_json(), apart from files (nanolong/tokenizer_files.py).
 """
 
 import base64
 import codecs
+import functools
+import itertools
+import json
 import re
 import unicodedata
 import zlib
@@ -33,6 +37,7 @@ class ByteTokenizer:
     bos = 256
     eos = None
     byte_lengths = np.array([1] * 256 + [0])
+    added_bytes = 0
 
     def encode(self, text):
         if isinstance(text, bytes):
@@ -54,6 +59,7 @@ class CharTokenizer:
     """
 
     eos = None
+    added_bytes = 0
 
     def __init__(self, characters: str, bos: bool = False):
         self.characters = characters
@@ -84,8 +90,11 @@ class BPETokenizer:
     """Byte-level BPE by tiktoken. Text that looks like a special token is encoded as plain text.
 
     encoding: a tiktoken.Encoding. bos: by default the id of <|endoftext|>. eos: where it is another
-    id. vocab_size: the model's, where it is padded. nfc: compose the text (Unicode NFC) first.
+    id. vocab_size: the model's, where it is padded. nfc: compose the text (Unicode NFC) first; only
+    vocabularies that earlier versions imported have the last three.
     """
+
+    added_bytes = 0
 
     def __init__(self, encoding, bos=None, eos=None, vocab_size=None, nfc=False):
         self.encoding = encoding
@@ -123,14 +132,11 @@ class BPETokenizer:
             text = unicodedata.normalize("NFC", text)
         try:
             return self.encoding.encode_ordinary(text)
+        # tiktoken's Rust code panics, as on a pattern that matches the empty text
         except BaseException as error:
-            # tiktoken's Rust code panics, as on a pattern that matches the empty text; its
-            # PanicException is not an Exception.
-            if type(error).__name__ != "PanicException":
-                raise
             raise UserError(
-                f"this vocabulary cannot encode the text ({error}): prepare the dataset again, or "
-                "use another checkpoint"
+                f"this vocabulary cannot encode the text ({reason_of(error)}): prepare the dataset "
+                "again, or use another checkpoint"
             ) from None
 
     def decode(self, ids):
@@ -151,63 +157,233 @@ class BPETokenizer:
         return spec
 
 
-class PackagedTokenizer:
-    """An imported tokenizer.json that is not byte-level BPE, such as sentencepiece's.
+def reason_of(error) -> str:
+    """Return what an error of Rust code says. Raise one from elsewhere again, such as Ctrl-C."""
+    # the PanicException of Rust code is not an Exception
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return " ".join(str(error).split())[:200]
 
-    text: the content of tokenizer.json, which the optional tokenizers package reads. bos, eos and
-    vocab_size are those of BPETokenizer.
+
+# -----------------------------------------------------------------------------
+# tokenizer.json, read by the tokenizers package
+
+
+def import_tokenizers():
+    """Return the tokenizers package. Raises UserError where it is missing."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(
+            "the tokenizers package, which reads and writes tokenizer.json, is not installed: "
+            "pip install -r requirements-hf.txt"
+        ) from None
+    return tokenizers
+
+
+def load_tokenizer_json(text: str):
+    """Return the tokenizers.Tokenizer of a tokenizer.json.
+
+    It encodes a text whole, and the special tokens in it as plain text. Raises UserError for a
+    damaged one, and where the package is missing.
+    """
+    tokenizers = import_tokenizers()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:
+        reason = reason_of(error)
+        raise UserError(f"tokenizer.json is damaged ({reason}): download it again") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+PART_LENGTH = 1 << 17  # characters that an ImportedTokenizer encodes at once
+# where most vocabularies end a token: before a word, and after a mark of Chinese or Japanese
+SPLITS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=[。，、])(?=\w)")
+
+
+class ImportedTokenizer:
+    """The tokenizer files that a model came with. Text that looks like a special token stays text.
+
+    files: name -> content; one is tokenizer.json. bos, eos and vocab_size are those of
+    BPETokenizer. decode() and byte_lengths take the ids for the continuation of a text: where the
+    package would leave out a space in front, it is there.
     """
 
-    def __init__(self, text: str, bos, eos, vocab_size: int):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise UserError(
-                "this vocabulary is not byte-level BPE, and reading it needs a package: "
-                "pip install tokenizers (token ids work without it)"
-            ) from None
-        try:
-            self.tokenizer = Tokenizer.from_str(text)
-        # the package raises Exception itself
-        except Exception as error:
-            raise UserError(
-                f"the tokenizer in meta.json is damaged ({error}): import the checkpoint again"
-            ) from None
-        self.text = text
+    def __init__(self, files: dict[str, bytes], bos, eos, vocab_size: int):
+        self.files = files
+        self.text = files["tokenizer.json"].decode()
         self.bos = bos
         self.eos = eos
         self.vocab_size = vocab_size
-        self.token_bytes = self._token_bytes()
-        self.byte_lengths = np.array([len(token) for token in self.token_bytes])
 
-    def _token_bytes(self):
-        """List the bytes of every id: none for special tokens and for ids that are only padding."""
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        special = {i for i, token in added if token.special}
-        token_bytes = []
-        for i in range(self.vocab_size):
-            token = "" if i in special else self.tokenizer.id_to_token(i) or ""
-            if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
-                token_bytes.append(bytes([int(token[3:5], 16)]))
-            else:
-                # sentencepiece writes a space as U+2581
-                token_bytes.append(token.replace("\u2581", " ").encode())
-        return token_bytes
+    @functools.cached_property
+    def package_tokenizer(self):
+        """The tokenizers.Tokenizer, which takes up to a second to load."""
+        return load_tokenizer_json(self.text)
+
+    @functools.cached_property
+    def special_ids(self):
+        added = self.package_tokenizer.get_added_tokens_decoder()
+        return {i for i, token in added.items() if token.special}
 
     def encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"character {error.start} of the text, {text[error.start]!r}, is half of a "
+                "surrogate pair or no UTF-8: leave it out"
+            ) from None
+        parts = self._split(text)
+        ids = self._encode_by(self.package_tokenizer, parts)
+        if self.special_ids.isdisjoint(ids):
+            return ids
+        return self._encode_by(self._tokenizer_without_special_tokens, parts)
+
+    def _split(self, text):
+        """Split a long text into parts that encode to what the whole does, to save memory."""
+        parts = []
+        start = 0
+        while len(text) - start > 2 * PART_LENGTH:
+            stop = self._find_split(text, start + PART_LENGTH)
+            if stop is None:
+                break
+            parts.append(text[start:stop])
+            # a space that encode() puts before a text takes the place of the one that is there
+            start = stop + self.added_bytes
+        return [*parts, text[start:]]
+
+    def _find_split(self, text, start):
+        """Return where a text can be split, at or after start; None where no place is found."""
+        encode = functools.partial(self._encode_by, self.package_tokenizer)
+        for match in itertools.islice(SPLITS.finditer(text, start), 100):
+            middle = match.start()
+            left = text[middle - 100 : middle]
+            right = text[middle : middle + 100]
+            if encode([left, right[self.added_bytes :]]) == encode([left + right]):
+                return middle
+        return None
+
+    def _encode_by(self, tokenizer, parts):
+        ids = []
+        try:
+            # some at a time, in threads
+            for i in range(0, len(parts), 16):
+                encodings = tokenizer.encode_batch_fast(parts[i : i + 16], add_special_tokens=False)
+                for encoding in encodings:
+                    ids += encoding.ids
+        except BaseException as error:
+            raise UserError(
+                f"this vocabulary cannot encode the text ({reason_of(error)}): leave out what it "
+                "lacks"
+            ) from None
+        return ids
+
+    @functools.cached_property
+    def _tokenizer_without_special_tokens(self):
+        """For vocabularies, mostly Unigram, that find special tokens in plain text.
+
+        Here these have names of noncharacters, which text does not hold.
+        """
+        spec = json.loads(self.text)
+        model = spec["model"]
+        renamed = {}
+        for token in spec["added_tokens"]:
+            # the token for unknown characters is found by its name
+            if token["special"] and token["content"] != model.get("unk_token"):
+                renamed[token["content"]] = "\U0010ffff" * 3 + token["content"]
+                token["content"] = renamed[token["content"]]
+        if isinstance(model["vocab"], list):
+            model["vocab"] = [[renamed.get(name, name), score] for name, score in model["vocab"]]
+        else:
+            model["vocab"] = {renamed.get(name, name): i for name, i in model["vocab"].items()}
+        if "merges" in model:
+            model["merges"] = [pair for pair in model["merges"] if merged(pair) not in renamed]
+        return load_tokenizer_json(json.dumps(spec, allow_nan=False))
+
+    @functools.cached_property
+    def token_bytes(self):
+        """The bytes of every id; none for special tokens and for ids that are only padding."""
+        tokenizer = self.package_tokenizer
+        token_to_bytes = bytes_of_tokens(tokenizer)
+        token_bytes = [b""] * self.vocab_size
+        for token, i in tokenizer.get_vocab().items():
+            if i < self.vocab_size and i not in self.special_ids:
+                token_bytes[i] = token_to_bytes(token)
+        return token_bytes
+
+    @functools.cached_property
+    def byte_lengths(self):
+        return np.array([len(token) for token in self.token_bytes])
+
+    @functools.cached_property
+    def added_bytes(self):
+        return len(self.decode(self.encode("a"))) - 1
 
     def decode(self, ids):
         return b"".join(self.token_bytes[i] for i in ids)
 
     def to_json(self):
         return {
-            "kind": "packaged",
+            "kind": "imported",
             "bos": self.bos,
             "eos": self.eos,
             "vocab_size": self.vocab_size,
-            "tokenizer": compress(self.text.encode()),
+            "files": self.files,
         }
+
+
+def merged(pair):
+    """Return the token that a merge makes. Older files write "left right"."""
+    return pair.replace(" ", "", 1) if isinstance(pair, str) else "".join(pair)
+
+
+def bytes_of_tokens(tokenizer):
+    """Return the function token -> bytes of a tokenizers.Tokenizer, by its decoder.
+
+    Raises UserError for a decoder that is neither byte-level nor sentencepiece's.
+    """
+    decoder = tokenizer.decoder
+    spec = json.loads(decoder.__getstate__()) if decoder else {"type": None}
+    types = {step["type"] for step in spec.get("decoders", [spec])}
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+
+    def byte_level(token):
+        if token in added or not byte_of.keys() >= set(token):
+            return token.encode()
+        return bytes(byte_of[character] for character in token)
+
+    def sentencepiece(token):
+        if "ByteFallback" in types and re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        # between two others, because the first and the last token may lose a space
+        return decoder.decode(["a", token, "a"])[1:-1].encode()
+
+    if "ByteLevel" in types:
+        byte_of = byte_level_alphabet()
+        return byte_level
+    if types <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return sentencepiece
+    names = ", ".join(sorted(map(str, types)))
+    raise UserError(
+        f"the decoder of this tokenizer.json ({names}) is neither byte-level nor sentencepiece's, "
+        "so that no token stands for text of its own: remove the file to work on token ids alone"
+    )
+
+
+def byte_level_alphabet():
+    """Return how byte-level BPE writes the bytes 0 to 255, in this order: character -> byte.
+
+    Printable bytes stand for themselves, the others for characters from U+0100 on.
+    """
+    alphabet = sorted(import_tokenizers().pre_tokenizers.ByteLevel.alphabet())
+    byte_of = {character: ord(character) for character in alphabet if ord(character) < 256}
+    others = sorted(set(range(256)) - set(byte_of.values()))
+    byte_of |= zip(alphabet[len(byte_of) :], others, strict=True)
+    return dict(sorted(byte_of.items(), key=lambda item: item[1]))
 
 
 # -----------------------------------------------------------------------------
@@ -230,9 +406,11 @@ def tokenizer_from_json(spec):
         _check_ids(spec)
         if kind == "bpe":
             return _bpe_from_json(spec)
+        if kind == "imported":
+            return _imported_from_json(spec, spec["files"])
+        # as earlier versions kept a tokenizer.json
         if kind == "packaged":
-            text = decompress(spec["tokenizer"]).decode()
-            return PackagedTokenizer(text, spec["bos"], spec["eos"], spec["vocab_size"])
+            return _imported_from_json(spec, {"tokenizer.json": decompress(spec["tokenizer"])})
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
@@ -254,6 +432,12 @@ def _char_from_json(spec):
     if not isinstance(spec["characters"], str) or not isinstance(spec["bos"], bool):
         raise TypeError("characters must be text, and bos true or false")
     return CharTokenizer(spec["characters"], spec["bos"])
+
+
+def _imported_from_json(spec, files):
+    if spec["vocab_size"] is None:
+        raise TypeError("vocab_size must be a number")
+    return ImportedTokenizer(files, spec["bos"], spec["eos"], spec["vocab_size"])
 
 
 def _bpe_from_json(spec):

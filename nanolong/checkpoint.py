@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong import validate
+from nanolong import tokenizer_files, validate
 from nanolong.entry import entry_file
 from nanolong.errors import UserError
 from nanolong.run_folder import hint_other_checkpoints, list_steps, readable_steps
@@ -72,6 +72,8 @@ def write_checkpoint(folder, tensors, meta):
         tmp.mkdir(parents=True)
         for stem, named in tensors.items():
             write_tensors(tmp / f"{stem}.safetensors", named, folder)
+        for name, content in tokenizer_files.contents(meta.get("tokenizer")).items():
+            (tmp / name).write_bytes(content)
         checksums = {file.name: sha256(file) for file in sorted(tmp.iterdir())}
         for name in checksums:
             sync(tmp / name)
@@ -100,6 +102,7 @@ def write_tensors(file, tensors, folder):
 def write_meta(folder, meta):
     """Write or replace meta.json of a checkpoint by one rename, with its own checksum in it."""
     new = Path(folder) / ".meta.json"
+    meta = tokenizer_files.without_contents(meta)
     # numbers and arrays of NumPy become numbers and lists
     meta = json.loads(json.dumps(meta, allow_nan=False, default=lambda value: value.tolist()))
     meta["checksums"]["meta.json"] = checksum_of_meta(meta)
@@ -137,8 +140,13 @@ def sync(path):
 
 
 def read_meta(folder):
-    """Read meta.json: its format, its own checksum and its types are checked. Raises UserError."""
-    file = Path(folder) / "meta.json"
+    """
+    Read meta.json: its format, its own checksum and its types are checked. Raises UserError.
+
+    An imported tokenizer's files, which are in the folder too, become part of the result.
+    """
+    folder = Path(folder)
+    file = folder / "meta.json"
     intact = False
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
@@ -155,6 +163,10 @@ def read_meta(folder):
         )
     if not intact:
         raise damaged(file, "it was edited or cut off: its checksum is not the one that it holds")
+    spec = meta.get("tokenizer")
+    if tokenizer_files.has_files(spec):
+        hint = hint_other_checkpoints(folder)
+        meta["tokenizer"] = tokenizer_files.read(folder, spec, meta["checksums"], hint)
     return meta
 
 

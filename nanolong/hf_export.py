@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 
-from data import tokenizer_from_json, tokenizer_json
+from data import tokenizer_from_json
 from nanolong.errors import UserError
 from nanolong.hf_layout import tensor_layout
 from nanolong.hf_rope import WrittenRope, unrotated_rope, write_rope
+from nanolong.hf_tokenizer import write_tokenizer
 from nanolong.hf_verify import verify_export
+from nanolong.tokenizer_files import FILES
 
 CLASS_NAMES = {
     "llama": "LlamaForCausalLM",
@@ -30,9 +32,9 @@ CLASS_NAMES = {
 def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     """Write a model that GPT.load() returned, and its tokenizer, whole or not at all.
 
-    tokenizer_from: a Hugging Face directory whose tokenizer files are copied instead. Raises
-    UserError for a model that has no equivalent in transformers, or if transformers computes
-    other logits.
+    tokenizer_from: a Hugging Face directory whose tokenizer files are copied instead of the model's
+    own. Raises UserError for a model that has no equivalent in transformers, or if transformers
+    computes other logits.
     """
     from safetensors.torch import save_file
 
@@ -47,14 +49,14 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        save_file(export_weights(model, rope), folder / "model.safetensors", {"format": "pt"})
-        text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
         if tokenizer_from:
             copy_tokenizer(Path(tokenizer_from), folder)
         else:
             add_bos = model.meta.get("bos") is not None
-            tokenizer_json.write(folder, tokenizer, add_bos, model.config.block_size)
+            write_tokenizer(folder, tokenizer, add_bos, model.config.block_size)
+        save_file(export_weights(model, rope), folder / "model.safetensors", {"format": "pt"})
+        text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
         print_summary(settings, model, tokenizer or tokenizer_from)
         if verify:
             verify_export(model, folder, tokenizer)
@@ -76,7 +78,7 @@ def special_token_ids(tokenizer):
 
 
 def copy_tokenizer(source, folder):
-    names = [name for name in tokenizer_json.FILES if (source / name).is_file()]
+    names = [name for name in FILES if (source / name).is_file()]
     if not names:
         raise UserError(
             f"there are no tokenizer files in --tokenizer={source}: give the Hugging Face "

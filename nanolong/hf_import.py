@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from data import tokenizer_json
-from nanolong import checkpoint, run_folder, validate
+from nanolong import checkpoint, hf_tokenizer, run_folder, validate
 from nanolong.errors import UserError
 from nanolong.hf_layout import (
     CONFIG_DEFAULTS,
@@ -45,7 +44,7 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
     shapes = parameter_shapes(GPT, config, source, stored)
     layout = match_layout(config, stored)
     check_tensors(source, layout, stored, shapes, config.tie_embeddings)
-    tokenizer, bos, note = tokenizer_json.read(source, config.vocab_size, read_json)
+    tokenizer, bos, note = hf_tokenizer.read_tokenizer(source, config.vocab_size)
 
     folder = target / "step-000000"
     meta = {
@@ -61,7 +60,7 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
 
 
 def print_summary(folder, config, shapes, note):
-    """Print what was imported; note: what tokenizer_json.read() has to say."""
+    """Print what was imported; note: what read_tokenizer() has to say."""
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     layers = range(config.n_layer)
     text = f"{folder}: {n_parameters / 1e6:.2f} M parameters, context length "

@@ -4,6 +4,7 @@ Run folders: their checkpoints step-NNNNNN/, and which of them are kept.
     out/rope/step-000500/model.safetensors   weights, a tied head stored once
     out/rope/step-000500/optim.safetensors   keys <parameter>.<moment>
     out/rope/step-000500/meta.json           configs, step, tokenizer, data hash, checksums, parent
+    out/rope/step-000500/tokenizer.json      of an imported model, with its other tokenizer files
     out/rope/log.jsonl                       a line per logged step or evaluation
 """
 
@@ -11,9 +12,13 @@ import os
 import shutil
 from pathlib import Path
 
+from nanolong import tokenizer_files
 from nanolong.errors import UserError
 
-CHECKPOINT_FILES = {"model.safetensors", "optim.safetensors", "meta.json"}
+CHECKPOINT_FILES = {
+    *("model.safetensors", "optim.safetensors", "meta.json"),
+    *tokenizer_files.FILES,
+}
 RUN_FILES = {"log.jsonl", "lock"}
 
 

@@ -15,16 +15,17 @@ import pytest
 import torch
 from conftest import ROOT, TINY
 from safetensors.torch import load_file, save_file
-from test_tokenizer_json import train_bpe
+from test_hf_tokenizer import train_bpe, train_sentencepiece
 
 import data
-from data import tokenizer_json
+from data.prepare import prepare_text
 from experiments import interchange
 from model import GPT, GPTConfig
 from nanolong import hf_export, hf_verify
 from nanolong.errors import UserError
 from nanolong.hf_import import read_config, stored_shape
 from nanolong.hf_layout import UNROTATED, tensor_layout
+from nanolong.run_folder import list_steps
 
 # the RoPE type of every architecture in the default part, with tied embeddings or not
 SELECTED = {
@@ -427,76 +428,97 @@ def test_layers_that_differ_become_the_shortest_pattern(settings, pattern, tmp_p
 # Tokenizers
 
 
-def train_sentencepiece():
-    """A tokenizer.json such as Llama 2's: a space is U+2581, rare characters are bytes."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    from tokenizers.trainers import BpeTrainer
-
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    marks = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    tokenizer.normalizer = normalizers.Sequence(marks)
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    trainer = BpeTrainer(vocab_size=280, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([tokenizer_json.SAMPLE[:150]] * 3, trainer)
-    spec = json.loads(tokenizer.to_str())
-    for token in spec["added_tokens"]:
-        token["special"] = not token["content"].startswith("<0x")
-    return spec
-
-
 def write_sentencepiece_model(folder):
-    """Write a directory with train_sentencepiece()'s tokenizer, which is returned."""
-    spec = train_sentencepiece()
-    write_directory(folder, vocab_size=400, bos_token_id=1, eos_token_id=2)
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
-    settings = {"add_bos_token": True, "bos_token": "<s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return spec
+    """Write a directory with a tokenizer such as Llama 2's; return its files: name -> bytes."""
+    write_directory(folder, vocab_size=707, bos_token_id=1, eos_token_id=2)
+    settings = {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    files = {
+        "tokenizer.json": train_sentencepiece("llama2").to_str().encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+        "chat_template.jinja": b"{{ messages }}",
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return files
 
 
-def test_a_sentencepiece_vocabulary_needs_the_tokenizers_package(tmp_path, call, rng):
-    from tokenizers import Tokenizer
+def test_a_tokenizer_is_kept_as_it_is(tmp_path, call, rng):
+    """Imported, extended, sampled from and exported: the same files, also the chat template."""
+    files = write_sentencepiece_model(tmp_path / "hf")
+    imported, extended, exported = tmp_path / "run", tmp_path / "long", tmp_path / "exported"
+    interchange.import_quietly(tmp_path / "hf", imported)
+    model = GPT.load(imported)
+    ours = data.tokenizer_from_json(model.meta["tokenizer"])
+    assert (model.meta["bos"], ours.bos, ours.eos) == (1, 1, 2)
 
-    spec = write_sentencepiece_model(tmp_path / "hf")
-    output = interchange.import_quietly(tmp_path / "hf", tmp_path / "run")
-    assert "pip install tokenizers" in output[-1]
-    meta = GPT.load(tmp_path / "run").meta
-    ours = data.tokenizer_from_json(meta["tokenizer"])
-    assert (meta["bos"], ours.eos) == (1, 2)
-    theirs = Tokenizer.from_str(json.dumps(spec))
-    for text in ("The quick fox", "fünf 中 🙂 \n x"):
-        ids = ours.encode(text)
-        assert ids == theirs.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ids).decode() == " " + text
-
+    options = ["--method=yarn", "--factor=2", "--max_iters=0", f"--out_dir={extended}"]
+    done = call("extend.py", imported, *options)
+    assert done.returncode == 0, done.stderr
+    assert GPT.load(extended).meta["tokenizer"] == model.meta["tokenizer"]
     options = ["--start=The quick", "--max_new_tokens=5", "--temperature=0"]
-    done = call("sample.py", tmp_path / "run", *options)
+    done = call("sample.py", extended, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The quick")
-    interchange.export_quietly(tmp_path / "run", tmp_path / "exported")
-    assert json.loads((tmp_path / "exported" / "tokenizer.json").read_text()) == spec
+    interchange.export_quietly(extended, exported)
+    for name, content in files.items():
+        assert (exported / name).read_bytes() == content
+        assert (extended / "step-000000" / name).read_bytes() == content
+    assert json.loads((exported / "config.json").read_text())["bos_token_id"] == 1
+
+
+def test_training_keeps_the_tokenizer_in_every_step(tmp_path, call, rng, monkeypatch):
+    """Also in steps after the first one is gone; the dataset has the files, too."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(data.dataset, "HERE", tmp_path / "data")
+    files = write_sentencepiece_model(tmp_path / "hf")
+    imported, extended, new = tmp_path / "run", tmp_path / "long", tmp_path / "new"
+    interchange.import_quietly(tmp_path / "hf", imported)
+    (tmp_path / "text.txt").write_text((ROOT / "model.py").read_text())
+    dataset = prepare_text(tmp_path / "text.txt", "mine", tokenizer=str(imported))
+    training = ["--max_iters=4", "--eval_interval=1", "--eval_iters=1", "--learning_rate=1e-4"]
+    training += ["--dtype=float32", "--compile=false", f"--dataset={dataset}"]
+    done = call("extend.py", imported, "--factor=2", *training, f"--out_dir={extended}")
+    assert done.returncode == 0, done.stderr
+    steps = list_steps(extended)
+    assert steps[-1].name == "step-000004"
+    assert len(steps) in (2, 3)
+    for folder in (dataset, *steps):
+        for name, content in files.items():
+            assert (folder / name).read_bytes() == content
+    # a model that starts on this text has its tokenizer
+    done = call("train.py", *TINY, "--bos=true", f"--dataset={dataset}", f"--out_dir={new}")
+    assert done.returncode == 0, done.stderr
+    kept = GPT.load(new).meta["tokenizer"]
+    assert kept == GPT.load(imported).meta["tokenizer"]
+
+    # tokens that stand for other text
+    write_directory(tmp_path / "qwen", vocab_size=707)
+    train_bpe("qwen").save(str(tmp_path / "qwen" / "tokenizer.json"))
+    interchange.import_quietly(tmp_path / "qwen", tmp_path / "other")
+    done = call("evaluate.py", tmp_path / "other", f"--dataset={dataset}", "--lengths=64")
+    assert done.returncode == 2
+    assert "stand for other text" in done.stderr
 
 
 def test_without_the_tokenizers_package_token_ids_work(tmp_path, monkeypatch, rng):
     write_sentencepiece_model(tmp_path / "hf")
-    interchange.import_quietly(tmp_path / "hf", tmp_path / "run")
-    meta = GPT.load(tmp_path / "run").meta
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install tokenizers"):
-        data.tokenizer_from_json(meta["tokenizer"])
     output = interchange.import_quietly(tmp_path / "hf", tmp_path / "ids")
-    assert "not installed" in output[-1]
+    assert "pip install -r requirements-hf.txt" in output[-1]
     assert GPT.load(tmp_path / "ids").meta["tokenizer"] is None
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path, rng):
     write_directory(tmp_path / "hf")
-    train_bpe("gpt2").save(str(tmp_path / "hf" / "tokenizer.json"))
-    with pytest.raises(UserError, match="belongs to another model"):
-        interchange.import_quietly(tmp_path / "hf", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    for content, message in (
+        (train_bpe("gpt2").to_str(), "700 tokens and the model 300, so it belongs to another"),
+        ("{" * 1000, "damaged"),
+    ):
+        (tmp_path / "hf" / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match=message):
+            interchange.import_quietly(tmp_path / "hf", tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -561,7 +583,7 @@ def test_a_public_checkpoint_is_extended_from_the_shell(tmp_path, run, rng):
         text = output("sample.py", extended, "--start=def ", "--max_new_tokens=5")
         assert text.startswith("def ")
 
-        text = output("hf.py", "export", extended, exported, f"--tokenizer={tmp_path / 'hf'}")
+        text = output("hf.py", "export", extended, exported)
         assert "verified by transformers" in text
         assert "text is encoded alike" in text
         original = (tmp_path / "hf" / "tokenizer.json").read_bytes()

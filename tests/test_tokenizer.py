@@ -28,6 +28,13 @@ def bpe_spec(token_ids, **changes):
     return {**spec, "ranks": base64.b64encode(zlib.compress(packed)).decode(), **changes}
 
 
+def imported_spec(**changes):
+    """The JSON of an imported tokenizer, as it is in memory."""
+    files = {"tokenizer.json": b"{}"}
+    spec = {"kind": "imported", "bos": None, "eos": None, "vocab_size": 5, "files": files}
+    return {**spec, **changes}
+
+
 SINGLE_BYTES = {bytes([byte]): byte for byte in range(256)}
 
 
@@ -122,6 +129,12 @@ def test_a_failed_download_names_the_cache(monkeypatch):
         {"kind": "char", "characters": 3, "bos": True},
         {"kind": "char", "characters": "abc", "bos": 1},
         {"kind": "char", "characters": "abc"},
+        {"kind": "imported"},
+        imported_spec(files={}),
+        imported_spec(files=["tokenizer.json"]),
+        imported_spec(files={"tokenizer.json": b"\xff"}),
+        imported_spec(vocab_size=None),
+        imported_spec(bos=1 << 24),
         {"kind": "packaged", "bos": -1},
         {"kind": "packaged", "bos": None, "eos": None, "vocab_size": 5, "tokenizer": "x"},
         bpe_spec(SINGLE_BYTES, bos=1 << 24),

@@ -1,0 +1,312 @@
+"""The tokenizer of a Hugging Face directory: imported as it is, and written for our own ones.
+
+The optional tokenizers package reads and makes each tokenizer.json; bos and eos are in config.json
+and tokenizer_config.json.
+"""
+
+import importlib.util
+import json
+import re
+
+from data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    ImportedTokenizer,
+    byte_level_alphabet,
+    bytes_of_tokens,
+    import_tokenizers,
+    same_vocabulary,
+)
+from nanolong.errors import UserError
+from nanolong.hf_layout import read_json
+from nanolong.tokenizer_files import FILES
+
+MAX_FILE_BYTES = 1 << 26  # the largest tokenizer.json known has 35 MB
+
+# Words, code, many scripts, composed and decomposed characters, joined emoji, control characters,
+# and every kind of white space.
+SAMPLE = (
+    "The quick brown fox can't jump 3.14159 times over 1,024 lazy dogs' backs; it'll try, "
+    "won't it?\n\n\tdef f(x, *, y=None):\n        return {'a': [x ** 2, -y]}  # tail   \n\r\n"
+    "Fünf Größen, naïve café, Ærøskøbing; Ελληνικά, Русский текст, עברית, العربية, हिन्दी, "
+    "中文字符, 日本語のテキスト, 한국어. ½ ² Ⅻ ١٢٣ 🙂👩‍👩‍👧 e\u0301   \u00a0\u3000aaaaaaa     "
+    "\n   \n<b>&amp;</b> http://x.org/?q=%20#1 \x00\x01\x7f\u2581 WON'T 12345678 \ufeff"
+)
+
+
+def sample_text(tokenizer) -> str:
+    """Return a text that a tokenizer can encode, for comparisons."""
+    try:
+        tokenizer.encode(SAMPLE)
+    except UserError:
+        return tokenizer.decode(range(tokenizer.vocab_size)).decode("utf-8", "ignore")
+    return SAMPLE
+
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+def read_tokenizer(folder, vocab_size: int):
+    """Read the tokenizer of a Hugging Face directory, for a model with so many ids.
+
+    Returns the tokenizer or None, the id that starts every text or None, and a note for the user
+    that may be empty. Raises UserError where a file is damaged or belongs to another model.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        note = f"note: there is no tokenizer.json in {folder}: the model works on token ids only"
+        if (folder / "tokenizer.model").is_file():
+            note += " (for text, let transformers write one from tokenizer.model)"
+        return None, None, note
+    if importlib.util.find_spec("tokenizers") is None:
+        note = "note: the model works on token ids only, because the tokenizers package is not "
+        note += "installed: for text, pip install -r requirements-hf.txt and import again"
+        return None, None, note
+
+    settings = {}
+    if (folder / "tokenizer_config.json").is_file():
+        settings = read_json(folder / "tokenizer_config.json")
+    model_config = read_json(folder / "config.json")
+    files = {name: read_file(folder / name) for name in FILES if (folder / name).is_file()}
+    try:
+        tokenizer, bos = make_tokenizer(files, settings, model_config, vocab_size)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    return tokenizer, bos, ""
+
+
+def read_file(file):
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise UserError(
+            f"{file} is larger than {MAX_FILE_BYTES >> 20} MB, which no tokenizer is: download it "
+            "again"
+        )
+    return file.read_bytes()
+
+
+def make_tokenizer(files, settings, model_config, vocab_size):
+    """Make the ImportedTokenizer of these files: return it, and the id that starts every text.
+
+    files: name -> bytes. settings: tokenizer_config.json, or {}. model_config: bos_token_id and
+    eos_token_id, where it has them. Raises UserError where the files are damaged or belong to
+    another model.
+    """
+    try:
+        tokenizer = ImportedTokenizer(files, None, None, vocab_size)
+    except UnicodeDecodeError as error:
+        raise UserError(f"tokenizer.json is damaged ({error}): download it again") from None
+    package_tokenizer = tokenizer.package_tokenizer
+    check_vocabulary(package_tokenizer, model_config, vocab_size)
+    bytes_of_tokens(package_tokenizer)  # raises where the decoder is not supported
+    bos = special_id(model_config, settings, "bos_token", tokenizer)
+    eos = special_id(model_config, settings, "eos_token", tokenizer)
+    first = first_special_id(tokenizer)
+    starts_text = first is not None or (bool(settings.get("add_bos_token")) and bos is not None)
+    if first is not None:
+        bos = first
+    elif bos is None:
+        bos = eos
+    tokenizer.bos = bos
+    tokenizer.eos = None if eos == bos else eos
+    return tokenizer, bos if starts_text else None
+
+
+def check_vocabulary(package_tokenizer, model_config, vocab_size):
+    """Raise UserError unless the ids of a tokenizer.json can be those of the model."""
+    n_ids = 1 + max(package_tokenizer.get_vocab().values(), default=-1)
+    # models pad their vocabulary by a few per cent
+    if n_ids > vocab_size or n_ids < 0.75 * vocab_size:
+        raise UserError(
+            f"tokenizer.json has {n_ids} tokens and the model {vocab_size}, so it belongs to "
+            "another model: put the right file in its place"
+        )
+    for name in ("bos_token_id", "eos_token_id"):
+        number = first_number(model_config.get(name))
+        if number in range(vocab_size) and package_tokenizer.id_to_token(number) is None:
+            raise UserError(
+                f"tokenizer.json has no token {number}, which is the model's {name}, so it belongs "
+                "to another model: put the right file in its place"
+            )
+
+
+def first_number(value):
+    """Return an id of config.json, where it may be in a list; None where there is none."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if type(value) is int else None
+
+
+def special_id(model_config, settings, name, tokenizer):
+    """Return the id of bos_token or eos_token, or None.
+
+    model_config, which has a number, counts more than settings, which has the token.
+    """
+    number = first_number(model_config.get(f"{name}_id"))
+    if number in range(tokenizer.vocab_size):
+        return number
+    token = settings.get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    return tokenizer.package_tokenizer.token_to_id(token) if isinstance(token, str) else None
+
+
+def first_special_id(tokenizer):
+    """Return the id that the post-processor puts before a text, or None."""
+    text = sample_text(tokenizer)
+    plain = tokenizer.encode(text)
+    ids = tokenizer.package_tokenizer.encode(text).ids
+    return ids[0] if ids[:1] != plain[:1] else None
+
+
+# -----------------------------------------------------------------------------
+# Writing
+
+
+def write_tokenizer(folder, tokenizer, adds_bos: bool, length: int) -> None:
+    """Write the files that a tokenizer came with, or those of one of our own; none for None.
+
+    adds_bos: whether bos is put before every text. length: the model's context length. Raises
+    UserError where a tokenizer.json would encode text otherwise than the tokenizer.
+    """
+    if tokenizer is None:
+        return
+    if isinstance(tokenizer, ImportedTokenizer):
+        imported = tokenizer
+    else:
+        imported = build_tokenizer(tokenizer, adds_bos)
+    files = dict(imported.files)
+    if "tokenizer_config.json" not in files:
+        files["tokenizer_config.json"] = tokenizer_config(imported, adds_bos, length)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def tokenizer_config(tokenizer, adds_bos, length):
+    """Return the content of a tokenizer_config.json, for a tokenizer without one."""
+    eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": None,
+        "eos_token": None,
+        "add_bos_token": adds_bos,
+    }
+    for name, i in (("bos_token", tokenizer.bos), ("eos_token", eos)):
+        if i is not None:
+            settings[name] = tokenizer.package_tokenizer.id_to_token(i)
+    return (json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def build_tokenizer(tokenizer, adds_bos):
+    """Return the ImportedTokenizer that does what a tokenizer of our own does.
+
+    Raises UserError where there is none, as for some patterns of a BPETokenizer.
+    """
+    try:
+        files = {"tokenizer.json": build_tokenizer_json(tokenizer, adds_bos).encode()}
+    except UserError:
+        raise
+    # the package raises Exception itself
+    except Exception as error:
+        raise cannot_build(str(error)) from None
+    built = ImportedTokenizer(files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
+
+    # whole texts, each character of them, and what must not become a special token
+    sample = sample_text(tokenizer)
+    texts = [sample, sample[::-1], *sample]
+    if not isinstance(tokenizer, CharTokenizer):
+        texts += [sample.replace(" ", "\n"), *special_tokens(tokenizer)]
+    encode_alike = all(tokenizer.encode(text) == built.encode(text) for text in texts)
+    if not encode_alike or not same_vocabulary(tokenizer, built):
+        raise cannot_build("it encodes a sample of text otherwise")
+    return built
+
+
+def cannot_build(reason):
+    return UserError(
+        f"no tokenizer.json can be made that encodes text as this vocabulary does ({reason}), and "
+        "nothing was written: give --tokenizer=DIR with tokenizer files of your own, or report it"
+    )
+
+
+def build_tokenizer_json(tokenizer, adds_bos):
+    """Return the tokenizer.json of a ByteTokenizer, CharTokenizer or BPETokenizer."""
+    tokenizers = import_tokenizers()
+    special = special_tokens(tokenizer)
+    if isinstance(tokenizer, CharTokenizer):
+        built = build_characters(tokenizers, tokenizer, special)
+    elif isinstance(tokenizer, ByteTokenizer):
+        built = build_byte_level(tokenizers, byte_level_alphabet() | special, [])
+    else:
+        built = build_bpe(tokenizers, tokenizer, special)
+    names = sorted(special, key=special.get)
+    built.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
+    if adds_bos:
+        name = built.id_to_token(tokenizer.bos)
+        built.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[name, "$A"], pair=[name, "$A", "$B:1"], special_tokens=[(name, tokenizer.bos)]
+        )
+    return built.to_str()
+
+
+def special_tokens(tokenizer):
+    """Return the special tokens of one of our own tokenizers: text -> id."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.encoding._special_tokens
+    if tokenizer.bos is None:
+        return {}
+    return {"<bos>": tokenizer.bos}
+
+
+# The special tokens are in the models' vocabularies too: an added token that is not would get the
+# next free id, not its own.
+
+
+def build_characters(tokenizers, tokenizer, special):
+    vocab = tokenizer.ids | special
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    built.pre_tokenizer = isolated_split(tokenizers, "(?m:.)")
+    built.decoder = tokenizers.decoders.Fuse()
+    return built
+
+
+def isolated_split(tokenizers, pattern):
+    return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+
+
+def build_byte_level(tokenizers, vocab, merges, whole=False):
+    """Return byte-level BPE; whole: a piece of text that is a token is not split into bytes."""
+    model = tokenizers.models.BPE(vocab, merges, ignore_merges=whole)
+    built = tokenizers.Tokenizer(model)
+    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+    built.decoder = tokenizers.decoders.ByteLevel()
+    return built
+
+
+def build_bpe(tokenizers, tokenizer, special):
+    ranks = tokenizer.encoding._mergeable_ranks
+    characters = list(byte_level_alphabet())
+    text = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    vocab = {text[token]: rank for token, rank in ranks.items()} | special
+
+    # every pair of tokens that makes a token, in the order of ranks
+    merges = []
+    for token, rank in ranks.items():
+        for i in range(1, len(token)):
+            left = token[:i]
+            right = token[i:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], ranks[right], left, right))
+    merges.sort()
+    pairs = [(text[left], text[right]) for *_, left, right in merges]
+
+    built = build_byte_level(tokenizers, vocab, pairs, whole=True)
+    # the package's regular expressions take the + of {1,3}+ for another repetition
+    pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", tokenizer.encoding._pat_str)
+    steps = [isolated_split(tokenizers, pattern), built.pre_tokenizer]
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    if tokenizer.nfc:
+        built.normalizer = tokenizers.normalizers.NFC()
+    return built

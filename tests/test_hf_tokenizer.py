@@ -1,0 +1,572 @@
+"""Imported and exported tokenizers compared with the tokenizers package (requirements-dev.txt).
+
+The vocabularies have the shapes of real ones, and are trained here by the package.
+"""
+
+import functools
+import hashlib
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import tiktoken
+from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import data
+from data.tokenizer import byte_level_alphabet, compress
+from nanolong import hf_tokenizer, tokenizer_files
+from nanolong.checkpoint import read_meta, write_checkpoint, write_meta
+from nanolong.errors import UserError
+from nanolong.run_folder import CHECKPOINT_FILES
+
+tokenizers = pytest.importorskip("tokenizers")
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+BYTE_LEVEL = ("gpt2", "llama3", "qwen", "smollm2")
+SENTENCEPIECE = ("llama2", "metaspace", "unigram")
+KINDS = (*BYTE_LEVEL, *SENTENCEPIECE)
+VOCAB_SIZE = 700
+PADDED_VOCAB_SIZE = 707  # the model's
+SPECIAL = ["<unk>", "<s>", "</s>"]  # sentencepiece's
+
+HARD_TEXTS = (
+    "",
+    " ",
+    "a",
+    " leading and  double   spaces    ",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪",
+    "e\u0301 \u1e9b\u0323 क्षि ซึ้ง Z̸̡̘a̷l̵g̶o",
+    "中文字符，日本語のテキスト。한국어",
+    "null \0 and \x01\x1f\x7f control",
+    "\t\tdef f(x):\r\n\r\n        return x\n\n\n",
+    "<|begin|><|end|> <|3|><s></s><unk> <s>a</s> [INST]",
+    "\ufeff\u200b\u2028\u00a0\u3000\u2581\uffff\U0010ffff",
+    "123456789 3.14 ١٢٣ ½ Ⅻ ²",
+    hf_tokenizer.SAMPLE,
+)
+
+
+def make_byte_level(kind):
+    """Byte-level BPE, untrained, and its special tokens."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=kind == "llama3"))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    splits_too = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|begin|>", "<|end|>"]
+    if kind == "gpt2":
+        tokenizer.pre_tokenizer = splits_too
+    elif kind == "smollm2":
+        special = [f"<|{i}|>" for i in range(17)]
+        digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, splits_too])
+    else:
+        pattern = LLAMA3_PATTERN if kind == "llama3" else QWEN2_PATTERN
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        maps_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, maps_bytes])
+    if kind == "qwen":
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    return tokenizer, special
+
+
+def byte_level_characters(n):
+    """The characters of n bytes: all, or without some that UTF-8 has not or that are controls."""
+    byte_of = byte_level_alphabet()
+    rare = {*range(0x01, 0x09), 0xC0, 0xC1, *range(0xF5, 0x100)} if n == 235 else set()
+    characters = [character for character, byte in byte_of.items() if byte not in rare]
+    assert len(characters) == n
+    return characters
+
+
+def training_texts():
+    texts = [path.read_text()[:20000] for path in sorted(ROOT.glob("*.py"))]
+    return [*texts, hf_tokenizer.SAMPLE.replace("\x01", "") * 3]
+
+
+@functools.cache
+def train_bpe(kind):
+    """Train byte-level BPE by the tokenizers package, of one of BYTE_LEVEL."""
+    tokenizer, special = make_byte_level(kind)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=special,
+        initial_alphabet=byte_level_characters(235 if kind == "smollm2" else 256),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_texts(), trainer)
+    if kind == "llama3":
+        begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<|begin|> $A", pair="<|begin|> $A $B", special_tokens=[begin]
+        )
+    return tokenizer
+
+
+@functools.cache
+def train_sentencepiece(kind):
+    """Train a tokenizer.json such as Llama's: a space is U+2581, rare characters are bytes."""
+    decoders = tokenizers.decoders
+    fallback = [f"<0x{i:02X}>" for i in range(256)]
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    metaspace = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    texts = [text[:4000] for text in training_texts()]
+    if kind == "unigram":
+        trained = tokenizers.Tokenizer(tokenizers.models.Unigram())
+        trained.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        trainer = tokenizers.trainers.UnigramTrainer(
+            vocab_size=VOCAB_SIZE - 256,
+            special_tokens=SPECIAL,
+            unk_token="<unk>",
+            show_progress=False,
+        )
+        trained.train_from_iterator(texts, trainer)
+        pieces = json.loads(trained.to_str())["model"]["vocab"]
+        vocab = [(piece, score) for piece, score in pieces] + [(byte, -20.0) for byte in fallback]
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, 0, True))
+        tokenizer.pre_tokenizer = metaspace
+        tokenizer.add_special_tokens(SPECIAL)
+        tokenizer.decoder = decoder
+        return tokenizer
+
+    model = tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    trained = tokenizers.Tokenizer(model)
+    marks = [
+        tokenizers.normalizers.Prepend("\u2581"),
+        tokenizers.normalizers.Replace(" ", "\u2581"),
+    ]
+    trained.normalizer = tokenizers.normalizers.Sequence(marks)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[*SPECIAL, *fallback],
+        limit_alphabet=90,
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    spec = json.loads(trained.to_str())
+    spec["added_tokens"] = spec["added_tokens"][: len(SPECIAL)]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    tokenizer.decoder = decoder
+    if kind == "metaspace":
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = metaspace
+    return tokenizer
+
+
+def train(kind):
+    return train_bpe(kind) if kind in BYTE_LEVEL else train_sentencepiece(kind)
+
+
+@functools.cache
+def import_tokenizer(kind):
+    """train(), imported."""
+    files = {"tokenizer.json": train(kind).to_str().encode()}
+    model_config = {"bos_token_id": 1, "eos_token_id": 2}
+    tokenizer, _ = hf_tokenizer.make_tokenizer(files, {}, model_config, PADDED_VOCAB_SIZE)
+    return tokenizer
+
+
+@functools.cache
+def reference(kind):
+    """train() as text is encoded by it: special tokens in it are plain text."""
+    tokenizer = tokenizers.Tokenizer.from_str(train(kind).to_str())
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+# -----------------------------------------------------------------------------
+# Imported tokenizers
+
+
+def check_text(kind, text):
+    ours, theirs = import_tokenizer(kind), reference(kind)
+    ids = ours.encode(text)
+    assert ours.special_ids.isdisjoint(ids)
+    their_ids = theirs.encode(text, add_special_tokens=False).ids
+    # Unigram finds special tokens in plain text
+    if kind != "unigram" or ours.special_ids.isdisjoint(their_ids):
+        assert ids == their_ids
+
+    # after a prompt, as the package decodes the continuation of one
+    prompt = theirs.encode("a", add_special_tokens=False).ids
+    stream = tokenizers.decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+    chunks = [stream.step(theirs, i) for i in ids]
+    ours_in_chunks = list(data.decode_stream(ids, ours))
+    assert "".join(ours_in_chunks) == "".join(filter(None, chunks)) == ours.decode(ids).decode()
+    assert all("\ufffd" not in chunk for chunk in ours_in_chunks)
+
+    whole = theirs.decode(ids)
+    decoded = ours.decode(ids).decode()
+    if kind in BYTE_LEVEL:
+        assert decoded == whole
+    else:
+        assert decoded.removeprefix(" ") == whole
+    assert int(ours.byte_lengths[ids].sum()) == len(decoded.encode())
+    return decoded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hard_text_is_encoded_as_the_package_encodes_it(kind):
+    for text in HARD_TEXTS:
+        decoded = check_text(kind, text)
+        if kind in ("gpt2", "llama3"):
+            assert decoded == text
+        if kind == "llama2":
+            assert decoded == (" " + text).replace("\u2581", " ") if text else decoded == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    text=st.one_of(
+        st.text(max_size=60),
+        st.text(alphabet="ab1 2'st\n\r\t =é\u0301½٣ \u00a0\u200d🙂<s>/|", max_size=40),
+    )
+)
+def test_text_is_encoded_as_the_package_encodes_it(kind, text):
+    if "\ufffd" not in text:
+        check_text(kind, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_text_is_encoded_in_parts(kind, monkeypatch):
+    monkeypatch.setattr(data.tokenizer, "PART_LENGTH", 300)
+    ours = import_tokenizer(kind)
+    text = "".join(training_texts())[:30000] + "中文字符，日本語のテキスト。" * 100
+    parts = ours._split(text)
+    assert len(parts) > 50
+    assert max(map(len, parts[:-1])) < 3000
+    assert ours.encode(text) == reference(kind).encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_stand_for_no_text(kind):
+    ours = import_tokenizer(kind)
+    n_special = {"smollm2": 17, "gpt2": 2, "llama3": 2, "qwen": 2}.get(kind, 3)
+    assert ours.special_ids == set(range(n_special))
+    assert not ours.byte_lengths[:n_special].any()
+    # padding
+    assert not ours.byte_lengths[VOCAB_SIZE:].any()
+    assert len(ours.byte_lengths) == PADDED_VOCAB_SIZE
+    assert ours.decode([0, *ours.encode("ab"), 1]) == ours.decode(ours.encode("ab"))
+    if kind == "smollm2":
+        # all its single bytes follow the special tokens
+        assert (ours.byte_lengths[17 : 17 + 235] == 1).all()
+        assert (ours.byte_lengths[17 + 235 : VOCAB_SIZE] > 1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_documents_are_counted(kind, tmp_path):
+    """Of each document its own, without the space that sentencepiece puts in front."""
+    ours = import_tokenizer(kind)
+    documents = ["The quick brown fox\n", "naïve ☃ 🙂", "x"] * 3
+    ids = [i for text in documents for i in (ours.bos, *ours.encode(text))]
+    assert ours.added_bytes == (kind in SENTENCEPIECE)
+    dataset = data.Dataset(write_dataset(tmp_path / "set", ours, ids))
+    assert dataset.tokenizer.to_json() == ours.to_json()
+    assert dataset.count_bytes(np.array(ids)) == len("".join(documents).encode())
+
+
+def write_dataset(folder, tokenizer, ids):
+    folder.mkdir()
+    for split in ("train", "val"):
+        data.write_tokens(folder / f"{split}.bin", ids, tokenizer.vocab_size)
+    spec = tokenizer.to_json()
+    checksums = {}
+    for name, content in tokenizer_files.contents(spec).items():
+        (folder / name).write_bytes(content)
+        checksums[name] = hashlib.sha256(content).hexdigest()
+    meta = {"tokenizer": spec, "vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos}
+    meta |= {"bos_default": False, "sha256": checksums}
+    (folder / "meta.json").write_text(json.dumps(tokenizer_files.without_contents(meta)))
+    return folder
+
+
+def test_half_of_a_surrogate_pair_is_refused():
+    for text in ("a\ud83d", "\udcff"):
+        with pytest.raises(UserError, match=r"character \d of the text.*surrogate"):
+            import_tokenizer("llama3").encode(text)
+
+
+def import_text(tokenizer, **ids):
+    """Import a tokenizers.Tokenizer as it is."""
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    return data.ImportedTokenizer(files, **{"bos": 0, "eos": 1, "vocab_size": 707, **ids})
+
+
+def copy_of(kind):
+    return tokenizers.Tokenizer.from_str(train(kind).to_str())
+
+
+def test_a_limit_on_the_length_of_text_is_left_out():
+    """Some tokenizer.json truncate and pad what they encode."""
+    limited = copy_of("gpt2")
+    limited.enable_truncation(3)
+    limited.enable_padding(length=10)
+    text = "The quick brown fox"
+    assert import_text(limited).encode(text) == import_tokenizer("gpt2").encode(text)
+
+
+def test_an_added_token_that_is_not_special_is_text():
+    """Such as Qwen3's <think>."""
+    tokenizer = copy_of("qwen")
+    added = [("<think>", False), ("<é>", False), ("<|im_end|>", True)]
+    for name, special in added:
+        tokenizer.add_tokens([tokenizers.AddedToken(name, special=special, normalized=False)])
+    ours = import_text(tokenizer)
+    text = "a<think>b<é><|im_end|>"
+    ids = ours.encode(text)
+    assert ids[1] == VOCAB_SIZE
+    assert VOCAB_SIZE + 1 in ids
+    assert VOCAB_SIZE + 2 not in ids
+    assert ours.decode(ids).decode() == text
+    assert ours.byte_lengths[ids].sum() == len(text.encode())
+
+
+def test_a_decoder_that_joins_words_is_refused():
+    tokenizer = copy_of("gpt2")
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    with pytest.raises(UserError, match="decoder.*WordPiece"):
+        hf_tokenizer.make_tokenizer(files, {}, {}, PADDED_VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    "kind, config, model_config, bos, eos, first",
+    [
+        ("gpt2", {}, {}, None, None, None),
+        ("gpt2", {}, {"bos_token_id": 1, "eos_token_id": 1}, 1, None, None),
+        ("gpt2", {}, {"eos_token_id": [1, 0]}, 1, None, None),
+        ("gpt2", {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}}, {}, 0, 1, None),
+        ("gpt2", {"add_bos_token": True}, {"bos_token_id": 0, "eos_token_id": 1}, 0, 1, 0),
+        ("gpt2", {}, {"bos_token_id": PADDED_VOCAB_SIZE, "eos_token_id": -1}, None, None, None),
+        ("gpt2", {"bos_token": 3}, {"bos_token_id": "0", "eos_token_id": []}, None, None, None),
+        ("llama3", {}, {"bos_token_id": 1, "eos_token_id": 1}, 0, 1, 0),
+    ],
+)
+def test_special_ids_are_those_of_the_configs(kind, config, model_config, bos, eos, first):
+    files = {"tokenizer.json": train(kind).to_str().encode()}
+    made = hf_tokenizer.make_tokenizer(files, config, model_config, PADDED_VOCAB_SIZE)
+    tokenizer, starts_text = made
+    assert (tokenizer.bos, tokenizer.eos, starts_text) == (bos, eos, first)
+
+
+# -----------------------------------------------------------------------------
+# The files in checkpoints and datasets
+
+
+@pytest.fixture
+def files():
+    return {
+        "tokenizer.json": train("llama3").to_str().encode(),
+        "tokenizer_config.json": b'{"bos_token": "<|begin|>"}',
+        "chat_template.jinja": "{{ messages }} é".encode(),
+        "tokenizer.model": b"\x00\xff binary",
+    }
+
+
+def test_a_checkpoint_keeps_the_files(files, tmp_path):
+    tokenizer = data.ImportedTokenizer(files, 0, 1, 707)
+    meta = {"config": {}, "tokenizer": tokenizer.to_json()}
+    write_checkpoint(tmp_path / "step-000000", {"model": {}}, meta)
+    stored = json.loads((tmp_path / "step-000000" / "meta.json").read_text())
+    assert stored["tokenizer"]["files"] == sorted(files)
+    assert stored["checksums"].keys() == {*files, "model.safetensors", "meta.json"}
+    for name, content in files.items():
+        assert (tmp_path / "step-000000" / name).read_bytes() == content
+        assert name in CHECKPOINT_FILES
+
+    # read, written again as a later step, and changed as save() does after an evaluation
+    meta = read_meta(tmp_path / "step-000000")
+    write_checkpoint(tmp_path / "step-000001", {"model": {}}, meta)
+    later = read_meta(tmp_path / "step-000001")
+    write_meta(tmp_path / "step-000001", {**later, "val_loss": 1.5})
+    again = data.tokenizer_from_json(read_meta(tmp_path / "step-000001")["tokenizer"])
+    assert again.to_json() == tokenizer.to_json()
+    assert again.encode("def f") == tokenizer.encode("def f")
+    assert data.same_vocabulary(tokenizer, again)
+    assert not data.same_vocabulary(tokenizer, import_tokenizer("qwen"))
+
+
+def test_damaged_files_are_named(files, tmp_path):
+    tokenizer = data.ImportedTokenizer(files, 0, 1, 707)
+    folder = tmp_path / "step-000000"
+    meta = {"config": {}, "tokenizer": tokenizer.to_json()}
+    write_checkpoint(folder, {"model": {}}, meta)
+    dataset = write_dataset(tmp_path / "set", tokenizer, [0, 1, 2])
+    for place, read, remedy in (
+        (folder, read_meta, "no earlier checkpoint is left"),
+        (dataset, data.Dataset, "prepare the dataset again"),
+    ):
+        (place / "tokenizer.json").write_text("{}")
+        with pytest.raises(UserError, match=rf"tokenizer\.json is damaged \(its check.*{remedy}"):
+            read(place)
+        (place / "tokenizer.json").unlink()
+        with pytest.raises(UserError, match=rf"tokenizer\.json is missing: {remedy}"):
+            read(place)
+
+
+@pytest.mark.parametrize("names", [["../secret"], ["/etc/passwd"], "tokenizer.json", 3, None])
+def test_files_of_another_folder_are_not_read(names, tmp_path):
+    spec = {"kind": "imported", "files": names}
+    with pytest.raises(UserError, match="other files than a tokenizer's: import it again"):
+        tokenizer_files.read(tmp_path, spec, {}, "import it again")
+
+
+def test_a_tokenizer_json_inside_meta_json_is_still_read():
+    """Earlier versions of this format kept sentencepiece's there."""
+    text = train("llama2").to_str()
+    spec = {"kind": "packaged", "bos": 1, "eos": 2, "vocab_size": 707}
+    spec["tokenizer"] = compress(text.encode())
+    ours = data.tokenizer_from_json(json.loads(json.dumps(spec)))
+    assert ours.to_json() == import_tokenizer("llama2").to_json()
+
+
+# -----------------------------------------------------------------------------
+# Our own vocabularies
+
+
+def make_tokenizer(kind):
+    if kind == "bytes":
+        return data.ByteTokenizer()
+    if kind == "char":
+        return data.CharTokenizer("".join(sorted(set("hello wörld\n<bos>"))), True)
+    try:
+        return data.BPETokenizer.named(kind)
+    except UserError:
+        pytest.skip(f"tiktoken's {kind} vocabulary is not cached (see TIKTOKEN_CACHE_DIR)")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "char", "gpt2", "cl100k_base"])
+def test_our_vocabularies_are_written_for_the_package(kind, tmp_path, rng):
+    """They encode and decode alike in the package, and when they are imported again."""
+    ours = make_tokenizer(kind)
+    adds_bos = bool(rng.integers(2))
+    hf_tokenizer.write_tokenizer(tmp_path, ours, adds_bos, 64)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    check_single_tokens(ours, theirs)
+    check_texts(ours, theirs, adds_bos, random.Random(int(rng.integers(1 << 30))))
+
+    config = {"bos_token_id": ours.bos, "eos_token_id": ours.bos}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again, bos, note = hf_tokenizer.read_tokenizer(tmp_path, ours.vocab_size)
+    assert (again.bos, again.eos, bos) == (ours.bos, None, ours.bos if adds_bos else None)
+    assert not note
+    assert data.same_vocabulary(again, ours)
+    for name in hf_tokenizer.special_tokens(ours):
+        assert again.encode(name) == ours.encode(name)
+
+
+def check_single_tokens(ours, theirs):
+    """All of them, also those that no text of the test happens to contain."""
+    special = hf_tokenizer.special_tokens(ours)
+    for token, i in special.items():
+        assert theirs.token_to_id(token) == i
+        assert theirs.id_to_token(i) == token
+    for i in range(ours.vocab_size):
+        if i not in special.values() and len(ours.decode([i])):
+            assert theirs.decode([i]) == ours.decode([i]).decode(errors="replace")
+
+
+def check_texts(ours, theirs, adds_bos, rng):
+    letters = "ab1 2'stT\n\r =é½٣e\u0301 \u00a0中🙂aaa   \0"
+    if isinstance(ours, data.CharTokenizer):
+        letters = ours.characters.replace("<", "")
+    for _ in range(200):
+        text = "".join(rng.choices(letters, k=rng.randint(1, 50)))
+        ids = ours.encode(text)
+        assert theirs.encode(text, add_special_tokens=False).ids == ids
+        assert theirs.encode(text).ids == [ours.bos] * adds_bos + ids
+        assert theirs.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    "pattern, reason",
+    [
+        # the package takes $ for the end of a line, tiktoken for that of the text
+        (r"\w+$|[\s\S]", "otherwise"),
+        (r"(?s)\w+$|.", "undefined group option"),
+    ],
+)
+def test_a_vocabulary_that_no_tokenizer_json_describes_is_not_written(pattern, reason, tmp_path):
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"ck": 256}
+    encoding = tiktoken.Encoding("mine", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    tokenizer = data.BPETokenizer(encoding)
+    assert tokenizer.encode("ck\nck") == [*b"ck\n", 256]
+    with pytest.raises(UserError, match=rf"\(.*{reason}.*\).*--tokenizer=DIR"):
+        hf_tokenizer.write_tokenizer(tmp_path, tokenizer, False, 64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    spec = import_tokenizer("gpt2").to_json()
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tokenizer = data.tokenizer_from_json(spec)
+    for needs_it in (
+        lambda: tokenizer.encode("a"),
+        lambda: tokenizer.decode([1]),
+        lambda: hf_tokenizer.write_tokenizer(tmp_path, data.ByteTokenizer(), True, 64),
+    ):
+        with pytest.raises(UserError, match="pip install -r requirements-hf.txt"):
+            needs_it()
+    assert not list(tmp_path.iterdir())
+
+
+# -----------------------------------------------------------------------------
+# Bad input
+
+
+def refuse(folder, content, message, vocab_size=VOCAB_SIZE, **config):
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        hf_tokenizer.read_tokenizer(folder, vocab_size)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_damaged_tokenizer_json_is_refused(tmp_path):
+    text = train("gpt2").to_str()
+    spec = json.loads(text)
+    model = spec["model"]
+    for damaged in (
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"\xff" + text.encode(),
+        text[:-100].encode(),
+        json.dumps({**spec, "model": 3}).encode(),
+        json.dumps({**spec, "model": {**model, "merges": [["a", "none"]]}}).encode(),
+        json.dumps({**spec, "model": {**model, "vocab": {"a": 1 << 40}}}).encode(),
+        json.dumps({**spec, "added_tokens": [{"id": "x"}]}).encode(),
+        b'{"model": ' + b"[" * (1 << 20),
+        b'{"model": ' * (1 << 20),
+    ):
+        refuse(tmp_path, damaged, r"tokenizer\.json is damaged")
+
+
+def test_a_tokenizer_json_of_100_mb_is_refused(tmp_path):
+    refuse(tmp_path, b"[" * 100_000_000, r"tokenizer\.json is larger than 64 MB")
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    text = train("gpt2").to_str().encode()
+    for vocab_size in (VOCAB_SIZE - 1, VOCAB_SIZE * 2):
+        message = f"700 tokens and the model {vocab_size}, so it belongs to another model"
+        refuse(tmp_path, text, message, vocab_size)
+    message = "no token 703, which is the model's eos_token_id, so it belongs to another model"
+    refuse(tmp_path, text, message, PADDED_VOCAB_SIZE, eos_token_id=[703])
+    far = json.loads(text)
+    far["model"]["vocab"]["far"] = 10**9
+    refuse(tmp_path, json.dumps(far).encode(), "belongs to another model")
