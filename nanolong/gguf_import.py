@@ -30,10 +30,10 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 # Those whose RoPE rotates channels 2k and 2k + 1 of a head in llama.cpp, so that the rows of q and
 # k are stored in another order than Hugging Face's, which rotates k and k + head_dim / 2.
 INTERLEAVED = ("llama", "smollm3")
-# llama.cpp divides RoPE's frequencies by these tables in this architecture alone
+# llama.cpp divides RoPE's frequencies by tables of the file in this one alone
 WITH_ROPE_TABLES = ("llama",)
 
-# what Llama 3.1 and later have, where the metadata say nothing of it
+# what Llama 3.1 to 3.3 have; the metadata say nothing of it
 LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -296,11 +296,11 @@ def yarn_values(fields, architecture, factor):
     rope["original_max_position_embeddings"] = fields.optional_integer(key)
     names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     extrapolation = fields.real("rope.scaling.yarn_ext_factor", -1e6, 1e6)
+    # negative: not set, as llama.cpp itself writes it together with its other defaults
     if extrapolation >= 0:
         names["attention_factor"] = "yarn_attn_factor"
-    # negative: not set, as llama.cpp writes it, together with its other defaults
-    if extrapolation >= 0 and extrapolation != 1:
-        raise refused(fields, architecture, "rope.scaling.yarn_ext_factor")
+        if extrapolation != 1:
+            raise refused(fields, architecture, "rope.scaling.yarn_ext_factor")
     for name, last in names.items():
         if fields.get(f"rope.scaling.{last}") is not None:
             rope[name] = fields.real(f"rope.scaling.{last}", 1e-12, 1e12)
