@@ -8,6 +8,7 @@ Optional: the gguf package (requirements-hf.txt). The slow tests on a real model
 """
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -448,6 +449,65 @@ def test_rope_scaling_is_read_as_llama_cpp_reads_it(edit, method, length, option
     assert (config.extension or {}).get("method") == method
     if method:
         assert config.extension["options"] == pytest.approx(options)
+
+
+def llama_cpp_rope(file):
+    """llama.cpp's RoPE beyond the original context length: (frequencies, factor of cos and sin).
+
+    As llama_model_base::load_hparams(), llama_context's constructor and rope_yarn() have it.
+    """
+    header = read_header(file)
+
+    def value(key, default):
+        return header.metadata.get(f"llama.{key}", default)
+
+    scaling_type = value("rope.scaling.type", "linear")
+    factor = value("rope.scaling.factor", 0) or value("rope.scale_linear", 0) or 1
+    freq_scale = 1 if scaling_type == "none" else 1 / factor
+    is_yarn = scaling_type == "yarn"
+    length = value("rope.scaling.original_context_length", value("context_length", 0))
+    base = value("rope.freq_base", 10000.0)
+    n_dims = value("rope.dimension_count", 0)
+
+    def correction_dim(n_rotations):
+        return n_dims * math.log(length / (n_rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(0, math.floor(correction_dim(32)))
+    high = min(n_dims - 1, math.ceil(correction_dim(1)))
+    table = torch.ones(n_dims // 2)
+    for name in ("rope_freqs.weight", "rope_factors_long.weight"):
+        if name in header.tensors:
+            table = gguf_file.read_tensor(file, header.tensors[name])
+    frequencies = []
+    for k in range(n_dims // 2):
+        extrapolated = base ** (-2 * k / n_dims) / table[k].item()
+        ramp = 0.0
+        if is_yarn:
+            ramp = 1 - min(1, max(0, (k - low) / max(0.001, high - low)))
+        frequencies.append(freq_scale * extrapolated * (1 - ramp) + extrapolated * ramp)
+    magnitude = value("rope.scaling.attn_factor", 1.0)
+    if is_yarn:
+        magnitude *= 1 + 0.1 * math.log(1 / freq_scale)
+    return torch.tensor(frequencies), magnitude
+
+
+EDITS = (no_factor, type_none, old_linear_factor, original_length)
+EDITS += (yarn_as_llama_cpp_saves_it, yarn_with_a_multiplier)
+ROPE_CASES = [("llama", edit) for edit in EDITS]
+ROPE_CASES += [(name, None) for name in MODELS if name.startswith("llama")]
+
+
+@pytest.mark.parametrize("name, edit", ROPE_CASES)
+def test_rope_has_the_frequencies_of_llama_cpp(name, edit, tmp_path):
+    file = tmp_path / "model.gguf"
+    write_model(file, name, edit and (lambda writer, tensors: edit(writer)))
+    import_file(file, tmp_path / "run")
+    pos = GPT.load(tmp_path / "run").pos
+    if pos._dynamic:
+        pos.update_tables(LENGTH)
+    frequencies, magnitude = llama_cpp_rope(file)
+    torch.testing.assert_close(pos.inv_freq.float(), frequencies, rtol=1e-5, atol=0)
+    assert pos.attention_factor == pytest.approx(magnitude, rel=1e-6)
 
 
 def test_the_number_of_token_ids_may_be_absent(tmp_path):
