@@ -1,24 +1,30 @@
 """Import public checkpoints from Hugging Face's format, and export ours to it.
 
     python hf.py import SmolLM-135M/ out/smollm
+    python hf.py import SmolLM2-135M-Instruct.Q4_1.gguf out/smollm2
     python hf.py export out/rope-yarn4 exported/
 
-import: a local directory becomes a run folder, for extend.py, evaluate.py and sample.py.
+import: a local directory, or a GGUF file of llama.cpp, becomes a run folder, for extend.py,
+evaluate.py and sample.py.
 export: a run folder becomes a directory that transformers' AutoModelForCausalLM loads, with the
 same logits and the tokenizer files that it was imported with.
 
 Imported: the Llama family (Llama 1 to 3, SmolLM, TinyLlama), Mistral, Qwen2, Qwen3, SmolLM3 and
 GPT-2, with any rope_parameters or rope_scaling. Exported: the one of these that a model is. What
-has no equivalent on the other side is refused. Only JSON and safetensors files are read.
+has no equivalent on the other side is refused. Only JSON, safetensors and GGUF files are read;
+of the last the architectures llama, qwen2, qwen3 and smollm3, in any quantisation that the gguf
+package reads.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
 from nanolong.errors import UserError
+from nanolong.gguf_import import import_gguf
 from nanolong.hf_export import export_checkpoint
 from nanolong.hf_import import import_checkpoint
 
@@ -34,12 +40,12 @@ class HFConfig:
 
 
 def main():
-    usage = "import DIR out/NAME, or export out/NAME DIR"
+    usage = "import DIR or FILE.gguf out/NAME, or export out/NAME DIR"
     cfg, given, words = cli.parse(HFConfig, about=__doc__, paths=usage)
     if len(words) != 3 or words[0] not in ("import", "export"):
         raise UserError(
-            "hf.py needs a direction and two folders: "
-            "say hf.py import DIR out/NAME, or hf.py export out/NAME DIR"
+            "hf.py needs a direction and two paths: say hf.py import DIR out/NAME, "
+            "hf.py import FILE.gguf out/NAME, or hf.py export out/NAME DIR"
         )
     direction, source, target = words
     if direction == "export":
@@ -48,7 +54,10 @@ def main():
         return
     if given:
         raise UserError(f"--{min(given)} is for export: leave it out")
-    import_checkpoint(GPT, GPTConfig, POSITIONS, source, target)
+    read = import_checkpoint
+    if source.lower().endswith(".gguf") or Path(source).is_file():
+        read = import_gguf
+    read(GPT, GPTConfig, POSITIONS, source, target)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
     config = validate.coerce(GPTConfig, read_config(source), str(source / "config.json"))
     validate.check_model(config, POSITIONS)
     stored = read_headers(source)
-    shapes = parameter_shapes(GPT, config, source, stored)
+    shapes = parameter_shapes(GPT, config, source / "config.json", stored)
     layout = match_layout(config, stored)
     check_tensors(source, layout, stored, shapes, config.tie_embeddings)
     tokenizer, bos, note = hf_tokenizer.read_tokenizer(source, config.vocab_size)
@@ -101,13 +101,21 @@ def read_config(folder):
             "checkpoint, downloaded to this machine"
         )
     values = read_json(file)
-    model_type = values.get("model_type")
-    check_model_type(folder, model_type)
+    check_model_type(folder, values.get("model_type"))
     if values.get("quantization_config"):
         raise UserError(
             f"{folder} is quantized, and weights are read in float32, float16 or bfloat16: "
             "download the checkpoint that it was made from"
         )
+    return read_settings(file, values)
+
+
+def read_settings(file, values):
+    """Return the settings of GPTConfig that the values of a config.json describe.
+
+    file: for the error messages. Raises UserError for what has no equivalent here.
+    """
+    model_type = values["model_type"]
     fields = ConfigFields(file, values, CONFIG_DEFAULTS[model_type])
     if model_type == "gpt2":
         return read_gpt2_config(fields)
@@ -325,9 +333,11 @@ def check_dtype(file, name, dtype):
     )
 
 
-def parameter_shapes(GPT, config, source, stored):
-    """Return the shapes of our parameters, without taking memory for them."""
-    file = source / "config.json"
+def parameter_shapes(GPT, config, file, stored):
+    """Return the shapes of our parameters, without taking memory for them.
+
+    file: that with the settings, for the error messages.
+    """
     # checked first: an absurd number of layers takes long to build even without memory
     if config.n_layer > len(stored):
         raise UserError(
@@ -353,22 +363,25 @@ def match_layout(config, stored):
     return {re.sub(prefix, "", name): tensor for name, tensor in layout.items()}
 
 
-def check_tensors(source, layout, stored, shapes, tied):
-    """Raise UserError unless the stored tensors are those of the layout."""
+def check_tensors(source, layout, stored, shapes, tied, settings="config.json", files="both"):
+    """Raise UserError unless the stored tensors are those of the layout.
+
+    settings: what describes the model. files: what to download again.
+    """
     for name, tensor in layout.items():
         expected = stored_shape(tensor, shapes)
         found = stored[name].shape if name in stored else "absent"
         if found != expected:
             raise UserError(
-                f"{source}: {name} is {found}, where config.json asks for {expected}: "
-                "download both again"
+                f"{source}: {name} is {found}, where {settings} asks for {expected}: "
+                f"download {files} again"
             )
     extra = [name for name in stored if name not in layout and not is_redundant(name, tied)]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise UserError(
             f"{source}: the model has no parameter for {extra[0]}{more}, so it is another one than "
-            "its config.json says: download both again"
+            f"its {settings} says: download {files} again"
         )
 
 
@@ -386,16 +399,22 @@ def read_weights(source, layout, stored, shapes):
     weights = {}
     for file in sorted({stored[name].file for name in layout}):
         with safe_open(source / file, framework="pt") as tensors:
-            for name, (parameters, transposed) in layout.items():
+            for name in layout:
                 if stored[name].file != file:
                     continue
                 tensor = tensors.get_tensor(name).float()
-                if transposed:
-                    tensor = tensor.t()
-                if len(parameters) == 1:
-                    weights[parameters[0]] = tensor.contiguous()
-                    continue
-                parts = tensor.split([shapes[parameter][0] for parameter in parameters])
-                for parameter, part in zip(parameters, parts, strict=True):
-                    weights[parameter] = part.clone(memory_format=torch.contiguous_format)
+                weights |= split_tensor(tensor, layout[name], shapes)
+    return weights
+
+
+def split_tensor(tensor, held, shapes):
+    """Return the parameters that a tensor holds by its HFTensor: our names -> tensors."""
+    if held.transposed:
+        tensor = tensor.t()
+    if len(held.parameters) == 1:
+        return {held.parameters[0]: tensor.contiguous()}
+    parts = tensor.split([shapes[parameter][0] for parameter in held.parameters])
+    weights = {}
+    for parameter, part in zip(held.parameters, parts, strict=True):
+        weights[parameter] = part.clone(memory_format=torch.contiguous_format)
     return weights

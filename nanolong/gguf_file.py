@@ -1,0 +1,252 @@
+"""GGUF, the format of llama.cpp: a file's metadata, the places of its tensors, and their values.
+
+A file is a header and data. The header: magic, version, the counts of tensors and of metadata, then
+each metadata value (key, type, value) and each tensor (name, dimensions, type, offset). All numbers
+are little-endian.
+
+The header is read here, and not by the gguf package, so that no count or offset in it is trusted:
+GGUFReader loops over whatever length a damaged array claims. The package dequantises.
+"""
+
+import math
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanolong.errors import UserError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+# the vocabularies and merges of the largest public models take a fifth of it
+MAX_HEADER_BYTES = 1 << 26
+# how much of a tensor is dequantised at once
+CHUNK_BYTES = 1 << 22
+
+# type of a metadata value -> code of the struct module
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+STRING = 8
+ARRAY = 9
+
+
+class GGUFTensor(NamedTuple):
+    """Where a tensor is, by the header of its file."""
+
+    # in torch's order; the file has the dimensions in reverse
+    shape: tuple
+    # a gguf.GGMLQuantizationType
+    type: object
+    # of its first byte in the file
+    offset: int
+    n_bytes: int
+
+
+class GGUFHeader(NamedTuple):
+    metadata: dict  # key -> number, text, or list of these
+    tensors: dict  # name -> GGUFTensor
+
+
+def gguf_package():
+    """Return the gguf package. Raises UserError where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError(
+            "reading a GGUF file needs a package that is not installed: pip install gguf"
+        ) from None
+    return gguf
+
+
+# -----------------------------------------------------------------------------
+# The header
+
+
+def read_header(file):
+    """Return the GGUFHeader of a file. Raises UserError for a file that is none, or not whole."""
+    gguf_package()
+    try:
+        with open(file, "rb") as stream:
+            magic = stream.read(len(MAGIC))
+            if magic == MAGIC:
+                return parse_header(stream, file.stat().st_size)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not a whole GGUF file ({error}): download it again") from None
+    raise UserError(
+        f"{file} is no GGUF file: give one, or the directory of a Hugging Face checkpoint"
+    )
+
+
+def parse_header(stream, n_bytes):
+    """Return the GGUFHeader of a file of n_bytes whose magic was read. Raises ValueError."""
+    reader = HeaderReader(stream, min(n_bytes, MAX_HEADER_BYTES))
+    version = reader.number("I")
+    if version not in VERSIONS:
+        raise ValueError(f"its version is {version}, and 2 and 3 are known")
+    n_tensors = reader.number("Q")
+    n_values = reader.number("Q")
+
+    metadata = {}
+    for _ in range(n_values):
+        key = reader.text()
+        if key in metadata:
+            raise ValueError(f"it has {key} twice")
+        metadata[key] = reader.value(reader.number("I"))
+
+    places = {}
+    for _ in range(n_tensors):
+        name = reader.text()
+        if name in places:
+            raise ValueError(f"it has the tensor {name} twice")
+        places[name] = read_place(reader)
+
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"its general.alignment is {alignment!r}")
+    # the data begin at the next multiple of the alignment
+    start = -(-stream.tell() // alignment) * alignment
+    tensors = {name: make_tensor(name, *place, start) for name, place in places.items()}
+    check_places(tensors, n_bytes)
+    return GGUFHeader(metadata, tensors)
+
+
+class HeaderReader:
+    """Read the values of a header one after the other; ValueError where it ends before them."""
+
+    def __init__(self, stream, end):
+        self.stream = stream
+        self.end = end
+
+    def take(self, n_bytes):
+        # compared before reading, which takes the memory
+        if self.stream.tell() + n_bytes > self.end:
+            raise ValueError("it ends within its header")
+        return self.stream.read(n_bytes)
+
+    def numbers(self, code, count):
+        return struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}")))
+
+    def number(self, code):
+        return self.numbers(code, 1)[0]
+
+    def text(self):
+        return self.take(self.number("Q")).decode("utf-8")
+
+    def value(self, value_type):
+        """Read a metadata value: a number, a text, or a list of either."""
+        if value_type == ARRAY:
+            return self.array()
+        if value_type == STRING:
+            return self.text()
+        value = self.number(self.code_of(value_type))
+        if value_type == 6:
+            # 1e-05 is stored as 9.999999747378752e-06
+            return float(str(np.float32(value)))
+        return value
+
+    def array(self):
+        item_type = self.number("I")
+        count = self.number("Q")
+        if item_type == STRING:
+            return [self.text() for _ in range(count)]
+        return list(self.numbers(self.code_of(item_type), count))
+
+    def code_of(self, value_type):
+        if value_type not in NUMBERS:
+            raise ValueError(f"it has a value of the unknown type {value_type}")
+        return NUMBERS[value_type]
+
+
+def read_place(reader):
+    """Read (dimensions, number of the type, offset in the data) of a tensor."""
+    n_dimensions = reader.number("I")
+    if not 1 <= n_dimensions <= 4:
+        raise ValueError(f"it has a tensor of {n_dimensions} dimensions")
+    dimensions = reader.numbers("Q", n_dimensions)
+    return dimensions, reader.number("I"), reader.number("Q")
+
+
+def make_tensor(name, dimensions, type_number, offset, start):
+    """Return a GGUFTensor whose offset counts from start. Raises ValueError."""
+    gguf = gguf_package()
+    try:
+        tensor_type = gguf.GGMLQuantizationType(type_number)
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
+    except (ValueError, KeyError):
+        raise ValueError(
+            f"{name} is of the type {type_number}, which this version of the gguf package does "
+            "not know"
+        ) from None
+    if dimensions[0] % block_size or 0 in dimensions:
+        raise ValueError(f"{name} has rows of {dimensions[0]}, not of whole {tensor_type.name}")
+    # of Python's integers, which do not overflow
+    n_bytes = math.prod(dimensions) // block_size * block_bytes
+    return GGUFTensor(dimensions[::-1], tensor_type, start + offset, n_bytes)
+
+
+def check_places(tensors, n_bytes):
+    """Raise ValueError where a tensor is outside of a file of n_bytes, or two overlap.
+
+    So all tensors together take no more memory than the file's size allows.
+    """
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
+            raise ValueError(f"{name} overlaps another tensor")
+        end = tensor.offset + tensor.n_bytes
+        if end > n_bytes:
+            raise ValueError(f"{name} ends at byte {end:,}, and the file has {n_bytes:,}")
+
+
+# -----------------------------------------------------------------------------
+# Tensors
+
+
+def check_types(file, tensors):
+    """Raise UserError where the gguf package cannot dequantise one of these tensors."""
+    quants = gguf_package().quants
+    for name, tensor in tensors.items():
+        block = np.zeros((1, bytes_of_block(tensor.type)), np.uint8)
+        try:
+            quants.dequantize(block, tensor.type)
+        except NotImplementedError:
+            raise UserError(
+                f"{file}: {name} is of the type {tensor.type.name}, which the gguf package cannot "
+                "dequantise: choose another quantisation of the model"
+            ) from None
+
+
+def bytes_of_block(tensor_type):
+    return gguf_package().GGML_QUANT_SIZES[tensor_type][1]
+
+
+def read_tensor(file, tensor):
+    """Return the values of a GGUFTensor: float32, contiguous.
+
+    It is dequantised in parts, so the memory needed is little more than that of the result.
+    """
+    quants = gguf_package().quants
+    values = torch.empty(tensor.shape)
+    rows = values.numpy().reshape(-1, tensor.shape[-1])
+    row_bytes = tensor.n_bytes // len(rows)
+    rows_at_once = max(1, CHUNK_BYTES // row_bytes)
+    with open(file, "rb") as stream:
+        stream.seek(tensor.offset)
+        for first in range(0, len(rows), rows_at_once):
+            part = rows[first : first + rows_at_once]
+            stored = np.frombuffer(stream.read(len(part) * row_bytes), np.uint8)
+            part[:] = quants.dequantize(stored.reshape(len(part), row_bytes), tensor.type)
+    return values

