@@ -6,25 +6,24 @@ model; the tensors are dequantised one at a time. What has no equivalent here is
 
 import json
 import math
-import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from data import tokenizer_json
-from nanolong import checkpoint, run_folder, validate
+from nanolong import validate
 from nanolong.errors import UserError
 from nanolong.gguf_file import check_types, read_header, read_tensor
 from nanolong.gguf_tokenizer import text_obstacle, tokenizer_json_of
 from nanolong.hf_import import (
     check_tensors,
+    check_unused,
     parameter_shapes,
-    print_summary,
     read_settings,
     split_tensor,
+    write_imported,
 )
-from nanolong.hf_layout import UNSUPPORTED, ConfigFields, read_json, tensor_layout
+from nanolong.hf_layout import UNSUPPORTED, ConfigFields, tensor_layout
+from nanolong.hf_tokenizer import make_tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 # Those whose RoPE rotates channels 2k and 2k + 1 of a head in llama.cpp, so that the rows of q and
@@ -70,8 +69,7 @@ def import_gguf(GPT, GPTConfig, POSITIONS, file, target):
     file, target = Path(file), Path(target)
     if not file.is_file():
         raise UserError(f"there is no file {file}: give that of a GGUF model on this machine")
-    if run_folder.list_steps(target):
-        raise UserError(f"{target} holds a run already: choose another folder")
+    check_unused(target)
     header = read_header(file)
     values = config_values(file, header)
     config = validate.coerce(GPTConfig, read_settings(file, values), str(file))
@@ -88,16 +86,7 @@ def import_gguf(GPT, GPTConfig, POSITIONS, file, target):
     weights = {}
     for name, tensor in read_tensors(file, header, layout, config.head_dim):
         weights |= split_tensor(tensor, layout[name], shapes)
-    meta = {
-        "config": asdict(config),
-        "tokenizer": None if tokenizer is None else tokenizer.to_json(),
-        "bos": bos,
-        "imported": file.resolve().name,
-    }
-    folder = target / "step-000000"
-    checkpoint.write_checkpoint(folder, {"model": weights}, meta)
-    print_summary(folder, config, shapes, note)
-    return folder
+    return write_imported(target, file, config, weights, tokenizer, bos, note)
 
 
 # -----------------------------------------------------------------------------
@@ -424,8 +413,10 @@ def read_tokenizer(file, header, values):
         raise UserError(
             f"{file} has {n_tokens} tokens, and its model {values['vocab_size']}: download it again"
         )
-    files["config.json"] = json.dumps(values)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
-        return tokenizer_json.read(Path(folder), values["vocab_size"], read_json)
+    contents = {name: text.encode() for name, text in files.items()}
+    settings = json.loads(files["tokenizer_config.json"])
+    try:
+        tokenizer, bos = make_tokenizer(contents, settings, values, values["vocab_size"])
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    return tokenizer, bos, ""

@@ -4,7 +4,6 @@ Only JSON and safetensors files are opened, and names, shapes and dtypes are che
 weight is loaded. What has no equivalent here is refused, with the reason.
 """
 
-import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -36,8 +35,7 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
             f"there is no directory {source}: give that of a Hugging Face checkpoint, downloaded "
             "to this machine"
         )
-    if run_folder.list_steps(target):
-        raise UserError(f"{target} holds a run already: choose another folder")
+    check_unused(target)
     config = validate.coerce(GPTConfig, read_config(source), str(source / "config.json"))
     validate.check_model(config, POSITIONS)
     stored = read_headers(source)
@@ -46,6 +44,20 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
     check_tensors(source, layout, stored, shapes, config.tie_embeddings)
     tokenizer, bos, note = hf_tokenizer.read_tokenizer(source, config.vocab_size)
 
+    weights = read_weights(source, layout, stored, shapes)
+    return write_imported(target, source, config, weights, tokenizer, bos, note)
+
+
+def check_unused(target):
+    if run_folder.list_steps(target):
+        raise UserError(f"{target} holds a run already: choose another folder")
+
+
+def write_imported(target, source, config, weights, tokenizer, bos, note):
+    """Write the first checkpoint of a run folder, and print what it is; return its folder.
+
+    tokenizer, bos, note: what read_tokenizer() returned.
+    """
     folder = target / "step-000000"
     meta = {
         "config": asdict(config),
@@ -53,15 +65,14 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
         "bos": bos,
         "imported": source.resolve().name,
     }
-    weights = read_weights(source, layout, stored, shapes)
     checkpoint.write_checkpoint(folder, {"model": weights}, meta)
-    print_summary(folder, config, shapes, note)
+    print_summary(folder, config, sum(tensor.numel() for tensor in weights.values()))
+    if note:
+        print(note.strip())
     return folder
 
 
-def print_summary(folder, config, shapes, note):
-    """Print what was imported; note: what read_tokenizer() has to say."""
-    n_parameters = sum(math.prod(shape) for shape in shapes.values())
+def print_summary(folder, config, n_parameters):
     layers = range(config.n_layer)
     text = f"{folder}: {n_parameters / 1e6:.2f} M parameters, context length "
     text += f"{config.block_size} tokens"
@@ -76,8 +87,6 @@ def print_summary(folder, config, shapes, note):
     if n_without:
         text += f"; {n_without} layers without positions"
     print(text)
-    if note:
-        print(note.strip())
     if extension and extension["method"] == "dynamic-ntk":
         print(
             "note: a dynamic scale follows the length of the text rounded up to a quarter of the "
