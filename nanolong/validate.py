@@ -202,6 +202,7 @@ RANGES = {
     "grad_clip": Range(least=0),
     "eval_interval": Range(least=1),
     "eval_iters": Range(least=0),
+    "eval_length": Range(least=0),
     "log_interval": Range(least=1),
     "seed": Range(least=0),
     # data
@@ -212,6 +213,7 @@ RANGES = {
     "shards": Range(least=1),
     # context extension
     "factor": Range(least=1, most=10**6),
+    "pose_window": Range(least=0),
     # sampling
     "max_new_tokens": Range(least=0),
     "num_samples": Range(least=1),

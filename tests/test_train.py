@@ -141,14 +141,16 @@ def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, text_data):
     assert list(losses(settings.out_dir).values()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(cfg, text_data):
+@pytest.mark.parametrize("eval_length", [0, 11])
+def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(eval_length, cfg, text_data):
     model = tiny()
-    result = train.train(model, cfg(max_iters=2))
+    result = train.train(model, cfg(max_iters=2, eval_length=eval_length))
     split = data.Dataset(text_data).val
-    available = int(split.n_sequences(16).sum())
+    length = eval_length or 16
+    available = int(split.n_sequences(length).sum())
     loss_sum = n_tokens = 0
     for i in range(4):  # eval_iters=2 batches of 2 sequences
-        x, y = (torch.from_numpy(part) for part in split.sequence(i * available // 4, 16))
+        x, y = (torch.from_numpy(part) for part in split.sequence(i * available // 4, length))
         logits = model(x[None])[0]
         loss_sum += F.cross_entropy(logits, y, ignore_index=-1, reduction="sum").item()
         n_tokens += int((y >= 0).sum())
@@ -156,6 +158,11 @@ def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(cfg, text_
     assert result["step"] == 2
     # a token is a byte, and a bit is ln 2 nats
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / 0.693147, rel=1e-5)
+
+
+def test_an_evaluation_beyond_the_context_length_is_refused(cfg):
+    with pytest.raises(UserError, match="eval_length=17 is beyond the context length of 16 tokens"):
+        train.train(tiny(), cfg(eval_length=17))
 
 
 def test_learning_rate_schedules():
