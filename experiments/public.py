@@ -28,7 +28,7 @@ import json
 import sysconfig
 import time
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -36,9 +36,10 @@ import torch
 
 import data
 from data.prepare import build, standard_library
-from evaluate import evaluation_mode, loss_by_position, read_text
+from evaluate import evaluation_mode, loss_by_position
 from experiments.public_report import write_report
 from experiments.report import command_line, read_json, write_json
+from extend import ExtendConfig, read_text
 from model import GPT
 from nanolong import cli
 from nanolong.checkpoint import read_meta
@@ -48,7 +49,7 @@ from nanolong.provenance import provenance
 from nanolong.run_folder import list_steps
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY
-from train import TrainConfig, train
+from train import train
 
 PRESET = Path(__file__).resolve().parent.parent / "config" / "finetune_public.toml"
 
@@ -324,41 +325,40 @@ class Public:
         return name
 
     def train(self, method, name):
-        config, window = self.train_config(name)
+        config = self.train_config(name)
         model = self.extended(method)
         if list_steps(self.folder / name):
             model = GPT.load(self.folder / name)
             config.init_from = "resume"
-        result = train(model, config, window, model.config.block_size)
+        result = train(model, config, config.pose_window, model.config.block_size)
         if result["stopped"]:
             raise KeyboardInterrupt
         return result["val_loss"]
 
     def train_config(self, name):
-        """Return the TrainConfig of the preset, and the tokens of a sequence of PoSE."""
-        preset = tomllib.loads(PRESET.read_text(encoding="utf-8"))
-        names = {field.name for field in fields(TrainConfig)}
-        settings = {key: value for key, value in preset.items() if key in names}
+        """Return the preset's settings, for a run of this name."""
+        settings = tomllib.loads(PRESET.read_text(encoding="utf-8"))
+        window = min(settings["pose_window"], self.original_length)
         settings |= {
             "dataset": self.cfg.dataset or prepare_modules(self.run),
             "out_dir": str(self.folder / name),
             "max_iters": self.plan.steps,
+            "pose_window": window,
+            "gradient_accumulation_steps": STEP_TOKENS // window,
             "eval_interval": 10**9,
+            "eval_length": window,
             "eval_iters": 8,
             "device": self.cfg.device,
             "dtype": self.cfg.dtype,
         }
-        window = min(preset["pose_window"], self.original_length)
-        accumulation = STEP_TOKENS // window // settings["batch_size"]
-        settings["gradient_accumulation_steps"] = max(1, accumulation)
-        return TrainConfig(**settings), window
+        return ExtendConfig(**settings)
 
     def time_step(self):
         """Return the seconds of a step of fine-tuning, from one of its sequences."""
         return self.measure("step", self.measure_step)
 
     def measure_step(self):
-        _, window = self.train_config("step")
+        window = self.train_config("step").pose_window
         model = self.model(UNTOUCHED).train()
         tokens = torch.from_numpy(self.texts["code"].tokens[0][: window + 1].astype(np.int64))
         x, y = tokens[None, :-1].to(self.device), tokens[None, 1:].to(self.device)
