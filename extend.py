@@ -21,11 +21,9 @@ import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
-
 import data
 import rope_scaling
-from evaluate import EvaluateConfig, loss_by_position, make_records, measure_losses
+from evaluate import EvaluateConfig, loss_by_position, measure_losses, read_text
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, validate
 from nanolong.checkpoint import (
@@ -35,7 +33,7 @@ from nanolong.checkpoint import (
     saved_settings,
     settings_record,
 )
-from nanolong.device import pick_device, pick_dtype
+from nanolong.device import pick_device
 from nanolong.distributed import join_processes
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
@@ -260,7 +258,7 @@ def fits_scale(method, options):
 def text_to_fit(model, cfg, given):
     """The data.Split that a scale is fitted on: the text, or the training data."""
     if cfg.text:
-        return read_text(model, cfg.text)
+        return read_text(model, cfg.text).val
     if not cfg.max_iters and "dataset" not in given:
         raise UserError(
             f"method {cfg.method!r} needs a scale, or text to fit it on: give "
@@ -297,24 +295,6 @@ def fit_scale(model, cfg, options, split, rank=0):
             f"{losses[best]:.4f} nats per token instead of {losses[1.0]:.4f}"
         )
     return best
-
-
-def read_text(model, file):
-    """A text file as a data.Split, in the tokens of the model. Raises UserError."""
-    tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
-    if tokenizer is None:
-        raise UserError("the tokenizer of this checkpoint is unknown: give --dataset, not --text")
-    try:
-        text = Path(file).read_bytes().decode("utf-8", "surrogateescape")
-    except OSError as error:
-        raise UserError(
-            f"--text={file} cannot be read ({error.strerror}): give a text file"
-        ) from None
-    split = data.Split([], model.config.vocab_size, model.meta.get("bos"))
-    split.files.append(Path(file))
-    split.tokens.append(np.array(tokenizer.encode(text)))
-    split.starts.append(0)
-    return split
 
 
 def check_same_extension(model, parent, cfg):
@@ -416,22 +396,16 @@ def plot_extension(model, cfg, before):
 
 def report(model, cfg, when):
     """Print the loss by position at the original and at the extended length, or eval_length."""
-    device = pick_device(cfg.device)
-    model.to(device)
+    model.to(pick_device(cfg.device))
     lengths = sorted({model.config.original_length, cfg.eval_length or model.config.block_size})
-    protocols = ("last-quarter", "position")
-    if cfg.text:
-        split = read_text(model, cfg.text)
-        dtype = pick_dtype(cfg.dtype, device)
-        records = []
-        for length in lengths:
-            sums = loss_by_position(model, split, length, cfg.max_tokens, dtype)
-            records += make_records(when, *sums, protocols)
-    else:
-        settings = EvaluateConfig(
-            protocol=protocols, max_tokens=cfg.max_tokens, dataset=cfg.dataset, dtype=cfg.dtype
-        )
-        records = measure_losses({when: model}, settings, lengths)
+    settings = EvaluateConfig(
+        protocol=("last-quarter", "position"),
+        max_tokens=cfg.max_tokens,
+        dataset="" if cfg.text else cfg.dataset,
+        text=cfg.text,
+        dtype=cfg.dtype,
+    )
+    records = measure_losses({when: model}, settings, lengths)
     print(format_loss_table(records, lengths), flush=True)
 
 
@@ -456,8 +430,8 @@ def check_request(parent, cfg):
         )
     check_window(parent, cfg)
     if cfg.text:
-        length = round(parent.config.block_size * cfg.factor)
-        read_text(parent, cfg.text).require_length(length)
+        length = cfg.eval_length or round(parent.config.block_size * cfg.factor)
+        read_text(parent, cfg.text).val.require_length(length)
 
 
 def check_window(parent, cfg):

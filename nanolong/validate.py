@@ -431,6 +431,15 @@ def check_sample(cfg):
 def check_evaluate(cfg):
     """Refuse an EvaluateConfig that measures nothing or draws in another format than PNG."""
     check_ranges(vars(cfg))
+    require(
+        not (cfg.text and cfg.dataset),
+        "--text and --dataset both name what is scored: leave one of them out",
+    )
+    require(
+        not cfg.text or cfg.task == "loss",
+        f"--text is what --task=loss scores, and --task={cfg.task} has texts of its own: "
+        "leave one of them out",
+    )
     check_png("plot", cfg.plot)
     require(
         cfg.protocol,

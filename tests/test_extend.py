@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
 
 import data
 import evaluate
@@ -144,6 +145,21 @@ def test_extending_alone_needs_no_record_of_training(untrained, extend_run, no_d
     assert_refused(extend_run(run), "no record", "--dataset", "--learning_rate", "--max_iters=0")
     assert_success(extend_run(run, "--max_iters=0"))
     assert read_meta(newest(tmp_path / "extended"))["train"] == {}
+
+
+def test_an_imported_model_is_extended_without_data_and_measured_on_a_text(
+    make, extend_run, no_data, tmp_path
+):
+    model = make(vocab_size=PADDED_VOCAB_SIZE, n_layer=1)
+    model.meta = {"tokenizer": import_tokenizer("smollm2").to_json(), "bos": None}
+    model.save(tmp_path / "imported" / "step-000000")
+    done = assert_success(extend_run(tmp_path / "imported", "--max_iters=0", "--factor=2"))
+    assert REPORT not in done.stdout
+    words = ["--max_iters=0", "--factor=2", f"--text={ROOT}/LICENSE", "--overwrite"]
+    done = assert_success(extend_run(tmp_path / "imported", *words))
+    assert done.stdout.count(REPORT) == 1
+    for length in (24, 48):
+        assert f"position, nats per token, in sequences of {length} tokens" in done.stdout
 
 
 def test_an_extension_is_named_after_its_run_method_and_factor(untrained, call):
