@@ -36,10 +36,10 @@ import torch
 
 import data
 from data.prepare import build, standard_library
-from evaluate import evaluation_mode, loss_by_position
+from evaluate import evaluation_mode, loss_by_position, read_text
 from experiments.public_report import write_report
 from experiments.report import command_line, read_json, write_json
-from extend import ExtendConfig, read_text
+from extend import ExtendConfig
 from model import GPT
 from nanolong import cli
 from nanolong.checkpoint import read_meta
@@ -161,9 +161,9 @@ class Public:
         self.imported = base.meta.get("imported") or Path(run).name
         self.original_length = base.config.block_size
         self.n_parameters = sum(p.numel() for p in base.parameters())
-        self.texts = {"code": read_text(base, cfg.code or longest_module())}
+        self.texts = {"code": read_text(base, cfg.code or longest_module()).val}
         if cfg.prose:
-            self.texts["prose"] = read_text(base, cfg.prose)
+            self.texts["prose"] = read_text(base, cfg.prose).val
         self.plan = PLANS[cfg.budget]
         for text, split in self.texts.items():
             split.require_length(self.length_of(text))
