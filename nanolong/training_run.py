@@ -297,7 +297,7 @@ def describe_step(loader, seconds, n_steps, dtype):
     One line: the tokens, time and memory of a step, and the time of all that are left.
 
     seconds: measured, of one micro-batch. The memory is that of the tensors of a process, counted
-    from their shapes; Python and torch take about 0.4 GB more.
+    from their shapes: what Python, torch and its libraries take is not in it.
     """
     cfg = loader.cfg
     micro_batches = cfg.gradient_accumulation_steps // loader.world
@@ -312,11 +312,12 @@ def describe_step(loader, seconds, n_steps, dtype):
         micro_batches,
     )
     step_seconds = micro_batches * seconds
+    steps = "1 step" if n_steps == 1 else f"{n_steps:,} steps"
     batches = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
     return (
         f"a step: {loader.tokens_per_step:,} tokens, about {format_time(step_seconds)} "
         f"({batches} of {seconds:.2g} s, measured) and {memory.peak / 1e9:.1f} GB of tensors "
-        f"(counted); {n_steps:,} steps: {format_time(n_steps * step_seconds)}, evaluations apart"
+        f"(counted); {steps}: {format_time(n_steps * step_seconds)}, evaluations apart"
     )
 
 
