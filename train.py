@@ -52,7 +52,6 @@ from nanolong.optim import get_lr, make_optimizers
 from nanolong.run_folder import list_steps, readable_steps
 from nanolong.signals import catch_signals
 from nanolong.training_run import (
-    compile_ahead,
     describe_divergence,
     gradients,
     hint_after_divergence,
@@ -63,6 +62,7 @@ from nanolong.training_run import (
     open_run,
     resume_run,
     save,
+    try_ahead,
 )
 
 
@@ -340,8 +340,8 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     last_eval = {"step": state.step}
     with catch_signals() as stop_signals, logging_run(run, state, model, loader, dtype) as logger:
-        # compile first, where a stop signal may interrupt at any point
-        stop = compile_ahead(forward, loader, state, dtype, stop_signals)
+        # compile and time a step first, where a stop signal may interrupt at any point
+        stop = try_ahead(forward, loader, state, dtype, stop_signals, logger)
         while True:
             # evaluate and save
             due = state.step % cfg.eval_interval == 0 or state.step == cfg.max_iters
