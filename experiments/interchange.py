@@ -44,6 +44,7 @@ from experiments.interchange_cases import (
 from experiments.report import markdown_table
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
+from nanolong.checkpoint import open_model
 from nanolong.errors import UserError
 from nanolong.hf_export import export_checkpoint
 from nanolong.hf_import import import_checkpoint
@@ -273,7 +274,12 @@ def import_quietly(source, target):
 
 
 def export_quietly(run, target):
-    return capture_output(export_checkpoint, GPT.load(run), target, verify=False)
+    return capture_output(export_checkpoint, open_run(run), target, verify=False)
+
+
+def open_run(run):
+    """Return a model as export_checkpoint() takes it."""
+    return open_model(GPT, GPTConfig, POSITIONS, run)
 
 
 @dataclass

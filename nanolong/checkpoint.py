@@ -40,8 +40,7 @@ def save_model(model, folder, optim=None, dtype=torch.float32, **meta):
     """
     parameters = dict(model.named_parameters())  # a tied head occurs once
     like = {name: torch.empty_like(p, dtype=dtype, device="meta") for name, p in parameters.items()}
-    pairs = ((name, p.detach().to("cpu", dtype)) for name, p in parameters.items())
-    tensors = {"model": TensorStream(like, pairs)}
+    tensors = {"model": TensorStream(like, parameters.items())}
     if optim is not None:
         tensors["optim"] = optim
     meta = {**model.meta, **meta, **settings_record("config", model.config)}
