@@ -513,9 +513,17 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         refusals = list_refusals(Path(name))
     text = "\n".join(format_report(imports, ours, refusals)) + "\n"
-    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(cfg.out).write_text(text, encoding="utf-8")
     print(text, end="")
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(cfg.out).write_text(text + kept_section(Path(cfg.out)), encoding="utf-8")
+
+
+def kept_section(file):
+    """Return the section Memory of a report: bench_files.py measures it, at other times."""
+    heading = "\n## Memory\n"
+    old = file.read_text(encoding="utf-8") if file.exists() else ""
+    _, found, section = old.partition(heading)
+    return found + section
 
 
 def format_report(imports, ours, refusals):

@@ -36,8 +36,8 @@ MAX_SCORES = 1 << 24
 def linear(x, weight, bias=None):
     """Compute x weight^T + bias.
 
-    x (..., C), weight (N, C), bias (N,) or None. Returns (..., N), in the dtype of the weight, or of
-    autocast.
+    x (..., C), weight (N, C), bias (N,) or None. Returns (..., N) in the dtype of autocast, or of
+    the weight where there is none.
     """
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)  # of a model whose norms are wider than its matrices
