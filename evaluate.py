@@ -62,7 +62,7 @@ from data import (
 )
 from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import cli, plots, validate
-from nanolong.device import autocast, pick_device, pick_dtype
+from nanolong.device import autocast, pick_device, pick_dtype, settle_weights, weights_to_load
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
@@ -104,6 +104,9 @@ class EvaluateConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # dtype of the weights in memory; auto: as stored where --dtype is bfloat16, else float32; with
+    # bfloat16 products both give the same numbers
+    weights: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self):
         validate.check_evaluate(self)
@@ -479,8 +482,11 @@ def measure_needles(models, cfg, lengths):
 # The command line
 
 
-def load_models(paths, best, device):
-    """Load the checkpoints of arguments FOLDER or NAME=FOLDER: a dict from name to GPT."""
+def load_models(paths, best, device, dtype=torch.float32):
+    """Load the checkpoints of arguments FOLDER or NAME=FOLDER: a dict from name to GPT.
+
+    dtype: of their weights, or None for what is stored.
+    """
     if not paths:
         raise UserError("no checkpoint: give at least one run folder (python evaluate.py out/NAME)")
     folders = {}
@@ -492,7 +498,7 @@ def load_models(paths, best, device):
         folders[name] = folder
     if len(folders) < len(paths):
         raise UserError("two checkpoints have the same name: name each by NAME=FOLDER")
-    return {name: GPT.load(folder, best).to(device) for name, folder in folders.items()}
+    return {name: GPT.load(folder, best, dtype).to(device) for name, folder in folders.items()}
 
 
 def check_datasets(models, cfg):
@@ -582,7 +588,9 @@ def main():
     cfg, _, paths = cli.parse(EvaluateConfig, about=__doc__, paths=positional)
     device = pick_device(cfg.device)
     load_entries(cfg.entry, POSITIONS)
-    models = load_models(paths, cfg.best, device)
+    models = load_models(paths, cfg.best, device, weights_to_load(cfg.weights))
+    for model in models.values():
+        settle_weights(model, cfg.weights, pick_dtype(cfg.dtype, device))
     if cfg.task == "loss":
         check_datasets(models, cfg)
         note_different_texts(models, cfg)

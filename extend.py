@@ -21,6 +21,8 @@ import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import torch
+
 import data
 import rope_scaling
 from evaluate import EvaluateConfig, loss_by_position, measure_losses, read_text
@@ -343,10 +345,20 @@ def save_extended(model, cfg):
         state = {"step": 0, "val_loss": None, "best": None, "tokens": 0, "scaler": None}
         lock_run(run)
         with replacing_run(run, cfg.overwrite):
-            save_model(model, folder, optim={}, **settings, **state)
+            save_model(model, folder, optim={}, dtype=exact_dtype(model), **settings, **state)
             settle_replaced(run, finished=True)
         unlock(run)
     print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
+
+
+def exact_dtype(model):
+    """The dtype in which the parent's weights are stored, or float32 where that would round.
+
+    A learned table is interpolated; all other weights are the parent's.
+    """
+    dtype = model.stored_dtype
+    is_exact = all(torch.equal(p.to(dtype).float(), p) for p in model.parameters())
+    return dtype if is_exact else torch.float32
 
 
 # -----------------------------------------------------------------------------

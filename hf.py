@@ -20,9 +20,11 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
+from nanolong.checkpoint import open_model
 from nanolong.errors import UserError
 from nanolong.gguf_import import import_gguf
 from nanolong.hf_export import export_checkpoint
@@ -31,6 +33,9 @@ from nanolong.hf_import import import_checkpoint
 
 @dataclass
 class HFConfig:
+    # import: dtype of the weights in the checkpoint; bfloat16 takes half the space, and where the
+    # original has bfloat16 weights, as most have, it loses nothing
+    store: Literal["float32", "bfloat16"] = "float32"
     # export: copy the tokenizer files of this Hugging Face directory instead of the model's own
     tokenizer: str = ""
     # export: let transformers, where it is installed, load what was written, and compare logits
@@ -49,15 +54,17 @@ def main():
         )
     direction, source, target = words
     if direction == "export":
-        model = GPT.load(source, cfg.best)
+        if "store" in given:
+            raise UserError("--store is for import: leave it out")
+        model = open_model(GPT, GPTConfig, POSITIONS, source, cfg.best)
         export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
         return
-    if given:
-        raise UserError(f"--{min(given)} is for export: leave it out")
+    for name in sorted(given - {"store"}):
+        raise UserError(f"--{name} is for export: leave it out")
     read = import_checkpoint
     if source.lower().endswith(".gguf") or Path(source).is_file():
         read = import_gguf
-    read(GPT, GPTConfig, POSITIONS, source, target)
+    read(GPT, GPTConfig, POSITIONS, source, target, cfg.store)
 
 
 if __name__ == "__main__":

@@ -815,8 +815,9 @@ class GPT(nn.Module):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
-        # Embed the tokens.
-        x = self.dropout(self.pos.embed(self.embed(tokens), pos))
+        # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
+        x = self.embed(tokens).to(self.norm.weight.dtype)
+        x = self.dropout(self.pos.embed(x, pos))
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
             scheme = self.pos if self.config.uses_positions(layer) else self.nope
@@ -1003,13 +1004,14 @@ class GPT(nn.Module):
         checkpoint.save_model(self, folder)
 
     @classmethod
-    def load(cls, path, best: bool = False) -> "GPT":
+    def load(cls, path, best: bool = False, dtype: torch.dtype | None = torch.float32) -> "GPT":
         """
         Load the newest (or best) checkpoint of a run folder, or a checkpoint folder.
 
-        Returns the model in eval mode on the CPU in float32; model.meta holds the rest of
-        meta.json. Raises UserError where there is no checkpoint or it is damaged.
+        dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
+        Returns the model in eval mode on the CPU; model.meta holds the rest of meta.json. Raises
+        UserError where there is no checkpoint or it is damaged.
         """
         from nanolong import checkpoint
 
-        return checkpoint.load_model(cls, GPTConfig, POSITIONS, path, best)
+        return checkpoint.load_model(cls, GPTConfig, POSITIONS, path, best, dtype)

@@ -21,7 +21,14 @@ import torch
 from data import decode_stream, encode_prompt, tokenizer_from_json
 from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import cli, validate
-from nanolong.device import autocast, pick_compile, pick_device, pick_dtype
+from nanolong.device import (
+    autocast,
+    pick_compile,
+    pick_device,
+    pick_dtype,
+    settle_weights,
+    weights_to_load,
+)
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import check_request
@@ -51,6 +58,9 @@ class SampleConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products; auto: float32 for small models on a CPU
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # dtype of the weights in memory; auto: as stored where --dtype is bfloat16, else float32; with
+    # bfloat16 products both give the same numbers
+    weights: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool = False  # torch.compile the decoding step; pays for long texts only
 
     def __post_init__(self):
@@ -102,7 +112,7 @@ def main():
         raise UserError("there is no run under out/: train one (python train.py --pos=rope)")
     if not runs:
         print(f"note: the newest run is {run}", file=sys.stderr)
-    model = GPT.load(run, cfg.best)
+    model = GPT.load(run, cfg.best, weights_to_load(cfg.weights))
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
     if tokenizer is None:
         raise UserError(f"{run} has no tokenizer, so it cannot write text: use another checkpoint")
@@ -114,6 +124,7 @@ def main():
     n_parameters = sum(p.numel() for p in model.parameters())
     small = device.type == "cpu" and n_parameters < MIN_PARAMETERS_BFLOAT16
     dtype = pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
+    settle_weights(model, cfg.weights, dtype)
     compiled, why_not = pick_compile(cfg.compile, device, 0)
     if why_not:
         print(f"note: {why_not}", file=sys.stderr)

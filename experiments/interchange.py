@@ -44,6 +44,7 @@ from experiments.interchange_cases import (
 from experiments.report import markdown_table
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
+from nanolong.checkpoint import open_model
 from nanolong.errors import UserError
 from nanolong.hf_export import export_checkpoint
 from nanolong.hf_import import import_checkpoint
@@ -273,7 +274,12 @@ def import_quietly(source, target):
 
 
 def export_quietly(run, target):
-    return capture_output(export_checkpoint, GPT.load(run), target, verify=False)
+    return capture_output(export_checkpoint, open_run(run), target, verify=False)
+
+
+def open_run(run):
+    """Return a model as export_checkpoint() takes it."""
+    return open_model(GPT, GPTConfig, POSITIONS, run)
 
 
 @dataclass
@@ -509,9 +515,17 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         refusals = list_refusals(Path(name))
     text = "\n".join(format_report(imports, ours, refusals)) + "\n"
-    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(cfg.out).write_text(text, encoding="utf-8")
     print(text, end="")
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(cfg.out).write_text(text + kept_section(Path(cfg.out)), encoding="utf-8")
+
+
+def kept_section(file):
+    """Return the section Memory of a report: bench_files.py measures it, at other times."""
+    heading = "\n## Memory\n"
+    old = file.read_text(encoding="utf-8") if file.exists() else ""
+    _, found, section = old.partition(heading)
+    return found + section
 
 
 def format_report(imports, ours, refusals):

@@ -36,8 +36,11 @@ MAX_SCORES = 1 << 24
 def linear(x, weight, bias=None):
     """Compute x weight^T + bias.
 
-    x (..., C), weight (N, C), bias (N,) or None. Returns (..., N).
+    x (..., C), weight (N, C), bias (N,) or None. Returns (..., N) in the dtype of autocast, or of
+    the weight where there is none.
     """
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        x = x.to(weight.dtype)  # of a model whose norms are wider than its matrices
     if not torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if x.numel() != weight.shape[1] or x.device.type != "cpu":
@@ -373,7 +376,7 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
     The gradient of the weight is accumulated in float32, whatever the dtype of the product. There
     are no second derivatives.
     """
-    dtype = x.dtype
+    dtype = weight.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

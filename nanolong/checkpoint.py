@@ -4,39 +4,43 @@ Checkpoints that are whole or absent: how the files of a step folder are written
 GPT.save() and GPT.load() are what most callers want; the folders are described in run_folder.py.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nanolong import tokenizer_files, validate
 from nanolong.entry import entry_file
 from nanolong.errors import UserError
 from nanolong.run_folder import hint_other_checkpoints, list_steps, readable_steps
+from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
 
 FORMAT = 2  # of checkpoints, in meta.json
+# what weights are stored in: safetensors' name -> torch's
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 # -----------------------------------------------------------------------------
 # Writing.
 
 
-def save_model(model, folder, optim=None, **meta):
+def save_model(model, folder, optim=None, dtype=torch.float32, **meta):
     """
-    Write a checkpoint folder. optim: a dict of tensors; meta: what JSON can hold.
+    Write a checkpoint folder. optim: a dict of tensors; dtype: of the weights in the file, float32
+    or bfloat16; meta: what JSON can hold.
 
     meta.json also keeps what the model was loaded with, and of `config` and `train`, dataclasses,
     the names of the settings that stand at their default. Raises UserError when the folder exists.
     """
-    weights = {}
-    for name, p in model.named_parameters():  # a tied head occurs once
-        weights[name] = p.detach().float().cpu().contiguous()
-    tensors = {"model": weights}
+    parameters = dict(model.named_parameters())  # a tied head occurs once
+    like = {name: torch.empty_like(p, dtype=dtype, device="meta") for name, p in parameters.items()}
+    tensors = {"model": TensorStream(like, parameters.items())}
     if optim is not None:
         tensors["optim"] = optim
     meta = {**model.meta, **meta, **settings_record("config", model.config)}
@@ -60,18 +64,21 @@ def write_checkpoint(folder, tensors, meta):
     """
     Write into .tmp-*, sync it to disk, and publish it by one rename.
 
-    tensors: file stem -> dict of tensors. Raises UserError when the folder exists, and OSError when
-    the disk is full; then nothing of it is left.
+    tensors: file stem -> dict of tensors, or TensorStream. Raises UserError when the folder exists,
+    and OSError when the disk is full; then nothing of it is left.
     """
     folder = Path(folder)
     if folder.exists():
         raise UserError(f"{folder} exists already: remove it or save elsewhere")
     tmp = folder.parent / f".tmp-{folder.name}"
     shutil.rmtree(tmp, ignore_errors=True)
+    parent_existed = folder.parent.exists()
     try:
         tmp.mkdir(parents=True)
-        for stem, named in tensors.items():
-            write_tensors(tmp / f"{stem}.safetensors", named, folder)
+        for stem, stream in tensors.items():
+            if isinstance(stream, dict):
+                stream = TensorStream(stream, stream.items())
+            write_tensors(tmp / f"{stem}.safetensors", stream)
         for name, content in tokenizer_files.contents(meta.get("tokenizer")).items():
             (tmp / name).write_bytes(content)
         checksums = {file.name: sha256(file) for file in sorted(tmp.iterdir())}
@@ -80,23 +87,15 @@ def write_checkpoint(folder, tensors, meta):
         meta = {**meta, "format": FORMAT, "checksums": checksums, "torch": torch.__version__}
         write_meta(tmp, meta)
         os.rename(tmp, folder)
-    except OSError:
+    except BaseException as error:  # of what makes the tensors of a stream, too
         shutil.rmtree(tmp, ignore_errors=True)
+        if not parent_existed:
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(folder)  # where the disk is full
         raise
     sync(folder.parent)
-
-
-def write_tensors(file, tensors, folder):
-    """safetensors' save_file, whose own error for a full disk becomes the system's."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, file)
-    except SafetensorError as error:
-        code = re.search(r"os error (\d+)", str(error))
-        number = int(code[1]) if code else 0
-        raise OSError(number, os.strerror(number) if code else str(error), str(folder)) from None
 
 
 def write_meta(folder, meta):
@@ -260,11 +259,25 @@ def verify(file, meta):
         raise damaged(file, "its checksum is not the one in meta.json")
 
 
-def load_model(model_class, config_class, positions, path, best=False):
+def load_model(model_class, config_class, positions, path, best=False, dtype=torch.float32):
     """
     Do what GPT.load() promises.
 
     positions: the position schemes by name. Raises UserError that names the file and a way out.
+    """
+    assert dtype in (None, *STORED_DTYPES.values()), "weights are float32 or bfloat16"
+    model = open_model(model_class, config_class, positions, path, best)
+    load_weights(model, dtype or model.stored_dtype)
+    model.check_scheme()
+    return model.eval()
+
+
+def open_model(model_class, config_class, positions, path, best=False):
+    """
+    Return the model of a checkpoint, checked, with its parameters on the meta device.
+
+    All else of it is there: config, meta, folder, the tables of its position scheme, and
+    stored_dtype, that of the weights in the file. Raises UserError.
     """
     folder = find_checkpoint(path, best)
     meta = read_meta(folder)
@@ -291,12 +304,27 @@ def load_model(model_class, config_class, positions, path, best=False):
         RuntimeError,
     ) as error:
         raise damaged(file, error) from None
-    check_weights(folder / "model.safetensors", meta, shapes)
-    model = model_class(config)
-    load_weights(model, folder / "model.safetensors")
+    stored_dtype = check_weights(folder / "model.safetensors", meta, shapes)
+    model = build_without_weights(model_class, config)
     model.meta = meta
     model.folder = folder
-    return model.eval()
+    model.stored_dtype = stored_dtype
+    return model
+
+
+def build_without_weights(model_class, config):
+    """Build a model whose parameters are on the meta device, and whose constants are not."""
+
+    def move_to_meta(module, name, parameter):
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(move_to_meta)
+    try:
+        return model_class(config)
+    finally:
+        hook.remove()
 
 
 def known_settings(file, meta, name, cls):
@@ -352,20 +380,20 @@ def check_method(file, settings, positions):
 
 
 def check_weights(file, meta, shapes):
-    """Verify a file of weights, and that it holds float32 tensors of exactly these shapes."""
-    from safetensors import SafetensorError, safe_open
+    """
+    Verify a file of weights, and that it holds tensors of exactly these shapes.
+
+    Returns their dtype, float32 or bfloat16.
+    """
+    from safetensors import SafetensorError
 
     verify(file, meta)
     hint = hint_other_checkpoints(file.parent)
     try:
-        with safe_open(file, framework="pt") as weights:
-            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-            found = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            dtypes = {part.get_dtype() for part in slices.values()}
+        stored = read_header(file)
     except SafetensorError as error:
         raise UserError(f"{file} is not a whole safetensors file ({error}): {hint}") from None
-    for dtype in dtypes - {"F32"}:
-        raise UserError(f"{file} holds {dtype} tensors, and checkpoints hold float32: {hint}")
+    found = {name: tensor.shape for name, tensor in stored.items()}
     for name in {**shapes, **found}:
         if shapes.get(name) != found.get(name):
             expected = shapes.get(name, "nothing")
@@ -373,16 +401,33 @@ def check_weights(file, meta, shapes):
                 f"{file} does not fit its meta.json: {name} is {found.get(name, 'absent')} where "
                 f"{expected} is expected: {hint}"
             )
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    if len(dtypes) != 1 or not dtypes <= STORED_DTYPES.keys():
+        raise UserError(
+            f"{file} holds {' and '.join(sorted(dtypes))} tensors, and a checkpoint holds float32 "
+            f"or bfloat16 alone: {hint}"
+        )
+    return STORED_DTYPES[dtypes.pop()]
 
 
-@torch.no_grad()
-def load_weights(model, file):
-    """Copy a file that check_weights() has passed into a model's parameters."""
-    from safetensors import safe_open
+def load_weights(model, dtype):
+    """
+    Replace the parameters of a model from open_model() by those of its file, one at a time.
 
-    with safe_open(file, framework="pt") as weights:
-        for name, p in model.named_parameters():
-            p.copy_(weights.get_tensor(name))
+    The weights of linear layers and embeddings become `dtype`. Norms and position schemes are
+    float32: autocast has them so, and they are small.
+    """
+    file = model.folder / "model.safetensors"
+    loaded = {}
+    for name, old in model.named_parameters(remove_duplicate=False):
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        is_matrix = isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        wanted = dtype if is_matrix and not name.startswith("pos.") else torch.float32
+        if old not in loaded:  # a tied head is stored as the embedding
+            tensor = read_tensor(file, name).to(wanted, copy=True)
+            loaded[old] = torch.nn.Parameter(tensor, old.requires_grad)
+        setattr(module, attribute, loaded[old])
 
 
 # -----------------------------------------------------------------------------

@@ -114,6 +114,27 @@ def pick_dtype(name, device):
     return torch.float32
 
 
+def weights_to_load(name):
+    """What --weights says to GPT.load(): a dtype, or for auto None, which keeps what is stored."""
+    return None if name == "auto" else getattr(torch, name)
+
+
+def settle_weights(model, name, dtype):
+    """
+    Make a model's weights float32, unless its matrix products have the dtype bfloat16.
+
+    name: of --weights. Raises UserError where that asks for bfloat16 with other products.
+    """
+    if dtype == torch.bfloat16:
+        return
+    if name == "bfloat16":
+        raise UserError(
+            "--weights=bfloat16 is for matrix products in bfloat16: give --dtype=bfloat16 too, or "
+            "leave it out"
+        )
+    model.float()
+
+
 def _cpu_multiplies_bfloat16():
     # Private functions of torch: bool() stands for those that a version does not have.
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):

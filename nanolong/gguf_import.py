@@ -20,6 +20,7 @@ from nanolong.hf_import import (
     parameter_shapes,
     read_settings,
     split_tensor,
+    weight_stream,
     write_imported,
 )
 from nanolong.hf_layout import UNSUPPORTED, ConfigFields, tensor_layout
@@ -61,10 +62,11 @@ LAYER_NAMES = {
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def import_gguf(GPT, GPTConfig, POSITIONS, file, target):
+def import_gguf(GPT, GPTConfig, POSITIONS, file, target, store="float32"):
     """Write a GGUF file as the first checkpoint of a run folder; return its folder.
 
-    The first three arguments are model.py's. Raises UserError, with nothing written.
+    The first three arguments are model.py's. store: the dtype of the weights in the checkpoint,
+    float32 or bfloat16. Raises UserError, with nothing written.
     """
     file, target = Path(file), Path(target)
     if not file.is_file():
@@ -83,9 +85,8 @@ def import_gguf(GPT, GPTConfig, POSITIONS, file, target):
     check_types(file, stored)
     tokenizer, bos, note = read_tokenizer(file, header, values)
 
-    weights = {}
-    for name, tensor in read_tensors(file, header, layout, config.head_dim):
-        weights |= split_tensor(tensor, layout[name], shapes)
+    pairs = read_tensors(file, header, layout, config.head_dim, shapes)
+    weights = weight_stream(pairs, shapes, store)
     return write_imported(target, file, config, weights, tokenizer, bos, note)
 
 
@@ -382,14 +383,18 @@ def weight_tensors(header):
     return {name: tensor for name, tensor in header.tensors.items() if name not in ROPE_TABLES}
 
 
-def read_tensors(file, header, layout, head_dim):
-    """Yield (Hugging Face's name, float32 tensor) for every tensor of a layout, one at a time."""
+def read_tensors(file, header, layout, head_dim, shapes):
+    """Yield (our name, float32 tensor) for all parameters, with one of them in memory."""
     interleaved = header.metadata["general.architecture"] in INTERLEAVED
-    for name in layout:
-        tensor = read_tensor(file, header.tensors[gguf_name(name)])
-        if interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = halves_first(tensor, head_dim)
-        yield name, tensor
+    for name, held in layout.items():
+        is_interleaved = interleaved and name.endswith(("q_proj.weight", "k_proj.weight"))
+        place = header.tensors[gguf_name(name)]
+        yield from split_tensor(dequantise(file, place, head_dim, is_interleaved), held, shapes)
+
+
+def dequantise(file, place, head_dim, is_interleaved):
+    tensor = read_tensor(file, place)
+    return halves_first(tensor, head_dim) if is_interleaved else tensor
 
 
 def halves_first(tensor, head_dim):

@@ -1,7 +1,8 @@
 """Export a model as a Hugging Face directory that transformers' AutoModelForCausalLM loads.
 
-What was written is verified (hf_verify.py) before the directory appears. What transformers has no
-equivalent of is refused.
+The weights are read from the checkpoint and written one tensor at a time. What was written is
+verified (hf_verify.py) before the directory appears. What transformers has no equivalent of is
+refused.
 """
 
 import json
@@ -12,12 +13,18 @@ from pathlib import Path
 import torch
 
 from data import tokenizer_from_json
+from nanolong.checkpoint import sync
 from nanolong.errors import UserError
-from nanolong.hf_layout import tensor_layout
+from nanolong.hf_layout import stored_shape, tensor_layout
 from nanolong.hf_rope import WrittenRope, unrotated_rope, write_rope
 from nanolong.hf_tokenizer import write_tokenizer
 from nanolong.hf_verify import verify_export
+from nanolong.tensor_file import TensorStream, read_tensor, write_tensors
 from nanolong.tokenizer_files import FILES
+
+# Larger weights are written to several files of at most this size and an index, as transformers
+# does. A tensor is never divided.
+MAX_FILE_BYTES = 5 * 10**9
 
 CLASS_NAMES = {
     "llama": "LlamaForCausalLM",
@@ -30,18 +37,18 @@ CLASS_NAMES = {
 
 
 def export_checkpoint(model, target, verify=True, tokenizer_from=""):
-    """Write a model that GPT.load() returned, and its tokenizer, whole or not at all.
+    """Write a model that checkpoint.open_model() returned, and its tokenizer, whole or not at all.
 
-    tokenizer_from: a Hugging Face directory whose tokenizer files are copied instead of the model's
-    own. Raises UserError for a model that has no equivalent in transformers, or if transformers
-    computes other logits.
+    Its weights are those of its checkpoint's file. tokenizer_from: a Hugging Face directory whose
+    tokenizer files are copied instead of the model's own. Raises UserError for a model that has no
+    equivalent in transformers, or if transformers computes other logits.
     """
-    from safetensors.torch import save_file
-
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or choose another directory")
     settings, rope = write_config(model)
+    dtype = export_dtype(model, rope)
+    settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
     settings |= special_token_ids(tokenizer)
 
@@ -54,7 +61,7 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
         else:
             add_bos = model.meta.get("bos") is not None
             write_tokenizer(folder, tokenizer, add_bos, model.config.block_size)
-        save_file(export_weights(model, rope), folder / "model.safetensors", {"format": "pt"})
+        write_weights(folder, model, rope, dtype)
         text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         print_summary(settings, model, tokenizer or tokenizer_from)
@@ -92,7 +99,7 @@ def print_summary(settings, model, has_tokenizer):
     text = settings["architectures"][0]
     if "rope_parameters" in settings:
         text += f", rope_type {settings['rope_parameters']['rope_type']}"
-    text += f", {model.config.block_size} tokens"
+    text += f", {model.config.block_size} tokens, {settings['dtype']}"
     if not has_tokenizer:
         text += "; no tokenizer: the model was trained on token files without one"
     print(text)
@@ -113,8 +120,6 @@ def write_config(model):
     settings = {
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
-        "dtype": "float32",
-        "torch_dtype": "float32",
         "use_cache": True,
         "initializer_range": 0.02,
     }
@@ -340,35 +345,87 @@ ROTATED_PARAMETERS = (
 )
 
 
-@torch.no_grad()
-def export_weights(model, rope):
-    """Return the tensors under Hugging Face's names; rope: what write_config() returned.
+def export_dtype(model, rope):
+    """Return the dtype of the exported weights: as stored, or float32 where queries are scaled."""
+    for layer in range(model.config.n_layer):
+        scale = query_scale(model, layer, reorders_channels(model, rope, layer))
+        if (scale != 1).any():
+            return torch.float32
+    return model.stored_dtype
+
+
+def write_weights(folder, model, rope, dtype):
+    """Write the tensors under Hugging Face's names to one file, or to several with an index.
+
+    rope: what write_config() returned.
+    """
+    layout = tensor_layout(model.config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    like = {}
+    for name, held in layout.items():
+        like[name] = torch.empty(stored_shape(held, shapes), dtype=dtype, device="meta")
+    files = divide_tensors(like)
+    for file, names in files.items():
+        pairs = ((name, export_tensor(model, rope, layout[name])) for name in names)
+        stream = TensorStream({name: like[name] for name in names}, pairs)
+        write_tensors(folder / file, stream, {"format": "pt"})
+        sync(folder / file)
+    if len(files) > 1:
+        file_of = {name: file for file, names in files.items() for name in names}
+        total_size = sum(tensor.nbytes for tensor in like.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def divide_tensors(like):
+    """Return which tensors each file holds: file name -> names, at most MAX_FILE_BYTES a file."""
+    groups = [[]]
+    size = 0
+    for name, tensor in like.items():
+        if groups[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    files = {}
+    for number, names in enumerate(groups, 1):
+        files[f"model-{number:05d}-of-{len(groups):05d}.safetensors"] = names
+    return files
+
+
+def export_tensor(model, rope, held):
+    """Return the tensor that holds these parameters, by its HFTensor."""
+    parts = [export_parameter(model, rope, name) for name in held.parameters]
+    tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return tensor.t() if held.transposed else tensor
+
+
+def export_parameter(model, rope, name):
+    """Read a parameter from the checkpoint, and return it as transformers' model has it.
 
     Factors of the attention scores, for which transformers has no setting, become part of the
     queries' weights.
     """
+    tensor = read_tensor(model.folder / "model.safetensors", name)
+    block, _, last_name = name.partition(".attention.")
+    if not last_name:
+        return tensor
+    layer = int(block.removeprefix("blocks."))
     config = model.config
-    params = dict(model.named_parameters())
-    for layer in range(config.n_layer):
-        prefix = f"blocks.{layer}.attention."
-        reorders = bool(rope and rope.channel_order) and config.uses_positions(layer)
-        scale = query_scale(model, layer, reorders)
-        if (scale != 1).any():
-            scaled = ["q_norm.weight"] if config.qk_norm else ["q.weight", "q.bias"]
-            for name in scaled:
-                scale_channels(params, prefix + name, scale)
-        if reorders:
-            for name in ROTATED_PARAMETERS:
-                reorder_channels(params, prefix + name, config.head_dim, rope.channel_order)
+    reorders = reorders_channels(model, rope, layer)
+    scaled = ("q_norm.weight",) if config.qk_norm else ("q.weight", "q.bias")
+    if last_name in scaled:
+        tensor = scale_channels(tensor, query_scale(model, layer, reorders))
+    if reorders and last_name in ROTATED_PARAMETERS:
+        tensor = reorder_channels(tensor, config.head_dim, rope.channel_order)
+    return tensor
 
-    tensors = {}
-    for name, (parameters, transposed) in tensor_layout(config).items():
-        parts = [params[parameter].detach() for parameter in parameters]
-        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if transposed:
-            tensor = tensor.t()
-        tensors[name] = tensor.contiguous()
-    return tensors
+
+def reorders_channels(model, rope, layer):
+    return bool(rope and rope.channel_order) and model.config.uses_positions(layer)
 
 
 def query_scale(model, layer, reorders):
@@ -387,17 +444,16 @@ def query_scale(model, layer, reorders):
     return scales
 
 
-def scale_channels(params, name, scale):
-    """Multiply the channels of every head, in the first dimension of a parameter that may exist."""
-    if name not in params:
-        return
-    heads = params[name].unflatten(0, (-1, len(scale)))  # (H, D) or (H, D, C)
+def scale_channels(tensor, scale):
+    """Multiply the channels of every head (D,), in the first dimension of a parameter."""
+    if (scale == 1).all():
+        return tensor
+    heads = tensor.unflatten(0, (-1, len(scale)))  # (H, D) or (H, D, C)
     scale = scale if heads.dim() == 2 else scale[:, None]
-    params[name] = (heads * scale).flatten(0, 1)
+    return (heads * scale).flatten(0, 1)
 
 
-def reorder_channels(params, name, head_dim, order):
-    """Reorder the channels of every head, in the first dimension of a parameter that may exist."""
-    if name in params:
-        heads = params[name].unflatten(0, (-1, head_dim))
-        params[name] = heads[:, order].flatten(0, 1)
+def reorder_channels(tensor, head_dim, order):
+    """Reorder the channels of every head, in the first dimension of a parameter."""
+    heads = tensor.unflatten(0, (-1, head_dim))
+    return heads[:, order].flatten(0, 1)

@@ -19,15 +19,18 @@ from nanolong.hf_layout import (
     ConfigFields,
     is_redundant,
     read_json,
+    stored_shape,
     tensor_layout,
 )
 from nanolong.hf_rope import extension_of, read_rope, rotates_nothing
+from nanolong.tensor_file import TensorStream, read_header, read_tensor
 
 
-def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
+def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target, store="float32"):
     """Write a Hugging Face directory as the first checkpoint of a run folder; return its folder.
 
-    The first three arguments are model.py's. Raises UserError, with nothing written.
+    The first three arguments are model.py's. store: the dtype of the weights in the checkpoint,
+    float32 or bfloat16. Raises UserError, with nothing written.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
@@ -44,8 +47,16 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target):
     check_tensors(source, layout, stored, shapes, config.tie_embeddings)
     tokenizer, bos, note = hf_tokenizer.read_tokenizer(source, config.vocab_size)
 
-    weights = read_weights(source, layout, stored, shapes)
+    pairs = read_weights(source, layout, stored, shapes)
+    weights = weight_stream(pairs, shapes, store)
     return write_imported(target, source, config, weights, tokenizer, bos, note)
+
+
+def weight_stream(pairs, shapes, store):
+    """Return the TensorStream of (name, tensor) pairs; store: the name of its dtype."""
+    dtype = getattr(torch, store)
+    like = {name: torch.empty(shapes[name], dtype=dtype, device="meta") for name in shapes}
+    return TensorStream(like, pairs)
 
 
 def check_unused(target):
@@ -56,7 +67,7 @@ def check_unused(target):
 def write_imported(target, source, config, weights, tokenizer, bos, note):
     """Write the first checkpoint of a run folder, and print what it is; return its folder.
 
-    tokenizer, bos, note: what read_tokenizer() returned.
+    weights: a TensorStream. tokenizer, bos, note: what read_tokenizer() returned.
     """
     folder = target / "step-000000"
     meta = {
@@ -66,7 +77,7 @@ def write_imported(target, source, config, weights, tokenizer, bos, note):
         "imported": source.resolve().name,
     }
     checkpoint.write_checkpoint(folder, {"model": weights}, meta)
-    print_summary(folder, config, sum(tensor.numel() for tensor in weights.values()))
+    print_summary(folder, config, sum(tensor.numel() for tensor in weights.like.values()))
     if note:
         print(note.strip())
     return folder
@@ -270,7 +281,7 @@ def layer_pattern(uses_window, uses_rope):
 # Tensors
 
 
-class StoredTensor(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor is, by the header of its file."""
 
     file: str
@@ -278,7 +289,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_headers(folder):
-    """Return the tensors of a directory, by the headers of its files: name -> StoredTensor."""
+    """Return the tensors of a directory, by the headers of its files: name -> TensorPlace."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return read_file_header(folder, "model.safetensors")
@@ -327,20 +338,17 @@ def read_index(index):
 
 
 def read_file_header(folder, file):
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
-    stored = {}
     try:
-        with safe_open(folder / file, framework="pt") as tensors:
-            for name in tensors.keys():
-                header = tensors.get_slice(name)
-                check_dtype(folder / file, name, header.get_dtype())
-                stored[name] = StoredTensor(file, tuple(header.get_shape()))
+        stored = read_header(folder / file)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{folder / file} is not a whole safetensors file ({error}): download it again"
         ) from None
-    return stored
+    for name, tensor in stored.items():
+        check_dtype(folder / file, name, tensor.dtype)
+    return {name: TensorPlace(file, tensor.shape) for name, tensor in stored.items()}
 
 
 def check_dtype(file, name, dtype):
@@ -404,36 +412,15 @@ def check_tensors(source, layout, stored, shapes, tied, settings="config.json", 
         )
 
 
-def stored_shape(tensor, shapes):
-    """Return the shape that an HFTensor has, from the shapes of our parameters."""
-    parts = [shapes[parameter] for parameter in tensor.parameters]
-    shape = (sum(part[0] for part in parts), *parts[0][1:])
-    return shape[::-1] if tensor.transposed else shape
-
-
 def read_weights(source, layout, stored, shapes):
-    """Read the weights: our names -> float32 tensors, contiguous and each with its own memory."""
-    from safetensors import safe_open
-
-    weights = {}
-    for file in sorted({stored[name].file for name in layout}):
-        with safe_open(source / file, framework="pt") as tensors:
-            for name in layout:
-                if stored[name].file != file:
-                    continue
-                tensor = tensors.get_tensor(name).float()
-                weights |= split_tensor(tensor, layout[name], shapes)
-    return weights
+    """Yield (our name, tensor) for all parameters, with one tensor of the files in memory."""
+    for name, held in layout.items():
+        yield from split_tensor(read_tensor(source / stored[name].file, name), held, shapes)
 
 
 def split_tensor(tensor, held, shapes):
-    """Return the parameters that a tensor holds by its HFTensor: our names -> tensors."""
+    """Return views of the parameters that a tensor holds by its HFTensor: [(our name, tensor)]."""
     if held.transposed:
         tensor = tensor.t()
-    if len(held.parameters) == 1:
-        return {held.parameters[0]: tensor.contiguous()}
     parts = tensor.split([shapes[parameter][0] for parameter in held.parameters])
-    weights = {}
-    for parameter, part in zip(held.parameters, parts, strict=True):
-        weights[parameter] = part.clone(memory_format=torch.contiguous_format)
-    return weights
+    return list(zip(held.parameters, parts, strict=True))

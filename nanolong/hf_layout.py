@@ -291,6 +291,13 @@ def gpt2_layout(config):
     return layout
 
 
+def stored_shape(tensor, shapes):
+    """Return the shape that an HFTensor has, from the shapes of our parameters."""
+    parts = [shapes[parameter] for parameter in tensor.parameters]
+    shape = (sum(part[0] for part in parts), *parts[0][1:])
+    return shape[::-1] if tensor.transposed else shape
+
+
 def is_redundant(name, tie_embeddings):
     """Return whether a tensor is one that no model needs: a computed table, or a tied head."""
     if name == "lm_head.weight":

@@ -11,8 +11,9 @@ from conftest import TINY
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import model as model_file
 from model import GPT
-from nanolong import checkpoint
+from nanolong import checkpoint, tensor_file
 from nanolong.checkpoint import (
     find_checkpoint,
     load_optimizers,
@@ -91,6 +92,46 @@ def test_weights_are_stored_once_and_in_float32(make, tmp_path):
     assert loaded.head.weight is loaded.embed.weight
 
 
+@pytest.mark.parametrize("pos", ["rope", "t5", "learned"])
+def test_weights_can_be_stored_and_loaded_in_bfloat16(pos, make, tmp_path):
+    """Rounded as torch rounds; in memory norms and position schemes stay float32."""
+    model = make(pos=pos, qk_norm=True, bias="all")
+    save_model(model, tmp_path / "step-000000", dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "step-000000/model.safetensors")
+    rounded = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    assert stored.keys() == rounded.keys()
+    assert all(stored[name].equal(rounded[name]) for name in rounded)
+
+    loaded = {
+        torch.float32: GPT.load(tmp_path),
+        None: GPT.load(tmp_path, dtype=None),
+        torch.bfloat16: GPT.load(tmp_path, dtype=torch.bfloat16),
+    }
+    for dtype, again in loaded.items():
+        assert again.stored_dtype == torch.bfloat16
+        assert again.head.weight is again.embed.weight
+        for name, p in again.named_parameters():
+            matrix = "norm" not in name and not name.startswith("pos.")
+            expected = dtype or torch.bfloat16 if matrix else torch.float32
+            assert (p.dtype, p.requires_grad) == (expected, True), name
+            assert p.float().equal(rounded[name].float())
+    model.save(tmp_path / "wide" / "step-000000")
+    again = GPT.load(tmp_path / "wide", dtype=None)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+
+
+def test_what_is_no_parameter_is_built_as_ever(run_folder, monkeypatch):
+    """A buffer that someone adds to the model has memory and values after loading."""
+    init = model_file.Attention.__init__
+
+    def with_buffer(self, config, layer):
+        init(self, config, layer)
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    monkeypatch.setattr(model_file.Attention, "__init__", with_buffer)
+    assert GPT.load(run_folder).blocks[1].attention.mask.tolist() == [1, 1, 1]
+
+
 def test_a_loaded_model_keeps_its_meta_when_it_is_saved_again(run_folder, tmp_path):
     model = GPT.load(run_folder)
     model.save(tmp_path / "copy")
@@ -135,6 +176,22 @@ def test_a_full_disk_leaves_nothing(run_folder, make, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         make().save(run_folder / "step-000015")
     assert sorted(folder.name for folder in run_folder.iterdir()) == ["step-000005", "step-000010"]
+
+
+def test_a_full_disk_leaves_no_run_folder_either(make, monkeypatch, tmp_path):
+    """While the weights are written, the second tensor of two does not fit."""
+    written = []
+
+    def tensor_bytes(tensor):
+        written.append(tensor)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return b""
+
+    monkeypatch.setattr(tensor_file, "tensor_bytes", tensor_bytes)
+    with pytest.raises(OSError, match="No space left .*run/step-000000"):
+        make().save(tmp_path / "run" / "step-000000")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_an_interrupted_save_has_left_is_replaced(run_folder, make):
@@ -213,11 +270,14 @@ def test_weights_of_another_shape_name_or_dtype_are_refused(run_folder):
     for name, tensor, message in (
         ("norm.weight", torch.zeros(31), r"norm.weight is \(31,\) where \(32,\) is expected"),
         ("extra", torch.zeros(1), r"extra is \(1,\) where nothing is expected"),
-        ("norm.weight", torch.zeros(32).half(), "holds F16 tensors"),
+        ("norm.weight", torch.zeros(32).half(), "holds F16 and F32 tensors, and a"),
     ):
         replace_weights(folder, {**weights, name: tensor})
         with pytest.raises(UserError, match=message):
             GPT.load(run_folder)
+    replace_weights(folder, {name: tensor.half() for name, tensor in weights.items()})
+    with pytest.raises(UserError, match="holds F16 tensors"):
+        GPT.load(run_folder)
     del weights["norm.weight"]
     replace_weights(folder, weights)
     with pytest.raises(UserError, match="norm.weight is absent"):

@@ -23,8 +23,8 @@ from experiments import interchange
 from model import GPT, GPTConfig
 from nanolong import hf_export, hf_verify
 from nanolong.errors import UserError
-from nanolong.hf_import import read_config, stored_shape
-from nanolong.hf_layout import UNROTATED, tensor_layout
+from nanolong.hf_import import read_config
+from nanolong.hf_layout import UNROTATED, stored_shape, tensor_layout
 from nanolong.run_folder import list_steps
 
 # the RoPE type of every architecture in the default part, with tied embeddings or not
@@ -184,17 +184,25 @@ def test_exports_of_layer_patterns_agree_with_transformers(tmp_path):
     for item in exported:
         item.case.with_cache = False
     # A pair of frequency 0, as p-RoPE has, is not rotated by transformers either.
-    model = interchange.make_our_model(1, {})
+    model = save_and_open(interchange.make_our_model(1, {}), tmp_path / "p-rope-run")
     model.pos.inv_freq[-2:] = 0
     case = interchange.Case("p-rope", 1, with_cache=False)
     lines = interchange.capture_output(
         hf_export.export_checkpoint, model, tmp_path / case.name, verify=False
     )
     assert "rope_type longrope" in lines[0]
+    model = GPT.load(tmp_path / "p-rope-run")
+    model.pos.inv_freq[-2:] = 0
     exported.append(interchange.Exported(case, {"bytes": "same"}, model))
     interchange.compare_exports(exported, tmp_path)
     for item in exported:
         check_record(item.record)
+
+
+def save_and_open(model, run):
+    """Save a model, and return it as an export takes it."""
+    model.save(run / "step-000000")
+    return interchange.open_run(run)
 
 
 def test_exported_tables_are_strict_json(tmp_path, make):
@@ -203,7 +211,7 @@ def test_exported_tables_are_strict_json(tmp_path, make):
     def refuse(constant):
         raise AssertionError(constant)
 
-    model = make()
+    model = save_and_open(make(), tmp_path / "run")
     model.pos.inv_freq[-1] = 0
     interchange.capture_output(hf_export.export_checkpoint, model, tmp_path / "a", verify=False)
     config = json.loads((tmp_path / "a/config.json").read_text(), parse_constant=refuse)
@@ -212,7 +220,7 @@ def test_exported_tables_are_strict_json(tmp_path, make):
         model.pos.inv_freq[-1] = wrong
         with pytest.raises(UserError, match="frequencies that are negative or not finite"):
             hf_export.export_checkpoint(model, tmp_path / "b", verify=False)
-    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    assert {file.name for file in tmp_path.iterdir()} == {"a", "run"}
 
 
 @pytest.mark.slow
@@ -269,6 +277,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
 def test_a_wrong_export_leaves_nothing(tmp_path, monkeypatch, make):
     model = make(block_size=32)
     model.extend("yarn", 4.0)
+    model = save_and_open(model, tmp_path / "run")
     right = hf_export.write_rope
 
     def wrong(model):
@@ -285,7 +294,7 @@ def test_a_wrong_export_leaves_nothing(tmp_path, monkeypatch, make):
 
 def test_an_export_is_whole_or_absent(tmp_path, monkeypatch, make):
     """An existing directory stays as it is; without transformers the export is not verified."""
-    model = make()
+    model = save_and_open(make(), tmp_path / "run")
     monkeypatch.setattr(hf_verify.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "exported").mkdir()
     output = interchange.capture_output(hf_export.export_checkpoint, model, tmp_path / "exported")
@@ -296,7 +305,7 @@ def test_an_export_is_whole_or_absent(tmp_path, monkeypatch, make):
         hf_export.export_checkpoint(model, tmp_path / "exported")
     with pytest.raises(UserError, match="no tokenizer files"):
         hf_export.export_checkpoint(model, tmp_path / "other", tokenizer_from=str(tmp_path))
-    assert [file.name for file in tmp_path.iterdir()] == ["exported"]
+    assert {file.name for file in tmp_path.iterdir()} == {"exported", "run"}
 
 
 # -----------------------------------------------------------------------------
