@@ -72,7 +72,7 @@ Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-alig
 
 # Tokens in one forward pass: of a batch of sequences, and of a chunk of one long sequence.
 BATCH_TOKENS = 16384
-CHUNK = 16384
+CHUNK = 32768
 
 
 @dataclass

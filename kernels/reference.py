@@ -162,17 +162,21 @@ def attention(
         no_autocast = torch.autocast(q.device.type, enabled=False)
 
     mask_options = (window, sinks, positions, docs, causal)
+    hides_keys = window and (Tk > window or positions is not None)
+    needs_mask = length is not None or bias is not None or docs is not None or hides_keys
     if relative is not None or return_lse:
         scale = D**-0.5 if scale is None else scale
+        is_plain = relative is None and not needs_mask and causal and Tq == Tk
         with no_autocast:
+            if is_plain and q.device.type == "cpu" and not torch.is_grad_enabled():
+                y, lse = _flash_with_lse(q, k, v, scale)
+                return y.to(dtype), lse
             y, lse = _explicit_attention(q, k, v, relative, scale, q_start, bias, *mask_options)
             return (y.to(dtype), lse) if return_lse else y.to(dtype)
 
     sdpa = functools.partial(
         F.scaled_dot_product_attention, scale=scale, enable_gqa=H != k.shape[1]
     )
-    hides_keys = window and (Tk > window or positions is not None)
-    needs_mask = length is not None or bias is not None or docs is not None or hides_keys
     with no_autocast:
         if not needs_mask and (Tq == Tk or Tq == 1 or not causal):
             # a bool, also if a compiled length varies
@@ -188,10 +192,11 @@ def attention(
 
         def attend_chunk(i, q, k, v, bias):
             n = min(chunk, Tq - i)
-            mask = _attention_mask(n, q_start + i, Tk, q.device, bias, *mask_options)
+            keys = _visible_keys(q_start + i, n, Tk, window, sinks, positions, causal)
+            mask = _attention_mask(n, q_start + i, keys, q.device, bias, *mask_options)
             if q.dtype == torch.float64 and bias is not None:
                 mask = mask.double()
-            return sdpa(q[:, :, i : i + chunk], k, v, attn_mask=mask)
+            return sdpa(q[:, :, i : i + n], k[:, :, keys], v[:, :, keys], attn_mask=mask)
 
         y = [_recompute_if(Tq > chunk, attend_chunk, i, q, k, v, bias) for i in range(0, Tq, chunk)]
         return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(dtype)
@@ -249,23 +254,34 @@ def _recompute_if(several, attend_chunk, *args):
     return attend_chunk(*args)
 
 
-def _attention_mask(n, first, Tk, device, bias, window, sinks, positions, docs, causal):
-    """The mask and bias of the queries first .. first + n - 1, (1 or B, 1 or H, n, Tk).
+def _visible_keys(first, n, Tk, window, sinks, positions, causal):
+    """Return a slice of keys outside of which none is visible to queries first .. first + n - 1."""
+    if not causal or not isinstance(first, int):
+        return slice(0, Tk)
+    start = 0
+    if window and not sinks and positions is None:
+        start = max(0, first - window + 1)
+    return slice(start, first + n)
+
+
+def _attention_mask(n, first, keys, device, bias, window, sinks, positions, docs, causal):
+    """The mask and bias of the queries first .. first + n - 1, (1 or B, 1 or H, n, keys).
 
     Without bias a bool mask, true where a key is visible. With bias float32, to be added to the
-    scores, -inf where a key is not visible. first: an int, or a tensor (1,).
+    scores, -inf where a key is not visible. first: an int, or a tensor (1,). keys: a slice.
     """
     query = torch.arange(n, device=device) + first
-    distance = query[:, None] - torch.arange(Tk, device=device)  # (n, Tk)
+    key = torch.arange(keys.start, keys.stop, device=device)
+    distance = query[:, None] - key  # (n, keys)
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    visible = visible[None]  # (1, n, Tk)
+    visible = visible[None]  # (1, n, keys)
     if window:
-        pos = torch.arange(Tk, device=device) if positions is None else positions
+        pos = torch.arange(keys.stop, device=device) if positions is None else positions
         pos = pos if pos.dim() == 2 else pos[None]  # (1 or B, Tk)
-        gap = pos[:, query, None] - pos[:, None, :]
-        visible = visible & ((gap.abs() < window) | (pos[:, None, :] < sinks))
+        gap = pos[:, query, None] - pos[:, None, keys]
+        visible = visible & ((gap.abs() < window) | (pos[:, None, keys] < sinks))
     if docs is not None:
-        visible = visible & (docs[:, query, None] == docs[:, None, :])
+        visible = visible & (docs[:, query, None] == docs[:, None, keys])
     if bias is None:
         return visible[:, None]
 
@@ -278,10 +294,20 @@ def _attention_mask(n, first, Tk, device, bias, window, sinks, positions, docs, 
         # A table over distances makes a Toeplitz matrix: its rows are overlapping pieces of one
         # bias row, in reverse. Its gradient is a sum along diagonals, which the backward of unfold
         # computes in a fixed order (that of indexing would add element by element).
-        falling = query[-1:] - torch.arange(n + Tk - 1, device=device)
+        falling = query[-1:] - key[0] - torch.arange(n + len(key) - 1, device=device)
         bias_row = bias[:, falling.clamp(0, bias.shape[1] - 1)]
-        return hidden + bias_row.unfold(1, Tk, 1).flip(1)
+        return hidden + bias_row.unfold(1, len(key), 1).flip(1)
     return hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
+
+
+def _flash_with_lse(q, k, v, scale):
+    """Compute causal attention on a CPU, forward only: the output and the log-sum-exp.
+
+    What F.scaled_dot_product_attention computes there, which does not return the second.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(q, k, v, 0.0, True, scale=scale)
 
 
 def _explicit_attention(
@@ -305,27 +331,26 @@ def _explicit_attention(
     def attend_chunk(i, q, k, v, keys, values, u, w, bias):
         n = min(chunk, Tq - i)
         first = q_start + i
-        # causal: no key after these queries is visible
-        end = first + n if causal and isinstance(first, int) else Tk
+        seen = _visible_keys(first, n, Tk, window, sinks, positions, causal)
         mask = _attention_mask(
-            n, first, end, q.device, bias, window, sinks,
-            None if positions is None else positions[..., :end],
-            None if docs is None else docs[:, :end], causal,
-        )  # fmt: skip
+            n, first, seen, q.device, bias, window, sinks, positions, docs, causal
+        )
         q = q[:, :, i : i + n]
-        score = (q + u) @ k[:, :, :end].mT  # (B, H, n, end)
+        score = (q + u) @ k[:, :, seen].mT  # (B, H, n, seen)
         if keys is not None:
-            distance = first + n - 1 - torch.arange(n + end - 1, device=q.device)  # falling
+            n_seen = seen.stop - seen.start
+            # falling
+            distance = first - seen.start + n - 1 - torch.arange(n + n_seen - 1, device=q.device)
             distance = distance.clamp(min=0) if causal else distance.abs()
             distance = distance.clamp(max=keys.shape[1] - 1)
             relative_score = (q + w) @ keys.to(dtype)[:, distance].mT
-            score = score + _distances_to_keys(relative_score, end)
+            score = score + _distances_to_keys(relative_score, n_seen)
         if mask.dtype == torch.bool:
             score = (score * scale).masked_fill(~mask, float("-inf"))
         else:
             score = score * scale + mask
         p = score.softmax(-1)
-        y = p @ v[:, :, :end]
+        y = p @ v[:, :, seen]
         if values is not None:
             y = y + _keys_to_distances(p) @ values.to(dtype)[:, distance]
         return y, score.logsumexp(-1)

@@ -294,6 +294,42 @@ def test_attention_in_chunks_of_queries_is_the_same(monkeypatch, rng):
     assert len(sizes) == 2 and sum(sizes) == 5000
 
 
+@pytest.mark.parametrize("n_queries", [37, 5, 1])
+@pytest.mark.parametrize("options", [{"window": 7}, {"window": 7, "sinks": 2}, {"docs": True}])
+@pytest.mark.parametrize("bias", [None, "slopes", 5])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_chunk_of_queries_reads_only_the_keys_it_sees(
+    n_queries, options, bias, return_lse, monkeypatch, rng
+):
+    """The same, to float64's rounding, as all queries and keys at once."""
+    q = torch.randn(2, 6, n_queries, 4, dtype=torch.float64)
+    k, v = (torch.randn(2, 3, 37, 4, dtype=torch.float64) for _ in range(2))
+    options = {**options, "return_lse": return_lse}
+    if "docs" in options:
+        options["docs"] = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
+    if bias is not None:
+        options["bias"] = torch.rand(6) if bias == "slopes" else torch.randn(6, bias)
+    whole = reference.attention(q, k, v, **options)
+    monkeypatch.setattr(reference, "MAX_SCORES", 2000)
+    parts = reference.attention(q, k, v, **options)
+    for part, expected in zip(*((parts, whole) if return_lse else ([parts], [whole])), strict=True):
+        assert (part - expected).abs().max() < 1e-12
+
+
+def test_the_log_sum_exp_without_gradients_is_the_same(rng):
+    """Without gradients another operator computes causal attention that returns it."""
+    q = torch.randn(2, 6, 301, 5)
+    k, v = (torch.randn(2, 3, 301, 5) for _ in range(2))
+    expected = reference.attention(*(x.double() for x in (q, k, v)), scale=0.7, return_lse=True)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        low = [x.to(dtype) for x in (q, k, v)]
+        with torch.no_grad():
+            y, lse = reference.attention(*low, scale=0.7, return_lse=True)
+        assert y.dtype == dtype and lse.dtype == torch.float32
+        assert (y - expected[0]).norm() / expected[0].norm() < limit
+        assert (lse - expected[1]).abs().max() < limit
+
+
 @pytest.mark.parametrize("m", [1, 4, 11, 30])
 def test_table_gradient_matches_finite_differences(m, rng):
     """It sums to zero over distances: a constant added to all scores changes nothing."""
