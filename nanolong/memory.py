@@ -38,7 +38,6 @@ def count_memory(
     V = config.vocab_size
     A = config.n_head * config.head_dim
     M = config.mlp_dim
-    is_autocast = e < 4
 
     # parameters and the optimizer's moments: Muon keeps one for the blocks' matrices, AdamW two
     matrices = count_block_matrices(config)
@@ -47,39 +46,47 @@ def count_memory(
 
     # activations at the end of the forward pass
     block = N * block_bytes_per_token(config, T, e, device)
-    kept = N * (4 * C + A * e + 4 * config.n_head) if checkpointing else block
-    autocast_copies = matrices * 2 if is_autocast else 0
-    activations = config.n_layer * kept + autocast_copies
+    of_block = N * (4 * C + A * e + 4 * config.n_head) if checkpointing else block
+    autocast_copies = matrices * 2 if e < 4 else 0
+    activations = config.n_layer * of_block + autocast_copies
 
     # candidates for the peak, above parameters and moments
     norm_copy = 4 * C if device == "cpu" else 0
     final_norm = N * (2 * 4 * C + norm_copy)  # the last block's output and the normed states
     loss_gradients = 4 * N * C + 4 * V * C  # of the hidden states and of the head
-    R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time
-    chunk = R * V * (4 + e) + R * C * e
-    head_copy = e * V * C if is_autocast else 0
     recomputed = block if checkpointing else 0
     mlp_gradients = N * (2 * M * e + 2 * 4 * C)  # two of width M, two of width C
-    if accumulation > 1:  # the gradients of the micro-batch before
-        activations += 4 * parameters
+    # the gradients of the micro-batches before this one
+    kept = activations + (4 * parameters if accumulation > 1 else 0)
     candidates = {
-        "loss": activations + final_norm + loss_gradients + head_copy + chunk,
-        "start of the backward pass": activations + final_norm + 2 * loss_gradients,
-        "last MLP": activations + recomputed + 4 * V * C + mlp_gradients,
+        "loss": kept + final_norm + loss_gradients + count_logits(config, N, e),
+        "start of the backward pass": kept + final_norm + 2 * loss_gradients,
+        "last MLP": kept + recomputed + 4 * V * C + mlp_gradients,
         "update": 4 * parameters,
     }
     peak_at = max(candidates, key=candidates.get)
-
-    # causal attention: half of the 12 in PaLM's count
-    flops = 6 * (matrices + V * C) * N + 6 * config.n_layer * A * T * N
     return Memory(
         parameters=4 * parameters,
         optimizer=moments,
         activations=activations,
         peak=4 * parameters + moments + candidates[peak_at],
         peak_at=peak_at,
-        flops=flops,
+        flops=count_flops(config, N, T),
     )
+
+
+def count_logits(config, N, e):
+    """The bytes of the logits that exist at a time, of their inputs and of the head's copy."""
+    V = config.vocab_size
+    R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time
+    head_copy = e * V * config.n_embd if e < 4 else 0
+    return head_copy + R * V * (4 + e) + R * config.n_embd * e
+
+
+def count_flops(config, N, T):
+    """The floating-point operations of a step: causal attention is half of PaLM's 12."""
+    weights = count_block_matrices(config) + config.vocab_size * config.n_embd
+    return 6 * weights * N + 6 * config.n_layer * config.n_head * config.head_dim * T * N
 
 
 def count_block_matrices(config):
