@@ -86,10 +86,8 @@ def tokenizer_json_of(file, metadata):
         raise UserError(
             f"{file} has a damaged tokenizer ({type(error).__name__}: {error}): download it again"
         ) from None
-    return {
-        "tokenizer.json": tokenizer.to_str(),
-        "tokenizer_config.json": json.dumps(settings, indent=2, sort_keys=True) + "\n",
-    }
+    text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    return {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": text}
 
 
 class Vocabulary(NamedTuple):
