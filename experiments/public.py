@@ -168,7 +168,7 @@ class Public:
         for text, split in self.texts.items():
             split.require_length(self.length_of(text))
         self.methods = [name for name in METHODS if name != "longrope" or cfg.longrope]
-        self.dropped = []
+        self.dropped = {}  # setting of the plan -> what is given up by it, in words
         # the model that was used last
         self.loaded_name = self.loaded_model = None
         self.folder = Path(cfg.runs)
@@ -444,11 +444,12 @@ def choose_plan(public):
         smaller = replace(public.plan, **settings)
         if sum(predict(public, smaller, taken).values()) < total:
             public.plan = smaller
-            public.dropped.append(words)
+            # what was given up of this setting before is included
+            public.dropped[min(settings)] = words
     for kind, seconds in predicted.items():
         print(f"  {kind}: {taken[kind]:.0f} s once, {seconds / 60:.1f} min in all")
     print(f"all together {total / 60:.0f} min, of {allowed / 60:.0f} allowed", flush=True)
-    for words in public.dropped:
+    for words in public.dropped.values():
         print(f"  given up: {words}")
 
 
