@@ -121,9 +121,9 @@ SHRINKING = (
     ("40 steps of fine-tuning, not 60", {"steps": 40}),
     ("one prompt for each length and depth", {"prompts": 1}),
     ("one method fine-tuned, not two", {"n_tuned": 1}),
+    ("20 steps of fine-tuning, not 60", {"steps": 20}),
     ("no passkeys beyond the original context length", {"needle_lengths": (1.0,)}),
     ("code to twice the original context length", {"code_lengths": 2.0}),
-    ("20 steps of fine-tuning", {"steps": 20}),
 )
 
 UNTOUCHED = "untouched"
@@ -168,7 +168,9 @@ class Public:
         for text, split in self.texts.items():
             split.require_length(self.length_of(text))
         self.methods = [name for name in METHODS if name != "longrope" or cfg.longrope]
-        self.dropped = []
+        self.dropped = {}  # setting of the plan -> what is given up by it, in words
+        # the model that was used last
+        self.loaded_name = self.loaded_model = None
         self.folder = Path(cfg.runs)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.load_measured()
@@ -223,10 +225,12 @@ class Public:
 
     def model(self, name):
         """Return a model on the device: the checkpoint, extended by a method, or fine-tuned."""
-        tuned = self.folder / name
-        if list_steps(tuned):
-            return GPT.load(tuned).to(self.device)
-        return self.extended(name).to(self.device)
+        if self.loaded_name != name:
+            self.loaded_name = name
+            tuned = self.folder / name
+            model = GPT.load(tuned) if list_steps(tuned) else self.extended(name)
+            self.loaded_model = model.to(self.device)
+        return self.loaded_model
 
     def extended(self, name):
         model = GPT.load(self.run)
@@ -276,11 +280,8 @@ class Public:
         return self.measure(key, self.measure_needle, name, length, depth, prompt)
 
     def measure_needle(self, name, length, depth, prompt):
-        if getattr(self, "loaded", None) != name:
-            self.loaded = name
-            self.loaded_model = self.model(name)
         tokens, n_answer = self.make_prompt(length, depth, prompt)
-        model = self.loaded_model
+        model = self.model(name)
         with evaluation_mode(model, self.dtype) as device:
             x = torch.from_numpy(tokens[None, :-1]).to(device)
             logits = model.head(model.hidden_states(x, None)[:, -n_answer:])
@@ -366,6 +367,8 @@ class Public:
         with autocast(self.device, self.dtype):
             loss = model(x, y)
         loss.backward()
+        model.zero_grad()
+        model.eval()
         return (time.perf_counter() - start) * STEP_TOKENS / window
 
 
@@ -441,11 +444,12 @@ def choose_plan(public):
         smaller = replace(public.plan, **settings)
         if sum(predict(public, smaller, taken).values()) < total:
             public.plan = smaller
-            public.dropped.append(words)
+            # what was given up of this setting before is included
+            public.dropped[min(settings)] = words
     for kind, seconds in predicted.items():
         print(f"  {kind}: {taken[kind]:.0f} s once, {seconds / 60:.1f} min in all")
     print(f"all together {total / 60:.0f} min, of {allowed / 60:.0f} allowed", flush=True)
-    for words in public.dropped:
+    for words in public.dropped.values():
         print(f"  given up: {words}")
 
 

@@ -75,7 +75,7 @@ def describe(public, source):
         lines.append("- prose: not measured")
     if "longrope" not in public.methods:
         lines.append("- longrope: not measured, for there is no table for this checkpoint")
-    lines += [f"- given up for time: {words}" for words in public.dropped]
+    lines += [f"- given up for time: {words}" for words in public.dropped.values()]
     lines.append(
         "- the checkpoint may have seen these texts in training: compare methods, not texts"
     )
