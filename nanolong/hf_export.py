@@ -352,7 +352,7 @@ def export_weights(model, rope):
     for layer in range(config.n_layer):
         prefix = f"blocks.{layer}.attention."
         reorders = bool(rope and rope.channel_order) and config.uses_positions(layer)
-        scale = query_scale(model, layer, reorders)
+        scale = query_scale(model, layer, rope)
         if (scale != 1).any():
             scaled = ["q_norm.weight"] if config.qk_norm else ["q.weight", "q.bias"]
             for name in scaled:
@@ -371,20 +371,18 @@ def export_weights(model, rope):
     return tensors
 
 
-def query_scale(model, layer, reorders):
+def query_scale(model, layer, rope):
     """Return what the channels of a layer's queries have to be multiplied by: (D,)."""
     config, pos = model.config, model.pos
-    scale = config.attn_scale
+    scale = torch.full((config.head_dim,), float(config.attn_scale))
     if config.uses_positions(layer):
         scale *= pos._score_scale
-        if extension_method(config) == "drope":
-            # its attention factor: the exported layer has no RoPE that could apply it
-            scale *= pos.attention_factor**2
-    scales = torch.full((config.head_dim,), float(scale))
-    if reorders:
-        # transformers applies the attention factor to channels that are not rotated, too
-        scales[pos.rotary_dim :] /= pos.attention_factor**2
-    return scales
+        if config.pos == "rope" and pos.rotary_dim:
+            # Queries and keys have both factors. That of the clients is on all channels, ours on
+            # those that are rotated.
+            scale[: pos.rotary_dim] *= (pos.attention_factor / rope.attention_factor) ** 2
+            scale[pos.rotary_dim :] /= rope.attention_factor**2
+    return scale
 
 
 def scale_channels(params, name, scale):
