@@ -9,7 +9,8 @@ original context length: after the import, in one forward pass and token by toke
 after an export, as AutoModelForCausalLM loads it. Then our own models are exported. Export, import
 and export again should give the same bytes.
 
-Needs transformers, which runs in processes of its own. Writes results/interchange.md.
+Needs transformers, which runs in processes of its own. Writes results/interchange.md, and keeps the
+section there that experiments/clients.py writes.
 """
 
 import sys
@@ -41,7 +42,7 @@ from experiments.interchange_cases import (
     SHAPE,
     VOCAB_SIZE,
 )
-from experiments.report import markdown_table
+from experiments.report import CLIENTS_SECTION, markdown_table, read_section
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.errors import UserError
@@ -507,9 +508,13 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         refusals = list_refusals(Path(name))
     text = "\n".join(format_report(imports, ours, refusals)) + "\n"
+    print(text, end="")
+    # that of experiments/clients.py
+    section = read_section(Path(cfg.out), CLIENTS_SECTION)
+    if section:
+        text += f"\n{section}"
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     Path(cfg.out).write_text(text, encoding="utf-8")
-    print(text, end="")
 
 
 def format_report(imports, ours, refusals):

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from nanolong.strict_json import to_json
 from nanolong.validate import require
 
+# The last section of results/interchange.md, which experiments/clients.py writes
+CLIENTS_SECTION = "## Clients"
+
 # Student's t, two-sided 95 %, by degrees of freedom.
 T95 = {
     1: 12.706,
@@ -149,3 +152,24 @@ def load_board(file):
         file.is_file(), f"--redraw needs {file}, which does not exist: measure first, without it"
     )
     return read_json(file)
+
+
+def read_section(file, heading):
+    """Return the section of a report from this heading to the end, or "" where there is none.
+
+    Such a section is the last one, and another script writes what is before it.
+    """
+    if not file.is_file():
+        return ""
+    _, found, rest = file.read_text(encoding="utf-8").partition(f"\n{heading}\n")
+    return f"{heading}\n{rest}" if found else ""
+
+
+def replace_section(file, heading, lines):
+    """Write the last section of a report, and keep what is before its heading."""
+    before = ""
+    if file.is_file():
+        before = file.read_text(encoding="utf-8").partition(f"\n{heading}\n")[0]
+    text = "\n".join([before.rstrip("\n"), "", heading, "", *lines]).lstrip("\n") + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
