@@ -26,8 +26,8 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import subprocess
+import tempfile
 import time
 import warnings
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class ClientsConfig:
     text: str = ""  # a plain text file
     # methods that are exported, in the order in which they are compared
     methods: str = "yarn,ntk-parts,llama3,pi,ntk,resonance,abf,ntk-lceg"
-    factors: str = "2,4"
+    factors: str = "4,2"
     # llama.cpp's convert_hf_to_gguf.py; without it llama.cpp reads no export
     converter: str = ""
     beyond: int = 512  # tokens of the long sequence that are beyond the original context
@@ -75,9 +75,9 @@ class ClientsConfig:
         require(self.compared >= 2, f"compared={self.compared} is too small: give at least 2")
 
     def extensions(self):
-        """Return (method, factor) pairs, the methods before the factors."""
+        """Return (method, factor) pairs: all methods with the first factor, then the others."""
         factors = [float(factor) for factor in self.factors.split(",")]
-        return [(method, factor) for method in self.methods.split(",") for factor in factors]
+        return [(method, factor) for factor in factors for method in self.methods.split(",")]
 
 
 # -----------------------------------------------------------------------------
@@ -232,15 +232,15 @@ def perplexity(logits, targets):
     return math.exp(torch.nn.functional.cross_entropy(logits[:-1].double(), targets).item())
 
 
-def compare_client(client, model, checkpoint, inputs, folder, name):
+def compare_client(client, model, checkpoint, inputs, logits_file):
     """Return the record of a client: version, seconds, same_ids and lengths, or error."""
     started = time.monotonic()
     try:
-        answers, version = client_logits(client, checkpoint, inputs, folder)
+        answers, version = client_logits(client, checkpoint, inputs, checkpoint.parent)
     except RuntimeError as error:
         return {"error": str(error)}
     seconds = time.monotonic() - started
-    ours = cached_logits(model, inputs, folder / f"{name}-ours.safetensors")
+    ours = cached_logits(model, inputs, logits_file)
     return {
         "version": version,
         "seconds": seconds,
@@ -284,44 +284,37 @@ def run_key(run, inputs):
 def compare_export(run, name, missing, inputs, cfg, folder):
     """Extend and export a run, and add to records what their clients compute."""
     method, factor = missing[0][0]["method"], missing[0][0]["factor"]
-    extended, export = folder / name, folder / f"{name}-exported"
-    gguf = folder / f"{name}.gguf"
-    remove(extended, export)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        extended, export = Path(place) / "extended", Path(place) / "exported"
+        extend_and_export(run, method, factor, extended, export)
+        config = json.loads((export / "config.json").read_text(encoding="utf-8"))
+        model = GPT.load(extended)
+        for record, key, file in missing:
+            checkpoint = export
+            if record["client"] == "llama.cpp":
+                checkpoint = Path(place) / "exported.gguf"
+                convert(export, checkpoint, cfg)
+            logits_file = folder / f"{name}-ours.safetensors"
+            found = compare_client(record["client"], model, checkpoint, inputs, logits_file)
+            found["rope"] = config["rope_parameters"]["rope_type"]
+            print(f"{name}, {record['client']}: {json.dumps(found)}", flush=True)
+            write_json(file, {"key": key, "found": found})
+            record |= found
+
+
+def extend_and_export(run, method, factor, extended, export):
+    """Extend a run without training, and export it without the verification by transformers."""
     settings = [f"--method={method}", f"--factor={factor:g}", "--max_iters=0"]
     run_ours("extend.py", run, *settings, f"--out_dir={extended}")
-    # the logits of transformers are compared here
     run_ours("hf.py", "export", extended, export, "--verify=false")
-    config = json.loads((export / "config.json").read_text(encoding="utf-8"))
-    model = GPT.load(extended)
-    for record, key, file in missing:
-        checkpoint = export
-        if record["client"] == "llama.cpp":
-            convert(export, gguf, cfg)
-            checkpoint = gguf
-        found = compare_client(record["client"], model, checkpoint, inputs, folder, name)
-        found["rope"] = config["rope_parameters"]["rope_type"]
-        print(f"{name}, {record['client']}: {json.dumps(found)}", flush=True)
-        write_json(file, {"key": key, "found": found})
-        record |= found
-    remove(extended, export, gguf)
-
-
-def remove(*places):
-    for place in places:
-        if place.is_dir():
-            shutil.rmtree(place)
-        else:
-            place.unlink(missing_ok=True)
 
 
 # -----------------------------------------------------------------------------
 # GGUF files, and the two commands
 
 
-def compare_ggufs(run, model, inputs, cfg, folder):
+def compare_ggufs(run, inputs, cfg, folder):
     """Compare our import of GGUF files with llama.cpp's reading of them; return records by name."""
-    if obstacle("llama.cpp", cfg) or obstacle("transformers", cfg):
-        return {}
     # within the context, and our reading of a file is the model
     short = Inputs(inputs.text, inputs.ids, inputs.lengths[:1], inputs.compared)
     records = {}
@@ -329,44 +322,42 @@ def compare_ggufs(run, model, inputs, cfg, folder):
         key = {"gguf": name, **run_key(run, short)}
         file = folder / f"gguf-{name}.json"
         finished = load_finished_run(file, key)
-        if not finished:
-            gguf, imported = folder / f"{name}.gguf", folder / f"{name}-imported"
-            make(run, gguf, cfg, folder)
-            remove(imported)
-            run_ours("hf.py", "import", gguf, imported)
-            ours = folder / f"{name}-ours.safetensors"
-            remove(ours)
-            found = compare_client("llama.cpp", GPT.load(imported), gguf, short, folder, name)
-            print(f"{name}: {json.dumps(found)}", flush=True)
-            finished = {"key": key, "found": found}
-            write_json(file, finished)
-            remove(imported, gguf, ours)
-        records[name] = finished["found"]
+        if finished:
+            records[name] = finished["found"]
+        elif not obstacle("llama.cpp", cfg) and not obstacle("transformers", cfg):
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                records[name] = compare_gguf(run, make, short, cfg, Path(place))
+            print(f"{name}: {json.dumps(records[name])}", flush=True)
+            write_json(file, {"key": key, "found": records[name]})
     return records
 
 
-def make_quantized(run, gguf, cfg, folder):
-    """Write a Q4_K_M file by llama.cpp's quantiser, from the export of a run."""
-    export, whole = folder / "untouched-exported", folder / "untouched.gguf"
-    remove(export)
+def compare_gguf(run, make, inputs, cfg, place):
+    """Return the record of llama.cpp for the GGUF file that a function makes."""
+    export, gguf, imported = place / "exported", place / "made.gguf", place / "imported"
     run_ours("hf.py", "export", run, export, "--verify=false")
+    make(export, gguf, cfg)
+    run_ours("hf.py", "import", gguf, imported)
+    model = GPT.load(imported)
+    return compare_client("llama.cpp", model, gguf, inputs, place / "ours.safetensors")
+
+
+def make_quantized(export, gguf, cfg):
+    """Write a Q4_K_M file by llama.cpp's quantiser, from an export."""
+    whole = gguf.with_name("whole.gguf")
     convert(export, whole, cfg)
-    run_script(QUANTIZE, [whole, gguf], folder)
-    remove(export, whole)
+    run_script(QUANTIZE, [whole, gguf], gguf.parent)
 
 
-def make_smollm3(run, gguf, cfg, folder):
-    """Write a SmolLM3 with random weights and the tokenizer of a run."""
-    export, checkpoint = folder / "untouched-exported", folder / "smollm3"
-    remove(export, checkpoint)
-    run_ours("hf.py", "export", run, export, "--verify=false")
-    run_script(MAKE_SMOLLM3, [export, checkpoint], folder)
+def make_smollm3(export, gguf, cfg):
+    """Write a SmolLM3 with random weights and the tokenizer of an export."""
+    checkpoint = gguf.with_name("smollm3")
+    run_script(MAKE_SMOLLM3, [export, checkpoint], gguf.parent)
     convert(checkpoint, gguf, cfg)
-    remove(export, checkpoint)
 
 
 def continue_prompt(run, cfg, folder):
-    """Return what each client continues PROMPT with after YaRN x 4: client -> text or None."""
+    """Return what clients continue PROMPT with after YaRN x 4: client -> text."""
     file = folder / "continued.json"
     finished = load_finished_run(file, {"run": run.name}) or {"found": {}}
     found = finished["found"]
@@ -375,21 +366,18 @@ def continue_prompt(run, cfg, folder):
         if client not in found and not obstacle(client, cfg):
             missing.append(client)
     if missing:
-        extended, export = folder / "yarn4", folder / "yarn4-exported"
-        gguf = folder / "yarn4.gguf"
-        remove(extended, export)
-        settings = ["--method=yarn", "--factor=4", "--max_iters=0"]
-        run_ours("extend.py", run, *settings, f"--out_dir={extended}")
-        run_ours("hf.py", "export", extended, export, "--verify=false")
-        if "mlx-lm" in missing:
-            words = ["--model", export, "--prompt", PROMPT, "--ignore-chat-template"]
-            words += ["--max-tokens", 8, "--temp", 0, "--verbose", "False"]
-            found["mlx-lm"] = run_child(["-m", "mlx_lm", "generate", *words], folder).strip()
-        if "llama.cpp" in missing:
-            convert(export, gguf, cfg)
-            found["llama.cpp"] = run_script(CONTINUE, [gguf, PROMPT], folder)
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            place = Path(name)
+            export, gguf = place / "exported", place / "exported.gguf"
+            extend_and_export(run, "yarn", 4.0, place / "extended", export)
+            if "mlx-lm" in missing:
+                words = ["--model", export, "--prompt", PROMPT, "--ignore-chat-template"]
+                words += ["--max-tokens", 8, "--temp", 0, "--verbose", "False"]
+                found["mlx-lm"] = run_child(["-m", "mlx_lm", "generate", *words], place).strip()
+            if "llama.cpp" in missing:
+                convert(export, gguf, cfg)
+                found["llama.cpp"] = run_script(CONTINUE, [gguf, PROMPT], place).strip()
         write_json(file, {"key": {"run": run.name}, "found": found})
-        remove(extended, export, gguf)
     return found
 
 
@@ -433,7 +421,7 @@ def main():
     model = GPT.load(run)
     inputs = make_inputs(model, cfg)
     continued = continue_prompt(run, cfg, folder)
-    ggufs = compare_ggufs(run, model, inputs, cfg, folder)
+    ggufs = compare_ggufs(run, inputs, cfg, folder)
     records = compare_exports(run, inputs, cfg, folder)
     lines = format_report(run, records, ggufs, continued, inputs, cfg)
     replace_section(Path(cfg.out), CLIENTS_SECTION, lines)
@@ -494,7 +482,8 @@ def client_table(records, inputs):
     header = ["method", "factor", "rope type", "positions", "our perplexity", *PACKAGES]
     rows = []
     exports = {}
-    for record in records:
+    methods = list(dict.fromkeys(record["method"] for record in records))
+    for record in sorted(records, key=lambda r: (methods.index(r["method"]), r["factor"])):
         exports.setdefault((record["method"], record["factor"]), []).append(record)
     for (method, factor), clients in exports.items():
         for name, positions in zip(map(str, inputs.lengths), ("within", "beyond"), strict=True):
