@@ -9,7 +9,8 @@ original context length: after the import, in one forward pass and token by toke
 after an export, as AutoModelForCausalLM loads it. Then our own models are exported. Export, import
 and export again should give the same bytes.
 
-Needs transformers, which runs in processes of its own. Writes results/interchange.md.
+Needs transformers, which runs in processes of its own. Writes results/interchange.md, and keeps the
+section there that experiments/clients.py writes.
 """
 
 import sys
@@ -41,7 +42,7 @@ from experiments.interchange_cases import (
     SHAPE,
     VOCAB_SIZE,
 )
-from experiments.report import markdown_table
+from experiments.report import CLIENTS_SECTION, MEMORY_SECTION, markdown_table, read_section
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.checkpoint import open_model
@@ -516,16 +517,10 @@ def main():
         refusals = list_refusals(Path(name))
     text = "\n".join(format_report(imports, ours, refusals)) + "\n"
     print(text, end="")
+    # the sections of bench_files.py and clients.py stay
+    sections = [read_section(Path(cfg.out), name) for name in (MEMORY_SECTION, CLIENTS_SECTION)]
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(cfg.out).write_text(text + kept_section(Path(cfg.out)), encoding="utf-8")
-
-
-def kept_section(file):
-    """Return the section Memory of a report: bench_files.py measures it, at other times."""
-    heading = "\n## Memory\n"
-    old = file.read_text(encoding="utf-8") if file.exists() else ""
-    _, found, section = old.partition(heading)
-    return found + section
+    Path(cfg.out).write_text("".join([text, *sections]), encoding="utf-8")
 
 
 def format_report(imports, ours, refusals):

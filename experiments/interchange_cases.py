@@ -145,11 +145,13 @@ OURS = {
     "llama3": ({}, ("llama3", {})),
     "ntk-lceg": ({}, ("ntk-lceg", {})),
     "dynamic-ntk at a fixed length": ({}, ("dynamic-ntk", {"length": 200.0})),
+    "dynamic-yarn at the extended length": ({}, ("dynamic-yarn", {"length": 4.0 * LENGTH})),
     "resonance of yarn": ({}, ("resonance", {})),
     "resonance of pi": ({}, ("resonance", {"of": "pi"})),
     "longrope": ({}, ("longrope", {"long_factor": [1, 2, 3.5, 4]})),
     "longrope, two tables": ({}, ("longrope", TWO_TABLES)),
     "drope": ({}, ("drope", {"scale": 1.1})),
+    "drope in half of a head": ({"rope_fraction": 0.5}, ("drope", {"scale": 1.1})),
     "drope, QK-norm": ({"qk_norm": True}, ("drope", {"scale": 1.1})),
 }
 

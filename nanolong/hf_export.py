@@ -348,7 +348,7 @@ ROTATED_PARAMETERS = (
 def export_dtype(model, rope):
     """Return the dtype of the exported weights: as stored, or float32 where queries are scaled."""
     for layer in range(model.config.n_layer):
-        scale = query_scale(model, layer, reorders_channels(model, rope, layer))
+        scale = query_scale(model, layer, rope)
         if (scale != 1).any():
             return torch.float32
     return model.stored_dtype
@@ -418,7 +418,7 @@ def export_parameter(model, rope, name):
     reorders = reorders_channels(model, rope, layer)
     scaled = ("q_norm.weight",) if config.qk_norm else ("q.weight", "q.bias")
     if last_name in scaled:
-        tensor = scale_channels(tensor, query_scale(model, layer, reorders))
+        tensor = scale_channels(tensor, query_scale(model, layer, rope))
     if reorders and last_name in ROTATED_PARAMETERS:
         tensor = reorder_channels(tensor, config.head_dim, rope.channel_order)
     return tensor
@@ -428,20 +428,18 @@ def reorders_channels(model, rope, layer):
     return bool(rope and rope.channel_order) and model.config.uses_positions(layer)
 
 
-def query_scale(model, layer, reorders):
+def query_scale(model, layer, rope):
     """Return what the channels of a layer's queries have to be multiplied by: (D,)."""
     config, pos = model.config, model.pos
-    scale = config.attn_scale
+    scale = torch.full((config.head_dim,), float(config.attn_scale))
     if config.uses_positions(layer):
         scale *= pos._score_scale
-        if extension_method(config) == "drope":
-            # its attention factor: the exported layer has no RoPE that could apply it
-            scale *= pos.attention_factor**2
-    scales = torch.full((config.head_dim,), float(scale))
-    if reorders:
-        # transformers applies the attention factor to channels that are not rotated, too
-        scales[pos.rotary_dim :] /= pos.attention_factor**2
-    return scales
+        if config.pos == "rope" and pos.rotary_dim:
+            # Queries and keys have both factors. That of the clients is on all channels, ours on
+            # those that are rotated.
+            scale[: pos.rotary_dim] *= (pos.attention_factor / rope.attention_factor) ** 2
+            scale[pos.rotary_dim :] /= rope.attention_factor**2
+    return scale
 
 
 def scale_channels(tensor, scale):

@@ -209,6 +209,8 @@ class WrittenRope(NamedTuple):
     max_position_embeddings: int
     # where a RoPE rotates a part of a head: which of our channels each of theirs is
     channel_order: list | None = None
+    # what multiplies cos and sin by these parameters; the weights of the queries say the rest
+    attention_factor: float = 1.0
 
 
 def write_rope(model):
@@ -222,11 +224,12 @@ def write_rope(model):
     method, options = extension["method"], extension["options"]
     factor = float(extension["factor"])
     check_method(method, pos)
+    method, options = static_method(method, factor, options, config.original_length)
     rotates_whole_heads = pos.rotary_dim == config.head_dim
     if rotates_whole_heads:
         rope_type = named_rope_type(method, factor, options)
         if rope_type:
-            return write_named_type(rope_type, config, method, factor, options)
+            return write_named_type(rope_type, model, method, factor, options)
     if method == "longrope" and "short_factor" in options:
         raise UserError(
             f"longrope with two tables and rope_fraction={config.rope_fraction} has no equivalent "
@@ -257,6 +260,17 @@ def check_method(method, pos):
         )
 
 
+def static_method(method, factor, options, original_length):
+    """Return the static (method, options) of a dynamic one that is fixed to the extended length.
+
+    Others are returned as they are.
+    """
+    static = {"dynamic-pi": "pi", "dynamic-yarn": "yarn"}
+    if method in static and options.get("length") == original_length * factor:
+        return static[method], {}
+    return method, options
+
+
 def named_rope_type(method, factor, options):
     """Return the rope_type that transformers has for a method, or None."""
     if method == "longrope" and options.get("long_factor"):
@@ -274,8 +288,10 @@ def named_rope_type(method, factor, options):
     return None
 
 
-def write_named_type(rope_type, config, method, factor, options):
+def write_named_type(rope_type, model, method, factor, options):
     """Return the WrittenRope of a rope_type that transformers has."""
+    config = model.config
+    attention_factor = 1.0
     parameters = {
         "rope_type": rope_type,
         "rope_theta": float(config.rope_base),
@@ -286,29 +302,35 @@ def write_named_type(rope_type, config, method, factor, options):
         return WrittenRope(parameters, config.original_length)
     parameters["original_max_position_embeddings"] = config.original_length
     if rope_type == "yarn":
-        parameters |= yarn_parameters(method, options)
+        parameters |= yarn_parameters(options)
+        attention_factor = yarn_attention_factor(factor)
     elif rope_type == "llama3":
         parameters |= llama3_parameters(method, options)
     else:
         long_factor = [float(value) for value in options["long_factor"]]
         short_factor = [float(value) for value in options.get("short_factor") or long_factor]
         parameters |= {"long_factor": long_factor, "short_factor": short_factor}
+        attention_factor = model.pos.attention_factor
         if options.get("attention_factor") is not None:
-            parameters |= longrope_attention_factor(float(options["attention_factor"]))
-    return WrittenRope(parameters, config.block_size)
+            attention_factor = longrope_attention_factor(config)
+            parameters |= attention_factor_names(attention_factor)
+    return WrittenRope(parameters, config.block_size, attention_factor=attention_factor)
 
 
-def yarn_parameters(method, options):
+def yarn_parameters(options):
+    """Return YaRN's options, without attention_factor, which only transformers reads."""
     parameters = {}
-    for key in ("beta_fast", "beta_slow", "attention_factor"):
+    for key in ("beta_fast", "beta_slow"):
         if options.get(key) is not None:
             parameters[key] = float(options[key])
     if options.get("truncate") is not None:
         parameters["truncate"] = options["truncate"]
-    if method == "ntk-parts":
-        # it is YaRN without the temperature
-        parameters["attention_factor"] = 1.0
     return parameters
+
+
+def yarn_attention_factor(factor):
+    """Return what mlx-lm and llama.cpp multiply cos and sin by, whatever attention_factor says."""
+    return 0.1 * math.log(factor) + 1
 
 
 def llama3_parameters(method, options):
@@ -321,7 +343,15 @@ def llama3_parameters(method, options):
     return {"low_freq_factor": float(low), "high_freq_factor": float(high)}
 
 
-def longrope_attention_factor(value):
+def longrope_attention_factor(config):
+    """Return what mlx-lm multiplies cos and sin by, whatever attention_factor says."""
+    if config.block_size <= config.original_length or config.original_length == 1:
+        return 1.0
+    factor = config.block_size / config.original_length
+    return math.sqrt(1 + math.log(factor) / math.log(config.original_length))
+
+
+def attention_factor_names(value):
     """Return the factor of cos and sin under its three names; older runtimes use the last two."""
     return {"attention_factor": value, "short_mscale": value, "long_mscale": value}
 
@@ -361,11 +391,12 @@ def write_table(config, pos, factor):
             f"--pos={config.pos} has frequencies that are negative or not finite, and transformers "
             "cannot read such a table: correct the scheme or the method"
         )
-    parameters = longrope_table(base, factor, config.original_length, table, pos.attention_factor)
+    attention_factor = longrope_attention_factor(config)
+    parameters = longrope_table(base, factor, config.original_length, table, attention_factor)
     channel_order = None
     if n_unrotated:
         channel_order = pairs_first(head_dim, rotary_dim)
-    return WrittenRope(parameters, config.block_size, channel_order)
+    return WrittenRope(parameters, config.block_size, channel_order, attention_factor)
 
 
 def pairs_first(head_dim, rotary_dim):
@@ -389,7 +420,7 @@ def longrope_table(base, factor, original_length, table, attention_factor):
         "original_max_position_embeddings": original_length,
         "long_factor": table,
         "short_factor": table,
-        **longrope_attention_factor(float(attention_factor)),
+        **attention_factor_names(float(attention_factor)),
     }
 
 

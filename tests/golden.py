@@ -44,7 +44,13 @@ GROUPS = (
 NO_DATASET = (
     "extend.py --max_iters=0 opens no dataset: it needs none, measures nothing, writes no log"
 )
+ATTENTION_FACTOR = (
+    "the attention factor that clients compute themselves is exported, the rest in the queries"
+)
 DELIBERATE = (
+    ("hf: method ntk-parts*", ATTENTION_FACTOR),
+    ("hf: method resonance*", ATTENTION_FACTOR),
+    ("hf: half the channels, yarn*", ATTENTION_FACTOR),
     ("extending: extended only, * | log *", NO_DATASET),
     ("extending: extended only, * | meta best", NO_DATASET),
     ("extending: extended only, * | meta val_loss", NO_DATASET),

@@ -1,0 +1,126 @@
+"""experiments/clients.py, as far as it goes without the clients."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments import clients, interchange
+from experiments.report import CLIENTS_SECTION, read_section, replace_section
+from nanolong.errors import UserError
+
+TEXT = "Ab cd. " * 20
+
+
+@pytest.fixture
+def inputs():
+    return clients.Inputs("ab", [1, 2, 3, 0, 1, 2], [3, 6], 2)
+
+
+def make_record(inputs, **changes):
+    """A record of a client that computes the same as we do."""
+    logits = {"3": torch.eye(4)[:2], "6": torch.eye(4)[2:]}
+    record = {"method": "yarn", "factor": 2.0, "client": "mlx-lm", "rope": "yarn"}
+    found = {"version": "mlx-lm 1.0", "seconds": 1.0, "same_ids": True}
+    lengths = clients.compare(logits, logits, inputs)
+    return {**record, "obstacle": None, **found, "lengths": lengths, **changes}
+
+
+def test_two_scripts_keep_each_others_section(tmp_path):
+    file = tmp_path / "report.md"
+    file.write_text("# Title\n\ntext\n")
+    replace_section(file, CLIENTS_SECTION, ["first"])
+    assert file.read_text() == "# Title\n\ntext\n\n## Clients\n\nfirst\n"
+    replace_section(file, CLIENTS_SECTION, ["second", "", "### Part"])
+    assert file.read_text() == "# Title\n\ntext\n\n## Clients\n\nsecond\n\n### Part\n"
+    assert read_section(file, CLIENTS_SECTION) == "\n## Clients\n\nsecond\n\n### Part\n"
+    assert read_section(tmp_path / "other.md", CLIENTS_SECTION) == ""
+    replace_section(tmp_path / "new" / "report.md", CLIENTS_SECTION, ["first"])
+    assert (tmp_path / "new" / "report.md").read_text() == "## Clients\n\nfirst\n"
+
+
+def test_interchange_keeps_the_section_of_the_clients(tmp_path, monkeypatch):
+    file = tmp_path / "interchange.md"
+    file.write_text("# Old\n\n## Clients\n\nkept\n")
+    for name in ("make_cases", "run_transformers", "compare_exports"):
+        monkeypatch.setattr(interchange, name, lambda *arguments: [])
+    monkeypatch.setattr(interchange, "compare_imports", lambda *arguments: ([], []))
+    monkeypatch.setattr(interchange, "export_ours", lambda *arguments: ([], []))
+    monkeypatch.setattr(interchange, "list_refusals", lambda folder: [])
+    monkeypatch.setattr(interchange, "format_report", lambda *arguments: ["# New"])
+    monkeypatch.setattr(sys, "argv", ["interchange.py", f"--out={file}"])
+    interchange.main()
+    assert file.read_text() == "# New\n\n## Clients\n\nkept\n"
+
+
+def test_a_comparison_has_the_largest_difference_and_both_perplexities(inputs):
+    ours = {"3": torch.zeros(2, 4), "6": torch.zeros(2, 4)}
+    theirs = {"3": torch.zeros(2, 4), "6": torch.tensor([[0.0, 0, 3, 0], [0, -0.5, 0, 0]])}
+    found = clients.compare(ours, theirs, inputs)
+    assert found["3"]["difference"] == 0
+    assert found["3"]["perplexity"] == pytest.approx(4)
+    assert found["6"]["difference"] == 3
+    assert found["6"]["same_argmax"] == 0.5
+    assert found["6"]["our_perplexity"] == pytest.approx(4)
+    # the last logits have no target; those before them predict token 2
+    assert found["6"]["perplexity"] == pytest.approx((3 + math.exp(3)) / math.exp(3))
+
+
+def test_the_table_names_what_was_not_run(inputs):
+    records = [
+        make_record(inputs, client="transformers", obstacle="not installed"),
+        make_record(inputs),
+        make_record(inputs, client="llama.cpp", error="ValueError: it fails"),
+    ]
+    header, _, within, beyond = clients.client_table(records, inputs)
+    assert "transformers | mlx-lm | llama.cpp" in header
+    assert "not run: not installed" in within
+    assert "0.0e+00, 100 %" in beyond
+    assert "fails: ValueError: it fails" in beyond
+
+
+def test_other_token_ids_are_named(inputs):
+    records = [make_record(inputs), make_record(inputs, client="llama.cpp", same_ids=False)]
+    assert "other token ids in llama.cpp" in clients.tokenizer_summary(records)
+    assert "to the same token ids" in clients.tokenizer_summary(records[:1])
+
+
+def test_an_absent_client_is_an_obstacle(monkeypatch):
+    cfg = clients.ClientsConfig(text="text.txt")
+    monkeypatch.setitem(clients.PACKAGES, "mlx-lm", "no_such_package")
+    assert clients.obstacle("mlx-lm", cfg) == "not installed"
+    monkeypatch.setitem(clients.PACKAGES, "llama.cpp", "json")
+    assert clients.obstacle("llama.cpp", cfg) == "no --converter"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["run"], "give --text=FILE"),
+        (["--text=a.txt"], "name its folder"),
+        (["--text=a.txt", "--compared=1", "run"], "give at least 2"),
+        (["--text=a.txt", "run"], "error: there is no"),
+    ],
+)
+def test_wrong_calls_are_refused_in_one_sentence(words, message, tmp_path):
+    script = [sys.executable, ROOT / "experiments/clients.py", *words, f"--work={tmp_path}/work"]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_short_text_is_refused(tmp_path, make):
+    model = make(block_size=32)
+    model.folder = tmp_path
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    cfg = clients.ClientsConfig(text=str(file), beyond=1000)
+    with pytest.raises(UserError, match="tokenizer .* is unknown"):
+        clients.make_inputs(model, cfg)
+    model.meta["tokenizer"] = {"kind": "bytes"}
+    with pytest.raises(UserError, match="give a longer text"):
+        clients.make_inputs(model, cfg)
