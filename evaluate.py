@@ -2,6 +2,7 @@
 
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024 --plot=out/length.png
     python evaluate.py "RoPE=out/rope" "YaRN=out/rope-yarn4" --protocol=last-quarter
+    python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192
     python evaluate.py out/rope out/rope-yarn4 --task=needle --plot=out/needle.png
 
 --task=loss scores validation text, in nats per token, by these protocols:
@@ -21,6 +22,11 @@ With the first four protocols all lengths score the same span of text. Where the
 overlaps the one before it, only its new tokens are scored. A mean is over all scored tokens, never
 over sequences. Dynamic methods scale by the length of the whole sequence. A model with random
 positions gets positions sampled as in training.
+
+The text is the validation text of --dataset, of the dataset that a checkpoint was trained on, or
+--text=FILE, a plain text in the tokens of each checkpoint. Models with different vocabularies are
+compared by bits per byte, which is loss * tokens / bytes / ln 2 of a record: "bytes" is the UTF-8
+text that the scored tokens stand for.
 
 --task=needle hides a passkey of three digits in filler text, at a depth from 0 (the start) to 1
 (the end), and asks for it at the end of the prompt. A trial succeeds when every digit has the
@@ -45,7 +51,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data import DIGITS, Dataset, passkey, tokenizer_from_json
+from data import (
+    DIGITS,
+    Dataset,
+    TextFile,
+    hash_files,
+    passkey,
+    same_vocabulary,
+    tokenizer_from_json,
+)
 from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import cli, plots, validate
 from nanolong.device import autocast, pick_device, pick_dtype, settle_weights, weights_to_load
@@ -79,6 +93,7 @@ class EvaluateConfig:
     stride: int = 256
     max_tokens: int = 65536  # length of the validation text that is scored
     dataset: str = ""  # default: the one that each checkpoint was trained on
+    text: str = ""  # score this text file, in the tokens of each checkpoint, and no dataset
     # [needle]
     depths: int = 5  # number of depths, from the start to the end
     trials: int = 64  # prompts for each length and depth
@@ -183,6 +198,34 @@ def token_losses(model, x, y, positions):
     return torch.cat(losses, 1)
 
 
+def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=256, lengths=()):
+    """Place the sequences of a protocol within the first max_tokens targets of the longest file.
+
+    Returns the index of the file in `split`, and a list of (start, n_context) as place_sequences()
+    does. Raises UserError when the text is too short.
+    """
+    lengths = lengths or (length,)
+    file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
+    # Without <bos> the first token of the text has no context, so it is no target.
+    span = min(max_tokens, len(split.tokens[file]) - (split.bos is None))
+    longest = max(length, *lengths) if protocol == "token-aligned" else length
+    if longest > span:
+        raise UserError(
+            f"a sequence of {longest} tokens is longer than the {span} that are scored: "
+            "raise --max_tokens, or give a longer validation text"
+        )
+    return file, place_sequences(protocol, length, span, stride, lengths)
+
+
+def read_sequence(split, file, start, length, n_context):
+    """Read a sequence: inputs and targets, (length,).
+
+    Targets of -1 are not scored: here those that are context only, in the text <bos>.
+    """
+    inputs, targets = split.sequence_at(file, start, length)
+    return inputs, np.where(np.arange(length) < n_context, -1, targets)
+
+
 def loss_by_position(
     model,
     split,
@@ -200,29 +243,16 @@ def loss_by_position(
     computes on the device of its weights. Raises UserError when the text or the context of the
     model is too short.
     """
-    lengths = lengths or (length,)
-    file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
-    # Without <bos> the first token of the text has no context, so it is no target.
-    span = min(max_tokens, len(split.tokens[file]) - (split.bos is None))
-    longest = max(length, *lengths) if protocol == "token-aligned" else length
-    if longest > span:
-        raise UserError(
-            f"a sequence of {longest} tokens is longer than the {span} that are scored: "
-            "raise --max_tokens, or give a longer validation text"
-        )
+    file, sequences = find_sequences(split, length, max_tokens, protocol, stride, lengths)
     loss_sum = torch.zeros(length, dtype=torch.float64)
     n_scored = torch.zeros(length, dtype=torch.float64)
-    sequences = place_sequences(protocol, length, span, stride, lengths)
     batch_size = max(1, BATCH_TOKENS // length)
     with evaluation_mode(model, dtype) as device:
         for i in range(0, len(sequences), batch_size):
             batch = sequences[i : i + batch_size]
-            pairs = [split.sequence_at(file, start, length) for start, _ in batch]
+            pairs = [read_sequence(split, file, start, length, n) for start, n in batch]
             x = torch.from_numpy(np.stack([inputs for inputs, _ in pairs]))
             y = torch.from_numpy(np.stack([targets for _, targets in pairs]))
-            # Targets of -1 are not scored: here those that are context only, in the text <bos>.
-            for row, (_, n_context) in zip(y, batch, strict=True):
-                row[:n_context] = -1
             positions = model.sample_positions(len(x), length, batch[0][0])
             losses = token_losses(model, x.to(device), y.to(device), positions).cpu().double()
             loss_sum += losses.sum(0)
@@ -230,15 +260,48 @@ def loss_by_position(
     return loss_sum, n_scored
 
 
+def bytes_by_position(
+    dataset, length, max_tokens=65536, protocol="chunked", stride=256, lengths=()
+):
+    """Count the bytes of text that the scored targets at each position stand for: int64 (length,).
+
+    The targets are those of loss_by_position(). dataset: a Dataset or TextFile. Returns None where
+    the tokenizer, or what its tokens stand for, is unknown.
+    """
+    if dataset.tokenizer is None:
+        return None
+    try:
+        byte_lengths = torch.from_numpy(dataset.tokenizer.byte_lengths)
+        added_bytes = dataset.tokenizer.added_bytes
+    except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
+        return None
+    split = dataset.val
+    file, sequences = find_sequences(split, length, max_tokens, protocol, stride, lengths)
+    n_bytes = torch.zeros(length, dtype=torch.int64)
+    for start, n_context in sequences:
+        sequence = read_sequence(split, file, start, length, n_context)
+        inputs, targets = map(torch.from_numpy, sequence)
+        scored = targets >= 0
+        n_bytes[scored] += byte_lengths[targets[scored]]
+        if added_bytes:
+            # What the tokenizer has put before a document is not the document's.
+            starts_document = inputs == dataset.separator
+            if split.bos is not None:
+                starts_document[0] = start == 0
+            n_bytes[scored & starts_document] -= added_bytes
+    return n_bytes
+
+
 def loss_record(name, protocol, length, **fields):
     """Return a record of a loss, as it is written to the JSON file."""
     return {"checkpoint": name, "task": "loss", "protocol": protocol, "length": length, **fields}
 
 
-def make_records(name, loss_sum, n_scored, protocols, **fields):
+def make_records(name, loss_sum, n_scored, protocols, n_bytes=None, **fields):
     """Turn the sums by position at one length into records: one for each protocol.
 
-    `position` makes one for each part of the sequence. `fields` are added to every record.
+    `position` makes one for each part of the sequence. n_bytes: of bytes_by_position(), None where
+    they are unknown. `fields` are added to every record.
     """
     length = len(loss_sum)
     records = []
@@ -257,6 +320,8 @@ def make_records(name, loss_sum, n_scored, protocols, **fields):
                 record["position"] = [start, end]
             record["loss"] = loss / count if count else math.nan
             record["tokens"] = count
+            if n_bytes is not None:
+                record["bytes"] = int(n_bytes[start:end].sum())
             records.append(record)
     return records
 
@@ -267,29 +332,67 @@ def measure_losses(models, cfg, lengths):
     Returns a list of records. Where a loss cannot be measured, the record has "refused" with the
     reason in place of "loss" and "tokens".
     """
-    datasets = {}
+    texts = open_texts(models, cfg, lengths)
     records = []
     for name, model in models.items():
+        dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
+        for length, (protocols, fields) in product(lengths, group_protocols(cfg, lengths)):
+            placement = (protocols[0], cfg.stride, lengths)
+            try:
+                loss_sum, n_scored = loss_by_position(
+                    model, texts[name].val, length, cfg.max_tokens, dtype, *placement
+                )
+                n_bytes = bytes_by_position(texts[name], length, cfg.max_tokens, *placement)
+                records += make_records(name, loss_sum, n_scored, protocols, n_bytes, **fields)
+            except UserError as error:
+                refused = {**fields, "refused": str(error)}
+                records += [loss_record(name, p, length, **refused) for p in protocols]
+    return records
+
+
+def open_texts(models, cfg, lengths):
+    """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile."""
+    datasets = {}
+    texts = {}
+    for name, model in models.items():
+        if cfg.text:
+            texts[name] = read_text(model, cfg.text)
+            check_text_length(texts[name], lengths)
+            continue
         key = (cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None)
         what = getattr(model, "folder", name)
         reader = (what, model.config.vocab_size, model.meta.get("tokenizer"))
         if key not in datasets:
             datasets[key] = Dataset(*key, reader)
-        dataset = datasets[key]
-        dataset.check_model(*reader)
-        warn_if_data_changed(what, model.meta, dataset)
-        dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
-        split = dataset.val
-        for length, (protocols, fields) in product(lengths, group_protocols(cfg, lengths)):
-            try:
-                loss_sum, n_scored = loss_by_position(
-                    model, split, length, cfg.max_tokens, dtype, protocols[0], cfg.stride, lengths
-                )
-                records += make_records(name, loss_sum, n_scored, protocols, **fields)
-            except UserError as error:
-                refused = {**fields, "refused": str(error)}
-                records += [loss_record(name, p, length, **refused) for p in protocols]
-    return records
+        texts[name] = datasets[key]
+        texts[name].check_model(*reader)
+        warn_if_data_changed(what, model.meta, texts[name])
+    longest = max(len(text.val) for text in texts.values())
+    if cfg.text and longest > cfg.max_tokens and have_different_vocabularies(models):
+        print(
+            f"note: the first {cfg.max_tokens} tokens are another part of the text in each "
+            f"vocabulary: to compare bits per byte on all of it, give --max_tokens={longest}",
+            file=sys.stderr,
+        )
+    return texts
+
+
+def read_text(model, file):
+    """Read a text file as a TextFile in the tokens of the model. Raises UserError."""
+    tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
+    if tokenizer is None:
+        what = getattr(model, "folder", "the model")
+        raise UserError(f"the tokenizer of {what} is unknown: give --dataset, not --text")
+    return TextFile(file, tokenizer, model.config.vocab_size, model.meta.get("bos"))
+
+
+def check_text_length(text, lengths):
+    """Raise UserError for a text that is too short for a sequence of any length."""
+    if not text.val.n_sequences(min(lengths)).any():
+        raise UserError(
+            f"--text={text.name} holds {len(text.val)} tokens, too few for a sequence of "
+            f"{min(lengths)}: give a longer text, or shorter --lengths"
+        )
 
 
 def warn_if_data_changed(what, meta, dataset):
@@ -401,24 +504,35 @@ def load_models(paths, best, device, dtype=torch.float32):
 def check_datasets(models, cfg):
     """Raise UserError where neither a checkpoint nor the command line names the text to score."""
     for name, model in models.items():
-        if "dataset" not in model.meta and not cfg.dataset:
+        if not (model.meta.get("dataset") or cfg.dataset or cfg.text):
             raise UserError(
-                f"{name} does not say on which text it was trained: give --dataset (for an "
-                "imported checkpoint, prepare a text by python data/prepare.py FILE "
+                f"{name} does not say on which text it was trained: give --text=FILE, or --dataset "
+                "(for an imported checkpoint, prepare a text by python data/prepare.py FILE "
                 f"--tokenizer={shlex.quote(str(model.folder.parent))} --name=NAME)"
             )
 
 
 def note_different_texts(models, cfg):
     """Print a note where the losses of the checkpoints cannot be compared."""
-    vocabularies = {model.config.vocab_size for model in models.values()}
-    datasets = {cfg.dataset or model.meta.get("dataset") for model in models.values()}
-    if len(vocabularies) > 1 or len(datasets) > 1:
+    texts = {cfg.text or cfg.dataset or model.meta.get("dataset") for model in models.values()}
+    if len(texts) > 1 or have_different_vocabularies(models):
         print(
             "note: these checkpoints are scored on different texts or vocabularies, so their "
             "losses per token cannot be compared",
             file=sys.stderr,
         )
+
+
+def have_different_vocabularies(models):
+    """Return whether a token stands for different text in some of the checkpoints."""
+    first, *others = models.values()
+    for model in others:
+        if model.config.vocab_size != first.config.vocab_size:
+            return True
+        tokenizers = [tokenizer_from_json(m.meta.get("tokenizer")) for m in (first, model)]
+        if None not in tokenizers and not same_vocabulary(*tokenizers):
+            return True
+    return False
 
 
 def check_writable(file):
@@ -432,9 +546,13 @@ def check_writable(file):
         path.unlink()
 
 
-def print_losses(records, cfg, lengths):
-    """Print the losses as tables and as plots in characters."""
+def print_losses(records, cfg, lengths, in_bits):
+    """Print the losses as tables and as plots in characters; in_bits: also in bits per byte."""
     print(plots.format_loss_table(records, lengths))
+    bits = plots.bits_per_byte(records) if in_bits else []
+    if bits:
+        print()
+        print("\n".join(plots.format_lengths(bits, lengths, "bits per byte")))
     for protocol in cfg.protocol:
         x_axis = "position" if protocol == "position" else "context length"
         print(f"\n{protocol}, nats per token, by {x_axis}")
@@ -451,11 +569,18 @@ def plot_records(records, models, cfg, lengths):
         note = f"{cfg.trials} prompts per cell, teacher-forced; chance is {chance}"
         plots.plot_needle_heatmaps(records, lengths, cfg.plot, note, title=title)
     else:
-        first = next(iter(models.values()))
-        dataset = Dataset(cfg.dataset or first.meta["dataset"])
-        n_tokens = min(cfg.max_tokens, len(dataset.val))
-        note = f"{n_tokens} tokens of {dataset.name}, data {dataset.hash}"
+        note = describe_text(next(iter(models.values())), cfg)
         plots.plot_losses(records, lengths, cfg.plot, note, title=title)
+
+
+def describe_text(model, cfg):
+    """Return what the losses of a checkpoint were measured on, in small print below a figure."""
+    if cfg.text:
+        file = Path(cfg.text)
+        return f"at most {cfg.max_tokens} tokens of {file.name}, data {hash_files([file])}"
+    dataset = Dataset(cfg.dataset or model.meta["dataset"])
+    n_tokens = min(cfg.max_tokens, len(dataset.val))
+    return f"{n_tokens} tokens of {dataset.name}, data {dataset.hash}"
 
 
 def main():
@@ -480,7 +605,8 @@ def main():
 
     if cfg.task == "loss":
         records = measure_losses(models, cfg, lengths)
-        print_losses(records, cfg, lengths)
+        in_bits = bool(cfg.text) or have_different_vocabularies(models)
+        print_losses(records, cfg, lengths, in_bits)
     else:
         records = measure_needles(models, cfg, lengths)
         print(plots.format_needle_table(records, lengths))

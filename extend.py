@@ -21,12 +21,11 @@ import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import data
 import rope_scaling
-from evaluate import EvaluateConfig, loss_by_position, make_records, measure_losses
+from evaluate import EvaluateConfig, loss_by_position, measure_losses, read_text
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, validate
 from nanolong.checkpoint import (
@@ -36,7 +35,7 @@ from nanolong.checkpoint import (
     saved_settings,
     settings_record,
 )
-from nanolong.device import pick_device, pick_dtype
+from nanolong.device import pick_device
 from nanolong.distributed import join_processes
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
@@ -62,8 +61,10 @@ class ExtendConfig(TrainConfig):
     factor: float = 4.0  # how many times longer the context gets
     options: str = ""  # of the method: ramp=paper,beta_fast=16 for example, or a .json file of them
     pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
+    pose_window: int = 0  # tokens of a PoSE sequence; 0: the original length
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
     plot: str = ""  # plot rope's wavelengths before and after to this PNG, and in the terminal
+    max_tokens: int = 65536  # length of the text that the reports before and after score
     # [data]
     dataset: str = ""  # a folder with token files; by default the run's dataset
     # [optimisation]
@@ -165,6 +166,7 @@ OWN_SETTINGS = {
     "compile",
     "entry",
     "eval_interval",
+    "eval_length",
     "factor",
     "init_from",
     "learning_rate",
@@ -177,6 +179,7 @@ OWN_SETTINGS = {
     "overwrite",
     "plot",
     "pose",
+    "pose_window",
     "text",
     "upsample_docs",
     "warmup_iters",
@@ -204,19 +207,24 @@ def inherited_settings(meta, given, path):
     settings["learning_rate"] = parent["learning_rate"] * (1 if "method" in parent else 0.3)
     # Keep the tokens of a micro-batch and of a step, where sequences get longer.
     extension = meta["config"].get("extension") or {"factor": 1.0}
-    parent_length = extension["factor"]  # in original lengths
-    length = factor * extension["factor"]
-    method, pose = given.get("method", ExtendConfig.method), given.get("pose")
-    if rope_scaling.trains_at_original_length(parent.get("method"), parent.get("pose")):
-        parent_length = 1
-    if rope_scaling.trains_at_original_length(method, pose):
-        length = 1
-    longer = length / parent_length
+    original_length = extension.get("original_length", meta["config"]["block_size"])
+    asked = {"method": ExtendConfig.method, **given}
+    length = relative_length(asked, factor * extension["factor"], original_length)
+    longer = length / relative_length(parent, extension["factor"], original_length)
     batch_size = max(1, round(parent["batch_size"] / longer))
     accumulation = parent["gradient_accumulation_steps"] * parent["batch_size"] / longer
     settings["batch_size"] = batch_size
     settings["gradient_accumulation_steps"] = max(1, round(accumulation / batch_size))
     return settings
+
+
+def relative_length(settings, factor, original_length):
+    """The tokens of a training sequence, in original lengths. settings: a dict; factor: in all."""
+    if settings.get("pose") and settings.get("pose_window"):
+        return settings["pose_window"] / original_length
+    if rope_scaling.trains_at_original_length(settings.get("method"), settings.get("pose")):
+        return 1
+    return factor
 
 
 # -----------------------------------------------------------------------------
@@ -252,7 +260,7 @@ def fits_scale(method, options):
 def text_to_fit(model, cfg, given):
     """The data.Split that a scale is fitted on: the text, or the training data."""
     if cfg.text:
-        return read_text(model, cfg.text)
+        return read_text(model, cfg.text).val
     if not cfg.max_iters and "dataset" not in given:
         raise UserError(
             f"method {cfg.method!r} needs a scale, or text to fit it on: give "
@@ -291,24 +299,6 @@ def fit_scale(model, cfg, options, split, rank=0):
     return best
 
 
-def read_text(model, file):
-    """A text file as a data.Split, in the tokens of the model. Raises UserError."""
-    tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
-    if tokenizer is None:
-        raise UserError("the tokenizer of this checkpoint is unknown: give --dataset, not --text")
-    try:
-        text = Path(file).read_bytes().decode("utf-8", "surrogateescape")
-    except OSError as error:
-        raise UserError(
-            f"--text={file} cannot be read ({error.strerror}): give a text file"
-        ) from None
-    split = data.Split([], model.config.vocab_size, model.meta.get("bos"))
-    split.files.append(Path(file))
-    split.tokens.append(np.array(tokenizer.encode(text)))
-    split.starts.append(0)
-    return split
-
-
 def check_same_extension(model, parent, cfg):
     """Raise UserError where a run to resume was made with another parent or method."""
     extension = model.config.extension or {}
@@ -336,8 +326,10 @@ def check_same_extension(model, parent, cfg):
 def training_lengths(model, cfg):
     """The tokens of a training sequence, and with PoSE the positions that they skip through."""
     config = model.config
+    if cfg.pose:
+        return cfg.pose_window or config.original_length, config.block_size
     if rope_scaling.trains_at_original_length(cfg.method, cfg.pose):
-        return config.original_length, config.block_size if cfg.pose else 0
+        return config.original_length, 0
     return config.block_size, 0
 
 
@@ -415,21 +407,17 @@ def plot_extension(model, cfg, before):
 
 
 def report(model, cfg, when):
-    """Print the loss by position at the original and at the extended length."""
-    device = pick_device(cfg.device)
-    model.to(device)
-    lengths = sorted({model.config.original_length, model.config.block_size})
-    protocols = ("last-quarter", "position")
-    if cfg.text:
-        split = read_text(model, cfg.text)
-        dtype = pick_dtype(cfg.dtype, device)
-        records = []
-        for length in lengths:
-            sums = loss_by_position(model, split, length, dtype=dtype)
-            records += make_records(when, *sums, protocols)
-    else:
-        settings = EvaluateConfig(protocol=protocols, dataset=cfg.dataset, dtype=cfg.dtype)
-        records = measure_losses({when: model}, settings, lengths)
+    """Print the loss by position at the original and at the extended length, or eval_length."""
+    model.to(pick_device(cfg.device))
+    lengths = sorted({model.config.original_length, cfg.eval_length or model.config.block_size})
+    settings = EvaluateConfig(
+        protocol=("last-quarter", "position"),
+        max_tokens=cfg.max_tokens,
+        dataset="" if cfg.text else cfg.dataset,
+        text=cfg.text,
+        dtype=cfg.dtype,
+    )
+    records = measure_losses({when: model}, settings, lengths)
     print(format_loss_table(records, lengths), flush=True)
 
 
@@ -452,9 +440,25 @@ def check_request(parent, cfg):
             f"--overwrite would remove {parent.folder}, which is to be extended: choose another "
             "--out_dir"
         )
+    check_window(parent, cfg)
     if cfg.text:
-        length = round(parent.config.block_size * cfg.factor)
-        read_text(parent, cfg.text).require_length(length)
+        length = cfg.eval_length or round(parent.config.block_size * cfg.factor)
+        read_text(parent, cfg.text).val.require_length(length)
+
+
+def check_window(parent, cfg):
+    """Refuse a length of PoSE's sequences that they cannot have, or without PoSE."""
+    original_length = parent.config.original_length
+    if cfg.pose_window and not cfg.pose:
+        raise UserError(
+            f"pose_window={cfg.pose_window} is the length of PoSE's sequences, and pose is off: "
+            "give --pose=true too, or leave it out"
+        )
+    if cfg.pose_window > original_length:
+        raise UserError(
+            f"pose_window={cfg.pose_window} is longer than the original context of "
+            f"{original_length} tokens: give at most that"
+        )
 
 
 def main():

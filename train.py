@@ -52,7 +52,6 @@ from nanolong.optim import get_lr, make_optimizers
 from nanolong.run_folder import list_steps, readable_steps
 from nanolong.signals import catch_signals
 from nanolong.training_run import (
-    compile_ahead,
     describe_divergence,
     gradients,
     hint_after_divergence,
@@ -63,6 +62,7 @@ from nanolong.training_run import (
     open_run,
     resume_run,
     save,
+    try_ahead,
 )
 
 
@@ -93,6 +93,7 @@ class TrainConfig:
     # [evaluation]
     eval_interval: int = 250  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 40  # batches of an evaluation, evenly spaced; 0: the whole validation set
+    eval_length: int = 0  # tokens of a validation sequence; 0: the context length
     log_interval: int = 10  # steps between lines of log.jsonl
     wandb: str = ""  # also log to this Weights & Biases project
     # [system]
@@ -201,7 +202,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     spaced ones at every step and for every number of processes.
     """
     rank, world = rank_and_world()
-    T = model.config.block_size
+    T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
     available = int(dataset.val.n_sequences(T).sum())
     n = min(cfg.eval_iters * cfg.batch_size, available) or available
@@ -339,8 +340,8 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     last_eval = {"step": state.step}
     with catch_signals() as stop_signals, logging_run(run, state, model, loader, dtype) as logger:
-        # compile first, where a stop signal may interrupt at any point
-        stop = compile_ahead(forward, loader, state, dtype, stop_signals)
+        # compile and time a step first, where a stop signal may interrupt at any point
+        stop = try_ahead(forward, loader, state, dtype, stop_signals, logger)
         while True:
             # evaluate and save
             due = state.step % cfg.eval_interval == 0 or state.step == cfg.max_iters
@@ -390,7 +391,12 @@ def open_dataset(model, cfg, train_length):
     dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
     dataset.select(train_length, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
     dataset.train.require_length(train_length)
-    dataset.val.require_length(model.config.block_size)
+    if cfg.eval_length > model.config.block_size:
+        raise UserError(
+            f"eval_length={cfg.eval_length} is beyond the context length of "
+            f"{model.config.block_size} tokens: give at most that"
+        )
+    dataset.val.require_length(cfg.eval_length or model.config.block_size)
     if cfg.passkey:  # raises where the tokenizer or the length is not fit for passkey documents
         rng = np.random.default_rng(0)
         data.passkey(dataset.tokenizer, train_length, 0.5, rng, dataset.bos)

@@ -477,6 +477,34 @@ class Dataset:
         return int(n_bytes - n_documents * self.tokenizer.added_bytes)
 
 
+class TextFile:
+    """A text file in the tokens of a model: what a model is measured on in place of a Dataset.
+
+    name, val, tokenizer, bos, separator and hash are those of a Dataset; the text has no separator
+    in it. Raises UserError where the file cannot be read or encoded.
+    """
+
+    def __init__(self, file, tokenizer, vocab_size: int, bos: int | None):
+        self.name = str(file)
+        self.tokenizer = tokenizer
+        self.bos = bos
+        self.separator = bos
+        try:
+            content = Path(file).read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"--text={file} cannot be read ({error.strerror}): give a text file"
+            ) from None
+        if not content:
+            raise UserError(f"--text={file} is empty: give a text file")
+        self.hash = hash_files([Path(file)])
+        text = content.decode("utf-8", "surrogateescape")
+        self.val = Split([], vocab_size, bos)
+        self.val.files.append(Path(file))
+        self.val.tokens.append(np.array(tokenizer.encode(text)))
+        self.val.starts.append(0)
+
+
 def _split_files(folder):
     """Find the token files of training and of validation by the words in their names."""
 

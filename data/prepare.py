@@ -75,8 +75,8 @@ def prepare(dataset, name="", shards=10, **options):
     )
 
 
-def prepare_python(name, **options):
-    """Make a dataset of the standard library's source, which differs between Python versions."""
+def standard_library():
+    """Return the files of the standard library's source: name -> path. Raises UserError."""
     skipped = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
     root = Path(sysconfig.get_path("stdlib"))
     files = {}
@@ -89,6 +89,12 @@ def prepare_python(name, **options):
             f"the standard library's source is not in {root}: install a Python with its sources, "
             "or prepare a text of yours with python data/prepare.py FILE --name=NAME"
         )
+    return files
+
+
+def prepare_python(name, **options):
+    """Make a dataset of the standard library's source, which differs between Python versions."""
+    files = standard_library()
     source = f"standard library of Python {platform.python_version()}"
     return build(name, files, source, **options)
 

@@ -1,6 +1,6 @@
 """bench.py memory: the memory of a training step, counted from shapes and measured.
 
-The count is count_memory() of experiments/bench_memory.py: the bytes of our model from its shapes
+The count is count_memory() of nanolong/memory.py: the bytes of our model from its shapes
 alone, run eagerly (not compiled). Measured on a CPU: every allocation and release of torch's CPU
 allocator while a child process builds model and optimizer and takes two steps, as torch.profiler
 records them (profile_memory), and the maximum of their running sum. That is exact for tensors and
@@ -23,6 +23,7 @@ import torch
 from model import GPT, GPTConfig
 from nanolong.device import PEAK_FLOPS, autocast
 from nanolong.errors import UserError
+from nanolong.memory import count_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304}
@@ -41,6 +42,7 @@ class Case:
     batch_size: int
     dtype: str
     checkpointing: bool = False
+    accumulation: int = 1  # micro-batches in a step
 
 
 DEMO = {"n_layer": 4, "n_head": 3, "n_embd": 192, "block_size": 256, "vocab_size": 257}
@@ -58,119 +60,7 @@ CPU_CASES = (
 
 
 # -----------------------------------------------------------------------------
-# The count.
-
-
-@dataclass
-class Memory:
-    """The counted memory of a training step in bytes, and its FLOPs."""
-
-    parameters: int  # gradients take as much
-    optimizer: int
-    activations: int
-    peak: int
-    peak_at: str
-    flops: int
-
-
-def count_memory(
-    config, B, T, dtype="bfloat16", checkpointing=False, optimizer="adamw", device="cuda"
-):
-    """Count the memory of a training step of GPT(config) on B sequences of T tokens.
-
-    Notation: N = B T tokens, C width, A = H D channels of all heads, K = Hk D, M width of the MLP,
-    V vocabulary, e bytes per element of a product (2 under autocast to bfloat16, else 4).
-    Parameters, the residual stream, norms and sums are float32. dtype "float32" or "bfloat16";
-    optimizer "adamw" or "muon".
-    """
-    e = 4 if dtype == "float32" else 2
-    N = B * T
-    C = config.n_embd
-    V = config.vocab_size
-    A = config.n_head * config.head_dim
-    M = config.mlp_dim
-    is_autocast = e < 4
-
-    # parameters and the optimizer's moments: Muon keeps one for the blocks' matrices, AdamW two
-    matrices = count_block_matrices(config)
-    parameters = matrices + count_other_parameters(config)
-    moments = 8 * parameters if optimizer == "adamw" else 8 * parameters - 4 * matrices
-
-    # activations at the end of the forward pass
-    block = N * block_bytes_per_token(config, T, e, device)
-    kept = N * (4 * C + A * e + 4 * config.n_head) if checkpointing else block
-    autocast_copies = matrices * 2 if is_autocast else 0
-    activations = config.n_layer * kept + autocast_copies
-
-    # candidates for the peak, above parameters and moments
-    norm_copy = 4 * C if device == "cpu" else 0
-    final_norm = N * (2 * 4 * C + norm_copy)  # the last block's output and the normed states
-    loss_gradients = 4 * N * C + 4 * V * C  # of the hidden states and of the head
-    R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time
-    chunk = R * V * (4 + e) + R * C * e
-    head_copy = e * V * C if is_autocast else 0
-    recomputed = block if checkpointing else 0
-    mlp_gradients = N * (2 * M * e + 2 * 4 * C)  # two of width M, two of width C
-    candidates = {
-        "loss": activations + final_norm + loss_gradients + head_copy + chunk,
-        "start of the backward pass": activations + final_norm + 2 * loss_gradients,
-        "last MLP": activations + recomputed + 4 * V * C + mlp_gradients,
-        "update": 4 * parameters,
-    }
-    peak_at = max(candidates, key=candidates.get)
-
-    # causal attention: half of the 12 in PaLM's count
-    flops = 6 * (matrices + V * C) * N + 6 * config.n_layer * A * T * N
-    return Memory(
-        parameters=4 * parameters,
-        optimizer=moments,
-        activations=activations,
-        peak=4 * parameters + moments + candidates[peak_at],
-        peak_at=peak_at,
-        flops=flops,
-    )
-
-
-def count_block_matrices(config):
-    """The parameters of the blocks that are matrices."""
-    A = config.n_head * config.head_dim
-    K = config.n_kv_head * config.head_dim
-    attention = config.n_embd * (A + 2 * K) + A * config.n_embd
-    return config.n_layer * (attention + 3 * config.n_embd * config.mlp_dim)
-
-
-def count_other_parameters(config):
-    """The parameters of embeddings, head, norms and learned positions."""
-    embeddings = config.vocab_size * (1 if config.tie_embeddings else 2)
-    norms = 2 * config.n_layer + 1
-    positions = config.max_positions if config.pos == "learned" else 0
-    return config.n_embd * (embeddings + norms + positions)
-
-
-def block_bytes_per_token(config, T, e, device):
-    """What a block keeps for its backward pass, in bytes per token. e: bytes of a product.
-
-    attention  its input, 4 C; the normed input of q, k and v, C e each under autocast and once in
-               float32; q, k, v and the output, (2 A + 2 K) e; the log-sum-exp, 4 H
-    MLP        its input, 4 C; the normed input of gate and up, as above; gate, silu(gate), up and
-               their product, 4 M e
-    dropout    masks, 8 C
-    On a CPU the norms also keep their result before the gain, 4 C each. bfloat16 attention below
-    512 tokens is computed there in float32 (kernels/reference.py), so that its four tensors take 4
-    bytes, and the output exists in bfloat16 too.
-    """
-    C = config.n_embd
-    A = config.n_head * config.head_dim
-    K = config.n_kv_head * config.head_dim
-    is_autocast = e < 4
-    norms = 2 * (4 * C if device == "cpu" else 0)
-    attention = (2 * A + 2 * K) * e
-    if is_autocast and device == "cpu" and T < 512:
-        attention = (2 * A + 2 * K) * 4 + A * e
-    attention += 4 * C + (3 * e if is_autocast else 4) * C + 4 * config.n_head
-    mlp = 4 * C + (2 * e if is_autocast else 4) * C + 4 * config.mlp_dim * e
-    dropout = 8 * C if config.dropout else 0
-    return norms + attention + mlp + dropout
+# From the count.
 
 
 def longest_context(settings, memory, **how):
@@ -202,14 +92,15 @@ def take_two_steps(case, device):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     shape = (case.batch_size, case.config["block_size"])
     for _ in range(2):
-        tokens = torch.randint(0, case.config["vocab_size"], shape, device=device)
-        with autocast(device, getattr(torch, case.dtype)):
-            loss = model(tokens, tokens)
-        loss.backward()
+        for _ in range(case.accumulation):
+            tokens = torch.randint(0, case.config["vocab_size"], shape, device=device)
+            with autocast(device, getattr(torch, case.dtype)):
+                loss = model(tokens, tokens)
+            loss.backward()
+            del loss
         torch._foreach_mul_([p.grad for p in model.parameters()], 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        del loss
 
 
 def measure_peak(case, device):

@@ -460,6 +460,8 @@ def bad_directories():
     bad["an integer tensor"] = {"tensors": {**good, norm: integer_norm}}
 
     outside, missing = {norm: "../../secret.safetensors"}, {norm: "a.safetensors"}
+    bad["an adapter"] = {"files": {"adapter_config.json": b'{"peft_type": "LORA"}'}}
+    bad["8-bit floats"] = {"tensors": {**good, norm: good[norm].to(torch.float8_e4m3fn)}}
     bad["a pickle"] = {"files": {"pytorch_model.bin": b"\x80\x04."}}
     bad["no weights"] = {}
     bad["an index whose file is outside the folder"] = {"index": {"weight_map": outside}}

@@ -212,6 +212,7 @@ BAD_SETTINGS = [
     ("attention_bias", True),
     ("mlp_bias", True),
     ("quantization_config", {"bits": 4}),
+    ("vision_config", {"depth": 2}),
     ("hidden_size", "48"),
     ("hidden_size", -48),
     ("num_hidden_layers", 2.5),

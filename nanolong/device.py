@@ -225,6 +225,14 @@ def _keep_freed_memory():
         libc.mallopt(mmap_threshold, 2**25)
 
 
+def synchronize(device):
+    """Wait for what a GPU still computes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def require_memory(size):
     """
     Raise UserError when the machine has less memory than `size` bytes, which the weights take.

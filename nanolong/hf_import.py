@@ -115,12 +115,22 @@ def read_config(folder):
     Raises UserError for what has no equivalent here.
     """
     file = folder / "config.json"
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder} holds an adapter (LoRA), which is a change of another model: merge it into "
+            "that model where you made it, and give the result"
+        )
     if not file.is_file():
         raise UserError(
             f"there is no config.json in {folder}: give the directory of a Hugging Face "
             "checkpoint, downloaded to this machine"
         )
     values = read_json(file)
+    if "vision_config" in values:
+        raise UserError(
+            f"{folder} is a model of images and text, and only models of text can be imported: "
+            "choose the checkpoint of its language model, if there is one"
+        )
     check_model_type(folder, values.get("model_type"))
     if values.get("quantization_config"):
         raise UserError(

@@ -135,7 +135,7 @@ class TrainLogger(Logger):
         """Print what is about to be trained, and on what."""
         world = rank_and_world()[1]
         parameters = sum(p.numel() for p in model.parameters())
-        T = model.config.block_size
+        T = self.cfg.eval_length or model.config.block_size
         available = int(dataset.val.n_sequences(T).sum())
         n = min(self.cfg.eval_iters * self.cfg.batch_size, available) or available
         self.print(

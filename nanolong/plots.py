@@ -46,7 +46,24 @@ def format_loss_table(records, lengths):
     return "\n".join(lines).rstrip()
 
 
-def format_lengths(records, lengths):
+def bits_per_byte(records):
+    """Return the records of the protocol chunked with their losses in bits per byte of text.
+
+    Those that do not say how many bytes they scored are left out.
+    """
+    converted = []
+    for record in records:
+        if record["protocol"] != "chunked":
+            continue
+        if "refused" in record:
+            converted.append(record)
+        elif record.get("bytes"):
+            bits = record["loss"] * record["tokens"] / record["bytes"] / math.log(2)
+            converted.append({**record, "loss": bits})
+    return converted
+
+
+def format_lengths(records, lengths, unit="nats per token"):
     """Return the lines of one protocol's table: the loss of each checkpoint at each length."""
     names = unique(records, "checkpoint")
     name_width = max(10, *map(len, names))
@@ -54,15 +71,16 @@ def format_lengths(records, lengths):
     if "stride" in records[0]:
         title += f", stride {records[0]['stride']}"
     header = "".join(f"{length:>10}" for length in lengths)
-    lines = [f"{title}, nats per token, by context length", " " * name_width + header]
+    lines = [f"{title}, {unit}, by context length", " " * name_width + header]
     for name in names:
         cells = {r["length"]: r for r in records if r["checkpoint"] == name}
         line = name.ljust(name_width)
         for length in lengths:
-            if "loss" in cells[length]:
-                line += f"{cells[length]['loss']:>10.4f}"
+            cell = cells.get(length, {})
+            if "loss" in cell:
+                line += f"{cell['loss']:>10.4f}"
             else:
-                line += f"{'refused':>10}"
+                line += f"{'refused' if cell else 'unknown':>10}"
         lines.append(line)
     return lines
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -19,11 +20,12 @@ from nanolong.checkpoint import (
     verify,
     write_meta,
 )
-from nanolong.device import autocast, pick_compile
+from nanolong.device import autocast, pick_compile, synchronize
 from nanolong.distributed import rank_and_world
 from nanolong.errors import UserError
 from nanolong.lock import lock, unlock
 from nanolong.logger import TrainLogger, check_wandb
+from nanolong.memory import count_memory
 from nanolong.run_folder import (
     check_only_run,
     list_steps,
@@ -229,25 +231,48 @@ def logging_run(run, state, model, loader, dtype):
             yield logger
 
 
-def compile_ahead(forward, loader, state, dtype, stop_signals):
+# Floating-point operations a second in training, to tell steps that take seconds from others.
+EXPECTED_SPEED = {"cpu": 1e11, "mps": 2e12, "cuda": 2e14}
+EXPENSIVE_STEP = 1.0  # seconds; the time and memory of such a step are printed before the first one
+
+
+def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     """
-    Compile the forward and the backward pass, before the first step needs them.
+    Before the first step, compile the passes that it needs, and print what an expensive one costs.
 
     No process waits for another meanwhile, so a stop signal ends it at once. Returns whether one
     came, in any process.
     """
-    compiles, _ = pick_compile(loader.cfg.compile, loader.device, loader.cfg.max_iters)
-    if not compiles or state.step >= loader.cfg.max_iters:
+    cfg = loader.cfg
+    compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
+    times_step = expected_seconds(loader) > EXPENSIVE_STEP
+    if not (compiles or times_step) or state.step >= cfg.max_iters:
         return False
-    stop_signals.interruptible(try_batch, forward, loader, dtype)
+    if compiles or loader.device.type != "cpu":  # the first batch compiles kernels
+        stop_signals.interruptible(try_batch, forward, loader, dtype)
+    seconds = []
+    if times_step:
+        stop_signals.interruptible(time_batch, forward, loader, dtype, seconds)
+    if seconds and logger:
+        logger.print(describe_step(loader, seconds[0], cfg.max_iters - state.step, dtype))
     stopped = torch.tensor(len(stop_signals), device=loader.device)
     if dist.is_initialized():
         dist.all_reduce(stopped)
     return stopped.item() > 0
 
 
+def expected_seconds(loader):
+    """Roughly what a step takes, from its floating-point operations."""
+    flops = loader.tokens_per_step * loader.model.flops_per_token(loader.train_length)
+    return flops / loader.world / EXPECTED_SPEED[loader.device.type]
+
+
 def try_batch(forward, loader, dtype):
-    """Forward and backward of the next micro-batch, without any effect."""
+    """
+    Forward and backward of the next micro-batch, which stays the next, without any effect.
+
+    The random state is not kept: every micro-batch of a step sets it by its own seed.
+    """
     batch, _, _ = loader.prefetch.result()
     x, y, pos, docs = batch
     no_sync = forward.no_sync() if loader.world > 1 else nullcontext()
@@ -255,6 +280,53 @@ def try_batch(forward, loader, dtype):
         loss_sum = forward(x, y, pos, docs, reduction="sum")
     loss_sum.backward()
     forward.zero_grad(set_to_none=True)
+
+
+def time_batch(forward, loader, dtype, seconds):
+    """Append to `seconds` what try_batch() takes."""
+    loader.wait()
+    synchronize(loader.device)
+    start = time.perf_counter()
+    try_batch(forward, loader, dtype)
+    synchronize(loader.device)
+    seconds.append(time.perf_counter() - start)
+
+
+def describe_step(loader, seconds, n_steps, dtype):
+    """
+    One line: the tokens, time and memory of a step, and the time of all that are left.
+
+    seconds: measured, of one micro-batch. The memory is that of the tensors of a process, counted
+    from their shapes: what Python, torch and its libraries take is not in it.
+    """
+    cfg = loader.cfg
+    micro_batches = cfg.gradient_accumulation_steps // loader.world
+    memory = count_memory(
+        loader.model.config,
+        cfg.batch_size,
+        loader.train_length,
+        "float32" if dtype == torch.float32 else "bfloat16",
+        cfg.checkpoint_activations,
+        cfg.optimizer,
+        loader.device.type,
+        micro_batches,
+    )
+    step_seconds = micro_batches * seconds
+    steps = "1 step" if n_steps == 1 else f"{n_steps:,} steps"
+    batches = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    return (
+        f"a step: {loader.tokens_per_step:,} tokens, about {format_time(step_seconds)} "
+        f"({batches} of {seconds:.2g} s, measured) and {memory.peak / 1e9:.1f} GB of tensors "
+        f"(counted); {steps}: {format_time(n_steps * step_seconds)}, evaluations apart"
+    )
+
+
+def format_time(seconds):
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
 def save(run, model, optimizers, state, cfg, dataset, dtype):

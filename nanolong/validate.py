@@ -202,6 +202,7 @@ RANGES = {
     "grad_clip": Range(least=0),
     "eval_interval": Range(least=1),
     "eval_iters": Range(least=0),
+    "eval_length": Range(least=0),
     "log_interval": Range(least=1),
     "seed": Range(least=0),
     # data
@@ -212,6 +213,7 @@ RANGES = {
     "shards": Range(least=1),
     # context extension
     "factor": Range(least=1, most=10**6),
+    "pose_window": Range(least=0),
     # sampling
     "max_new_tokens": Range(least=0),
     "num_samples": Range(least=1),
@@ -429,6 +431,15 @@ def check_sample(cfg):
 def check_evaluate(cfg):
     """Refuse an EvaluateConfig that measures nothing or draws in another format than PNG."""
     check_ranges(vars(cfg))
+    require(
+        not (cfg.text and cfg.dataset),
+        "--text and --dataset both name what is scored: leave one of them out",
+    )
+    require(
+        not cfg.text or cfg.task == "loss",
+        f"--text is what --task=loss scores, and --task={cfg.task} has texts of its own: "
+        "leave one of them out",
+    )
     check_png("plot", cfg.plot)
     require(
         cfg.protocol,

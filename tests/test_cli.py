@@ -238,10 +238,11 @@ def test_a_missing_preset_lists_those_that_there_are():
 
 @pytest.mark.parametrize("preset", cli.preset_names())
 def test_every_preset_of_the_project_is_valid(preset):
-    config, cfg, *_ = parse(preset)
+    classes = (GPTConfig, ExtendConfig if preset == "finetune_public.toml" else TrainConfig)
+    config, cfg, *_ = cli.parse(*classes, presets=True, argv=[preset])
     validate.check_model(config, POSITIONS)
     assert (config, cfg) != parse()[:2]
-    assert parse(f"config/{preset}")[:2] == (config, cfg)
+    assert cli.parse(*classes, presets=True, argv=[f"config/{preset}"])[:2] == (config, cfg)
 
 
 def test_the_gpt2_presets_differ_in_the_architecture_only():

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
+from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
 
 import data
 import evaluate
@@ -290,10 +292,159 @@ def test_a_loss_that_cannot_be_measured_is_refused_in_its_record(make, text_data
         max_tokens=200, protocol=("chunked",), device="cpu", dtype="float32"
     )
     good, beyond, too_long = evaluate.measure_losses({"m": model}, cfg, (24, 48, 500))
-    assert list(good) == ["checkpoint", "task", "protocol", "length", "loss", "tokens"]
+    assert list(good) == ["checkpoint", "task", "protocol", "length", "loss", "tokens", "bytes"]
+    assert good["bytes"] == good["tokens"]
     assert list(beyond) == ["checkpoint", "task", "protocol", "length", "refused"]
     assert "--pos=learned" in beyond["refused"]
     assert "--max_tokens" in too_long["refused"]
+
+
+# -----------------------------------------------------------------------------
+# A text file
+
+TEXT = "Größe, naïve ☃ 🙂: the quick brown fox.\n" + (ROOT / "LICENSE").read_text()[:777]
+
+
+@pytest.fixture
+def imported(make, tmp_path):
+    """A function that saves a model with a tokenizer of this kind; returns its run folder."""
+
+    def imported(kind, bos=None, name="imported"):
+        model = make(vocab_size=PADDED_VOCAB_SIZE, n_layer=1, pos="rope")
+        model.meta = {"tokenizer": import_tokenizer(kind).to_json(), "bos": bos}
+        model.save(tmp_path / name / "step-000000")
+        return tmp_path / name
+
+    return imported
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return tmp_path / "text.txt"
+
+
+def records_of(call, tmp_path, *words):
+    """The records of evaluate.py in float32, and what it has printed."""
+    file = tmp_path / "records.json"
+    done = call("evaluate.py", *words, f"--json={file}", "--dtype=float32", "--device=cpu")
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text()), done
+
+
+def losses_in_float64(run, ids, length, bos):
+    """The loss of every target of a text, from logits in float64: sequences do not overlap."""
+    model = GPT.load(run).double()
+    inputs = torch.tensor([bos, *ids] if bos is not None else ids)
+    losses = []
+    for start in range(0, len(inputs) - 1, length):
+        # the last one ends with the text, and only its new tokens are scored
+        first = min(start, len(inputs) - 1 - length)
+        part = inputs[first : first + length]
+        if bos is not None:
+            part = torch.cat((torch.tensor([bos]), part[1:]))
+        with torch.no_grad():
+            hidden = model.hidden_states(part[None])[0]
+        log_p = (hidden @ model.head.weight.T).log_softmax(-1)
+        targets = inputs[first + 1 : first + 1 + length]
+        all_losses = -log_p.gather(1, targets[:, None])[:, 0]
+        losses += all_losses[start - first :].tolist()
+    return losses
+
+
+@pytest.mark.parametrize("kind, bos", [("gpt2", None), ("smollm2", 0), ("llama2", 1)])
+def test_bits_per_byte_of_a_text_are_those_of_its_bytes(
+    kind, bos, imported, text_file, call, tmp_path
+):
+    """Of the logits in float64 and the UTF-8 bytes of the file, which no tokenizer has counted."""
+    run = imported(kind, bos)
+    ids = import_tokenizer(kind).encode(TEXT)
+    words = [run, f"--text={text_file}", "--lengths=24,61", "--protocol=chunked,position"]
+    records, done = records_of(call, tmp_path, *words)
+    n_bytes = len(TEXT.encode())
+    if bos is None:  # the first token is no target
+        n_bytes -= len(import_tokenizer(kind).decode(ids[:1]))
+    for length in (24, 61):
+        expected = losses_in_float64(run, ids, length, bos)
+        chunked, *parts = [record for record in records if record["length"] == length]
+        assert chunked["tokens"] == len(expected) == len(ids) - (bos is None)
+        assert chunked["bytes"] == sum(part["bytes"] for part in parts) == n_bytes
+        bits = chunked["loss"] * chunked["tokens"] / chunked["bytes"] / math.log(2)
+        assert bits == pytest.approx(sum(expected) / n_bytes / math.log(2), rel=1e-5)
+        table = done.stdout.split("chunked, bits per byte, by context length\n")[1]
+        assert f"{bits:.4f}" in table.splitlines()[1]
+
+
+def test_bytes_of_every_protocol_are_those_of_its_targets(make, text_file, call, tmp_path):
+    """A token is a byte."""
+    model = make(vocab_size=257)
+    model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
+    model.save(tmp_path / "run/step-000001")
+    protocols = "--protocol=chunked,last-quarter,position,sliding,token-aligned"
+    words = [tmp_path / "run", f"--text={text_file}", "--lengths=13,48", protocols, "--stride=5"]
+    records, _ = records_of(call, tmp_path, *words, f"--plot={tmp_path}/a.png")
+    assert all(record["bytes"] == record["tokens"] for record in records)
+    assert {record["protocol"] for record in records} == set(protocols[11:].split(","))
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_figure_names_the_text_and_the_hash_of_its_bytes(make, text_file):
+    cfg = evaluate.EvaluateConfig(text=str(text_file), max_tokens=99)
+    note = evaluate.describe_text(make(), cfg)
+    assert note == f"at most 99 tokens of text.txt, data {data.hash_files([text_file])}"
+
+
+def test_vocabularies_are_compared_on_one_text_by_bits_per_byte(
+    imported, text_file, call, tmp_path
+):
+    runs = [f"a={imported('gpt2', 0, 'a')}", f"b={imported('llama2', 1, 'b')}"]
+    words = [*runs, f"--text={text_file}", "--lengths=24", "--protocol=last-quarter,chunked"]
+    records, done = records_of(call, tmp_path, *words)
+    chunked = [record for record in records if record["protocol"] == "chunked"]
+    assert [record["bytes"] for record in chunked] == [len(TEXT.encode())] * 2
+    assert chunked[0]["tokens"] != chunked[1]["tokens"]
+    assert "losses per token cannot be compared" in done.stderr
+    assert "--max_tokens" not in done.stderr
+    assert done.stdout.count("bits per byte") == 1
+    # a cut leaves each its own part of the text
+    _, done = records_of(call, tmp_path, *words, "--max_tokens=100")
+    longest = max(record["tokens"] for record in chunked)
+    assert f"to compare bits per byte on all of it, give --max_tokens={longest}" in done.stderr
+
+
+def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call, tmp_path):
+    run = imported("gpt2")
+    empty, short, binary = (tmp_path / name for name in ("empty.txt", "short.txt", "binary"))
+    empty.write_bytes(b"")
+    short.write_text("two words")
+    binary.write_bytes(b"\xff\xfe" * 99)
+    make().save(tmp_path / "nameless/step-000001")
+    for checkpoint, words, phrases in (
+        (run, [f"--text={text_file}", "--dataset=x"], ("--text and --dataset",)),
+        (run, [f"--text={text_file}", "--task=needle"], ("--text", "--task=needle")),
+        (run, [f"--text={tmp_path}/gone.txt"], ("gone.txt cannot be read", "No such file")),
+        (run, [f"--text={tmp_path}"], (f"{tmp_path} cannot be read", "directory")),
+        (run, [f"--text={empty}"], ("empty.txt is empty",)),
+        (run, [f"--text={short}"], ("short.txt holds", "sequence of 24", "--lengths")),
+        (run, [f"--text={binary}"], ("no UTF-8",)),
+        (tmp_path / "nameless", [f"--text={text_file}"], ("tokenizer", "nameless", "--dataset")),
+        (run, [], ("give --text=FILE, or --dataset",)),
+    ):
+        done = call("evaluate.py", checkpoint, *words, f"--json={tmp_path}/a.json")
+        assert done.returncode == 2, words
+        assert len(done.stderr.splitlines()) == 1
+        for phrase in phrases:
+            assert phrase in done.stderr
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_bytes_that_nobody_knows_are_left_out(make, text_data):
+    """Of token files without a tokenizer."""
+    dataset = data.Dataset(text_data)
+    dataset.tokenizer = None
+    assert evaluate.bytes_by_position(dataset, 24) is None
+    records = evaluate.make_records("m", torch.ones(4), torch.ones(4), ("chunked",), None)
+    assert "bytes" not in records[0]
 
 
 # -----------------------------------------------------------------------------
@@ -468,12 +619,14 @@ def test_command_line_says_what_is_wrong(runs, call, tmp_path):
 
 
 def test_a_checkpoint_that_names_no_dataset_needs_one(make, call, text_data, tmp_path):
+    """Of an imported one the meta.json has none, of one that extends it null."""
     model = make(vocab_size=257)
-    model.meta = {"bos": 256}
-    model.save(tmp_path / "run/step-000001")
-    done = call("evaluate.py", tmp_path / "run", "--lengths=24")
-    assert done.returncode == 2
-    assert "--dataset" in done.stderr
+    for meta in ({"bos": 256}, {"bos": 256, "dataset": None}):
+        model.meta = meta
+        model.save(tmp_path / "run" / f"step-{len(meta):06d}")
+        done = call("evaluate.py", tmp_path / "run", "--lengths=24")
+        assert done.returncode == 2
+        assert "give --text=FILE, or --dataset" in done.stderr
     words = ["--lengths=24", "--max_tokens=48", f"--dataset={text_data}"]
     assert call("evaluate.py", tmp_path / "run", *words).returncode == 0
     model.save(tmp_path / "my run/step-000001")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
 
 import data
 import evaluate
@@ -144,6 +145,21 @@ def test_extending_alone_needs_no_record_of_training(untrained, extend_run, no_d
     assert_refused(extend_run(run), "no record", "--dataset", "--learning_rate", "--max_iters=0")
     assert_success(extend_run(run, "--max_iters=0"))
     assert read_meta(newest(tmp_path / "extended"))["train"] == {}
+
+
+def test_an_imported_model_is_extended_without_data_and_measured_on_a_text(
+    make, extend_run, no_data, tmp_path
+):
+    model = make(vocab_size=PADDED_VOCAB_SIZE, n_layer=1)
+    model.meta = {"tokenizer": import_tokenizer("smollm2").to_json(), "bos": None}
+    model.save(tmp_path / "imported" / "step-000000")
+    done = assert_success(extend_run(tmp_path / "imported", "--max_iters=0", "--factor=2"))
+    assert REPORT not in done.stdout
+    words = ["--max_iters=0", "--factor=2", f"--text={ROOT}/LICENSE", "--overwrite"]
+    done = assert_success(extend_run(tmp_path / "imported", *words))
+    assert done.stdout.count(REPORT) == 1
+    for length in (24, 48):
+        assert f"position, nats per token, in sequences of {length} tokens" in done.stdout
 
 
 def test_an_extension_is_named_after_its_run_method_and_factor(untrained, call):
@@ -313,6 +329,62 @@ def test_only_rope_has_wavelengths_to_plot(untrained, extend_run, tmp_path):
     done = extend_run(run, "--method=none", "--max_iters=0", f"--plot={tmp_path}/w.png")
     assert_refused(done, "--plot", "--pos=alibi")
     assert not (tmp_path / "w.png").exists() and not (tmp_path / "extended").exists()
+
+
+# -----------------------------------------------------------------------------
+# PoSE.
+
+
+def test_pose_trains_on_windows_with_positions_in_the_extended_length(
+    trained, extend_run, tmp_path, monkeypatch
+):
+    """The text and the positions skip together from one of two parts to the other."""
+    batches = []
+    real = data.Dataset.batch
+
+    def batch(*args):
+        batches.append(real(*args))
+        return batches[-1]
+
+    monkeypatch.setattr(data.Dataset, "batch", batch)
+    words = ["--pose=true", "--pose_window=7", "--batch_size=40", "--max_iters=1"]
+    words += ["--gradient_accumulation_steps=3", "--eval_iters=1", "--eval_length=96"]
+    done = assert_success(extend_run(trained, *words))
+    assert "fine-tuning on 840 tokens" in done.stdout
+    assert "sequences of 96 tokens" in done.stdout
+    assert read_meta(newest(tmp_path / "extended"))["tokens"] == 3 * 40 * 7
+    x, y, positions, _ = batches[0]
+    assert x.shape == y.shape == positions.shape == (40, 7)
+    assert (positions[:, 0] == 0).all()
+    assert ((np.diff(positions) > 1).sum(1) <= 1).all()
+    assert 32 < positions.max() < 128
+
+
+def test_a_window_keeps_the_tokens_of_a_step(trained):
+    """4 sequences of 32 tokens become 16 of 8, and, extended again without PoSE, 1 of 64."""
+    meta = read_meta(newest(trained))
+    given = {"pose": True, "pose_window": 8}
+    first = extend.inherited_settings(meta, given, trained)
+    assert (first["batch_size"], first["gradient_accumulation_steps"]) == (16, 1)
+    meta["train"] = {**meta["train"], **first, **given, "method": "yarn"}
+    second = extend.inherited_settings(meta, {"factor": 2}, trained)
+    assert (second["batch_size"], second["gradient_accumulation_steps"]) == (2, 1)
+    assert not {"pose_window", "eval_length", "max_tokens"} & second.keys()
+
+
+@pytest.mark.parametrize(
+    "words, phrases",
+    [
+        (["--pose=true", "--pose_window=33"], ("pose_window=33", "original context of 32 tokens")),
+        (["--pose_window=8"], ("pose_window=8", "--pose=true")),
+        (["--pose=true", "--pose_window=-1"], ("pose_window=-1", "at least 0")),
+    ],
+)
+def test_windows_that_cannot_be_trained_on_are_refused(
+    words, phrases, trained, extend_run, tmp_path
+):
+    assert_refused(extend_run(trained, *words), *phrases)
+    assert not (tmp_path / "extended").exists()
 
 
 # -----------------------------------------------------------------------------

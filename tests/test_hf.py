@@ -267,6 +267,9 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
     assert all(len(message.splitlines()) == 1 for message in refusals.values())
     assert "ALiBi" in refusals["model_type bloom"]
     assert "pytorch_model.bin" in refusals["a pickle"]
+    assert "LoRA" in refusals["an adapter"]
+    assert "F8_E4M3" in refusals["8-bit floats"]
+    assert "images" in refusals["vision_config: {'depth': 2}"]
     assert "secret" in refusals["an index whose file is outside the folder"]
     assert "n_layer" in refusals["num_hidden_layers: 60000"]
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 import data
 import train
 from model import GPT, GPTConfig
+from nanolong import training_run
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers
 from nanolong.run_folder import list_steps
@@ -141,14 +143,16 @@ def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, text_data):
     assert list(losses(settings.out_dir).values()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(cfg, text_data):
+@pytest.mark.parametrize("eval_length", [0, 11])
+def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(eval_length, cfg, text_data):
     model = tiny()
-    result = train.train(model, cfg(max_iters=2))
+    result = train.train(model, cfg(max_iters=2, eval_length=eval_length))
     split = data.Dataset(text_data).val
-    available = int(split.n_sequences(16).sum())
+    length = eval_length or 16
+    available = int(split.n_sequences(length).sum())
     loss_sum = n_tokens = 0
     for i in range(4):  # eval_iters=2 batches of 2 sequences
-        x, y = (torch.from_numpy(part) for part in split.sequence(i * available // 4, 16))
+        x, y = (torch.from_numpy(part) for part in split.sequence(i * available // 4, length))
         logits = model(x[None])[0]
         loss_sum += F.cross_entropy(logits, y, ignore_index=-1, reduction="sum").item()
         n_tokens += int((y >= 0).sum())
@@ -156,6 +160,11 @@ def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(cfg, text_
     assert result["step"] == 2
     # a token is a byte, and a bit is ln 2 nats
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / 0.693147, rel=1e-5)
+
+
+def test_an_evaluation_beyond_the_context_length_is_refused(cfg):
+    with pytest.raises(UserError, match="eval_length=17 is beyond the context length of 16 tokens"):
+        train.train(tiny(), cfg(eval_length=17))
 
 
 def test_learning_rate_schedules():
@@ -246,6 +255,88 @@ def test_an_error_of_the_prefetch_thread_is_raised_in_its_turn(cfg, monkeypatch)
     assert max(losses(settings.out_dir)) == 2
     assert [step.name for step in list_steps(settings.out_dir)] == ["step-000000", "step-000002"]
     assert threading.active_count() == before
+
+
+# -----------------------------------------------------------------------------
+# What a step costs, before the first one.
+
+
+def cost_of_a_step(text):
+    """The line that says it, or None."""
+    return next((line for line in text.splitlines() if line.startswith("a step:")), None)
+
+
+def test_a_cheap_step_is_not_tried_before_the_first(cfg, monkeypatch, capfd):
+    def try_batch(*args):
+        raise AssertionError("a batch was tried")
+
+    monkeypatch.setattr(training_run, "try_batch", try_batch)
+    train.train(tiny(), cfg(max_iters=1))
+    assert cost_of_a_step(capfd.readouterr().out) is None
+
+
+def test_a_step_is_expensive_beyond_so_many_operations(cfg, text_data):
+    """6 a weight of a matrix and token, and 12 a layer, channel and key, at 1e11 a second."""
+    model = tiny()
+    weights = 4 * 16 * 16 + 3 * 16 * model.config.mlp_dim + 257 * 16
+    settings = cfg(gradient_accumulation_steps=3)
+    dataset = data.Dataset(text_data)
+    loader = train.BatchLoader(dataset, model, settings, 11, 0, torch.device("cpu"), 0)
+    loader.close()
+    flops = 3 * 2 * 11 * (6 * weights + 12 * 16 * 11)
+    assert training_run.expected_seconds(loader) == pytest.approx(flops / 1e11)
+
+
+def test_the_cost_of_a_step_is_that_of_its_micro_batches(cfg, monkeypatch, capfd):
+    """The time of the one that is measured, times their number; the memory is counted."""
+    monkeypatch.setattr(training_run, "EXPENSIVE_STEP", 0)
+    monkeypatch.setattr(training_run, "try_batch", lambda *args: time.sleep(0.05))
+    counted = []
+
+    def count(*args):
+        counted.append(args)
+        return SimpleNamespace(peak=3.14e9)
+
+    monkeypatch.setattr(training_run, "count_memory", count)
+    described = []
+    real = training_run.describe_step
+
+    def describe_step(loader, seconds, *args):
+        described.append(seconds)
+        return real(loader, 2.5, *args)
+
+    monkeypatch.setattr(training_run, "describe_step", describe_step)
+    model = tiny()
+    train.train(model, cfg(gradient_accumulation_steps=3, checkpoint_activations=True), 11)
+    assert 0.05 <= described[0] < 1
+    assert counted == [(model.config, 2, 11, "float32", True, "adamw", "cpu", 3)]
+    assert cost_of_a_step(capfd.readouterr().out) == (
+        "a step: 66 tokens, about 7.5 s (3 micro-batches of 2.5 s, measured) and 3.1 GB of "
+        "tensors (counted); 4 steps: 30 s, evaluations apart"
+    )
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.314, "0.31 s"), (41.4, "41 s"), (99.4, "99 s"), (2460, "41 min"), (36000, "10.0 h")],
+)
+def test_times_are_short(seconds, text):
+    assert training_run.format_time(seconds) == text
+
+
+@pytest.mark.parametrize("words", [["--dropout=0.2"], ["--dtype=float16", "--pos=t5"]])
+def test_trying_a_step_changes_no_bit(words, call, text_data, tmp_path, monkeypatch):
+    """Of a run, and of one that is resumed."""
+    words = ["train.py", *TINY, f"--dataset={text_data}", *words]
+    plain, tried = tmp_path / "plain", tmp_path / "tried"
+    assert cost_of_a_step(call(*words, f"--out_dir={plain}").stdout) is None
+    monkeypatch.setattr(training_run, "EXPENSIVE_STEP", 0)
+    assert "; 8 steps: " in cost_of_a_step(call(*words, f"--out_dir={tried}").stdout)
+    assert_same_bits(plain, tried)
+    shutil.rmtree(list_steps(tried)[-1])
+    done = call(*words, f"--out_dir={tried}", "--init_from=resume")
+    assert "; 4 steps: " in cost_of_a_step(done.stdout)
+    assert_same_bits(plain, tried)
 
 
 # -----------------------------------------------------------------------------

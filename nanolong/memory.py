@@ -1,0 +1,124 @@
+"""The memory of a training step, counted from shapes; measured by experiments/bench_memory.py."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Memory:
+    """The counted memory of a training step in bytes, and its FLOPs."""
+
+    parameters: int  # gradients take as much
+    optimizer: int
+    activations: int
+    peak: int
+    peak_at: str
+    flops: int
+
+
+def count_memory(
+    config,
+    B,
+    T,
+    dtype="bfloat16",
+    checkpointing=False,
+    optimizer="adamw",
+    device="cuda",
+    accumulation=1,
+):
+    """Count the memory of a training step of GPT(config) on B sequences of T tokens.
+
+    Notation: N = B T tokens, C width, A = H D channels of all heads, K = Hk D, M width of the MLP,
+    V vocabulary, e bytes per element of a product (2 under autocast to bfloat16, else 4).
+    Parameters, the residual stream, norms and sums are float32. dtype "float32" or "bfloat16";
+    optimizer "adamw" or "muon"; accumulation: micro-batches of B sequences in a step.
+    """
+    e = 4 if dtype == "float32" else 2
+    N = B * T
+    C = config.n_embd
+    V = config.vocab_size
+    A = config.n_head * config.head_dim
+    M = config.mlp_dim
+    is_autocast = e < 4
+
+    # parameters and the optimizer's moments: Muon keeps one for the blocks' matrices, AdamW two
+    matrices = count_block_matrices(config)
+    parameters = matrices + count_other_parameters(config)
+    moments = 8 * parameters if optimizer == "adamw" else 8 * parameters - 4 * matrices
+
+    # activations at the end of the forward pass
+    block = N * block_bytes_per_token(config, T, e, device)
+    kept = N * (4 * C + A * e + 4 * config.n_head) if checkpointing else block
+    autocast_copies = matrices * 2 if is_autocast else 0
+    activations = config.n_layer * kept + autocast_copies
+
+    # candidates for the peak, above parameters and moments
+    norm_copy = 4 * C if device == "cpu" else 0
+    final_norm = N * (2 * 4 * C + norm_copy)  # the last block's output and the normed states
+    loss_gradients = 4 * N * C + 4 * V * C  # of the hidden states and of the head
+    R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time
+    chunk = R * V * (4 + e) + R * C * e
+    head_copy = e * V * C if is_autocast else 0
+    recomputed = block if checkpointing else 0
+    mlp_gradients = N * (2 * M * e + 2 * 4 * C)  # two of width M, two of width C
+    if accumulation > 1:  # the gradients of the micro-batch before
+        activations += 4 * parameters
+    candidates = {
+        "loss": activations + final_norm + loss_gradients + head_copy + chunk,
+        "start of the backward pass": activations + final_norm + 2 * loss_gradients,
+        "last MLP": activations + recomputed + 4 * V * C + mlp_gradients,
+        "update": 4 * parameters,
+    }
+    peak_at = max(candidates, key=candidates.get)
+
+    # causal attention: half of the 12 in PaLM's count
+    flops = 6 * (matrices + V * C) * N + 6 * config.n_layer * A * T * N
+    return Memory(
+        parameters=4 * parameters,
+        optimizer=moments,
+        activations=activations,
+        peak=4 * parameters + moments + candidates[peak_at],
+        peak_at=peak_at,
+        flops=flops,
+    )
+
+
+def count_block_matrices(config):
+    """The parameters of the blocks that are matrices."""
+    A = config.n_head * config.head_dim
+    K = config.n_kv_head * config.head_dim
+    attention = config.n_embd * (A + 2 * K) + A * config.n_embd
+    return config.n_layer * (attention + 3 * config.n_embd * config.mlp_dim)
+
+
+def count_other_parameters(config):
+    """The parameters of embeddings, head, norms and learned positions."""
+    embeddings = config.vocab_size * (1 if config.tie_embeddings else 2)
+    norms = 2 * config.n_layer + 1
+    positions = config.max_positions if config.pos == "learned" else 0
+    return config.n_embd * (embeddings + norms + positions)
+
+
+def block_bytes_per_token(config, T, e, device):
+    """What a block keeps for its backward pass, in bytes per token. e: bytes of a product.
+
+    attention  its input, 4 C; the normed input of q, k and v, C e each under autocast and once in
+               float32; q, k, v and the output, (2 A + 2 K) e; the log-sum-exp, 4 H
+    MLP        its input, 4 C; the normed input of gate and up, as above; gate, silu(gate), up and
+               their product, 4 M e
+    dropout    masks, 8 C
+    On a CPU the norms also keep their result before the gain, 4 C each. bfloat16 attention below
+    512 tokens is computed there in float32 (kernels/reference.py), so that its four tensors take 4
+    bytes, and the output exists in bfloat16 too.
+    """
+    C = config.n_embd
+    A = config.n_head * config.head_dim
+    K = config.n_kv_head * config.head_dim
+    is_autocast = e < 4
+    norms = 2 * (4 * C if device == "cpu" else 0)
+    attention = (2 * A + 2 * K) * e
+    if is_autocast and device == "cpu" and T < 512:
+        attention = (2 * A + 2 * K) * 4 + A * e
+    attention += 4 * C + (3 * e if is_autocast else 4) * C + 4 * config.n_head
+    mlp = 4 * C + (2 * e if is_autocast else 4) * C + 4 * config.mlp_dim * e
+    dropout = 8 * C if config.dropout else 0
+    return norms + attention + mlp + dropout

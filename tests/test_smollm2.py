@@ -1,0 +1,134 @@
+"""A public checkpoint, SmolLM2-135M-Instruct, compared with transformers: losses and bytes.
+
+Slow, and only where its file is at hand: make smollm2 fetches it, and NANOLONG_SMOLLM2 names it.
+The text is a module of the standard library, or the file that NANOLONG_TEXT names.
+"""
+
+import _pydecimal
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DEVICE, ROOT
+
+pytest.importorskip("gguf", reason="these need the gguf package: pip install gguf")
+pytest.importorskip("accelerate", reason="transformers reads GGUF with it: pip install accelerate")
+
+REAL_FILE = os.environ.get("NANOLONG_SMOLLM2", "")
+TEXT_FILE = os.environ.get("NANOLONG_TEXT", _pydecimal.__file__)
+LENGTHS = (2048, 8192)
+MAX_TOKENS = int(os.environ.get("NANOLONG_TEXT_TOKENS", 16384))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not REAL_FILE, reason="it needs SmolLM2's file: make smollm2, and set NANOLONG_SMOLLM2"
+    ),
+]
+
+# transformers reads the file itself, and the tokenizers package the exported tokenizer.json; the
+# bytes are those of the part of the text that the scored tokens come from.
+SCRIPT = """
+import json, sys
+import tokenizers
+import torch
+import torch.nn.functional as F
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+
+file, tokenizer, text, lengths, max_tokens, output = sys.argv[1:]
+file = Path(file)
+text = Path(text).read_bytes().decode()
+encoding = tokenizers.Tokenizer.from_file(tokenizer).encode(text, add_special_tokens=False)
+model = AutoModelForCausalLM.from_pretrained(
+    file.parent, gguf_file=file.name, dtype=torch.float32
+).eval()
+span = min(int(max_tokens), len(encoding.ids) - 1)
+ids = torch.tensor(encoding.ids[: span + 1])
+start, end = encoding.offsets[1][0], encoding.offsets[span][1]
+answers = {"bytes": len(text[start:end].encode())}
+for length in json.loads(lengths):
+    ends = [*range(length, span, length), span]
+    total, scored = 0.0, 0
+    for end in ends:
+        x = ids[end - length : end + 1]
+        new = end - scored
+        with torch.no_grad():
+            hidden = model.model(x[None, :-1])[0][0, -new:]
+            for part, targets in zip(hidden.split(1024), x[-new:].split(1024)):
+                logits = model.lm_head(part).double()
+                total += F.cross_entropy(logits, targets, reduction="sum").item()
+        scored = end
+    assert scored == span
+    answers[str(length)] = total / scored
+Path(output).write_text(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def real_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("real")
+    run_script("hf.py", "import", REAL_FILE, folder / "run")
+    run_script("hf.py", "export", folder / "run", folder / "exported", "--verify=false")
+    return folder
+
+
+def run_script(script, *words):
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *map(str, words)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_continues_a_sentence_as_text(real_run):
+    words = ["--start=The capital of France is", "--max_new_tokens=8", "--temperature=0"]
+    text = run_script("sample.py", real_run / "run", *words)
+    assert "The capital of France is Paris." in text
+    assert "Ġ" not in text and "Ċ" not in text
+
+
+def test_loss_and_bits_per_byte_are_those_of_transformers(real_run, tmp_path):
+    words = [f"--text={TEXT_FILE}", "--protocol=chunked", f"--max_tokens={MAX_TOKENS}"]
+    words += [f"--lengths={','.join(map(str, LENGTHS))}", "--dtype=float32", f"--device={DEVICE}"]
+    run_script("evaluate.py", real_run / "run", *words, f"--json={tmp_path}/records.json")
+    records = json.loads((tmp_path / "records.json").read_text())
+
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            *(sys.executable, "script.py", REAL_FILE, real_run / "exported" / "tokenizer.json"),
+            *(TEXT_FILE, json.dumps(LENGTHS), str(MAX_TOKENS), "answers.json"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    for record in records:
+        theirs = answers[str(record["length"])]
+        nats = record["loss"] * record["tokens"]
+        bits = nats / record["bytes"] / math.log(2)
+        expected = theirs * record["tokens"] / answers["bytes"] / math.log(2)
+        print(
+            f"{record['tokens']} tokens at {record['length']}: perplexity "
+            f"{math.exp(record['loss']):.6f}, transformers {math.exp(theirs):.6f}; bits per byte "
+            f"{bits:.6f}, transformers {expected:.6f}"
+        )
+        assert record["bytes"] == answers["bytes"]
+        assert bits == pytest.approx(expected, abs=1e-4)
+        assert math.exp(record["loss"]) == pytest.approx(math.exp(theirs), rel=1e-4)
+    assert [record["length"] for record in records] == list(LENGTHS)
+
+
+def test_the_exported_tokenizer_files_are_there(real_run):
+    names = {file.name for file in Path(real_run / "exported").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= names
+    settings = json.loads((real_run / "exported" / "tokenizer_config.json").read_text())
+    assert "<|im_start|>" in settings["chat_template"]
