@@ -93,7 +93,7 @@ class Plan:
     needle_lengths: tuple = (1.0, 2.0)
     depths: tuple = (0.1, 0.5, 0.9)
     prompts: int = 4
-    n_needle: int = 4  # methods that are asked for passkeys, beside the untouched checkpoint
+    n_needle: int = 4  # methods that are asked for passkeys, as the untouched checkpoint is
     n_tuned: int = 2  # methods that are fine-tuned
     steps: int = 60  # of fine-tuning
 

@@ -166,10 +166,10 @@ def attention(
     needs_mask = length is not None or bias is not None or docs is not None or hides_keys
     if relative is not None or return_lse:
         scale = D**-0.5 if scale is None else scale
-        is_plain = relative is None and not needs_mask and causal and Tq == Tk
+        only_hides = relative is None and bias is None and length is None
         with no_autocast:
-            if is_plain and q.device.type == "cpu" and not torch.is_grad_enabled():
-                y, lse = _flash_with_lse(q, k, v, scale)
+            if only_hides and q.device.type == "cpu" and not torch.is_grad_enabled():
+                y, lse = _flash_with_lse(q, k, v, scale, q_start, needs_mask, *mask_options)
                 return y.to(dtype), lse
             y, lse = _explicit_attention(q, k, v, relative, scale, q_start, bias, *mask_options)
             return (y.to(dtype), lse) if return_lse else y.to(dtype)
@@ -300,14 +300,31 @@ def _attention_mask(n, first, keys, device, bias, window, sinks, positions, docs
     return hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
 
 
-def _flash_with_lse(q, k, v, scale):
-    """Compute causal attention on a CPU, forward only: the output and the log-sum-exp.
+def _flash_with_lse(q, k, v, scale, q_start, needs_mask, window, sinks, positions, docs, causal):
+    """Compute attention() without bias on a CPU, forward only: the output and the log-sum-exp.
 
     What F.scaled_dot_product_attention computes there, which does not return the second.
     """
+    Tq, Tk = q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(q, k, v, 0.0, True, scale=scale)
+    flash = functools.partial(
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, dropout_p=0.0, scale=scale
+    )
+    if not needs_mask and (Tq == Tk or not causal):
+        return flash(q, k, v, is_causal=causal)
+    chunk = max(1, MAX_SCORES // Tk)  # queries at a time
+    parts = []
+    for i in range(0, Tq, chunk):
+        n = min(chunk, Tq - i)
+        keys = _visible_keys(q_start + i, n, Tk, window, sinks, positions, causal)
+        visible = _attention_mask(
+            n, q_start + i, keys, q.device, None, window, sinks, positions, docs, causal
+        )
+        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
+        part = flash(q[:, :, i : i + n], k[:, :, keys], v[:, :, keys], attn_mask=mask)
+        parts.append(part)
+    y, lse = zip(*parts, strict=True)
+    return torch.cat(y, 2), torch.cat(lse, 2)
 
 
 def _explicit_attention(

@@ -101,14 +101,14 @@ def parse_header(stream, n_bytes):
 
     metadata = {}
     for _ in range(n_values):
-        key = reader.text()
+        key = reader.name()
         if key in metadata:
             raise ValueError(f"it has {key} twice")
         metadata[key] = reader.value(reader.number("I"))
 
     places = {}
     for _ in range(n_tensors):
-        name = reader.text()
+        name = reader.name()
         if name in places:
             raise ValueError(f"it has the tensor {name} twice")
         places[name] = read_place(reader)
@@ -144,6 +144,13 @@ class HeaderReader:
 
     def text(self):
         return self.take(self.number("Q")).decode("utf-8")
+
+    def name(self):
+        """Read the name of a value or tensor, which an error message can hold."""
+        name = self.text()
+        if not name.isprintable():
+            raise ValueError(f"it has the name {name!r:.60}")
+        return name
 
     def value(self, value_type):
         """Read a metadata value: a number, a text, or a list of either."""

@@ -316,15 +316,23 @@ def test_a_chunk_of_queries_reads_only_the_keys_it_sees(
         assert (part - expected).abs().max() < 1e-12
 
 
-def test_the_log_sum_exp_without_gradients_is_the_same(rng):
-    """Without gradients another operator computes causal attention that returns it."""
-    q = torch.randn(2, 6, 301, 5)
+@pytest.mark.parametrize("n_queries", [301, 20, 1])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"window": 40}, {"window": 40, "sinks": 3}, {"docs": True}]
+)
+def test_the_log_sum_exp_without_gradients_is_the_same(n_queries, options, monkeypatch, rng):
+    """Without gradients another operator computes attention that returns it."""
+    q = torch.randn(2, 6, n_queries, 5)
     k, v = (torch.randn(2, 3, 301, 5) for _ in range(2))
-    expected = reference.attention(*(x.double() for x in (q, k, v)), scale=0.7, return_lse=True)
+    options = {**options, "scale": 0.7, "return_lse": True}
+    if "docs" in options:
+        options["docs"] = torch.tensor([[0] * 200 + [1] * 101, [0] * 50 + [1] * 251])
+    expected = reference.attention(*(x.double() for x in (q, k, v)), **options)
+    monkeypatch.setattr(reference, "MAX_SCORES", 30000)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
         low = [x.to(dtype) for x in (q, k, v)]
         with torch.no_grad():
-            y, lse = reference.attention(*low, scale=0.7, return_lse=True)
+            y, lse = reference.attention(*low, **options)
         assert y.dtype == dtype and lse.dtype == torch.float32
         assert (y - expected[0]).norm() / expected[0].norm() < limit
         assert (lse - expected[1]).abs().max() < limit
