@@ -327,10 +327,10 @@ def test_the_log_sum_exp_without_gradients_is_the_same(n_queries, options, monke
     options = {**options, "scale": 0.7, "return_lse": True}
     if "docs" in options:
         options["docs"] = torch.tensor([[0] * 200 + [1] * 101, [0] * 50 + [1] * 251])
-    expected = reference.attention(*(x.double() for x in (q, k, v)), **options)
     monkeypatch.setattr(reference, "MAX_SCORES", 30000)
-    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.01)):
         low = [x.to(dtype) for x in (q, k, v)]
+        expected = reference.attention(*(x.double() for x in low), **options)
         with torch.no_grad():
             y, lse = reference.attention(*low, **options)
         assert y.dtype == dtype and lse.dtype == torch.float32
