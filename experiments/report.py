@@ -159,17 +159,19 @@ def read_section(file, heading):
 
     Such a section is the last one, and another script writes what is before it.
     """
-    if not file.is_file():
-        return ""
-    _, found, rest = file.read_text(encoding="utf-8").partition(f"\n{heading}\n")
-    return f"{heading}\n{rest}" if found else ""
+    return split_report(file, heading)[1]
 
 
 def replace_section(file, heading, lines):
     """Write the last section of a report, and keep what is before its heading."""
-    before = ""
-    if file.is_file():
-        before = file.read_text(encoding="utf-8").partition(f"\n{heading}\n")[0]
-    text = "\n".join([before.rstrip("\n"), "", heading, "", *lines]).lstrip("\n") + "\n"
+    before = split_report(file, heading)[0].strip("\n")
+    text = "\n".join([before, "", heading, "", *lines]).lstrip("\n") + "\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
+
+
+def split_report(file, heading):
+    """Return what is before a heading, and what follows from there on; both may be empty."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    before, found, after = f"\n{text}".partition(f"\n{heading}\n")
+    return before, f"{heading}\n{after}" if found else ""
