@@ -326,10 +326,10 @@ def compare_export(run, records, inputs, cfg, folder):
             found = compare_client(record["client"], model, export, inputs, cfg, logits_file)
             found["rope"] = config["rope_parameters"]["rope_type"]
             print(f"{method} x {factor:g}, {record['client']}: {json.dumps(found)}", flush=True)
-            write_json(
-                record_file(record, inputs, folder), {"key": run_key(run, inputs), "found": found}
-            )
             add_found(record, found)
+            if "error" not in found:
+                saved = {"key": run_key(run, inputs), "found": found}
+                write_json(record_file(record, inputs, folder), saved)
 
 
 def extend_and_export(run, method, factor, export):
@@ -367,7 +367,8 @@ def compare_ggufs(run, inputs, cfg, folder):
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 records[name] = compare_gguf(run, make, short, cfg, Path(place))
             print(f"{name}: {json.dumps(records[name])}", flush=True)
-            write_json(file, {"key": key, "found": records[name]})
+            if "error" not in records[name]:
+                write_json(file, {"key": key, "found": records[name]})
     return records
 
 
