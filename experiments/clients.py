@@ -4,10 +4,10 @@
         --converter=llama.cpp/convert_hf_to_gguf.py
 
 A run folder, imported from a public checkpoint, is extended by every method that can be exported,
-without training (extend.py --max_iters=0), and exported (hf.py export). Each export is then read by
-transformers, mlx-lm (on a CPU) and llama.cpp (as the GGUF file that its own converter makes). All
-of them encode the text by the tokenizer of the export, and compute logits in float32 at the last
-positions of a short sequence and of one beyond the original context.
+without training, and exported, as by extend.py --max_iters=0 and hf.py export. Each export is then
+read by transformers, mlx-lm (on a CPU) and llama.cpp (as the GGUF file that its own converter
+makes). All of them encode the text by the tokenizer of the export, and compute logits in float32 at
+the last positions of a short sequence and of one beyond the original context.
 
 CLIENTS is a folder with the clients that are not installed with this project: mlx-lm and
 llama-cpp-python, whose source distribution has the converter. One that cannot be imported is
@@ -21,8 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -30,7 +32,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,10 +45,12 @@ from experiments.report import (
     replace_section,
     write_json,
 )
-from model import GPT, ContextLengthWarning
+from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.errors import UserError
-from nanolong.provenance import ROOT, provenance
+from nanolong.gguf_import import import_gguf
+from nanolong.hf_export import export_checkpoint
+from nanolong.provenance import provenance
 from nanolong.validate import require
 
 PROMPT = "The capital of France is"
@@ -68,6 +72,8 @@ class ClientsConfig:
     compared: int = 400  # positions whose logits are compared, the last of a sequence
     work: str = "out/clients"  # folder for exports and finished comparisons
     out: str = "results/interchange.md"  # the report, whose section is replaced
+    note: str = ""  # a sentence about the clients, for the report
+    redraw: bool = False  # write the report of what is saved, and run nothing
 
     def __post_init__(self):
         require(bool(self.text), "there is no text to compare on: give --text=FILE")
@@ -111,15 +117,6 @@ def run_script(text, words, folder):
     return run_child([script, *words], folder)
 
 
-def run_ours(*words):
-    """Run a script of this project, as a user types it."""
-    done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise UserError(done.stderr.strip().removeprefix("error: "))
-
-
 def convert(export, file, cfg):
     """Let llama.cpp make a GGUF file of an export, with float32 weights."""
     converter = Path(cfg.converter).resolve()
@@ -132,6 +129,8 @@ def obstacle(client, cfg):
         return "not installed"
     if client == "llama.cpp" and not cfg.converter:
         return "no --converter"
+    if cfg.redraw:
+        return "not yet"
     return None
 
 
@@ -232,20 +231,27 @@ def perplexity(logits, targets):
     return math.exp(torch.nn.functional.cross_entropy(logits[:-1].double(), targets).item())
 
 
-def compare_client(client, model, checkpoint, inputs, logits_file):
-    """Return the record of a client: version, seconds, same_ids and lengths, or error."""
+def compare_client(client, model, checkpoint, inputs, cfg, logits_file):
+    """Return the record of a client: version, seconds, same_ids and lengths, or error.
+
+    checkpoint: an export, or a GGUF file; our logits are kept in logits_file.
+    """
+    place = checkpoint.parent
     started = time.monotonic()
     try:
-        answers, version = client_logits(client, checkpoint, inputs, checkpoint.parent)
+        if client == "llama.cpp" and checkpoint.is_dir():
+            gguf = place / "exported.gguf"
+            convert(checkpoint, gguf, cfg)
+            checkpoint = gguf
+        answers, version = client_logits(client, checkpoint, inputs, place)
     except RuntimeError as error:
         return {"error": str(error)}
     seconds = time.monotonic() - started
-    ours = cached_logits(model, inputs, logits_file)
     return {
         "version": version,
         "seconds": seconds,
         "same_ids": answers["ids"].tolist() == inputs.ids,
-        "lengths": compare(ours, answers, inputs),
+        "lengths": compare(cached_logits(model, inputs, logits_file), answers, inputs),
     }
 
 
@@ -254,25 +260,34 @@ def compare_client(client, model, checkpoint, inputs, logits_file):
 
 
 def compare_exports(run, inputs, cfg, folder):
-    """Compare every export in every client; return the records, one for each of both."""
+    """Compare every export in every client; return the records, one for each of both.
+
+    The short sequences of all exports are first, since the long ones take most of the time.
+    """
     records = []
     for method, factor in cfg.extensions():
-        name = f"{method}{factor:g}"
-        missing = []
         for client in PACKAGES:
-            record = {"method": method, "factor": factor, "client": client}
-            records.append(record)
-            key = {**record, **run_key(run, inputs)}
-            file = folder / f"{name}-{client}.json"
-            finished = load_finished_run(file, key)
-            record["obstacle"] = obstacle(client, cfg)
-            if finished:
-                record |= finished["found"] | {"obstacle": None}
-            elif not record["obstacle"]:
-                missing.append((record, key, file))
-        if missing:
-            compare_export(run, name, missing, inputs, cfg, folder)
+            record = {"method": method, "factor": factor, "client": client, "lengths": {}}
+            records.append({**record, "obstacle": obstacle(client, cfg)})
+    for length in inputs.lengths:
+        one_length = replace(inputs, lengths=[length])
+        for method, factor in cfg.extensions():
+            wanted = (method, factor)
+            clients = [r for r in records if (r["method"], r["factor"]) == wanted]
+            add_finished(clients, run, one_length, folder)
+            if any(not client["obstacle"] for client in missing(clients, length)):
+                compare_export(run, clients, one_length, cfg, folder)
     return records
+
+
+def missing(records, length):
+    """Return the records that have no comparison at a length."""
+    return [record for record in records if str(length) not in record["lengths"]]
+
+
+def record_file(record, inputs, folder):
+    (length,) = inputs.lengths
+    return folder / f"{record['method']}{record['factor']:g}-{length}-{record['client']}.json"
 
 
 def run_key(run, inputs):
@@ -281,32 +296,56 @@ def run_key(run, inputs):
     return {"run": run.name, "text": text, "lengths": inputs.lengths, "compared": inputs.compared}
 
 
-def compare_export(run, name, missing, inputs, cfg, folder):
-    """Extend and export a run, and add to records what their clients compute."""
-    method, factor = missing[0][0]["method"], missing[0][0]["factor"]
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        extended, export = Path(place) / "extended", Path(place) / "exported"
-        extend_and_export(run, method, factor, extended, export)
+def add_finished(records, run, inputs, folder):
+    """Add to records what was found before, at one length."""
+    for record in records:
+        finished = load_finished_run(record_file(record, inputs, folder), run_key(run, inputs))
+        if finished:
+            add_found(record, finished["found"])
+
+
+def add_found(record, found):
+    """Add to a record what was found at one length."""
+    lengths = record["lengths"] | found.get("lengths", {})
+    same_ids = record.get("same_ids", True) and found.get("same_ids", True)
+    record |= {**found, "lengths": lengths, "same_ids": same_ids}
+
+
+def compare_export(run, records, inputs, cfg, folder):
+    """Extend and export a run, and add to records what their clients compute at one length."""
+    method, factor = records[0]["method"], records[0]["factor"]
+    (length,) = inputs.lengths
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        export = Path(name) / "exported"
+        model = extend_and_export(run, method, factor, export)
         config = json.loads((export / "config.json").read_text(encoding="utf-8"))
-        model = GPT.load(extended)
-        for record, key, file in missing:
-            checkpoint = export
-            if record["client"] == "llama.cpp":
-                checkpoint = Path(place) / "exported.gguf"
-                convert(export, checkpoint, cfg)
-            logits_file = folder / f"{name}-ours.safetensors"
-            found = compare_client(record["client"], model, checkpoint, inputs, logits_file)
+        logits_file = folder / f"{method}{factor:g}-{length}-ours.safetensors"
+        for record in missing(records, length):
+            if record["obstacle"]:
+                continue
+            found = compare_client(record["client"], model, export, inputs, cfg, logits_file)
             found["rope"] = config["rope_parameters"]["rope_type"]
-            print(f"{name}, {record['client']}: {json.dumps(found)}", flush=True)
-            write_json(file, {"key": key, "found": found})
-            record |= found
+            print(f"{method} x {factor:g}, {record['client']}: {json.dumps(found)}", flush=True)
+            add_found(record, found)
+            if "error" not in found:
+                saved = {"key": run_key(run, inputs), "found": found}
+                write_json(record_file(record, inputs, folder), saved)
 
 
-def extend_and_export(run, method, factor, extended, export):
-    """Extend a run without training, and export it without the verification by transformers."""
-    settings = [f"--method={method}", f"--factor={factor:g}", "--max_iters=0"]
-    run_ours("extend.py", run, *settings, f"--out_dir={extended}")
-    run_ours("hf.py", "export", extended, export, "--verify=false")
+def extend_and_export(run, method, factor, export):
+    """Extend and export a run, as extend.py and hf.py do; return the extended model.
+
+    Without hf.py's verification: the logits of transformers are compared here.
+    """
+    model = GPT.load(run)
+    model.extend(method, factor)
+    export_quietly(model, export)
+    return model
+
+
+def export_quietly(model, export):
+    with contextlib.redirect_stdout(io.StringIO()):
+        export_checkpoint(model, export, verify=False)
 
 
 # -----------------------------------------------------------------------------
@@ -316,10 +355,10 @@ def extend_and_export(run, method, factor, extended, export):
 def compare_ggufs(run, inputs, cfg, folder):
     """Compare our import of GGUF files with llama.cpp's reading of them; return records by name."""
     # within the context, and our reading of a file is the model
-    short = Inputs(inputs.text, inputs.ids, inputs.lengths[:1], inputs.compared)
+    short = replace(inputs, lengths=inputs.lengths[:1])
     records = {}
     for name, make in {"Q4_K_M": make_quantized, "smollm3": make_smollm3}.items():
-        key = {"gguf": name, **run_key(run, short)}
+        key = run_key(run, short)
         file = folder / f"gguf-{name}.json"
         finished = load_finished_run(file, key)
         if finished:
@@ -328,18 +367,20 @@ def compare_ggufs(run, inputs, cfg, folder):
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 records[name] = compare_gguf(run, make, short, cfg, Path(place))
             print(f"{name}: {json.dumps(records[name])}", flush=True)
-            write_json(file, {"key": key, "found": records[name]})
+            if "error" not in records[name]:
+                write_json(file, {"key": key, "found": records[name]})
     return records
 
 
 def compare_gguf(run, make, inputs, cfg, place):
     """Return the record of llama.cpp for the GGUF file that a function makes."""
     export, gguf, imported = place / "exported", place / "made.gguf", place / "imported"
-    run_ours("hf.py", "export", run, export, "--verify=false")
+    export_quietly(GPT.load(run), export)
     make(export, gguf, cfg)
-    run_ours("hf.py", "import", gguf, imported)
+    with contextlib.redirect_stdout(io.StringIO()):
+        import_gguf(GPT, GPTConfig, POSITIONS, gguf, imported)
     model = GPT.load(imported)
-    return compare_client("llama.cpp", model, gguf, inputs, place / "ours.safetensors")
+    return compare_client("llama.cpp", model, gguf, inputs, cfg, place / "ours.safetensors")
 
 
 def make_quantized(export, gguf, cfg):
@@ -361,20 +402,20 @@ def continue_prompt(run, cfg, folder):
     file = folder / "continued.json"
     finished = load_finished_run(file, {"run": run.name}) or {"found": {}}
     found = finished["found"]
-    missing = []
+    wanted = []
     for client in ("mlx-lm", "llama.cpp"):
         if client not in found and not obstacle(client, cfg):
-            missing.append(client)
-    if missing:
+            wanted.append(client)
+    if wanted:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             place = Path(name)
             export, gguf = place / "exported", place / "exported.gguf"
-            extend_and_export(run, "yarn", 4.0, place / "extended", export)
-            if "mlx-lm" in missing:
+            extend_and_export(run, "yarn", 4.0, export)
+            if "mlx-lm" in wanted:
                 words = ["--model", export, "--prompt", PROMPT, "--ignore-chat-template"]
                 words += ["--max-tokens", 8, "--temp", 0, "--verbose", "False"]
                 found["mlx-lm"] = run_child(["-m", "mlx_lm", "generate", *words], place).strip()
-            if "llama.cpp" in missing:
+            if "llama.cpp" in wanted:
                 convert(export, gguf, cfg)
                 found["llama.cpp"] = run_script(CONTINUE, [gguf, PROMPT], place).strip()
         write_json(file, {"key": {"run": run.name}, "found": found})
@@ -439,6 +480,8 @@ def format_report(run, records, ggufs, continued, inputs, cfg):
         f"{versions(records)}. llama.cpp reads what its own converter writes with "
         "`--outtype=f32`, and has a cache in float32. vLLM: not run."
     )
+    if cfg.note:
+        text += f" {cfg.note}"
     how = (
         f"*within*: all {short} positions of {short} tokens; *beyond*: the last {inputs.compared} "
         f"of {long:,} tokens. A cell: the largest difference to our logits, the fraction of "
@@ -468,7 +511,7 @@ def versions(records):
 
 def tokenizer_summary(records):
     """Return whether the clients' own tokenizers agree with ours."""
-    measured = [record for record in records if "lengths" in record]
+    measured = [record for record in records if record["lengths"]]
     differing = {record["client"] for record in measured if not record["same_ids"]}
     if not measured:
         return "Nothing is measured yet."
@@ -487,7 +530,7 @@ def client_table(records, inputs):
         exports.setdefault((record["method"], record["factor"]), []).append(record)
     for (method, factor), clients in exports.items():
         for name, positions in zip(map(str, inputs.lengths), ("within", "beyond"), strict=True):
-            measured = [record for record in clients if "lengths" in record]
+            measured = [record for record in clients if name in record["lengths"]]
             rope, ours = "", ""
             if measured:
                 rope = measured[0]["rope"]
@@ -498,10 +541,10 @@ def client_table(records, inputs):
 
 
 def client_cell(record, name):
-    if record.get("obstacle"):
+    if name not in record["lengths"]:
+        if "error" in record:
+            return f"fails: {record['error'][:80]}"
         return f"not run: {record['obstacle']}"
-    if "error" in record:
-        return f"fails: {record['error'][:80]}"
     found = record["lengths"][name]
     return (
         f"{found['difference']:.1e}, {100 * found['same_argmax']:.4g} %, {found['perplexity']:.4f}"

@@ -40,6 +40,8 @@ def test_two_scripts_keep_each_others_section(tmp_path):
     assert read_section(tmp_path / "other.md", CLIENTS_SECTION) == ""
     replace_section(tmp_path / "new" / "report.md", CLIENTS_SECTION, ["first"])
     assert (tmp_path / "new" / "report.md").read_text() == "## Clients\n\nfirst\n"
+    replace_section(tmp_path / "new" / "report.md", CLIENTS_SECTION, ["second"])
+    assert (tmp_path / "new" / "report.md").read_text() == "## Clients\n\nsecond\n"
 
 
 def test_interchange_keeps_the_section_of_the_clients(tmp_path, monkeypatch):
@@ -71,9 +73,9 @@ def test_a_comparison_has_the_largest_difference_and_both_perplexities(inputs):
 
 def test_the_table_names_what_was_not_run(inputs):
     records = [
-        make_record(inputs, client="transformers", obstacle="not installed"),
+        make_record(inputs, client="transformers", obstacle="not installed", lengths={}),
         make_record(inputs),
-        make_record(inputs, client="llama.cpp", error="ValueError: it fails"),
+        make_record(inputs, client="llama.cpp", error="ValueError: it fails", lengths={}),
     ]
     header, _, within, beyond = clients.client_table(records, inputs)
     assert "transformers | mlx-lm | llama.cpp" in header
@@ -124,3 +126,58 @@ def test_a_short_text_is_refused(tmp_path, make):
     model.meta["tokenizer"] = {"kind": "bytes"}
     with pytest.raises(UserError, match="give a longer text"):
         clients.make_inputs(model, cfg)
+
+
+@pytest.fixture
+def arguments(tmp_path, make, monkeypatch):
+    """The command line for a small run with a tokenizer, and short sequences."""
+    monkeypatch.setattr(clients, "SHORT", 12)
+    model = make(vocab_size=257)
+    model.meta["tokenizer"] = {"kind": "bytes"}
+    model.save(tmp_path / "run" / "step-000000")
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [f"--text={tmp_path}/text.txt", f"--work={tmp_path}/work", f"--out={tmp_path}/r.md"]
+    methods = ["--methods=yarn,ntk-parts", "--beyond=9", "--compared=8"]
+    return ["clients.py", str(tmp_path / "run"), *words, *methods]
+
+
+def test_a_report_without_any_client_says_so(tmp_path, arguments, monkeypatch):
+    monkeypatch.setattr(clients, "PACKAGES", dict.fromkeys(clients.PACKAGES, "no_such_package"))
+    monkeypatch.setattr(sys, "argv", arguments)
+    clients.main()
+    report = (tmp_path / "r.md").read_text()
+    assert "transformers: not run, mlx-lm: not run, llama.cpp: not run" in report
+    assert report.count("not run: not installed") == 2 * 2 * 2 * 3
+    assert "vLLM: not run" in report
+
+
+def test_comparisons_are_saved_and_drawn_again(tmp_path, arguments, monkeypatch):
+    """The client is our own import of the export."""
+    calls = []
+
+    def read_export(client, checkpoint, inputs, place):
+        calls.append(client)
+        run = place / "imported"
+        interchange.import_quietly(checkpoint, run)
+        model = clients.GPT.load(run)
+        return {"ids": torch.tensor(inputs.ids), **clients.our_logits(model, inputs)}, "ours 1.0"
+
+    packages = {**dict.fromkeys(clients.PACKAGES, "no_such_package"), "mlx-lm": "json"}
+    monkeypatch.setattr(clients, "PACKAGES", packages)
+    monkeypatch.setattr(clients, "client_logits", read_export)
+    monkeypatch.setattr(clients, "continue_prompt", lambda *arguments: {})
+    monkeypatch.setattr(sys, "argv", arguments)
+    clients.main()
+    report = (tmp_path / "r.md").read_text()
+    assert calls == ["mlx-lm"] * 2 * 2 * 2
+    rows = [line for line in report.splitlines() if line.startswith(("| yarn", "| ntk-parts"))]
+    assert len(rows) == 2 * 2 * 2
+    for row in rows:
+        assert "not run: not installed" in row
+        assert float(row.split("|")[7].split(",")[0]) < 1e-4
+        assert ", 100 %, " in row
+
+    monkeypatch.setattr(sys, "argv", [*arguments, "--redraw"])
+    clients.main()
+    assert len(calls) == 2 * 2 * 2
+    assert (tmp_path / "r.md").read_text().count(", 100 %, ") == 2 * 2 * 2
