@@ -157,9 +157,10 @@ def load_board(file):
 
 def find_section(text, heading):
     """Return where a section of a report starts and ends, with its empty line before; or None."""
-    start = f"\n{text}".find(f"\n\n{heading}\n")
-    if start < 0:
+    place = f"\n\n{text}".find(f"\n\n{heading}\n")
+    if place < 0:
         return None
+    start = max(0, place - 1)
     end = text.find("\n## ", start + len(heading))
     return start, end if end >= 0 else len(text)
 

@@ -374,7 +374,7 @@ def write_weights(folder, model, rope, dtype):
         file_of = {name: file for file, names in files.items() for name in names}
         total_size = sum(tensor.nbytes for tensor in like.values())
         index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
-        text = json.dumps(index, indent=2) + "\n"
+        text = json.dumps(index, indent=2, allow_nan=False) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
