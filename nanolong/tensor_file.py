@@ -78,7 +78,8 @@ def make_header(like, metadata):
             "shape": list(tensor.shape),
             "data_offsets": [starts[name], end],
         }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = text.encode()
     text += b" " * (-len(text) % 8)
     text = struct.pack("<Q", len(text)) + text
     return text, {name: len(text) + start for name, start in starts.items()}
