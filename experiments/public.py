@@ -47,6 +47,7 @@ from nanolong.device import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
 from nanolong.provenance import provenance
 from nanolong.run_folder import list_steps
+from nanolong.strict_json import to_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY
 from train import train
@@ -216,7 +217,7 @@ class Public:
             value = function(*args)
             self.measured["seconds"][name] = time.perf_counter() - start
             # as it is in the file
-            values[name] = json.loads(json.dumps(value))
+            values[name] = json.loads(to_json(value))
             write_json(self.file, self.measured)
             print(f"{name}: {self.measured['seconds'][name]:.0f} s", flush=True)
         return values[name]
