@@ -122,7 +122,7 @@ def test_settings_in_the_text_exist():
     for config in (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig):
         known |= {field.name for field in fields(config)}
     known |= {field.name for field in fields(LeaderboardConfig)}
-    # of data/prepare.py, hf.py, the other experiments, and torchrun, pip, vllm, mlx-lm and llama.cpp
+    # of data/prepare.py, hf.py, the other experiments, torchrun, pip, vllm, mlx-lm and llama.cpp
     known |= {"name", "tokenizer", "shards", "verify", "help", "nanogpt"}
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
     known |= {"max-restarts", "index-url", "max-model-len", "all", "check"}
