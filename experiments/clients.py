@@ -51,6 +51,7 @@ from nanolong.errors import UserError
 from nanolong.gguf_import import import_gguf
 from nanolong.hf_export import export_checkpoint
 from nanolong.provenance import provenance
+from nanolong.strict_json import to_json
 from nanolong.validate import require
 
 PROMPT = "The capital of France is"
@@ -202,7 +203,7 @@ def client_logits(client, checkpoint, inputs, folder):
     """Return a client's answers (ids and logits, as tensors), and its version."""
     from safetensors.torch import load_file
 
-    (folder / "request.json").write_text(json.dumps(inputs.request()), encoding="utf-8")
+    (folder / "request.json").write_text(to_json(inputs.request()), encoding="utf-8")
     words = [checkpoint, folder / "request.json", folder / "answers.safetensors"]
     printed = run_script(SCRIPTS[client], words, folder)
     answers = load_file(folder / "answers.safetensors")
@@ -325,7 +326,7 @@ def compare_export(run, records, inputs, cfg, folder):
                 continue
             found = compare_client(record["client"], model, export, inputs, cfg, logits_file)
             found["rope"] = config["rope_parameters"]["rope_type"]
-            print(f"{method} x {factor:g}, {record['client']}: {json.dumps(found)}", flush=True)
+            print(f"{method} x {factor:g}, {record['client']}: {to_json(found)}", flush=True)
             add_found(record, found)
             if "error" not in found:
                 saved = {"key": run_key(run, inputs), "found": found}
@@ -366,7 +367,7 @@ def compare_ggufs(run, inputs, cfg, folder):
         elif not obstacle("llama.cpp", cfg) and not obstacle("transformers", cfg):
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 records[name] = compare_gguf(run, make, short, cfg, Path(place))
-            print(f"{name}: {json.dumps(records[name])}", flush=True)
+            print(f"{name}: {to_json(records[name])}", flush=True)
             if "error" not in records[name]:
                 write_json(file, {"key": key, "found": records[name]})
     return records
@@ -588,10 +589,10 @@ def command_lines(continued):
     """Return the commands for an export in the folder exported/, and what they print here."""
     said = "not run"
     if "mlx-lm" in continued:
-        said = json.dumps(continued["mlx-lm"])
+        said = to_json(continued["mlx-lm"])
     llama_said = "not run"
     if "llama.cpp" in continued:
-        llama_said = json.dumps(continued["llama.cpp"])
+        llama_said = to_json(continued["llama.cpp"])
     return [
         "```",
         f'mlx_lm.generate --model exported --prompt "{PROMPT}" --ignore-chat-template --temp 0',
