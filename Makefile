@@ -77,7 +77,7 @@ public: .venv/hf $(SMOLLM2)
 		--max_iters=0 --out_dir=$(PUBLIC)-yarn4)
 	$(PY) evaluate.py "untouched=$(PUBLIC)" "YaRN x 4=$(PUBLIC)-yarn4" \
 		--text=$(shell $(PY) -c "import _pydecimal; print(_pydecimal.__file__)") \
-		--lengths=2048,8192,16384,32768 --max_tokens=32768 --protocol=last-quarter,position \
+		--lengths=2048,8192,32768 --max_tokens=32768 --protocol=last-quarter,position \
 		--plot=$(PUBLIC)-yarn4/length.png --json=$(PUBLIC)-yarn4/length.json
 	$(PY) sample.py $(PUBLIC)-yarn4 --start="The capital of France is" --max_new_tokens=60
 
