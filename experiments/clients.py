@@ -358,7 +358,7 @@ def compare_ggufs(run, inputs, cfg, folder):
     # within the context, and our reading of a file is the model
     short = replace(inputs, lengths=inputs.lengths[:1])
     records = {}
-    for name, make in {"Q4_K_M": make_quantized, "smollm3": make_smollm3}.items():
+    for name, make in GGUFS.items():
         key = run_key(run, short)
         file = folder / f"gguf-{name}.json"
         finished = load_finished_run(file, key)
@@ -374,28 +374,46 @@ def compare_ggufs(run, inputs, cfg, folder):
 
 
 def compare_gguf(run, make, inputs, cfg, place):
-    """Return the record of llama.cpp for the GGUF file that a function makes."""
+    """Return the record of llama.cpp for the GGUF file that a function makes, and we import."""
     export, gguf, imported = place / "exported", place / "made.gguf", place / "imported"
     export_quietly(GPT.load(run), export)
-    make(export, gguf, cfg)
+    theirs = make(export, gguf, cfg)
     with contextlib.redirect_stdout(io.StringIO()):
         import_gguf(GPT, GPTConfig, POSITIONS, gguf, imported)
     model = GPT.load(imported)
-    return compare_client("llama.cpp", model, gguf, inputs, cfg, place / "ours.safetensors")
+    return compare_client("llama.cpp", model, theirs, inputs, cfg, place / "ours.safetensors")
 
 
 def make_quantized(export, gguf, cfg):
-    """Write a Q4_K_M file by llama.cpp's quantiser, from an export."""
+    """Write a Q4_K_M file by llama.cpp's quantiser, from an export; return what llama.cpp reads."""
     whole = gguf.with_name("whole.gguf")
     convert(export, whole, cfg)
-    run_script(QUANTIZE, [whole, gguf], gguf.parent)
+    run_script(QUANTIZE, [whole, gguf, "MOSTLY_Q4_K_M"], gguf.parent)
+    return gguf
+
+
+def make_dequantized(export, gguf, cfg):
+    """Write a Q4_K_M file; return what llama.cpp makes of it in float32."""
+    make_quantized(export, gguf, cfg)
+    whole = gguf.with_name("dequantized.gguf")
+    run_script(QUANTIZE, [gguf, whole, "ALL_F32"], gguf.parent)
+    return whole
 
 
 def make_smollm3(export, gguf, cfg):
-    """Write a SmolLM3 with random weights and the tokenizer of an export."""
+    """Write a SmolLM3 with random weights and the tokenizer of an export; return its file."""
     checkpoint = gguf.with_name("smollm3")
     run_script(MAKE_SMOLLM3, [export, checkpoint], gguf.parent)
     convert(checkpoint, gguf, cfg)
+    return gguf
+
+
+# what is imported -> the function that makes it
+GGUFS = {
+    "Q4_K_M": make_quantized,
+    "Q4_K_M in float32": make_dequantized,
+    "smollm3": make_smollm3,
+}
 
 
 def continue_prompt(run, cfg, folder):
@@ -558,6 +576,8 @@ def gguf_lines(ggufs):
         return ["Not run: llama.cpp is not installed."]
     what = {
         "Q4_K_M": "Q4_K_M, by llama.cpp's quantiser from the export of the model",
+        "Q4_K_M in float32": "the same file, which llama.cpp's quantiser dequantises to float32 "
+        "before llama.cpp reads it",
         "smollm3": "smollm3, random weights, float32, by llama.cpp's converter",
     }
     rows = []

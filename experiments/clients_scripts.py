@@ -145,15 +145,16 @@ model = llama_cpp.Llama(file, n_ctx=512, **OPTIONS)
 print(model(prompt, max_tokens=8, temperature=0.0)["choices"][0]["text"], end="")
 """
 
-# arguments: a GGUF file in float32, and the Q4_K_M file to write
+# arguments: a GGUF file, the file to write, and its type, as llama.h names it
 QUANTIZE = """
 import sys
 
 import llama_cpp
 
-source, target = sys.argv[1:]
+source, target, file_type = sys.argv[1:]
 options = llama_cpp.llama_model_quantize_default_params()
-options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{file_type}")
+options.allow_requantize = True
 options.nthread = 1
 if llama_cpp.llama_model_quantize(source.encode(), target.encode(), options):
     raise SystemExit("llama_model_quantize fails")
