@@ -126,12 +126,12 @@ def convert(export, file, cfg):
 
 def obstacle(client, cfg):
     """Return why a client is not run, or None."""
+    if cfg.redraw:
+        return "not yet"
     if importlib.util.find_spec(PACKAGES[client]) is None:
         return "not installed"
     if client == "llama.cpp" and not cfg.converter:
         return "no --converter"
-    if cfg.redraw:
-        return "not yet"
     return None
 
 
