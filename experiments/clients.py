@@ -47,10 +47,11 @@ from experiments.report import (
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
+from nanolong.checkpoint import open_model
 from nanolong.errors import UserError
 from nanolong.gguf_import import import_gguf
 from nanolong.hf_export import export_checkpoint
-from nanolong.provenance import provenance
+from nanolong.provenance import current_commit, provenance
 from nanolong.strict_json import to_json
 from nanolong.validate import require
 
@@ -249,6 +250,7 @@ def compare_client(client, model, checkpoint, inputs, cfg, logits_file):
         return {"error": str(error)}
     seconds = time.monotonic() - started
     return {
+        "commit": current_commit(),
         "version": version,
         "seconds": seconds,
         "same_ids": answers["ids"].tolist() == inputs.ids,
@@ -309,7 +311,10 @@ def add_found(record, found):
     """Add to a record what was found at one length."""
     lengths = record["lengths"] | found.get("lengths", {})
     same_ids = record.get("same_ids", True) and found.get("same_ids", True)
-    record |= {**found, "lengths": lengths, "same_ids": same_ids}
+    commits = record.get("commits", [])
+    if "error" not in found:
+        commits = [*commits, found.get("commit", "not recorded")]
+    record |= {**found, "lengths": lengths, "same_ids": same_ids, "commits": commits}
 
 
 def compare_export(run, records, inputs, cfg, folder):
@@ -338,13 +343,16 @@ def extend_and_export(run, method, factor, export):
 
     Without hf.py's verification: the logits of transformers are compared here.
     """
+    export_quietly(run, export, method, factor)
     model = GPT.load(run)
     model.extend(method, factor)
-    export_quietly(model, export)
     return model
 
 
-def export_quietly(model, export):
+def export_quietly(run, export, method="none", factor=1.0):
+    model = open_model(GPT, GPTConfig, POSITIONS, run)
+    if factor > 1:
+        model.extend(method, factor)
     with contextlib.redirect_stdout(io.StringIO()):
         export_checkpoint(model, export, verify=False)
 
@@ -376,7 +384,7 @@ def compare_ggufs(run, inputs, cfg, folder):
 def compare_gguf(run, make, inputs, cfg, place):
     """Return the record of llama.cpp for the GGUF file that a function makes, and we import."""
     export, gguf, imported = place / "exported", place / "made.gguf", place / "imported"
-    export_quietly(GPT.load(run), export)
+    export_quietly(run, export)
     theirs = make(export, gguf, cfg)
     with contextlib.redirect_stdout(io.StringIO()):
         import_gguf(GPT, GPTConfig, POSITIONS, gguf, imported)
@@ -492,9 +500,10 @@ def format_report(run, records, ggufs, continued, inputs, cfg):
     """Return the section of the report, as lines."""
     short, long = inputs.lengths
     original_length = long - cfg.beyond
+    source = provenance(torch.device("cpu"), commits_of(records, ggufs))
     text = (
         f"`python experiments/clients.py {run.name} --text={Path(cfg.text).name} "
-        f"--converter=convert_hf_to_gguf.py`, {provenance(torch.device('cpu'))}. "
+        f"--converter=convert_hf_to_gguf.py`, {source}. "
         f"{run.name} (context {original_length:,}), extended without training and exported; "
         f"{versions(records)}. llama.cpp reads what its own converter writes with "
         "`--outtype=f32`, and has a cache in float32. vLLM: not run."
@@ -513,6 +522,14 @@ def format_report(run, records, ggufs, continued, inputs, cfg):
     lines += ["", "### GGUF files in", "", *gguf_lines(ggufs)]
     lines += ["", "### What a user types", "", *command_lines(continued)]
     return lines
+
+
+def commits_of(records, ggufs):
+    """Return the commits at which what is reported was measured."""
+    commits = [found.get("commit", "not recorded") for found in ggufs.values()]
+    for record in records:
+        commits += record.get("commits", [])
+    return commits
 
 
 def versions(records):

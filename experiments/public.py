@@ -45,7 +45,7 @@ from nanolong import cli
 from nanolong.checkpoint import read_meta
 from nanolong.device import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
-from nanolong.provenance import provenance
+from nanolong.provenance import current_commit, provenance
 from nanolong.run_folder import list_steps
 from nanolong.strict_json import to_json
 from nanolong.validate import require
@@ -145,7 +145,8 @@ STEP_TOKENS = 4096  # of a step of fine-tuning
 class Public:
     """The checkpoint, the texts, and what has been measured, which is saved in measured.json.
 
-    A measurement has a name such as "loss/yarn/code", a value and the seconds that it took.
+    A measurement has a name such as "loss/yarn/code", a value, the seconds that it took and the
+    commit of the code.
     """
 
     def __init__(self, cfg, run):
@@ -189,7 +190,7 @@ class Public:
             "device": self.device.type,
             "budget": self.cfg.budget,
         }
-        self.measured = {"key": key, "values": {}, "seconds": {}}
+        self.measured = {"key": key, "values": {}, "seconds": {}, "commits": {}}
         if self.file.is_file():
             self.measured = read_json(self.file)
         require(
@@ -216,6 +217,7 @@ class Public:
             start = time.perf_counter()
             value = function(*args)
             self.measured["seconds"][name] = time.perf_counter() - start
+            self.measured["commits"][name] = current_commit()
             # as it is in the file
             values[name] = json.loads(to_json(value))
             write_json(self.file, self.measured)
@@ -501,7 +503,8 @@ def main():
         )
     public = Public(cfg, Path(paths[0]))
     names, asked = measure_all(public)
-    source = f"`{command_line('experiments/public.py')}`, {provenance(public.device)}"
+    commits = public.measured["commits"].values()
+    source = f"`{command_line('experiments/public.py')}`, {provenance(public.device, commits)}"
     write_report(public, names, asked, source)
 
 

@@ -10,17 +10,28 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def provenance(device):
-    """Commit, hardware, torch version and date, as a line of text."""
-    commit = _git("rev-parse", "--short", "HEAD") or "unknown"
-    if _git("status", "--porcelain", "--", "*.py"):
-        commit += " with changes"
+def provenance(device, commits=()):
+    """
+    Commit, hardware, torch version and date, as a line of text.
+
+    commits: those of which measurements were kept, where they are not of this call alone.
+    """
+    commits = list(dict.fromkeys(commits)) or [current_commit()]
+    commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
         hardware = f"{torch.get_num_threads()} threads of {_cpu_name()}"
     version = torch.__version__.partition("+")[0]
-    return f"commit {commit}, {hardware}, torch {version}, {datetime.date.today()}"
+    return f"{commit}, {hardware}, torch {version}, {datetime.date.today()}"
+
+
+def current_commit():
+    """The commit of the checkout, and whether its code has changed since."""
+    commit = _git("rev-parse", "--short", "HEAD") or "unknown"
+    if _git("status", "--porcelain", "--", "*.py"):
+        commit += " with changes"
+    return commit
 
 
 def _git(*words):
