@@ -43,6 +43,7 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     tokenizer files are copied instead of the model's own. Raises UserError for a model that has no
     equivalent in transformers, or if transformers computes other logits.
     """
+    assert all(p.is_meta for p in model.parameters()), "weights in memory are not exported"
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or choose another directory")
