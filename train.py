@@ -62,6 +62,7 @@ from nanolong.training_run import (
     open_run,
     resume_run,
     save,
+    tidy_finished_run,
     try_ahead,
 )
 
@@ -460,6 +461,7 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
     if is_finished(model, cfg):
         if rank == 0:
             step = model.meta["step"]
+            tidy_finished_run(model, cfg)
             print(f"{model.folder} is finished: to train beyond step {step}, raise --max_iters")
         return 0
     replaces = cfg.overwrite and bool(list_steps(cfg.out_dir))

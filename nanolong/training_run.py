@@ -117,6 +117,13 @@ def is_finished(model, cfg):
     return model.meta["step"] >= cfg.max_iters and model.meta["val_loss"] is not None
 
 
+def tidy_finished_run(model, cfg):
+    """Remove what a crash has left between the last checkpoint of a run and the end."""
+    run = Path(cfg.out_dir)
+    prune(run, model.meta["best"], finished=True)
+    unlock(run)  # locked by resume_run()
+
+
 def open_run(run, model, cfg, state, dtype):
     """
     Take the run folder for this process, and on resume fill in the state. Raises UserError.

@@ -281,3 +281,14 @@ def test_a_finished_run_says_so(call, words, tmp_path):
             f"{tmp_path}/run/step-000008 is finished: to train beyond step 8, raise --max_iters"
         ]
         assert content(tmp_path / "run") == before
+
+
+def test_a_finished_run_is_tidied(call, words, tmp_path):
+    """A crash may have come between the last checkpoint and the removal of older ones."""
+    run = tmp_path / "run"
+    assert call(*words).returncode == 0
+    before = content(run)
+    shutil.copytree(list_steps(run)[0], run / "step-000001")
+    shutil.copytree(list_steps(run)[0], run / ".tmp-step-000003")
+    assert call(*words, "--init_from=resume").returncode == 0
+    assert content(run) == before
