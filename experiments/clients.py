@@ -40,6 +40,7 @@ from data import tokenizer_from_json
 from experiments.clients_scripts import CONTINUE, MAKE_SMOLLM3, QUANTIZE, SCRIPTS
 from experiments.report import (
     CLIENTS_SECTION,
+    count,
     load_finished_run,
     markdown_table,
     replace_section,
@@ -72,6 +73,8 @@ class ClientsConfig:
     converter: str = ""
     beyond: int = 512  # tokens of the long sequence that are beyond the original context
     compared: int = 400  # positions whose logits are compared, the last of a sequence
+    # layers, from the first on, that compute the long sequence; 0: all, which takes minutes a cell
+    long_layers: int = 4
     work: str = "out/clients"  # folder for exports and finished comparisons
     out: str = "results/interchange.md"  # the report, whose section is replaced
     note: str = ""  # a sentence about the clients, for the report
@@ -81,6 +84,10 @@ class ClientsConfig:
         require(bool(self.text), "there is no text to compare on: give --text=FILE")
         require(self.beyond >= 1, f"beyond={self.beyond} is too small: give at least 1")
         require(self.compared >= 2, f"compared={self.compared} is too small: give at least 2")
+        require(
+            self.long_layers >= 0,
+            f"long_layers={self.long_layers} is too small: give 0 for all layers, or more",
+        )
 
     def extensions(self):
         """Return (method, factor) pairs: all methods with the first factor, then the others."""
@@ -274,6 +281,8 @@ def compare_exports(run, inputs, cfg, folder):
             records.append({**record, "obstacle": obstacle(client, cfg)})
     for length in inputs.lengths:
         one_length = replace(inputs, lengths=[length])
+        if length > inputs.lengths[0]:
+            run = first_layers(run, cfg.long_layers, folder)
         for method, factor in cfg.extensions():
             wanted = (method, factor)
             clients = [r for r in records if (r["method"], r["factor"]) == wanted]
@@ -281,6 +290,24 @@ def compare_exports(run, inputs, cfg, folder):
             if any(not client["obstacle"] for client in missing(clients, length)):
                 compare_export(run, clients, one_length, cfg, folder)
     return records
+
+
+def first_layers(run, n_layer, folder):
+    """Return the folder of a run that has the first layers of a run; with 0, the run itself."""
+    if n_layer == 0:
+        return run
+    target = folder / f"{run.name}-{n_layer}-layers"
+    if not target.is_dir():
+        model = GPT.load(run)
+        n_all = model.config.n_layer
+        require(
+            n_layer <= n_all,
+            f"long_layers={n_layer} is more than the {n_all} layers of {run}: give 0 for all",
+        )
+        model.blocks = model.blocks[:n_layer]
+        model.config = replace(model.config, n_layer=n_layer)
+        model.save(target / "step-000000")
+    return target
 
 
 def missing(records, length):
@@ -510,10 +537,13 @@ def format_report(run, records, ggufs, continued, inputs, cfg):
     )
     if cfg.note:
         text += f" {cfg.note}"
+    layers = ""
+    if cfg.long_layers:
+        layers = f", through the first {count(cfg.long_layers, 'layer')} of the model"
     how = (
         f"*within*: all {short} positions of {short} tokens; *beyond*: the last {inputs.compared} "
-        f"of {long:,} tokens. A cell: the largest difference to our logits, the fraction of "
-        "positions with the same most probable token, the perplexity. "
+        f"of {long:,} tokens{layers}. A cell: the largest difference to our logits, the fraction "
+        "of positions with the same most probable token, the perplexity. "
         f"{tokenizer_summary(records)}"
     )
     lines = [text, "", how, "", *client_table(records, inputs), ""]

@@ -104,6 +104,7 @@ def test_an_absent_client_is_an_obstacle(monkeypatch):
         (["run"], "give --text=FILE"),
         (["--text=a.txt"], "name its folder"),
         (["--text=a.txt", "--compared=1", "run"], "give at least 2"),
+        (["--text=a.txt", "--long_layers=-1", "run"], "give 0 for all layers"),
         (["--text=a.txt", "run"], "error: there is no"),
     ],
 )
@@ -137,7 +138,7 @@ def arguments(tmp_path, make, monkeypatch):
     model.save(tmp_path / "run" / "step-000000")
     (tmp_path / "text.txt").write_text(TEXT)
     words = [f"--text={tmp_path}/text.txt", f"--work={tmp_path}/work", f"--out={tmp_path}/r.md"]
-    methods = ["--methods=yarn,ntk-parts", "--beyond=9", "--compared=8"]
+    methods = ["--methods=yarn,ntk-parts", "--beyond=9", "--compared=8", "--long_layers=1"]
     return ["clients.py", str(tmp_path / "run"), *words, *methods]
 
 
@@ -170,6 +171,8 @@ def test_comparisons_are_saved_and_drawn_again(tmp_path, arguments, monkeypatch)
     clients.main()
     report = (tmp_path / "r.md").read_text()
     assert calls == ["mlx-lm"] * 2 * 2 * 2
+    assert "the last 8 of 33 tokens, through the first 1 layer of the model" in report
+    assert clients.GPT.load(tmp_path / "work" / "run-1-layers").config.n_layer == 1
     rows = [line for line in report.splitlines() if line.startswith(("| yarn", "| ntk-parts"))]
     assert len(rows) == 2 * 2 * 2
     for row in rows:
