@@ -539,7 +539,10 @@ def format_report(run, records, ggufs, continued, inputs, cfg):
         text += f" {cfg.note}"
     layers = ""
     if cfg.long_layers:
-        layers = f", through the first {count(cfg.long_layers, 'layer')} of the model"
+        layers = (
+            f", through the first {count(cfg.long_layers, 'layer')} of the model, which predict "
+            "nothing but have all that a client may compute otherwise"
+        )
     how = (
         f"*within*: all {short} positions of {short} tokens; *beyond*: the last {inputs.compared} "
         f"of {long:,} tokens{layers}. A cell: the largest difference to our logits, the fraction "
@@ -600,7 +603,7 @@ def client_table(records, inputs):
             rope, ours = "", ""
             if measured:
                 rope = measured[0]["rope"]
-                ours = f"{measured[0]['lengths'][name]['our_perplexity']:.4f}"
+                ours = format_perplexity(measured[0]["lengths"][name]["our_perplexity"])
             cells = [client_cell(record, name) for record in clients]
             rows.append([method, f"{factor:g}", rope, positions, ours, *cells])
     return markdown_table(header, rows)
@@ -612,9 +615,13 @@ def client_cell(record, name):
             return f"fails: {record['error'][:80]}"
         return f"not run: {record['obstacle']}"
     found = record["lengths"][name]
-    return (
-        f"{found['difference']:.1e}, {100 * found['same_argmax']:.4g} %, {found['perplexity']:.4f}"
-    )
+    theirs = format_perplexity(found["perplexity"])
+    return f"{found['difference']:.1e}, {100 * found['same_argmax']:.4g} %, {theirs}"
+
+
+def format_perplexity(perplexity):
+    """Return it as text; a part of a model predicts nothing, and its perplexity is huge."""
+    return f"{perplexity:.4f}" if perplexity < 1e5 else f"{perplexity:.4e}"
 
 
 def gguf_lines(ggufs):

@@ -21,7 +21,8 @@ def provenance(device, commits=()):
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{torch.get_num_threads()} threads of {_cpu_name()}"
+        n_threads = torch.get_num_threads()
+        hardware = f"{n_threads} thread{'s' if n_threads > 1 else ''} of {_cpu_name()}"
     version = torch.__version__.partition("+")[0]
     return f"{commit}, {hardware}, torch {version}, {datetime.date.today()}"
 
