@@ -117,6 +117,7 @@ class NoPE(nn.Module):
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     _cacheable = True  # False: attend() needs the queries of the whole text, not cached keys
+    attention = staticmethod(kernels.attention)
 
     def __init_subclass__(cls):
         if "bias" in vars(cls) or "relative" in vars(cls):
@@ -167,7 +168,7 @@ class NoPE(nn.Module):
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             bias, relative = cache.position_terms(self, layer, k.shape[2])
-        return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
+        return self.attention(q, k, v, bias=bias, relative=relative, **mask)
 
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
@@ -789,6 +790,7 @@ class GPT(nn.Module):
         docs: torch.Tensor | None = None,
         cache=None,
         reduction: str = "mean",
+        part: slice = slice(None),
     ) -> torch.Tensor:
         """
         Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
@@ -799,25 +801,27 @@ class GPT(nn.Module):
         positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's
         docs:      document ids (B, T); attention stays within a document
         cache:     a nanolong.inference.KVCache, extended in place
+        part:      the tokens to compute, where other processes compute the others
 
         Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
         cannot compute there, or that cannot use the given positions.
         """
-        x = self.hidden_states(tokens, positions, docs, cache)
+        x = self.hidden_states(tokens, positions, docs, cache, part)
         if targets is None:
             return self.head(x)
+        targets = targets[:, part]
         loss = kernels.linear_cross_entropy(
             x.flatten(0, 1), self.head.weight, targets.flatten(), reduction
         )
         return loss.view_as(targets) if reduction == "none" else loss
 
-    def hidden_states(self, tokens, positions=None, docs=None, cache=None):
+    def hidden_states(self, tokens, positions=None, docs=None, cache=None, part=slice(None)):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
-        x = self.embed(tokens).to(self.norm.weight.dtype)
-        x = self.dropout(self.pos.embed(x, pos))
+        x = self.embed(tokens[:, part]).to(self.norm.weight.dtype)
+        x = self.dropout(self.pos.embed(x, pos[..., part]))
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
             scheme = self.pos if self.config.uses_positions(layer) else self.nope

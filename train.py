@@ -50,6 +50,14 @@ from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers
 from nanolong.run_folder import list_steps, readable_steps
+from nanolong.sequence_parallel import (
+    any_process,
+    data_rank_and_world,
+    form_groups,
+    own_part,
+    sequence_rank_and_size,
+    share_attention,
+)
 from nanolong.signals import catch_signals
 from nanolong.training_run import (
     describe_divergence,
@@ -110,6 +118,7 @@ class TrainConfig:
     # torch.compile; auto: where it works and the run is long enough to gain from it
     compile: bool | None = None
     checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
+    sequence_parallel: int = 1  # processes that share every sequence, a part of its tokens each
     seed: int = 1337  # random seed of the initial weights, the batches and dropout
 
     def __post_init__(self):
@@ -141,11 +150,12 @@ class BatchLoader:
         self.dataset = dataset
         self.model = model
         self.cfg = cfg
-        self.train_length = train_length or model.config.block_size
+        self.train_length = train_length
         self.tokens_per_step = cfg.gradient_accumulation_steps * cfg.batch_size * self.train_length
+        self.part = own_part(self.train_length)
         self.max_position = max_position
         self.device = device
-        self.rank, self.world = rank_and_world()
+        self.rank, self.world = data_rank_and_world()
         self.index = step * cfg.gradient_accumulation_steps + self.rank
         self.executor = ThreadPoolExecutor(1)
         self.prefetch = self.executor.submit(self.prepare, self.index)
@@ -159,7 +169,7 @@ class BatchLoader:
         )
         if pos is None:
             pos = self.model.sample_positions(len(x), self.train_length, seed)
-        n_targets = int((y >= 0).sum())
+        n_targets = int((y[:, self.part] >= 0).sum())
         return [to_device(part, self.device) for part in (x, y, pos, docs)], n_targets, seed
 
     def next(self):
@@ -202,7 +212,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     Sequences do not overlap. eval_iters=0 scores all of them, n the same n * batch_size evenly
     spaced ones at every step and for every number of processes.
     """
-    rank, world = rank_and_world()
+    rank, world = data_rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
     available = int(dataset.val.n_sequences(T).sum())
@@ -212,8 +222,10 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     was_training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop
+    part = own_part(T)
+    _, n_parts = sequence_rank_and_size()
     for batch in batches[rank::world]:
-        if stop_signals:
+        if any_process(stop_signals):
             sums[3] = 1
             break
         sequences = [dataset.val.sequence(i, T) for i in batch]
@@ -222,11 +234,12 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
         docs = dataset.document_ids(x)
         docs = None if docs is None else docs.to(device)
         with autocast(device, dtype):
-            loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum")
-        n_bytes = dataset.count_bytes(y.numpy()) or 0
-        sums += torch.tensor([loss_sum.item(), (y >= 0).sum(), n_bytes, 0], dtype=torch.float64)
+            loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum", part=part)
+        n_targets = (y[:, part] >= 0).sum()
+        n_bytes = (dataset.count_bytes(y.numpy()) or 0) / n_parts  # each process counts all of them
+        sums += torch.tensor([loss_sum.item(), n_targets, n_bytes, 0], dtype=torch.float64)
     model.train(was_training)
-    if world > 1:
+    if dist.is_initialized():
         sums = sums.to(device)
         dist.all_reduce(sums)
     loss_sum, n_tokens, n_bytes, stopped = sums.tolist()
@@ -250,6 +263,7 @@ def forward_backward(forward, loader, state, dtype):
     each micro-batch by index.
     """
     device, world = loader.device, loader.world
+    _, n_processes = rank_and_world()
     accumulation = loader.cfg.gradient_accumulation_steps
     sums = torch.zeros(2, dtype=sum_dtype(device), device=device)
     losses = {}
@@ -257,14 +271,14 @@ def forward_backward(forward, loader, state, dtype):
         index, batch, n_targets, seed = loader.next()
         x, y, pos, docs = batch
         torch.manual_seed(seed)  # dropout too is a function of (seed, index)
-        if world > 1:
+        if dist.is_initialized():
             # Gradients are summed over processes at the last micro-batch only.
             forward.require_backward_grad_sync = micro_batch + world >= accumulation
         with autocast(device, dtype):
-            loss_sum = forward(x, y, pos, docs, reduction="sum")
+            loss_sum = forward(x, y, pos, docs, reduction="sum", part=loader.part)
         # Divided by the nominal number of tokens; the scored ones are known after the step.
-        # DDP averages over processes, hence `world`.
-        (loss_sum * (state.loss_scale * world / loader.tokens_per_step)).backward()
+        # DDP averages over processes, hence `n_processes`.
+        (loss_sum * (state.loss_scale * n_processes / loader.tokens_per_step)).backward()
         losses[index] = loss_sum.detach()
         sums[0] += loss_sum.detach()
         sums[1] += n_targets
@@ -333,9 +347,12 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
-    dataset = open_dataset(model, cfg, train_length or model.config.block_size)
+    train_length = train_length or model.config.block_size
+    dataset = open_dataset(model, cfg, train_length)
     run = Path(cfg.out_dir)
     state = TrainState()
+    form_groups(cfg.sequence_parallel)
+    share_attention(model, train_length, cfg.eval_length or model.config.block_size)
     open_run(run, model, cfg, state, dtype)
     forward, optimizers = set_up(model, cfg, device)
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)

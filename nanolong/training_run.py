@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
+from operator import call
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from nanolong.run_folder import (
     set_aside,
     settle_replaced,
 )
+from nanolong.sequence_parallel import data_rank_and_world
 
 
 def resume_run(model_class, cfg, model_config, given):
@@ -130,7 +132,8 @@ def open_run(run, model, cfg, state, dtype):
 
     state: a new TrainState of train.py.
     """
-    rank, world = rank_and_world()
+    rank, _ = rank_and_world()
+    _, world = data_rank_and_world()
     check_wandb(cfg.wandb)
     if cfg.gradient_accumulation_steps % world:
         raise UserError(
@@ -225,9 +228,9 @@ def logging_run(run, state, model, loader, dtype):
     """
     cfg = loader.cfg
     with closing_run(run, model, loader):
-        if loader.world > 1:
+        if dist.is_initialized():
             dist.barrier()  # all processes catch signals before the first one says that it trains
-        if loader.rank:
+        if rank_and_world()[0]:
             yield None
             return
         with (
@@ -247,19 +250,20 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     """
     Before the first step, compile the passes that it needs, and print what an expensive one costs.
 
-    No process waits for another meanwhile, so a stop signal ends it at once. Returns whether one
-    came, in any process.
+    No process waits for another meanwhile, so a stop signal ends it at once; where processes share
+    sequences, it ends with the batch. Returns whether one came, in any process.
     """
     cfg = loader.cfg
     compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
     times_step = expected_seconds(loader) > EXPENSIVE_STEP
     if not (compiles or times_step) or state.step >= cfg.max_iters:
         return False
+    run = call if cfg.sequence_parallel > 1 else stop_signals.interruptible
     if compiles or loader.device.type != "cpu":  # the first batch compiles kernels
-        stop_signals.interruptible(try_batch, forward, loader, dtype)
+        run(try_batch, forward, loader, dtype)
     seconds = []
     if times_step:
-        stop_signals.interruptible(time_batch, forward, loader, dtype, seconds)
+        run(time_batch, forward, loader, dtype, seconds)
     if seconds and logger:
         logger.print(describe_step(loader, seconds[0], cfg.max_iters - state.step, dtype))
     stopped = torch.tensor(len(stop_signals), device=loader.device)
@@ -271,7 +275,7 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
 def expected_seconds(loader):
     """Roughly what a step takes, from its floating-point operations."""
     flops = loader.tokens_per_step * loader.model.flops_per_token(loader.train_length)
-    return flops / loader.world / EXPECTED_SPEED[loader.device.type]
+    return flops / rank_and_world()[1] / EXPECTED_SPEED[loader.device.type]
 
 
 def try_batch(forward, loader, dtype):
@@ -282,9 +286,9 @@ def try_batch(forward, loader, dtype):
     """
     batch, _, _ = loader.prefetch.result()
     x, y, pos, docs = batch
-    no_sync = forward.no_sync() if loader.world > 1 else nullcontext()
+    no_sync = forward.no_sync() if dist.is_initialized() else nullcontext()
     with no_sync, autocast(loader.device, dtype):
-        loss_sum = forward(x, y, pos, docs, reduction="sum")
+        loss_sum = forward(x, y, pos, docs, reduction="sum", part=loader.part)
     loss_sum.backward()
     forward.zero_grad(set_to_none=True)
 
@@ -311,7 +315,7 @@ def describe_step(loader, seconds, n_steps, dtype):
     memory = count_memory(
         loader.model.config,
         cfg.batch_size,
-        loader.train_length,
+        loader.train_length // cfg.sequence_parallel,
         "float32" if dtype == torch.float32 else "bfloat16",
         cfg.checkpoint_activations,
         cfg.optimizer,

@@ -191,6 +191,7 @@ RANGES = {
     "random_positions": Range(least=0, most=2**24),
     # training
     "batch_size": Range(least=1, most=2**20),
+    "sequence_parallel": Range(least=1, most=2**16),
     "gradient_accumulation_steps": Range(least=1, most=2**20),
     "max_iters": Range(least=0),
     "learning_rate": Range(least=0),

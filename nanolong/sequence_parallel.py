@@ -1,0 +1,217 @@
+"""
+Sequence parallelism: N processes share every sequence, and each computes T / N of its tokens.
+
+    torchrun --standalone --nproc_per_node=4 train.py --pos=alibi --sequence_parallel=4
+
+All that a transformer computes outside attention, it computes for each token by itself. Around
+attention, tokens are exchanged for heads (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): one
+all-to-all turns queries, keys and values of all heads and T / N tokens into those of H / N heads
+and all T tokens; another turns the result back. A process thus computes whole rows of scores, so
+every scheme works as it is: its bias, vectors and tables are those of the whole sequence, of which
+a process takes the part of its own heads.
+"""
+
+import atexit
+import math
+
+import torch
+import torch.distributed as dist
+
+import kernels
+from nanolong.distributed import rank_and_world
+from nanolong.errors import UserError
+
+# the processes that share a sequence: those of this process, consecutive ranks; None: no others
+_group = None
+
+
+def form_groups(size):
+    """
+    Let `size` consecutive ranks share every sequence; called once in every process.
+
+    Raises UserError where the processes cannot be divided so.
+    """
+    global _group
+    rank, world = rank_and_world()
+    if world % size:
+        processes = "1 process" if world == 1 else f"{world} processes"
+        raise UserError(
+            f"--sequence_parallel={size} does not divide {processes}: start a multiple of {size} "
+            f"by torchrun --nproc_per_node={size}, or leave it out"
+        )
+    _group = None
+    if size == 1:
+        return
+    for first in range(0, world, size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)  # every process takes part in making every group
+        if rank in ranks:
+            _group = group
+    # gloo aborts a process that ends while a group is alive
+    atexit.register(_leave_groups)
+
+
+def _leave_groups():
+    global _group
+    _group = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sequence_rank_and_size():
+    """(rank among those that share a sequence, their number); (0, 1) without others."""
+    if _group is None:
+        return 0, 1
+    return dist.get_rank(_group), dist.get_world_size(_group)
+
+
+def data_rank_and_world():
+    """(rank among those that have other sequences, their number)."""
+    rank, world = rank_and_world()
+    _, size = sequence_rank_and_size()
+    return rank // size, world // size
+
+
+def own_part(length):
+    """The tokens of a sequence that this process computes: a slice."""
+    rank, size = sequence_rank_and_size()
+    if size == 1:
+        return slice(None)
+    return slice(rank * length // size, (rank + 1) * length // size)
+
+
+def share_attention(model, *lengths):
+    """
+    Let the schemes of a model exchange tokens for heads, where a call computes a part of a text.
+
+    lengths: tokens of the sequences that will be shared. Raises UserError for what cannot be.
+    """
+    _, size = sequence_rank_and_size()
+    if size == 1:
+        return
+    check_model(model, lengths, size)
+    for scheme in (model.pos, model.nope):
+        scheme.attend = exchanging(type(scheme).attend.__get__(scheme))
+        scheme.attention = attend_own_heads
+
+
+def check_model(model, lengths, size):
+    config = model.config
+    if config.n_head % size:
+        heads = "1 head" if config.n_head == 1 else f"{config.n_head} heads"
+        raise UserError(
+            f"--sequence_parallel={size} does not divide the model's {heads}: choose a divisor"
+        )
+    for length in lengths:
+        if length % size:
+            raise UserError(
+                f"--sequence_parallel={size} does not divide a sequence of {length} tokens: choose "
+                "another length"
+            )
+    if config.dropout:
+        raise UserError(
+            f"--sequence_parallel={size} cannot drop the activations that one process would drop: "
+            "train with --dropout=0"
+        )
+
+
+def any_process(condition):
+    """Whether a condition holds in any process that shares the sequences of this one."""
+    if _group is None:
+        return bool(condition)
+    flag = torch.tensor(int(bool(condition)), device=_device_of_group())
+    dist.all_reduce(flag, group=_group)
+    return flag.item() > 0
+
+
+def gather_tokens(x):
+    """Join the parts (B, T / N) of all processes, in the order of the tokens: (B, T)."""
+    if _group is None:
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(_group))]
+    dist.all_gather(parts, x.contiguous(), group=_group)
+    return torch.cat(parts, 1)
+
+
+def _device_of_group():
+    return "cuda" if dist.get_backend(_group) == "nccl" else "cpu"
+
+
+# -----------------------------------------------------------------------------
+# Attention
+
+
+def exchanging(attend):
+    """Wrap a scheme's attend(): exchange tokens for heads before it, and back after it."""
+
+    def attend_in_parts(q, k, v, pos, layer, cache, **mask):
+        if q.shape[2] == pos.shape[-1]:  # the whole sequence, as in generation
+            return attend(q, k, v, pos, layer, cache, **mask)
+        q, k, v = tokens_to_heads(q, k, v)
+        return heads_to_tokens(attend(q, k, v, pos, layer, cache, **mask))
+
+    return attend_in_parts
+
+
+def attend_own_heads(q, k, v, *, bias=None, relative=None, **options):
+    """kernels.attention() with the terms of a scheme cut to the heads of this process."""
+    rank, size = sequence_rank_and_size()
+    n_heads = q.shape[1]
+
+    def own_heads(x):
+        """Cut (n_head, ...) to the heads of q; a term that all heads share is left as it is."""
+        if x is None or len(x) != n_heads * size:
+            return x
+        return x[rank * n_heads : (rank + 1) * n_heads]
+
+    if relative is not None:
+        keys, values, offsets = relative
+        offsets = offsets and tuple(own_heads(x) for x in offsets)
+        relative = own_heads(keys), own_heads(values), offsets
+    return kernels.attention(q, k, v, bias=own_heads(bias), relative=relative, **options)
+
+
+def tokens_to_heads(q, k, v):
+    """
+    (B, H, T / N, D) of all heads -> (B, H / N, T, D) of the heads of this process.
+
+    Keys and values have Hk heads. Where N does not divide Hk, heads are repeated until it does.
+    """
+    _, N = sequence_rank_and_size()
+    repeats = math.lcm(k.shape[1], N) // k.shape[1]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    heads = [x.shape[1] // N for x in (q, k, v)]
+    dtype = v.dtype
+    # one all-to-all for the three of them: (N receivers, B, heads of each, T / N, D)
+    parts = [x.unflatten(1, (N, -1)).movedim(1, 0) for x in (q, k, v)]
+    received = AllToAll.apply(torch.cat(parts, 2))  # (N senders, B, heads, T / N, D)
+    x = received.movedim(0, 2).flatten(2, 3)  # (B, heads, T, D)
+    q, k, v = x.split(heads, 1)
+    return q, k, v.to(dtype)
+
+
+def heads_to_tokens(y):
+    """(B, H / N, T, D) -> (B, H, T / N, D): what tokens_to_heads() does, undone."""
+    _, N = sequence_rank_and_size()
+    received = AllToAll.apply(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send x[i] to process i of the group, and receive as much from each: (N, ...) -> (N, ...)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return exchange(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return exchange(grad)
+
+
+def exchange(x):
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=_group)
+    return received

@@ -1,0 +1,126 @@
+"""nanolong/sequence_parallel.py: processes that share a text compute what one process computes."""
+
+import json
+
+import pytest
+from conftest import TINY
+
+from model import POSITIONS
+from nanolong.checkpoint import find_checkpoint, read_meta
+from rope_scaling import EVALUATION_ONLY, METHODS
+
+N_CASES = 2 * len(POSITIONS) + 9 + 4 + 3 + len(METHODS) + len(EVALUATION_ONLY) + 5
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_losses_and_gradients_are_those_of_one_process(processes, run):
+    """In float64: every scheme, mask and extension method, at an input beyond the context."""
+    done = run("tests/parallel_cases.py", processes=processes)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = json.loads(done.stdout)
+    assert len(errors) == N_CASES
+    for name, (loss_error, gradient_error) in errors.items():
+        assert loss_error < 1e-12, name
+        assert gradient_error < 1e-9, name
+
+
+def without(words, *names):
+    return [word for word in words if not word.startswith(tuple(f"--{name}=" for name in names))]
+
+
+@pytest.fixture
+def words(text_data):
+    return [
+        *without(TINY, "max_iters", "eval_interval", "n_head"),
+        *("--n_head=4", "--n_kv_head=2", "--max_iters=20", "--eval_interval=10"),
+        *("--gradient_accumulation_steps=2", f"--dataset={text_data}"),
+    ]
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def numbers(run, name):
+    return [record[name] for record in records(run) if name in record]
+
+
+@pytest.mark.parametrize(
+    ("processes", "size", "settings", "limit"),
+    [
+        (2, 2, ["--pos=alibi"], 1e-5),
+        pytest.param(4, 2, ["--pos=rope", "--separate_docs=true"], 1e-5, marks=pytest.mark.slow),
+        pytest.param(4, 4, ["--pos=xl"], 1e-5, marks=pytest.mark.slow),
+        pytest.param(2, 2, ["--pos=t5", "--optimizer=muon"], 1e-3, marks=pytest.mark.slow),
+        pytest.param(
+            2, 2, ["--pos=rope", "--window=9", "--sinks=2", "--checkpoint_activations=true"], 1e-5,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2, 2, ["--pos=rope", "--random_positions=99"], 1e-5, marks=pytest.mark.slow
+        ),
+    ],
+)  # fmt: skip
+def test_training_is_that_of_one_process(processes, size, settings, limit, words, run, tmp_path):
+    one, shared = tmp_path / "one", tmp_path / "shared"
+    command = ["train.py", *words, *settings]
+    assert run(*command, f"--out_dir={one}").returncode == 0
+    done = run(*command, f"--out_dir={shared}", f"--sequence_parallel={size}", processes=processes)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert numbers(one, "loss") == pytest.approx(numbers(shared, "loss"), abs=limit, rel=0)
+    assert len(numbers(one, "loss")) == 20
+    for name in ("val_loss", "val_bits_per_byte"):
+        assert numbers(one, name) == pytest.approx(numbers(shared, name), abs=10 * limit)
+        assert len(numbers(one, name)) == 3
+    assert numbers(one, "tokens") == numbers(shared, "tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [["--method=yarn"], ["--method=dynamic-yarn"], ["--pose=true"]])
+def test_extension_is_that_of_one_process(method, words, run, tmp_path):
+    source = tmp_path / "source"
+    assert run("train.py", *words, "--max_iters=4", f"--out_dir={source}").returncode == 0
+    command = ["extend.py", source, *method, "--max_iters=10", "--max_tokens=512"]
+    command += ["--dtype=float32", "--log_interval=1", "--compile=false"]
+    one, shared = tmp_path / "one", tmp_path / "shared"
+    assert run(*command, f"--out_dir={one}").returncode == 0
+    done = run(*command, f"--out_dir={shared}", "--sequence_parallel=2", processes=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(numbers(one, "loss")) == 10
+    assert numbers(one, "loss") == pytest.approx(numbers(shared, "loss"), abs=1e-5, rel=0)
+
+
+def test_a_shared_run_goes_on_with_one_process(words, run, tmp_path):
+    """And the other way round: a checkpoint does not know how it was computed."""
+    straight, changed = tmp_path / "straight", tmp_path / "changed"
+    # constant: else the learning rate would fall towards the end of the run that is asked for
+    words = ["train.py", *words, "--lr_schedule=constant"]
+    assert run(*words, f"--out_dir={straight}").returncode == 0
+    shared = ["--sequence_parallel=2"]
+    first = run(*words, f"--out_dir={changed}", "--max_iters=10", *shared, processes=2)
+    assert first.returncode == 0, first.stderr[-2000:]
+    resume = [f"--out_dir={changed}", "--max_iters=20", "--init_from=resume"]
+    second = run(*words, *resume, "--sequence_parallel=1")
+    assert second.returncode == 0, second.stderr[-2000:]
+    assert len(numbers(changed, "loss")) == 20
+    assert numbers(changed, "loss") == pytest.approx(numbers(straight, "loss"), abs=1e-5)
+    assert read_meta(find_checkpoint(changed))["step"] == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "message"),
+    [
+        (["--sequence_parallel=2"], 0, "does not divide 1 process"),
+        (["--sequence_parallel=2", "--dropout=0.1"], 2, "--dropout=0"),
+        (["--sequence_parallel=2", "--n_head=1", "--n_kv_head=1"], 2, "1 head:"),
+        (["--sequence_parallel=2", "--block_size=31"], 2, "31 tokens"),
+        (["--sequence_parallel=0"], 0, "out of range"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(settings, processes, message, words, run, tmp_path):
+    command = ["train.py", *words, *settings, f"--out_dir={tmp_path}/run"]
+    done = run(*command, processes=processes)
+    assert done.returncode
+    assert message in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert not (tmp_path / "run").exists()
