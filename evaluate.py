@@ -63,9 +63,11 @@ from data import (
 from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import cli, plots, validate
 from nanolong.device import autocast, pick_device, pick_dtype, settle_weights, weights_to_load
+from nanolong.distributed import join_processes
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
+from nanolong.sequence_parallel import form_groups, gather_tokens, own_part, share_attention
 from nanolong.strict_json import to_json
 
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
@@ -101,6 +103,8 @@ class EvaluateConfig:
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
     json: str = ""  # write the records to this file; a loss that is not finite is null
     # [system]
+    # processes, started by torchrun, that share every sequence, a part of its tokens each
+    sequence_parallel: int = 1
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -186,6 +190,9 @@ def token_losses(model, x, y, positions):
     that the memory for activations does not grow with its length.
     """
     length = x.shape[1]
+    part = own_part(length)
+    if part != slice(None):  # other processes compute the other tokens
+        return gather_tokens(model(x, y, positions, reduction="none", part=part))
     # A method whose tables depend on the length has to see the whole sequence at once.
     if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
         return model(x, y, positions, reduction="none")
@@ -436,7 +443,8 @@ def find_needle(
             y = torch.from_numpy(np.stack([targets for _, targets in batch])).to(device)
             positions = model.sample_positions(len(x), length, seed)
             # Only the answer needs logits: the last digits of the targets.
-            hidden_states = model.hidden_states(x, positions)[:, -DIGITS:]
+            hidden_states = model.hidden_states(x, positions, part=own_part(length))
+            hidden_states = gather_tokens(hidden_states[:, -DIGITS:])[:, -DIGITS:]
             logits = model.head(hidden_states).float()  # (B, DIGITS, V)
             answer = y[:, -DIGITS:]
             correct = logits.argmax(-1) == answer
@@ -586,6 +594,19 @@ def describe_text(model, cfg):
 def main():
     positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
     cfg, _, paths = cli.parse(EvaluateConfig, about=__doc__, paths=positional)
+    rank, world = join_processes(cfg.device)
+    validate.require(
+        world in (1, cfg.sequence_parallel),
+        f"evaluate.py runs in {world} processes, which share every sequence: give "
+        f"--sequence_parallel={world}",
+    )
+    form_groups(cfg.sequence_parallel)
+    with cli.silent(rank > 0):
+        return evaluate(cfg, paths, writes=rank == 0)
+
+
+def evaluate(cfg, paths, writes):
+    """Do what the settings say; only one process writes files. Returns the exit status."""
     device = pick_device(cfg.device)
     load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, weights_to_load(cfg.weights))
@@ -595,13 +616,15 @@ def main():
         check_datasets(models, cfg)
         note_different_texts(models, cfg)
     for file in (cfg.plot, cfg.json):
-        if file:
+        if file and writes:
             check_writable(file)
 
     # The default lengths are multiples of the shortest original context length.
     shortest = min(model.config.original_length for model in models.values())
     factors = (1, 2, 4, 8) if cfg.task == "loss" else (1, 2, 3, 4)
     lengths = cfg.lengths or tuple(shortest * factor for factor in factors)
+    for model in models.values():
+        share_attention(model, *lengths)
 
     if cfg.task == "loss":
         records = measure_losses(models, cfg, lengths)
@@ -611,9 +634,9 @@ def main():
         records = measure_needles(models, cfg, lengths)
         print(plots.format_needle_table(records, lengths))
 
-    if cfg.json:
+    if cfg.json and writes:
         Path(cfg.json).write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
-    if cfg.plot:
+    if cfg.plot and writes:
         plot_records(records, models, cfg, lengths)
     return 0
 

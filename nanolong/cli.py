@@ -16,6 +16,7 @@ too long, the comment lines directly above it. A comment `# [name]` starts a gro
 """
 
 import ast
+import contextlib
 import difflib
 import errno
 import functools
@@ -402,6 +403,17 @@ def print_error(message, on_every_rank):
     """Of several processes rank 0 alone prints what all of them meet alike."""
     if on_every_rank or int(os.environ.get("RANK", 0)) == 0:
         print(f"error: {message}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def silent(condition):
+    """Print nothing while the condition holds, as in all processes but the first."""
+    if not condition:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
 
 
 def discard_stdout():

@@ -125,7 +125,7 @@ def any_process(condition):
 
 
 def gather_tokens(x):
-    """Join the parts (B, T / N) of all processes, in the order of the tokens: (B, T)."""
+    """Join the parts (B, T / N, ...) of all processes, in the order of the tokens: (B, T, ...)."""
     if _group is None:
         return x
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(_group))]

@@ -43,8 +43,6 @@ def cases():
     for method in rope_scaling.METHODS:
         options = LONGROPE if method == "longrope" else {}
         yield f"rope {method}", {"pos": "rope"}, {"extension": (method, options)}
-    for method in rope_scaling.EVALUATION_ONLY:
-        yield f"rope {method}", {"pos": "rope"}, {"extension": (method, {})}
     for pos in ("alibi", "t5", "shaw", "xl"):
         yield f"{pos} pi", {"pos": pos}, {"extension": ("pi", {})}
     yield "alibi dynamic-pi", {"pos": "alibi"}, {"extension": ("dynamic-pi", {})}

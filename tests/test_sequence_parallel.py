@@ -3,13 +3,14 @@
 import json
 
 import pytest
+import torch
 from conftest import TINY
 
-from model import POSITIONS
+from model import GPT, POSITIONS, GPTConfig
 from nanolong.checkpoint import find_checkpoint, read_meta
-from rope_scaling import EVALUATION_ONLY, METHODS
+from rope_scaling import METHODS
 
-N_CASES = 2 * len(POSITIONS) + 9 + 4 + 3 + len(METHODS) + len(EVALUATION_ONLY) + 5
+N_CASES = 2 * len(POSITIONS) + 9 + 4 + 3 + len(METHODS) + 5
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -124,3 +125,57 @@ def test_what_cannot_be_shared_is_refused(settings, processes, message, words, r
     assert message in done.stderr
     assert done.stderr.count("error: ") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A checkpoint with random weights and the tokenizer of bytes."""
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 128, "vocab_size": 257}
+    model = GPT(GPTConfig(**shape))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.2)
+    model.meta = {"tokenizer": {"kind": "bytes"}, "bos": 256}
+    folder = tmp_path_factory.mktemp("model")
+    model.save(folder / "rope" / "step-000000")
+    return folder / "rope"
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        (["--protocol=chunked,position,sliding", "--lengths=128,512"], ("loss",)),
+        (["--task=needle", "--lengths=128,256", "--depths=2", "--trials=2"], ("nll", "accuracy")),
+    ],
+)
+def test_evaluation_is_that_of_one_process(words, numbers, model_folder, run, tmp_path):
+    text = ["--text=tests/test_model.py", "--max_tokens=1024"] if "needle" not in words[0] else []
+    command = ["evaluate.py", model_folder, *words, *text, "--dtype=float32"]
+    one = run(*command, f"--json={tmp_path}/one.json")
+    assert one.returncode == 0, one.stderr
+    two = run(*command, f"--json={tmp_path}/two.json", "--sequence_parallel=2", processes=2)
+    assert two.returncode == 0, two.stderr[-2000:]
+    expected, found = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("one", "two"))
+    assert len(expected) == len(found) > 2
+    for a, b in zip(expected, found, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys():
+            if name in numbers:
+                assert a[name] == pytest.approx(b[name], abs=1e-5)
+            elif not isinstance(a[name], float | list):
+                assert a[name] == b[name]
+    # the first process alone prints
+    assert two.stdout == one.stdout
+
+
+def test_processes_of_an_evaluation_share_sequences_or_are_refused(model_folder, run):
+    text = ["--text=tests/test_model.py", "--max_tokens=256", "--lengths=128"]
+    done = run("evaluate.py", model_folder, *text, processes=2)
+    assert done.returncode
+    assert "give --sequence_parallel=2" in done.stderr
+    odd = ["--lengths=129", "--sequence_parallel=2"]
+    done = run("evaluate.py", model_folder, *text[:2], *odd, processes=2)
+    assert done.returncode
+    assert "a sequence of 129 tokens" in done.stderr
+    assert done.stderr.count("error: ") == 1
