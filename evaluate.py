@@ -67,7 +67,7 @@ from nanolong.distributed import join_processes
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
-from nanolong.sequence_parallel import form_groups, gather_tokens, own_part, share_attention
+from nanolong.sequence_parallel import gather_tokens, own_part, share_sequences
 from nanolong.strict_json import to_json
 
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
@@ -600,7 +600,6 @@ def main():
         f"evaluate.py runs in {world} processes, which share every sequence: give "
         f"--sequence_parallel={world}",
     )
-    form_groups(cfg.sequence_parallel)
     with cli.silent(rank > 0):
         return evaluate(cfg, paths, writes=rank == 0)
 
@@ -624,7 +623,7 @@ def evaluate(cfg, paths, writes):
     factors = (1, 2, 4, 8) if cfg.task == "loss" else (1, 2, 3, 4)
     lengths = cfg.lengths or tuple(shortest * factor for factor in factors)
     for model in models.values():
-        share_attention(model, *lengths)
+        share_sequences(model, cfg.sequence_parallel, lengths)
 
     if cfg.task == "loss":
         records = measure_losses(models, cfg, lengths)

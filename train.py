@@ -53,10 +53,9 @@ from nanolong.run_folder import list_steps, readable_steps
 from nanolong.sequence_parallel import (
     any_process,
     data_rank_and_world,
-    form_groups,
     own_part,
     sequence_rank_and_size,
-    share_attention,
+    share_sequences,
 )
 from nanolong.signals import catch_signals
 from nanolong.training_run import (
@@ -351,8 +350,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     dataset = open_dataset(model, cfg, train_length)
     run = Path(cfg.out_dir)
     state = TrainState()
-    form_groups(cfg.sequence_parallel)
-    share_attention(model, train_length, cfg.eval_length or model.config.block_size)
+    share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
     open_run(run, model, cfg, state, dtype)
     forward, optimizers = set_up(model, cfg, device)
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)

@@ -25,23 +25,34 @@ from nanolong.errors import UserError
 _group = None
 
 
-def form_groups(size):
+def share_sequences(model, size, lengths):
     """
-    Let `size` consecutive ranks share every sequence; called once in every process.
+    Let `size` consecutive ranks share every sequence; called in every process.
 
-    Raises UserError where the processes cannot be divided so.
+    Calls of the model that compute a part of a text then exchange tokens for heads. lengths: tokens
+    of the sequences that will be shared; 0: the context length. Raises UserError for what cannot be
+    shared.
     """
+    _form_groups(size)
+    if size == 1:
+        return
+    check_model(model, lengths, size)
+    for scheme in (model.pos, model.nope):
+        scheme.attend = exchanging(type(scheme).attend.__get__(scheme))
+        scheme.attention = attend_own_heads
+
+
+def _form_groups(size):
     global _group
     rank, world = rank_and_world()
+    if size == sequence_rank_and_size()[1]:
+        return
     if world % size:
         processes = "1 process" if world == 1 else f"{world} processes"
         raise UserError(
             f"--sequence_parallel={size} does not divide {processes}: start a multiple of {size} "
             f"by torchrun --nproc_per_node={size}, or leave it out"
         )
-    _group = None
-    if size == 1:
-        return
     for first in range(0, world, size):
         ranks = list(range(first, first + size))
         group = dist.new_group(ranks)  # every process takes part in making every group
@@ -80,21 +91,6 @@ def own_part(length):
     return slice(rank * length // size, (rank + 1) * length // size)
 
 
-def share_attention(model, *lengths):
-    """
-    Let the schemes of a model exchange tokens for heads, where a call computes a part of a text.
-
-    lengths: tokens of the sequences that will be shared. Raises UserError for what cannot be.
-    """
-    _, size = sequence_rank_and_size()
-    if size == 1:
-        return
-    check_model(model, lengths, size)
-    for scheme in (model.pos, model.nope):
-        scheme.attend = exchanging(type(scheme).attend.__get__(scheme))
-        scheme.attention = attend_own_heads
-
-
 def check_model(model, lengths, size):
     config = model.config
     if config.n_head % size:
@@ -103,6 +99,7 @@ def check_model(model, lengths, size):
             f"--sequence_parallel={size} does not divide the model's {heads}: choose a divisor"
         )
     for length in lengths:
+        length = length or config.block_size
         if length % size:
             raise UserError(
                 f"--sequence_parallel={size} does not divide a sequence of {length} tokens: choose "

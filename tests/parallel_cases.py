@@ -19,7 +19,7 @@ import torch.distributed as dist
 import rope_scaling
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong.distributed import join_processes
-from nanolong.sequence_parallel import form_groups, gather_tokens, own_part, share_attention
+from nanolong.sequence_parallel import gather_tokens, own_part, share_sequences
 
 T = 48
 # what a longrope table needs: a factor for each pair of channels
@@ -90,7 +90,7 @@ def compare(settings, docs=False, positions=False, recompute=False, extension=No
     model.activation_checkpointing = recompute
     inputs = make_inputs(model, docs, positions)
     wanted, wanted_gradients = loss_and_gradients(model, inputs, slice(None))
-    share_attention(model, T)
+    share_sequences(model, dist.get_world_size(), [T])
     loss, gradients = loss_and_gradients(model, inputs, own_part(T))
     for gradient in gradients.values():
         dist.all_reduce(gradient)
@@ -106,8 +106,7 @@ def error(x, wanted, floor=1e-30):
 
 def main():
     warnings.simplefilter("ignore", ContextLengthWarning)
-    rank, world = join_processes("cpu")
-    form_groups(world)
+    rank, _ = join_processes("cpu")
     errors = {name: compare(settings, **changes) for name, settings, changes in cases()}
     if rank == 0:
         print(json.dumps(errors))
