@@ -134,6 +134,7 @@ class TrainState:
     val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
+    kernels: str = ""  # what computes attention: see check_kernels()
 
 
 class BatchLoader:

@@ -4,7 +4,8 @@ Each operator has one signature, that of reference.py. rope and attention are Tr
 (sm_80 and newer) and ROCm, and plain PyTorch elsewhere; the others are plain PyTorch everywhere.
 
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch. TRITON_INTERPRET=1 runs the kernels on
-CPU tensors too, slowly, to test them.
+CPU tensors too, slowly, to test them. first_contact.py replaces a kernel that computes something
+else on the device at hand.
 
 Importing this package prints nothing and imports only torch; triton is imported when a kernel first
 runs.
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from . import reference
+from . import first_contact, reference
 from .reference import describe_wrong_terms, linear, linear_cross_entropy, rms_norm
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "rope",
     "selective_checkpoint",
     "triton_runs",
+    "what_triton_lacks",
 ]
 
 
@@ -44,6 +46,8 @@ def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""
     # float64 is for checking, and only the reference supports it
     if not _triton_runs(q.device.type, q.device.index) or q.dtype == torch.float64:
+        return reference.rope(q, k, cos, sin)
+    if not first_contact.rope_passes(q, k, cos):
         return reference.rope(q, k, cos, sin)
     from .rotary import rope as rotary
 
@@ -68,14 +72,15 @@ def attention(
     }
     if not _triton_runs(q.device.type, q.device.index) or v.dtype == torch.float64:
         return reference.attention(q, k, v, **options, length=length)
+    q, k = q.to(v.dtype), k.to(v.dtype)  # as in the reference
+    needs_grad = _needs_grad(q, k, v, bias, relative)
+    decodes = length is not None or q.shape[2] <= 8 and not needs_grad
+    if not first_contact.attention_passes(decodes, needs_grad, q, k, length, **options):
+        return reference.attention(q, k, v, **options, length=length)
     from . import decode, flash
 
-    q, k = q.to(v.dtype), k.to(v.dtype)  # as in the reference
-    if length is not None:
+    if decodes:
         return decode.attention(q, k, v, **options, length=length)
-    few_queries = q.shape[2] <= 8
-    if few_queries and not _needs_grad(q, k, v, bias, relative):
-        return decode.attention(q, k, v, **options)
     return flash.attention(q, k, v, **options)
 
 
@@ -154,7 +159,15 @@ def _decide_triton_runs(device, index):
 
 
 def _why_not_triton(index):
-    """What Triton lacks on a GPU, or None. It compiles its launcher with a C compiler."""
+    """What Triton lacks on a GPU, or None."""
+    missing = what_triton_lacks()
+    if not missing and not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0):
+        return "it is older than sm_80"
+    return missing
+
+
+def what_triton_lacks():
+    """What is not installed here, or None. Triton compiles its launcher with a C compiler."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     compilers = (os.environ.get("CC") or "gcc", "clang")
@@ -162,6 +175,4 @@ def _why_not_triton(index):
         return "there is no C compiler, which triton needs (install gcc)"
     if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
         return "the Python headers are missing, which triton needs (apt-get install python3-dev)"
-    if not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0):
-        return "it is older than sm_80"
     return None

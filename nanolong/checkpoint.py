@@ -218,7 +218,7 @@ def check_meta(meta):
     str(meta["checksums"]["model.safetensors"])
     for name in ("step", "tokens", "pretraining_tokens", "bos"):
         require(meta, name, meta.get(name) is None or is_count(meta[name]))
-    for name in ("dataset", "data_hash", "parent", "launch", "entry"):
+    for name in ("dataset", "data_hash", "kernels", "parent", "launch", "entry"):
         require(meta, name, meta.get(name) is None or isinstance(meta[name], str))
     require(meta, "val_loss", meta.get("val_loss") is None or is_number(meta["val_loss"]))
     require(meta, "tokenizer", meta.get("tokenizer") is None or isinstance(meta["tokenizer"], dict))

@@ -452,6 +452,8 @@ class GraphedStep:
                 run(self.tokens)
                 self.step.rewind()
         torch.cuda.current_stream().wait_stream(stream)
+        if not compiled and kernels.first_contact.has_replaced("decoding"):
+            raise RuntimeError("plain PyTorch reads the length of the text on the host")
         with torch.cuda.graph(self.graph):
             self.logits = run(self.tokens)
         self.step.rewind()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import kernels
 from nanolong import cli
 from nanolong.checkpoint import (
     is_elastic_restart,
@@ -248,11 +249,13 @@ EXPENSIVE_STEP = 1.0  # seconds; the time and memory of such a step are printed 
 
 def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     """
-    Before the first step, compile the passes that it needs, and print what an expensive one costs.
+    Before the first step, check the kernels and compile the passes that it needs, and print what an
+    expensive one costs.
 
     No process waits for another meanwhile, so a stop signal ends it at once; where processes share
     sequences, it ends with the batch. Returns whether one came, in any process.
     """
+    check_kernels(loader, state, dtype, stop_signals, logger)
     cfg = loader.cfg
     compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
     times_step = expected_seconds(loader) > EXPENSIVE_STEP
@@ -270,6 +273,32 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     if dist.is_initialized():
         dist.all_reduce(stopped)
     return stopped.item() > 0
+
+
+def check_kernels(loader, state, dtype, stop_signals, logger):
+    """
+    Check the kernels that training needs, before anything is compiled; log a change of verdict.
+
+    A kernel that has failed in one process is replaced by plain PyTorch in all of them.
+    """
+    device = next(loader.model.parameters()).device
+    on_triton = kernels.triton_runs(device)
+    if on_triton:
+        stop_signals.interruptible(meet_kernels, loader, dtype)
+    kernels.first_contact.share_faults(device)
+    state.kernels = kernels.first_contact.describe(device) if on_triton else "plain PyTorch"
+    meta = loader.model.meta
+    if logger and is_resumed(loader.model, loader.cfg) and "kernels" in meta:
+        old, new = {"kernels": meta["kernels"]}, {"kernels": state.kernels}
+        logger.changed_settings(state.step, old, new)
+
+
+def meet_kernels(loader, dtype):
+    """Call each kernel once. A forward pass is enough: a check includes the gradients."""
+    batch, _, _ = loader.prefetch.result()
+    x, _, pos, docs = (None if part is None else part[:1, :16] for part in batch)
+    with autocast(loader.device, dtype):
+        loader.model(x, positions=pos, docs=docs)
 
 
 def expected_seconds(loader):
@@ -361,6 +390,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             scaler=[state.loss_scale, state.good_steps] if dtype == torch.float16 else None,
             dataset=cfg.dataset,
             data_hash=dataset.hash,
+            kernels=state.kernels,
             bos=dataset.bos,
             tokenizer=model.meta.get("tokenizer") or tokenizer,
             launch=os.environ.get("TORCHELASTIC_RUN_ID"),
