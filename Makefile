@@ -3,6 +3,7 @@
 # make lint        check format and style
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
+# make gpu-check   on a GPU: all tests of the kernels, and a report to send us
 # make public      a public checkpoint: download, extend, evaluate, sample; about ten minutes
 # make smollm2     only download it, for make test-all
 #
@@ -25,7 +26,7 @@ PUBLIC ?= out/smollm2
 # where it is there, the slow tests use it
 export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
-.PHONY: demo test test-all lint golden bench aot smollm2 public
+.PHONY: demo test test-all lint golden bench aot gpu-check smollm2 public
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,rope)
@@ -61,6 +62,10 @@ bench: .venv/demo
 aot: .venv/test
 	$(PY) tests/compiled/aot.py --all --report
 	NANOLONG_AOT=all $(PY) -m pytest -q tests/test_kernels.py -k fit_the_hardware
+
+# On a GPU: all tests of the kernels, compute-sanitizer, the benchmark, and a report to send us.
+gpu-check: .venv/test
+	$(PY) tests/gpu_check.py
 
 smollm2: $(SMOLLM2)
 	@echo "for the tests on it: export NANOLONG_SMOLLM2=$(SMOLLM2)"
