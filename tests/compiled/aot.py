@@ -57,12 +57,8 @@ TENSOR_CORE = re.compile(r"HMMA|HGMMA|UTC\w*MMA")
 # Compiling
 
 
-def compile_for(kernel, target, signature, constants, **options):
-    """Compile a kernel for an architecture.
-
-    Returns registers, spilled bytes (stack), shared memory, counts of the instructions that matter,
-    and the lengths of the main loops.
-    """
+def compile_kernel(kernel, target, signature, constants, **options):
+    """Compile a kernel for an architecture: Triton's result, with the text of all stages."""
     signature = {n: "constexpr" if n in constants else signature[n] for n in kernel.arg_names}
     # Pointers, strides and token counts are declared divisible by 16, as the just-in-time compiler
     # finds them in a model: without that the code is not the code that runs.
@@ -74,11 +70,22 @@ def compile_for(kernel, target, signature, constants, **options):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     if target.startswith("gfx"):
-        compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options=options)
-        cost = amd_cost(compiled.asm["amdgcn"])
+        gpu = GPUTarget("hip", target, 64)
     else:
         gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-        compiled = triton.compile(source, target=gpu, options=options)
+    return triton.compile(source, target=gpu, options=options)
+
+
+def compile_for(kernel, target, signature, constants, **options):
+    """Compile a kernel for an architecture and read off what it costs.
+
+    Returns registers, spilled bytes (stack), shared memory, counts of the instructions that matter,
+    and the lengths of the main loops.
+    """
+    compiled = compile_kernel(kernel, target, signature, constants, **options)
+    if target.startswith("gfx"):
+        cost = amd_cost(compiled.asm["amdgcn"])
+    else:
         cost = nvidia_cost(compiled.asm["cubin"])
     return {**cost, "shared": compiled.metadata.shared}
 

@@ -6,7 +6,7 @@ function builds the action: it finds the arrays of the operands once, and return
 
 How results are rounded:
   add, sub, mul, fma, mad     once, to nearest even
-  div.rn, sqrt.rn             once, to nearest even
+  div.rn                      once, to nearest even
   ex2, lg2, rcp, rsqrt, sqrt (.approx) and div.full
                               once, to nearest even. The manual allows errors of up to about two
                               units in the last place, so the last bits of a GPU differ from these
@@ -50,7 +50,7 @@ def operands(machine, instruction, type):
 # Data movement between registers.
 
 
-@operation("mov.{pred,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}", operands=2)
+@operation("mov.{pred,b16,u16,b32,u32,f32,b64,u64}", operands=2)
 def move(machine, i):
     # Data Movement: mov: "Set destination register variable d with the value of a"; also of a
     # special register or an address. With a list in braces: pack or unpack a vector, the first
@@ -261,7 +261,7 @@ def compare_integers(machine, i):
     return lambda mask: function(a, b, out=d, where=mask)
 
 
-@operation("setp.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}{,.ftz}.f32", operands=3)
+@operation("setp.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.f32", operands=3)
 def compare_floats(machine, i):
     # Comparison and Selection: setp: "p = (a CmpOp b)"; "num: true if both operands are numeric",
     # "nan: true if either is NaN", "equ, neu, ltu, leu, gtu, geu: if either is NaN, true".
@@ -270,14 +270,13 @@ def compare_floats(machine, i):
     a, b = (machine.source(x, "f32") for x in i.operands[1:])
 
     def run(mask):
-        x, y = (flush(a), flush(b)) if has(i, "ftz") else (a, b)
-        is_nan = np.isnan(x) | np.isnan(y)
+        is_nan = np.isnan(a) | np.isnan(b)
         if test in ("num", "nan"):
             assign(d, is_nan == (test == "nan"), mask)
         elif test.endswith("u"):
-            assign(d, COMPARISONS[test[:-1]](x, y) | is_nan, mask)
+            assign(d, COMPARISONS[test[:-1]](a, b) | is_nan, mask)
         else:
-            assign(d, COMPARISONS[test](x, y) & ~is_nan, mask)
+            assign(d, COMPARISONS[test](a, b) & ~is_nan, mask)
 
     return run
 
@@ -299,10 +298,10 @@ FLOAT_FUNCTIONS = {
 
 
 @operation("{add,sub,mul}{,.rn}{,.ftz}.f32", operands=3)
-@operation("{min,max}{,.ftz}.f32", operands=(3, 4))
-@operation("{neg,abs}{,.ftz}.f32", operands=2)
+@operation("{min,max}.f32", operands=(3, 4))
+@operation("{neg,abs}.f32", operands=2)
 @operation("fma.rn{,.ftz}.f32", operands=4)
-@operation("div.{rn,full}{,.ftz}.f32", operands=3)
+@operation("div.rn.f32", "div.full{,.ftz}.f32", operands=3)
 def floating_point(machine, i):
     # Floating Point: add: "d = a + b", sub: "d = a - b", mul: "d = a * b", neg: "d = -a", abs:
     # "d = |a|", fma: "d = a * b + c", "performs a fused multiply-add with no loss of precision in
@@ -325,8 +324,8 @@ def apply(function, sources):
     return function(*sources)
 
 
-@operation("{add,sub,mul}{,.rn}{,.ftz}.f32x2", operands=3)
-@operation("fma.rn{,.ftz}.f32x2", operands=4)
+@operation("{add,sub,mul}.f32x2", operands=3)
+@operation("fma.rn.f32x2", operands=4)
 def floating_point_pairs(machine, i):
     # Floating Point: add, sub, mul, fma .f32x2: the operation on each half of 64 bits.
     function = FLOAT_FUNCTIONS[i.name.split(".")[0]]
@@ -334,10 +333,7 @@ def floating_point_pairs(machine, i):
 
     def run(mask):
         pairs = mask if mask is True else np.repeat(mask, 2)
-        if has(i, "ftz"):
-            assign(d, flush(function(*(flush(x) for x in sources))), pairs)
-        else:
-            assign(d, function(*sources), pairs)
+        assign(d, function(*sources), pairs)
 
     return run
 
@@ -364,7 +360,6 @@ APPROXIMATE = {
 
 
 @operation("{ex2,lg2,rcp,sqrt,rsqrt}.approx{,.ftz}.f32", operands=2)
-@operation("{rcp,sqrt}.rn{,.ftz}.f32", operands=2)
 def special_function(machine, i):
     # Floating Point: ex2: "d = 2 ^ a", lg2: "d = log(a) / log(2)", rcp: "d = 1 / a", sqrt:
     # "d = sqrt(a)", rsqrt: "d = 1 / sqrt(a)".
@@ -384,7 +379,7 @@ def special_function(machine, i):
 # -----------------------------------------------------------------------------
 # Conversions. Data Movement and Conversion: cvt.
 
-INTEGERS = "s8,u8,s16,u16,s32,u32,s64,u64"
+INTEGERS = "s16,u16,s32,u32,s64,u64"
 
 
 @operation(f"cvt.{{{INTEGERS}}}.{{{INTEGERS}}}", operands=2)
@@ -408,7 +403,7 @@ def integer_to_float(machine, i):
 TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-@operation("cvt.{rni,rzi,rmi,rpi}{,.ftz}.{s32,u32}.f32", operands=2)
+@operation("cvt.{rni,rzi,rmi,rpi}.{s32,u32}.f32", operands=2)
 def float_to_integer(machine, i):
     # ".rni: round to nearest integer, ties to even; .rzi: towards zero; .rmi: down; .rpi: up".
     # "Out of range inputs are clamped to the range"; "NaN becomes 0".
@@ -419,24 +414,18 @@ def float_to_integer(machine, i):
     a = machine.source(i.operands[1], "f32")
 
     def run(mask):
-        x = flush(a) if has(i, "ftz") else a
-        number = np.clip(function(x.astype(np.float64)), limits.min, limits.max)
+        number = np.clip(function(a.astype(np.float64)), limits.min, limits.max)
         assign(d, np.where(np.isnan(number), 0, number).astype(np.int64), mask)
 
     return run
 
 
-@operation("cvt.{rni,rzi,rmi,rpi}{,.ftz}.f32.f32", operands=2)
+@operation("cvt.{rni,rzi,rmi,rpi}.f32.f32", operands=2)
 def float_to_whole(machine, i):
     # "Round to an integral value in the same floating point format."
     function = TO_INTEGER[i.name.split(".")[1]]
     d, (a,) = operands(machine, i, "f32")
-
-    def run(mask):
-        x = flush(a) if has(i, "ftz") else a
-        assign(d, function(x), mask)
-
-    return run
+    return lambda mask: assign(d, function(a), mask)
 
 
 @operation("cvt.f32.{bf16,f16}", operands=2)

@@ -10,7 +10,7 @@ import os
 import numpy as np
 import torch
 
-from .machine import Machine
+from .machine import MAX_VISITS, Machine
 from .ptx import Kernel, check_target
 
 DTYPE_NAMES = {
@@ -28,7 +28,8 @@ class Launcher:
 
     options   races: whether ledgers are kept (True). profile: whether wavefronts and sectors are
               counted (False). shuffle: None or a seed, the order of warps: see machine.py. order:
-              the order of the programs of a launch, None, "reversed" or a seed
+              the order of the programs of a launch, None, "reversed" or a seed. max_visits: of
+              blocks, after which a program is taken to hang
     edit      None, or a function of the PTX text to the text that is executed: faults on purpose
     machine   of the last launch;  last: its (grid, args, kwargs);  launches: how many there were
     """
@@ -40,7 +41,13 @@ class Launcher:
         check_target(target, getattr(function, "__name__", "kernel"))
         self.function = function
         self.target = target
-        self.options = {"races": True, "profile": False, "shuffle": None, "order": None}
+        self.options = {
+            "races": True,
+            "profile": False,
+            "shuffle": None,
+            "order": None,
+            "max_visits": MAX_VISITS,
+        }
         unknown = options.keys() - self.options
         if unknown:
             raise TypeError(f"unknown options of a launcher: {', '.join(sorted(unknown))}")

@@ -271,9 +271,11 @@ class Machine:
         # cp.async (movement.py): what was issued and not waited for, and groups by thread
         self.copies = []
         self.committed_copies = np.zeros(self.n_threads, np.int64)
-        # wgmma (matrices.py), by warp group
+        # wgmma (matrices.py), by warp group; the registers used since wgmma.fence, None: no fence
+        n_groups = -(-self.n_warps // 4)
         self.products = []
-        self.committed_products = np.zeros(-(-self.n_warps // 4), np.int64)
+        self.committed_products = np.zeros(n_groups, np.int64)
+        self.used_registers = [None] * n_groups
         self.warp_order = None
 
     def _run_block(self, at, mask):
@@ -284,14 +286,15 @@ class Machine:
         names = self.register_names[at]
         instructions = self.kernel.blocks[at].instructions
         for action, named, instruction in zip(self.actions[at], names, instructions, strict=True):
-            if self.products:
+            if not instruction.name.startswith("wgmma."):
                 self._check_pending_registers(instruction, named, mask)
+                for group in np.unique(self.warps_of(mask) // 4):
+                    if self.used_registers[group] is not None:
+                        self.used_registers[group] |= named
             action(mask)
 
     def _check_pending_registers(self, instruction, named, mask):
         """A Fault if an instruction names a register of a wgmma that was not waited for."""
-        if instruction.name.startswith("wgmma."):
-            return  # the next product may go on with the same sums
         for product in self.products:
             if named.isdisjoint(product.register_names):
                 continue

@@ -236,12 +236,9 @@ def tile_addresses(descriptor, rows, is_across):
     return at ^ (at >> 7 & width // 16 - 1) << 4
 
 
-WIDTHS = ",".join(str(n) for n in range(8, 257, 8))
-
-
 @operation(
-    f"wgmma.mma_async.sync.aligned.m64n{{{WIDTHS}}}k16.f32.bf16.bf16",
-    f"wgmma.mma_async.sync.aligned.m64n{{{WIDTHS}}}k16.f32.f16.f16",
+    "wgmma.mma_async.sync.aligned.m64n{8,16,32,64,128,256}k16.f32.bf16.bf16",
+    "wgmma.mma_async.sync.aligned.m64n{8,16,32,64,128,256}k16.f32.f16.f16",
     operands=(7, 8),
 )
 def multiply_asynchronously(machine, i):
@@ -270,6 +267,7 @@ def multiply_asynchronously(machine, i):
 
     def run(mask):
         for group in whole_groups(machine, i, mask):
+            check_fence(machine, i, group, names)
             product = Product(i, int(machine.committed_products[group]), group, names)
             if not has_left_registers:
                 product.left_tile = claim_tile(machine, product, descriptor, 64, across[0])
@@ -288,6 +286,17 @@ def whole_groups(machine, i, mask):
         message = "only a part of a warp group executes this"
         machine.fault(i, message, 128 * groups[n_warps != 4][0])
     return groups
+
+
+def check_fence(machine, i, group, names):
+    """A Fault if a register of a product was used after the last wgmma.fence, or there was none.
+
+    "Required before the first wgmma.mma_async and between a register access and any wgmma.mma_async
+    that accesses the same registers", other than as sums of products of the same shape.
+    """
+    used = machine.used_registers[group]
+    if used is None or not used.isdisjoint(names):
+        machine.fault(i, "a register of wgmma was used without wgmma.fence after it", 128 * group)
 
 
 def claim_tile(machine, product, descriptors, rows, is_across):
@@ -355,7 +364,11 @@ def complete(machine, product):
 def fence_products(machine, i):
     # wgmma.fence: "establishes an ordering between prior accesses to any warpgroup registers and
     # subsequent accesses by wgmma.mma_async".
-    return lambda mask: whole_groups(machine, i, mask)
+    def run(mask):
+        for group in whole_groups(machine, i, mask):
+            machine.used_registers[group] = set()
+
+    return run
 
 
 @operation("wgmma.commit_group.sync.aligned", operands=0)

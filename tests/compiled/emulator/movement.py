@@ -23,7 +23,7 @@ def extended_register(machine, text, sign):
     return machine.register(text, f"{sign}{machine.register_bits(text)}")
 
 
-@operation("ld.param.{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64}", operands=2)
+@operation("ld.param.{b8,s8,b16,s16,b32,s32,b64}", operands=2)
 def load_parameter(machine, i):
     # "Load register variable d from the location of a kernel parameter"; "if the destination is
     # wider than the type, the value is sign-extended for .s, zero-extended for .u and .b".
@@ -33,12 +33,12 @@ def load_parameter(machine, i):
     declared = {name: type for type, name in machine.kernel.parameters}
     if name not in declared or TYPES[declared[name]].itemsize != TYPES[type].itemsize:
         raise NotImplementedError(f"{i.operands[1]} is no parameter of that width")
-    read_as = TYPES[type] if type[0] != "f" else np.dtype(np.uint32)
-    return lambda mask: assign(d, machine.parameters[name].view(read_as), mask)
+    return lambda mask: assign(d, machine.parameters[name].view(TYPES[type]), mask)
 
 
-@operation("ld.{global,shared}{,.v2,.v4}.{b16,u16,b32,u32,f32,b64,u64}", operands=2)
-@operation("ld.{global,shared}.{b8,u8,s8,s16,s32}", operands=2)
+@operation("ld.{global,shared}{,.v2,.v4}.{b8,b16,b32}", operands=2)
+@operation("ld.{global,shared}{,.v2}.b64", operands=2)
+@operation("ld.{global,shared}.{s8,s16,s32}", operands=2)
 def load(machine, i):
     # "Load register variable d from the location specified by the source address operand a in the
     # specified state space"; extended as for parameters; .v2, .v4: a vector, aligned as a whole.
@@ -59,8 +59,8 @@ def load(machine, i):
     return run
 
 
-@operation("st.{global,shared}{,.v2,.v4}.{b16,u16,b32,u32,f32,b64,u64}", operands=2)
-@operation("st.{global,shared}.{b8,u8}", operands=2)
+@operation("st.{global,shared}{,.v2,.v4}.{b8,b16,b32}", operands=2)
+@operation("st.{global,shared}{,.v2}.b64", operands=2)
 def store(machine, i):
     # "Store the value of operand b in the location specified by the destination address operand a";
     # the lower bits, where the register is wider.

@@ -148,13 +148,13 @@ class Kernel:
             end = block.end
             if end is None:
                 continue
-            accepted = {
-                "bra": len(end.operands) == 1 and end.operands[0] in self.labels,
-                "bra.uni": len(end.operands) == 1 and end.operands[0] in self.labels,
-                "bar.sync": end.operands in (("0",), ("0", str(self.n_threads))),
-                "ret": end.operands == (),
-            }
-            if not accepted[end.name]:
+            elif end.name == "ret":
+                is_known = end.operands == ()
+            elif end.name == "bar.sync":  # barrier 0, of all threads
+                is_known = end.operands in (("0",), ("0", str(self.n_threads)))
+            else:
+                is_known = len(end.operands) == 1 and end.operands[0] in self.labels
+            if not is_known:
                 self.refuse(end.line, end.text, "operands that the emulator does not execute")
         if not self.blocks or self.blocks[-1].end is None:
             raise NotImplementedError(f"{self.name}: the text does not end in ret or a branch")
