@@ -315,11 +315,16 @@ class GlobalMemory:
         for storage in self.storages:
             storage.ledger.pass_barrier()
 
-    def read(self, instruction, at, width, count, threads):
-        """Read `count` numbers of `width` bytes at each address: (n, count) unsigned."""
+    def read(self, instruction, at, width, count, threads, alignment=None):
+        """Read `count` numbers of `width` bytes at each address: (n, count) unsigned.
+
+        alignment: of the addresses, in bytes; that of the whole access, if it is not given.
+        """
         values = np.empty((len(threads), count), f"u{width}")
+        size = width * count
+        alignment = alignment or size
         for storage, rows, offset in self._parts(instruction, at, threads):
-            self._check(instruction, storage, offset, width * count, threads[rows], None)
+            self._check(instruction, storage, offset, size, alignment, threads[rows], None)
             numbers = storage.bytes[: len(storage.bytes) // width * width].view(f"u{width}")
             values[rows] = numbers[(offset // width)[:, None] + np.arange(count)]
         return values
@@ -330,7 +335,8 @@ class GlobalMemory:
         count = values.shape[1]
         for storage, rows, offset in self._parts(instruction, at, threads):
             own = values[rows]
-            self._check(instruction, storage, offset, width * count, threads[rows], own)
+            size = width * count
+            self._check(instruction, storage, offset, size, size, threads[rows], own)
             numbers = storage.bytes[: len(storage.bytes) // width * width].view(f"u{width}")
             where = (offset // width)[:, None] + np.arange(count)
             numbers[where] = own
@@ -351,7 +357,7 @@ class GlobalMemory:
                 self.machine.refuse(instruction, numbers == number, threads, message, at)
             yield self.storages[number], rows, at[rows] & (1 << SEGMENT_BITS) - 1
 
-    def _check(self, instruction, storage, offset, size, threads, values):
+    def _check(self, instruction, storage, offset, size, alignment, threads, values):
         """Check accesses of `size` bytes at byte offsets; values: what is written, or None."""
         machine = self.machine
         names = ", ".join(storage.names)
@@ -365,9 +371,9 @@ class GlobalMemory:
                 f"({len(storage.bytes)} bytes), this one {size} bytes from byte {{}} on"
             )
             machine.refuse(instruction, outside, threads, message, offset)
-        misaligned = offset % size != 0
+        misaligned = offset % alignment != 0
         if misaligned.any():
-            message = f"byte {{}} of {names} is not aligned to {size} bytes"
+            message = f"byte {{}} of {names} is not aligned to {alignment} bytes"
             machine.refuse(instruction, misaligned, threads, message, offset)
         if machine.races:
             self._note(instruction, storage, offset, size, threads, values)

@@ -124,14 +124,11 @@ def copy_async(machine, i):
         values = np.zeros((len(threads), size), np.uint8)
         for n in np.unique(n_bytes):
             rows = np.flatnonzero(n_bytes == n)
-            if n == size:  # in one access, so that its alignment is checked as a whole
-                read = machine.global_memory.read(
-                    i, of()[threads[rows]], 4, size // 4, threads[rows]
+            if n:
+                addresses = of()[threads[rows]]
+                values[rows, :n] = machine.global_memory.read(
+                    i, addresses, 1, int(n), threads[rows], alignment=size
                 )
-                values[rows] = read.view(np.uint8)
-            elif n:
-                read = machine.global_memory.read(i, of()[threads[rows]], 1, n, threads[rows])
-                values[rows, :n] = read
         at = to()[threads]
         cells = shared.cells_of(i, at, size, threads)
         shared.note_write(i, at, cells, threads, lambda: np.zeros(cells.shape, bool))

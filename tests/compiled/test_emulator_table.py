@@ -1,0 +1,20 @@
+"""Every instruction of the emulator's table has a case in the emulator's tests."""
+
+import test_emulator_arithmetic
+import test_emulator_matrices
+import test_emulator_movement
+from emulator import OPERATIONS
+from emulator.table import expand
+
+FILES = (test_emulator_arithmetic, test_emulator_movement, test_emulator_matrices)
+
+
+def test_each_instruction_is_tested():
+    tested = set().union(*(file.TESTED for file in FILES))
+    assert set(OPERATIONS) - tested == set()
+    assert tested - set(OPERATIONS) == set()
+
+
+def test_patterns_expand_to_whole_names():
+    assert expand("ret") == ["ret"]
+    assert expand("ld{,.v2}.{b8,b16}") == ["ld.b8", "ld.b16", "ld.v2.b8", "ld.v2.b16"]
