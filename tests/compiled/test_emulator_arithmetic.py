@@ -518,6 +518,7 @@ def test_registers_are_packed_from_the_lowest_bits_on():
 
 WRITTEN_OUT = [
     # an instruction, and the bits of its result; 0f and eight digits are the bits of a float
+    ("mov.u32 %r9, 0xffffffffffffffff", 0xFFFFFFFF),  # -1, as Triton writes it
     ("add.s32 %r9, 2147483647, 1", 0x80000000),
     ("sub.s32 %r9, -2147483648, 1", 0x7FFFFFFF),
     ("abs.s32 %r9, -2147483648", 0x80000000),

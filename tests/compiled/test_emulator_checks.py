@@ -362,9 +362,16 @@ def test_other_architectures_are_refused_by_name(target, why):
 
 
 def test_a_text_must_end():
-    text = text_of("mov.b32 %r1, 0;").replace("    ret;\n", "")
-    with pytest.raises(NotImplementedError, match="does not end in ret"):
-        Kernel(text)
+    for end in ("", "@%p1 ret;\n", "bar.sync 0;\n"):
+        text = text_of("mov.b32 %r1, 0;").replace("    ret;\n", end)
+        with pytest.raises(NotImplementedError, match="does not end in ret"):
+            Kernel(text)
+
+
+def test_a_text_has_one_kernel():
+    for other in (".visible .entry other()\n{ret;}\n", ".func helper()\n{ret;}\n"):
+        with pytest.raises(NotImplementedError, match="another kernel, or a function"):
+            Kernel(text_of("") + other)
 
 
 def test_threads_are_whole_warps():

@@ -529,6 +529,9 @@ def test_a_missing_register_fence_is_a_fault():
     with pytest.raises(Fault, match=r"without wgmma\.fence after it"):
         run_constant(prepare=PREPARE + "mov.b32 %r7, 0;")
     run_constant(prepare=PREPARE + "mov.b32 %r150, 0;")  # no register of the product
+    # the left side's registers may be written after the fence
+    got, expected = run_wgmma(NAME, None, (128, False), prepare=PREPARE + "mov.b32 %r200, %r200;")
+    assert (got == expected).all()
 
 
 def test_a_tile_is_not_overwritten_before_the_wait():

@@ -285,10 +285,11 @@ class Machine:
             return
         names = self.register_names[at]
         instructions = self.kernel.blocks[at].instructions
+        groups = np.unique(self.warps_of(mask) // 4)
         for action, named, instruction in zip(self.actions[at], names, instructions, strict=True):
             if not instruction.name.startswith("wgmma."):
                 self._check_pending_registers(instruction, named, mask)
-                for group in np.unique(self.warps_of(mask) // 4):
+                for group in groups:
                     if self.used_registers[group] is not None:
                         self.used_registers[group] |= named
             action(mask)
@@ -350,6 +351,8 @@ def constant(text, type):
     number = int(text, 0)
     if type == "pred":
         return np.array([number != 0])
+    if number >= 1 << 63:  # constants have 64 bits, and Triton writes -1 as 0xffffffffffffffff
+        number -= 1 << 64
     if not -1 << bits - 1 <= number < 1 << bits:
         raise NotImplementedError(f"the number {text} does not fit {type}")
     return np.array([number & (1 << bits) - 1], f"u{dtype.itemsize}").view(dtype)

@@ -267,7 +267,7 @@ def multiply_asynchronously(machine, i):
 
     def run(mask):
         for group in whole_groups(machine, i, mask):
-            check_fence(machine, i, group, names)
+            check_fence(machine, i, group)
             product = Product(i, int(machine.committed_products[group]), group, names)
             if not has_left_registers:
                 product.left_tile = claim_tile(machine, product, descriptor, 64, across[0])
@@ -288,15 +288,17 @@ def whole_groups(machine, i, mask):
     return groups
 
 
-def check_fence(machine, i, group, names):
-    """A Fault if a register of a product was used after the last wgmma.fence, or there was none.
+def check_fence(machine, i, group):
+    """A Fault if a sum was used after the last wgmma.fence, or there was no fence at all.
 
-    "Required before the first wgmma.mma_async and between a register access and any wgmma.mma_async
-    that accesses the same registers", other than as sums of products of the same shape.
+    The manual requires a fence "before the first wgmma.mma_async" and "between a register access
+    and any wgmma.mma_async that accesses the same registers", other than as sums of products of the
+    same shape. For the registers of the left side that is not checked: Triton's compiler moves
+    their conversion to 16 bits past the fence, and leaves the order to the data dependence.
     """
     used = machine.used_registers[group]
-    if used is None or not used.isdisjoint(names):
-        machine.fault(i, "a register of wgmma was used without wgmma.fence after it", 128 * group)
+    if used is None or not used.isdisjoint(i.operands[0]):
+        machine.fault(i, "a sum of wgmma was used without wgmma.fence after it", 128 * group)
 
 
 def claim_tile(machine, product, descriptors, rows, is_across):

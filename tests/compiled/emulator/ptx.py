@@ -75,6 +75,8 @@ class Kernel:
         self.text = text
         entry = re.search(r"\.entry\s+(\w+)\s*\(", text)
         self.name = entry[1]
+        if len(re.findall(r"^\s*(?:\.visible\s+)?\.(?:entry|func)\b", text, re.M)) != 1:
+            raise NotImplementedError(f"{self.name}: the text has another kernel, or a function")
         self.target = check_target(re.search(r"^\.target\s+(\w+)", text, re.M)[1], self.name)
         body_at = text.index("{", text.index(")", entry.end()))
         head = text[entry.end() : body_at]
@@ -156,7 +158,8 @@ class Kernel:
                 is_known = len(end.operands) == 1 and end.operands[0] in self.labels
             if not is_known:
                 self.refuse(end.line, end.text, "operands that the emulator does not execute")
-        if not self.blocks or self.blocks[-1].end is None:
+        last = self.blocks[-1].end if self.blocks else None
+        if last is None or last.guard or last.name == "bar.sync":
             raise NotImplementedError(f"{self.name}: the text does not end in ret or a branch")
 
     def refuse(self, line, text, why):
