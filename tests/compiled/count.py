@@ -30,7 +30,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from aot import BIN  # noqa: E402
-from emulator import SHARED_BASE, install, loops  # noqa: E402
+from emulator import install, loops  # noqa: E402
+from emulator.memory import SHARED_BASE  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
