@@ -79,7 +79,7 @@ OPCODES = (
     ("HMMA HGMMA", "tensor", "tensor", None),
     ("MUFU", "exp", "exp", "exp"),
     ("FADD FMUL FFMA HADD2 HMUL2 HFMA2", "float", "float", "float"),
-    ("FADD2 FMUL2 FFMA2", "float", "float", "float"),
+    ("FADD2 FMUL2 FFMA2 FHFMA FHADD", "float", "float", "float"),
     ("FMNMX FMNMX3 FSETP FSEL FSET FCHK HMNMX2 HSETP2", "float", "integer", "logic"),
     ("IMAD", "integer", "float", "multiply"),
     ("IADD IADD3 VIADD IABS", "integer", "integer", "add"),
@@ -94,7 +94,7 @@ OPCODES = (
     ("LDGSTS", "copy", "global", None),
     ("BRA EXIT BAR BSSY BSYNC BREAK WARPSYNC WARPGROUP CALL RET NOP YIELD", "control", None, None),
     ("DEPBAR LDGDEPBAR FENCE MEMBAR ERRBAR CCTL S2R CS2R S2UR R2UR LDC", "control", None, None),
-    ("PREEXIT ACQBULK BPT", "control", None, None),
+    ("LDCU PREEXIT ACQBULK BPT ELECT SYNCS", "control", None, None),
 )
 OPCODE = {name: row for names, *row in OPCODES for name in names.split()}
 
