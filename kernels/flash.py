@@ -947,9 +947,9 @@ KERNELS = ("forward", "dq", "dkdv", "sweep")
 # slopes, table, vectors), with the tiles of KERNELS. sm_86 stands for sm_89 and unknown cards too.
 TILES = {
     ("sm_80", 64): (
-        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 2)),
+        (Tile(128, 32, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
+        (Tile(128, 32, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(128, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 2)),
         (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     ),
     ("sm_80", 128): (
