@@ -264,20 +264,34 @@ def count_launch(launcher, names=()):
             "code: the assembler has unrolled or merged one, and they cannot be matched"
         )
     parts = []
-    for n, (instructions, (first, last, runs, _)) in enumerate(zip(inner, executed, strict=True)):
+    for n, (instructions, loop) in enumerate(zip(inner, executed, strict=True)):
+        lines = range(loop.first_line, loop.last_line + 1)
         name = names[n] if n < len(names) else f"loop {n + 1}"
-        part = Part(name, runs / warps)
+        part = Part(name, turns_of_loop(machine, lines))
         price(part, instructions, arch, warps)
-        add_traffic(part, machine.traffic, range(first, last + 1))
+        add_traffic(part, machine.traffic, lines)
         parts.append(part)
     outside = Part("outside", programs)
     price(outside, rest, arch, warps)
-    lines = {n for first, last, *_ in executed for n in range(first, last + 1)}
+    lines = {n for loop in executed for n in range(loop.first_line, loop.last_line + 1)}
     elsewhere = {line for line, _ in machine.traffic} - lines
     add_traffic(outside, machine.traffic, elsewhere)
     name = machine.kernel.name
     shared = machine.shared_memory.end - SHARED_BASE
     return KernelCount(name, arch, warps, registers, spilled, shared, programs, parts, outside)
+
+
+def turns_of_loop(machine, lines):
+    """The turns of a loop, of all programs.
+
+    A loop may be left in its middle: the most visited of its blocks was executed in each turn.
+    """
+    visits = [
+        int(visits)
+        for block, visits in zip(machine.kernel.blocks, machine.visits, strict=True)
+        if any(instruction.line in lines for instruction in block.all_instructions)
+    ]
+    return max(visits) / machine.n_warps
 
 
 def add_traffic(part, traffic, lines):

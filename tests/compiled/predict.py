@@ -135,7 +135,7 @@ def seconds(counted, programs, card, n_bytes, clock_is_known=False):
     n_bytes: of memory that must be read or written. clock_is_known: the boost clock was held.
     """
     _, n_multiprocessors, clock, bandwidth = card
-    parts = counted["loops"] + [counted["outside"]]
+    parts = counted["loops"] + [without_peeled_turns(counted)]
     turns = [sum(column) for column in zip(*programs, strict=True)] + [len(programs)]
     busy = [
         sum(n * part["cycles"][unit] for n, part in zip(turns, parts, strict=True))
@@ -150,6 +150,23 @@ def seconds(counted, programs, card, n_bytes, clock_is_known=False):
     sustained = clock * 1e9 * (1 if clock_is_known else SUSTAINED_CLOCK)
     memory = n_bytes / (bandwidth * 1e9 * SUSTAINED_MEMORY)
     return low, max(makespan / sustained, memory) + (0 if clock_is_known else LAUNCH)
+
+
+def without_peeled_turns(counted):
+    """What lies outside of loops, less the turns that the compiler has peeled off a loop.
+
+    With one stage it may put the first turn before the loop, which is counted with the loop here.
+    Such turns are known by their products: outside of loops our kernels have none.
+    """
+    outside = counted["outside"]
+    if not outside["cycles"]["tensor"]:
+        return outside
+    loops = [loop["cycles"] for loop in counted["loops"]]
+    peeled = outside["cycles"]["tensor"] / (sum(x["tensor"] for x in loops) / len(loops))
+    cycles = {}
+    for unit, n in outside["cycles"].items():
+        cycles[unit] = max(0, n - peeled * sum(x[unit] for x in loops) / len(loops))
+    return {**outside, "cycles": cycles}
 
 
 def serial_cycles(part):
@@ -328,7 +345,9 @@ def predict(folder):
                     if (term, kernel) not in counts:
                         continue
                     counted = counts[term, kernel]
+                    n_loops = len(counted["loops"])  # without a table there are no clipped tiles
                     programs = turns_of(kernel, counted["tile"], shape, m)
+                    programs = [program[:n_loops] for program in programs]
                     times = seconds(counted, programs, card, memory_bytes(kernel, shape))
                     rows.append(prediction(kernel, name, shape, card_name, times))
                     if kernel != "forward":

@@ -50,7 +50,9 @@ def test_turns_are_those_that_the_emulator_executes(counts, kernel):
         programs = predict.turns_of(kernel, counted.tile, (2, 1, T, 64), m)
     assert len(programs) == counted.programs
     for loop, turns in zip(counted.loops, zip(*programs, strict=True), strict=True):
-        assert loop.turns == sum(turns), loop.name
+        # the compiler may peel the first turn of a loop
+        peeled = sum(turn > 0 for turn in turns) if counted.outside.instructions["tensor"] else 0
+        assert loop.turns in (sum(turns), sum(turns) - peeled), loop.name
 
 
 def test_an_unknown_opcode_is_an_error():
