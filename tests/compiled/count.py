@@ -88,7 +88,7 @@ OPCODES = (
     ("FLO POPC BREV", "integer", "exp", "exp"),
     ("F2FP I2FP", "convert", "integer", "pack"),
     ("I2F F2I F2F FRND I2I", "convert", "exp", "convert"),
-    ("SHFL VOTE REDUX", "shuffle", "shared", "shuffle"),
+    ("SHFL VOTE VOTEU REDUX", "shuffle", "shared", "shuffle"),
     ("LDS STS LDSM STSM MOVM", "shared", "shared", None),
     ("LDG STG LDL STL RED REDG ATOM ATOMG", "global", "global", None),
     ("LDGSTS", "copy", "global", None),
