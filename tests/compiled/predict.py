@@ -195,13 +195,21 @@ def memory_bytes(kernel, shape):
 # Calibration
 
 TRITON_CI = (
-    "triton-lang/triton, python/test/regression/test_performance.py at release 2.1: the fraction "
-    "of the peak at the clock that was held, A100 40GB"
+    "Triton's python/test/regression/test_performance.py, a version that measures attention by "
+    "(causal, sequence parallel) with CUDA graphs (2023; which release was not established), A100: "
+    "the fraction of the peak at the clock that the card reported. The 40GB card is inferred from "
+    "the memory clock that the file names, 1215 MHz"
 )
-FLASH_3 = "FlashAttention-3 (arXiv 2407.08608), figure of forward speed, H100 SXM5, 'Triton'"
-BENCHMARK_2391 = "pytorch/benchmark, pull request 2391, H100, triton_tutorial_flash_v2"
-ISSUE_3672 = "triton-lang/triton, issue 3672, H100, tutorial 03"
-# the card of the first source: 1215 MHz of HBM2 are 1555 GB/s
+FLASH_3 = (
+    "FlashAttention-3 (arXiv 2407.08608), figure of forward speed, H100 SXM5, 'Triton'; the number "
+    "printed on the bar, transcribed by a third party"
+)
+BENCHMARK_2391 = (
+    "pytorch/benchmark, pull request 2391, triton_tutorial_flash_v2; a Hopper card, on which the "
+    "same table has FlashAttention-3 at 590 TFLOP/s"
+)
+ISSUE_3672 = "triton-lang/triton, issue 3672, tutorial 03 on H100; the first lines of its table"
+# the card of the first source; results are relative to its clock, which cancels out
 CI_CARD = ("sm_80", 108, 1.350, 1555)
 CI_PEAK = 2 * 1024 * 108 * 1.350e9
 MATMUL_80 = (
