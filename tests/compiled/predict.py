@@ -196,7 +196,7 @@ def memory_bytes(kernel, shape):
 
 TRITON_CI = (
     "Triton's python/test/regression/test_performance.py, a version that measures attention by "
-    "(causal, sequence parallel) with CUDA graphs (2023; which release was not established), A100: "
+    "(causal, sequence parallel) with CUDA graphs (which release was not established), A100: "
     "the fraction of the peak at the clock that the card reported. The 40GB card is inferred from "
     "the memory clock that the file names, 1215 MHz"
 )
@@ -421,8 +421,8 @@ def report(rows, calibration, folder):
         "(tests/compiled/calibration.py), counted and predicted in the same way.",
         "Candidates are those of their autotuner; the tile is the candidate with the shortest "
         "high end. A ratio above 1 says that the published",
-        "kernel took longer than predicted. On A100 the clock was held at a known rate and the "
-        "launch is not in the time, so high has neither.",
+        "kernel took longer than predicted. On A100 the speed is relative to the clock and "
+        "without the launch, so high has neither.",
         "",
         "| kernel | size | architecture | tile, warps, stages | low ms | high ms | published ms "
         "| published / low | published / high | source |",
