@@ -1,7 +1,7 @@
 """Arithmetic, logic, comparisons and conversions.
 
 Each function is entered into the table under the names of its instructions, and its first comment
-line gives their meaning in the words of NVIDIA's PTX ISA manual, with the name of the section. The
+line gives their meaning, with the section of NVIDIA's PTX ISA manual that defines them. The
 function builds the action: it finds the arrays of the operands once, and returns what runs.
 
 How results are rounded:
@@ -52,9 +52,8 @@ def operands(machine, instruction, type):
 
 @operation("mov.{pred,b16,u16,b32,u32,f32,b64,u64}", operands=2)
 def move(machine, i):
-    # Data Movement: mov: "Set destination register variable d with the value of a"; also of a
-    # special register or an address. With a list in braces: pack or unpack a vector, the first
-    # element in the lowest bits.
+    # Data Movement: mov: d = a; a may also be a special register or an address. With a list in
+    # braces: pack or unpack a vector, the first element in the lowest bits.
     target, source = i.operands
     type = type_of(i)
     if isinstance(target, tuple):
@@ -101,7 +100,7 @@ def pack(machine, target, sources, type):
 
 @operation("selp.{b16,b32,f32,b64}", operands=4)
 def select(machine, i):
-    # Comparison and Selection: selp: "d = (c == 1) ? a : b", c a predicate.
+    # Comparison and Selection: selp: d = (c == 1) ? a : b, c a predicate.
     type = type_of(i)
     d = machine.register(i.operands[0], type)
     a, b = (machine.source(x, type) for x in i.operands[1:3])
@@ -132,9 +131,9 @@ INTEGER_FUNCTIONS = {
 @operation("{and,or,xor}.{pred,b16,b32,b64}", operands=3)
 @operation("not.{pred,b16,b32,b64}", operands=2)
 def integer(machine, i):
-    # Integer Arithmetic: add: "d = a + b", sub: "d = a - b", mul.lo: "t = a * b; d = t<n-1..0>",
-    # min: "d = (a < b) ? a : b", max: "d = (a > b) ? a : b", neg: "d = -a", abs: "d = |a|".
-    # Logic and Shift: and: "d = a & b", or: "d = a | b", xor: "d = a ^ b", not: "d = ~a".
+    # Integer Arithmetic: add: d = a + b, sub: d = a - b, mul.lo: t = a * b; d = t<n-1..0>,
+    # min: d = (a < b) ? a : b, max: d = (a > b) ? a : b, neg: d = -a, abs: d = |a|.
+    # Logic and Shift: and: d = a & b, or: d = a | b, xor: d = a ^ b, not: d = ~a.
     function = INTEGER_FUNCTIONS[i.name.split(".")[0]]
     d, sources = operands(machine, i, type_of(i))
     return lambda mask: function(*sources, out=d, where=mask)
@@ -143,8 +142,8 @@ def integer(machine, i):
 @operation("mul.wide.{s16,u16,s32,u32}", operands=3)
 @operation("mad.wide.{s16,u16,s32,u32}", operands=4)
 def multiply_wide(machine, i):
-    # Integer Arithmetic: mul.wide: "t = a * b; d = t", "d is twice as wide as a and b";
-    # mad.wide: "d = t + c".
+    # Integer Arithmetic: mul.wide: t = a * b; d = t, d is twice as wide as a and b;
+    # mad.wide: d = t + c.
     narrow = type_of(i)
     wide = f"{narrow[0]}{2 * int(narrow[1:])}"
     d = machine.register(i.operands[0], wide)
@@ -157,7 +156,7 @@ def multiply_wide(machine, i):
 
 @operation("mul.hi.{s32,u32}", operands=3)
 def multiply_high(machine, i):
-    # Integer Arithmetic: mul.hi: "t = a * b; d = t<2n-1..n>".
+    # Integer Arithmetic: mul.hi: t = a * b; d = t<2n-1..n>.
     type = type_of(i)
     d, (a, b) = operands(machine, i, type)
     wide = TYPES[f"{type[0]}64"]
@@ -166,15 +165,15 @@ def multiply_high(machine, i):
 
 @operation("mad.lo.{s16,u16,s32,u32,s64,u64}", operands=4)
 def multiply_add(machine, i):
-    # Integer Arithmetic: mad.lo: "t = a * b; d = t<n-1..0> + c".
+    # Integer Arithmetic: mad.lo: t = a * b; d = t<n-1..0> + c.
     d, (a, b, c) = operands(machine, i, type_of(i))
     return lambda mask: assign(d, a * b + c, mask)
 
 
 @operation("{div,rem}.{s32,u32,s64,u64}", operands=3)
 def divide_integers(machine, i):
-    # Integer Arithmetic: div: "d = a / b", "division by zero yields an unspecified,
-    # machine-specific value" (here: all ones; rem: a); rem: "d = a % b". Towards zero.
+    # Integer Arithmetic: div: d = a / b; rem: d = a % b. Towards zero. What a division by zero
+    # gives is left open there; here it is all ones, and a for rem.
     d, (a, b) = operands(machine, i, type_of(i))
     is_division = i.name.startswith("div")
 
@@ -192,8 +191,8 @@ def divide_integers(machine, i):
 
 @operation("shl.{b16,b32,b64}", "shr.{b16,u16,s16,b32,u32,s32,b64,u64,s64}", operands=3)
 def shift(machine, i):
-    # Logic and Shift: shl: "d = a << b", shr: "d = a >> b", the second operand is 32 bits wide,
-    # "shift amounts greater than the register width N are clamped to N"; shr.s fills with the sign.
+    # Logic and Shift: shl: d = a << b, shr: d = a >> b. The second operand is 32 bits wide and
+    # counts at most as the register's width; shr.s fills with the sign.
     type = type_of(i)
     d = machine.register(i.operands[0], type)
     a = machine.source(i.operands[1], type)
@@ -214,8 +213,8 @@ def shift(machine, i):
 
 @operation("bfe.{s32,u32}", operands=4)
 def extract_bits(machine, i):
-    # Integer Arithmetic: bfe: "pos = b & 0xff; len = c & 0xff; ... d[i] = (i < len && pos + i <=
-    # msb) ? a[pos + i] : sbit"; sbit is a[min(pos + len - 1, msb)] for .s32, else 0.
+    # Integer Arithmetic: bfe: pos = b & 0xff; len = c & 0xff; d[i] = (i < len && pos + i <=
+    # msb) ? a[pos + i] : sbit; sbit is a[min(pos + len - 1, msb)] for .s32, else 0.
     type = type_of(i)
     d = machine.register(i.operands[0], type)
     a = machine.source(i.operands[1], type)
@@ -253,7 +252,7 @@ COMPARISONS = {
 @operation("setp.{eq,ne}.{b16,b32,b64}", operands=3)
 @operation("setp.{eq,ne,lt,le,gt,ge}.{s16,u16,s32,u32,s64,u64}", operands=3)
 def compare_integers(machine, i):
-    # Comparison and Selection: setp: "p = (a CmpOp b)".
+    # Comparison and Selection: setp: p = (a CmpOp b).
     _, test, type = i.name.split(".")
     function = COMPARISONS[test]
     d = machine.register(i.operands[0], "pred")
@@ -263,8 +262,8 @@ def compare_integers(machine, i):
 
 @operation("setp.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.f32", operands=3)
 def compare_floats(machine, i):
-    # Comparison and Selection: setp: "p = (a CmpOp b)"; "num: true if both operands are numeric",
-    # "nan: true if either is NaN", "equ, neu, ltu, leu, gtu, geu: if either is NaN, true".
+    # Comparison and Selection: setp: p = (a CmpOp b). num: neither is NaN; nan: one of them is;
+    # equ, neu, ltu, leu, gtu and geu also hold where one is NaN.
     test = i.name.split(".")[1]
     d = machine.register(i.operands[0], "pred")
     a, b = (machine.source(x, "f32") for x in i.operands[1:])
@@ -303,11 +302,10 @@ FLOAT_FUNCTIONS = {
 @operation("fma.rn{,.ftz}.f32", operands=4)
 @operation("div.rn.f32", "div.full{,.ftz}.f32", operands=3)
 def floating_point(machine, i):
-    # Floating Point: add: "d = a + b", sub: "d = a - b", mul: "d = a * b", neg: "d = -a", abs:
-    # "d = |a|", fma: "d = a * b + c", "performs a fused multiply-add with no loss of precision in
-    # the intermediate product and addition"; div: "d = a / b", div.full with at most 2 ulp of
-    # error; min, max: of two or three, "if one of the inputs is NaN, the result is the other",
-    # "+0.0 > -0.0". .ftz: "flushes subnormal inputs and results to sign-preserving zero".
+    # Floating Point: add: d = a + b, sub: d = a - b, mul: d = a * b, neg: d = -a, abs: d = |a|,
+    # fma: d = a * b + c, rounded once; div: d = a / b, div.full with at most 2 ulp of error; min,
+    # max: of two or three, where NaN loses to a number and -0 is below +0. .ftz: subnormal inputs
+    # and results become zeros of the same sign.
     function = FLOAT_FUNCTIONS[i.name.split(".")[0]]
     d, sources = operands(machine, i, "f32")
     if has(i, "ftz"):
@@ -340,7 +338,7 @@ def floating_point_pairs(machine, i):
 
 @operation("fma.rn.f32.{bf16,f16}", operands=4)
 def fused_mixed(machine, i):
-    # Mixed Precision Floating Point: fma.rn.f32.bf16: "d = a * b + c", a and b of 16 bits are
+    # Mixed Precision Floating Point: fma.rn.f32.bf16: d = a * b + c, a and b of 16 bits are
     # converted to f32, c and d are f32.
     widen = FROM_16_BITS[type_of(i)]
     d = machine.register(i.operands[0], "f32")
@@ -361,8 +359,8 @@ APPROXIMATE = {
 
 @operation("{ex2,lg2,rcp,sqrt,rsqrt}.approx{,.ftz}.f32", operands=2)
 def special_function(machine, i):
-    # Floating Point: ex2: "d = 2 ^ a", lg2: "d = log(a) / log(2)", rcp: "d = 1 / a", sqrt:
-    # "d = sqrt(a)", rsqrt: "d = 1 / sqrt(a)".
+    # Floating Point: ex2: d = 2 ^ a, lg2: d = log(a) / log(2), rcp: d = 1 / a, sqrt:
+    # d = sqrt(a), rsqrt: d = 1 / sqrt(a).
     function = APPROXIMATE[i.name.split(".")[0]]
     d, (a,) = operands(machine, i, "f32")
 
@@ -384,8 +382,8 @@ INTEGERS = "s16,u16,s32,u32,s64,u64"
 
 @operation(f"cvt.{{{INTEGERS}}}.{{{INTEGERS}}}", operands=2)
 def convert_integer(machine, i):
-    # "d = convert(a)": to a narrower type modulo its range; "the destination register may be wider
-    # than the type: the result is sign-extended for .s, zero-extended for .u".
+    # Data Movement: cvt: to a narrower type modulo its range; in a register wider than the type .s
+    # is extended by its sign and .u by zeros.
     _, to, of = i.name.split(".")
     d = machine.register(i.operands[0], f"{to[0]}{machine.register_bits(i.operands[0])}")
     a = machine.source(i.operands[1], of)
@@ -394,7 +392,7 @@ def convert_integer(machine, i):
 
 @operation(f"cvt.rn.f32.{{{INTEGERS}}}", operands=2)
 def integer_to_float(machine, i):
-    # ".rn: mantissa LSB rounds to nearest even".
+    # .rn: to nearest, ties to even.
     d = machine.register(i.operands[0], "f32")
     a = machine.source(i.operands[1], type_of(i))
     return lambda mask: assign(d, a.astype(np.float32), mask)
@@ -405,8 +403,8 @@ TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 @operation("cvt.{rni,rzi,rmi,rpi}.{s32,u32}.f32", operands=2)
 def float_to_integer(machine, i):
-    # ".rni: round to nearest integer, ties to even; .rzi: towards zero; .rmi: down; .rpi: up".
-    # "Out of range inputs are clamped to the range"; "NaN becomes 0".
+    # To an integer: .rni to nearest, ties to even; .rzi towards zero; .rmi down; .rpi up. What is
+    # out of range becomes the nearest end of it; NaN becomes 0.
     function = TO_INTEGER[i.name.split(".")[1]]
     to = i.name.split(".")[-2]
     limits = np.iinfo(TYPES[to])
@@ -422,7 +420,7 @@ def float_to_integer(machine, i):
 
 @operation("cvt.{rni,rzi,rmi,rpi}.f32.f32", operands=2)
 def float_to_whole(machine, i):
-    # "Round to an integral value in the same floating point format."
+    # To a whole number that stays a floating-point number.
     function = TO_INTEGER[i.name.split(".")[1]]
     d, (a,) = operands(machine, i, "f32")
     return lambda mask: assign(d, function(a), mask)
@@ -430,7 +428,7 @@ def float_to_whole(machine, i):
 
 @operation("cvt.f32.{bf16,f16}", operands=2)
 def widen_float(machine, i):
-    # "d = convert(a)", exact.
+    # To a wider type: exact.
     widen = FROM_16_BITS[type_of(i)]
     d = machine.register(i.operands[0], "f32")
     a = machine.source(i.operands[1], "b16")
@@ -439,7 +437,7 @@ def widen_float(machine, i):
 
 @operation("cvt.rn.{bf16,f16}.f32", operands=2)
 def narrow_float(machine, i):
-    # ".rn: mantissa LSB rounds to nearest even"; NaN becomes the canonical NaN.
+    # .rn: to nearest, ties to even; NaN becomes the canonical NaN.
     narrow = TO_16_BITS[i.name.split(".")[2]]
     d = machine.register(i.operands[0], "b16")
     a = machine.source(i.operands[1], "f32")
@@ -448,8 +446,7 @@ def narrow_float(machine, i):
 
 @operation("cvt.rn.{bf16x2,f16x2}.f32", operands=3)
 def narrow_two_floats(machine, i):
-    # "For .f16x2 and .bf16x2: two inputs a and b of .f32 are converted and packed, a into the
-    # upper half of d, b into the lower half".
+    # .f16x2 and .bf16x2: two numbers of f32 in one register, a in its upper half, b in its lower.
     narrow = TO_16_BITS[i.name.split(".")[2].removesuffix("x2")]
     halves = machine.register(i.operands[0], "b32").view(np.uint16).reshape(-1, 2)
     a, b = (machine.source(x, "f32") for x in i.operands[1:])
@@ -465,6 +462,6 @@ def narrow_two_floats(machine, i):
 
 @operation("cvt.rna.tf32.f32", operands=2)
 def convert_to_tf32(machine, i):
-    # ".rna: mantissa LSB rounds to nearest, ties away from zero".
+    # .rna: to nearest, ties away from zero.
     d, (a,) = operands(machine, i, "b32")
     return lambda mask: assign(d, to_tf32(a), mask)

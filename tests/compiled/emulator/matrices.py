@@ -88,10 +88,10 @@ def fragment_numbers(registers, type):
 
 @operation("ldmatrix.sync.aligned.m8n8.{x1,x2,x4}{,.trans}.shared.b16", operands=2)
 def load_matrices(machine, i):
-    # ldmatrix: "collectively load one or more matrices across all threads in a warp from shared
-    # memory": "threads 0-7, 8-15, 16-23, 24-31 hold the row addresses of the first to fourth
-    # matrix"; a row is 16 bytes, and thread l gets elements 2 (l % 4) and + 1 of row l / 4;
-    # ".trans: the matrix is loaded in column-major format".
+    # ldmatrix: a warp loads one to four 8 x 8 matrices from shared memory. The first 8 threads hold
+    # the addresses of the rows of the first matrix, the next 8 of the second, and so on. A row is
+    # 16 bytes, and thread l gets elements 2 (l % 4) and + 1 of row l / 4; with .trans, of column
+    # l / 4.
     registers, addresses, count = matrix_operands(machine, i, *i.operands)
     is_transposed = ".trans" in i.name
 
@@ -111,8 +111,7 @@ def load_matrices(machine, i):
 
 @operation("stmatrix.sync.aligned.m8n8.{x1,x2,x4}{,.trans}.shared.b16", operands=2)
 def store_matrices(machine, i):
-    # stmatrix: "collectively store one or more matrices across all threads in a warp to shared
-    # memory", with rows and fragments as ldmatrix has them.
+    # stmatrix: a warp stores one to four matrices, with rows and fragments as ldmatrix has them.
     registers, addresses, count = matrix_operands(machine, i, *i.operands[::-1])
     is_transposed = ".trans" in i.name
 
@@ -154,7 +153,7 @@ def row_threads(warps, count):
     operands=4,
 )
 def multiply_matrices(machine, i):
-    # mma: "D = A * B + C", A is 16 x k, B k x 8, C and D 16 x 8 of f32.
+    # mma: D = A * B + C, A is 16 x k, B k x 8, C and D 16 x 8 of f32.
     depth = int(re.search(r"n8k(\d+)", i.name)[1])
     type = i.name.split(".")[7]
     d, a, b, c = i.operands
@@ -242,7 +241,7 @@ def tile_addresses(descriptor, rows, is_across):
     operands=(7, 8),
 )
 def multiply_asynchronously(machine, i):
-    # wgmma.mma_async: "D = A * B + D, or D = A * B where scale-d is false"; operands: D, A (list or
+    # wgmma.mma_async: D = A * B + D, or D = A * B where scale-d is false; operands: D, A (list or
     # descriptor), B's descriptor, scale-d, imm-scale-a, imm-scale-b (1 or -1), and for A in shared
     # memory imm-trans-a, then imm-trans-b (1: rows or columns are contiguous, not k).
     width = int(re.search(r"m64n(\d+)k16", i.name)[1])
@@ -364,8 +363,7 @@ def complete(machine, product):
 
 @operation("wgmma.fence.sync.aligned", operands=0)
 def fence_products(machine, i):
-    # wgmma.fence: "establishes an ordering between prior accesses to any warpgroup registers and
-    # subsequent accesses by wgmma.mma_async".
+    # wgmma.fence: wgmma.mma_async after it sees what was done before it to the group's registers.
     def run(mask):
         for group in whole_groups(machine, i, mask):
             machine.used_registers[group] = set()
@@ -375,8 +373,7 @@ def fence_products(machine, i):
 
 @operation("wgmma.commit_group.sync.aligned", operands=0)
 def commit_products(machine, i):
-    # wgmma.commit_group: "commits all prior uncommitted wgmma.mma_async operations into a
-    # wgmma-group", per warp group.
+    # wgmma.commit_group: all wgmma.mma_async since the last one become a group, per warp group.
     def run(mask):
         machine.committed_products[whole_groups(machine, i, mask)] += 1
 
@@ -385,7 +382,7 @@ def commit_products(machine, i):
 
 @operation("wgmma.wait_group.sync.aligned", operands=1)
 def wait_for_products(machine, i):
-    # wgmma.wait_group N: "waits until only N or fewer of the most recent wgmma-groups are pending".
+    # wgmma.wait_group N: waits for all groups but the last N.
     allowed = int(i.operands[0])
 
     def run(mask):

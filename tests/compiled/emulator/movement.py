@@ -1,7 +1,7 @@
 """Loads and stores, asynchronous copies, fences, and shuffles between the threads of a warp.
 
-As in arithmetic.py, the first comment line of a function gives the meaning of its instructions in
-the words of NVIDIA's PTX ISA manual.
+As in arithmetic.py, the first comment line of a function gives the meaning of its instructions,
+with the section of NVIDIA's PTX ISA manual.
 """
 
 import numpy as np
@@ -25,8 +25,8 @@ def extended_register(machine, text, sign):
 
 @operation("ld.param.{b8,s8,b16,s16,b32,s32,b64}", operands=2)
 def load_parameter(machine, i):
-    # "Load register variable d from the location of a kernel parameter"; "if the destination is
-    # wider than the type, the value is sign-extended for .s, zero-extended for .u and .b".
+    # Data Movement: ld.param: a parameter of the kernel; in a register wider than the type .s is
+    # extended by its sign, .u and .b by zeros.
     type = type_of(i)
     d = extended_register(machine, i.operands[0], "s" if type[0] == "s" else "u")
     name = i.operands[1].strip("[]")
@@ -40,8 +40,8 @@ def load_parameter(machine, i):
 @operation("ld.{global,shared}{,.v2}.b64", operands=2)
 @operation("ld.{global,shared}.{s8,s16,s32}", operands=2)
 def load(machine, i):
-    # "Load register variable d from the location specified by the source address operand a in the
-    # specified state space"; extended as for parameters; .v2, .v4: a vector, aligned as a whole.
+    # Data Movement: ld: d = what lies at address a of the memory named; extended as for parameters;
+    # .v2, .v4: a vector, aligned as a whole.
     type = type_of(i)
     sign = "s" if type[0] == "s" else "u"
     width = TYPES[type].itemsize
@@ -62,8 +62,7 @@ def load(machine, i):
 @operation("st.{global,shared}{,.v2,.v4}.{b8,b16,b32}", operands=2)
 @operation("st.{global,shared}{,.v2}.b64", operands=2)
 def store(machine, i):
-    # "Store the value of operand b in the location specified by the destination address operand a";
-    # the lower bits, where the register is wider.
+    # Data Movement: st: b goes to address a; its lower bits, where the register is wider.
     type = f"b{type_of(i)[1:]}"
     values = [machine.source(x, type) for x in as_list(i.operands[1])]
     check_vector(i, values)
@@ -105,9 +104,9 @@ class Copy:
 
 @operation("cp.async.ca.shared.global", "cp.async.cg.shared.global", operands=(3, 4))
 def copy_async(machine, i):
-    # cp.async: "initiates an asynchronous copy of cp-size bytes from global to shared memory";
-    # cp-size is 4, 8 or 16, for .cg 16; "src-size: the bytes to be copied, the remaining bytes are
-    # filled with zeros". Here the bytes are read when it is issued and arrive at the wait.
+    # cp.async: starts a copy of cp-size bytes from global to shared memory, 4, 8 or 16, for .cg 16.
+    # Of these src-size are copied, and the others become zeros. Here the bytes are read when it is
+    # issued and arrive at the wait.
     to, of = (machine.address(x) for x in i.operands[:2])
     size = int(i.operands[2], 0)
     if size not in ((16,) if ".cg." in i.name else (4, 8, 16)):
@@ -141,8 +140,7 @@ def copy_async(machine, i):
 
 @operation("cp.async.commit_group", operands=0)
 def commit_copies(machine, i):
-    # cp.async.commit_group: "commits all prior initiated but uncommitted cp.async operations into a
-    # cp.async-group", per thread.
+    # cp.async.commit_group: all cp.async since the last one become a group, per thread.
     return lambda mask: np.add(
         machine.committed_copies, 1, out=machine.committed_copies, where=mask
     )
@@ -151,8 +149,8 @@ def commit_copies(machine, i):
 @operation("cp.async.wait_group", operands=1)
 @operation("cp.async.wait_all", operands=0)
 def wait_for_copies(machine, i):
-    # cp.async.wait_group N: "causes the executing thread to wait till only N or fewer of the most
-    # recent cp.async-groups are pending"; wait_all: till all its cp.async operations are complete.
+    # cp.async.wait_group N: a thread waits for all of its groups but the last N; wait_all: for all
+    # of its cp.async, in a group or not.
     allowed = int(i.operands[0]) if i.operands else -1
 
     def run(mask):
@@ -176,8 +174,8 @@ def wait_for_copies(machine, i):
 
 @operation("fence.proxy.async{,.shared::cta}", operands=0)
 def fence_proxy(machine, i):
-    # Parallel Synchronization: membar, fence: fence.proxy.async: "establishes ordering between the
-    # generic proxy and the async proxy": wgmma sees ordinary writes only after it.
+    # Parallel Synchronization: membar, fence: fence.proxy.async: wgmma sees ordinary writes to
+    # shared memory only after it.
     return lambda mask: machine.shared_memory.fence(machine.warps_of(mask))
 
 
@@ -201,12 +199,12 @@ def require_whole_mask(machine, text):
 
 @operation("shfl.sync.{up,down,bfly,idx}.b32", operands=5)
 def shuffle(machine, i):
-    # shfl.sync: "exchange register data between threads of a warp": j is the lane that is read.
+    # shfl.sync: a thread reads a register of another one of its warp, that of lane j.
     #   bval = b[4:0]; cval = c[4:0]; segmask = c[12:8];
     #   maxLane = (lane[4:0] & segmask) | (cval & ~segmask); minLane = lane[4:0] & segmask;
     #   up: j = lane - bval, pval = j >= maxLane;  down: j = lane + bval, pval = j <= maxLane;
     #   bfly: j = lane ^ bval, pval = j <= maxLane;  idx: j = minLane | (bval & ~segmask),
-    #   pval = j <= maxLane;  "if (!pval) j = lane; d = register of thread j"; d|p: p is pval.
+    #   pval = j <= maxLane;  if (!pval) j = lane; d = register of thread j; d|p: p is pval.
     mode = i.name.split(".")[2]
     target, _, predicate = i.operands[0].partition("|")
     d = machine.register(target, "b32")
