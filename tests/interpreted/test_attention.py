@@ -5,7 +5,6 @@ cases that visit every kernel, kind of bias and mask; --all adds the large produ
 On a GPU, compiled: NANOLONG_GPU=1 python -m pytest -q tests/interpreted -n 8 --all
 """
 
-import itertools
 import math
 import random
 import warnings
@@ -13,6 +12,15 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import (
+    attention_errors,
+    case_name,
+    error,
+    explicit_attention,
+    pairwise_cases,
+    random_inputs,
+    small_case,
+)
 
 import kernels
 from kernels import decode, flash
@@ -36,51 +44,6 @@ FACTORS = {
 }
 
 
-def pairwise_cases(seed=0):
-    """Cases that hold every pair of values of every two factors.
-
-    Found greedily: of 200 random cases the one with the most new pairs.
-    """
-    rng = random.Random(seed)
-    names = list(FACTORS)
-    missing = set()
-    for a, b in itertools.combinations(names, 2):
-        missing |= {(a, x, b, y) for x in FACTORS[a] for y in FACTORS[b]}
-
-    def pairs(case):
-        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
-
-    def new_pairs(case):
-        return len(pairs(case) & missing)
-
-    while missing:
-        candidates = []
-        for _ in range(200):
-            a, x, b, y = rng.choice(sorted(missing, key=str)[:40])
-            case = {name: rng.choice(FACTORS[name]) for name in names}
-            candidates.append({**case, a: x, b: y})
-        best = max(candidates, key=new_pairs)
-        missing -= pairs(best)
-        yield best
-
-
-def small_case(**changes):
-    """More than one tile of 32 x 32, and a partial one, with a cache."""
-    return {
-        "T": 40,
-        "cached": 5,
-        "heads": (2, 1),
-        "D": 16,
-        "m": "5",
-        "bias": "none",
-        "mask": "causal",
-        "gradient": "whole",
-        "dtype": "float32",
-        "B": 1,
-        **changes,
-    }
-
-
 # Every kind of bias with several masks and dtypes. 3 queries: the decoding kernel, too.
 SMALL_CASES = [
     small_case(mask="causal", gradient="expanded"),
@@ -100,133 +63,6 @@ SMALL_CASES = [
 ]
 
 
-def case_name(case):
-    return "-".join(str(x).replace(" ", "") for x in case.values())
-
-
-def explicit_attention(
-    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None,
-):  # fmt: skip
-    """The formula with dense (Tq, Tk) matrices, in the dtype of its inputs.
-
-    In float64 it is the truth; in the dtype of the kernel it says what error to expect. Returns the
-    output and the log-sum-exp.
-    """
-    B, H, Tq, D = q.shape
-    Tk = k.shape[2]
-    scale = D**-0.5 if scale is None else scale
-    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    i = torch.arange(Tk - Tq, Tk)[:, None]
-    j = torch.arange(Tk)[None]
-    d = (i - j).clamp(min=0) if causal else (i - j).abs()
-
-    pos = (torch.arange(Tk) if positions is None else positions).expand(B, Tk)
-    visible = ((j <= i) | (not causal)).expand(B, Tq, Tk)
-    if window:
-        gap = (pos[:, Tk - Tq :, None] - pos[:, None]).abs()
-        visible = visible & ((gap < window) | (pos[:, None] < sinks))
-    if docs is not None:
-        visible = visible & (docs[:, Tk - Tq :, None] == docs[:, None])
-
-    keys, values, offsets = relative or (None, None, None)
-    u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
-    s = (q + u) @ k.mT
-    if keys is not None:
-        s = s + ((q + w)[:, :, :, None] * keys[:, d.clamp(max=keys.shape[1] - 1)][None]).sum(-1)
-    s = s * scale
-    if bias is not None and bias.dim() == 1:
-        s = s + (-bias[:, None, None] * d).to(s.dtype)
-    elif bias is not None:
-        s = s + bias[:, d.clamp(max=bias.shape[1] - 1)].to(s.dtype)
-    s = s.masked_fill(~visible[:, None], -math.inf)
-    p = s.softmax(-1)
-    y = p @ v
-    if values is not None:
-        y = y + (p[..., None] * values[:, d.clamp(max=values.shape[1] - 1)][None]).sum(-2)
-    return y, s.logsumexp(-1)
-
-
-def bias_leaves(bias, H, m, D, dtype):
-    """Fresh random parameters of a kind of bias."""
-    if bias == "slopes":
-        return [torch.rand(H)]
-    if bias == "table":
-        return [torch.randn(H, m)]
-    if bias == "shaw":
-        return [torch.randn(1, m, D).to(dtype) for _ in range(2)]
-    if bias == "xl":
-        return [torch.randn(H, m, D).to(dtype), *(torch.randn(H, D).to(dtype) for _ in range(2))]
-    return []
-
-
-def mask_options(mask, B, Tk):
-    steps = torch.randint(1, 4, (B, Tk)).cumsum(1)
-    if mask == "window":
-        return {"window": random.choice((1, 9, 40, 200))}
-    if mask == "sinks":
-        return {"window": random.choice((5, 33)), "sinks": random.choice((1, 3, 40))}
-    if mask == "docs":
-        return {"docs": (torch.rand(B, Tk) < 0.04).cumsum(1)}
-    if mask == "positions":
-        return {"window": 20, "sinks": 9, "positions": random.choice((steps, steps[0]))}
-    if mask == "all keys":
-        with_window = {"window": 25, "sinks": 2} if random.random() < 0.5 else {}
-        return {"causal": False, **with_window}
-    return {}
-
-
-def random_inputs(T, cached, heads, D, m, bias, mask, dtype, B=0, **_):
-    """Fresh random inputs of a case: leaves that require a gradient, and the options of a mask.
-
-    And a function from the leaves to (q, k, v) and the arguments for the bias.
-    """
-    H, Hk = heads
-    dtype = getattr(torch, dtype)
-    if not B:  # with few rows, one may cancel by chance
-        B = 1 if H > 4 else 2
-        B = 16 if T == 1 else B
-    Tq = T
-    Tk = T + cached
-    m = {"1": 1, "5": 5, "T": Tk, "more": Tk + 9}[m]
-    leaves = []
-    for n, h in ((Tq, H), (Tk, Hk), (Tk, Hk)):
-        leaves.append(torch.randn(B, n, h, D).to(dtype).transpose(1, 2))  # as a model has them
-    leaves += bias_leaves(bias, H, m, D, dtype)
-
-    def build(q, k, v, *rest):
-        arguments = {}
-        if bias in ("slopes", "table"):
-            arguments["bias"] = rest[0]
-        elif bias == "shaw":
-            arguments["relative"] = (*rest, None)
-        elif bias == "xl":
-            arguments["relative"] = (rest[0], None, rest[1:])
-        return (q, k, v), arguments
-
-    return [x.requires_grad_() for x in leaves], build, mask_options(mask, B, Tk)
-
-
-def output_gradient(kind, shape, dtype):
-    """dO with the strides that autograd may hand over."""
-    B, H, T, D = shape
-    if kind == "expanded":
-        dy = torch.randn(B, H, 1, 1).expand(shape)
-    elif kind == "transposed":
-        dy = torch.randn(D, T, H, B).permute(3, 2, 1, 0)
-    elif kind == "sliced":
-        dy = torch.randn(B, H, T + 3, 2 * D)[:, :, 2:-1, ::2]
-    else:
-        dy = torch.randn(shape)
-    return dy.to(dtype)
-
-
-def error(x, expected):
-    """The relative error."""
-    norm = expected.norm().clamp(min=1e-6 * expected.numel() ** 0.5)
-    return float((x.detach().double() - expected).norm() / norm)
-
-
 def gradients(loss, leaves, bias=None):
     """Gradients of a sum of squares. Transformer-XL's u may have none."""
     return torch.autograd.grad(loss.square().sum(), leaves, allow_unused=bias == "xl")
@@ -237,48 +73,9 @@ def gradients(loss, leaves, bias=None):
 
 
 def check(case):
-    """Compare outputs, log-sum-exps and every gradient with float64.
-
-    The error may be twice that of the same formula in PyTorch at that dtype, and a rounding.
-    """
-    leaves, build, options = random_inputs(**case)
-    dtype = leaves[0].dtype
-    (q, k, v), bias = build(*leaves)
-    y, lse = flash.attention(q, k, v, **bias, **options, return_lse=True)
-    assert y.dtype == dtype and y.shape == q.shape
-    dy = output_gradient(case["gradient"], y.shape, dtype)
-    dlse = torch.randn(lse.shape) * (dtype == torch.float32)
-    unused = case["bias"] == "xl"
-    grads = torch.autograd.grad((y, lse), leaves, (dy, dlse), allow_unused=unused)
-
-    def by_formula(dtype):
-        copies = [x.detach().to(dtype).requires_grad_() for x in leaves]
-        arguments, bias = build(*copies)
-        y, lse = explicit_attention(*arguments, **bias, **options)
-        out_grads = (dy.to(dtype), dlse.to(dtype))
-        return [y, lse, *torch.autograd.grad((y, lse), copies, out_grads, allow_unused=True)]
-
-    exact = by_formula(torch.float64)
-    plain = by_formula(dtype)
-    rounding = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    # A gradient of few numbers, each a sum of large terms of both signs: its size tells little of
-    # what was rounded.
-    cancels = dtype == torch.float32 and (case["m"] == "1" or case["bias"] == "slopes")
-    names = ("y", "lse", "q", "k", "v", "bias", "bias", "bias")
-    for name, x, reference, expected in zip(names, (y, lse, *grads), plain, exact, strict=False):
-        size = expected.numel() ** 0.5
-        if dtype == torch.float32 or float(expected.norm()) > 1e-3 * size:
-            tolerance = rounding * (100 if cancels and name == "bias" else 1)
-            limit = 2 * error(reference, expected) + tolerance
-            assert error(x, expected) <= limit, (name, error(x, expected), limit)
-        else:  # a gradient of zero: there is only rounding to compare
-            assert float((x - expected).norm()) < 0.1 * size, name
-
-    if y.shape[2] <= 17:
-        with torch.no_grad():
-            y, lse = decode.attention(q, k, v, **bias, **options, return_lse=True)
-        for x, reference, expected in zip((y, lse), plain[:2], exact[:2], strict=True):
-            assert error(x, expected) <= 2 * error(reference, expected) + rounding
+    """Compare outputs, log-sum-exps and every gradient with float64."""
+    for name, found, bound in attention_errors(case, flash.attention, decode.attention):
+        assert found <= bound, (name, found, bound)
 
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=case_name)
@@ -290,7 +87,7 @@ def test_small_cases_against_float64(case, rng, monkeypatch):
 
 
 @slow
-@pytest.mark.parametrize("case", list(pairwise_cases()), ids=case_name)
+@pytest.mark.parametrize("case", list(pairwise_cases(FACTORS)), ids=case_name)
 def test_pairwise_cases_against_float64(case, rng):
     random.seed(int(rng.integers(1 << 30)))
     check(case)

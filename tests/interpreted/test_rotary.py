@@ -3,11 +3,11 @@
 tests/test_kernels.py runs this file in a process with TRITON_INTERPRET=1.
 """
 
-import itertools
 import warnings
 
 import pytest
 import torch
+from kernel_cases import ROTARY_CASES, rotary_errors, rotary_inputs
 
 import kernels
 from kernels import reference
@@ -15,68 +15,19 @@ from kernels.rotary import _rope
 from kernels.rotary import rope as rotary
 
 
-def random_inputs(B, H, Hk, T, D, R, per_sequence, dtype=torch.float32):
-    """Queries and keys as the model has them, views of (B, T, H D), and angles."""
-    q, k = (torch.randn(B, T, h * D).to(dtype).view(B, T, h, D) for h in (H, Hk))
-    q, k = (x.transpose(1, 2).requires_grad_() for x in (q, k))
-    batch = (B,) if per_sequence else ()
-    angle = torch.rand(*batch, T, R // 2, dtype=torch.float64) * 1000
-    return q, k, angle
-
-
-def rotate_by_complex_numbers(x, angle, factor):
-    """The formula in float64: each pair (c, c + R/2) times factor e^(i angle)."""
-    half = angle.shape[-1]
-    angle = angle[:, None] if angle.dim() == 3 else angle
-    z = torch.complex(x[..., :half], x[..., half : 2 * half])
-    z = z * torch.polar(torch.full_like(angle, factor), angle)
-    return torch.cat((z.real, z.imag, x[..., 2 * half :]), -1)
-
-
-# B, H, Hk, T, D, R
-SHAPES = [
-    (2, 6, 2, 17, 16, 16),
-    (1, 3, 3, 1, 40, 24),
-    (2, 5, 1, 130, 64, 64),
-    (1, 12, 3, 63, 80, 80),
-    (1, 1, 1, 7, 10, 0),
-    (3, 4, 4, 33, 128, 2),
-    (1, 9, 9, 5, 6, 4),
-]
-LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-CASES = list(itertools.product(SHAPES, LIMITS, (False, True)))
-
-
 @pytest.mark.parametrize(
     "shape,dtype,per_sequence",
     # by default every shape once, with the dtypes and kinds of positions in turn
     [
         pytest.param(*case, marks=[] if i % 6 == i // 6 % 6 else pytest.mark.slow)
-        for i, case in enumerate(CASES)
+        for i, case in enumerate(ROTARY_CASES)
     ],
     ids=str,
 )
 def test_rope_against_float64(shape, dtype, per_sequence, rng):
     """Outputs and gradients have at most twice the error of the reference at that dtype."""
-    q, k, angle = random_inputs(*shape, per_sequence, dtype)
-    cos, sin = (angle.cos() * 1.2).float(), (angle.sin() * 1.2).float()  # an attention factor
-    outputs = rotary(q, k, cos, sin)
-    out_grads = [torch.randn_like(y) for y in outputs]
-    grads = torch.autograd.grad(outputs, (q, k), out_grads)
-    plain = reference.rope(q, k, cos, sin)
-    plain_grads = torch.autograd.grad(plain, (q, k), out_grads)
-    for i, x in enumerate((q, k)):
-        wide = x.detach().double().requires_grad_()
-        expected = rotate_by_complex_numbers(wide, angle, 1.2)
-        (expected_grad,) = torch.autograd.grad(expected, wide, out_grads[i].double())
-        assert outputs[i].dtype == dtype and outputs[i].is_contiguous()
-        assert grads[i].dtype == dtype
-        for y, plain_y, right in (
-            (outputs[i], plain[i], expected),
-            (grads[i], plain_grads[i], expected_grad),
-        ):
-            error, plain_error = ((t.double() - right).norm() / right.norm() for t in (y, plain_y))
-            assert error < LIMITS[dtype] and error <= 2 * plain_error + 1e-7
+    for name, found, bound in rotary_errors(shape, dtype, per_sequence, rotary):
+        assert found <= bound, (name, found, bound)
 
 
 def expanded(q, k):
@@ -93,7 +44,7 @@ def transposed_and_sliced(q, k):
 
 @pytest.mark.parametrize("loss", [expanded, concatenated, transposed_and_sliced])
 def test_gradients_of_any_strides(loss, rng):
-    q, k, angle = random_inputs(2, 4, 2, 19, 16, 16, False)
+    q, k, angle = rotary_inputs(2, 4, 2, 19, 16, 16, False)
     cos, sin = angle.cos().float(), angle.sin().float()
     grads = torch.autograd.grad(loss(*rotary(q, k, cos, sin)), (q, k))
     expected = torch.autograd.grad(loss(*reference.rope(q, k, cos, sin)), (q, k))
@@ -103,7 +54,7 @@ def test_gradients_of_any_strides(loss, rng):
 
 def test_operator_passes_opcheck_and_compiles_to_one_graph(rng):
     """With the dispatch in the graph."""
-    q, k, angle = random_inputs(2, 4, 2, 9, 16, 12, True)
+    q, k, angle = rotary_inputs(2, 4, 2, 9, 16, 12, True)
     cos, sin = angle.cos().float(), angle.sin().float()
     results = torch.library.opcheck(_rope, (q, k, cos, sin, False))
     assert set(results.values()) == {"SUCCESS"}
@@ -120,7 +71,7 @@ def test_operator_passes_opcheck_and_compiles_to_one_graph(rng):
 
 
 def test_unsupported_arguments_are_rejected():
-    q, k, angle = random_inputs(2, 4, 2, 9, 16, 16, False)
+    q, k, angle = rotary_inputs(2, 4, 2, 9, 16, 16, False)
     cos, sin = angle.cos().float(), angle.sin().float()
     for words, arguments in (
         ("float64", (q.double(), k.double(), cos, sin)),

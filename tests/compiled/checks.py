@@ -1,0 +1,278 @@
+"""What is checked of the compiled kernels: CHECKS, by name.
+
+The fast checks run in `make test`, the others with --all. tests/compiled/mutations.py runs the same
+checks on kernels with a fault in them.
+"""
+
+import itertools
+import math
+
+import execution
+import torch
+from execution import Check
+from kernel_cases import (
+    ROTARY_LIMITS,
+    ROTARY_SHAPES,
+    Comparison,
+    attention_errors,
+    error,
+    explicit_attention,
+    pairwise_cases,
+    rotary_errors,
+    rotate_by_complex_numbers,
+    small_case,
+)
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+
+
+def attention_check(target, fast=False, sweep_programs=512, splits=None, **changes):
+    """A case of attention. splits: over how many programs decoding splits the keys."""
+    case = small_case(**{"D": 64, "cached": 0, "dtype": "bfloat16", **changes})
+
+    def compare(modules):
+        backward = case.get("backward", True)
+        return attention_errors(case, modules.flash.attention, modules.decode.attention, backward)
+
+    compare = execution.with_setting("flash", "SWEEP_PROGRAMS", sweep_programs, compare)
+    if splits:
+        number_of_splits = lambda *_: splits  # noqa: E731
+        compare = execution.with_setting("decode", "number_of_splits", number_of_splits, compare)
+    return Check(target, compare, fast)
+
+
+# -----------------------------------------------------------------------------
+# The fast checks: every kernel, sm_80 (mma.sync, cp.async) and sm_90 (wgmma)
+
+
+def fast_checks():
+    """Name -> Check. Tiles have up to 128 queries and 128 keys, so 150 tokens are two blocks."""
+    return {
+        "none, float16, sm_90": attention_check(
+            "sm_90", True, T=150, cached=37, dtype="float16", layout="contiguous", gradient="sliced"
+        ),
+        "slopes, grouped queries, sm_80": attention_check(
+            "sm_80", True, T=150, bias="slopes", D=40, heads=(4, 2), layout="sliced"
+        ),
+        "table, one sweep, sm_80": attention_check(
+            "sm_80", True, T=200, bias="table", m="3", dtype="float16", sweep_programs=1, B=2
+        ),
+        "table, window, sinks and documents, sm_90": attention_check(
+            "sm_90", True, T=150, cached=20, bias="table", m="T", mask="sinks and docs"
+        ),
+        "xl, forward, sm_80": attention_check(
+            "sm_80", True, T=100, bias="xl", m="40", dtype="float16", backward=False
+        ),
+        "decode, table, sm_80": attention_check(
+            "sm_80", True, T=2, cached=300, bias="table", heads=(4, 2), B=2, splits=3,
+            layout="expanded", backward=False,
+        ),
+        "rotary, bfloat16, sm_80": rotary_check("sm_80", True, (2, 5, 1, 37, 64, 64)),
+        "rotary, float32, sm_90": rotary_check(
+            "sm_90", True, (1, 3, 3, 19, 40, 10), dtype=torch.float32, layout="odd"
+        ),
+    }  # fmt: skip
+
+
+def rotary_check(target, fast, shape, dtype=torch.bfloat16, per_sequence=True, layout="model"):
+    def compare(modules):
+        return rotary_errors(shape, dtype, per_sequence, modules.rotary.rope, layout)
+
+    return Check(target, compare, fast)
+
+
+# -----------------------------------------------------------------------------
+# Every pair of factors
+
+FACTORS = {
+    "target": ARCHITECTURES,
+    "T": (1, 17, 65, 131, 200, 300),
+    "cached": (0, 1, 37),
+    "heads": ((1, 1), (3, 3), (4, 1), (6, 2)),
+    "D": (16, 40, 64, 80, 128, 256),
+    "m": ("1", "3", "40", "T", "more"),
+    "bias": ("none", "slopes", "table", "shaw", "xl"),
+    "mask": ("causal", "window", "sinks", "docs", "sinks and docs", "positions", "all keys"),
+    "layout": ("model", "contiguous", "sliced", "expanded", "odd", "transposed"),
+    "gradient": ("whole", "expanded", "transposed", "sliced"),
+    "dtype": ("float32", "float16", "bfloat16"),
+    "sweep_programs": (1, 512),
+    "splits": (None, 3),
+}
+MAX_COST = 24e6  # some seconds
+
+
+def is_affordable(case):
+    """Whether the products of a case are few enough to be emulated in seconds."""
+    cost = case["heads"][0] * (case["T"] + case["cached"]) ** 2 * case["D"]
+    if case["bias"] in ("shaw", "xl"):
+        cost *= 4
+    if case["dtype"] == "float32":
+        cost *= 3
+    return cost <= MAX_COST
+
+
+def pairwise_checks():
+    checks = {}
+    for case in pairwise_cases(FACTORS, allowed=is_affordable):
+        name = " ".join(str(x).replace(" ", "") for x in case.values())
+        few_rows = 4 if case["T"] == 1 else 2
+        checks[name] = attention_check(**case, B=few_rows if case["T"] < 100 else 1)
+    return checks
+
+
+def rotary_checks():
+    """Every shape with every dtype; architectures, positions and layouts in turn."""
+    checks = {}
+    layouts = itertools.cycle(("model", "contiguous", "sliced", "odd", "transposed", "expanded"))
+    targets = itertools.cycle(ARCHITECTURES)
+    for shape, dtype in itertools.product(ROTARY_SHAPES, ROTARY_LIMITS):
+        target, layout = next(targets), next(layouts)
+        per_sequence = len(checks) % 2 == 0
+        name = f"rotary {shape} {str(dtype)[6:]} {per_sequence} {layout} {target}"
+        checks[name] = rotary_check(target, False, shape, dtype, per_sequence, layout)
+    return checks
+
+
+# -----------------------------------------------------------------------------
+# Properties
+
+
+def random_queries_keys_values(B, H, T, D, dtype):
+    return [torch.randn(B, H, T, D).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def table_gradient_sums_to_zero(modules):
+    """A constant in the table changes only the log-sum-exp, so its gradient sums to zero.
+
+    A delta from a rounded output would leave percents.
+    """
+    q, k, v = random_queries_keys_values(1, 2, 100, 64, torch.float16)
+    table = torch.randn(2, 5, requires_grad=True)
+    y = modules.flash.attention(q, k, v, bias=table)
+    (grad,) = torch.autograd.grad(y, table, torch.randn_like(y))
+    sums = (grad.sum(1).abs() / grad.abs().sum(1).clamp(min=1)).max()
+    yield Comparison("sum of the table's gradient", float(sums), 2e-4)
+
+
+def large_constant_in_the_table(modules):
+    """Scores of 200: 2^288 overflows, so queries past the last must not count, not even as 0."""
+    T = 70
+    leaves = [*random_queries_keys_values(1, 2, T, 64, torch.bfloat16), torch.randn(2, 7)]
+    leaves[3] = (leaves[3] + 200).requires_grad_()
+    y = modules.flash.attention(*leaves[:3], bias=leaves[3])
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, leaves, dy)
+    copies = [x.detach().double().requires_grad_() for x in leaves]
+    expected, _ = explicit_attention(*copies[:3], bias=copies[3])
+    expected_grads = torch.autograd.grad(expected, copies, dy.double())
+    names = ("y", "q", "k", "v", "bias")
+    for name, x, exact in zip(names, (y, *grads), (expected, *expected_grads), strict=True):
+        yield Comparison(name, error(x, exact), 2e-2)
+
+
+def rounds_to_nearest(modules):
+    """The errors of outputs and gradients have no direction: in units of the last place.
+
+    Rounding towards zero, of probabilities or of the output, would make all of them smaller.
+    """
+    q, k, v = random_queries_keys_values(1, 4, 150, 64, torch.bfloat16)
+    y = modules.flash.attention(q, k, v)
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, (q, k, v), dy)
+    copies = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected, _ = explicit_attention(*copies)
+    expected_grads = torch.autograd.grad(expected, copies, dy.double())
+    for name, x, exact in zip("yqkv", (y, *grads), (expected, *expected_grads), strict=True):
+        last_place = 2.0 ** (exact.abs().log2().floor() - 7)
+        growth = (x.detach().double().abs() - exact.abs()) / last_place
+        yield Comparison(f"mean growth of {name}", abs(float(growth.clamp(-4, 4).mean())), 0.05)
+
+
+def decoding_with_a_valid_length(modules):
+    """Keys past the valid length do not exist, whatever is in their memory."""
+    capacity, n, D = 150, 67, 64
+    q = torch.randn(2, 4, 1, D).bfloat16()
+    k, v = (torch.randn(2, 2, capacity, D).bfloat16() for _ in range(2))
+    cache = [torch.cat((x[:, :, :n], torch.full_like(x[:, :, n:], math.nan)), 2) for x in (k, v)]
+    wide = [x.double() for x in (q, k[:, :, :n], v[:, :, :n])]
+    for bias in ({}, {"bias": torch.rand(4)}, {"bias": torch.randn(4, capacity)}):
+        for options in ({}, {"window": 16, "sinks": 2}):
+            y, lse = modules.decode.attention(
+                q, *cache, **bias, **options, length=torch.tensor([n]), return_lse=True
+            )
+            wide_bias = {name: x.double() for name, x in bias.items()}
+            expected, expected_lse = explicit_attention(*wide, **wide_bias, **options)
+            yield Comparison("y", error(y, expected), 1.2e-2)
+            yield Comparison("lse", error(lse, expected_lse), 1e-2)
+
+
+def decoding_over_many_splits(modules):
+    """1,100 keys: as many splits as decoding chooses itself."""
+    q, k, v = (torch.randn(1, 2, T, 64).bfloat16() for T in (1, 1100, 1100))
+    y, lse = modules.decode.attention(q, k, v, return_lse=True)
+    expected, expected_lse = explicit_attention(*(x.double() for x in (q, k, v)))
+    yield Comparison("y", error(y, expected), 1.2e-2)
+    yield Comparison("lse", error(lse, expected_lse), 1e-2)
+
+
+def sparse_memory(elements):
+    """Uninitialised bfloat16 of which only the pages that are used exist."""
+    setting = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory = torch.empty(elements, dtype=torch.bfloat16)
+    torch.utils.deterministic.fill_uninitialized_memory = setting
+    return memory
+
+
+def keys_far_apart(modules):
+    """Tokens 2^23 elements apart: the offsets of the last ones pass 2^31."""
+    T, stride = 270, 1 << 23
+    q, k = (torch.randn(1, 1, T, 16).bfloat16() for _ in range(2))
+    far = sparse_memory(T * stride).as_strided(k.shape, (0, 0, stride, 1)).copy_(k)
+    with torch.no_grad():
+        y = modules.flash.attention(q, far, far)
+        few = modules.decode.attention(q[:, :, -1:], far, far)
+    expected, _ = explicit_attention(*(x.double() for x in (q, k, k)))
+    yield Comparison("y", error(y, expected), 1.2e-2)
+    yield Comparison("decoded y", error(few, expected[:, :, -1:]), 1.2e-2)
+
+
+def heads_far_apart(modules):
+    """Heads of the queries 2^30 elements apart, tokens of the keys 2^26."""
+    q, k = torch.randn(1, 3, 40, 16).bfloat16(), torch.randn(1, 1, 40, 16).bfloat16()
+    far_q = sparse_memory((2 << 30) + 640).as_strided(q.shape, (0, 1 << 30, 16, 1)).copy_(q)
+    far_k = sparse_memory(40 << 26).as_strided(k.shape, (0, 0, 1 << 26, 1)).copy_(k)
+    angle = torch.rand(40, 8)
+    with torch.no_grad():
+        results = modules.rotary.rope(far_q, far_k, angle.cos(), angle.sin())
+    for name, x, near in zip("qk", results, (q, k), strict=True):
+        expected = rotate_by_complex_numbers(near.double(), angle.double(), 1.0)
+        yield Comparison(name, error(x, expected), 8e-3)
+
+
+def property_checks():
+    return {
+        "table gradient sums to zero, sm_80": Check("sm_80", table_gradient_sums_to_zero),
+        "large constant in the table, sm_80": Check("sm_80", large_constant_in_the_table),
+        "rounds to nearest, sm_80": Check("sm_80", rounds_to_nearest),
+        "rounds to nearest, sm_90": Check("sm_90", rounds_to_nearest),
+        "decoding with a valid length, sm_90": Check("sm_90", decoding_with_a_valid_length),
+        "decoding over many splits, sm_80": Check("sm_80", decoding_over_many_splits),
+        "two heads, two sequences, sm_80": attention_check(
+            "sm_80", T=40, B=2, heads=(4, 2), bias="table", mask="sinks", layout="contiguous"
+        ),
+        "shaw, sm_80": attention_check(
+            "sm_80", T=100, bias="shaw", m="20", dtype="float16", sweep_programs=1
+        ),
+        "float32, sm_80": attention_check("sm_80", T=70, cached=9, dtype="float32"),
+        "all keys, sm_80": attention_check("sm_80", T=70, bias="slopes", mask={"causal": False}),
+        "window, sm_80": attention_check("sm_80", T=300, mask={"window": 200}),
+        "sinks, sm_80": attention_check("sm_80", T=200, mask={"window": 20, "sinks": 3}),
+        "table, splits, sm_80": attention_check("sm_80", T=200, bias="table", m="3"),
+        "keys far apart in memory, sm_80": Check("sm_80", keys_far_apart),
+        "rotary, heads far apart in memory, sm_80": Check("sm_80", heads_far_apart),
+    }
+
+
+CHECKS = {**fast_checks(), **property_checks(), **rotary_checks(), **pairwise_checks()}

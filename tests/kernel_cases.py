@@ -1,0 +1,358 @@
+"""What the tests of the kernels share: random cases, the formulas in float64, and bounds.
+
+tests/interpreted runs the kernels under Triton's interpreter (or on a GPU), tests/compiled runs
+their compiled code on an emulator. Both compare outputs and gradients with these formulas.
+"""
+
+import itertools
+import math
+import random
+from typing import NamedTuple
+
+import torch
+
+from kernels import reference
+
+
+class Comparison(NamedTuple):
+    """An output or a gradient of a kernel, and how far from float64 it is."""
+
+    name: str
+    error: float
+    bound: float
+
+
+def error(x, expected):
+    """The relative error."""
+    norm = expected.norm().clamp(min=1e-6 * expected.numel() ** 0.5)
+    return float((x.detach().double() - expected).norm() / norm)
+
+
+# -----------------------------------------------------------------------------
+# Cases of attention
+
+
+def pairwise_cases(factors, seed=0, allowed=None):
+    """Cases that hold every pair of values of every two factors.
+
+    Found greedily: of 200 random cases the one with the most new pairs. allowed(case) rejects cases
+    that would take too long; every pair must be in some case that it accepts.
+    """
+    rng = random.Random(seed)
+    names = list(factors)
+    missing = set()
+    for a, b in itertools.combinations(names, 2):
+        missing |= {(a, x, b, y) for x in factors[a] for y in factors[b]}
+
+    def pairs(case):
+        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
+
+    def new_pairs(case):
+        return len(pairs(case) & missing)
+
+    while missing:
+        first_missing = sorted(missing, key=str)[:40]
+        candidates = []
+        for _ in range(200):
+            a, x, b, y = rng.choice(first_missing)
+            case = {name: rng.choice(factors[name]) for name in names}
+            case = {**case, a: x, b: y}
+            if allowed is None or allowed(case):
+                candidates.append(case)
+        if not candidates:
+            continue
+        best = max(candidates, key=new_pairs)
+        missing -= pairs(best)
+        yield best
+
+
+def small_case(**changes):
+    """More than one tile of 32 x 32, and a partial one, with a cache."""
+    return {
+        "T": 40,
+        "cached": 5,
+        "heads": (2, 1),
+        "D": 16,
+        "m": "5",
+        "bias": "none",
+        "mask": "causal",
+        "gradient": "whole",
+        "dtype": "float32",
+        "B": 1,
+        **changes,
+    }
+
+
+def case_name(case):
+    return "-".join(str(x).replace(" ", "") for x in case.values())
+
+
+# The layouts of queries, keys and values: see random_layout(). In all but the first, each of the
+# three has strides of its own.
+LAYOUTS = {
+    "model": ("model", "model", "model"),
+    "contiguous": ("contiguous", "model", "sliced"),
+    "sliced": ("sliced", "contiguous", "model"),
+    "expanded": ("model", "sliced", "expanded"),
+    "odd": ("odd", "model", "contiguous"),
+    "transposed": ("contiguous", "odd", "transposed"),
+}
+
+
+def random_layout(layout, B, n, h, D, dtype):
+    """Random (B, h, n, D) with the strides that a caller may hand over."""
+    if layout == "contiguous":
+        return torch.randn(B, h, n, D).to(dtype)
+    if layout == "sliced":  # tokens and heads that are parts of a larger tensor
+        return torch.randn(B, n + 3, 2 * h, D).to(dtype)[:, 2:-1, ::2].transpose(1, 2)
+    if layout == "expanded":  # the same for all heads: stride 0
+        return torch.randn(B, n, 1, D).to(dtype).expand(B, n, h, D).transpose(1, 2)
+    if layout == "odd":  # no token starts at a multiple of 16 bytes
+        return torch.randn(B, n, h, D + 1).to(dtype)[..., 1:].transpose(1, 2)
+    if layout == "transposed":  # channels far apart, which the kernels cannot read
+        return torch.randn(D, n, h, B).to(dtype).permute(3, 2, 1, 0)
+    return torch.randn(B, n, h, D).to(dtype).transpose(1, 2)  # as a model has them
+
+
+def bias_leaves(bias, H, m, D, dtype):
+    """Fresh random parameters of a kind of bias."""
+    if bias == "slopes":
+        return [torch.rand(H)]
+    if bias == "table":
+        return [torch.randn(H, m)]
+    if bias == "shaw":
+        return [torch.randn(1, m, D).to(dtype) for _ in range(2)]
+    if bias == "xl":
+        return [torch.randn(H, m, D).to(dtype), *(torch.randn(H, D).to(dtype) for _ in range(2))]
+    return []
+
+
+def mask_options(mask, B, Tk):
+    """The arguments of a kind of mask; a dict is taken as it is."""
+    if isinstance(mask, dict):
+        return mask
+    steps = torch.randint(1, 4, (B, Tk)).cumsum(1)
+    if mask == "window":
+        return {"window": random.choice((1, 9, 40, 200))}
+    if mask == "sinks":
+        return {"window": random.choice((5, 33)), "sinks": random.choice((1, 3, 40))}
+    if mask == "docs":
+        return {"docs": (torch.rand(B, Tk) < 0.04).cumsum(1)}
+    if mask == "sinks and docs":
+        docs = (torch.arange(Tk) // 90).expand(B, Tk)
+        return {"window": random.choice((20, 70)), "sinks": random.choice((3, 40)), "docs": docs}
+    if mask == "positions":
+        return {"window": 20, "sinks": 9, "positions": random.choice((steps, steps[0]))}
+    if mask == "all keys":
+        with_window = {"window": 25, "sinks": 2} if random.random() < 0.5 else {}
+        return {"causal": False, **with_window}
+    return {}
+
+
+def random_inputs(T, cached, heads, D, m, bias, mask, dtype, B=0, layout="model", **_):
+    """Fresh random inputs of a case: leaves that require a gradient, and the options of a mask.
+
+    And a function from the leaves to (q, k, v) and the arguments for the bias.
+    """
+    H, Hk = heads
+    dtype = getattr(torch, dtype)
+    if not B:  # with few rows, one may cancel by chance
+        B = 1 if H > 4 else 2
+        B = 16 if T == 1 else B
+    Tq = T
+    Tk = T + cached
+    m = {"T": Tk, "more": Tk + 9}[m] if m in ("T", "more") else int(m)
+    leaves = []
+    for n, h, kind in zip((Tq, Tk, Tk), (H, Hk, Hk), LAYOUTS[layout], strict=True):
+        leaves.append(random_layout(kind, B, n, h, D, dtype))
+    leaves += bias_leaves(bias, H, m, D, dtype)
+
+    def build(q, k, v, *rest):
+        arguments = {}
+        if bias in ("slopes", "table"):
+            arguments["bias"] = rest[0]
+        elif bias == "shaw":
+            arguments["relative"] = (*rest, None)
+        elif bias == "xl":
+            arguments["relative"] = (rest[0], None, rest[1:])
+        return (q, k, v), arguments
+
+    return [x.requires_grad_() for x in leaves], build, mask_options(mask, B, Tk)
+
+
+def output_gradient(kind, shape, dtype):
+    """dO with the strides that autograd may hand over."""
+    B, H, T, D = shape
+    if kind == "expanded":
+        dy = torch.randn(B, H, 1, 1).expand(shape)
+    elif kind == "transposed":
+        dy = torch.randn(D, T, H, B).permute(3, 2, 1, 0)
+    elif kind == "sliced":
+        dy = torch.randn(B, H, T + 3, 2 * D)[:, :, 2:-1, ::2]
+    else:
+        dy = torch.randn(shape)
+    return dy.to(dtype)
+
+
+# -----------------------------------------------------------------------------
+# Attention compared with float64
+
+
+def explicit_attention(
+    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
+    causal=True, scale=None,
+):  # fmt: skip
+    """The formula with dense (Tq, Tk) matrices, in the dtype of its inputs.
+
+    In float64 it is the truth; in the dtype of the kernel it says what error to expect. Returns the
+    output and the log-sum-exp.
+    """
+    B, H, Tq, D = q.shape
+    Tk = k.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    i = torch.arange(Tk - Tq, Tk)[:, None]
+    j = torch.arange(Tk)[None]
+    d = (i - j).clamp(min=0) if causal else (i - j).abs()
+
+    pos = (torch.arange(Tk) if positions is None else positions).expand(B, Tk)
+    visible = ((j <= i) | (not causal)).expand(B, Tq, Tk)
+    if window:
+        gap = (pos[:, Tk - Tq :, None] - pos[:, None]).abs()
+        visible = visible & ((gap < window) | (pos[:, None] < sinks))
+    if docs is not None:
+        visible = visible & (docs[:, Tk - Tq :, None] == docs[:, None])
+
+    keys, values, offsets = relative or (None, None, None)
+    u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
+    s = (q + u) @ k.mT
+    if keys is not None:
+        s = s + ((q + w)[:, :, :, None] * keys[:, d.clamp(max=keys.shape[1] - 1)][None]).sum(-1)
+    s = s * scale
+    if bias is not None and bias.dim() == 1:
+        s = s + (-bias[:, None, None] * d).to(s.dtype)
+    elif bias is not None:
+        s = s + bias[:, d.clamp(max=bias.shape[1] - 1)].to(s.dtype)
+    s = s.masked_fill(~visible[:, None], -math.inf)
+    p = s.softmax(-1)
+    y = p @ v
+    if values is not None:
+        y = y + (p[..., None] * values[:, d.clamp(max=values.shape[1] - 1)][None]).sum(-2)
+    return y, s.logsumexp(-1)
+
+
+ROUNDING = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def attention_errors(case, attention, decode_attention, backward=True):
+    """Compare outputs, log-sum-exps and every gradient of a case with float64, one at a time.
+
+    The error may be twice that of the same formula in PyTorch at that dtype, and a rounding.
+    Few queries are also decoded.
+    """
+    leaves, build, options = random_inputs(**case)
+    dtype = leaves[0].dtype
+    (q, k, v), bias = build(*leaves)
+    y, lse = attention(q, k, v, **bias, **options, return_lse=True)
+    assert y.dtype == dtype and y.shape == q.shape
+    dy = output_gradient(case["gradient"], y.shape, dtype)
+    dlse = torch.randn(lse.shape) * (dtype == torch.float32)
+    results = [y, lse]
+    if backward:
+        unused = case["bias"] == "xl"
+        results += torch.autograd.grad((y, lse), leaves, (dy, dlse), allow_unused=unused)
+
+    def by_formula(dtype):
+        copies = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        arguments, bias = build(*copies)
+        y, lse = explicit_attention(*arguments, **bias, **options)
+        if not backward:
+            return [y.detach(), lse.detach()]
+        out_grads = (dy.to(dtype), dlse.to(dtype))
+        return [y, lse, *torch.autograd.grad((y, lse), copies, out_grads, allow_unused=True)]
+
+    exact = by_formula(torch.float64)
+    plain = by_formula(dtype)
+    rounding = ROUNDING[dtype]
+    # A gradient of few numbers, each a sum of large terms of both signs: its size tells little of
+    # what was rounded.
+    cancels = dtype == torch.float32 and (case["m"] == "1" or case["bias"] == "slopes")
+    names = ("y", "lse", "q", "k", "v", "bias", "bias", "bias")
+    for name, x, by_pytorch, expected in zip(names, results, plain, exact, strict=False):
+        size = expected.numel() ** 0.5
+        if dtype == torch.float32 or float(expected.norm()) > 1e-3 * size:
+            tolerance = rounding * (100 if cancels and name == "bias" else 1)
+            bound = 2 * error(by_pytorch, expected) + tolerance
+            yield Comparison(name, error(x, expected), bound)
+        else:  # a gradient of zero: there is only rounding to compare
+            yield Comparison(name, float((x - expected).norm()), 0.1 * size)
+
+    if y.shape[2] <= 17:
+        with torch.no_grad():
+            results = decode_attention(q, k, v, **bias, **options, return_lse=True)
+        for name, x, by_pytorch, expected in zip(names, results, plain, exact, strict=False):
+            bound = 2 * error(by_pytorch, expected) + rounding
+            yield Comparison(f"decoded {name}", error(x, expected), bound)
+
+
+# -----------------------------------------------------------------------------
+# Rotary embedding
+
+# B, H, Hk, T, D, R
+ROTARY_SHAPES = [
+    (2, 6, 2, 17, 16, 16),
+    (1, 3, 3, 1, 40, 24),
+    (2, 5, 1, 130, 64, 64),
+    (1, 12, 3, 63, 80, 80),
+    (1, 1, 1, 7, 10, 0),
+    (3, 4, 4, 33, 128, 2),
+    (1, 9, 9, 5, 6, 4),
+]
+ROTARY_LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+ROTARY_CASES = list(itertools.product(ROTARY_SHAPES, ROTARY_LIMITS, (False, True)))
+
+
+def rotary_inputs(B, H, Hk, T, D, R, per_sequence, dtype=torch.float32, layout="model"):
+    """Queries and keys, by default as the model has them, views of (B, T, H D), and angles."""
+    q, k = (random_layout(layout, B, T, h, D, dtype).requires_grad_() for h in (H, Hk))
+    batch = (B,) if per_sequence else ()
+    angle = torch.rand(*batch, T, R // 2, dtype=torch.float64) * 1000
+    return q, k, angle
+
+
+def rotate_by_complex_numbers(x, angle, factor):
+    """The formula in float64: each pair (c, c + R/2) times factor e^(i angle)."""
+    half = angle.shape[-1]
+    angle = angle[:, None] if angle.dim() == 3 else angle
+    z = torch.complex(x[..., :half], x[..., half : 2 * half])
+    z = z * torch.polar(torch.full_like(angle, factor), angle)
+    return torch.cat((z.real, z.imag, x[..., 2 * half :]), -1)
+
+
+def rotary_errors(shape, dtype, per_sequence, rotary, layout="model"):
+    """Compare outputs and gradients of a shape with float64, one at a time.
+
+    They have at most twice the error of the reference at that dtype.
+    """
+    q, k, angle = rotary_inputs(*shape, per_sequence, dtype, layout)
+    cos, sin = (angle.cos() * 1.2).float(), (angle.sin() * 1.2).float()  # an attention factor
+    outputs = rotary(q, k, cos, sin)
+    out_grads = [torch.randn_like(y) for y in outputs]
+    grads = torch.autograd.grad(outputs, (q, k), out_grads)
+    plain = reference.rope(q, k, cos, sin)
+    plain_grads = torch.autograd.grad(plain, (q, k), out_grads)
+    for i, x in enumerate((q, k)):
+        wide = x.detach().double().requires_grad_()
+        expected = rotate_by_complex_numbers(wide, angle, 1.2)
+        (expected_grad,) = torch.autograd.grad(expected, wide, out_grads[i].double())
+        assert outputs[i].dtype == dtype and outputs[i].is_contiguous()
+        assert grads[i].dtype == dtype
+        for name, y, plain_y, right in (
+            ("qk"[i] + " rotated", outputs[i], plain[i], expected),
+            ("qk"[i], grads[i], plain_grads[i], expected_grad),
+        ):
+            found, plain_error = (
+                float((t.detach().double() - right).norm() / right.detach().norm())
+                for t in (y, plain_y)
+            )
+            yield Comparison(name, found, min(2 * plain_error + 1e-7, ROTARY_LIMITS[dtype]))
