@@ -201,11 +201,6 @@ def tile_for(itemsize, DP, vectors):
     return BN, 4, stages
 
 
-def float32_products(device):
-    """How float32 products are computed: three tf32 products, or plainly where there are none."""
-    return "ieee" if device.type == "cpu" or torch.version.hip else "tf32x3"
-
-
 def _kernel_layout(x):
     """Copy x if the kernels cannot read it: see kernels/flash.py."""
     if x is None or x.stride(-1) == 1 and x.stride(2) < 1 << 24:
@@ -244,6 +239,7 @@ def _decode(
     pos = q if positions is None else positions
     doc = q if docs is None else docs
     other = q if qr is None else qr
+    is_float32_gpu = q.dtype == torch.float32 and q.device.type != "cpu" and not torch.version.hip
     flags = {
         "KIND": kind.value,
         "HAS_REL_V": rel_v is not None,
@@ -252,7 +248,7 @@ def _decode(
         "WINDOW": window > 0,
         "POSITIONS": window > 0 and positions is not None,
         "DOCS": docs is not None,
-        "PRECISION": float32_products(q.device) if q.dtype == torch.float32 else "ieee",
+        "PRECISION": "tf32x3" if is_float32_gpu else "ieee",
         "HAS_LENGTH": length is not None,
     }
     _split_kernel[splits, H // heads, B * Tq](

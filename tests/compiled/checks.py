@@ -15,6 +15,7 @@ from kernel_cases import (
     ROTARY_SHAPES,
     Comparison,
     attention_errors,
+    clipped_tail_error,
     error,
     explicit_attention,
     pairwise_cases,
@@ -31,8 +32,9 @@ def attention_check(target, fast=False, sweep_programs=512, splits=None, **chang
     case = small_case(**{"D": 64, "cached": 0, "dtype": "bfloat16", **changes})
 
     def compare(modules):
+        attention, decode_attention = modules.flash.attention, modules.decode.attention
         backward = case.get("backward", True)
-        return attention_errors(case, modules.flash.attention, modules.decode.attention, backward)
+        return attention_errors(case, attention, decode_attention, backward, by_row=True)
 
     compare = execution.with_setting("flash", "SWEEP_PROGRAMS", sweep_programs, compare)
     if splits:
@@ -64,7 +66,7 @@ def fast_checks():
             "sm_80", True, T=100, bias="xl", m="40", dtype="float16", backward=False
         ),
         "decode, table, sm_80": attention_check(
-            "sm_80", True, T=2, cached=300, bias="table", heads=(4, 2), B=2, splits=3,
+            "sm_80", True, T=2, cached=400, bias="table", heads=(4, 2), B=2, splits=3,
             layout="expanded", backward=False,
         ),
         "rotary, bfloat16, sm_80": rotary_check("sm_80", True, (2, 5, 1, 37, 64, 64)),
@@ -147,12 +149,16 @@ def table_gradient_sums_to_zero(modules):
 
     A delta from a rounded output would leave percents.
     """
-    q, k, v = random_queries_keys_values(1, 2, 100, 64, torch.float16)
+    q, k, v = random_queries_keys_values(1, 2, 200, 64, torch.float16)
     table = torch.randn(2, 5, requires_grad=True)
     y = modules.flash.attention(q, k, v, bias=table)
     (grad,) = torch.autograd.grad(y, table, torch.randn_like(y))
     sums = (grad.sum(1).abs() / grad.abs().sum(1).clamp(min=1)).max()
     yield Comparison("sum of the table's gradient", float(sums), 2e-4)
+
+
+def clipped_tail(modules):
+    yield clipped_tail_error(modules.flash.attention, H=4, T=200, D=64, fraction=0.05)
 
 
 def large_constant_in_the_table(modules):
@@ -184,9 +190,11 @@ def rounds_to_nearest(modules):
     expected, _ = explicit_attention(*copies)
     expected_grads = torch.autograd.grad(expected, copies, dy.double())
     for name, x, exact in zip("yqkv", (y, *grads), (expected, *expected_grads), strict=True):
+        exact = exact.detach()
+        large = exact.abs() > 0.3 * exact.square().mean().sqrt()  # small ones are differences
         last_place = 2.0 ** (exact.abs().log2().floor() - 7)
-        growth = (x.detach().double().abs() - exact.abs()) / last_place
-        yield Comparison(f"mean growth of {name}", abs(float(growth.clamp(-4, 4).mean())), 0.05)
+        growth = (x.detach().double() - exact) * exact.sign() / last_place
+        yield Comparison(f"mean growth of {name}", abs(float(growth[large].mean())), 0.05)
 
 
 def decoding_with_a_valid_length(modules):
@@ -254,6 +262,7 @@ def heads_far_apart(modules):
 def property_checks():
     return {
         "table gradient sums to zero, sm_80": Check("sm_80", table_gradient_sums_to_zero),
+        "clipped tail of the table's gradient, sm_80": Check("sm_80", clipped_tail),
         "large constant in the table, sm_80": Check("sm_80", large_constant_in_the_table),
         "rounds to nearest, sm_80": Check("sm_80", rounds_to_nearest),
         "rounds to nearest, sm_90": Check("sm_90", rounds_to_nearest),
@@ -263,13 +272,14 @@ def property_checks():
             "sm_80", T=40, B=2, heads=(4, 2), bias="table", mask="sinks", layout="contiguous"
         ),
         "shaw, sm_80": attention_check(
-            "sm_80", T=100, bias="shaw", m="20", dtype="float16", sweep_programs=1
+            "sm_80", T=150, bias="shaw", m="5", D=40, dtype="float16", sweep_programs=1
         ),
         "float32, sm_80": attention_check("sm_80", T=70, cached=9, dtype="float32"),
         "all keys, sm_80": attention_check("sm_80", T=70, bias="slopes", mask={"causal": False}),
         "window, sm_80": attention_check("sm_80", T=300, mask={"window": 200}),
         "sinks, sm_80": attention_check("sm_80", T=200, mask={"window": 20, "sinks": 3}),
         "table, splits, sm_80": attention_check("sm_80", T=200, bias="table", m="3"),
+        "rotary, every channel, sm_90": rotary_check("sm_90", False, (1, 3, 3, 19, 80, 80)),
         "keys far apart in memory, sm_80": Check("sm_80", keys_far_apart),
         "rotary, heads far apart in memory, sm_80": Check("sm_80", heads_far_apart),
     }

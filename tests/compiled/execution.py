@@ -147,7 +147,6 @@ def emulated(target, modules=PROJECT, record=RECORD):
     launchers = {}
     try:
         torch.use_deterministic_algorithms(True)  # torch.empty is NaN
-        modules.decode.float32_products = lambda device: "tf32x3"  # as on a GPU
         for module in modules:
             for name, launcher in install(module, target).items():
                 kernel = name.removeprefix("_").removesuffix("_kernel")

@@ -40,7 +40,10 @@ DECODE_80 = "decode, table, sm_80"
 ROTARY_80 = "rotary, bfloat16, sm_80"
 ROTARY_90 = "rotary, float32, sm_90"
 ZERO_SUM_80 = "table gradient sums to zero, sm_80"
+TAIL_80 = "clipped tail of the table's gradient, sm_80"
 LARGE_80 = "large constant in the table, sm_80"
+WINDOW_80 = "window, sm_80"
+WHOLE_ROTARY_90 = "rotary, every channel, sm_90"
 NEAREST_80 = "rounds to nearest, sm_80"
 NEAREST_90 = "rounds to nearest, sm_90"
 FAR_80 = "keys far apart in memory, sm_80"
@@ -63,14 +66,14 @@ FLASH = (
      "tl.minimum(right, (i0 + BN) // BN)"),
     ("the last tile of a query block is skipped", NONE_90,
      "hi = tl.cdiv(tl.minimum(i1 + 1, Tk), BN)", "hi = tl.minimum(i1 + 1, Tk) // BN"),
-    ("the window starts a tile late", TABLE_90, "lo = tl.maximum(i0 - window + 1, 0) // BN",
+    ("the window starts a tile late", WINDOW_80, "lo = tl.maximum(i0 - window + 1, 0) // BN",
      "lo = tl.maximum(i0 - window + 1 + BN, 0) // BN"),
-    ("tiles before the window's edge count as whole", "window, sm_80",
+    ("tiles before the window's edge count as whole", WINDOW_80,
      "left = tl.cdiv(tl.maximum(i1 - window + 1, 0), BN)",
      "left = tl.cdiv(tl.maximum(i0 - window + 1, 0), BN)"),
     ("the tile with the sinks is skipped", "sinks, sm_80",
      "sink_end = tl.minimum(tl.cdiv(sinks, BN), lo)", "sink_end = tl.minimum(sinks // BN, lo)"),
-    ("near tiles count as clipped, by one", TABLE_80, "tl.maximum(i0 - m + 2, 0)",
+    ("near tiles count as clipped by one", TABLE_80, "tl.maximum(i0 - m + 2, 0)",
      "tl.maximum(i0 - m + 3, 0)"),
     ("near tiles count as clipped for dK by one", TABLE_80,
      "tl.maximum(n1 + m - 1 - q_start, 0)", "tl.maximum(n1 + m - 2 - q_start, 0)"),
@@ -138,7 +141,7 @@ FLASH = (
     ("delta is missing in dK", NONE_90, "ds = p * (dp - delta[None, :])", "ds = p * dp"),
     ("delta is not corrected", ZERO_SUM_80, "tl.store(DELTA + row, delta + delta_error",
      "tl.store(DELTA + row, delta"),
-    ("the clipped tail is not corrected", ZERO_SUM_80, "row_grad - delta_error * row_mass",
+    ("the clipped tail is not corrected", TAIL_80, "row_grad - delta_error * row_mass",
      "row_grad"),
     ("the gradient of the log-sum-exp is ignored", FLOAT32_80,
      "delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse",
@@ -188,7 +191,8 @@ ROTARY = (
     ("the operands of the rotation are swapped", ROTARY_80, "(a * cos - b * sin)",
      "(b * cos - a * sin)"),
     ("the backward pass turns the same way", ROTARY_80, "        sin = -sin", "        sin = sin"),
-    ("a channel too many is rotated", ROTARY_90, "(t < T)[:, None] & (c < HALF)[None, :]\n    for",
+    ("a channel too many is rotated", WHOLE_ROTARY_90,
+     "(t < T)[:, None] & (c < HALF)[None, :]\n    for",
      "(t < T)[:, None] & (c <= HALF)[None, :]\n    for"),
     ("a channel too many is copied", ROTARY_90, "(r < D)[None, :]", "(r <= D)[None, :]"),
     ("heads past the last are rotated", ROTARY_80, "mask = in_range & (h < heads)",
@@ -207,6 +211,8 @@ EQUIVALENT = {
     "over rows is taken before the store",
     "the last keys need no mask": "in a tile of dK and dV each key has a row of its own, and rows "
     "past the last key are not stored",
+    "the sweep sees the future": "the sums of the sweep at distances below 0 are dropped in causal "
+    "attention",
     "exponentials keep subnormal numbers": "a weight below 2^-126 is far below the rounding of "
     "the sum that it is added to, which is at least 1",
 }
@@ -241,13 +247,20 @@ WAIT = r"\tcp\.async\.wait_group[^;]*;\n"
 COMMIT = r"\tcp\.async\.commit_group;\n"
 MMA = r"(mma\.sync[^{]*\{[^}]*\}, "
 
+# two float32 numbers to bfloat16, to the nearest; and with their last 16 bits cut off before
+CONVERSION = r"cvt\.rn\.bf16x2\.f32 \t(%r\d+), (%r\d+), (%r\d+);"
+TRUNCATION = (
+    "and.b32 \\t\\2, \\2, -65536;\n\tand.b32 \\t\\3, \\3, -65536;\n"
+    "\tcvt.rn.bf16x2.f32 \\t\\1, \\2, \\3;"
+)
+
 # name, kernel, check, old, new, occurrence
 PTX = (
     ("no barrier after a wait", "forward", TABLE_80,
      r"(cp\.async\.wait_group[^;]*;\n)\tbar\.sync[^;]*;\n", r"\1"),
     ("no barrier between storing and reading a row", "forward", TABLE_80,
      r"(st\.shared\.b32[^;]*;\n)\tbar\.sync[^;]*;\n", r"\1"),
-    ("no barrier before the first copy of a loop", "dkdv", SLOPES_80, r"\tbar\.sync[^;]*;\n", ""),
+    ("no barrier between two tiles", "dkdv", SLOPES_80, r"\tbar\.sync[^;]*;\n", "", 1),
     ("no wait for copies", "forward", TABLE_80, WAIT, ""),
     ("no wait for copies in dQ", "dq", NONE_90, WAIT, ""),
     ("the wait leaves every copy in flight", "forward", TABLE_80,
@@ -256,13 +269,13 @@ PTX = (
     ("a buffer too few", "forward", TABLE_80,
      r"(add\.s32 \t(%r\d+), %r\d+, 1;\n\tsetp\.gt\.s32 \t%p\d+, \2, )1;", r"\g<1>0;", EVERY),
     ("no wait for wgmma", "forward", NONE_90, r"\twgmma\.wait_group[^;]*;\n", ""),
-    ("no wait for wgmma in dK", "dkdv", NONE_90, r"\twgmma\.wait_group[^;]*;\n", ""),
+    ("no wait for wgmma in dK", "dkdv", NONE_90, r"\twgmma\.wait_group[^;]*;\n", "", 1),
     ("no fence of registers before wgmma", "forward", NONE_90, r"\twgmma\.fence[^;]*;\n", ""),
     ("no fence between storing and wgmma", "forward", NONE_90,
      r"\tfence\.proxy\.async[^;]*;\n", "", EVERY),
     ("wgmma is never committed", "forward", NONE_90, r"\twgmma\.commit_group[^;]*;\n", ""),
     ("wgmma reads its tile across", "forward", NONE_90,
-     r"(wgmma\.mma_async[^;]*, 1, 1, \d, )1;", r"\g<1>0;"),
+     r"(wgmma\.mma_async[^;]*, 1, 1, \d, )0;", r"\g<1>1;"),
     ("swapped registers of the right operand", "forward", TABLE_80,
      MMA + r"\{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"),
     ("swapped registers of the left operand", "forward", TABLE_80,
@@ -271,8 +284,8 @@ PTX = (
      r"(ldmatrix\.sync\.aligned\.m8n8\.x4)\.trans", r"\1"),
     ("two numbers in the wrong order", "forward", TABLE_80,
      r"(cvt\.rn\.f16x2\.f32 \t%r\d+, )(%r\d+), (%r\d+)", r"\1\3, \2"),
-    ("rounding towards zero", "forward", NEAREST_80, r"cvt\.rn\.bf16x2", "cvt.rz.bf16x2", EVERY),
-    ("rounding towards zero in dK", "dkdv", NEAREST_90, r"cvt\.rn\.bf16x2", "cvt.rz.bf16x2", EVERY),
+    ("rounding towards zero", "forward", NEAREST_80, CONVERSION, TRUNCATION, EVERY),
+    ("rounding towards zero in dK", "dkdv", NEAREST_90, CONVERSION, TRUNCATION, EVERY),
     ("exponentials keep subnormal numbers", "forward", NEAREST_80,
      r"ex2\.approx\.ftz", "ex2.approx", EVERY),
     ("a reduction over the wrong lanes", "forward", TABLE_80,

@@ -44,11 +44,15 @@ FAULT_NAMES = (
     ("another program", "programs that overlap"),
     ("has not arrived", "missing wait for a copy"),
     ("wgmma may still read", "missing wait for wgmma"),
+    ("before its wait", "missing wait for wgmma"),
     ("fence", "missing fence"),
     ("race", "race"),
     ("different values", "race"),
     ("does not end", "endless loop"),
 )
+
+
+STALE = "ERROR: nothing to replace"
 
 
 class Outcome(NamedTuple):
@@ -64,12 +68,16 @@ class Outcome(NamedTuple):
 # One mutation
 
 
+class StaleMutation(Exception):
+    """The text to replace no longer occurs, or not as often as it should."""
+
+
 def replace_occurrence(text, mutation):
-    """The text with the fault in it; ValueError where it does not occur as often as it should."""
+    """The text with the fault in it."""
     count = text.count(mutation.old)
     wanted = mutation.occurrence
     if wanted is None and count != 1 or wanted is not None and count <= wanted:
-        raise ValueError(f"{mutation.name}: {mutation.old!r} occurs {count} times")
+        raise StaleMutation(f"{mutation.name}: {mutation.old!r} occurs {count} times")
     pieces = text.split(mutation.old)
     at = (wanted or 0) + 1
     return mutation.old.join(pieces[:at]) + mutation.new + mutation.old.join(pieces[at:])
@@ -96,7 +104,7 @@ def ptx_edit(mutation):
     def edit(text):
         places = list(re.finditer(mutation.old, text, re.MULTILINE))
         if len(places) <= max(mutation.occurrence or 0, 0):
-            raise ValueError(f"{mutation.name}: {mutation.old!r} occurs {len(places)} times")
+            raise StaleMutation(f"{mutation.name}: {mutation.old!r} occurs {len(places)} times")
         if mutation.occurrence == EVERY:
             return re.sub(mutation.old, mutation.new, text, flags=re.MULTILINE)
         place = places[mutation.occurrence or 0]
@@ -134,6 +142,8 @@ def try_mutation(mutation):
             found_by, detail = "number compared with float64", str(wrong)
         except execution.WrongOrder as wrong:
             found_by, detail = "order of programs", str(wrong)
+        except StaleMutation as stale:
+            found_by, detail = STALE, str(stale)
     where = mutation.file
     if mutation.kernel is not None:
         where = f"PTX of {mutation.kernel}, {check.target}"
@@ -205,10 +215,10 @@ def main():
         outcome = try_mutation(mutation)
         outcomes.append((mutation, outcome))
         verdict = outcome.found_by or ("equivalent" if mutation.equivalent else "NOT FOUND")
-        missed += verdict == "NOT FOUND"
+        missed += verdict in ("NOT FOUND", STALE)
         columns = (outcome.where, outcome.name, verdict, f"{outcome.seconds} s")
         print(" | ".join(columns), flush=True)
-        if wanted and outcome.detail:
+        if outcome.detail and (wanted or verdict == STALE):
             print(outcome.detail)
     seconds = round(time.monotonic() - start)
     print(f"{len(outcomes)} mutations, {missed} not found, {seconds} s")
