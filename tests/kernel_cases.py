@@ -333,7 +333,7 @@ def clipped_tail_error(attention, H, T, D, fraction=0.3):
     clipped_mass = ((scores.tril() - lse[..., None]).exp() * clipped).sum(-1)
     uncorrected = (delta_error * clipped_mass).sum((0, 2))
     found = float((grad[:, -1] - expected[:, -1]).norm())
-    return Comparison("last entries", found, fraction * float(uncorrected.norm()))
+    return Comparison("last entries of the bias", found, fraction * float(uncorrected.norm()))
 
 
 # -----------------------------------------------------------------------------

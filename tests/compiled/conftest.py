@@ -1,16 +1,27 @@
-"""The paths of these tests, and what they executed as JSON, at the end."""
+"""The path of these tests, and what they executed as JSON, at the end."""
 
 import json
 import os
 import sys
 from pathlib import Path
 
+import torch
+
+from nanolong.provenance import provenance
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+COMMAND = "NANOLONG_EXECUTED=FILE python -m pytest tests/compiled/test_kernels_executed.py"
 
 
 def pytest_sessionfinish(session):
     file = os.environ.get("NANOLONG_EXECUTED")
     execution = sys.modules.get("execution")
     if file and execution:
-        summary = {**execution.RECORD.summary(), "failed": session.testsfailed}
+        summary = {
+            "command": COMMAND + " --all" * session.config.getoption("--all"),
+            "provenance": provenance(torch.device("cpu")),
+            "failed": session.testsfailed,
+            **execution.RECORD.summary(),
+        }
         Path(file).write_text(json.dumps(summary, indent=1) + "\n")

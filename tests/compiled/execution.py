@@ -50,13 +50,26 @@ class WrongOrder(AssertionError):
     """A launch gives other bits when its programs run in another order."""
 
 
+# Which kernel computes a result, by the last word of its name.
+KERNEL_OF = {"y": "forward", "lse": "forward", "q": "dq", "k": "dkdv", "v": "dkdv", "bias": "sweep"}
+
+
+def kernel_of(check, name):
+    """The kernel that computes the result `name` of a check."""
+    if check.startswith("rotary"):
+        return "rotate"
+    if name.startswith("decoded"):
+        return "split"
+    return KERNEL_OF.get(name.split()[-1], "other")
+
+
 class Record:
     """What was executed: launches, and the largest error as a fraction of its bound."""
 
     def __init__(self):
         self.launches = collections.Counter()  # (architecture, kernel) -> launches
         self.checks = collections.Counter()  # architecture -> checks
-        self.worst = {}  # architecture -> (error / bound, error, bound, what)
+        self.worst = {}  # (architecture, kernel) -> (error / bound, error, bound, what)
         self.start = time.monotonic()
 
     def compare(self, target, check, comparison):
@@ -64,22 +77,27 @@ class Record:
         name, error, bound = comparison
         if not error <= bound:
             raise WrongNumber(f"{check}: {name}: error {error:.3g}, bound {bound:.3g}")
+        key = target, kernel_of(check, name)
         found = (error / bound, error, bound, f"{check}: {name}")
-        self.worst[target] = max(self.worst.get(target, found), found)
+        self.worst[key] = max(self.worst.get(key, found), found)
 
     def summary(self):
         """The record as JSON."""
-        launches = collections.defaultdict(dict)
-        for (target, kernel), count in sorted(self.launches.items()):
-            launches[target][kernel] = count
+        kernels = []
         fields = ("error_over_bound", "error", "bound", "what")
+        for target, kernel in sorted({*self.launches, *self.worst}):
+            row = {
+                "architecture": target,
+                "kernel": kernel,
+                "launches": self.launches[target, kernel],
+            }
+            worst = self.worst.get((target, kernel))
+            if worst:
+                row.update(zip(fields, worst, strict=True))
+            kernels.append(row)
         return {
-            "launches": launches,
-            "checks": self.checks,
-            "worst": {
-                target: dict(zip(fields, found, strict=True))
-                for target, found in sorted(self.worst.items())
-            },
+            "checks": dict(sorted(self.checks.items())),
+            "kernels": kernels,
             "seconds": round(time.monotonic() - self.start, 1),
         }
 

@@ -2,8 +2,7 @@
 
     python tests/compiled/mutations.py                    all of them: the table, some minutes
     python tests/compiled/mutations.py --only=NAME        one (several: separated by commas)
-    python tests/compiled/mutations.py --json=FILE        also write the table as JSON
-    python tests/compiled/mutations.py --trust            also write it into results/trust.md
+    python tests/compiled/mutations.py --json=FILE        also write it as JSON, for trust.py
 
 A fault is a replacement in the source of a kernel, in a copy of its file in a temporary folder, or
 in the PTX that the compiler made of a kernel. The project's own checks (checks.py) then run the
@@ -155,45 +154,25 @@ def try_mutation(mutation):
 # All of them
 
 
-def shown(code):
-    """Code in a cell of a table."""
-    return "`" + " ".join(code.split()).replace("|", "\\|") + "`"
-
-
-def section(outcomes, seed, seconds):
-    """The section of results/trust.json, which tests/stress/run.py --redraw writes as a table."""
+def record(outcomes, seed, seconds):
+    """The table as JSON."""
     rows = []
     for mutation, outcome in outcomes:
-        found = outcome.found_by or f"nothing: it changes nothing, because {mutation.equivalent}"
-        change = f"{shown(mutation.old)} -> {shown(mutation.new)}"
-        rows.append([mutation.name, outcome.where, change, found, outcome.check])
-    found = sum(1 for _, outcome in outcomes if outcome.found_by)
+        row = {"old": mutation.old, "new": mutation.new, "equivalent": mutation.equivalent}
+        rows.append({**outcome._asdict(), **row})
     return {
-        "command": "python tests/compiled/mutations.py --trust",
+        "command": "python tests/compiled/mutations.py --json=FILE",
         "seed": seed,
         "provenance": provenance(torch.device("cpu")),
         "seconds": seconds,
-        "text": f"{len(outcomes)} faults put into the kernels, one at a time: {found} found, "
-        f"{len(outcomes) - found} that change nothing. The last column is the check that ran, "
-        "of tests/compiled/checks.py.",
-        "columns": ["fault", "where", "change", "found by", "check"],
-        "rows": rows,
+        "mutations": rows,
     }
-
-
-def write_trust(section_of_mutations):
-    """Add the section to results/trust.json; --redraw of tests/stress/run.py writes trust.md."""
-    file = ROOT / "results" / "trust.json"
-    results = json.loads(file.read_text(encoding="utf-8"))
-    results["mutations"] = section_of_mutations
-    file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--json", default="", help="write the table to this file")
-    parser.add_argument("--trust", action="store_true", help="write results/trust.json")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     args = parser.parse_args()
     wanted = [name for name in args.only.split(",") if name]
@@ -223,10 +202,8 @@ def main():
     seconds = round(time.monotonic() - start)
     print(f"{len(outcomes)} mutations, {missed} not found, {seconds} s")
     if args.json:
-        rows = [outcome._asdict() for _, outcome in outcomes]
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if args.trust:
-        write_trust(section(outcomes, args.seed, seconds))
+        table = record(outcomes, args.seed, seconds)
+        Path(args.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return int(missed > 0)
 
 

@@ -133,14 +133,16 @@ def read_results(folder):
 
 
 def write_results(folder, results):
-    """Write trust.json and trust.md."""
+    """Write trust.json and trust.md: our sections, then those of tests/compiled/trust.py."""
     ordered = {section: results[section] for section in SECTIONS if section in results}
+    ordered.update({name: result for name, result in results.items() if name not in SECTIONS})
     (folder / "trust.json").write_text(json.dumps(ordered, indent=1) + "\n")
     (folder / "trust.md").write_text(format_report(ordered))
 
 
 def format_report(results):
-    rows = [row for result in results.values() for row in result["rows"]]
+    trials = [result for result in results.values() if "columns" not in result]
+    rows = [row for result in trials for row in result["rows"]]
     tried, passed, failed = (sum(row[key] for row in rows) for key in ("tried", "passed", "failed"))
     lines = [
         "# Stress tests",
@@ -159,15 +161,26 @@ def format_report(results):
             f"`{result['command']}`, seed {result['seed']}; {result['provenance']}; "
             f"{result['seconds']} s.",
             "",
-            "| trial | tried | passed | failed |",
-            "|---|---|---|---|",
+            *format_table(result),
+            "",
         ]
-        for row in result["rows"]:
+    return "\n".join(lines)
+
+
+def format_table(result):
+    """The lines of a section: of trials, or a table that says what its columns are."""
+    lines = []
+    columns = result.get("columns", ["trial", "tried", "passed", "failed"])
+    if "text" in result:
+        lines += [result["text"], ""]
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in result["rows"]:
+        cells = row
+        if "columns" not in result:
             trial = f"{row['trial']} ({row['note']})" if row["note"] else row["trial"]
             cells = [trial, *(f"{row[key]:,}" for key in ("tried", "passed", "failed"))]
-            lines.append("| " + " | ".join(cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def main():
