@@ -6,6 +6,7 @@ checks on kernels with a fault in them.
 
 import itertools
 import math
+from unittest import mock
 
 import execution
 import torch
@@ -246,7 +247,38 @@ def keys_far_apart(modules):
     yield Comparison("decoded y", error(few, expected[:, :, -1:]), 1.2e-2)
 
 
+def results_far_apart(modules):
+    """Outputs and gradients whose tokens are 2^23 elements apart."""
+    T, stride = 270, 1 << 23
+    q, k, v = random_queries_keys_values(1, 1, T, 16, torch.bfloat16)
+
+    def far_output(x):
+        return sparse_memory(T * stride).as_strided(x.shape, (0, 0, stride, 1))
+
+    with mock.patch.object(modules.flash, "_empty_output", far_output):
+        y = modules.flash.attention(q, k, v)
+        dy = torch.randn(1, 1, T, 16).bfloat16()
+        grads = torch.autograd.grad(y, (q, k, v), dy)
+    copies = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected, _ = explicit_attention(*copies)
+    expected_grads = torch.autograd.grad(expected, copies, dy.double())
+    for name, x, exact in zip("yqkv", (y, *grads), (expected, *expected_grads), strict=True):
+        yield Comparison(name, error(x, exact.detach()), 2e-2)
+
+
 def heads_far_apart(modules):
+    """Heads 2^30 elements apart."""
+    near = torch.randn(1, 3, 40, 16).bfloat16()
+    far = sparse_memory((2 << 30) + 640).as_strided(near.shape, (0, 1 << 30, 16, 1)).copy_(near)
+    with torch.no_grad():
+        y = modules.flash.attention(far, far, far)
+        few = modules.decode.attention(far[:, :, -1:], far, far)
+    expected, _ = explicit_attention(*([near.double()] * 3))
+    yield Comparison("y", error(y, expected), 1.2e-2)
+    yield Comparison("decoded y", error(few, expected[:, :, -1:]), 1.2e-2)
+
+
+def rotary_far_apart(modules):
     """Heads of the queries 2^30 elements apart, tokens of the keys 2^26."""
     q, k = torch.randn(1, 3, 40, 16).bfloat16(), torch.randn(1, 1, 40, 16).bfloat16()
     far_q = sparse_memory((2 << 30) + 640).as_strided(q.shape, (0, 1 << 30, 16, 1)).copy_(q)
@@ -281,7 +313,9 @@ def property_checks():
         "table, splits, sm_80": attention_check("sm_80", T=200, bias="table", m="3"),
         "rotary, every channel, sm_90": rotary_check("sm_90", False, (1, 3, 3, 19, 80, 80)),
         "keys far apart in memory, sm_80": Check("sm_80", keys_far_apart),
-        "rotary, heads far apart in memory, sm_80": Check("sm_80", heads_far_apart),
+        "results far apart in memory, sm_80": Check("sm_80", results_far_apart),
+        "heads far apart in memory, sm_80": Check("sm_80", heads_far_apart),
+        "rotary, far apart in memory, sm_80": Check("sm_80", rotary_far_apart),
     }
 
 

@@ -47,7 +47,9 @@ WHOLE_ROTARY_90 = "rotary, every channel, sm_90"
 NEAREST_80 = "rounds to nearest, sm_80"
 NEAREST_90 = "rounds to nearest, sm_90"
 FAR_80 = "keys far apart in memory, sm_80"
-FAR_ROTARY_80 = "rotary, heads far apart in memory, sm_80"
+FAR_RESULTS_80 = "results far apart in memory, sm_80"
+FAR_HEADS_80 = "heads far apart in memory, sm_80"
+FAR_ROTARY_80 = "rotary, far apart in memory, sm_80"
 
 FLASH = (
     # masks
@@ -162,6 +164,11 @@ FLASH = (
     # offsets in 32 bits
     ("tokens times their stride in 32 bits", FAR_80, "at = X + tl.cast(n0, tl.int64) * x_t",
      "at = X + n0 * x_t"),
+    ("heads times their stride in 32 bits", FAR_HEADS_80, "h = tl.program_id(1).to(tl.int64)",
+     "h = tl.program_id(1)", 0),
+    ("the output's tokens in 32 bits", FAR_RESULTS_80, "tl.cast(m0, tl.int64) * o_t", "m0 * o_t"),
+    ("dQ's tokens in 32 bits", FAR_RESULTS_80, "tl.cast(m0, tl.int64) * dq_t", "m0 * dq_t"),
+    ("dK's tokens in 32 bits", FAR_RESULTS_80, "tl.cast(n0, tl.int64) * dk_t", "n0 * dk_t"),
 )  # fmt: skip
 
 DECODE = (
@@ -183,6 +190,8 @@ DECODE = (
      "mask = (split <= splits)[:, None] & (channel < D)[None, :]"),
     ("the valid length is ignored", "decoding with a valid length, sm_90",
      "Tk = tl.load(LENGTH).to(tl.int32)", "Tk = Tk + 0"),
+    ("heads times their stride in 32 bits in decoding", FAR_HEADS_80,
+     "tl.minimum(group * PACK + r, H - 1).to(tl.int64)", "tl.minimum(group * PACK + r, H - 1)"),
     ("keys times their stride in 32 bits", FAR_80, "k_at = K + tl.cast(n0, tl.int64) * k_t",
      "k_at = K + n0 * k_t"),
 )  # fmt: skip
@@ -199,7 +208,7 @@ ROTARY = (
      "mask = in_range"),
     ("angles of the first sequence", ROTARY_80, "sin = tl.load(SIN + b * c_b +",
      "sin = tl.load(SIN + b * 0 +"),
-    ("heads times their stride in 32 bits", FAR_ROTARY_80, "h = (first + i).to(tl.int64)",
+    ("heads times their stride in 32 bits in rotary", FAR_ROTARY_80, "h = (first + i).to(tl.int64)",
      "h = first + i"),
     ("tokens times their stride in 32 bits in rotary", FAR_ROTARY_80,
      "t = tl.program_id(0).to(tl.int64) * BT", "t = tl.program_id(0) * BT"),
@@ -302,6 +311,11 @@ PTX = (
      r"(selp\.f32 \t%r\d+, )(%r\d+), (0fFF800000)", r"\1\3, \2"),
     ("a shared address without its offset", "forward", TABLE_80,
      r"(ld\.shared\.b32 \t%r\d+, \[%r\d+)\+\d+\]", r"\1]"),
+    ("a store to shared memory is missing", "forward", TABLE_80, r"\tst\.shared\.b32[^;]*;\n", ""),
+    ("a copy to shared memory is missing", "forward", TABLE_80,
+     r"\t(@%p\d+ )?cp\.async\.c[ag]\.[^;]*;\n", ""),
+    ("an odd shared address", "forward", TABLE_80,
+     r"(ldmatrix[^;]*\[%r\d+\+\d*)[02468]\]", r"\g<1>1]"),
     ("a loop that ends too early", "forward", TABLE_80,
      r"@(%p\d+) (bra \t\$L__BB0_2;)", r"@!\1 \2"),
 )  # fmt: skip
