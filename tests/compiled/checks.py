@@ -307,6 +307,9 @@ def property_checks():
             "sm_80", T=150, bias="shaw", m="5", D=40, dtype="float16", sweep_programs=1
         ),
         "float32, sm_80": attention_check("sm_80", T=70, cached=9, dtype="float32"),
+        "table of 3 entries, float32, sm_80": attention_check(
+            "sm_80", T=100, D=16, dtype="float32", bias="table", m="3", sweep_programs=1
+        ),
         "all keys, sm_80": attention_check("sm_80", T=70, bias="slopes", mask={"causal": False}),
         "window, sm_80": attention_check("sm_80", T=300, mask={"window": 200}),
         "sinks, sm_80": attention_check("sm_80", T=200, mask={"window": 20, "sinks": 3}),

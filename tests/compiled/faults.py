@@ -34,6 +34,7 @@ TABLE_90 = "table, window, sinks and documents, sm_90"
 XL_80 = "xl, forward, sm_80"
 SHAW_80 = "shaw, sm_80"
 FLOAT32_80 = "float32, sm_80"
+TABLE_FLOAT32_80 = "table of 3 entries, float32, sm_80"
 ALL_KEYS_80 = "all keys, sm_80"
 HEADS_80 = "two heads, two sequences, sm_80"
 DECODE_80 = "decode, table, sm_80"
@@ -75,15 +76,15 @@ FLASH = (
      "left = tl.cdiv(tl.maximum(i0 - window + 1, 0), BN)"),
     ("the tile with the sinks is skipped", "sinks, sm_80",
      "sink_end = tl.minimum(tl.cdiv(sinks, BN), lo)", "sink_end = tl.minimum(sinks // BN, lo)"),
-    ("near tiles count as clipped by one", TABLE_80, "tl.maximum(i0 - m + 2, 0)",
+    ("near tiles count as clipped by one", TABLE_FLOAT32_80, "tl.maximum(i0 - m + 2, 0)",
      "tl.maximum(i0 - m + 3, 0)"),
-    ("near tiles count as clipped for dK by one", TABLE_80,
+    ("near tiles count as clipped for dK by one", TABLE_FLOAT32_80,
      "tl.maximum(n1 + m - 1 - q_start, 0)", "tl.maximum(n1 + m - 2 - q_start, 0)"),
     ("the first query block of a key block is skipped", NONE_90,
      "lo = tl.maximum(n0 - q_start, 0) // BM", "lo = tl.maximum(n0 - q_start + BM, 0) // BM"),
     ("the last keys need no mask", ALL_KEYS_80, "tl.where(n1 < Tk, tl.minimum(left, hi), hi)",
      "tl.minimum(left, hi)"),
-    ("the last tile of a diagonal is skipped", TABLE_80,
+    ("the last tile of a diagonal is skipped", TABLE_FLOAT32_80,
      "n_hi = tl.minimum(tl.cdiv(Tq, BM), tl.cdiv(Tk, BM) + diagonal)",
      "n_hi = tl.minimum(Tq // BM, tl.cdiv(Tk, BM) + diagonal)"),
     ("the sweep drops the rest of a division", "table, splits, sm_80",
