@@ -125,7 +125,7 @@ FLASH = (
     ("a query too many is stored", SLOPES_80,
      "    queries = m0 + r < Tq\n    i0 = q_start + m0\n    q = _load_rows",
      "    queries = m0 + r <= Tq\n    i0 = q_start + m0\n    q = _load_rows"),
-    ("the output is not stored", NONE_90,
+    ("the last channels are not stored", NONE_90,
      "mask=queries[:, None] & (channel < D)[None, :])\n    at = LSE",
      "mask=queries[:, None] & (channel < D - 8)[None, :])\n    at = LSE"),
     # softmax
