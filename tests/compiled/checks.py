@@ -315,6 +315,9 @@ def property_checks():
         "all keys, sm_80": attention_check("sm_80", T=70, bias="slopes", mask={"causal": False}),
         "window, sm_80": attention_check("sm_80", T=300, mask={"window": 200}),
         "sinks, sm_80": attention_check("sm_80", T=200, mask={"window": 20, "sinks": 3}),
+        "documents, sm_80": attention_check(
+            "sm_80", T=150, mask={"docs": (torch.arange(150) // 100)[None]}
+        ),
         "table, splits, sm_80": attention_check("sm_80", T=200, bias="table", m="3"),
         "rotary, every channel, sm_90": rotary_check("sm_90", False, (1, 3, 3, 19, 80, 80)),
         "keys far apart in memory, sm_80": Check("sm_80", keys_far_apart),

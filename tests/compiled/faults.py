@@ -43,6 +43,7 @@ ROTARY_90 = "rotary, float32, sm_90"
 ZERO_SUM_80 = "table gradient sums to zero, sm_80"
 TAIL_80 = "clipped tail of the table's gradient, sm_80"
 LARGE_80 = "large constant in the table, sm_80"
+DOCUMENTS_80 = "documents, sm_80"
 WINDOW_80 = "window, sm_80"
 WHOLE_ROTARY_90 = "rotary, every channel, sm_90"
 NEAREST_80 = "rounds to nearest, sm_80"
@@ -133,7 +134,7 @@ FLASH = (
      "row_sum = row_sum + p_sum"),
     ("the decay is inverted", NONE_90, "decay = tl.exp2(row_max - new_max)",
      "decay = tl.exp2(new_max - row_max)"),
-    ("the maximum starts at minus infinity", TABLE_90,
+    ("the maximum starts at minus infinity", DOCUMENTS_80,
      "row_max = tl.full([BM], -1e30, tl.float32)",
      'row_max = tl.full([BM], float("-inf"), tl.float32)'),
     ("the sum goes over the wrong axis", XL_80, "p_sum = tl.sum(p, 1)",
