@@ -35,6 +35,13 @@ if DEVICE == "cuda":
 interpreting = os.environ.get("TRITON_INTERPRET") == "1" or DEVICE == "cuda"
 collect_ignore = [] if interpreting else ["interpreted"]
 
+
+def pytest_ignore_collect(collection_path, config):
+    """tests/compiled runs only where it is named: test_kernels.py does so in a child process."""
+    named = any("compiled" in str(word) for word in config.args)
+    return True if collection_path.name == "compiled" and not named else None
+
+
 # the settings of a run that takes a second or two
 TINY = [
     "--n_layer=2",
@@ -67,7 +74,8 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
     # The longest tests go first, one at the start of each of two workers' share.
-    longest = [item for item in items if "under_the_interpreter" in item.nodeid]
+    in_children = ("under_the_interpreter", "on_the_emulator")
+    longest = [item for item in items if any(name in item.nodeid for name in in_children)]
     rest = [item for item in items if item not in longest]
     half = len(rest) // 2
     items[:] = longest[:1] + rest[:half] + longest[1:] + rest[half:]

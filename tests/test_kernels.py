@@ -1,4 +1,5 @@
-"""The Triton kernels without a GPU: their numbers under the interpreter, their cost once compiled.
+"""The Triton kernels without a GPU: their numbers under the interpreter and, as compiled, on the
+emulator; their cost once compiled.
 
 Triton's interpreter and its compiler cannot live in one process, so each runs in a child process.
 """
@@ -25,25 +26,35 @@ def environment(**variables):
 
 
 def pytest_generate_tests(metafunc):
-    """With --all, the interpreted tests take minutes: in two halves two workers can share them."""
+    """With --all, the tests of a child take minutes: in two halves two workers can share them."""
     if "selection" in metafunc.fixturenames:
         halves = ["against_float64", "not against_float64"]
         metafunc.parametrize("selection", halves if metafunc.config.getoption("--all") else [""])
 
 
-@needs_triton
-def test_numbers_under_the_interpreter(selection, request):
-    """Run tests/interpreted."""
+def run_tests(folder, selection, request, **variables):
+    """Run the tests of a folder in a child process, and assert that they pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [ROOT / "tests/interpreted", "-k", selection]
+    command += [ROOT / "tests" / folder, "-k", selection]
     if request.config.getoption("--all"):
         command.append("--all")
-    env = environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    env = environment(OMP_NUM_THREADS="1", **variables)
     done = subprocess.run(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     print(done.stdout[-6000:])
     assert done.returncode == 0 and " passed" in done.stdout
+
+
+@needs_triton
+def test_numbers_under_the_interpreter(selection, request):
+    run_tests("interpreted", selection, request, TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_compiled_kernels_on_the_emulator(selection, request):
+    """The emulator's own tests too, and the faults that the checks have to find."""
+    run_tests("compiled", selection, request)
 
 
 def load_aot():
