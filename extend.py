@@ -15,6 +15,7 @@ Extending again multiplies the factors and replaces the method.
 
 from nanolong import python_version  # noqa: F401  # isort: skip
 
+import copy
 import difflib
 import json
 import shlex
@@ -30,6 +31,7 @@ from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, validate
 from nanolong.checkpoint import (
     find_checkpoint,
+    load_weights,
     read_meta,
     save_model,
     saved_settings,
@@ -177,9 +179,11 @@ OWN_SETTINGS = {
     "options",
     "out_dir",
     "overwrite",
+    "parallel",
     "plot",
     "pose",
     "pose_window",
+    "sequence_parallel",
     "text",
     "upsample_docs",
     "warmup_iters",
@@ -421,6 +425,14 @@ def report(model, cfg, when):
     print(format_loss_table(records, lengths), flush=True)
 
 
+def with_weights(model):
+    """The model, or where its weights were left out (--parallel=fsdp), a copy that has them."""
+    if any(p.is_meta for p in model.parameters()):
+        model = copy.deepcopy(model)
+        load_weights(model, torch.float32)
+    return model
+
+
 def check_request(parent, cfg):
     """Refuse, before any work, a misspelt method and what cannot be plotted or evaluated."""
     if not any(cfg.method in scheme.methods for scheme in POSITIONS.values()):
@@ -473,7 +485,7 @@ def main():
     load_entries(cfg.entry, POSITIONS)
     rank, _ = join_processes(cfg.device)
     # Load the checkpoint to extend, or the run to resume.
-    parent = GPT.load(paths[0])
+    parent = GPT.load(paths[0], weights=cfg.parallel != "fsdp" or not cfg.max_iters)
     check_same_settings(parent, model_config, given)
     check_request(parent, cfg)
     before = getattr(parent.pos, "inv_freq", None)
@@ -498,10 +510,12 @@ def main():
         return 0
     # Evaluate, train, evaluate.
     if rank == 0 and "step" not in model.meta:
-        report(model, cfg, "before")
+        report(with_weights(model), cfg, "before")
     status = train_and_sample(model, cfg, *training_lengths(model, cfg))
     finished = status == 0 and find_checkpoint(cfg.out_dir).name == f"step-{cfg.max_iters:06d}"
     if rank == 0 and finished:
+        if cfg.parallel == "fsdp":
+            model = GPT.load(cfg.out_dir)  # this process alone has no whole model
         report(model, cfg, "after")
     return status
 

@@ -1008,14 +1008,21 @@ class GPT(nn.Module):
         checkpoint.save_model(self, folder)
 
     @classmethod
-    def load(cls, path, best: bool = False, dtype: torch.dtype | None = torch.float32) -> "GPT":
+    def load(
+        cls,
+        path,
+        best: bool = False,
+        dtype: torch.dtype | None = torch.float32,
+        weights: bool = True,
+    ) -> "GPT":
         """
         Load the newest (or best) checkpoint of a run folder, or a checkpoint folder.
 
         dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
+        weights: False leaves all but the position scheme's on the meta device.
         Returns the model in eval mode on the CPU; model.meta holds the rest of meta.json. Raises
         UserError where there is no checkpoint or it is damaged.
         """
         from nanolong import checkpoint
 
-        return checkpoint.load_model(cls, GPTConfig, POSITIONS, path, best, dtype)
+        return checkpoint.load_model(cls, GPTConfig, POSITIONS, path, best, dtype, weights)

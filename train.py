@@ -38,7 +38,6 @@ from nanolong.checkpoint import (
 )
 from nanolong.device import (
     autocast,
-    compile_model,
     pick_compile,
     pick_device,
     pick_dtype,
@@ -56,6 +55,14 @@ from nanolong.sequence_parallel import (
     own_part,
     sequence_rank_and_size,
     share_sequences,
+)
+from nanolong.sharding import (
+    check_parallel,
+    distribute,
+    free_gathered,
+    gather,
+    is_sharded,
+    set_gradient_sync,
 )
 from nanolong.signals import catch_signals
 from nanolong.training_run import (
@@ -117,6 +124,8 @@ class TrainConfig:
     # torch.compile; auto: where it works and the run is long enough to gain from it
     compile: bool | None = None
     checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
+    # each process keeps the whole model (ddp), or its share of weights, gradients, moments (fsdp)
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     sequence_parallel: int = 1  # processes that share every sequence, a part of its tokens each
     seed: int = 1337  # random seed of the initial weights, the batches and dropout
 
@@ -219,15 +228,19 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     n = min(cfg.eval_iters * cfg.batch_size, available) or available
     indices = [i * available // n for i in range(n)]
     batches = [indices[i : i + cfg.batch_size] for i in range(0, n, cfg.batch_size)]
+    n_rounds = math.ceil(len(batches) / world)
     was_training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop
     part = own_part(T)
     _, n_parts = sequence_rank_and_size()
-    for batch in batches[rank::world]:
-        if any_process(stop_signals):
+    for i in range(rank, n_rounds * world, world):
+        if any_process(stop_signals, everywhere=is_sharded(model)):
             sums[3] = 1
             break
+        # In the last round some have no batch left. They compute one that does not count, since
+        # fsdp needs all processes in every forward pass.
+        batch = batches[i % len(batches)]
         sequences = [dataset.val.sequence(i, T) for i in batch]
         x, y = (torch.from_numpy(np.stack(part)) for part in zip(*sequences, strict=True))
         pos = model.sample_positions(len(x), T, batch[0])
@@ -237,7 +250,9 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
             loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum", part=part)
         n_targets = (y[:, part] >= 0).sum()
         n_bytes = (dataset.count_bytes(y.numpy()) or 0) / n_parts  # each process counts all of them
-        sums += torch.tensor([loss_sum.item(), n_targets, n_bytes, 0], dtype=torch.float64)
+        if i < len(batches):
+            sums += torch.tensor([loss_sum.item(), n_targets, n_bytes, 0], dtype=torch.float64)
+    free_gathered(model)
     model.train(was_training)
     if dist.is_initialized():
         sums = sums.to(device)
@@ -271,13 +286,12 @@ def forward_backward(forward, loader, state, dtype):
         index, batch, n_targets, seed = loader.next()
         x, y, pos, docs = batch
         torch.manual_seed(seed)  # dropout too is a function of (seed, index)
-        if dist.is_initialized():
-            # Gradients are summed over processes at the last micro-batch only.
-            forward.require_backward_grad_sync = micro_batch + world >= accumulation
+        # Gradients are summed over processes at the last micro-batch only.
+        set_gradient_sync(forward, micro_batch + world >= accumulation)
         with autocast(device, dtype):
             loss_sum = forward(x, y, pos, docs, reduction="sum", part=loader.part)
         # Divided by the nominal number of tokens; the scored ones are known after the step.
-        # DDP averages over processes, hence `n_processes`.
+        # DDP and FSDP average over processes, hence `n_processes`.
         (loss_sum * (state.loss_scale * n_processes / loader.tokens_per_step)).backward()
         losses[index] = loss_sum.detach()
         sums[0] += loss_sum.detach()
@@ -351,6 +365,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     dataset = open_dataset(model, cfg, train_length)
     run = Path(cfg.out_dir)
     state = TrainState()
+    check_parallel(cfg.parallel)
     share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
     open_run(run, model, cfg, state, dtype)
     forward, optimizers = set_up(model, cfg, device)
@@ -378,7 +393,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
                 logger.start_clock(state.tokens)
             sums, losses = forward_backward(forward, loader, state, dtype)
             grads = gradients(model)
-            grad_norm = torch.nn.utils.get_total_norm(grads)
+            grad_norm = gather(torch.nn.utils.get_total_norm(grads))
             loader.wait()  # the next batch is on its way before this process waits for the device
             loss_sum, n_targets, stop, grad_norm = reduce_and_read(sums, stop_signals, grad_norm)
 
@@ -428,16 +443,12 @@ def open_dataset(model, cfg, train_length):
 def set_up(model, cfg, device):
     """Move the model to the device. Returns what is called for training, and the optimizers."""
     prepare_device(device)
-    model.to(device).train()
+    compiles, _ = pick_compile(cfg.compile, device, cfg.max_iters)
+    forward = distribute(model.train(), cfg.parallel, device, compiles)
     model.activation_checkpointing = cfg.checkpoint_activations
     optimizers = make_optimizers(model, cfg)
     if is_resumed(model, cfg):
         load_optimizers(model, optimizers, model.folder / "optim.safetensors")
-    compiles, _ = pick_compile(cfg.compile, device, cfg.max_iters)
-    forward = compile_model(model) if compiles else model
-    if dist.is_initialized():
-        device_ids = [device.index] if device.type == "cuda" else None
-        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=device_ids)
     return forward, optimizers
 
 
@@ -501,6 +512,8 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
     tokenizer = data.tokenizer_from_json(meta.get("tokenizer"))
     if cfg.max_iters and tokenizer:
         print("a sample:\n")
+        if is_sharded(model):  # which needs all processes
+            model = GPT.load(folder).to(pick_device(cfg.device))
         print_sample(model, tokenizer, meta.get("bos"), cfg.seed)
     return 0
 

@@ -20,6 +20,7 @@ from nanolong import tokenizer_files, validate
 from nanolong.entry import entry_file
 from nanolong.errors import UserError
 from nanolong.run_folder import hint_other_checkpoints, list_steps, readable_steps
+from nanolong.sharding import gather, read_part
 from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
 
 FORMAT = 2  # of checkpoints, in meta.json
@@ -30,22 +31,37 @@ STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 # Writing.
 
 
-def save_model(model, folder, optim=None, dtype=torch.float32, **meta):
+def save_model(model, folder, optim=None, dtype=torch.float32, writes=True, **meta):
     """
     Write a checkpoint folder. optim: a dict of tensors; dtype: of the weights in the file, float32
-    or bfloat16; meta: what JSON can hold.
+    or bfloat16; meta: what JSON can hold. All processes call it for a model in shards, and the one
+    that `writes` gathers one tensor at a time; the others only take part in that.
 
     meta.json also keeps what the model was loaded with, and of `config` and `train`, dataclasses,
     the names of the settings that stand at their default. Raises UserError when the folder exists.
     """
-    parameters = dict(model.named_parameters())  # a tied head occurs once
-    like = {name: torch.empty_like(p, dtype=dtype, device="meta") for name, p in parameters.items()}
-    tensors = {"model": TensorStream(like, parameters.items())}
+    # a tied head occurs once
+    tensors = {"model": tensor_stream(dict(model.named_parameters()), dtype)}
     if optim is not None:
-        tensors["optim"] = optim
+        tensors["optim"] = tensor_stream(optim)
     meta = {**model.meta, **meta, **settings_record("config", model.config)}
     meta["entry"] = entry_file(type(model.pos))
-    write_checkpoint(folder, tensors, meta)
+    try:
+        if writes:
+            write_checkpoint(folder, tensors, meta)
+    finally:
+        # also where the disk is full: the other processes wait for this one in every gather
+        for stream in tensors.values():
+            for _ in stream.pairs:
+                pass
+
+
+def tensor_stream(tensors, dtype=None):
+    """The TensorStream of a dict; tensors in shards are gathered. dtype: None for their own."""
+    like = {}
+    for name, x in tensors.items():
+        like[name] = torch.empty(x.shape, dtype=dtype or x.dtype, device="meta")
+    return TensorStream(like, ((name, gather(x)) for name, x in tensors.items()))
 
 
 def settings_record(name, settings):
@@ -259,7 +275,9 @@ def verify(file, meta):
         raise damaged(file, "its checksum is not the one in meta.json")
 
 
-def load_model(model_class, config_class, positions, path, best=False, dtype=torch.float32):
+def load_model(
+    model_class, config_class, positions, path, best=False, dtype=torch.float32, weights=True
+):
     """
     Do what GPT.load() promises.
 
@@ -267,7 +285,7 @@ def load_model(model_class, config_class, positions, path, best=False, dtype=tor
     """
     assert dtype in (None, *STORED_DTYPES.values()), "weights are float32 or bfloat16"
     model = open_model(model_class, config_class, positions, path, best)
-    load_weights(model, dtype or model.stored_dtype)
+    load_weights(model, dtype or model.stored_dtype, "" if weights else "pos.")
     model.check_scheme()
     return model.eval()
 
@@ -410,9 +428,11 @@ def check_weights(file, meta, shapes):
     return STORED_DTYPES[dtypes.pop()]
 
 
-def load_weights(model, dtype):
+def load_weights(model, dtype, prefix=""):
     """
     Replace the parameters of a model from open_model() by those of its file, one at a time.
+
+    prefix: of the names of those to replace, where they are on the meta device.
 
     The weights of linear layers and embeddings become `dtype`. Norms and position schemes are
     float32: autocast has them so, and they are small.
@@ -420,6 +440,8 @@ def load_weights(model, dtype):
     file = model.folder / "model.safetensors"
     loaded = {}
     for name, old in model.named_parameters(remove_duplicate=False):
+        if not (old.is_meta and name.startswith(prefix)):
+            continue
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         is_matrix = isinstance(module, torch.nn.Linear | torch.nn.Embedding)
@@ -435,24 +457,23 @@ def load_weights(model, dtype):
 
 
 def optimizer_tensors(model, optimizers):
-    """The optimizers' state as <parameter>.<moment> -> tensor on the CPU."""
+    """The optimizers' state as <parameter>.<moment> -> tensor."""
     names = {id(p): name for name, p in model.named_parameters()}
     tensors = {}
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
             for moment, value in state.items():
                 if torch.is_tensor(value):
-                    tensors[f"{names[id(p)]}.{moment}"] = value.detach().cpu().contiguous()
+                    tensors[f"{names[id(p)]}.{moment}"] = value.detach()
     return tensors
 
 
 def load_optimizers(model, optimizers, file):
     """Put the tensors of optim.safetensors back. Raises UserError when they do not fit."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     try:
-        tensors = load_file(file)
+        stored = read_header(file)
     except SafetensorError as error:
         hint = hint_other_checkpoints(file.parent)
         raise UserError(f"{file} is not a whole safetensors file ({error}): {hint}") from None
@@ -461,15 +482,16 @@ def load_optimizers(model, optimizers, file):
         for group in optimizer.param_groups:
             optimizer_of.update((id(p), optimizer) for p in group["params"])
     params = dict(model.named_parameters())
-    check_optimizer_tensors(file, tensors, params, optimizer_of)
-    for key, value in tensors.items():
+    check_optimizer_tensors(file, stored, params, optimizer_of)
+    for key in stored:
         name, _, moment = key.rpartition(".")
         p = params[name]
-        optimizer_of[id(p)].state[p][moment] = value.to(p.device)
+        like = torch.empty((), device=p.device) if moment == "step" else p
+        optimizer_of[id(p)].state[p][moment] = read_part(file, key, like)
 
 
-def check_optimizer_tensors(file, tensors, params, optimizer_of):
-    """Raise UserError unless the tensors are exactly those that these optimizers keep."""
+def check_optimizer_tensors(file, stored, params, optimizer_of):
+    """Raise UserError unless the StoredTensors are exactly what these optimizers keep."""
     shapes = {}
     for name, p in params.items():
         if isinstance(optimizer_of[id(p)], torch.optim.Muon):
@@ -479,11 +501,11 @@ def check_optimizer_tensors(file, tensors, params, optimizer_of):
             shapes[f"{name}.exp_avg_sq"] = tuple(p.shape)
             shapes[f"{name}.step"] = ()
     wrong = []
-    for key, value in sorted(tensors.items()):
-        if shapes.get(key) != tuple(value.shape) or value.dtype != torch.float32:
+    for key, tensor in sorted(stored.items()):
+        if shapes.get(key) != tensor.shape or tensor.dtype != "F32":
             wrong.append(f"holds {key}")
-    if tensors:  # before the first step an optimizer keeps nothing
-        wrong += [f"lacks {key}" for key in sorted(shapes.keys() - tensors.keys())]
+    if stored:  # before the first step an optimizer keeps nothing
+        wrong += [f"lacks {key}" for key in sorted(shapes.keys() - stored.keys())]
     if wrong:
         raise UserError(
             f"{file} {wrong[0]}, which is not what this optimizer keeps: resume with the optimizer "

@@ -188,6 +188,16 @@ def compile_model(model):
     return torch.compile(model)
 
 
+def compile_blocks(model):
+    """Compile each block of a model by itself, where something is to happen between blocks."""
+    torch._dynamo.reset()
+    # the blocks share their code: once for each block, in training and in evaluation
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward)
+
+
 # -----------------------------------------------------------------------------
 # Speed, determinism and memory.
 

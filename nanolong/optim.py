@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from nanolong.sharding import ShardedMuon, is_sharded
+
 
 def get_lr(cfg, step):
     """The learning rate of a step, counted from 0. cfg: a TrainConfig."""
@@ -50,7 +52,8 @@ def make_optimizers(model, cfg):
     if not use_muon:
         return [adamw]
     # match_rms_adamw scales Muon's steps so that one learning rate fits both optimizers
-    muon = torch.optim.Muon(
+    muon_class = ShardedMuon if is_sharded(matrices[0]) else torch.optim.Muon
+    muon = muon_class(
         matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
     return [adamw, muon]

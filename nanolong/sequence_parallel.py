@@ -112,12 +112,13 @@ def check_model(model, lengths, size):
         )
 
 
-def any_process(condition):
-    """Whether a condition holds in any process that shares the sequences of this one."""
-    if _group is None:
+def any_process(condition, everywhere=False):
+    """Whether a condition holds in any process that shares this one's sequences, or everywhere."""
+    group = dist.group.WORLD if everywhere else _group
+    if group is None:
         return bool(condition)
-    flag = torch.tensor(int(bool(condition)), device=_device_of_group())
-    dist.all_reduce(flag, group=_group)
+    flag = torch.tensor(int(bool(condition)), device=_device_of(group))
+    dist.all_reduce(flag, group=group)
     return flag.item() > 0
 
 
@@ -130,8 +131,8 @@ def gather_tokens(x):
     return torch.cat(parts, 1)
 
 
-def _device_of_group():
-    return "cuda" if dist.get_backend(_group) == "nccl" else "cpu"
+def _device_of(group):
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 # -----------------------------------------------------------------------------

@@ -105,13 +105,13 @@ def read_header(file):
     return stored
 
 
-def read_tensor(file, name):
-    """Return a tensor of a file. It is read while it is used, and takes no memory when it is freed.
+def read_tensor(file, name, rows=None):
+    """Return a tensor of a file, or a slice of its rows: only that is read.
 
-    Do not change it in place.
+    It is read while it is used, and takes no memory when it is freed. Do not change it in place.
     """
     from safetensors import safe_open
 
     # opened again for every tensor, so that what was read of the others is freed
     with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)
+        return tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows]

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from operator import call
 from pathlib import Path
@@ -35,7 +35,8 @@ from nanolong.run_folder import (
     set_aside,
     settle_replaced,
 )
-from nanolong.sequence_parallel import data_rank_and_world
+from nanolong.sequence_parallel import any_process, data_rank_and_world
+from nanolong.sharding import is_sharded, no_gradient_sync
 
 
 def resume_run(model_class, cfg, model_config, given):
@@ -75,7 +76,7 @@ def resume_run(model_class, cfg, model_config, given):
         if rank == 0:
             print(f"{run} holds no checkpoint yet: starting from the beginning")
         return None
-    model = model_class.load(run)
+    model = model_class.load(run, weights=cfg.parallel != "fsdp")
     needed = {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}
     if not model.meta.keys() >= needed:
         raise UserError(
@@ -253,7 +254,7 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     expensive one costs.
 
     No process waits for another meanwhile, so a stop signal ends it at once; where processes share
-    sequences, it ends with the batch. Returns whether one came, in any process.
+    sequences or weights, it ends with the batch. Returns whether one came, in any process.
     """
     check_kernels(loader, state, dtype, stop_signals, logger)
     cfg = loader.cfg
@@ -261,7 +262,8 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     times_step = expected_seconds(loader) > EXPENSIVE_STEP
     if not (compiles or times_step) or state.step >= cfg.max_iters:
         return False
-    run = call if cfg.sequence_parallel > 1 else stop_signals.interruptible
+    waits = cfg.sequence_parallel > 1 or cfg.parallel == "fsdp"
+    run = call if waits else stop_signals.interruptible
     if compiles or loader.device.type != "cpu":  # the first batch compiles kernels
         run(try_batch, forward, loader, dtype)
     seconds = []
@@ -315,8 +317,7 @@ def try_batch(forward, loader, dtype):
     """
     batch, _, _ = loader.prefetch.result()
     x, y, pos, docs = batch
-    no_sync = forward.no_sync() if dist.is_initialized() else nullcontext()
-    with no_sync, autocast(loader.device, dtype):
+    with no_gradient_sync(forward), autocast(loader.device, dtype):
         loss_sum = forward(x, y, pos, docs, reduction="sum", part=loader.part)
     loss_sum.backward()
     forward.zero_grad(set_to_none=True)
@@ -373,15 +374,18 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
     """Save a checkpoint of this step; processes wait for each other."""
     rank, world = rank_and_world()
     folder = run / f"step-{state.step:06d}"
-    if rank == 0 and folder.exists():
+    if any_process(rank == 0 and folder.exists(), everywhere=True):
         # Saved when a signal cut the evaluation short: the weights are the same.
-        write_meta(folder, {**read_meta(folder), "val_loss": state.val_loss, "best": state.best})
-    elif rank == 0:
+        if rank == 0:
+            record = {"val_loss": state.val_loss, "best": state.best}
+            write_meta(folder, {**read_meta(folder), **record})
+    elif rank == 0 or is_sharded(model):
         tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
         save_model(
             model,
             folder,
             optim=optimizer_tensors(model, optimizers),
+            writes=rank == 0,
             **settings_record("train", cfg),
             step=state.step,
             val_loss=state.val_loss,

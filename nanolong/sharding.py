@@ -1,0 +1,209 @@
+"""
+Sharded training: each of N processes keeps 1 / N of the weights, gradients and moments (FSDP).
+
+    torchrun --standalone --nproc_per_node=4 train.py --pos=alibi --parallel=fsdp
+
+PyTorch's fully_shard() cuts every parameter into N parts by its rows. The weights of a block are
+gathered when it computes and freed after that; its gradients are averaged over the processes, and
+each process keeps its own rows of the mean. So all processes make the same forward and backward
+passes at the same time. The other mode is DDP: each process keeps the whole model.
+
+AdamW works element by element, on rows as on the whole. Muon needs whole matrices: ShardedMuon.
+"""
+
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from nanolong.device import compile_blocks, compile_model
+from nanolong.distributed import rank_and_world
+from nanolong.errors import UserError
+from nanolong.tensor_file import read_tensor
+
+
+def check_parallel(parallel):
+    """Raise UserError for --parallel=fsdp with one process."""
+    if parallel == "fsdp" and rank_and_world()[1] == 1:
+        raise UserError(
+            "--parallel=fsdp shards a model over processes, and there is one: start several by "
+            "torchrun --nproc_per_node=N, or give --parallel=ddp"
+        )
+
+
+def distribute(model, parallel, device, compiles):
+    """
+    Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if `compiles`.
+
+    Returns what is called for training.
+    """
+    if parallel == "fsdp":
+        if compiles:
+            compile_blocks(model)
+        return shard(model, device)
+    model.to(device)
+    forward = compile_model(model) if compiles else model
+    if dist.is_initialized():
+        device_ids = [device.index] if device.type == "cuda" else None
+        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=device_ids)
+    return forward
+
+
+def shard(model, device):
+    """
+    Leave this process its rows of every parameter, on the device. Returns the model.
+
+    A block at a time is on the device as a whole. What has been left on the meta device is never:
+    each process reads its rows from the model's checkpoint.
+    """
+    # importing them takes half a second
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for scheme in (model.pos, model.nope):
+        scheme.to(device)  # its tables
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # what is in no block
+    loaded = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p not in loaded and p.is_meta:  # a tied head is stored as the embedding
+            rows = read_part(model.folder / "model.safetensors", name, p)
+            loaded[p] = torch.nn.Parameter(rows, p.requires_grad)
+    if loaded:
+        parameters = model.named_parameters(remove_duplicate=False)
+        model.load_state_dict({name: loaded.get(p, p) for name, p in parameters}, assign=True)
+    return model
+
+
+def is_sharded(x):
+    """Whether a tensor (then it is a DTensor) or a model (then an FSDPModule) is in shards."""
+    return hasattr(x, "full_tensor") or hasattr(x, "set_requires_gradient_sync")
+
+
+def gather(x):
+    """The whole of a tensor; all processes take part where it is in shards."""
+    return x.full_tensor() if is_sharded(x) else x
+
+
+def free_gathered(model):
+    """Free what is in no block after a forward pass; the backward pass would have freed it."""
+    if is_sharded(model):
+        model.reshard()
+
+
+def read_part(file, name, like):
+    """
+    Read of a tensor in a file what this process keeps of `like`, a tensor of the same shape.
+
+    Returns it on the device of `like`, and with its dtype.
+    """
+    if not is_sharded(like):
+        return read_tensor(file, name).to(like.device, like.dtype, copy=True)
+    from torch.distributed.tensor import DTensor
+
+    mesh = like.device_mesh
+    rows = own_rows(len(like), mesh.get_local_rank(), mesh.size())
+    part = read_tensor(file, name, rows).to(mesh.device_type, like.dtype, copy=True)
+    return DTensor.from_local(
+        part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def own_rows(n, rank, world):
+    """The rows of n that a process keeps: a slice, as torch.chunk() cuts; empty for the last."""
+    most = math.ceil(n / world)
+    return slice(min(rank * most, n), min((rank + 1) * most, n))
+
+
+# -----------------------------------------------------------------------------
+# Gradients
+
+
+def set_gradient_sync(forward, enabled):
+    """Whether the next backward pass averages the gradients over the processes."""
+    if is_sharded(forward):
+        forward.set_requires_gradient_sync(enabled)
+    elif dist.is_initialized():
+        forward.require_backward_grad_sync = enabled
+
+
+def no_gradient_sync(forward):
+    """
+    A context of backward passes for one process alone, where it has the whole model.
+
+    With shards it has not, and gradients that were not averaged would be kept for the next step.
+    """
+    if is_sharded(forward) or not dist.is_initialized():
+        return nullcontext()
+    return forward.no_sync()
+
+
+# -----------------------------------------------------------------------------
+# Muon
+
+
+class ShardedMuon(torch.optim.Muon):
+    """
+    Muon for matrices in shards.
+
+    The momentum is updated row by row. The Newton-Schulz iteration needs a whole matrix: one
+    process, its owner, collects the rows, computes it, and sends the rows back. The owners take
+    turns over the matrices from large to small, so that all have about the same work.
+    """
+
+    @torch.no_grad()
+    def step(self):
+        world = dist.get_world_size()
+        for group in self.param_groups:
+            matrices = sorted(group["params"], key=torch.Tensor.numel, reverse=True)
+            for i in range(0, len(matrices), world):
+                self.update(matrices[i : i + world], group)
+
+    def update(self, matrices, group):
+        """Update at most as many matrices as there are processes; process i owns matrix i."""
+        rank, world = rank_and_world()
+        parts = [self.direction(p, group).flatten() for p in matrices]
+        part_sizes = [len(part) for part in parts] + [0] * (world - len(parts))
+        # collect the rows of the own matrix, if there is one, and orthogonalize it
+        own_sizes = [0] * world
+        if rank < len(matrices):
+            n_rows, n_columns = matrices[rank].shape
+            rows = [own_rows(n_rows, other, world) for other in range(world)]
+            own_sizes = [(part.stop - part.start) * n_columns for part in rows]
+        collected = exchange(torch.cat(parts), part_sizes, own_sizes)
+        if rank < len(matrices):
+            collected = orthogonalize(collected.view(n_rows, n_columns), group).flatten()
+        # send the rows back
+        received = exchange(collected.to(torch.bfloat16), own_sizes, part_sizes)
+        updates = received.split(part_sizes[: len(parts)])
+        for p, update in zip(matrices, updates, strict=True):
+            rows = p.to_local()
+            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], p.shape)
+            rows.mul_(1 - group["lr"] * group["weight_decay"])
+            rows.add_(update.view_as(rows), alpha=-rate)
+
+    def direction(self, p, group):
+        """Update the momentum; returns this process's rows of what is to be orthogonalized."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        grad = p.grad.to_local()
+        momentum = state["momentum_buffer"].to_local()
+        momentum.lerp_(grad, 1 - group["momentum"])
+        return grad.lerp(momentum, group["momentum"])  # Nesterov's
+
+
+def orthogonalize(x, group):
+    """Muon's Newton-Schulz iteration of a whole matrix, in bfloat16."""
+    return _zeropower_via_newtonschulz(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def exchange(x, sent_sizes, received_sizes):
+    """Send the parts of x, a row of numbers, to the processes; returns what they send, joined."""
+    received = x.new_empty(sum(received_sizes))
+    dist.all_to_all_single(received, x, received_sizes, sent_sizes)
+    return received
