@@ -143,7 +143,7 @@ class TrainLogger(Logger):
             f"{self.flops_per_token / 1e6:.1f} MFLOP per token, "
             f"{tokens_per_step:,} tokens per step"
         )
-        processes = "1 process" if world == 1 else f"{world} processes"
+        processes = "1 process" if world == 1 else f"{world} processes ({self.cfg.parallel})"
         compiles, why_not = pick_compile(self.cfg.compile, self.device, self.cfg.max_iters)
         mode = "compiled" if compiles else "not compiled"
         dtype_name = str(dtype).removeprefix("torch.")

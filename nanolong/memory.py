@@ -24,13 +24,15 @@ def count_memory(
     optimizer="adamw",
     device="cuda",
     accumulation=1,
+    shards=1,
 ):
     """Count the memory of a training step of GPT(config) on B sequences of T tokens.
 
     Notation: N = B T tokens, C width, A = H D channels of all heads, K = Hk D, M width of the MLP,
     V vocabulary, e bytes per element of a product (2 under autocast to bfloat16, else 4).
     Parameters, the residual stream, norms and sums are float32. dtype "float32" or "bfloat16";
-    optimizer "adamw" or "muon"; accumulation: micro-batches of B sequences in a step.
+    optimizer "adamw" or "muon"; accumulation: micro-batches of B sequences in a step; shards:
+    processes over which --parallel=fsdp divides the parameters.
     """
     e = 4 if dtype == "float32" else 2
     N = B * T
@@ -41,7 +43,8 @@ def count_memory(
 
     # parameters and the optimizer's moments: Muon keeps one for the blocks' matrices, AdamW two
     matrices = count_block_matrices(config)
-    parameters = matrices + count_other_parameters(config)
+    others = count_other_parameters(config)
+    parameters = matrices + others
     moments = 8 * parameters if optimizer == "adamw" else 8 * parameters - 4 * matrices
 
     # activations at the end of the forward pass
@@ -58,18 +61,23 @@ def count_memory(
     mlp_gradients = N * (2 * M * e + 2 * 4 * C)  # two of width M, two of width C
     # the gradients of the micro-batches before this one
     kept = activations + (4 * parameters if accumulation > 1 else 0)
+    # in shards, what is gathered: all that is in no block, the block that computes and the next
+    gathered = 4 * others + 8 * matrices // config.n_layer if shards > 1 else 0
+    kept += gathered
     candidates = {
         "loss": kept + final_norm + loss_gradients + count_logits(config, N, e),
         "start of the backward pass": kept + final_norm + 2 * loss_gradients,
         "last MLP": kept + recomputed + 4 * V * C + mlp_gradients,
-        "update": 4 * parameters,
+        "update": 4 * parameters // shards,
     }
+    if shards > 1:  # its weights, its gradients, and a copy of these that is sent
+        candidates["averaging the embedding"] = 4 * parameters // shards + 3 * 4 * others
     peak_at = max(candidates, key=candidates.get)
     return Memory(
-        parameters=4 * parameters,
-        optimizer=moments,
+        parameters=4 * parameters // shards,
+        optimizer=moments // shards,
         activations=activations,
-        peak=4 * parameters + moments + candidates[peak_at],
+        peak=(4 * parameters + moments) // shards + candidates[peak_at],
         peak_at=peak_at,
         flops=count_flops(config, N, T),
     )

@@ -1,0 +1,111 @@
+"""Trains small models one after the other, as one process or, started by torchrun, as several.
+
+    torchrun --standalone --nproc_per_node=2 tests/sharding_cases.py CASES.json
+
+A case is {"model": settings of GPTConfig, "train": settings of TrainConfig}. Prints JSON: "runs",
+of each case how many matrices all processes together have orthogonalized, and the largest number of
+parameters that a process keeps; "muon_error", see there.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
+
+from model import GPT, GPTConfig
+from nanolong import sharding
+from nanolong.cli import run_main, silent
+from nanolong.distributed import join_processes
+from nanolong.optim import make_optimizers
+from train import TrainConfig, train
+
+SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "block_size": 32}
+SHORT = {
+    "batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "max_iters": 20,
+    "warmup_iters": 2,
+    "eval_interval": 10,
+    "eval_iters": 7,  # not divisible by the number of processes
+    "log_interval": 1,
+    "lr_schedule": "constant",
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": False,
+}
+
+
+def train_case(case):
+    """Train the model of a case, from the beginning or from its last checkpoint. Returns it."""
+    cfg = TrainConfig(**{**SHORT, **case["train"]})
+    if cfg.init_from == "resume":
+        model = GPT.load(cfg.out_dir, weights=cfg.parallel != "fsdp")
+    else:
+        torch.manual_seed(1)
+        model = GPT(GPTConfig(**{**SHAPE, "vocab_size": 257, **case["model"]}))
+    train(model, cfg)
+    return model
+
+
+def count_orthogonalized():
+    """Count the matrices that this process orthogonalizes: a list with one entry for each."""
+    calls = []
+    real = sharding.orthogonalize
+
+    def orthogonalize(x, group):
+        calls.append(x.shape)
+        return real(x, group)
+
+    sharding.orthogonalize = orthogonalize
+    return calls
+
+
+def kept_parameters(model):
+    parts = (p.to_local() if sharding.is_sharded(p) else p for p in model.parameters())
+    return sum(part.numel() for part in parts)
+
+
+def muon_error():
+    """The largest difference between the weights of Muon and ShardedMuon, for equal gradients."""
+    weights = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(**{**SHAPE, "n_embd": 44, "vocab_size": 50}))  # uneven shards
+        if sharded:
+            sharding.shard(model, torch.device("cpu"))
+        _, muon = make_optimizers(model, TrainConfig(optimizer="muon"))
+        muon.param_groups[0]["lr"] = 0.1
+        for step in range(3):
+            torch.manual_seed(step)
+            for p in model.parameters():
+                grad = torch.randn(p.shape)
+                p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if sharded else grad
+            muon.step()
+        weights.append([sharding.gather(p.detach()) for p in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
+
+
+def main():
+    rank, _ = join_processes("cpu")
+    calls = count_orthogonalized()
+    facts = {"muon_error": muon_error(), "runs": []}
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        calls.clear()
+        with silent(True):
+            model = train_case(case)
+        n_calls = torch.tensor(len(calls))
+        dist.all_reduce(n_calls)
+        n_kept = torch.tensor(kept_parameters(model))
+        dist.all_reduce(n_kept, dist.ReduceOp.MAX)
+        facts["runs"].append([n_calls.item(), n_kept.item()])
+    if rank == 0:
+        print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,313 @@
+"""--parallel=fsdp: processes that keep a part of the weights each compute what one computes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from safetensors.torch import load_file, save_file
+from sharding_cases import train_case
+
+from model import GPT, POSITIONS
+from nanolong.run_folder import list_steps
+from nanolong.sharding import own_rows
+from nanolong.tensor_file import read_tensor
+
+slow = pytest.mark.slow
+FSDP = {"parallel": "fsdp"}
+# with parameters of their own, and without
+SOME = [
+    {"pos": "t5", "n_head": 2},  # its table has fewer rows than there are processes of four
+    {"pos": "rope", "window": 9, "sinks": 2, "tie_embeddings": False},
+]
+OTHERS = [{"pos": pos} for pos in sorted(POSITIONS)]
+
+
+def numbers(run, name):
+    lines = (Path(run) / "log.jsonl").read_text().splitlines()
+    return [record[name] for record in map(json.loads, lines) if name in record]
+
+
+def tensors(run, file="model.safetensors"):
+    return load_file(list_steps(run)[-1] / file)
+
+
+def assert_close(one, several, limit, weight_limit):
+    """Two runs have the same losses, and the same weights, relative to their norm."""
+    for name in ("loss", "val_loss", "val_bits_per_byte"):
+        expected = numbers(one, name)
+        assert len(expected) >= 2
+        assert numbers(several, name) == pytest.approx(expected, abs=limit, rel=0), name
+    assert numbers(several, "tokens") == numbers(one, "tokens")
+    for file in ("model.safetensors", "optim.safetensors"):
+        a, b = tensors(one, file), tensors(several, file)
+        assert a.keys() == b.keys()
+        for name in a:
+            assert (a[name].shape, a[name].dtype) == (b[name].shape, b[name].dtype)
+    a, b = tensors(one), tensors(several)
+    for name in a:
+        assert (a[name] - b[name]).norm() <= weight_limit * a[name].norm(), name
+
+
+def assert_same_bits(one, other):
+    for file in ("model.safetensors", "optim.safetensors"):
+        a, b = tensors(one, file), tensors(other, file)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a), file
+    for name in ("loss", "val_loss"):
+        assert numbers(one, name) == numbers(other, name)
+
+
+@pytest.fixture
+def train_cases(text_data, tmp_path, run):
+    """Train cases on several processes. Returns what tests/sharding_cases.py prints of each.
+
+    And check ShardedMuon: from the same gradients it computes the same bits as Muon.
+    """
+
+    def train_cases(cases, processes):
+        file = tmp_path / "cases.json"
+        file.write_text(json.dumps(cases))
+        done = run("tests/sharding_cases.py", file, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        facts = json.loads(done.stdout)
+        assert facts["muon_error"] == 0
+        return facts["runs"]
+
+    return train_cases
+
+
+@pytest.fixture
+def case(text_data, tmp_path):
+    def case(name, model, **settings):
+        settings = {"dataset": str(text_data), "out_dir": str(tmp_path / name), **settings}
+        return {"model": model, "train": settings}
+
+    return case
+
+
+@pytest.mark.parametrize(
+    ("processes", "models", "settings"),
+    [
+        (2, SOME, {}),
+        (2, SOME[:1], {"optimizer": "muon"}),
+        pytest.param(2, OTHERS, {}, marks=slow),
+        pytest.param(2, SOME, {"checkpoint_activations": True}, marks=slow),
+        pytest.param(4, OTHERS, {}, marks=slow),
+        pytest.param(4, SOME, {"optimizer": "muon"}, marks=slow),
+        pytest.param(4, OTHERS, {"sequence_parallel": 2}, marks=slow),
+        pytest.param(4, SOME[1:], {"sequence_parallel": 2, "optimizer": "muon"}, marks=slow),
+    ],
+)
+def test_training_is_that_of_one_process(processes, models, settings, case, train_cases):
+    singles = []
+    shared = []
+    for i, model in enumerate(models):
+        one = {name: value for name, value in settings.items() if name != "sequence_parallel"}
+        singles.append(case(f"one{i}", model, **one))
+        shared.append(case(f"shared{i}", model, **settings, **FSDP))
+    # Muon rounds to bfloat16 what it orthogonalizes, so that rounding errors grow
+    is_muon = settings.get("optimizer") == "muon"
+    limits = (1e-3, 0.1) if is_muon else (1e-5, 1e-4)
+    facts = train_cases(shared, processes)
+    for single, several, (n_orthogonalized, n_kept) in zip(singles, shared, facts, strict=True):
+        model = train_case(single)
+        assert_close(single["train"]["out_dir"], several["train"]["out_dir"], *limits)
+        # a matrix that has no whole number of rows for each process, and that of few rows
+        assert n_kept <= sum(p.numel() for p in model.parameters()) / processes * 1.05 + 500
+        n_matrices = sum(p.dim() == 2 for p in model.blocks.parameters())
+        assert n_orthogonalized == (20 * n_matrices if is_muon else 0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=slow)])
+def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
+    """One process, fsdp 2, ddp 2, one process: a checkpoint does not know how it was computed."""
+    model = {"pos": "t5"}
+    straight = case("straight", model, optimizer=optimizer)
+    train_case(straight)
+
+    def leg(max_iters, **settings):
+        return case("legs", model, optimizer=optimizer, max_iters=max_iters, **settings)
+
+    train_case(leg(5))
+    legs = [leg(10, init_from="resume", **FSDP), leg(15, init_from="resume")]
+    train_cases(legs, 2)
+    train_case(leg(20, init_from="resume"))
+    one, several = straight["train"]["out_dir"], leg(20)["train"]["out_dir"]
+    limit = 1e-3 if optimizer == "muon" else 1e-5
+    assert len(numbers(several, "loss")) == 20
+    assert numbers(several, "loss") == pytest.approx(numbers(one, "loss"), abs=limit, rel=0)
+
+
+@slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resuming_gives_the_same_bits(optimizer, case, train_cases):
+    settings = {"optimizer": optimizer, **FSDP}
+    whole = case("whole", {"pos": "xl"}, **settings)
+    half = case("parts", {"pos": "xl"}, max_iters=10, **settings)
+    rest = case("parts", {"pos": "xl"}, max_iters=20, init_from="resume", **settings)
+    train_cases([whole, half, rest], 2)
+    assert_same_bits(whole["train"]["out_dir"], rest["train"]["out_dir"])
+
+
+@slow
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "float16"}])
+def test_products_of_half_precision_train(settings, case, train_cases):
+    """Rounding differs between processes; the loss scale of float16 is the same in all."""
+    one, shared = case("one", {}, **settings), case("shared", {}, **settings, **FSDP)
+    train_case(one)
+    train_cases([shared], 2)
+    a, b = one["train"]["out_dir"], shared["train"]["out_dir"]
+    assert numbers(a, "loss") == pytest.approx(numbers(b, "loss"), abs=0.02, rel=0)
+
+
+@slow
+def test_compiled_blocks_train_as_others_do(case, train_cases):
+    model = {"pos": "alibi", "n_layer": 10}  # more than Dynamo compiles of one function by itself
+    cases = [case("plain", model, **FSDP), case("compiled", model, compile=True, **FSDP)]
+    train_cases(cases, 2)
+    a, b = (case["train"]["out_dir"] for case in cases)
+    assert numbers(a, "loss") == pytest.approx(numbers(b, "loss"), abs=1e-4, rel=0)
+
+
+def test_fsdp_of_one_process_is_refused(call, text_data, tmp_path):
+    words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run", "--parallel=fsdp"]
+    done = call("train.py", *words)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "there is one" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("n", "world"), [(1, 2), (5, 4), (8, 4), (257, 3), (3, 8)])
+def test_a_process_reads_the_rows_that_torch_gives_it(n, world, tmp_path):
+    x = torch.arange(3.0 * n).view(n, 3)
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    parts = [own_rows(n, rank, world) for rank in range(world)]
+    read = [read_tensor(tmp_path / "x.safetensors", "x", part) for part in parts]
+    assert torch.equal(torch.cat(read), x)
+    for part, chunk in zip(read, x.chunk(world), strict=False):
+        assert torch.equal(part, chunk)
+
+
+# -----------------------------------------------------------------------------
+# The scripts: stop signals, lost processes, a full disk, extend.py.
+
+
+def start(*words, processes=2, launcher=(), env=None):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={processes}", *launcher]
+    return subprocess.Popen(
+        [*command, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.time() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.time() < end, "too slow"
+        time.sleep(0.01)
+
+
+def ranks_of(launcher):
+    """The process ids of the ranks that a launcher has started."""
+    listed = subprocess.run(
+        ["ps", "--ppid", str(launcher.pid), "-o", "pid="], capture_output=True, text=True
+    )
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+@pytest.fixture
+def words(text_data, tmp_path):
+    long = [word for word in TINY if not word.startswith(("--max_iters", "--eval_interval"))]
+    long += ["--max_iters=120", "--eval_interval=10", "--gradient_accumulation_steps=2"]
+    return ["train.py", *long, f"--dataset={text_data}", "--parallel=fsdp", "--pos=t5"]
+
+
+@slow
+def test_a_killed_process_is_restarted_to_the_same_bits(words, tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert start(*words, f"--out_dir={straight}").wait(200) == 0
+    process = start(*words, f"--out_dir={killed}", launcher=["--max-restarts=3"])
+    wait_for(lambda: killed.is_dir() and len(list_steps(killed)) > 1, process)
+    time.sleep(random.uniform(0, 0.5))
+    os.kill(random.choice(ranks_of(process)), signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output[-2000:]
+    assert_same_bits(straight, killed)
+
+
+@slow
+@pytest.mark.parametrize("moment", ["evaluation", "training"])
+def test_a_stop_signal_in_one_process_saves(moment, words, tmp_path):
+    """Also in an evaluation, when the others do not know of it yet."""
+    run = tmp_path / "run"
+    words = [*words, f"--out_dir={run}"]
+    if moment == "evaluation":
+        words += ["--eval_iters=4000", "--eval_interval=5"]
+        process = start(*words, launcher=[])
+        wait_for(lambda: (run / "log.jsonl").is_file(), process)
+        time.sleep(1)
+    else:
+        process = start(*words, launcher=[])
+        wait_for(lambda: list_steps(run), process)
+    os.kill(ranks_of(process)[-1], signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output[-2000:]
+    assert "stopped and saved" in output
+    assert GPT.load(run).meta["step"] < 120
+
+
+@slow
+def test_a_full_disk_ends_all_processes(words, tmp_path):
+    """The first process goes on taking part in what the others wait for, and then says it."""
+    code = (
+        "import os, sys, errno, runpy\n"
+        "from nanolong import checkpoint\n"
+        "def full(file, stream):\n"
+        "    next(iter(stream.pairs))\n"
+        "    raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "checkpoint.write_tensors = full\n"
+        "sys.argv.pop(0)\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    (tmp_path / "full.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}")
+    begin = time.time()
+    process = start(tmp_path / "full.py", *words, f"--out_dir={tmp_path}/run")
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode
+    assert "No space left on device" in output
+    assert time.time() - begin < 60
+    assert not list((tmp_path / "run").glob("*step*"))
+
+
+@slow
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+def test_an_extension_is_that_of_one_process(pos, words, run, tmp_path):
+    source, one, shared = tmp_path / "source", tmp_path / "one", tmp_path / "shared"
+    words = [word for word in words if not word.startswith(("--parallel", "--pos"))]
+    done = run(*words, f"--pos={pos}", "--max_iters=4", f"--out_dir={source}")
+    assert done.returncode == 0, done.stderr
+    method = "--method=yarn" if pos == "rope" else "--method=pi"
+    command = ["extend.py", source, method, "--max_iters=10", "--max_tokens=512", "--factor=2"]
+    command += ["--dtype=float32", "--log_interval=1", "--compile=false"]
+    expected = run(*command, f"--out_dir={one}")
+    assert expected.returncode == 0, expected.stderr
+    done = run(*command, f"--out_dir={shared}", "--parallel=fsdp", processes=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert numbers(shared, "loss") == pytest.approx(numbers(one, "loss"), abs=1e-5, rel=0)
+    # the tables of losses before and after
+    tables = [[line for line in x.stdout.splitlines() if "|" in line] for x in (expected, done)]
+    assert tables[0] == tables[1]
