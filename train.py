@@ -57,7 +57,6 @@ from nanolong.sequence_parallel import (
     share_sequences,
 )
 from nanolong.sharding import (
-    check_parallel,
     distribute,
     free_gathered,
     gather,
@@ -354,10 +353,9 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     """
     Train in place, writing the run folder cfg.out_dir; SIGTERM and SIGINT save and return early.
 
-    train_length: tokens of a sequence, by default the context length; max_position: of PoSE. To
-    resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
-    Returns the last evaluation, "stopped" and "last_step". Raises UserError, and FloatingPointError
-    before an update that is not finite.
+    train_length: tokens of a sequence, 0: the context length; max_position: of PoSE. To resume, the
+    model must come from GPT.load(cfg.out_dir). Call it in every process of a group. Returns the
+    last evaluation, "stopped" and "last_step". Raises UserError, FloatingPointError before a NaN.
     """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
@@ -365,7 +363,6 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     dataset = open_dataset(model, cfg, train_length)
     run = Path(cfg.out_dir)
     state = TrainState()
-    check_parallel(cfg.parallel)
     share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
     open_run(run, model, cfg, state, dtype)
     forward, optimizers = set_up(model, cfg, device)

@@ -61,7 +61,9 @@ def write_random_tokens(folder):
     folder.mkdir()
     for split in ("train", "val"):
         data.write_tokens(folder / f"{split}.bin", tokens, SHAPE["vocab_size"])
-    (folder / "meta.json").write_text(json.dumps({"vocab_size": SHAPE["vocab_size"]}))
+    meta = {"vocab_size": SHAPE["vocab_size"], "tokenizer": None}
+    meta |= {"bos": None, "bos_default": False}
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def measure(folder, parallel, processes):

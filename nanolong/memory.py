@@ -37,9 +37,7 @@ def count_memory(
     e = 4 if dtype == "float32" else 2
     N = B * T
     C = config.n_embd
-    V = config.vocab_size
     A = config.n_head * config.head_dim
-    M = config.mlp_dim
 
     # parameters and the optimizer's moments: Muon keeps one for the blocks' matrices, AdamW two
     matrices = count_block_matrices(config)
@@ -53,23 +51,13 @@ def count_memory(
     autocast_copies = matrices * 2 if e < 4 else 0
     activations = config.n_layer * of_block + autocast_copies
 
-    # candidates for the peak, above parameters and moments
-    norm_copy = 4 * C if device == "cpu" else 0
-    final_norm = N * (2 * 4 * C + norm_copy)  # the last block's output and the normed states
-    loss_gradients = 4 * N * C + 4 * V * C  # of the hidden states and of the head
-    recomputed = block if checkpointing else 0
-    mlp_gradients = N * (2 * M * e + 2 * 4 * C)  # two of width M, two of width C
     # the gradients of the micro-batches before this one
     kept = activations + (4 * parameters if accumulation > 1 else 0)
     # in shards, what is gathered: all that is in no block, the block that computes and the next
     gathered = 4 * others + 8 * matrices // config.n_layer if shards > 1 else 0
-    kept += gathered
-    candidates = {
-        "loss": kept + final_norm + loss_gradients + count_logits(config, N, e),
-        "start of the backward pass": kept + final_norm + 2 * loss_gradients,
-        "last MLP": kept + recomputed + 4 * V * C + mlp_gradients,
-        "update": 4 * parameters // shards,
-    }
+    recomputed = block if checkpointing else 0
+    candidates = count_candidates(config, N, e, kept + gathered, recomputed, device)
+    candidates["update"] = 4 * parameters // shards
     if shards > 1:  # its weights, its gradients, and a copy of these that is sent
         candidates["averaging the embedding"] = 4 * parameters // shards + 3 * 4 * others
     peak_at = max(candidates, key=candidates.get)
@@ -81,6 +69,24 @@ def count_memory(
         peak_at=peak_at,
         flops=count_flops(config, N, T),
     )
+
+
+def count_candidates(config, N, e, kept, recomputed, device):
+    """The bytes at the moments of a step that may be its peak, above parameters and moments.
+
+    kept: at the end of the forward pass; recomputed: by a block in the backward pass.
+    """
+    C = config.n_embd
+    V = config.vocab_size
+    norm_copy = 4 * C if device == "cpu" else 0
+    final_norm = N * (2 * 4 * C + norm_copy)  # the last block's output and the normed states
+    loss_gradients = 4 * N * C + 4 * V * C  # of the hidden states and of the head
+    mlp_gradients = N * (2 * config.mlp_dim * e + 2 * 4 * C)  # two of its width, two of width C
+    return {
+        "loss": kept + final_norm + loss_gradients + count_logits(config, N, e),
+        "start of the backward pass": kept + final_norm + 2 * loss_gradients,
+        "last MLP": kept + recomputed + 4 * V * C + mlp_gradients,
+    }
 
 
 def count_logits(config, N, e):

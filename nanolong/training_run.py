@@ -36,7 +36,7 @@ from nanolong.run_folder import (
     settle_replaced,
 )
 from nanolong.sequence_parallel import any_process, data_rank_and_world
-from nanolong.sharding import is_sharded, no_gradient_sync
+from nanolong.sharding import check_parallel, is_sharded, no_gradient_sync
 
 
 def resume_run(model_class, cfg, model_config, given):
@@ -137,6 +137,7 @@ def open_run(run, model, cfg, state, dtype):
     rank, _ = rank_and_world()
     _, world = data_rank_and_world()
     check_wandb(cfg.wandb)
+    check_parallel(cfg.parallel)
     if cfg.gradient_accumulation_steps % world:
         raise UserError(
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is the total over "
