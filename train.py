@@ -353,9 +353,10 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     """
     Train in place, writing the run folder cfg.out_dir; SIGTERM and SIGINT save and return early.
 
-    train_length: tokens of a sequence, 0: the context length; max_position: of PoSE. To resume, the
-    model must come from GPT.load(cfg.out_dir). Call it in every process of a group. Returns the
-    last evaluation, "stopped" and "last_step". Raises UserError, FloatingPointError before a NaN.
+    train_length: tokens of a sequence, by default the context length; max_position: of PoSE. To
+    resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
+    Returns the last evaluation, "stopped" and "last_step". Raises UserError, and FloatingPointError
+    before an update that is not finite.
     """
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)

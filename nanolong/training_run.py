@@ -36,7 +36,7 @@ from nanolong.run_folder import (
     settle_replaced,
 )
 from nanolong.sequence_parallel import any_process, data_rank_and_world
-from nanolong.sharding import check_parallel, is_sharded, no_gradient_sync
+from nanolong.sharding import check_parallel, free_gathered, is_sharded, no_gradient_sync
 
 
 def resume_run(model_class, cfg, model_config, given):
@@ -263,8 +263,7 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     times_step = expected_seconds(loader) > EXPENSIVE_STEP
     if not (compiles or times_step) or state.step >= cfg.max_iters:
         return False
-    waits = cfg.sequence_parallel > 1 or cfg.parallel == "fsdp"
-    run = call if waits else stop_signals.interruptible
+    run = call if need_each_other(cfg) else stop_signals.interruptible
     if compiles or loader.device.type != "cpu":  # the first batch compiles kernels
         run(try_batch, forward, loader, dtype)
     seconds = []
@@ -278,6 +277,11 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     return stopped.item() > 0
 
 
+def need_each_other(cfg):
+    """Whether the processes of a run wait for each other in every forward pass."""
+    return cfg.sequence_parallel > 1 or cfg.parallel == "fsdp"
+
+
 def check_kernels(loader, state, dtype, stop_signals, logger):
     """
     Check the kernels that training needs, before anything is compiled; log a change of verdict.
@@ -287,7 +291,8 @@ def check_kernels(loader, state, dtype, stop_signals, logger):
     device = next(loader.model.parameters()).device
     on_triton = kernels.triton_runs(device)
     if on_triton:
-        stop_signals.interruptible(meet_kernels, loader, dtype)
+        run = call if need_each_other(loader.cfg) else stop_signals.interruptible
+        run(meet_kernels, loader, dtype)
     kernels.first_contact.share_faults(device)
     state.kernels = kernels.first_contact.describe(device) if on_triton else "plain PyTorch"
     meta = loader.model.meta
@@ -302,6 +307,7 @@ def meet_kernels(loader, dtype):
     x, _, pos, docs = (None if part is None else part[:1, :16] for part in batch)
     with autocast(loader.device, dtype):
         loader.model(x, positions=pos, docs=docs)
+    free_gathered(loader.model)
 
 
 def expected_seconds(loader):
