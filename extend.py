@@ -425,6 +425,12 @@ def report(model, cfg, when):
     print(format_loss_table(records, lengths), flush=True)
 
 
+def trains_in_shards(cfg):
+    """Whether the weights stay in their file until each process reads its share."""
+    trains = cfg.max_iters and cfg.method not in rope_scaling.EVALUATION_ONLY
+    return cfg.parallel == "fsdp" and trains
+
+
 def with_weights(model):
     """The model, or where its weights were left out (--parallel=fsdp), a copy that has them."""
     if any(p.is_meta for p in model.parameters()):
@@ -485,7 +491,7 @@ def main():
     load_entries(cfg.entry, POSITIONS)
     rank, _ = join_processes(cfg.device)
     # Load the checkpoint to extend, or the run to resume.
-    parent = GPT.load(paths[0], weights=cfg.parallel != "fsdp" or not cfg.max_iters)
+    parent = GPT.load(paths[0], weights=not trains_in_shards(cfg))
     check_same_settings(parent, model_config, given)
     check_request(parent, cfg)
     before = getattr(parent.pos, "inv_freq", None)

@@ -335,6 +335,7 @@ def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
         state.good_steps = 0
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
+    grads.clear()  # or they would take memory until the next step has its own
 
 
 def has_diverged(loss_sum, grad_norm, state, dtype):
@@ -440,7 +441,7 @@ def open_dataset(model, cfg, train_length):
 
 def set_up(model, cfg, device):
     """Move the model to the device. Returns what is called for training, and the optimizers."""
-    prepare_device(device)
+    prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")
     compiles, _ = pick_compile(cfg.compile, device, cfg.max_iters)
     forward = distribute(model.train(), cfg.parallel, device, compiles)
     model.activation_checkpointing = cfg.checkpoint_activations

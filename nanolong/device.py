@@ -210,29 +210,39 @@ def peak_flops(device):
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def prepare_device(device):
-    """Make runs repeatable to the bit, at some cost in speed on a GPU; on a CPU reuse memory."""
+def prepare_device(device, keep_freed_memory=True):
+    """
+    Make runs repeatable to the bit, at some cost in speed on a GPU.
+
+    keep_freed_memory: on a CPU, for speed; else return it to the system at once.
+    """
     # On a CPU this is for torch.compile, which else sums the embedding's gradient in any order.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     elif sys.platform == "linux" and device.type == "cpu":
-        _keep_freed_memory()
+        set_malloc_options(keep_freed_memory)
 
 
-def _keep_freed_memory():
+def set_malloc_options(keep_freed_memory):
     """
-    Have glibc keep freed memory instead of returning it to Linux.
+    Have glibc keep freed memory for later tensors, or return it to Linux.
 
-    Faulting in fresh pages for every temporary tensor costs 7 % of a small model's step.
+    Faulting in fresh pages for every temporary tensor costs 7 % of a small model's step. Keeping
+    them takes up to twice the memory where the sizes of tensors differ, as with --parallel=fsdp.
     """
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # parameters of mallopt(3)
+    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8  # parameters of mallopt(3)
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
-        libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(top_pad, 2**26)
-        libc.mallopt(mmap_threshold, 2**25)
+        if keep_freed_memory:
+            libc.mallopt(trim_threshold, 2**31 - 1)
+            libc.mallopt(top_pad, 2**26)
+            libc.mallopt(mmap_threshold, 2**25)
+        else:
+            libc.mallopt(trim_threshold, 2**17)
+            libc.mallopt(mmap_threshold, 2**17)
+            libc.mallopt(arena_max, 1)
 
 
 def synchronize(device):
