@@ -89,7 +89,7 @@ def main():
         measured = {1: measure(folder, "ddp", 1), 4: measure(folder, "fsdp", 4)}
     print("# Memory of training in shards\n")
     print(f"`python experiments/bench_sharding.py`; {provenance(torch.device('cpu'))}.\n")
-    print(" ".join(__doc__.split("\n\n")[2].split()) + "\n")
+    print(__doc__.strip().split("\n\n")[2] + "\n")
     print("| processes | peak of each, MiB | counted, MiB | of one process |")
     print("|---|---|---|---|")
     for processes, peaks in measured.items():

@@ -11,6 +11,8 @@ passes at the same time. The other mode is DDP: each process keeps the whole mod
 AdamW works element by element, on rows as on the whole. Muon needs whole matrices: ShardedMuon.
 """
 
+import atexit
+import gc
 import math
 from contextlib import nullcontext
 
@@ -62,6 +64,7 @@ def shard(model, device):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    atexit.register(_leave_group)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for scheme in (model.pos, model.nope):
         scheme.to(device)  # its tables
@@ -77,6 +80,13 @@ def shard(model, device):
         parameters = model.named_parameters(remove_duplicate=False)
         model.load_state_dict({name: loaded.get(p, p) for name, p in parameters}, assign=True)
     return model
+
+
+def _leave_group():
+    """Free the process group: gloo may abort a process that ends while it is alive."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # the model holds it too, and itself in cycles
 
 
 def is_sharded(x):
