@@ -8,7 +8,8 @@ for the scratch memory of operators that use this allocator; that of oneDNN and 
 a GPU: torch.cuda.max_memory_allocated(). The longest context is the largest T, for one sequence per
 step, whose count stays below the card's memory less 2 GiB for the CUDA context and fragmentation.
 Times are the counted FLOPs (causal attention counted by half) at 45 % of the card's bfloat16 peak:
-expected, not measured.
+expected, not measured. A plan is counted in the same way, for each of several cards; what a card
+sends is counted by count_sent_bytes(). No plan has been run.
 """
 
 import json
@@ -23,7 +24,7 @@ import torch
 from model import GPT, GPTConfig
 from nanolong.device import PEAK_FLOPS, autocast
 from nanolong.errors import UserError
-from nanolong.memory import count_memory
+from nanolong.memory import count_flops, count_memory, count_sent_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304}
@@ -59,8 +60,57 @@ CPU_CASES = (
 )
 
 
+@dataclass
+class Plan:
+    """Extending or training a model that outgrows one card, by a preset in config/."""
+
+    name: str
+    preset: str
+    config: dict
+    length: int  # tokens of a sequence, one in a micro-batch
+    card: str = "H100"
+    cards: int = 1
+    parts: int = 1  # --sequence_parallel
+    parallel: str = "ddp"
+    accumulation: int = 1  # micro-batches of a process in a step
+
+
+SMOLLM2 = {"n_layer": 24, "n_head": 32, "n_embd": 2048, "mlp_dim": 8192, "vocab_size": 49152}
+LLAMA3 = {"n_layer": 32, "n_head": 32, "n_kv_head": 8, "n_embd": 4096, "mlp_dim": 14336}
+LLAMA3 |= {"vocab_size": 128256, "tie_embeddings": False}
+PLANS = (
+    Plan("SmolLM2-1.7B to 64k", "smollm2_64k", SMOLLM2, 1 << 16),
+    Plan("Llama-3-8B to 128k", "llama3_128k", LLAMA3, 1 << 17, "H100", 8, 8, "fsdp"),
+    Plan("124 M at 1 M", "gpt2_1m", GPT2, 1 << 20, "H100", 8, 4, "fsdp"),
+)
+
+
 # -----------------------------------------------------------------------------
 # From the count.
+
+
+def count_plan(plan):
+    """What the report says of a plan: bytes of a card and sent by it, and seconds of a step."""
+    config = GPTConfig(**plan.config, block_size=plan.length)
+    shards = plan.cards if plan.parallel == "fsdp" else 1
+    # a process has its part of the tokens; in attention its part of the heads, which is as much
+    own_tokens = plan.length // plan.parts
+    memory = count_memory(
+        config, 1, own_tokens, checkpointing=True, accumulation=plan.accumulation, shards=shards
+    )
+    sent = count_sent_bytes(
+        config, 1, plan.length, "bfloat16", True, plan.cards, plan.parts, plan.parallel,
+        plan.accumulation,
+    )  # fmt: skip
+    flops = count_flops(config, plan.length, plan.length) / plan.parts
+    return {
+        **asdict(plan),
+        "peak": memory.peak,
+        "available": CARDS[plan.card] - CUDA_OVERHEAD,
+        "sent_weights": sent[0],
+        "sent_tokens": sent[1],
+        "seconds": plan.accumulation * flops / PEAK_FLOPS[plan.card] / EXPECTED_MFU,
+    }
 
 
 def longest_context(settings, memory, **how):
@@ -212,6 +262,7 @@ def format_report(result):
     verdict = f"not met: {', '.join(missed)}" if missed else "met"
     lines += ["", f"Goal, within {GOAL:.0%}: {verdict}.", ""]
     lines += format_cards(result["cards"])
+    lines += ["", *format_plans([count_plan(plan) for plan in PLANS])]
     return lines
 
 
@@ -234,6 +285,32 @@ def format_cards(cards):
         for step in card["steps"]:
             cell = f"{step['peak'] / 1e9:,.0f} GB, {step['seconds']:,.1f} s"
             cells.append(cell if step["fits"] else f"{cell}: does not fit")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def format_plans(plans):
+    lines = [
+        "## Plans, from the count: bfloat16, AdamW, activation checkpointing, one sequence in a "
+        "micro-batch; none was run",
+        "",
+        "| plan | preset | cards | flags | memory of a card | sends for weights | and for tokens "
+        "| a step, without waiting |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for plan in plans:
+        flags = f"--parallel={plan['parallel']} --sequence_parallel={plan['parts']}"
+        fits = "" if plan["peak"] <= plan["available"] else ": does not fit"
+        cells = [
+            plan["name"],
+            f"config/{plan['preset']}.toml",
+            f"{plan['cards']} {plan['card']}",
+            flags if plan["cards"] > 1 else "",
+            f"{plan['peak'] / 1e9:.0f} GB{fits}",
+            f"{plan['sent_weights'] / 1e9:.1f} GB",
+            f"{plan['sent_tokens'] / 1e9:.1f} GB",
+            f"{plan['seconds']:,.0f} s",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

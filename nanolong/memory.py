@@ -1,5 +1,9 @@
-"""The memory of a training step, counted from shapes; measured by experiments/bench_memory.py."""
+"""The memory of a training step, and what its processes send each other, counted from shapes.
 
+Measured by experiments/bench_memory.py, bench_sharding.py and tests/test_sequence_parallel.py.
+"""
+
+import math
 from dataclasses import dataclass
 
 
@@ -69,6 +73,41 @@ def count_memory(
         peak_at=peak_at,
         flops=count_flops(config, N, T),
     )
+
+
+def count_sent_bytes(
+    config,
+    B,
+    T,
+    dtype="bfloat16",
+    checkpointing=False,
+    processes=1,
+    parts=1,
+    parallel="ddp",
+    accumulation=1,
+):
+    """Count the bytes that a process sends in a training step of GPT(config): (gradients, tokens).
+
+    B sequences of T tokens in a micro-batch; processes: all of them; parts: those that share a
+    sequence; accumulation: micro-batches of a process in a step. The first number is what ddp or
+    fsdp sends for weights and gradients, in float32; the second what attention exchanges. Of n
+    processes each sends (n - 1) / n of a tensor that is gathered or scattered, and twice that to
+    sum one.
+    """
+    weights = 4 * (count_block_matrices(config) + count_other_parameters(config))
+    to_others = (processes - 1) / processes
+    # ddp sums gradients; fsdp gathers weights forward and backward, and scatters gradients
+    times = 2 if parallel == "ddp" else 2 * accumulation + 1
+    of_weights = times * weights * to_others
+
+    # q, k and v to other heads, the output back; keys and values repeated to divide the heads
+    e = 4 if dtype == "float32" else 2
+    repeated = math.lcm(config.n_kv_head, parts)
+    channels = (2 * config.n_head + 2 * repeated) * config.head_dim
+    passes = 3 if checkpointing else 2  # forward, backward, and forward again
+    exchanged = passes * config.n_layer * B * T // parts * channels * e
+    of_tokens = accumulation * exchanged * (parts - 1) / parts
+    return round(of_weights), round(of_tokens)
 
 
 def count_candidates(config, N, e, kept, recomputed, device):

@@ -238,7 +238,8 @@ def test_a_missing_preset_lists_those_that_there_are():
 
 @pytest.mark.parametrize("preset", cli.preset_names())
 def test_every_preset_of_the_project_is_valid(preset):
-    classes = (GPTConfig, ExtendConfig if preset == "finetune_public.toml" else TrainConfig)
+    extends = preset in ("finetune_public.toml", "smollm2_64k.toml", "llama3_128k.toml")
+    classes = (GPTConfig, ExtendConfig if extends else TrainConfig)
     config, cfg, *_ = cli.parse(*classes, presets=True, argv=[preset])
     validate.check_model(config, POSITIONS)
     assert (config, cfg) != parse()[:2]

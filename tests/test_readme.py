@@ -140,7 +140,7 @@ def test_presets_hold_settings_that_differ_from_the_defaults():
     training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     for preset in sorted((ROOT / "config").glob("*.toml")):
         assert f"`{preset.name}`" in training, preset.name
-        fine_tunes = preset.name == "finetune_public.toml"
-        defaults = extension_defaults if fine_tunes else training_defaults
+        extends = preset.stem in ("finetune_public", "smollm2_64k", "llama3_128k")
+        defaults = extension_defaults if extends else training_defaults
         for name in tomllib.loads(preset.read_text(encoding="utf-8")):
             assert name in defaults, f"{preset.name}: {name}"

@@ -8,6 +8,7 @@ from conftest import TINY
 
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.checkpoint import find_checkpoint, read_meta
+from nanolong.memory import count_sent_bytes
 from rope_scaling import METHODS
 
 N_CASES = 2 * len(POSITIONS) + 9 + 4 + 3 + len(METHODS) + 5
@@ -179,3 +180,29 @@ def test_processes_of_an_evaluation_share_sequences_or_are_refused(model_folder,
     assert done.returncode
     assert "a sequence of 129 tokens" in done.stderr
     assert done.stderr.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "parts", "checkpointing"),
+    [
+        ("fsdp", 2, False),
+        pytest.param("fsdp", 1, True, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, True, marks=pytest.mark.slow),
+        pytest.param("ddp", 4, False, marks=pytest.mark.slow),
+    ],
+)
+def test_sent_bytes_are_those_of_the_count(parallel, parts, checkpointing, run):
+    """What ddp sends for gradients, its own code in C++ sends: it is not measured."""
+    config = {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "block_size": 64}
+    settings = {"config": config, "parts": parts, "parallel": parallel}
+    settings["checkpointing"] = checkpointing
+    processes = max(2, parts)
+    done = run("tests/sent_bytes.py", json.dumps(settings), processes=processes)
+    assert done.returncode == 0, done.stderr[-2000:]
+    sent = json.loads(done.stdout)
+    of_weights, of_tokens = count_sent_bytes(
+        GPTConfig(**config), 2, 64, "float32", checkpointing, processes, parts, parallel
+    )
+    assert sent["tokens"] == pytest.approx(of_tokens, rel=0.01)
+    if parallel == "fsdp":
+        assert sent["weights"] == pytest.approx(of_weights, rel=0.1)
