@@ -117,7 +117,6 @@ class NoPE(nn.Module):
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     _cacheable = True  # False: attend() needs the queries of the whole text, not cached keys
-    attention = staticmethod(kernels.attention)
 
     def __init_subclass__(cls):
         if "bias" in vars(cls) or "relative" in vars(cls):
@@ -168,7 +167,11 @@ class NoPE(nn.Module):
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             bias, relative = cache.position_terms(self, layer, k.shape[2])
-        return self.attention(q, k, v, bias=bias, relative=relative, **mask)
+        return self._attention(q, k, v, bias=bias, relative=relative, **mask)
+
+    def _attention(self, q, k, v, **terms_and_mask):
+        # replaced by nanolong/sequence_parallel.py where processes share a text
+        return kernels.attention(q, k, v, **terms_and_mask)
 
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""

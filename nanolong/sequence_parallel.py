@@ -39,7 +39,7 @@ def share_sequences(model, size, lengths):
     check_model(model, lengths, size)
     for scheme in (model.pos, model.nope):
         scheme.attend = exchanging(type(scheme).attend.__get__(scheme))
-        scheme.attention = attend_own_heads
+        scheme._attention = attend_own_heads
 
 
 def _form_groups(size):
