@@ -117,6 +117,7 @@ class NoPE(nn.Module):
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     _cacheable = True  # False: attend() needs the queries of the whole text, not cached keys
+    _attention = None  # computes attention in the place of kernels.attention: sequence_parallel.py
 
     def __init_subclass__(cls):
         if "bias" in vars(cls) or "relative" in vars(cls):
@@ -167,11 +168,8 @@ class NoPE(nn.Module):
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             bias, relative = cache.position_terms(self, layer, k.shape[2])
-        return self._attention(q, k, v, bias=bias, relative=relative, **mask)
-
-    def _attention(self, q, k, v, **terms_and_mask):
-        # replaced by nanolong/sequence_parallel.py where processes share a text
-        return kernels.attention(q, k, v, **terms_and_mask)
+        attention = self._attention or kernels.attention
+        return attention(q, k, v, bias=bias, relative=relative, **mask)
 
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""

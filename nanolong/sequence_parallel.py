@@ -62,9 +62,14 @@ def _form_groups(size):
     atexit.register(_leave_groups)
 
 
-def _leave_groups():
+def stop_sharing():
+    """Let each process compute whole sequences again, as the first one does after training."""
     global _group
     _group = None
+
+
+def _leave_groups():
+    stop_sharing()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ from nanolong.run_folder import (
     set_aside,
     settle_replaced,
 )
-from nanolong.sequence_parallel import any_process, data_rank_and_world
+from nanolong.sequence_parallel import any_process, data_rank_and_world, stop_sharing
 from nanolong.sharding import check_parallel, free_gathered, is_sharded, no_gradient_sync
 
 
@@ -218,6 +218,7 @@ def closing_run(run, model, loader):
         yield
     finally:
         loader.close()
+        stop_sharing()
         model.eval()
         unlock(run)
 
