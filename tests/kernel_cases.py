@@ -289,15 +289,17 @@ def attention_errors(case, attention, decode_attention, backward=True, by_row=Fa
     names = ("y", "lse", "q", "k", "v", "bias", "bias", "bias")
     for name, x, by_pytorch, expected in zip(names, results, plain, exact, strict=False):
         size = expected.numel() ** 0.5
-        if dtype == torch.float32 or float(expected.norm()) > 1e-3 * size:
+        is_zero = float(expected.norm()) <= 1e-3 * size
+        if not is_zero or (dtype == torch.float32 and not (cancels and name == "bias")):
             tolerance = rounding * (100 if cancels and name == "bias" else 1)
             bound = 2 * error(by_pytorch, expected) + tolerance
             yield Comparison(name, error(x, expected), bound)
             if by_row and x.dim() == 4:
-                bound = 3 * worst_row(by_pytorch, expected) + 3 * rounding
+                bound = 5 * worst_row(by_pytorch, expected) + 5 * rounding
                 yield Comparison(f"worst row of {name}", worst_row(x, expected), bound)
         else:  # a gradient of zero: there is only rounding to compare
-            yield Comparison(name, float((x - expected).norm()), 0.1 * size)
+            share = 1e-4 if dtype == torch.float32 else 0.1
+            yield Comparison(name, float((x - expected).norm()), share * size)
 
     if y.shape[2] <= 17:
         with torch.no_grad():

@@ -19,9 +19,13 @@ from mutations import STALE, try_mutation
     ids=lambda mutation: mutation.name,
 )
 def test_faults_are_found(mutation, rng):
-    random.seed(int(rng.integers(1 << 30)))
-    outcome = try_mutation(mutation)
-    print(outcome)
+    # with random masks: some hide a fault, as 40 sinks do in a short text
+    for seed in rng.integers(1 << 30, size=4):
+        random.seed(int(seed))
+        outcome = try_mutation(mutation)
+        print(outcome)
+        if outcome.found_by or mutation.equivalent:
+            break
     assert outcome.found_by != STALE
     assert bool(outcome.found_by) != bool(mutation.equivalent)
 
