@@ -63,7 +63,7 @@ def write_random_tokens(folder):
         data.write_tokens(folder / f"{split}.bin", tokens, SHAPE["vocab_size"])
     meta = {"vocab_size": SHAPE["vocab_size"], "tokenizer": None}
     meta |= {"bos": None, "bos_default": False}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "meta.json").write_text(json.dumps(meta, allow_nan=False))
 
 
 def measure(folder, parallel, processes):
