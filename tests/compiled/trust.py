@@ -54,19 +54,23 @@ def mutations_section(table):
     """What was changed in the kernels, and which check found it."""
     rows = []
     for row in table["mutations"]:
-        found = row["found_by"] or f"nothing changes: {row['equivalent']}"
+        found = row["found_by"] or "not found"
+        if row["equivalent"]:
+            found = f"nothing changes: {row['equivalent']}"
         change = f"{code(row['old'])} becomes {code(row['new'])}"
         rows.append([row["name"], row["where"], change, found, row["check"]])
     n_found = sum(bool(row["found_by"]) for row in table["mutations"])
+    n_equivalent = sum(bool(row["equivalent"]) for row in table["mutations"])
     return {
         "command": table["command"],
         "seed": table["seed"],
         "provenance": table["provenance"],
         "seconds": table["seconds"],
         "text": f"{len(rows)} faults put into the kernels one at a time, in their source or in the "
-        f"PTX that the compiler made of it: {n_found} found, {len(rows) - n_found} that change "
-        "nothing, with the reason. In PTX the change is a regular expression. The last column is "
-        "the check that ran, of tests/compiled/checks.py.",
+        f"PTX that the compiler made of it: {n_found} found, {n_equivalent} that change nothing, "
+        f"with the reason, {len(rows) - n_found - n_equivalent} not found with the random inputs "
+        "of this seed. In PTX the change is a regular expression. The last column is the check "
+        "that ran, of tests/compiled/checks.py.",
         "columns": ["fault", "where", "change", "found by", "check"],
         "rows": rows,
     }
