@@ -461,19 +461,28 @@ def continue_prompt(run, cfg, folder):
         if client not in found and not obstacle(client, cfg):
             wanted.append(client)
     if wanted:
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            place = Path(name)
-            export, gguf = place / "exported", place / "exported.gguf"
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            export = Path(place) / "exported"
             extend_and_export(run, "yarn", 4.0, export)
-            if "mlx-lm" in wanted:
-                words = ["--model", export, "--prompt", PROMPT, "--ignore-chat-template"]
-                words += ["--max-tokens", 8, "--temp", 0, "--verbose", "False"]
-                found["mlx-lm"] = run_child(["-m", "mlx_lm", "generate", *words], place).strip()
-            if "llama.cpp" in wanted:
-                convert(export, gguf, cfg)
-                found["llama.cpp"] = run_script(CONTINUE, [gguf, PROMPT], place).strip()
+            for client in wanted:
+                # a client may lack a package of its own: the others still answer
+                try:
+                    found[client] = continue_by(client, export, cfg)
+                except RuntimeError as error:
+                    print(f"{client} did not continue the prompt: {error}", flush=True)
         write_json(file, {"key": {"run": run.name}, "found": found})
     return found
+
+
+def continue_by(client, export, cfg):
+    """Return what a client continues PROMPT with. Raises RuntimeError where it fails."""
+    if client == "mlx-lm":
+        words = ["--model", export, "--prompt", PROMPT, "--ignore-chat-template"]
+        words += ["--max-tokens", 8, "--temp", 0, "--verbose", "False"]
+        return run_child(["-m", "mlx_lm", "generate", *words], export.parent).strip()
+    gguf = export.with_suffix(".gguf")
+    convert(export, gguf, cfg)
+    return run_script(CONTINUE, [gguf, PROMPT], export.parent).strip()
 
 
 # -----------------------------------------------------------------------------
