@@ -70,7 +70,7 @@ def denominator_table(board):
                 if kind in measured:
                     groups.setdefault(key, {}).setdefault(kind, []).append(measured[kind])
     header = ["model", "when", "tokens", "unrotated: smallest"]
-    header += ["rotated: smallest", "closest to 0", "negative"]
+    header += ["rotated: smallest", "rotated: closest to 0", "rotated: negative"]
     rows = []
     for (name, when, length), kinds in groups.items():
         plain = merge_ranges(kinds["unrotated"])
@@ -148,10 +148,8 @@ def judge(board):
         ("both rotated above linear rope by 0.1", BOTH, ROPE, 0.1, None),
         ("both rotated above byte frequencies", BOTH, board["unigram_loss"], 0, None),
     )
-    claims = []
-    for text, a, b, above, below in pairs:
-        text = f"{text}, whole sequences of {L}"
-        claims.append(compare(records, text, a, b, L, above, below))
+    where = f"whole sequences of {L}"
+    claims = [compare(records, f"{pair[0]}, {where}", *pair[1:3], L, *pair[3:]) for pair in pairs]
     return [claim for claim in claims if claim is not None]
 
 
@@ -161,9 +159,8 @@ def step_table(board):
     rows = []
     for name in dict.fromkeys(step["model"] for step in board["steps"]):
         row = [name]
-        for step in board["steps"]:
-            if step["model"] == name:
-                row.append(f"{step['milliseconds']:.0f} ms ({step['ratio']:.2f})")
+        for step in (step for step in board["steps"] if step["model"] == name):
+            row.append(f"{step['milliseconds']:.0f} ms ({step['ratio']:.2f})")
         rows.append(row)
     return markdown_table(["", *(f"{length:,} tokens" for length in lengths)], rows)
 
@@ -201,15 +198,16 @@ ABOUT_METHODS = (
     f"The RoPE models are extended {EXTENSION} times without fine-tuning; loss in the last quarter "
     "at the target length. The frequencies are those of softmax attention, as they are. A factor "
     "on cos and sin (yarn, longrope, resonance) is a temperature in softmax attention; here it "
-    "multiplies the numerator alone, and so the output of attention. `longrope` has no table of "
-    "its own: here it divides every pair by the factor."
+    "multiplies the numerator alone, and so the output of attention, by its square. `longrope` has "
+    "no table of its own: here it divides every pair by the factor."
 )
 ABOUT_ALONE = (
     "That RoPE alone of the relative schemes works in linear attention is the sources' claim. It "
     "holds for the schemes as they are defined, with a term inside the exponent of softmax. The "
     "differences of positions in alibi and the cosines in sandwich and xl could be kept in a "
     "state, but in the denominator they may be negative; in the exponent, alibi would be a decay "
-    "of the state, which is another architecture. None of that was tried."
+    "of the state, which is another architecture. None of that was tried. learned and sinusoidal "
+    "are no relative schemes: they leave attention alone, so nothing keeps them from working."
 )
 
 

@@ -98,12 +98,13 @@ def merge_ranges(ranges):
 
 
 def measure_denominators(model, dataset, when):
-    """Return records of the denominators on 16 validation sequences of each length."""
+    """Return records of the denominators on at most 16 validation sequences of each length."""
     records = []
     for factor in (FACTORS[0], FACTORS[-1]):
         length = factor * model.config.original_length
         dataset.val.require_length(length)
-        x = [dataset.val.sequence(i, length)[0] for i in range(16)]
+        n = min(16, int(dataset.val.n_sequences(length).sum()))
+        x = [dataset.val.sequence(i, length)[0] for i in range(n)]
         model.pos.observe = Denominators()
         with evaluation_mode(model, torch.float32) as device:
             model(torch.stack([torch.from_numpy(row) for row in x]).to(device))
@@ -159,7 +160,6 @@ def score_extensions(model, cfg):
         if method == "longrope":  # which has no table of its own
             options["long_factor"] = [float(EXTENSION)] * len(model.pos.inv_freq)
         extended = copy.deepcopy(model)
-        extended.meta = model.meta
         try:
             extended.extend(method, EXTENSION, **options)
         except UserError as error:

@@ -148,10 +148,10 @@ def test_no_token_sees_a_later_one(make):
 # Generation.
 
 
-@pytest.mark.parametrize("pos, fraction", [("linear_attention", 1.0), ("linear_attention", 0.0)])
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("n_kv_head", [1, 4])
-def test_recurrent_generation_equals_the_chunked_forward_pass(pos, fraction, n_kv_head, make):
-    model = make(pos=pos, rope_fraction=fraction, n_kv_head=n_kv_head)
+def test_recurrent_generation_equals_the_chunked_forward_pass(fraction, n_kv_head, make):
+    model = make(pos="linear_attention", rope_fraction=fraction, n_kv_head=n_kv_head)
     tokens = torch.randint(0, 50, (2, 301))
     cache = KVCache()
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_settings_without_meaning_are_refused(settings, message, make):
         make(pos="linear_attention", **settings)
 
 
-def test_documents_and_compiled_steps_are_refused(make):
+def test_documents_and_prompts_of_unequal_length_are_refused(make):
     model = make(pos="linear_attention")
     tokens = torch.randint(0, 50, (1, 9))
     with pytest.raises(UserError, match="one state for the whole text"):
