@@ -83,7 +83,7 @@ def denominator_table(board):
 
 def divergence_table(board):
     """Return a Markdown table of the training of BOTH: a line per seed."""
-    header = ["seed", "first loss", "lowest", "highest", "last", "ended"]
+    header = ["seed", "first loss", "lowest", "at step", "last", "ended"]
     rows = []
     for record in board["records"]:
         if record["model"] != BOTH:
@@ -92,7 +92,9 @@ def divergence_table(board):
         ended = record.get("diverged", f"after all {len(losses)} steps")
         cells = ["–"] * 4
         if losses:
-            cells = [f"{x:.3f}" for x in (losses[0], min(losses), max(losses), losses[-1])]
+            lowest = min(losses)
+            at_step = str(losses.index(lowest) + 1)
+            cells = [f"{losses[0]:.3f}", f"{lowest:.3f}", at_step, f"{losses[-1]:.3f}"]
         rows.append([str(record["seed"]), *cells, ended])
     return markdown_table(header, rows)
 
@@ -236,12 +238,7 @@ def report_lines(board):
         claims, rule = [], f"Not judged: models trained for {steps} steps say nothing about them."
     lines += ["## Claims", "", rule, "", *claims, ""]
     if any(record["denominators"] for record in board["records"]):
-        lines += ["## Denominators", ""]
-        lines += [
-            "Over all heads, layers, tokens and seeds. A model divides by the unrotated ones,"
-        ]
-        lines += [f"`{BOTH}` by the rotated ones; the others are what they would be.", ""]
-        lines += [*denominator_table(board), ""]
+        lines += ["## Denominators", "", ABOUT_DENOMINATORS, "", *denominator_table(board), ""]
     if BOTH in names_of(board["records"]):
         lines += ["## Both rotated", "", WHY_BOTH_FAIL, "", *divergence_table(board), ""]
     if any("extensions" in record for record in board["records"]):
@@ -285,9 +282,10 @@ def plot(board, file):
             if record["model"] == name:
                 by_step.plot(record["training_losses"], color=color, linewidth=0.7, alpha=0.7)
     for axis, title in ((by_length, "Last quarter of the sequence"), (by_step, "In training")):
-        axis.set(title=title, ylabel="loss (nats per token)", yscale="log")
+        axis.set(title=title, ylabel="loss (nats per token)")
         axis.axhline(board["unigram_loss"], color="gray", linestyle=":")
         axis.grid(alpha=0.3)
+        axis.set_ylim(top=min(axis.get_ylim()[1], 8))  # a failing model must not flatten the others
     by_length.set(xscale="log", xlabel="context length (tokens); trained at the shortest")
     by_length.set_xticks(lengths, [f"{length:,}" for length in lengths])
     by_length.minorticks_off()

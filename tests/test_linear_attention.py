@@ -305,6 +305,7 @@ def test_scripts_take_the_scheme_as_it_is(call, text_data, tmp_path):
 def test_experiment_continues_and_reports(call, text_data, tmp_path, monkeypatch):
     monkeypatch.setitem(runs.BUDGETS["try"]["training"], "max_iters", 3)
     monkeypatch.setattr(runs, "METHODS", ("none", "yarn", "self-extend"))
+    monkeypatch.setattr(runs, "TIMED_FACTORS", (1, 2))
     words = [
         "experiments/linear_attention.py",
         "--budget=try",
