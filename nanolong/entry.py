@@ -9,6 +9,7 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import sys
 import textwrap
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def load_entry(file, positions):
         return name
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
+    if not is_other_module(name, file):
+        sys.modules[name] = module  # where torch.compile looks for the functions of the file
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -58,6 +61,14 @@ def load_entry(file, positions):
     _files[schemes[0]] = file
     _sources[schemes[0]] = source
     return name
+
+
+def is_other_module(name, file):
+    """Whether another file has been imported under this name."""
+    if name not in sys.modules:
+        return False
+    known = getattr(sys.modules[name], "__file__", None)
+    return known is None or Path(known) != file.absolute()
 
 
 def entry_file(scheme):

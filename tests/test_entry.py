@@ -1,8 +1,10 @@
 """Schemes from files: loading them, using them in every script, and the identity of code."""
 
+import sys
 import textwrap
 
 import pytest
+import torch
 from conftest import TINY
 
 from model import POSITIONS
@@ -65,6 +67,34 @@ def test_an_entry_may_be_loaded_twice_but_not_changed(entry):
     entry.write_text(DECAY.replace("sqrt", "log1p"))
     with pytest.raises(UserError, match="already"):
         load_entry(entry, POSITIONS)
+
+
+HELPER = """
+import torch
+from model import NoPE
+
+def falling(n):
+    return -torch.arange(n).sqrt()
+
+class Decay(NoPE):
+    def bias(self, n, layer):
+        return falling(n).expand(self.config.n_head, n)
+"""
+
+
+def test_an_entry_with_functions_can_be_compiled(make, tmp_path):
+    file = tmp_path / "with_function.py"
+    file.write_text(HELPER)
+    load_entry(file, POSITIONS)
+    model = make(pos="with_function")
+    tokens = torch.randint(0, 50, (1, 20))
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(tokens), model(tokens))
+    # a file with the name of a module that is in use does not replace it
+    for name in ("json", "sys"):
+        (tmp_path / f"{name}.py").write_text(HELPER)
+        load_entry(tmp_path / f"{name}.py", POSITIONS)
+        assert sys.modules[name].__name__ == name and not hasattr(sys.modules[name], "Decay")
 
 
 def test_an_entry_goes_from_training_to_sampling(entry, call, text_data, tmp_path):
