@@ -2,6 +2,7 @@
 
 import statistics
 
+from experiments.recurrence_runs import memory_of
 from experiments.report import (
     RULE,
     Claim,
@@ -46,10 +47,11 @@ class Losses:
         """Return the differences a - b of two results of select(), paired by seed."""
         return [loss - b[seed] for seed, loss in a.items() if seed in b]
 
-
-def memory_of(mode):
-    """The length of the memory in training, in segments."""
-    return int(mode.removeprefix("memory-")) if mode.startswith("memory-") else 0
+    def gain_at(self, pos, groups):
+        """Return seed -> memory-1 - streams in some groups of positions."""
+        without = self.select(pos, "streams", groups=groups)
+        with_memory = self.select(pos, "memory-1", groups=groups)
+        return {seed: x - without[seed] for seed, x in with_memory.items() if seed in without}
 
 
 def cell(losses, digits=3):
@@ -64,13 +66,13 @@ def cell(losses, digits=3):
 
 def main_table(losses):
     """Return the table of the modes: a line per scheme."""
-    header = ["", "shuffled", "streams", "memory-1", "memory-1 - streams", "streams - shuffled"]
+    header = ["", *losses.modes, "memory-1 - streams", "streams - shuffled"]
     rows = []
     for pos in losses.schemes:
-        shuffled, streams, memory = (losses.select(pos, mode) for mode in header[1:4])
-        row = [pos, cell(shuffled), cell(streams), cell(memory)]
-        row.append(cell(losses.differences(memory, streams)))
-        row.append(cell(losses.differences(streams, shuffled)))
+        by_mode = {mode: losses.select(pos, mode) for mode in ("shuffled", "streams", "memory-1")}
+        row = [pos, *(cell(losses.select(pos, mode)) for mode in losses.modes)]
+        row.append(cell(losses.differences(by_mode["memory-1"], by_mode["streams"])))
+        row.append(cell(losses.differences(by_mode["streams"], by_mode["shuffled"])))
         rows.append(row)
     return markdown_table(header, rows)
 
@@ -87,20 +89,19 @@ def memory_table(losses):
 
 
 def position_table(losses):
-    """Return the gain of a memory by position: a line per scheme, and how it is distributed."""
+    """Return the gain of a memory by position: a line per scheme, and the first quarter's share."""
     n_groups = len(losses.board["records"][0]["by_position"][0])
     size = losses.board["segment"] / n_groups
     header = ["", *(f"{round(i * size)}–{round((i + 1) * size) - 1}" for i in range(n_groups))]
     rows = []
     for pos in losses.schemes:
-        row = [pos]
-        for i in range(n_groups):
-            group = slice(i, i + 1)
-            with_memory = losses.select(pos, "memory-1", groups=group)
-            without = losses.select(pos, "streams", groups=group)
-            row.append(cell(losses.differences(with_memory, without)))
-        rows.append(row)
-    return markdown_table(header, rows)
+        gains = [losses.gain_at(pos, slice(i, i + 1)) for i in range(n_groups)]
+        if not gains[0]:
+            continue
+        means = [statistics.fmean(by_seed.values()) for by_seed in gains]
+        share = f"{sum(means[: n_groups // 4]) / sum(means):.0%}" if sum(means) < 0 else "–"
+        rows.append([pos, *(cell(by_seed) for by_seed in gains), share])
+    return markdown_table([*header, "the first quarter's share"], rows)
 
 
 def context_table(losses):
@@ -161,13 +162,10 @@ def judge(losses):
         text = f"{pos}: a memory of one segment below streams without"
         compare("Recurrence", text, select(pos, "memory-1"), select(pos, "streams"), below=0)
     for pos in losses.schemes:
-        # A gain is negative: most of it lies at the early tokens if their difference is lower.
-        early, late = {}, {}
-        for part, groups in ((early, slice(0, 2)), (late, slice(-2, None))):
-            without = select(pos, "streams", groups=groups)
-            for seed, loss in select(pos, "memory-1", groups=groups).items():
-                if seed in without:
-                    part[seed] = loss - without[seed]
+        # Gains are negative differences.
+        quarter = len(losses.board["records"][0]["by_position"][0]) // 4
+        early = losses.gain_at(pos, slice(0, quarter))
+        late = losses.gain_at(pos, slice(-quarter, None))
         text = f"{pos}: the first quarter of a segment gains more than the last"
         compare("Where the gain lies", text, early, late, below=0)
     for mode in losses.modes:

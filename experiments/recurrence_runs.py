@@ -1,4 +1,4 @@
-"""The runs of experiments/recurrence.py: streams of text, training that resumes, evaluation."""
+"""The runs of experiments/recurrence.py: training that resumes, and evaluation."""
 
 import json
 import math
@@ -6,12 +6,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from evaluate import evaluation_mode
 from experiments.report import load_finished_run, write_json
-from experiments.segment_memory import RecurrentGPT, SegmentMemory
+from experiments.segment_memory import RecurrentGPT, SegmentMemory, Streams
 from model import GPTConfig
 from nanolong import checkpoint, run_folder
 from nanolong.device import prepare_device
@@ -26,61 +25,9 @@ from train import TrainConfig
 N_GROUPS = 8  # of positions in a segment, whose losses are told apart
 
 
-class Streams:
-    """
-    A text as B parallel streams: at step s, stream b reads the tokens [b N/B + s T, ...) of it.
-
-    N is a multiple of B T, where T is the length of a segment. After the last segment the streams
-    start again. The text is the longest file of a split; the targets are one token further on,
-    and -1, which is not scored, where a document starts.
-    """
-
-    def __init__(self, split, bos, batch_size, segment, n_tokens=0):
-        self.split, self.bos = split, bos
-        self.batch_size, self.segment = batch_size, segment
-        self.file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
-        available = len(split.tokens[self.file]) - 1  # the last token is a target only
-        batch_tokens = batch_size * segment
-        n_tokens = n_tokens or available // batch_tokens * batch_tokens
-        require(
-            n_tokens <= available,
-            f"the text has {available:,} tokens, not {n_tokens:,}: give a lower --train_tokens",
-        )
-        require(
-            n_tokens >= 2 * batch_tokens,
-            f"{batch_size:,} streams of two segments of {segment:,} tokens need "
-            f"{2 * batch_tokens:,} tokens, and there are {n_tokens or available:,}: give a lower "
-            "--batch_size or --segment, or more text",
-        )
-        require(
-            n_tokens % batch_tokens == 0,
-            f"{batch_size} segments of {segment} tokens do not divide a text of {n_tokens:,} "
-            f"tokens: give a multiple of {batch_tokens:,} as --train_tokens",
-        )
-        self.n_segments = n_tokens // batch_tokens  # of each stream
-
-    def batch(self, step):
-        """Read the segments of a step: inputs and targets, int64 (B, T)."""
-        return self.read([(b, step % self.n_segments) for b in range(self.batch_size)])
-
-    def shuffled_batch(self, step, seed, n_steps):
-        """Read a batch of the segments that the streams read in n_steps, in random order."""
-        n_read = min(self.n_segments, n_steps)
-        epoch, step = divmod(step, n_read)
-        rng = np.random.Generator(np.random.PCG64([seed, epoch]))
-        order = rng.permutation(self.batch_size * n_read).tolist()
-        chosen = order[step * self.batch_size : (step + 1) * self.batch_size]
-        return self.read([divmod(i, n_read) for i in chosen])
-
-    def read(self, segments):
-        """Read segments, given as (stream, index): inputs and targets, int64 (B, T)."""
-        rows = []
-        for stream, index in segments:
-            start = (stream * self.n_segments + index) * self.segment
-            rows.append(self.split.checked_tokens(self.file, start, start + self.segment + 1))
-        tokens = torch.from_numpy(np.stack(rows))
-        x, y = tokens[:, :-1], tokens[:, 1:]
-        return x, y if self.bos is None else y.masked_fill(y == self.bos, -1)
+def memory_of(mode):
+    """The length of the memory in training, in segments."""
+    return int(mode.removeprefix("memory-")) if mode.startswith("memory-") else 0
 
 
 class Run:
@@ -94,7 +41,7 @@ class Run:
         self.pos, self.mode, self.seed = pos, mode, seed
         self.dataset, self.budget = dataset, budget
         self.segment = cfg.segment or budget["segment"]
-        self.n_memory = int(mode.removeprefix("memory-")) if mode.startswith("memory-") else 0
+        self.n_memory = memory_of(mode)  # segments
         self.name = f"{pos}-{mode}-{seed}"
         self.folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}" / self.name
         # The tables of shaw, nezha and t5 follow block_size. It is the longest context in training,
@@ -121,6 +68,7 @@ class Run:
         )
         # Shuffled models know neither a memory nor the order of segments: one length is enough.
         self.evaluated = budget["evaluated"][: 2 if mode == "shuffled" else None]
+        self.seconds = 0.0  # of training so far
 
     def key(self):
         """Return what decides the results, as JSON has it."""
@@ -173,6 +121,7 @@ class Run:
                 file = folder / "memory.safetensors"
                 checkpoint.verify(file, meta)
                 memory.load_state(read_tensors(file, device))
+        self.seconds = meta["seconds"]
         return model, optimizers, memory, meta["step"]
 
     def save(self, model, optimizers, memory, step):
@@ -188,6 +137,7 @@ class Run:
             **checkpoint.settings_record("config", self.config),
             **checkpoint.settings_record("train", self.training),
             "step": step,
+            "seconds": self.seconds,
             "bos": self.dataset.bos,
             "tokenizer": tokenizer.to_json() if tokenizer else None,
             "data_hash": self.dataset.hash,
@@ -205,6 +155,7 @@ class Run:
         begin = self.resume if run_folder.list_steps(self.folder) else self.start
         model, optimizers, memory, start = begin(device)
         cfg = self.training
+        clock_start = time.perf_counter() - self.seconds
         model.train()
         for step in range(start, cfg.max_iters):
             x, y = self.batch(step)
@@ -221,6 +172,7 @@ class Run:
                 optimizer.step()
                 optimizer.zero_grad()
             if (step + 1) % cfg.eval_interval == 0 or step + 1 == cfg.max_iters:
+                self.seconds = time.perf_counter() - clock_start
                 self.save(model, optimizers, memory, step + 1)
         return model
 
@@ -242,12 +194,13 @@ class Run:
     def measure(self, device):
         """Train and evaluate, or read what that has left in the run folder: a record."""
         file = self.folder / "record.json"
-        if finished := load_finished_run(file, self.key()):
+        finished = load_finished_run(file, self.key())
+        if finished:
             return finished["record"]
-        start = time.perf_counter()
         model = self.train(device)
-        trained = time.perf_counter()
+        start = time.perf_counter()
         losses = self.evaluate(model)
+        evaluation_seconds = time.perf_counter() - start
         means = losses.double().nanmean((1, 2, 3)).tolist()
         if not math.isfinite(sum(means)):
             raise UserError(f"{self.name}: the loss is not finite: try another number of --steps")
@@ -263,8 +216,8 @@ class Run:
             "losses": means,
             "by_position": by_position.tolist(),
             "scored": int(losses[0].isfinite().sum()),
-            "training_seconds": trained - start,
-            "seconds": time.perf_counter() - start,
+            "training_seconds": self.seconds,
+            "seconds": self.seconds + evaluation_seconds,
             "commit": current_commit(),
         }
         write_json(file, {"key": self.key(), "record": record})
@@ -277,10 +230,9 @@ class Run:
 
 def stream_losses(model, text, capacity, steps):
     """
-    Compute the losses of consecutive steps of Streams in nats: float32 (B, steps, T).
+    Compute the losses of these steps of Streams in nats: float32 (B, steps, T), nan where none is.
 
-    capacity: of the memory in tokens, which is empty at first; 0: every segment by itself. Targets
-    that are not scored have nan.
+    capacity: of the memory in tokens, which is empty at first; 0: every segment by itself.
     """
     memory = SegmentMemory(model, capacity) if capacity else None
     losses = []

@@ -1,14 +1,16 @@
 """Segment-level recurrence (Transformer-XL, Dai et al. 2019) for the models of model.py.
 
     model = RecurrentGPT(GPTConfig(pos="xl", block_size=64 + 64))
+    streams = Streams(dataset.train, dataset.bos, batch_size=16, segment=64)
     memory = SegmentMemory(model, 64)
-    for x, y in segments:  # (B, 64) each, where row b continues row b of the segment before
-        loss = model(x, y, cache=memory)
+    for step in range(streams.n_segments):
+        loss = model(*streams.batch(step), cache=memory)
 
 A text is computed in segments. Each layer attends to its memory, too: its own inputs at the tokens
 before the segment. So a layer sees as far back as its memory, and what lies there has seen farther.
 """
 
+import numpy as np
 import torch
 
 from evaluate import evaluation_mode
@@ -35,6 +37,65 @@ def check_memory(config, capacity):
         "a memory is for full attention and positions as they are: leave out windows, layer "
         "patterns, random positions and extensions",
     )
+
+
+class Streams:
+    """
+    A text as B parallel streams: at step s, stream b reads the tokens [b N/B + s T, ...) of it.
+
+    N is a multiple of B T, where T is the length of a segment. After the last segment the streams
+    start again. The text is the longest file of a split; the targets are one token further on,
+    and -1, which is not scored, where a document starts.
+    """
+
+    def __init__(self, split, bos, batch_size, segment, n_tokens=0):
+        self.split, self.bos = split, bos
+        self.batch_size, self.segment = batch_size, segment
+        self.file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
+        available = len(split.tokens[self.file]) - 1  # the last token is a target only
+        batch_tokens = batch_size * segment
+        n_tokens = n_tokens or available // batch_tokens * batch_tokens
+        require(
+            n_tokens <= available,
+            f"the text has {available:,} tokens, not {n_tokens:,}: give a lower --train_tokens",
+        )
+        require(
+            n_tokens >= 2 * batch_tokens,
+            f"{batch_size:,} streams of two segments of {segment:,} tokens need "
+            f"{2 * batch_tokens:,} tokens, and there are {n_tokens or available:,}: give a lower "
+            "--batch_size or --segment, or more text",
+        )
+        require(
+            n_tokens % batch_tokens == 0,
+            f"{batch_size} segments of {segment} tokens do not divide a text of {n_tokens:,} "
+            f"tokens: give a multiple of {batch_tokens:,} as --train_tokens",
+        )
+        self.n_segments = n_tokens // batch_tokens  # of each stream
+
+    def batch(self, step):
+        """Read the segments of a step: inputs and targets, int64 (B, T)."""
+        return self.read([(b, step % self.n_segments) for b in range(self.batch_size)])
+
+    def shuffled_batch(self, step, seed, n_steps):
+        """Read a batch of the segments that the streams read in n_steps, in random order."""
+        n_read = min(self.n_segments, n_steps)
+        epoch, step = divmod(step, n_read)
+        rng = np.random.Generator(np.random.PCG64([seed, epoch]))
+        order = rng.permutation(self.batch_size * n_read).tolist()
+        chosen = order[step * self.batch_size : (step + 1) * self.batch_size]
+        return self.read([divmod(i, n_read) for i in chosen])
+
+    def read(self, segments):
+        """Read segments, given as (stream, index): inputs and targets, int64 (B, T)."""
+        rows = []
+        for stream, index in segments:
+            start = (stream * self.n_segments + index) * self.segment
+            rows.append(self.split.checked_tokens(self.file, start, start + self.segment + 1))
+        tokens = torch.from_numpy(np.stack(rows))
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        if self.bos is not None:
+            y = y.masked_fill(y == self.bos, -1)
+        return x, y
 
 
 class SegmentMemory:

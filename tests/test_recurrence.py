@@ -1,4 +1,4 @@
-"""experiments/recurrence.py: streams of text, training that resumes, the measures and the report."""
+"""experiments/recurrence.py: streams of text, training that resumes, measures and the report."""
 
 import json
 import math
@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import data
+from evaluate import evaluation_mode
 from experiments import recurrence
 from experiments.recurrence_report import Losses, judge
-from experiments.recurrence_runs import Run, Streams
-from experiments.segment_memory import SegmentMemory
+from experiments.recurrence_runs import Run
+from experiments.segment_memory import SegmentMemory, Streams
 from nanolong.errors import UserError
 from nanolong.run_folder import list_steps
 
@@ -78,18 +79,19 @@ def test_evaluation_scores_the_same_tokens_with_every_memory(text_data, tmp_path
     losses = run.evaluate(model)
     evaluated = recurrence.BUDGETS["try"]["evaluated"]
     assert losses.shape == (len(evaluated), 4, 4, 16)
-    # Without a memory every segment is a text of its own: steps 8 to 11, as 8 are context.
-    for step in range(4):
-        x, y = run.val_text.batch(8 + step)
-        expected = model(x, y, reduction="none").detach()
-        scored = y >= 0
-        assert torch.equal(losses[0, :, step][scored], expected[scored])
-        assert losses[:, :, step][:, ~scored].isnan().all()
-    # The last segment sees all of a text of 8 segments before it and the first three scored ones.
-    memory = SegmentMemory(model, 8 * 16)
-    for step in range(12):
-        x, y = run.val_text.batch(step)
-        expected = model(x, y, cache=memory, reduction="none").detach()
+    with evaluation_mode(model, torch.float32):
+        # Without a memory every segment is a text of its own. 8 segments are context only.
+        for step in range(4):
+            x, y = run.val_text.batch(8 + step)
+            expected = model(x, y, reduction="none")
+            scored = y >= 0
+            assert (losses[0, :, step] - expected)[scored].abs().max() < 1e-6
+            assert losses[:, :, step][:, ~scored].isnan().all()
+        # The last length holds all of the segments before the first one that is scored.
+        memory = SegmentMemory(model, 8 * 16)
+        for step in range(12):
+            x, y = run.val_text.batch(step)
+            expected = model(x, y, cache=memory, reduction="none")
     assert (losses[-1, :, 3] - expected)[y >= 0].abs().max() < 1e-6
 
 
