@@ -164,7 +164,7 @@ def test_several_processes_share_the_runs_and_a_last_one_collects(
         ("--train_tokens=128", "two segments of 16"),
         ("--train_tokens=1000", "do not divide"),
         ("--train_tokens=1e9", "--train_tokens"),
-        ("--segment=9999", "two segments"),
+        ("--segment=9999", "12 are evaluated"),
         ("--seeds=-1", "seed -1"),
         ("--steps=-1", "steps=-1"),
     ],
