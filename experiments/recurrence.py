@@ -46,7 +46,7 @@ BUDGETS = {
         "segment": 64,  # tokens
         "training": {
             "batch_size": 64,  # streams
-            "max_iters": 150,
+            "max_iters": 130,
             "learning_rate": 3e-3,
             "warmup_iters": 20,
             "eval_interval": 50,  # steps between checkpoints
