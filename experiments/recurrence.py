@@ -45,11 +45,12 @@ BUDGETS = {
         "model": {"n_layer": 4, "n_head": 4, "n_embd": 96},
         "segment": 64,  # tokens
         "training": {
-            "batch_size": 64,  # streams
-            "max_iters": 130,
+            # streams; half of the leaderboard's, which makes more steps of the same tokens
+            "batch_size": 32,
+            "max_iters": 260,
             "learning_rate": 3e-3,
             "warmup_iters": 20,
-            "eval_interval": 50,  # steps between checkpoints
+            "eval_interval": 100,  # steps between checkpoints
         },
         "evaluated": (0, 1, 2, 4, 8, 16),  # lengths of the memory, in segments
         "val_streams": 32,

@@ -260,6 +260,7 @@ def plot_losses(losses, file):
     n_groups = len(losses.board["records"][0]["by_position"][0])
     centres = [(i + 0.5) * losses.board["segment"] / n_groups for i in range(n_groups)]
     lengths = losses.board["evaluated"]
+    shown = []  # the losses that the limits of the right panel follow
     for i, pos in enumerate(losses.schemes):
         for mode, style in (("streams", "--"), ("memory-1", "-")):
             by_group = [losses.select(pos, mode, groups=slice(g, g + 1)) for g in range(n_groups)]
@@ -271,6 +272,11 @@ def plot_losses(losses, file):
             by_memory = [losses.select(pos, mode, length) for length in lengths]
             means = [statistics.fmean(by_seed.values()) for by_seed in by_memory]
             right.plot(range(len(lengths)), means, style, color=f"C{i}", marker=".")
+            # Without a memory in training, all but the first may be far above the others.
+            shown += means if memory_of(mode) else means[:1]
+    if shown:
+        margin = 0.06 * (max(shown) - min(shown)) + 1e-3
+        right.set_ylim(min(shown) - margin, max(shown) + margin)
     left.set(title="With the memory of training", xlabel="position in the segment (tokens)")
     right.set(title="With other memories", xlabel="memory in evaluation (segments)")
     right.set_xticks(range(len(lengths)), lengths)
