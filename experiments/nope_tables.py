@@ -2,6 +2,7 @@
 
     python experiments/nope_tables.py --budget=cpu           about 20 minutes of 2 cores
     python experiments/nope_tables.py --budget=gpu --datasets=python,shakespeare
+    python experiments/nope_tables.py --tables=length --seeds=3 --pos=nope,learned,alibi,rope
 
 Stop at any time: the same command continues where it stopped. The results go to results/nope.md and
 .json.
@@ -51,6 +52,7 @@ class NopeConfig:
     datasets: tuple[str, ...] = ("python",)  # texts
     pos: tuple[str, ...] = ("nope", "learned", "sinusoidal", "alibi")  # position schemes
     seeds: int = 1  # runs of each scheme, length and size
+    tables: tuple[Literal["length", "size"], ...] = ("length", "size")  # what varies
     max_tokens: int = 65536  # tokens of validation text that are scored
     runs: str = "out/nope"  # folder for the run folders
     out_dir: str = "results"  # folder for nope.md and .json
@@ -60,6 +62,7 @@ class NopeConfig:
 
     def __post_init__(self):
         require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
+        require(self.tables, "tables is empty: give --tables=length,size")
         require(self.datasets, "datasets is empty: name a text, as in --datasets=python")
         for name in self.pos:
             require(
@@ -97,14 +100,11 @@ BUDGETS = {
 }
 
 
-def by_length(budget):
-    """Return the (length, size) of every column of the table by length."""
-    middle = budget["sizes"][len(budget["sizes"]) // 2]
-    return [(length, middle) for length in budget["lengths"]]
-
-
-def by_size(budget):
-    """Return the (length, size) of every column of the table by size."""
+def table_columns(table, budget):
+    """Return the (length, size) of every column of the table by length, or of that by size."""
+    if table == "length":
+        middle = budget["sizes"][len(budget["sizes"]) // 2]
+        return [(length, middle) for length in budget["lengths"]]
     return [(budget["lengths"][-1], size) for size in budget["sizes"]]
 
 
@@ -202,7 +202,9 @@ def loss_table(records, schemes, columns):
 def run_all(cfg):
     """Run every text, scheme, length, size and seed; return the records."""
     budget = BUDGETS[cfg.budget]
-    columns = dict.fromkeys([*by_length(budget), *by_size(budget)])  # one pair is in both
+    columns = {}  # one pair is in both tables
+    for table in cfg.tables:
+        columns |= dict.fromkeys(table_columns(table, budget))
     runs = []
     for seed in range(1, cfg.seeds + 1):
         for name in cfg.datasets:
@@ -237,10 +239,10 @@ def main():
     ]
     for name in cfg.datasets:
         measured = select(records, dataset=name)
-        lines += ["", f"## {name}, data {measured[0]['data']}", "", "By length:", ""]
-        lines += loss_table(measured, cfg.pos, by_length(budget))
-        lines += ["", "By size:", ""]
-        lines += loss_table(measured, cfg.pos, by_size(budget))
+        lines += ["", f"## {name}, data {measured[0]['data']}"]
+        for table in cfg.tables:
+            lines += ["", f"By {table}:", ""]
+            lines += loss_table(measured, cfg.pos, table_columns(table, budget))
     text = "\n".join(lines) + "\n"
     (out_dir / "nope.md").write_text(text, encoding="utf-8")
     write_json(out_dir / "nope.json", {"command": command, "records": records})

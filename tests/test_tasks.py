@@ -82,11 +82,24 @@ def is_span(x, y, n):
     return len(parts) == 3 and parts[1] == y and y.isdigit() and len(x) == n + 2
 
 
+def is_carries(x, y, n):
+    """A scratchpad without the digits of both numbers."""
+    a, b = x.split("+")
+    places, total = y.split("|")
+    *places, rest = places.split(",")
+    if len(places) != n or rest:
+        return False
+    whole = [a[i] + b[i] + place for i, place in enumerate(places)]
+    return is_scratchpad(x, ",".join([*whole, ""]) + "|" + total, n)
+
+
 SOLVERS = {
     "copy": is_copy,
     "reverse": is_reverse,
     "addition": is_addition,
+    "addition-8": is_addition,
     "scratchpad": is_scratchpad,
+    "carries": is_carries,
     "majority": is_majority,
     "span": is_span,
 }
@@ -100,6 +113,9 @@ def test_the_solvers_refuse_wrong_answers():
         assert not is_scratchpad("59+71", wrong + "|211", 2)
     for wrong in ("210", "21"):
         assert not is_scratchpad("59+71", "5721,9111,|" + wrong, 2)
+    assert is_carries("59+71", "21,11,|211", 2)
+    for wrong in ("20,11,|211", "21,10,|211", "21,11,|210", "21,|211", "5721,9111,|211"):
+        assert not is_carries("59+71", wrong, 2)
 
 
 # -----------------------------------------------------------------------------
@@ -120,7 +136,7 @@ def test_samples_are_solved_and_fit(task, rng):
         x, y = TASKS[task].make_sample(generator, longest)
     # so that `learned` has an embedding for every test, and no more
     assert len(x) + len(y) == tasks.max_tokens(task, longest)
-    expected = (8, 16) if task == "scratchpad" else (20, 40)
+    expected = (8, 16) if task in ("addition-8", *tasks.SCRATCHPADS) else (20, 40)
     assert (TASKS[task].train_length, TASKS[task].test_length) == expected
 
 
@@ -304,6 +320,25 @@ def test_the_papers_ordering_is_judged_on_its_tasks():
     assert tasks.judge(records, ["copy"], ["nope", "t5", "rope"]) is None
 
 
+def test_scratchpads_are_compared_with_addition_of_the_same_lengths():
+    scores = {
+        ("addition-8", "nope"): [(1, 0.1), (1, 0.1)],
+        ("addition-8", "rope"): [(1, 0.3), (1, 0.1)],
+        ("scratchpad", "nope"): [(1, 0.5), (1, 0.4)],
+        ("scratchpad", "rope"): [(1, 0.5), (1, 0.4)],
+        ("carries", "nope"): [(1, 0.0), (1, 0.2)],
+        ("carries", "rope"): [(1, 0.0), (1, 0.2)],
+    }
+    records = make_records(scores)
+    names = ["addition-8", "scratchpad", "carries"]
+    whole, short = tasks.judge_scratchpads(records, names, ["nope", "rope"])
+    assert whole.mean == pytest.approx(0.3) and whole.half_width < 1e-9 and whole.passed
+    assert short.mean == pytest.approx((-0.2 + 0.1) / 2) and not short.passed
+    assert short.text.startswith("carries above addition-8")
+    assert tasks.judge_scratchpads(records, ["scratchpad", "copy"], ["nope"]) == []
+    assert len(tasks.judge_scratchpads(records, names[:2], ["nope"])) == 1
+
+
 def test_equal_schemes_share_a_rank():
     """In majority rope is first, nope and t5 share rank 2.5, learned is fourth."""
     ranks = tasks.mean_reciprocal_ranks(make_records(SCORES), ["copy", "majority"], SCHEMES)
@@ -421,6 +456,21 @@ def test_without_causality_nope_sees_a_bag_of_tokens(pos, make):
     assert torch.allclose(logits[0, 4], logits[0, 11], atol=1e-4) == (pos == "nope")
     causal = model(tokens)  # causal, NoPE can count
     assert not torch.allclose(causal[0, 4], causal[0, 11], atol=1e-4)
+
+
+def test_without_causality_nope_sees_only_the_proportions_of_tokens(make):
+    """A text and the same text twice or three times; causal attention can tell them apart."""
+    model = make(pos="nope")
+    tokens = torch.tensor([[4, 7, 7, 9, 4, 7, 30, 2]])
+    with masked_lm.bidirectional():
+        once = model(tokens)
+        for times in (2, 3):
+            repeated = model(tokens.repeat(1, times))
+            assert torch.allclose(repeated, once.repeat(1, times, 1), atol=1e-4)
+        more_fours = tokens.where(tokens != 30, 4)  # other proportions
+        assert not torch.allclose(model(more_fours)[:, 0], once[:, 0], atol=1e-4)
+    causal = model(tokens.repeat(1, 2))
+    assert not torch.allclose(causal[:, 8:], causal[:, :8], atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,289 @@
+"""Test claims about position and length that no other experiment tests.
+
+    python experiments/claims.py                     under an hour of one core; three seeds
+    python experiments/claims.py --seeds=2,3         only some: two processes may share the seeds
+    python experiments/claims.py --parts=examples    only some parts
+    python experiments/claims.py --budget=try        seconds, a test; its numbers mean nothing
+
+Stop at any time: the same command continues where it stopped, and one with all seeds and parts
+collects what several processes have measured. It writes results/claims.md, .json and .png; those of
+trials, and of some seeds or parts only, go to out/claims. There are four parts:
+
+1. examples: do more examples in a longer prompt help? A sample is a table of digits by key, unknown
+   to the model, and shows examples of it one after another: a key and its digit, keys with
+   repetition. What is scored is each digit, given all examples before it. Models are trained on n
+   examples and tested on 4n: the more examples there are, the more keys have been seen before. The
+   best possible accuracy is that of a perfect memory, which guesses only the digits of new keys.
+2. learned: interpolate learned embeddings to 4 times their length, and fine-tune them there.
+3. attention: how alike the attention of a model without positions is to that of other schemes.
+4. pairs: leave RoPE's faster, or its slower, half of the pairs unrotated in a finished model.
+
+Parts 2 to 4 use the text models of reproduce.py: --runs=out/reproduce takes those that are there.
+The report also judges, without training, what results/leaderboard.json and reproduce.json hold.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from nanolong import python_version  # noqa: F401  # isort: skip
+
+import copy
+import math
+import statistics
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import data
+from data.prepare import prepare
+from experiments.attention_maps import attention_maps, compare, distances, mean_of
+from experiments.claims_report import write_report
+from experiments.probe import sample_sequences
+from experiments.report import command_line, count
+from experiments.reproduce import FACTOR, SeedRun, extend
+from model import GPT, ContextLengthWarning, GPTConfig
+from nanolong import cli
+from nanolong.device import pick_device
+from nanolong.provenance import provenance
+from nanolong.validate import require
+
+PARTS = ("examples", "learned", "attention", "pairs")
+SEEDS = (1, 2, 3)
+
+
+@dataclass
+class ClaimsConfig:
+    budget: Literal["cpu", "try"] = "cpu"  # sizes
+    seeds: tuple[int, ...] = SEEDS  # which runs
+    parts: tuple[Literal["examples", "learned", "attention", "pairs"], ...] = PARTS
+    dataset: str = "python"  # text of the parts 2 to 4
+    runs: str = "out/claims"  # folder for the models and the measurements
+    # folder for the report; default: results for all seeds and parts, otherwise out/claims
+    out_dir: str = ""
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    # dtype of matrix products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+    def report_folder(self):
+        """Return the folder of the report: trials and subsets never replace the tracked one."""
+        is_whole = (self.budget, self.seeds, self.parts) == ("cpu", SEEDS, PARTS)
+        return Path(self.out_dir or ("results" if is_whole else "out/claims"))
+
+    def __post_init__(self):
+        require(self.seeds, "seeds is empty: give numbers, as in --seeds=1,2,3")
+
+
+# Part 1: examples in training and keys of a table; the size of the model and its training; samples
+# of the test.
+EXAMPLES = {
+    "cpu": {
+        "examples": 32,
+        "keys": 64,
+        "model": {"n_layer": 2, "n_head": 4, "n_embd": 64},
+        "steps": 1500,
+        "tuning_steps": 60,
+        "batch_size": 64,
+        "samples": 256,
+    },
+    "try": {
+        "examples": 4,
+        "keys": 6,
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16},
+        "steps": 4,
+        "tuning_steps": 2,
+        "batch_size": 8,
+        "samples": 8,
+    },
+}
+# Of the RoPE model. The last one is fine-tuned, too.
+EXTENSIONS = ("none", "window", "lm-infinite", "self-extend", "yarn")
+
+# -----------------------------------------------------------------------------
+# Part 1: examples
+
+
+def make_examples(n, keys, batch_size, seed):
+    """Make samples of n examples each; return inputs and targets, int64 (B, 2n).
+
+    The digits are tokens 0 to 9, the keys follow, and <bos> is the last token. Only the digits are
+    targets.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(keys, (batch_size, n), generator=generator)
+    digit_of = torch.randint(10, (batch_size, keys), generator=generator)
+    digits = digit_of.gather(1, chosen)
+    pairs = torch.stack((10 + chosen, digits), 2).flatten(1)  # (B, 2n)
+    bos = torch.full((batch_size, 1), 10 + keys)
+    inputs = torch.cat((bos, pairs[:, :-1]), 1)
+    targets = pairs.clone()
+    targets[:, 0::2] = -1
+    return inputs, targets
+
+
+def perfect_memory(inputs):
+    """Return the accuracy of each digit by its number of examples before, at best: (n,).
+
+    The digit of a key that occurred before is known, that of a new key is guessed.
+    """
+    keys = inputs[:, 1::2]
+    seen = (keys[:, :, None] == keys[:, None]).tril(-1).any(-1).float().mean(0)
+    return seen + (1 - seen) / 10
+
+
+def train_examples(model, run, n, batch_size, steps, learning_rate, first_seed):
+    """Train a GPT in place; the rate rises over 50 steps and falls over the last fifth."""
+    keys = EXAMPLES[run.cfg.budget]["keys"]
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95))
+    model.train()
+    for step in range(steps):
+        rate = min(1, (step + 1) / 50, (steps - step) / (0.2 * steps))
+        optimizer.param_groups[0]["lr"] = learning_rate * rate
+        x, y = make_examples(n, keys, batch_size, first_seed + step)
+        model(x.to(run.device), y.to(run.device)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@torch.no_grad()
+def example_accuracy(model, run, x, y):
+    """Return the accuracy of each digit by its number of examples before: a list of 4n."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContextLengthWarning)
+        predicted = torch.cat([model(part.to(run.device)).argmax(-1).cpu() for part in x.split(64)])
+    return (predicted == y)[:, 1::2].float().mean(0).tolist()
+
+
+def example_accuracies(run, pos):
+    """Train a model and test it, of RoPE with every extension: name -> accuracies."""
+    budget = EXAMPLES[run.cfg.budget]
+    n, batch_size = budget["examples"], budget["batch_size"]
+    torch.manual_seed(run.seed)
+    config = GPTConfig(pos=pos, **budget["model"], block_size=2 * n, vocab_size=11 + budget["keys"])
+    model = GPT(config).to(run.device)
+    seed = run.seed << 32
+    train_examples(model, run, n, batch_size, budget["steps"], 2e-3, seed)
+    x, y = make_examples(FACTOR * n, budget["keys"], budget["samples"], 1)
+    if pos != "rope":
+        model.extend("none", FACTOR)
+        return {pos: example_accuracy(model, run, x, y)}
+
+    accuracies = {"perfect memory": perfect_memory(x).tolist()}
+    for name in EXTENSIONS:
+        extended = copy.deepcopy(model)
+        extend(extended, name)
+        accuracies[f"rope, {name}"] = example_accuracy(extended, run, x, y)
+    steps = budget["tuning_steps"]
+    seed += budget["steps"]  # the samples of pretraining do not return
+    train_examples(extended, run, FACTOR * n, batch_size // FACTOR, steps, 5e-4, seed)
+    accuracies[f"rope, {name}, fine-tuned"] = example_accuracy(extended, run, x, y)
+    return accuracies
+
+
+# -----------------------------------------------------------------------------
+# Parts 2 to 4: the text models of reproduce.py
+
+
+def learned_losses(run):
+    """Interpolate learned embeddings and fine-tune: name -> last-quarter loss at [L, 4L]."""
+
+    def losses(model, *lengths):
+        return [statistics.fmean(run.last_quarter_losses(model, length)) for length in lengths]
+
+    model = run.text_model("learned")
+    target = FACTOR * run.length
+    found = {"untouched": losses(model, run.length)}
+    model.extend("pi", FACTOR)
+    steps = run.budget["tuning_steps"]
+    batch_size = run.budget["batch_size"] // FACTOR
+    for step in run.fine_tune(model, steps[-1], batch_size, target, 1e-3):
+        if step in steps:
+            found[f"interpolated, {count(step, 'step')}"] = losses(model, run.length, target)
+    return found
+
+
+def attention_records(run):
+    """Compare the attention of each scheme with NoPE's: scheme -> its record."""
+    nope = run.text_model("nope")
+    records = {}
+    for pos in ("nope", "t5", "alibi", "rope", "learned"):
+        model = run.text_model(pos)
+        heads = distances(model, run.dataset, pos, run.length, seed=run.seed)
+        layers, _ = compare(nope, model, run.dataset, run.length, 32, run.seed, run.device)
+        records[pos] = {
+            "divergence": layers.mean().item(),
+            "distance": mean_of(heads, "distance"),
+            "histogram": mean_of(heads, "histogram"),
+        }
+    return records
+
+
+def unrotated_records(run):
+    """Leave half of RoPE's pairs unrotated: name -> the loss, and attention to the token before."""
+    model = run.text_model()
+    inv_freq = model.pos.inv_freq  # the fastest pair first
+    half = len(inv_freq) // 2
+    tokens, _ = sample_sequences(run.dataset.val, run.length, 32, run.seed)
+    records = {}
+    cases = {"none": slice(0), "faster": slice(half), "slower": slice(half, None)}
+    for name, pairs in cases.items():
+        model.pos.inv_freq = inv_freq.clone()
+        model.pos.inv_freq[pairs] = 0
+        maps = torch.stack(attention_maps(model, tokens))  # (layers, B, H, T, T)
+        before = maps.diagonal(-1, -2, -1).mean((1, 3))  # (layers, H)
+        records[name] = {
+            "loss": statistics.fmean(run.last_quarter_losses(model, run.length)),
+            "before": before.max().item(),
+        }
+    return records
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+def measure(run, parts):
+    """Measure the parts of one seed; return them by name."""
+    found = {}
+    if "examples" in parts:
+        found["examples"] = {}
+        for pos in ("rope", "nope", "alibi"):
+            found["examples"] |= run.measure(f"examples {pos}", example_accuracies, run, pos)
+    if "learned" in parts:
+        found["learned"] = run.measure("learned, interpolated", learned_losses, run)
+    if "attention" in parts:
+        found["attention"] = run.measure("attention", attention_records, run)
+    if "pairs" in parts:
+        found["pairs"] = run.measure("unrotated pairs", unrotated_records, run)
+    return found
+
+
+def main():
+    cfg, *_ = cli.parse(ClaimsConfig, about=__doc__)
+    if cfg.dataset == "python" and not data.dataset_exists("python"):
+        prepare("python")
+    dataset = data.Dataset(cfg.dataset)
+    runs = [SeedRun(cfg, seed, dataset) for seed in dict.fromkeys(cfg.seeds)]
+    found = {str(run.seed): measure(run, cfg.parts) for run in runs}
+    seconds = sum(run.measured["seconds"] for run in runs)
+    board = {
+        "command": command_line("experiments/claims.py"),
+        "note": (
+            f"{provenance(pick_device(cfg.device))}; {cfg.dataset} {dataset.hash}; "
+            f"{count(len(runs), 'seed')}; {math.ceil(seconds / 60)} minutes of training and "
+            "measuring in all"
+        ),
+        "examples": EXAMPLES[cfg.budget],
+        "text_models": runs[0].budget,
+        "seeds": found,  # by their numbers
+    }
+    write_report(board, cfg.report_folder())
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

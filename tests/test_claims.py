@@ -1,0 +1,147 @@
+"""Claims that no other experiment tests: the samples of examples, the parts, and the script."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT
+
+import data
+from experiments import claims, claims_report
+from experiments.reproduce import SeedRun
+from nanolong.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Models this small are slower on two."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def seed_run(text_data, tmp_path):
+    """The smallest budget's first seed; nothing is trained yet."""
+    cfg = claims.ClaimsConfig(
+        budget="try", dataset=str(text_data), runs=str(tmp_path), device="cpu", dtype="float32"
+    )
+    return SeedRun(cfg, 1, data.Dataset(text_data))
+
+
+def test_examples_are_pairs_of_a_key_and_its_digit():
+    x, y = claims.make_examples(20, keys=6, batch_size=50, seed=3)
+    assert x.shape == y.shape == (50, 40)
+    assert (x[:, 0] == 16).all()  # <bos>
+    assert (y[:, 0::2] == -1).all()
+    keys, digits = x[:, 1::2], y[:, 1::2]
+    assert keys.min() >= 10 and keys.max() < 16
+    assert digits.min() >= 0 and digits.max() < 10
+    assert torch.equal(x[:, 2::2], digits[:, :-1])
+    for key_row, digit_row in zip(keys.tolist(), digits.tolist(), strict=True):
+        digit_of = dict(zip(key_row, digit_row, strict=True))
+        assert [digit_of[key] for key in key_row] == digit_row
+    assert len({tuple(row) for row in digits.tolist()}) == 50  # a table for each sample
+    again, _ = claims.make_examples(20, keys=6, batch_size=50, seed=3)
+    other, _ = claims.make_examples(20, keys=6, batch_size=50, seed=4)
+    assert torch.equal(x, again) and not torch.equal(x, other)
+
+
+def test_a_perfect_memory_knows_the_keys_before():
+    """Of keys 10, 11, 10, 10, 12 the third and the fourth have occurred."""
+    x = torch.tensor([[20, 10, 1, 11, 2, 10, 1, 10, 1, 12]])
+    assert claims.perfect_memory(x).tolist() == pytest.approx([0.1, 0.1, 1, 1, 0.1])
+    x, _ = claims.make_examples(100, keys=64, batch_size=2000, seed=1)
+    expected = [1 - 0.9 * (63 / 64) ** i for i in range(100)]
+    assert claims.perfect_memory(x).tolist() == pytest.approx(expected, abs=0.05)
+
+
+def test_accuracies_are_those_of_the_digits(seed_run):
+    x, y = claims.make_examples(16, keys=6, batch_size=70, seed=1)
+
+    def oracle(tokens):
+        """Knows the digits of the first half of the prompt alone."""
+        rows = [(x == row).all(1).nonzero()[0, 0] for row in tokens]
+        known = y[torch.stack(rows)].clamp(min=0)
+        known[:, 16:] = 16
+        return torch.nn.functional.one_hot(known, 17).float()
+
+    assert claims.example_accuracy(oracle, seed_run, x, y) == [1.0] * 8 + [0.0] * 8
+
+
+def test_every_extension_is_tested_on_the_same_samples(seed_run):
+    accuracies = claims.example_accuracies(seed_run, "rope")
+    assert set(accuracies) == {
+        "perfect memory",
+        *(f"rope, {name}" for name in claims.EXTENSIONS),
+        "rope, yarn, fine-tuned",
+    }
+    assert {len(values) for values in accuracies.values()} == {16}
+    n = claims.EXAMPLES["try"]["examples"]
+    assert accuracies["rope, window"][:n] == accuracies["rope, none"][:n]
+    assert set(claims.example_accuracies(seed_run, "nope")) == {"nope"}
+
+
+def test_learned_embeddings_are_interpolated_and_fine_tuned(seed_run):
+    losses = seed_run.measure("learned", claims.learned_losses, seed_run)
+    steps = ["untouched", *(f"interpolated, {n} steps" for n in (0, 2, 4))]
+    assert list(losses) == steps
+    assert [len(values) for values in losses.values()] == [1, 2, 2, 2]
+    assert losses[steps[1]] != losses[steps[3]]
+
+
+def test_unrotated_pairs_change_the_loss(seed_run):
+    records = claims.unrotated_records(seed_run)
+    model = seed_run.text_model()
+    losses = seed_run.last_quarter_losses(model, seed_run.length)
+    assert records["none"]["loss"] == pytest.approx(sum(losses) / len(losses))
+    assert len({record["loss"] for record in records.values()}) == 3
+    assert all(0 < record["before"] < 1 for record in records.values())
+
+
+def test_two_processes_share_the_seeds_and_a_third_collects(call, text_data, tmp_path, monkeypatch):
+    words = [
+        "experiments/claims.py",
+        "--budget=try",
+        f"--dataset={text_data}",
+        f"--runs={tmp_path}/runs",
+        f"--out_dir={tmp_path}/results",
+        "--device=cpu",
+        "--dtype=float32",
+    ]
+    for seeds in ("--seeds=1", "--seeds=2"):
+        done = call(*words, seeds)
+        assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(claims, "train_examples", None)
+    monkeypatch.setattr(SeedRun, "train_model", None)
+    done = call(*words, "--seeds=1,2")
+    assert done.returncode == 0, done.stderr
+    board = json.loads((tmp_path / "results/claims.json").read_text())
+    assert list(board["seeds"]) == ["1", "2"]
+    assert set(board["seeds"]["1"]) == set(claims.PARTS)
+    assert board["seeds"]["1"]["learned"] != board["seeds"]["2"]["learned"]
+    assert board["seeds"]["1"]["attention"]["nope"]["divergence"] == pytest.approx(0, abs=1e-5)
+    text = (tmp_path / "results/claims.md").read_text()
+    for heading in ("More examples in a longer prompt", "Needles by depth", "The leaderboard"):
+        assert f"\n## {heading}\n" in text
+    assert "±" in text and "3 to 4" in text and "commit" in text
+    assert (tmp_path / "results/claims.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_parts_and_trials_do_not_replace_the_report():
+    assert claims.ClaimsConfig().report_folder().as_posix() == "results"
+    for settings in ({"seeds": (1, 2)}, {"parts": ("pairs",)}, {"budget": "try"}):
+        assert claims.ClaimsConfig(**settings).report_folder().as_posix() == "out/claims"
+    with pytest.raises(UserError, match="--seeds=1,2,3"):
+        claims.ClaimsConfig(seeds=())
+
+
+def test_needles_by_depth_are_those_of_reproduce_json():
+    board = json.loads((ROOT / "results/reproduce.json").read_text())
+    lines = claims_report.report_needles(board)
+    window = next(line for line in lines if line.startswith("| window |"))
+    accuracies = []
+    for records in board["needles"]:
+        for record in records:
+            if record["checkpoint"] == "window" and record["length"] == 384:
+                if record["depth"] == 1.0:
+                    accuracies.append(record["accuracy"])
+    assert window.endswith(f" {sum(accuracies) / len(accuracies):.2f} |")
