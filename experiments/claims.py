@@ -251,8 +251,10 @@ def measure(run, parts):
     found = {}
     if "examples" in parts:
         found["examples"] = {}
+        steps = EXAMPLES[run.cfg.budget]["steps"]
         for pos in ("rope", "nope", "alibi"):
-            found["examples"] |= run.measure(f"examples {pos}", example_accuracies, run, pos)
+            name = f"examples {pos}, {count(steps, 'step')}"
+            found["examples"] |= run.measure(name, example_accuracies, run, pos)
     if "learned" in parts:
         found["learned"] = run.measure("learned, interpolated", learned_losses, run)
     if "attention" in parts:
