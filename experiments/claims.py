@@ -89,7 +89,7 @@ EXAMPLES = {
         "samples": 256,
     },
     "try": {
-        "examples": 4,
+        "examples": 12,
         "keys": 6,
         "model": {"n_layer": 1, "n_head": 2, "n_embd": 16},
         "steps": 4,

@@ -74,7 +74,7 @@ def test_every_extension_is_tested_on_the_same_samples(seed_run):
         *(f"rope, {name}" for name in claims.EXTENSIONS),
         "rope, yarn, fine-tuned",
     }
-    assert {len(values) for values in accuracies.values()} == {16}
+    assert {len(values) for values in accuracies.values()} == {48}
     n = claims.EXAMPLES["try"]["examples"]
     assert accuracies["rope, window"][:n] == accuracies["rope, none"][:n]
     assert set(claims.example_accuracies(seed_run, "nope")) == {"nope"}
@@ -122,7 +122,7 @@ def test_two_processes_share_the_seeds_and_a_third_collects(call, text_data, tmp
     text = (tmp_path / "results/claims.md").read_text()
     for heading in ("More examples in a longer prompt", "Needles by depth", "The leaderboard"):
         assert f"\n## {heading}\n" in text
-    assert "±" in text and "3 to 4" in text and "commit" in text
+    assert "±" in text and "13 to 24" in text and "commit" in text
     assert (tmp_path / "results/claims.png").read_bytes()[:4] == b"\x89PNG"
 
 
