@@ -79,9 +79,10 @@ def report_examples(board):
         "## More examples in a longer prompt",
         "",
         f"Fraction of right digits by the number of the example, after {settings['steps']:,} steps "
-        f"of {settings['batch_size']} samples of {n} examples from tables of {settings['keys']} "
-        f"keys; tested on {FACTOR * n} examples. Fine-tuned: {settings['tuning_steps']} steps of "
-        f"{settings['batch_size'] // FACTOR} samples of {FACTOR * n}. A guess scores 0.1.",
+        f"of {settings['batch_size']} samples of {n} examples with {settings['keys']} keys; tested "
+        f"on {FACTOR * n} examples. Fine-tuned: {settings['tuning_steps']} steps of "
+        f"{settings['batch_size'] // FACTOR} samples of {FACTOR * n}. The first line is the digit "
+        "that was shown most often with the key; a guess scores 0.1.",
         "",
         *markdown_table(["", *groups], rows),
         "",
@@ -105,7 +106,7 @@ def plot_examples(board, file):
         width = max(1, n // 8)
         ends = range(width, len(means) + 1, width)
         points = [sum(means[end - width : end]) / width for end in ends]
-        style = "--" if name == "perfect memory" else "-"
+        style = "--" if name == "digit most shown" else "-"
         axes.plot(list(ends), points, style, color=f"C{i}", marker="osD^vP*X"[i % 8], label=name)
     axes.axvline(n, color="gray", linestyle=":", linewidth=1)
     axes.set(title="Accuracy by number of examples; training ends at the dotted line")
