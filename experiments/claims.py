@@ -283,8 +283,8 @@ def main():
         "command": command_line("experiments/claims.py"),
         "note": (
             f"{provenance(pick_device(cfg.device))}; {cfg.dataset} {dataset.hash}; "
-            f"{count(len(runs), 'seed')}; {math.ceil(seconds / 60)} minutes of training and "
-            "measuring in all"
+            f"{count(len(runs), 'seed')}; {count(math.ceil(seconds / 60), 'minute')} of training "
+            "and measuring in all"
         ),
         "examples": EXAMPLES[cfg.budget],
         "text_models": runs[0].budget,
