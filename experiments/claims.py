@@ -65,7 +65,7 @@ class ClaimsConfig:
     # folder for the report; default: results for all seeds and parts, otherwise out/claims
     out_dir: str = ""
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products
+    # dtype of matrix products; part 1 is always in float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
     def report_folder(self):
