@@ -62,8 +62,9 @@ from data import (
 )
 from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import cli, plots, validate
+from nanolong.checkpoint import weights_hash
 from nanolong.device import autocast, pick_device, pick_dtype, settle_weights, weights_to_load
-from nanolong.distributed import join_processes
+from nanolong.distributed import check_same_everywhere, check_same_start, join_processes
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
@@ -340,6 +341,8 @@ def measure_losses(models, cfg, lengths):
     reason in place of "loss" and "tokens".
     """
     texts = open_texts(models, cfg, lengths)
+    if cfg.sequence_parallel > 1:
+        check_same_everywhere(data=[text.hash for text in texts.values()])
     records = []
     for name, model in models.items():
         dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
@@ -593,8 +596,9 @@ def describe_text(model, cfg):
 
 def main():
     positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
-    cfg, _, paths = cli.parse(EvaluateConfig, about=__doc__, paths=positional)
+    cfg, given, paths = cli.parse(EvaluateConfig, about=__doc__, paths=positional)
     rank, world = join_processes(cfg.device)
+    check_same_start(given, cfg)
     validate.require(
         world in (1, cfg.sequence_parallel),
         f"evaluate.py runs in {world} processes, which share every sequence: give "
@@ -609,6 +613,7 @@ def evaluate(cfg, paths, writes):
     device = pick_device(cfg.device)
     load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, weights_to_load(cfg.weights))
+    check_same_everywhere(checkpoint=[weights_hash(model) for model in models.values()])
     for model in models.values():
         settle_weights(model, cfg.weights, pick_dtype(cfg.dtype, device))
     if cfg.task == "loss":

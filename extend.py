@@ -38,7 +38,7 @@ from nanolong.checkpoint import (
     settings_record,
 )
 from nanolong.device import pick_device
-from nanolong.distributed import join_processes
+from nanolong.distributed import check_same_start, join_processes
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.lock import unlock
@@ -490,6 +490,7 @@ def main():
     )
     load_entries(cfg.entry, POSITIONS)
     rank, _ = join_processes(cfg.device)
+    check_same_start(given, cfg, model_config)
     # Load the checkpoint to extend, or the run to resume.
     parent = GPT.load(paths[0], weights=not trains_in_shards(cfg))
     check_same_settings(parent, model_config, given)

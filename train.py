@@ -35,6 +35,7 @@ from nanolong.checkpoint import (
     load_optimizers,
     read_meta,
     saved_settings,
+    weights_hash,
 )
 from nanolong.device import (
     autocast,
@@ -44,7 +45,12 @@ from nanolong.device import (
     prepare_device,
     require_memory,
 )
-from nanolong.distributed import join_processes, rank_and_world
+from nanolong.distributed import (
+    check_same_everywhere,
+    check_same_start,
+    join_processes,
+    rank_and_world,
+)
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers
@@ -417,8 +423,12 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
 
 
 def open_dataset(model, cfg, train_length):
-    """The dataset of a run, checked against the model and the settings. Raises UserError."""
+    """
+    The dataset of a run, checked against the model and the settings, and to be that of all
+    processes. Raises UserError.
+    """
     dataset = data.Dataset(cfg.dataset, cfg.bos)
+    check_same_everywhere(data=dataset.hash, checkpoint=weights_hash(model))
     dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
     dataset.select(train_length, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
     dataset.train.require_length(train_length)
@@ -534,6 +544,7 @@ def main():
     )
     load_entries(cfg.entry, POSITIONS)
     rank, world = join_processes(cfg.device)
+    check_same_start(given, cfg, model_config)
     ignore_overwrite_of_preset(cfg)
     model = resume_run(GPT, cfg, model_config, given)
     if model is None:

@@ -159,9 +159,14 @@ def measure_peak(case, device):
     if device.type == "cuda":
         take_two_steps(case, device)
         return torch.cuda.max_memory_allocated()
+    return peak_of_tensors(lambda: take_two_steps(case, device))
+
+
+def peak_of_tensors(compute):
+    """The most bytes that torch's CPU allocator gives to this thread and its backward passes."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        take_two_steps(case, device)
+        compute()
     events = profile.profiler.kineto_results.events()
     allocations = [event for event in events if event.name() == "[memory]"]
     allocated = 0

@@ -1,16 +1,19 @@
 """
-The memory of a training step of 124 M parameters, on one process and in shards on four.
+What several processes save: memory in shards, memory and time where they share every sequence.
 
     python experiments/bench_sharding.py > results/cpu/sharding.md
+    python experiments/bench_sharding.py weights    only this; or tokens, evaluation, time
 
-Each process is train() of train.py: two steps of AdamW in float32, one sequence of 256 tokens a
-process, an evaluation, and checkpoints at the beginning and the end. Measured on Linux: the peak of
-the process's resident memory, above what it takes once torch and the model are imported. Counted:
-count_memory() of nanolong/memory.py, tensors alone. Four processes need 5 GB, and minutes on two
-cores.
+A process is train() of train.py with AdamW in float32, one micro-batch of one sequence for each
+process, with an evaluation and checkpoints; or it is evaluate.py. Resident: the peak of the memory
+of a process on Linux, above what it takes once torch and the model are imported. Tensors: the peak
+of what torch's CPU allocator gives out, in a run of its own; buffers of the gloo library are not in
+it. Counted: count_memory() of nanolong/memory.py, tensors alone. Needs 6 GB.
 """
 
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,9 +26,20 @@ import torch
 
 from model import GPT, GPTConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304, "block_size": 256}
-GOAL = 0.45  # of the memory of one process, in each of four
+MB = 2**20
+WEIGHTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304, "block_size": 256}
+TOKENS = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 257, "block_size": 8192}
+TEXT = {"n_layer": 2, "n_head": 4, "n_embd": 256, "vocab_size": 257, "block_size": 65536}
+TIME = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 257, "block_size": 2048}
+WEIGHTS_GOAL = 0.45  # of the memory of one process, in each of four that share the weights
+TOKENS_GOAL = 0.35  # of its activations, in each of four that share a sequence
+COUNT_GOAL = 0.10  # how far the count may be from the tensors
+LOSS_GOAL = 1e-5  # how far the losses of an evaluation may be from those of one process
+STEPS = 12  # of the timed runs, the first two not counted
+
+
+# -----------------------------------------------------------------------------
+# In a process that is measured.
 
 
 def resident_memory(name):
@@ -36,76 +50,234 @@ def resident_memory(name):
     raise RuntimeError(f"there is no {name}: this script needs Linux")
 
 
-def train_and_measure(folder, parallel):
-    """Train in this process, and print the peak of its memory."""
-    before = resident_memory("VmRSS")
-    from nanolong.cli import silent
-    from nanolong.distributed import join_processes, rank_and_world
+def train_model(model, settings):
+    """Train in this process, on one core for each process."""
+    from nanolong.distributed import join_processes
     from train import TrainConfig, train
 
+    n_processes = int(os.environ.get("WORLD_SIZE", 1))
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:n_processes])
+    torch.set_num_threads(1)
     join_processes("cpu")
-    rank, world = rank_and_world()
+    torch.manual_seed(0)
+    settings = {"batch_size": 1, "device": "cpu", "dtype": "float32", "compile": False, **settings}
+    train(GPT(GPTConfig(**model)), TrainConfig(**settings))
+
+
+def evaluate_model(words):
+    import evaluate
+
+    sys.argv = ["evaluate.py", *words]
+    evaluate.main()
+
+
+def work(task, arguments, counts_tensors):
+    """Do a task in this process, and print the peak of its memory."""
+    from experiments.bench_memory import peak_of_tensors
+    from nanolong.cli import silent
+
+    compute = {"train": train_model, "evaluate": evaluate_model}[task]
+    before = resident_memory("VmRSS")
     with silent(True):
-        torch.manual_seed(0)
-        settings = {"dataset": f"{folder}/data", "out_dir": f"{folder}/run{world}"}
-        settings |= {"batch_size": 1, "gradient_accumulation_steps": world, "max_iters": 2}
-        settings |= {"eval_iters": world, "device": "cpu", "dtype": "float32", "compile": False}
-        train(GPT(GPTConfig(**SHAPE)), TrainConfig(parallel=parallel, **settings))
-    print("PEAK", rank, resident_memory("VmHWM") - before, flush=True)
+        if counts_tensors:
+            peak = peak_of_tensors(lambda: compute(**arguments))
+        else:
+            compute(**arguments)
+            peak = resident_memory("VmHWM") - before
+    print("PEAK", peak, flush=True)
 
 
-def write_random_tokens(folder):
-    import data
-
-    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], 10_000)
-    folder.mkdir()
-    for split in ("train", "val"):
-        data.write_tokens(folder / f"{split}.bin", tokens, SHAPE["vocab_size"])
-    meta = {"vocab_size": SHAPE["vocab_size"], "tokenizer": None}
-    meta |= {"bos": None, "bos_default": False}
-    (folder / "meta.json").write_text(json.dumps(meta, allow_nan=False))
+# -----------------------------------------------------------------------------
+# Starting them.
 
 
-def measure(folder, parallel, processes):
-    """The peaks of so many processes, in bytes."""
+def measure_peak(task, processes, counts_tensors=False, **arguments):
+    """The largest peak of so many processes that do a task, in bytes."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, __file__, str(folder), parallel]
+    command = [*launcher, __file__, json.dumps([task, arguments, counts_tensors])]
     done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("PEAK")]
-    if len(lines) != processes:
+    peaks = [int(line[5:]) for line in done.stdout.splitlines() if line.startswith("PEAK ")]
+    if len(peaks) != processes:
         raise RuntimeError(done.stderr[-3000:])
-    return [int(peak) for _, _, peak in lines]
+    return max(peaks)
+
+
+def training(folder, model, processes, **settings):
+    """The arguments of train_model() for a run of its own on random tokens."""
+    dataset = folder / f"data-{model['vocab_size']}"
+    if not dataset.exists():
+        write_random_tokens(dataset, model["vocab_size"])
+    run = tempfile.mkdtemp(prefix="run-", dir=folder)
+    micro_batches = processes // settings.get("sequence_parallel", 1)
+    files = {"dataset": str(dataset), "out_dir": run, "overwrite": True}
+    steps = {"gradient_accumulation_steps": micro_batches, "max_iters": 2, "eval_iters": 1}
+    return {"model": model, "settings": {**files, **steps, **settings}}
+
+
+def write_random_tokens(folder, vocab_size):
+    import data
+
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 20_000)
+    folder.mkdir()
+    for split in ("train", "val"):
+        data.write_tokens(folder / f"{split}.bin", tokens, vocab_size)
+    meta = {"vocab_size": vocab_size, "tokenizer": None, "bos": None, "bos_default": False}
+    (folder / "meta.json").write_text(json.dumps(meta, allow_nan=False))
+
+
+def count(model, tokens, shards=1):
+    """count_memory() of a training step in float32, of one sequence of so many tokens."""
+    from nanolong.memory import count_memory
+
+    return count_memory(GPTConfig(**model), 1, tokens, "float32", device="cpu", shards=shards)
+
+
+# -----------------------------------------------------------------------------
+# The sections of the report: each measures, and yields lines of Markdown.
+
+
+def report_weights(folder):
+    yield "## Weights in shards: 124 M parameters, 256 tokens"
+    yield from table_head("processes", "resident", "of one", "tensors", "counted", "error")
+    one, errors = None, []
+    for processes, parallel in ((1, "ddp"), (4, "fsdp")):
+        run = training(folder, WEIGHTS, processes, parallel=parallel)
+        resident = measure_peak("train", processes, **run)
+        tensors = measure_peak("train", processes, True, **run)
+        one = one or resident
+        counted = count(WEIGHTS, WEIGHTS["block_size"], processes).peak
+        errors.append(counted / tensors - 1)
+        yield row(
+            name(processes, parallel), mb(resident), f"{resident / one:.2f}",
+            mb(tensors), mb(counted), f"{errors[-1]:+.1%}",
+        )  # fmt: skip
+    yield from verdict("the error of the count", max(map(abs, errors)), COUNT_GOAL)
+    yield from verdict("fsdp, of the resident memory of one process", resident / one, WEIGHTS_GOAL)
+
+
+def report_tokens(folder):
+    """The peak of tensors above the weights and moments, which are there before a step."""
+    yield "## Activations of shared sequences: 4 layers of 128, 8,192 tokens"
+    yield from table_head("processes", "activations", "of one", "counted", "error")
+    one, errors = None, []
+    for processes in (1, 4):
+        run = training(folder, TOKENS, processes, sequence_parallel=processes)
+        counted = count(TOKENS, TOKENS["block_size"] // processes)
+        kept = counted.parameters + counted.optimizer
+        activations = measure_peak("train", processes, True, **run) - kept
+        one = one or activations
+        errors.append((counted.peak - kept) / activations - 1)
+        yield row(
+            name(processes, "sequence_parallel"), mb(activations), f"{activations / one:.2f}",
+            mb(counted.peak - kept), f"{errors[-1]:+.1%}",
+        )  # fmt: skip
+    yield from verdict("the error of the count", max(map(abs, errors)), COUNT_GOAL)
+    yield from verdict("four processes, of one", activations / one, TOKENS_GOAL)
+
+
+def report_evaluation(folder):
+    length = TEXT["block_size"]
+    yield f"## evaluate.py on {length:,} tokens: 2 layers of 256"
+    yield from table_head("processes", "resident", "of one", "loss", "loss of the last quarter")
+    model_folder, text = write_model(folder / "model", TEXT), folder / "text.txt"
+    text.write_bytes(np.random.default_rng(0).integers(32, 127, length + 100, "u1").tobytes())
+    words = [str(model_folder), f"--text={text}", f"--lengths={length}", f"--max_tokens={length}"]
+    words += ["--dtype=float32", "--device=cpu"]
+    found = []
+    for processes in (1, 4):
+        file = folder / f"{processes}.json"
+        own = [f"--sequence_parallel={processes}", f"--json={file}"]
+        resident = measure_peak("evaluate", processes, words=words + own)
+        losses = [record["loss"] for record in json.loads(file.read_text())]
+        found.append((resident, losses))
+        yield row(
+            name(processes, "sequence_parallel"), mb(resident), f"{resident / found[0][0]:.2f}",
+            *(f"{loss:.6f}" for loss in losses),
+        )  # fmt: skip
+    differences = [abs(a - b) for a, b in zip(found[0][1], found[1][1], strict=True)]
+    yield from verdict("the largest difference of a loss", max(differences), LOSS_GOAL)
+
+
+def write_model(folder, shape):
+    """A checkpoint with random weights and the tokenizer of bytes."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**shape))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.1)
+    model.meta = {"tokenizer": {"kind": "bytes"}, "bos": 256}
+    model.save(folder / "step-000000")
+    return folder
+
+
+def report_time(folder):
+    yield f"## Seconds of a step: 4 layers of 256, 2 sequences of {TIME['block_size']:,} tokens"
+    yield from table_head("processes, on a core each", "seconds of a step", "of one")
+    one = None
+    ways = {"one": (1, {}), "ddp": (2, {}), "sequence_parallel": (2, {"sequence_parallel": 2})}
+    for way, (processes, settings) in ways.items():
+        settings |= {"gradient_accumulation_steps": 2, "log_interval": 1, "max_iters": STEPS}
+        run = training(folder, TIME, processes, eval_interval=STEPS, **settings)
+        measure_peak("train", processes, **run)
+        seconds = seconds_of_a_step(Path(run["settings"]["out_dir"]))
+        one = one or seconds
+        yield row(name(processes, way), f"{seconds:.2f}", f"{seconds / one:.2f}")
+
+
+def seconds_of_a_step(run):
+    """The median over the steps of a run, without the first two."""
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    speeds = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
+    return 2 * TIME["block_size"] / statistics.median(speeds[2:])
+
+
+def table_head(*columns):
+    yield from ("", row(*columns), row(*["---"] * len(columns)))
+
+
+def row(*cells):
+    return "| " + " | ".join(cells) + " |"
+
+
+def mb(n_bytes):
+    return f"{n_bytes / MB:,.0f} MiB"
+
+
+def name(processes, way):
+    return "1" if processes == 1 else f"{processes}, {way}"
+
+
+def verdict(what, value, goal):
+    result = "met" if value <= goal else "missed"
+    yield f"\nGoal for {what}, at most {goal:g}: {result} ({value:.2g})."
+
+
+SECTIONS = {
+    "weights": report_weights,
+    "tokens": report_tokens,
+    "evaluation": report_evaluation,
+    "time": report_time,
+}
 
 
 def main():
-    from nanolong.memory import count_memory
     from nanolong.provenance import provenance
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_random_tokens(folder / "data")
-        measured = {1: measure(folder, "ddp", 1), 4: measure(folder, "fsdp", 4)}
-    print("# Memory of training in shards\n")
+    names = sys.argv[1:] or list(SECTIONS)
+    print("# Several processes: memory and time\n")
     print(f"`python experiments/bench_sharding.py`; {provenance(torch.device('cpu'))}.\n")
-    print(__doc__.strip().split("\n\n")[2] + "\n")
-    print("| processes | peak of each, MiB | counted, MiB | of one process |")
-    print("|---|---|---|---|")
-    for processes, peaks in measured.items():
-        counted = count_memory(
-            GPTConfig(**SHAPE), 1, 256, "float32", device="cpu", shards=processes
-        )
-        listed = ", ".join(f"{peak / 2**20:,.0f}" for peak in sorted(peaks))
-        fraction = max(peaks) / measured[1][0]
-        what = "1" if processes == 1 else f"{processes}, fsdp"
-        print(f"| {what} | {listed} | {counted.peak / 2**20:,.0f} | {fraction:.2f} |")
-    met = "met" if max(measured[4]) <= GOAL * measured[1][0] else "missed"
-    print(f"\nGoal, at most {GOAL} of one process in each of four: {met}.")
+    print(__doc__.strip().split("\n\n")[2])
+    with tempfile.TemporaryDirectory() as folder:
+        for section in names:
+            print(flush=True)
+            for line in SECTIONS[section](Path(folder)):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        train_and_measure(*sys.argv[1:])
+    if sys.argv[1:] and sys.argv[1].startswith("["):
+        work(*json.loads(sys.argv[1]))
     else:
         main()

@@ -458,13 +458,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         if ctx.grads_in_forward:
-            dx, dweight = ctx.saved_tensors
-            dx = (dx * grad).to(dx.dtype)
-            dweight = (dweight * grad).to(dweight.dtype)
+            dx, dweight = (_scale(saved, grad) for saved in ctx.saved_tensors)
         else:
             _, gradients = _losses_and_gradients(*ctx.saved_tensors, ctx.dtype, grad[:, None])
             dx, dweight = gradients
         return dx, dweight, None, None, None
+
+
+def _scale(saved, factor):
+    """Multiply a saved gradient: in place, unless retain_graph=True may need it once more."""
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return (saved * factor).to(saved.dtype)
+    return saved.mul_(factor)
 
 
 def _not_compiled(*args):
@@ -485,8 +490,6 @@ def _losses_and_gradients(x, weight, targets, dtype, factor):
     counts = targets[:, None] >= 0
     losses, dx = [], []
     dweight = None
-    if factor is not None:
-        dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
     for rows in _chunks(x, weight):
         chunk = x[rows].to(dtype)
         target = targets[rows, None].clamp(min=0)
@@ -497,12 +500,16 @@ def _losses_and_gradients(x, weight, targets, dtype, factor):
             p = p.exp_().scatter_(1, target, -1.0, reduce="add").to(dtype)
             token_weight = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
             dx.append(((p @ w) * token_weight).to(x.dtype))
-            dweight += p.t() @ (chunk * token_weight).to(dtype)
+            product = (p.t() @ (chunk * token_weight).to(dtype)).to(wide)
+            dweight = product if dweight is None else dweight.add_(product)
+            del product
         del p  # before the next chunk's logits
     losses = torch.cat(losses) if losses else x.new_zeros(0, dtype=wide)
     if factor is None:
         return losses, None
-    dx = torch.cat(dx) if dx else torch.zeros_like(x)
+    if not dx:
+        return losses, (torch.zeros_like(x), torch.zeros_like(weight))
+    dx = torch.cat(dx)
     return losses, (dx, dweight.to(weight.dtype))
 
 

@@ -228,6 +228,11 @@ def is_elastic_restart(run):
     return launch == os.environ.get("TORCHELASTIC_RUN_ID")
 
 
+def weights_hash(model):
+    """Of the weights of the checkpoint that a model was loaded from: 16 digits, or "none"."""
+    return model.meta.get("checksums", {}).get("model.safetensors", "none")[:16]
+
+
 def check_meta(meta):
     """Check the types of meta.json's values, where they are there. Raises ValueError."""
     dict(meta["config"])

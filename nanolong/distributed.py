@@ -12,7 +12,18 @@ import torch
 import torch.distributed as dist
 
 from nanolong.device import pick_device
-from nanolong.errors import UserError
+from nanolong.entry import hash_sources
+from nanolong.errors import LocalError, UserError
+from nanolong.run_folder import list_steps
+
+# Settings that may differ: of a device, and of where a machine keeps its files.
+LOCAL_SETTINGS = {"dataset", "device", "entry", "json", "out_dir", "plot", "text"}
+REPAIRS = {
+    "code": "check out the same commit on every machine, with the same --entry files",
+    "torch": "install the same version on every machine",
+    "checkpoint": "let all machines share the run folder, or copy the same one to each",
+    "data": "let all machines share the dataset, or copy the same files to each",
+}
 
 
 def rank_and_world():
@@ -50,6 +61,44 @@ def join_processes(device):
     store = _store_of_this_start(store, rank, world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return rank, world
+
+
+def check_same_start(given, *configs):
+    """
+    check_same_everywhere() of what is known when processes have just joined.
+
+    given: the names of the settings that the user has set.
+    """
+    settings = {name: value for config in configs for name, value in vars(config).items()}
+    steps = list_steps(settings["out_dir"]) if "out_dir" in settings else []
+    check_same_everywhere(
+        code=hash_sources(settings["entry"]),
+        torch=torch.__version__,
+        checkpoint=steps[-1].name if steps else None,
+        **{name: settings[name] for name in sorted(given - LOCAL_SETTINGS)},
+    )
+
+
+def check_same_everywhere(**facts):
+    """
+    Raise UserError in all processes where a fact, anything that has a text, differs between them.
+
+    The first that differs is named, so what explains others comes first.
+    """
+    rank, world = rank_and_world()
+    if world == 1:
+        return
+    everyone = [None] * world
+    dist.all_gather_object(everyone, {name: str(fact) for name, fact in facts.items()})
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        found = [theirs.get(name, "not given") for theirs in everyone]
+        other = next((i for i in range(world) if found[i] != found[0]), None)
+        if other is not None:
+            repair = REPAIRS.get(name, "give all processes the same command and presets")
+            raise LocalError(
+                f"process {rank} of {world} stops, since {name} is {found[0]} in process 0 and "
+                f"{found[other]} in process {other}: {repair}"
+            )
 
 
 def _available_cores():

@@ -16,6 +16,11 @@ from pathlib import Path
 from nanolong.errors import UserError
 from nanolong.validate import require
 
+ROOT = Path(__file__).resolve().parent.parent
+# what training and evaluation execute
+SOURCES = ("model.py", "rope_scaling.py", "train.py", "extend.py", "evaluate.py")
+SOURCES += ("nanolong/*.py", "kernels/*.py", "data/*.py")
+
 _files = {}  # scheme class -> the Path of its file, as it was given
 _sources = {}  # scheme class -> the text of that file
 
@@ -94,6 +99,15 @@ def hash_code(objects):
     for name in sorted(found):
         digest.update(f"{name}: {found[name]}\n".encode())
     return digest.hexdigest()
+
+
+def hash_sources(entry=()):
+    """Hash the files of this project that a run executes, and those of --entry: 16 digits."""
+    files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
+    digest = hashlib.sha256()
+    for file in [*files, *map(Path, entry)]:
+        digest.update(f"{file.name}: ".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def _collect(item, found):

@@ -70,7 +70,11 @@ def shard(model, device):
         scheme.to(device)  # its tables
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # what is in no block
+    # The loss computes the head's gradient in the forward pass already, and the embedding's needs
+    # no weights: they are freed in between.
+    fully_shard([model.embed, model.head], mesh=mesh)
+    model.embed.set_unshard_in_backward(False)
+    fully_shard(model, mesh=mesh)  # what is left: norms, a scheme's own parameters
     loaded = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if p not in loaded and p.is_meta:  # a tied head is stored as the embedding
@@ -102,6 +106,7 @@ def gather(x):
 def free_gathered(model):
     """Free what is in no block after a forward pass; the backward pass would have freed it."""
     if is_sharded(model):
+        model.embed.reshard()
         model.reshard()
 
 

@@ -15,6 +15,7 @@ SECTIONS = {
     "crash": (["--kills=12"], 23),
     "interrupt": ([], 4),
     "elastic": ([], 5),
+    "sharded": (["--shard_kills=1"], 2),
     "hostile_input": (["--examples=24"], 100),
     "memory": ([], 3),
 }

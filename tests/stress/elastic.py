@@ -230,12 +230,12 @@ def rank_pids(launcher):
     return pids
 
 
-def wait_for_step(run, last_step, process, output_file):
-    """Wait until there is a newer checkpoint and two ranks, or the launcher has ended."""
-    deadline = time.monotonic() + 60
+def wait_for_step(run, last_step, process, output_file, n_ranks=2):
+    """Wait until there is a newer checkpoint and all ranks, or the launcher has ended."""
+    deadline = time.monotonic() + 30 * n_ranks
     while process.poll() is None:
         steps = list_steps(run) if run.is_dir() else []
-        if steps and steps[-1].name != last_step and len(rank_pids(process)) == 2:
+        if steps and steps[-1].name != last_step and len(rank_pids(process)) == n_ranks:
             return
         assert time.monotonic() < deadline, output_file.read_text()[-2000:]
         time.sleep(0.01)

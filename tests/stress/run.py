@@ -34,13 +34,15 @@ from nanolong import cli, validate
 from nanolong.errors import UserError
 from nanolong.provenance import provenance
 
-SECTIONS = ("crash", "interrupt", "elastic", "numerics", "hostile_input", "concurrency", "memory")
+SECTIONS = ("crash", "interrupt", "elastic", "sharded", "numerics", "hostile_input")
+SECTIONS += ("concurrency", "memory")
 
 
 @dataclass
 class StressConfig:
     only: tuple[str, ...] = ()  # some of the sections; default: all
     kills: int = 200  # crash: by kill -9, over all kinds of processes
+    shard_kills: int = 40  # sharded: by kill -9, of one rank of four
     examples: int = 300  # hostile_input: of each kind
     hours: float = 1.0  # memory: of training under watch
     fast: bool = False  # few of the trials that take more than a second, for the tests
@@ -55,8 +57,8 @@ class StressConfig:
                 f"there is no section {section!r}: --only takes {', '.join(SECTIONS)}",
             )
         validate.require(
-            min(self.kills, self.examples) >= 1 and 0 < self.hours < 1000,
-            "kills, examples and hours must be above 0: raise the one that is not",
+            min(self.kills, self.shard_kills, self.examples) >= 1 and 0 < self.hours < 1000,
+            "kills, shard_kills, examples and hours must be above 0: raise the one that is not",
         )
 
 
