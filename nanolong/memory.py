@@ -56,14 +56,22 @@ def count_memory(
     activations = config.n_layer * of_block + autocast_copies
 
     # the gradients of the micro-batches before this one
-    kept = activations + (4 * parameters if accumulation > 1 else 0)
-    # in shards, what is gathered: all that is in no block, the block that computes and the next
-    gathered = 4 * others + 8 * matrices // config.n_layer if shards > 1 else 0
+    earlier = 4 * parameters if accumulation > 1 else 0
     recomputed = block if checkpointing else 0
-    candidates = count_candidates(config, N, e, kept + gathered, recomputed, device)
-    candidates["update"] = 4 * parameters // shards
-    if shards > 1:  # its weights, its gradients, and a copy of these that is sent
-        candidates["averaging the embedding"] = 4 * parameters // shards + 3 * 4 * others
+    candidates = count_candidates(config, N, e, activations + earlier, recomputed, device)
+    gradients = max(earlier, 4 * parameters // shards)
+    # The embedding's gradient comes last and is added to the head's, if they share weights, and to
+    # that of earlier micro-batches. In shards there are whole gradients of all that is in no block:
+    # these two, or one and the copy that is sent.
+    n_added = config.tie_embeddings + (accumulation > 1)
+    added = 4 * config.vocab_size * config.n_embd * n_added
+    if shards > 1:
+        added = 2 * 4 * others
+        # in the loss the weights of embedding and head are gathered; in the backward pass those of
+        # a block and the next, which is copied
+        candidates["loss"] += 4 * others
+        candidates["last MLP"] += 3 * 4 * matrices // config.n_layer
+    candidates["end of the backward pass"] = gradients + added
     peak_at = max(candidates, key=candidates.get)
     return Memory(
         parameters=4 * parameters // shards,
@@ -119,21 +127,25 @@ def count_candidates(config, N, e, kept, recomputed, device):
     V = config.vocab_size
     norm_copy = 4 * C if device == "cpu" else 0
     final_norm = N * (2 * 4 * C + norm_copy)  # the last block's output and the normed states
-    loss_gradients = 4 * N * C + 4 * V * C  # of the hidden states and of the head
     mlp_gradients = N * (2 * config.mlp_dim * e + 2 * 4 * C)  # two of its width, two of width C
     return {
-        "loss": kept + final_norm + loss_gradients + count_logits(config, N, e),
-        "start of the backward pass": kept + final_norm + 2 * loss_gradients,
+        "loss": kept + final_norm + 4 * N * C + count_loss(config, N, e),
         "last MLP": kept + recomputed + 4 * V * C + mlp_gradients,
     }
 
 
-def count_logits(config, N, e):
-    """The bytes of the logits that exist at a time, of their inputs and of the head's copy."""
-    V = config.vocab_size
+def count_loss(config, N, e):
+    """The bytes of the logits that exist at a time, of their inputs, and of the head's gradient.
+
+    Of each chunk of tokens there are first the logits and their softmax, and then the softmax and
+    the chunk's part of the gradient, which is added to that of the chunks before it.
+    """
+    V, C = config.vocab_size, config.n_embd
     R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time
-    head_copy = e * V * config.n_embd if e < 4 else 0
-    return head_copy + R * V * (4 + e) + R * config.n_embd * e
+    head_copy = e * V * C if e < 4 else 0
+    of_other_chunks = 4 * V * C if N > R else 0
+    part = (4 + e if e < 4 else 4) * V * C
+    return head_copy + R * C * e + of_other_chunks + max(R * V * (4 + e), R * V * e + part)
 
 
 def count_flops(config, N, T):

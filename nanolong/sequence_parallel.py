@@ -188,7 +188,7 @@ def tokens_to_heads(q, k, v):
     dtype = v.dtype
     # one all-to-all for the three of them: (N receivers, B, heads of each, T / N, D)
     parts = [x.unflatten(1, (N, -1)).movedim(1, 0) for x in (q, k, v)]
-    received = AllToAll.apply(torch.cat(parts, 2))  # (N senders, B, heads, T / N, D)
+    received = all_to_all(torch.cat(parts, 2))  # (N senders, B, heads, T / N, D)
     x = received.movedim(0, 2).flatten(2, 3)  # (B, heads, T, D)
     q, k, v = x.split(heads, 1)
     return q, k, v.to(dtype)
@@ -197,7 +197,7 @@ def tokens_to_heads(q, k, v):
 def heads_to_tokens(y):
     """(B, H / N, T, D) -> (B, H, T / N, D): what tokens_to_heads() does, undone."""
     _, N = sequence_rank_and_size()
-    received = AllToAll.apply(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
+    received = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
     return received.transpose(0, 1).flatten(1, 2)
 
 
@@ -211,6 +211,15 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return exchange(grad)
+
+
+def all_to_all(x):
+    return AllToAll.apply(x)
+
+
+# torch.compile calls it as it is, between what it compiles. This is what torch.compiler.disable
+# sets, without importing the compiler here.
+all_to_all._torchdynamo_disable = True
 
 
 def exchange(x):

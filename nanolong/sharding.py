@@ -23,6 +23,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from nanolong.device import compile_blocks, compile_model
 from nanolong.distributed import rank_and_world
 from nanolong.errors import UserError
+from nanolong.sequence_parallel import sequence_rank_and_size
 from nanolong.tensor_file import read_tensor
 
 
@@ -41,9 +42,12 @@ def distribute(model, parallel, device, compiles):
 
     Returns what is called for training.
     """
+    # what processes exchange in every block is not compiled
+    _, parts = sequence_rank_and_size()
+    if compiles and (parallel == "fsdp" or parts > 1):
+        compile_blocks(model)
+        compiles = False
     if parallel == "fsdp":
-        if compiles:
-            compile_blocks(model)
         return shard(model, device)
     model.to(device)
     forward = compile_model(model) if compiles else model

@@ -61,6 +61,7 @@ def numbers(run, name):
         pytest.param(
             2, 2, ["--pos=rope", "--random_positions=99"], 1e-5, marks=pytest.mark.slow
         ),
+        pytest.param(2, 2, ["--pos=alibi", "--compile=true"], 1e-4, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_training_is_that_of_one_process(processes, size, settings, limit, words, run, tmp_path):
