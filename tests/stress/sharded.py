@@ -34,7 +34,7 @@ class Sharded:
 
     def __init__(self, harness):
         self.harness = harness
-        self.length = ["--max_iters=60", "--eval_interval=6"]
+        self.length = ["--max_iters=48", "--eval_interval=6"]
         self.straight = {}  # layout -> the fingerprint of an undisturbed run
 
     def train(self, run, processes, layout, *flags, max_restarts=0):
@@ -102,7 +102,7 @@ class Sharded:
         wait_for_launcher(process, output_file)
         losses = {row["step"]: row["loss"] for row in read_log(run) if "loss" in row}
         rows = [row for row in read_log(expected) if "loss" in row]
-        assert len(rows) == len(losses) == 60, (len(rows), len(losses))
+        assert len(rows) == len(losses) == 48, (len(rows), len(losses))
         for row in rows:
             assert abs(losses[row["step"]] - row["loss"]) < 1e-5, row
 
