@@ -4,7 +4,9 @@ Several processes, started by torchrun: joining them, and noticing that one of t
     torchrun --standalone --nproc_per_node=8 train.py ...
 """
 
+import atexit
 import datetime
+import gc
 import os
 import time
 
@@ -60,7 +62,15 @@ def join_processes(device):
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     store = _store_of_this_start(store, rank, world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    atexit.register(_leave_group)
     return rank, world
+
+
+def _leave_group():
+    """Free the process group: gloo may abort a process that ends while it is alive."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # a model in shards holds it too, and itself in cycles
 
 
 def check_same_start(given, *configs):

@@ -58,20 +58,13 @@ def _form_groups(size):
         group = dist.new_group(ranks)  # every process takes part in making every group
         if rank in ranks:
             _group = group
-    # gloo aborts a process that ends while a group is alive
-    atexit.register(_leave_groups)
+    atexit.register(stop_sharing)  # before the process leaves all groups
 
 
 def stop_sharing():
     """Let each process compute whole sequences again, as the first one does after training."""
     global _group
     _group = None
-
-
-def _leave_groups():
-    stop_sharing()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def sequence_rank_and_size():

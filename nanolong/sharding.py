@@ -11,8 +11,6 @@ passes at the same time. The other mode is DDP: each process keeps the whole mod
 AdamW works element by element, on rows as on the whole. Muon needs whole matrices: ShardedMuon.
 """
 
-import atexit
-import gc
 import math
 from contextlib import nullcontext
 
@@ -68,17 +66,20 @@ def shard(model, device):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    atexit.register(_leave_group)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for scheme in (model.pos, model.nope):
         scheme.to(device)  # its tables
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
+    # for itself: gathering it frees what the last block was gathered in, before the loss
+    fully_shard(model.norm, mesh=mesh)
     # The loss computes the head's gradient in the forward pass already, and the embedding's needs
     # no weights: they are freed in between.
     fully_shard([model.embed, model.head], mesh=mesh)
     model.embed.set_unshard_in_backward(False)
-    fully_shard(model, mesh=mesh)  # what is left: norms, a scheme's own parameters
+    fully_shard(model, mesh=mesh)  # what is left: a scheme's own parameters
+    if dist.get_backend() == "gloo":
+        model.embed.set_custom_reduce_scatter(SumInParts())
     loaded = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if p not in loaded and p.is_meta:  # a tied head is stored as the embedding
@@ -90,11 +91,17 @@ def shard(model, device):
     return model
 
 
-def _leave_group():
-    """Free the process group: gloo may abort a process that ends while it is alive."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()  # the model holds it too, and itself in cycles
+class SumInParts:
+    """How fully_shard() sums gradients on a CPU. Gloo's own reduce_scatter copies all of them."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        parts = input_tensor.chunk(group.size())
+        for part in parts:
+            dist.all_reduce(part, op, group=group)
+        output_tensor.copy_(parts[group.rank()])
 
 
 def is_sharded(x):

@@ -65,6 +65,7 @@ def change_a_token(dataset):
     file = dataset / "val.bin"
     tokens = np.array(open_tokens(file))
     tokens[-1] = (tokens[-1] + 1) % 256
+    file.unlink()
     write_tokens(file, tokens, 257)
 
 
