@@ -96,8 +96,9 @@ def count_plan(plan):
     # a process has its part of the tokens; in attention its part of the heads, which is as much
     own_tokens = plan.length // plan.parts
     memory = count_memory(
-        config, 1, own_tokens, checkpointing=True, accumulation=plan.accumulation, shards=shards
-    )
+        config, 1, own_tokens, checkpointing=True, accumulation=plan.accumulation, shards=shards,
+        parts=plan.parts,
+    )  # fmt: skip
     sent = count_sent_bytes(
         config, 1, plan.length, "bfloat16", True, plan.cards, plan.parts, plan.parallel,
         plan.accumulation,
@@ -159,14 +160,9 @@ def measure_peak(case, device):
     if device.type == "cuda":
         take_two_steps(case, device)
         return torch.cuda.max_memory_allocated()
-    return peak_of_tensors(lambda: take_two_steps(case, device))
-
-
-def peak_of_tensors(compute):
-    """The most bytes that torch's CPU allocator gives to this thread and its backward passes."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        compute()
+        take_two_steps(case, device)
     events = profile.profiler.kineto_results.events()
     allocations = [event for event in events if event.name() == "[memory]"]
     allocated = 0

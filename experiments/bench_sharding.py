@@ -6,13 +6,14 @@ What several processes save: memory in shards, memory and time where they share 
 
 A process is train() of train.py with AdamW in float32, one micro-batch of one sequence for each
 process, with an evaluation and checkpoints; or it is evaluate.py. Resident: the peak of the memory
-of a process on Linux, above what it takes once torch and the model are imported. Tensors: the peak
-of what torch's CPU allocator gives out, in a run of its own; buffers of the gloo library are not in
-it. Counted: count_memory() of nanolong/memory.py, tensors alone. Needs 6 GB.
+of a process on Linux, above what it takes once torch and the model are imported. Tensors: that peak
+where freed memory is returned to Linux at once, less that of the same run with a tiny model, which
+is what libraries take. Counted: count_memory() of nanolong/memory.py. Needs 6 GB.
 """
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ WEIGHTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304, "blo
 TOKENS = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 257, "block_size": 8192}
 TEXT = {"n_layer": 2, "n_head": 4, "n_embd": 256, "vocab_size": 257, "block_size": 65536}
 TIME = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 257, "block_size": 2048}
+TINY = {"n_embd": 24, "vocab_size": 257, "block_size": 32}  # with the layers of another shape
 WEIGHTS_GOAL = 0.45  # of the memory of one process, in each of four that share the weights
 TOKENS_GOAL = 0.35  # of its activations, in each of four that share a sequence
 COUNT_GOAL = 0.10  # how far the count may be from the tensors
@@ -71,37 +73,44 @@ def evaluate_model(words):
     evaluate.main()
 
 
-def work(task, arguments, counts_tensors):
+def work(task, arguments, returns_freed):
     """Do a task in this process, and print the peak of its memory."""
-    from experiments.bench_memory import peak_of_tensors
+    from nanolong import device
     from nanolong.cli import silent
 
-    compute = {"train": train_model, "evaluate": evaluate_model}[task]
+    if returns_freed:
+        set_malloc_options = device.set_malloc_options
+        device.set_malloc_options = lambda keep_freed_memory: set_malloc_options(False)
     before = resident_memory("VmRSS")
     with silent(True):
-        if counts_tensors:
-            peak = peak_of_tensors(lambda: compute(**arguments))
-        else:
-            compute(**arguments)
-            peak = resident_memory("VmHWM") - before
-    print("PEAK", peak, flush=True)
+        {"train": train_model, "evaluate": evaluate_model}[task](**arguments)
+    print("PEAK", resident_memory("VmHWM") - before, "bytes", flush=True)
 
 
 # -----------------------------------------------------------------------------
 # Starting them.
 
 
-def measure_peak(task, processes, counts_tensors=False, **arguments):
+def measure_peak(task, processes, returns_freed=False, **arguments):
     """The largest peak of so many processes that do a task, in bytes."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, __file__, json.dumps([task, arguments, counts_tensors])]
+    command = [*launcher, __file__, json.dumps([task, arguments, returns_freed])]
     done = subprocess.run(command, capture_output=True, text=True)
-    peaks = [int(line[5:]) for line in done.stdout.splitlines() if line.startswith("PEAK ")]
+    peaks = [int(peak) for peak in re.findall(r"PEAK (\d+) bytes", done.stdout)]
     if len(peaks) != processes:
         raise RuntimeError(done.stderr[-3000:])
     return max(peaks)
+
+
+def measure_tensors(folder, model, processes, **settings):
+    """The peak of a training without what libraries take."""
+    peaks = []
+    for shape in (model, {**model, **TINY}):
+        run = training(folder, shape, processes, **settings)
+        peaks.append(measure_peak("train", processes, True, **run))
+    return peaks[0] - peaks[1]
 
 
 def training(folder, model, processes, **settings):
@@ -127,11 +136,11 @@ def write_random_tokens(folder, vocab_size):
     (folder / "meta.json").write_text(json.dumps(meta, allow_nan=False))
 
 
-def count(model, tokens, shards=1):
+def count(model, tokens, **shared):
     """count_memory() of a training step in float32, of one sequence of so many tokens."""
     from nanolong.memory import count_memory
 
-    return count_memory(GPTConfig(**model), 1, tokens, "float32", device="cpu", shards=shards)
+    return count_memory(GPTConfig(**model), 1, tokens, "float32", device="cpu", **shared)
 
 
 # -----------------------------------------------------------------------------
@@ -145,9 +154,9 @@ def report_weights(folder):
     for processes, parallel in ((1, "ddp"), (4, "fsdp")):
         run = training(folder, WEIGHTS, processes, parallel=parallel)
         resident = measure_peak("train", processes, **run)
-        tensors = measure_peak("train", processes, True, **run)
+        tensors = measure_tensors(folder, WEIGHTS, processes, parallel=parallel)
         one = one or resident
-        counted = count(WEIGHTS, WEIGHTS["block_size"], processes).peak
+        counted = count(WEIGHTS, WEIGHTS["block_size"], shards=processes).peak
         errors.append(counted / tensors - 1)
         yield row(
             name(processes, parallel), mb(resident), f"{resident / one:.2f}",
@@ -159,14 +168,15 @@ def report_weights(folder):
 
 def report_tokens(folder):
     """The peak of tensors above the weights and moments, which are there before a step."""
-    yield "## Activations of shared sequences: 4 layers of 128, 8,192 tokens"
+    length = TOKENS["block_size"]
+    yield f"## Activations of shared sequences: 4 layers of 128, {length:,} tokens"
     yield from table_head("processes", "activations", "of one", "counted", "error")
     one, errors = None, []
     for processes in (1, 4):
-        run = training(folder, TOKENS, processes, sequence_parallel=processes)
-        counted = count(TOKENS, TOKENS["block_size"] // processes)
+        counted = count(TOKENS, TOKENS["block_size"] // processes, parts=processes)
         kept = counted.parameters + counted.optimizer
-        activations = measure_peak("train", processes, True, **run) - kept
+        tensors = measure_tensors(folder, TOKENS, processes, sequence_parallel=processes)
+        activations = tensors - kept
         one = one or activations
         errors.append((counted.peak - kept) / activations - 1)
         yield row(

@@ -29,6 +29,7 @@ def count_memory(
     device="cuda",
     accumulation=1,
     shards=1,
+    parts=1,
 ):
     """Count the memory of a training step of GPT(config) on B sequences of T tokens.
 
@@ -36,7 +37,8 @@ def count_memory(
     V vocabulary, e bytes per element of a product (2 under autocast to bfloat16, else 4).
     Parameters, the residual stream, norms and sums are float32. dtype "float32" or "bfloat16";
     optimizer "adamw" or "muon"; accumulation: micro-batches of B sequences in a step; shards:
-    processes over which --parallel=fsdp divides the parameters.
+    processes over which --parallel=fsdp divides the parameters; parts: processes that share a
+    sequence, each of which has T tokens of it.
     """
     e = 4 if dtype == "float32" else 2
     N = B * T
@@ -51,6 +53,7 @@ def count_memory(
 
     # activations at the end of the forward pass
     block = N * block_bytes_per_token(config, T, e, device)
+    block += N * A * e if parts > 1 else 0  # attention's output before and after the exchange
     of_block = N * (4 * C + A * e + 4 * config.n_head) if checkpointing else block
     autocast_copies = matrices * 2 if e < 4 else 0
     activations = config.n_layer * of_block + autocast_copies
@@ -59,19 +62,15 @@ def count_memory(
     earlier = 4 * parameters if accumulation > 1 else 0
     recomputed = block if checkpointing else 0
     candidates = count_candidates(config, N, e, activations + earlier, recomputed, device)
-    gradients = max(earlier, 4 * parameters // shards)
-    # The embedding's gradient comes last and is added to the head's, if they share weights, and to
-    # that of earlier micro-batches. In shards there are whole gradients of all that is in no block:
-    # these two, or one and the copy that is sent.
-    n_added = config.tie_embeddings + (accumulation > 1)
-    added = 4 * config.vocab_size * config.n_embd * n_added
+    end = max(earlier, 4 * parameters // shards) + count_last_gradients(
+        config, accumulation, shards
+    )
+    candidates["end of the backward pass"] = end
     if shards > 1:
-        added = 2 * 4 * others
         # in the loss the weights of embedding and head are gathered; in the backward pass those of
         # a block and the next, which is copied
         candidates["loss"] += 4 * others
         candidates["last MLP"] += 3 * 4 * matrices // config.n_layer
-    candidates["end of the backward pass"] = gradients + added
     peak_at = max(candidates, key=candidates.get)
     return Memory(
         parameters=4 * parameters // shards,
@@ -132,6 +131,19 @@ def count_candidates(config, N, e, kept, recomputed, device):
         "loss": kept + final_norm + 4 * N * C + count_loss(config, N, e),
         "last MLP": kept + recomputed + 4 * V * C + mlp_gradients,
     }
+
+
+def count_last_gradients(config, accumulation, shards):
+    """The bytes at the end of the backward pass besides the gradients that a process keeps.
+
+    The embedding's comes last and is added to the head's, if they share weights, and to that of
+    earlier micro-batches. In shards there are two of all that is in no block: these two, or one and
+    the copy that is sent.
+    """
+    if shards > 1:
+        return 2 * 4 * count_other_parameters(config)
+    n_added = config.tie_embeddings + (accumulation > 1)
+    return 4 * config.vocab_size * config.n_embd * n_added
 
 
 def count_loss(config, N, e):

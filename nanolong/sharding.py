@@ -51,7 +51,11 @@ def distribute(model, parallel, device, compiles):
     forward = compile_model(model) if compiles else model
     if dist.is_initialized():
         device_ids = [device.index] if device.type == "cuda" else None
-        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=device_ids)
+        forward = torch.nn.parallel.DistributedDataParallel(
+            forward,
+            device_ids=device_ids,
+            gradient_as_bucket_view=True,  # or each gradient exists twice
+        )
     return forward
 
 

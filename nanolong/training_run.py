@@ -360,6 +360,7 @@ def describe_step(loader, seconds, n_steps, dtype):
         loader.device.type,
         micro_batches,
         rank_and_world()[1] if cfg.parallel == "fsdp" else 1,
+        cfg.sequence_parallel,
     )
     step_seconds = micro_batches * seconds
     steps = "1 step" if n_steps == 1 else f"{n_steps:,} steps"

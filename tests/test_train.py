@@ -309,7 +309,7 @@ def test_the_cost_of_a_step_is_that_of_its_micro_batches(cfg, monkeypatch, capfd
     model = tiny()
     train.train(model, cfg(gradient_accumulation_steps=3, checkpoint_activations=True), 11)
     assert 0.05 <= described[0] < 1
-    assert counted == [(model.config, 2, 11, "float32", True, "adamw", "cpu", 3, 1)]
+    assert counted == [(model.config, 2, 11, "float32", True, "adamw", "cpu", 3, 1, 1)]
     assert cost_of_a_step(capfd.readouterr().out) == (
         "a step: 66 tokens, about 7.5 s (3 micro-batches of 2.5 s, measured) and 3.1 GB of "
         "tensors (counted); 4 steps: 30 s, evaluations apart"
