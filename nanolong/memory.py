@@ -67,8 +67,7 @@ def count_memory(
     )
     candidates["end of the backward pass"] = end
     if shards > 1:
-        # in the loss the weights of embedding and head are gathered; in the backward pass those of
-        # a block and the next, which is copied
+        # embedding and head are gathered; later a block and the next one, which is copied
         candidates["loss"] += 4 * others
         candidates["last MLP"] += 3 * 4 * matrices // config.n_layer
     peak_at = max(candidates, key=candidates.get)
