@@ -470,6 +470,19 @@ def test_linear_cross_entropy_with_one_gradient(frozen, rng):
     assert torch.allclose(trained.grad, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_linear_cross_entropy_can_be_differentiated_twice_where_the_graph_is_kept(rng):
+    """Its saved gradients are scaled in place by the last backward pass only."""
+    x, weight, targets = random_loss_inputs(37, 11)
+    x.requires_grad_()
+    weight.requires_grad_()
+    loss = kernels.linear_cross_entropy(x, weight, targets, "sum") * 0.3
+    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(loss, (x, weight))
+    for a, b, c in zip(first, second, kept, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
 def random_loss_inputs(n, vocab):
     """Hidden states, a weight, and targets of which some are ignored and the first is not."""
     targets = torch.randint(0, vocab, (n,))
