@@ -365,9 +365,24 @@ def make_decoding_step(model, cache, pos, docs, compiled):
     if cache.tokens.device.type == "cuda":
         return capture_graph(model, cache, pos, docs, compiled)
     if compiled:
-        step = FixedShapeStep(model, cache, pos, docs)
-        return torch.compile(step.run, fullgraph=True)
+        return compile_step(FixedShapeStep(model, cache, pos, docs))
     return None
+
+
+def compile_step(step):
+    """Compile a decoding step. Raises UserError, when it is called, for what cannot be compiled."""
+    compiled_run = torch.compile(step.run, fullgraph=True)
+
+    def run(token):
+        try:
+            return compiled_run(token)
+        except torch._dynamo.exc.Unsupported as error:
+            raise UserError(
+                f"the decoding step of {type(step.model.pos).__name__} cannot be compiled: leave "
+                "out --compile"
+            ) from error
+
+    return run
 
 
 def tables_change(model, short, long):

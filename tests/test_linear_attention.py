@@ -264,6 +264,12 @@ def test_documents_and_prompts_of_unequal_length_are_refused(make):
         next(model.generate([[1, 2, 3], [4]], 3))
 
 
+def test_compiled_generation_is_refused(make):
+    model = make(pos="linear_attention")
+    with pytest.raises(UserError, match="LinearAttention cannot be compiled: leave out --compile"):
+        list(model.generate(torch.randint(0, 50, (1, 9)), 3, compiled=True))
+
+
 @pytest.mark.parametrize(
     "word, message",
     [
