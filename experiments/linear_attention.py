@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -44,10 +44,10 @@ CHUNK = 32  # tokens whose products are a masked matrix; earlier ones are summed
 
 
 # -----------------------------------------------------------------------------
-# The schemes that work
+# The schemes of model.py that are refused, and why
 
 
-NO_CHANGE = "it adds to the embeddings and leaves attention as it is with nope"
+NO_CHANGE = "it adds to the embeddings, and attention is that of nope"
 REFUSED = {
     "learned": NO_CHANGE,
     "sinusoidal": NO_CHANGE,
@@ -86,7 +86,7 @@ def feature_map(x):
     """
     Map x to phi(x) = elu(x) + 1 (Katharopoulos et al. 2020), positive for every x above -87.
 
-    Written with exp: in float32, elu(x) + 1 is exactly zero from -17 down.
+    Written with exp: in float32, elu(x) + 1 is exactly zero from about -17.4 down.
     """
     return x.clamp(max=0).exp() + x.relu()
 
@@ -171,7 +171,7 @@ class LinearAttention(RoPE):
         """
         Attend from queries (B, H, T, D) to keys (B, Hk, T, D) and, with a cache, to those before.
 
-        Computes in float32, or float64. mask["scale"] is not used: see above.
+        Computes in float32, or float64. mask["scale"] is not used: see the top of the file.
         """
         self.check_call(cache, mask)
         dtype = torch.promote_types(v.dtype, torch.float32)
@@ -182,8 +182,8 @@ class LinearAttention(RoPE):
             rotated = self.rotate(q, k, pos, layer)
             if self.observe is not None:
                 self.observe((q, k), rotated)
-            # A cache holds the state in the place of keys, and the sum of the keys in that of
-            # values. It forgets both when the tables change, and then passes the whole text.
+            # A cache stores the state as its keys, and the sum of the keys as its values. When the
+            # tables change it drops both, and the whole text is computed again.
             state = None if cache is None else cache.keys.get(layer)
             key_sum = None if cache is None else cache.values.get(layer)
             # Sum over the keys.
@@ -238,8 +238,9 @@ class LinearConfig:
 
     def report_folder(self):
         """Return the folder of the report: trials and parts never replace the tracked one."""
-        whole = self.budget == "cpu" and len(self.seeds) >= 3 and len(set(self.pos)) == 2
-        return Path(self.out_dir or ("results" if whole else self.runs))
+        same = {"runs": self.runs, "device": self.device, "out_dir": self.out_dir}
+        is_whole = asdict(self) == asdict(LinearConfig(**same))
+        return Path(self.out_dir or ("results" if is_whole else self.runs))
 
 
 def main():

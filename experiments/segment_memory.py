@@ -7,28 +7,29 @@
         loss = model(*streams.batch(step), cache=memory)
 
 A text is computed in segments. Each layer attends to its memory, too: its own inputs at the tokens
-before the segment. So a layer sees as far back as its memory, and what lies there has seen farther.
+before the segment. What these hold depends on a memory before them, so the effective context grows
+with every layer.
 """
 
 import numpy as np
 import torch
 
 from evaluate import evaluation_mode
-from model import GPT
+from model import GPT, POSITIONS
 from nanolong.inference import sample_token
 from nanolong.validate import require
 
-# Schemes whose attention depends on distances alone. Tokens keep their distances when the memory
-# moves on, but not their positions.
-RELATIVE = ("xl", "alibi", "t5", "kerple", "shaw", "nezha", "rope")
+# Schemes for a memory: when it moves on, tokens keep their distances but not their positions.
+RELATIVE = tuple(pos for pos in POSITIONS if pos not in ("learned", "sinusoidal"))
 
 
 def check_memory(config, capacity):
     """Raise UserError unless a model of this GPTConfig can have a memory of `capacity` tokens."""
+    known = f"choose from {', '.join(RELATIVE)}"
+    require(config.pos in POSITIONS, f"there is no position scheme {config.pos!r}: {known}")
     require(
         config.pos in RELATIVE,
-        f"{config.pos!r} is no scheme for a memory, which shifts absolute positions: "
-        f"choose from {', '.join(RELATIVE)}",
+        f"{config.pos!r} adds absolute positions, which change when a memory moves on: {known}",
     )
     require(capacity >= 1, f"a memory of {capacity} tokens holds nothing: give at least 1 token")
     plain = set(config.layer_pattern) == {"F"} and not config.random_positions
@@ -41,7 +42,7 @@ def check_memory(config, capacity):
 
 class Streams:
     """
-    A text as B parallel streams: at step s, stream b reads the tokens [b N/B + s T, ...) of it.
+    A text as B parallel streams: at step s, stream b reads the T tokens from b N/B + s T on.
 
     N is a multiple of B T, where T is the length of a segment. After the last segment the streams
     start again. The text is the longest file of a split; the targets are one token further on,
@@ -49,8 +50,10 @@ class Streams:
     """
 
     def __init__(self, split, bos, batch_size, segment, n_tokens=0):
-        self.split, self.bos = split, bos
-        self.batch_size, self.segment = batch_size, segment
+        self.split = split
+        self.bos = bos
+        self.batch_size = batch_size
+        self.segment = segment  # tokens
         self.file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
         available = len(split.tokens[self.file]) - 1  # the last token is a target only
         batch_tokens = batch_size * segment
@@ -102,10 +105,9 @@ class SegmentMemory:
     """
     The last `capacity` inputs of every layer, detached, which stand in the place of a KV cache.
 
-    Keys and values of the memory are computed again for every segment, under the weights of that
-    time: gradients reach these weights through the memory, but not what the memory holds. Positions
-    are counted from the oldest token of the memory on. Its inputs are those after dropout, and
-    before the layer's norm.
+    Keys and values of the memory are computed again in every segment, with the current weights:
+    gradients reach these weights, but not the inputs, which are stored after dropout and before the
+    layer's norm. Position 0 is that of the oldest token in memory.
     """
 
     fixed_shape = False  # as in KVCache: the number of keys varies
@@ -119,7 +121,8 @@ class SegmentMemory:
         """Forget the text so far: what follows is the start of another one."""
         self.inputs = {}  # layer -> (B, length, C)
         self.next_inputs = {}  # the same after the segment that is being computed
-        self.block, self.scheme = None, None  # the layer that is being computed
+        self.block = None  # of the layer that is being computed
+        self.scheme = None
 
     @property
     def length(self):

@@ -39,7 +39,7 @@ def join_processes(device):
     """
     Join the process group when torchrun started this process. Returns (rank, number of processes).
 
-    GPUs talk over NCCL. CPUs talk over gloo, and the processes of a machine divide its cores.
+    GPUs communicate by NCCL, CPUs by gloo; the processes of a machine divide its cores.
     A process that waits for another longer than collective_timeout() ends itself.
     """
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -70,14 +70,14 @@ def _leave_group():
     """Free the process group: gloo may abort a process that ends while it is alive."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # a model in shards holds it too, and itself in cycles
+    gc.collect()  # a model in shards refers to it too, and is part of reference cycles
 
 
 def check_same_start(given, *configs):
     """
-    check_same_everywhere() of what is known when processes have just joined.
+    Check that code, torch, newest checkpoint and settings are the same in all processes.
 
-    given: the names of the settings that the user has set.
+    given: the names of the settings that the user has set. Raises LocalError.
     """
     settings = {name: value for config in configs for name, value in vars(config).items()}
     steps = list_steps(settings["out_dir"]) if "out_dir" in settings else []
@@ -91,9 +91,9 @@ def check_same_start(given, *configs):
 
 def check_same_everywhere(**facts):
     """
-    Raise UserError in all processes where a fact, anything that has a text, differs between them.
+    Raise LocalError in every process if a fact, compared as text, differs between processes.
 
-    The first that differs is named, so what explains others comes first.
+    Only the first that differs is named: pass causes before their consequences.
     """
     rank, world = rank_and_world()
     if world == 1:

@@ -34,21 +34,21 @@ def check_parallel(parallel):
         )
 
 
-def distribute(model, parallel, device, compiles):
+def distribute(model, parallel, device, use_compile):
     """
-    Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if `compiles`.
+    Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if `use_compile`.
 
-    Returns what is called for training.
+    Returns the module to call in training.
     """
-    # what processes exchange in every block is not compiled
+    # Processes communicate in every block, which is not compiled: so compile block by block.
     _, parts = sequence_rank_and_size()
-    if compiles and (parallel == "fsdp" or parts > 1):
+    if use_compile and (parallel == "fsdp" or parts > 1):
         compile_blocks(model)
-        compiles = False
+        use_compile = False
     if parallel == "fsdp":
         return shard(model, device)
     model.to(device)
-    forward = compile_model(model) if compiles else model
+    forward = compile_model(model) if use_compile else model
     if dist.is_initialized():
         device_ids = [device.index] if device.type == "cuda" else None
         forward = torch.nn.parallel.DistributedDataParallel(
@@ -61,10 +61,10 @@ def distribute(model, parallel, device, compiles):
 
 def shard(model, device):
     """
-    Leave this process its rows of every parameter, on the device. Returns the model.
+    Keep only this process's rows of every parameter, on the device. Returns the model.
 
-    A block at a time is on the device as a whole. What has been left on the meta device is never:
-    each process reads its rows from the model's checkpoint.
+    Blocks are moved one at a time. Of parameters on the meta device each process reads its own rows
+    from the model's checkpoint.
     """
     # importing them takes half a second
     from torch.distributed.device_mesh import init_device_mesh
@@ -75,10 +75,10 @@ def shard(model, device):
         scheme.to(device)  # its tables
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    # for itself: gathering it frees what the last block was gathered in, before the loss
+    # by itself: gathering it frees the weights of the last block before the loss
     fully_shard(model.norm, mesh=mesh)
-    # The loss computes the head's gradient in the forward pass already, and the embedding's needs
-    # no weights: they are freed in between.
+    # The head's gradient is computed in the forward pass, and the embedding's needs no weights, so
+    # the weights of both are freed before the backward pass.
     fully_shard([model.embed, model.head], mesh=mesh)
     model.embed.set_unshard_in_backward(False)
     fully_shard(model, mesh=mesh)  # what is left: a scheme's own parameters
@@ -119,7 +119,7 @@ def gather(x):
 
 
 def free_gathered(model):
-    """Free what is in no block after a forward pass; the backward pass would have freed it."""
+    """Free gathered weights that are in no block, after a forward pass without a backward pass."""
     if is_sharded(model):
         model.embed.reshard()
         model.reshard()
@@ -127,9 +127,9 @@ def free_gathered(model):
 
 def read_part(file, name, like):
     """
-    Read of a tensor in a file what this process keeps of `like`, a tensor of the same shape.
+    Read this process's rows of a tensor in a file.
 
-    Returns it on the device of `like`, and with its dtype.
+    like: a tensor of its whole shape, which gives sharding, device and dtype.
     """
     if not is_sharded(like):
         return read_tensor(file, name).to(like.device, like.dtype, copy=True)
@@ -144,9 +144,9 @@ def read_part(file, name, like):
 
 
 def own_rows(n, rank, world):
-    """The rows of n that a process keeps: a slice, as torch.chunk() cuts; empty for the last."""
-    most = math.ceil(n / world)
-    return slice(min(rank * most, n), min((rank + 1) * most, n))
+    """Return the slice of n rows that a process keeps, as torch.chunk() cuts; it may be empty."""
+    size = math.ceil(n / world)
+    return slice(min(rank * size, n), min((rank + 1) * size, n))
 
 
 # -----------------------------------------------------------------------------

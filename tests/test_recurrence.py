@@ -158,7 +158,7 @@ def test_several_processes_share_the_runs_and_a_last_one_collects(
         ("--schemes=learned", "absolute positions"),
         ("--schemes=rope,sinusoidal", "absolute positions"),
         ("--schemes=bert", "'bert'"),
-        ("--memories=0", "at least 1 token"),
+        ("--memories=0", "a memory of 0 segments"),
         ("--memories=3", "1, 2, 4, 8"),
         ("--batch_size=9999", "two segments of 16"),
         ("--train_tokens=128", "two segments of 16"),

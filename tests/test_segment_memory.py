@@ -70,6 +70,8 @@ def score_and_value(model, layer, distance, q, k, v):
         content = ((q + scheme.u) * k).sum(-1)
         keys = transformer_xl_keys(scheme, distance, layer)
         return (content + ((q + scheme.v) * keys).sum(-1)) * scale, v
+    if pos == "nope":
+        return (q * k).sum(-1) * scale, v
     assert pos == "rope"
     return (rotate_by(q, distance) * k).sum(-1) * scale, v
 
