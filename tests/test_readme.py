@@ -122,11 +122,11 @@ def test_settings_in_the_text_exist():
     for config in (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig):
         known |= {field.name for field in fields(config)}
     known |= {field.name for field in fields(LeaderboardConfig)}
-    # of data/prepare.py, hf.py, the other experiments, and torchrun, pip and other clients
+    # of data/prepare.py, hf.py, the other experiments, and torchrun, Slurm, pip and other clients
     known |= {"name", "tokenizer", "shards", "verify", "help", "nanogpt"}
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
     known |= {"max-restarts", "index-url", "no-deps", "all", "check", "store"}
-    known |= {"model", "prompt", "outfile"}
+    known |= {"nodes", "ntasks-per-node", "gpus-per-node", "model", "prompt", "outfile"}
     for page in PAGES:
         for setting in re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text(encoding="utf-8")):
             assert setting in known, f"{page.name}: --{setting}"
