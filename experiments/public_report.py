@@ -35,7 +35,7 @@ def write_report(public, names, asked, source):
     lines += describe(public, source)
     lines += summarize(public, losses["code"])
     plot_summary(public, losses["code"], out_dir / "public.png")
-    lines += ["![loss by position, as it came and extended](public.png)", ""]
+    lines += ["![loss by position, unmodified and extended](public.png)", ""]
     for text in losses:
         lines += loss_section(public, text, losses[text])
     plot_methods(public, losses, out_dir / "public-methods.png")
