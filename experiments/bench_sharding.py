@@ -96,7 +96,7 @@ def measure_peak(task, processes, returns_freed=False, **arguments):
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, __file__, json.dumps([task, arguments, returns_freed])]
+    command = [*launcher, __file__, json.dumps([task, arguments, returns_freed], allow_nan=False)]
     done = subprocess.run(command, capture_output=True, text=True)
     peaks = [int(peak) for peak in re.findall(r"PEAK (\d+) bytes", done.stdout)]
     if len(peaks) != processes:
