@@ -4,7 +4,7 @@
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
 # make gpu-check   on a GPU: all tests of the kernels, and a report to send us
-# make public      a public checkpoint: download, extend, evaluate, sample; about ten minutes
+# make public      a public checkpoint: download, extend, evaluate, sample; 10 to 15 minutes
 # make smollm2     only download it, for make test-all
 #
 # The CPU build of torch:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
