@@ -424,8 +424,9 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
 
 def open_dataset(model, cfg, train_length):
     """
-    The dataset of a run, checked against the model and the settings, and to be that of all
-    processes. Raises UserError.
+    The dataset of a run, checked against the model, the settings and what other processes have.
+
+    Raises UserError.
     """
     dataset = data.Dataset(cfg.dataset, cfg.bos)
     check_same_everywhere(data=dataset.hash, checkpoint=weights_hash(model))

@@ -22,7 +22,7 @@ from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_t
 from nanolong.validate import require
 from train import TrainConfig
 
-N_GROUPS = 8  # of positions in a segment, whose losses are told apart
+N_GROUPS = 8  # of positions in a segment, each with a mean loss of its own
 
 
 def memory_of(mode):

@@ -467,6 +467,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _scale(saved, factor):
     """Multiply a saved gradient: in place, unless retain_graph=True may need it once more."""
+    # torch has no public way to ask for retain_graph (2.13)
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return (saved * factor).to(saved.dtype)
     return saved.mul_(factor)
