@@ -182,8 +182,8 @@ def tokens_to_heads(q, k, v):
     # one all-to-all for the three of them: (N receivers, B, heads of each, T / N, D)
     parts = [x.unflatten(1, (N, -1)).movedim(1, 0) for x in (q, k, v)]
     received = all_to_all(torch.cat(parts, 2))  # (N senders, B, heads, T / N, D)
-    x = received.movedim(0, 2).flatten(2, 3)  # (B, heads, T, D)
-    q, k, v = x.split(heads, 1)
+    # Each is a copy of its own: v must not keep the memory of q and k, which RoPE replaces.
+    q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in received.split(heads, 2))  # (B, heads, T, D)
     return q, k, v.to(dtype)
 
 

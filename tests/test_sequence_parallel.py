@@ -7,6 +7,7 @@ import torch
 from conftest import TINY
 
 from model import GPT, POSITIONS, GPTConfig
+from nanolong import sequence_parallel
 from nanolong.checkpoint import find_checkpoint, read_meta
 from nanolong.memory import count_sent_bytes
 from rope_scaling import METHODS
@@ -24,6 +25,16 @@ def test_losses_and_gradients_are_those_of_one_process(processes, run):
     for name, (loss_error, gradient_error) in errors.items():
         assert loss_error < 1e-12, name
         assert gradient_error < 1e-9, name
+
+
+def test_values_do_not_keep_the_memory_of_queries_and_keys(monkeypatch):
+    """RoPE makes new queries and keys: the old ones are then freed."""
+    monkeypatch.setattr(sequence_parallel, "sequence_rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr(sequence_parallel, "all_to_all", lambda x: x)
+    q, k = torch.randn(1, 4, 8, 6), torch.randn(1, 2, 8, 6)
+    for x in sequence_parallel.tokens_to_heads(q, k, k):
+        assert x.shape[2] == 16
+        assert x.untyped_storage().nbytes() == x.nbytes
 
 
 def without(words, *names):
