@@ -84,7 +84,8 @@ def work(task, arguments, returns_freed):
     before = resident_memory("VmRSS")
     with silent(True):
         {"train": train_model, "evaluate": evaluate_model}[task](**arguments)
-    print("PEAK", resident_memory("VmHWM") - before, "bytes", flush=True)
+    # in one write: the lines of several processes must not mix
+    sys.stdout.write(f"PEAK {resident_memory('VmHWM') - before} bytes\n")
 
 
 # -----------------------------------------------------------------------------
