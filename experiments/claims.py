@@ -48,6 +48,7 @@ from experiments.reproduce import FACTOR, SeedRun, extend
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.device import pick_device
+from nanolong.optim import update_weights
 from nanolong.provenance import provenance
 from nanolong.validate import require
 
@@ -146,12 +147,9 @@ def train_examples(model, run, n, batch_size, steps, learning_rate, first_seed):
     model.train()
     for step in range(steps):
         rate = min(1, (step + 1) / 50, (steps - step) / (0.2 * steps))
-        optimizer.param_groups[0]["lr"] = learning_rate * rate
         x, y = make_examples(n, keys, batch_size, first_seed + step)
         model(x.to(run.device), y.to(run.device)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update_weights(model, [optimizer], learning_rate * rate)
     model.eval()
 
 

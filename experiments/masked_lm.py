@@ -52,7 +52,7 @@ from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
 from nanolong.device import autocast, pick_device, pick_dtype, prepare_device
 from nanolong.errors import UserError
-from nanolong.optim import get_lr, make_optimizers
+from nanolong.optim import get_lr, make_optimizers, update_weights
 from nanolong.provenance import provenance
 from nanolong.validate import require
 from train import TrainConfig
@@ -176,12 +176,7 @@ def train(model, objective, dataset, cfg, device, dtype):
             with autocast(device, dtype):
                 loss = model(x.to(device), y.to(device))
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = get_lr(cfg, step)
-            optimizer.step()
-            optimizer.zero_grad()
+        update_weights(model, optimizers, get_lr(cfg, step), cfg.grad_clip)
     model.eval()
 
 

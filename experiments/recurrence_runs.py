@@ -15,7 +15,7 @@ from model import GPTConfig
 from nanolong import checkpoint, run_folder
 from nanolong.device import prepare_device
 from nanolong.errors import UserError
-from nanolong.optim import get_lr, make_optimizers
+from nanolong.optim import get_lr, make_optimizers, update_weights
 from nanolong.provenance import current_commit
 from nanolong.strict_json import to_json
 from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
@@ -164,13 +164,7 @@ class Run:
             # Forward and backward.
             loss = model(x.to(device), y.to(device), cache=memory)
             loss.backward()
-            # Update the weights.
-            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = get_lr(cfg, step)
-                optimizer.step()
-                optimizer.zero_grad()
+            update_weights(model, optimizers, get_lr(cfg, step), cfg.grad_clip)
             if (step + 1) % cfg.eval_interval == 0 or step + 1 == cfg.max_iters:
                 self.seconds = time.perf_counter() - clock_start
                 self.save(model, optimizers, memory, step + 1)

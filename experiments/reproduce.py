@@ -62,7 +62,7 @@ from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.device import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
-from nanolong.optim import make_optimizers
+from nanolong.optim import make_optimizers, update_weights
 from nanolong.plots import import_pyplot, plot_needle_heatmaps
 from nanolong.provenance import provenance
 from nanolong.run_folder import list_steps
@@ -305,12 +305,7 @@ class SeedRun:
             with autocast(self.device, self.dtype):
                 loss = model(x, y, positions)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate * min(1, (step + 1) / 5)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            update_weights(model, optimizers, learning_rate * min(1, (step + 1) / 5))
         yield steps
 
     def method_losses(self, name):

@@ -70,6 +70,7 @@ from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.device import autocast, pick_device, pick_dtype, prepare_device
 from nanolong.errors import UserError
+from nanolong.optim import update_weights
 from nanolong.plots import import_pyplot
 from nanolong.provenance import provenance
 from nanolong.validate import require
@@ -299,14 +300,11 @@ def train(model, task, seed, steps, batch_size, learning_rate, warmup, device, d
     loss_sum = torch.zeros((), device=device)
     for step in range(steps):
         lr_scale = min(1, (step + 1) / warmup, (steps - step) / (0.2 * steps))
-        optimizer.param_groups[0]["lr"] = learning_rate * lr_scale
         x, y = training_batch(task, seed, step, batch_size)
         with autocast(device, dtype):
             loss = model(x.to(device), y.to(device))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update_weights(model, [optimizer], learning_rate * lr_scale)
         if step >= first_counted:
             loss_sum += loss.detach()
     model.eval()

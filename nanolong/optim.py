@@ -57,3 +57,16 @@ def make_optimizers(model, cfg):
         matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
     return [adamw, muon]
+
+
+def update_weights(model, optimizers, learning_rate, max_norm=1.0):
+    """Clip the norm of the gradients, update the weights and clear the gradients.
+
+    For the short trainings of experiments; train.py also watches for losses that are not finite.
+    """
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
