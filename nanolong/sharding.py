@@ -161,6 +161,17 @@ def set_gradient_sync(forward, enabled):
         forward.require_backward_grad_sync = enabled
 
 
+def needs_trial_sum(forward):
+    """
+    Whether to sum gradients once before the first step, for the same bits in a resumed run.
+
+    DDP orders its buckets of gradients anew after the first sum. The order in which processes add
+    depends on the place in a bucket; the sum of two does not depend on their order.
+    """
+    is_ddp = isinstance(forward, torch.nn.parallel.DistributedDataParallel)
+    return is_ddp and dist.get_world_size() > 2
+
+
 def no_gradient_sync(forward):
     """
     A context of backward passes for one process alone, where it has the whole model.

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
 from operator import call
 from pathlib import Path
@@ -36,7 +36,13 @@ from nanolong.run_folder import (
     settle_replaced,
 )
 from nanolong.sequence_parallel import any_process, data_rank_and_world, stop_sharing
-from nanolong.sharding import check_parallel, free_gathered, is_sharded, no_gradient_sync
+from nanolong.sharding import (
+    check_parallel,
+    free_gathered,
+    is_sharded,
+    needs_trial_sum,
+    no_gradient_sync,
+)
 
 
 def resume_run(model_class, cfg, model_config, given):
@@ -256,16 +262,17 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     expensive one costs.
 
     No process waits for another meanwhile, so a stop signal ends it at once; where processes share
-    sequences or weights, it ends with the batch. Returns whether one came, in any process.
+    sequences or weights, it ends with the batch. In the end they agree on whether one came, which
+    is returned, and sum gradients once, if needs_trial_sum().
     """
     check_kernels(loader, state, dtype, stop_signals, logger)
     cfg = loader.cfg
+    if state.step >= cfg.max_iters:
+        return False
     compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
     times_step = expected_seconds(loader) > EXPENSIVE_STEP
-    if not (compiles or times_step) or state.step >= cfg.max_iters:
-        return False
     run = call if need_each_other(cfg) else stop_signals.interruptible
-    if compiles or loader.device.type != "cpu":  # the first batch compiles kernels
+    if compiles or times_step and loader.device.type != "cpu":  # the first batch compiles kernels
         run(try_batch, forward, loader, dtype)
     seconds = []
     if times_step:
@@ -275,6 +282,8 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     stopped = torch.tensor(len(stop_signals), device=loader.device)
     if dist.is_initialized():
         dist.all_reduce(stopped)
+    if not stopped and needs_trial_sum(forward):
+        try_batch(forward, loader, dtype, sync=True)
     return stopped.item() > 0
 
 
@@ -317,15 +326,16 @@ def expected_seconds(loader):
     return flops / rank_and_world()[1] / EXPECTED_SPEED[loader.device.type]
 
 
-def try_batch(forward, loader, dtype):
+def try_batch(forward, loader, dtype, sync=False):
     """
     Forward and backward of the next micro-batch, which stays the next, without any effect.
 
+    sync: sum the gradients over the processes, all of which then take part.
     The random state is not kept: every micro-batch of a step sets it by its own seed.
     """
     batch, _, _ = loader.prefetch.result()
     x, y, pos, docs = batch
-    with no_gradient_sync(forward), autocast(loader.device, dtype):
+    with nullcontext() if sync else no_gradient_sync(forward), autocast(loader.device, dtype):
         loss_sum = forward(x, y, pos, docs, reduction="sum", part=loader.part)
     loss_sum.backward()
     forward.zero_grad(set_to_none=True)
