@@ -165,8 +165,8 @@ def needs_trial_sum(forward):
     """
     Whether to sum gradients once before the first step, for the same bits in a resumed run.
 
-    DDP orders its buckets of gradients anew after the first sum. The order in which processes add
-    depends on the place in a bucket; the sum of two does not depend on their order.
+    DDP changes the order of gradients in its buckets after the first sum, and the order in which
+    processes add depends on the place in a bucket. The sum of two does not depend on their order.
     """
     is_ddp = isinstance(forward, torch.nn.parallel.DistributedDataParallel)
     return is_ddp and dist.get_world_size() > 2
