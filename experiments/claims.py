@@ -277,10 +277,11 @@ def main():
     runs = [SeedRun(cfg, seed, dataset) for seed in dict.fromkeys(cfg.seeds)]
     found = {str(run.seed): measure(run, cfg.parts) for run in runs}
     seconds = sum(run.measured["seconds"] for run in runs)
+    commits = [commit for run in runs for commit in run.commits()]
     board = {
         "command": command_line("experiments/claims.py"),
         "note": (
-            f"{provenance(pick_device(cfg.device))}; {cfg.dataset} {dataset.hash}; "
+            f"{provenance(pick_device(cfg.device), commits)}; {cfg.dataset} {dataset.hash}; "
             f"{count(len(runs), 'seed')}; {count(math.ceil(seconds / 60), 'minute')} of training "
             "and measuring in all"
         ),

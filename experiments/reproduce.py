@@ -64,7 +64,7 @@ from nanolong.device import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
 from nanolong.optim import make_optimizers, update_weights
 from nanolong.plots import import_pyplot, plot_needle_heatmaps
-from nanolong.provenance import provenance
+from nanolong.provenance import current_commit, provenance
 from nanolong.run_folder import list_steps
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY, METHODS
@@ -199,7 +199,7 @@ class SeedRun:
             "dtype": str(self.dtype),
             "device": self.device.type,
         }
-        self.measured = {"key": key, "seconds": 0, "values": {}}
+        self.measured = {"key": key, "commits": [], "seconds": 0, "values": {}}
         if self.file.is_file():
             self.measured = read_json(self.file)
         require(
@@ -217,9 +217,14 @@ class SeedRun:
             values[name] = json.loads(json.dumps(value))  # as it is in the file
             seconds = time.perf_counter() - start
             self.measured["seconds"] += seconds
+            self.measured["commits"] = list(dict.fromkeys([*self.commits(), current_commit()]))
             write_json(self.file, self.measured)
             print(f"seed {self.seed}: {name}, {seconds:.0f} s", flush=True)
         return values[name]
+
+    def commits(self):
+        """The commits of the measurements, where the file has them."""
+        return self.measured.get("commits", [])
 
     def train_model(self, name, length, max_iters, passkey=0.0, pos="rope"):
         """Train a model, or what is left of it to train; return it on the device."""
@@ -734,7 +739,8 @@ def measure(cfg):
             }
         )
     model = GPT(GPTConfig(**budget["model"], vocab_size=dataset.vocab_size))
-    hardware = provenance(pick_device(cfg.device))
+    commits = [commit for run in runs for commit in run.commits()]
+    hardware = provenance(pick_device(cfg.device), commits)
     has_heads = "probe" in cfg.parts
     return {
         "command": command_line("experiments/reproduce.py"),
