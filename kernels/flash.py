@@ -128,11 +128,21 @@ def _clipped_product(rows, X, x_t, m, channel, D: tl.constexpr):
 
 
 @triton.jit
-def _expand_row(row, r, c, BM: tl.constexpr, BN: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Expand a bias row (W,) to a tile: element (r, c) is row[r - c + BN - 1]."""
-    x = r[None, :] - c[:, None] if TRANSPOSED else r[:, None] - c[None, :]
-    flat = tl.gather(row, tl.reshape(x + (BN - 1), [BM * BN]), 0)
-    return tl.reshape(flat, [BN, BM]) if TRANSPOSED else tl.reshape(flat, [BM, BN])
+def _difference(rows, columns):
+    """Compute rows - columns for a tile, so that the compiler sees what is equal in a thread.
+
+    In the tensor cores' layout a thread's rows differ in the bits 8 and 64, and its columns in all
+    bits but 2 and 4: these are known when the kernel is compiled. Added up by themselves they are
+    one constant, and elements with the same difference become one load (half of them, or less).
+    """
+    of_thread = (rows & ~72)[:, None] - (columns & 6)[None, :] + (rows & 64)[:, None]
+    return of_thread + ((rows & 8)[:, None] - (columns & ~6)[None, :])
+
+
+@triton.jit
+def _expand_row(row, x):
+    """Expand a bias row (W,) to a tile: row[x], for indices x of the shape of the tile."""
+    return tl.reshape(tl.gather(row, tl.ravel(x), 0), x.shape)
 
 
 @triton.jit
@@ -226,7 +236,8 @@ def _add_bias(
         else:
             distance = tl.abs(i0 - n0 - (BN - 1) + tl.arange(0, W))
             bias_row = tl.load(BIAS + tl.minimum(distance, m - 1))
-            s = s * scale + _expand_row(bias_row, r, c, BM, BN, TRANSPOSED)
+            x = -_difference(c, r) if TRANSPOSED else _difference(r, c)
+            s = s * scale + _expand_row(bias_row, x + (BN - 1))
     elif KIND == VECTORS:
         if IS_CLIPPED:
             shift = clipped_bias * scale
@@ -282,7 +293,7 @@ def _visible(
 def _outside_sweep(i0, n0, m, B: tl.constexpr, CAUSAL: tl.constexpr):
     """Whether the diagonal sweep leaves out the B x B tile of key n0 and the queries from i0 on.
 
-    It does where no distance in that tile is below m - 1.
+    It does where no distance in that tile is below m - 1. i0: a number, or one for each query.
     """
     d = i0 - n0 // B * B
     outside = d - (B - 1) >= m - 1
@@ -314,7 +325,7 @@ def _key_blocks(
 
     Key blocks [lo, hi) are visible at all, [left, right) wholly. So the segments are SINKS,
     LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), CLIPPED [left, near) and WHOLE [near, right).
-    CLIPPED ends at a multiple of B keys.
+    CLIPPED ends at a multiple of B keys, and BN divides B.
     """
     i0 = q_start + block * BM
     i1 = i0 + BM - 1
@@ -497,6 +508,31 @@ def _forward_kernel(
 
 
 @triton.jit
+def _bias_row_sums(
+    x, i0, n0, m, r, c,
+    BM: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
+    segment: tl.constexpr,
+):  # fmt: skip
+    """Sum a tile x of P or dS over its keys, for the gradient of the bias: (BM,).
+
+    With slopes, the sum of -d * x; with a table or vectors, of what the diagonal sweep leaves out.
+    """
+    total = tl.sum(x, 1)
+    if KIND == SLOPES:
+        if CAUSAL:  # -d is c + what row and tile add
+            return tl.sum(x * c.to(tl.float32)[None, :], 1) + (n0 - i0 - r).to(tl.float32) * total
+        else:
+            distance = tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
+            return tl.sum(x * -distance.to(tl.float32), 1)
+    elif segment == CLIPPED:
+        return total
+    elif segment < WHOLE or not CAUSAL or BM > B:
+        return total * _outside_sweep(i0 + r // B * B, n0, m, B, CAUSAL).to(tl.float32)
+    else:  # in causal attention the sweep leaves out no WHOLE tile of its own height
+        return tl.zeros([BM], tl.float32)
+
+
+@triton.jit
 def _dq_kernel(
     # pointers
     Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, OUT, LSE, DOUT, DLSE,
@@ -510,14 +546,14 @@ def _dq_kernel(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
     KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
-    BIAS_GRAD: tl.constexpr,
+    BIAS_GRAD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ and the corrected delta of BM queries of one head.
 
     Where BIAS_GRAD, also the row sums that the gradient of the bias needs. ROW_GRAD: with slopes,
     the sum of -d * dS over a row; with a table or vectors, the sum of dS over the tiles that the
     diagonal sweep leaves out, which belongs to the last entry. ROW_MASS: the same sums of P.
-    BM is that of the sweep.
+    B is the BM of the sweep: it divides BM, and BN divides it.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -565,7 +601,7 @@ def _dq_kernel(
     clipped_ds = tl.zeros([BM], tl.float32)  # row sums of dS over clipped tiles
     starts, ends = _key_blocks(
         block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-        BM, BN, BM, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
+        BM, BN, B, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
     )  # fmt: skip
     for segment in tl.static_range(5):
         if _segment_exists(segment, KIND, WINDOW, DOCS):
@@ -601,28 +637,9 @@ def _dq_kernel(
                 ds = p * (dp - delta[:, None])
                 ds_sum = tl.sum(ds, 1)
                 delta_error += ds_sum
-
-                # row sums for the gradient of the bias
                 if BIAS_GRAD:
-                    if KIND == SLOPES:
-                        if CAUSAL:  # -d is c + what row and tile add
-                            rest = (n0 - i0 - r).to(tl.float32)
-                            column = c.to(tl.float32)[None, :]
-                            row_grad += tl.sum(ds * column, 1) + rest * ds_sum
-                            row_mass += tl.sum(p * column, 1) + rest * tl.sum(p, 1)
-                        else:
-                            distance = tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
-                            weight = -distance.to(tl.float32)
-                            row_grad += tl.sum(ds * weight, 1)
-                            row_mass += tl.sum(p * weight, 1)
-                    elif segment == CLIPPED:
-                        row_grad += ds_sum
-                        row_mass += tl.sum(p, 1)
-                    elif segment < WHOLE or not CAUSAL:
-                        # (in causal attention the sweep leaves out no WHOLE tile)
-                        outside = _outside_sweep(i0, n0, m, BM, CAUSAL).to(tl.float32)
-                        row_grad += ds_sum * outside
-                        row_mass += tl.sum(p, 1) * outside
+                    row_grad += _bias_row_sums(ds, i0, n0, m, r, c, BM, B, KIND, CAUSAL, segment)
+                    row_mass += _bias_row_sums(p, i0, n0, m, r, c, BM, B, KIND, CAUSAL, segment)
 
                 # gradient of the queries
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -710,7 +727,7 @@ def _dkdv_kernel(
             last_bias = tl.load(bias_head + m - 1)
         for segment in tl.static_range(1, 5):
             if segment < CLIPPED or KIND >= TABLE:
-                for n in tl.range(starts[segment], ends[segment], disable_licm=KIND >= TABLE):
+                for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
                     # probabilities of the tile
                     m0 = n * BM
                     i0 = q_start + m0
@@ -883,7 +900,7 @@ def _sweep_kernel(
         tile_bias = tl.where(past, 0.0, float("-inf"))
     if KIND == TABLE:
         bias_row = tl.load(BIAS + tl.minimum(tl.abs(d0 + tl.arange(0, W)), m - 1))
-        tile_bias += _expand_row(bias_row, r, c, BM, BM, False)
+        tile_bias += _expand_row(bias_row, r[:, None] - c[None, :] + (BM - 1))
         acc = tl.zeros([BM, BM], tl.float32)
     else:
         acc = tl.zeros([BM, DP], tl.float32)
@@ -929,7 +946,8 @@ def _sweep_kernel(
 #
 # Chosen by ahead-of-time compilation (results/aot.md): nothing spilled up to D = 128, shared memory
 # within the card's limit, fewest instructions an element. Not yet chosen by timing. The tiles of a
-# sweep and those of vectors are square, and the BM of the dQ kernel is that of the sweep.
+# sweep and those of vectors are square. Where there is a sweep, its BM divides that of the dQ
+# kernel, and the BN of the dQ kernel divides it.
 
 
 class Tile(NamedTuple):
@@ -955,7 +973,7 @@ TILES = {
     ("sm_80", 128): (
         (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(16, 128, 8, 2), None),
         (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(16, 128, 8, 2), None),
-        (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)),
+        (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(16, 128, 8, 2), Tile(64, 64, 4, 2)),
         (Tile(32, 32, 8, 2), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
     ),
     ("sm_86", 64): (
@@ -967,19 +985,19 @@ TILES = {
     ("sm_86", 128): (
         (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), None),
         (Tile(64, 32, 4, 3), Tile(64, 64, 8, 2), Tile(32, 64, 4, 1), None),
-        (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
+        (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)),
         (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
     ),
     ("sm_90", 64): (
         (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), None),
         (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
         (Tile(64, 64, 8, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     ),
     ("sm_90", 128): (
         (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
         (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 2)),
+        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(64, 64, 4, 2)),
         (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
     ),
     ("sm_100", 64): (
@@ -1001,8 +1019,8 @@ TILES = {
         (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
     ),
     ("sm_120", 128): (
-        (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), None),
-        (Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), None),
+        (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), None),
+        (Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), None),
         (Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
         (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
     ),
@@ -1020,6 +1038,29 @@ TILES = {
     ),
 }
 
+# The same where neither a window, nor documents, nor padding of the head dimension need a mask, whose
+# registers leave room for larger tiles, or fewer warps: (kernel, kind of bias), where TILES differs.
+UNMASKED_TILES = {
+    ("sm_80", 64): {
+        ("forward", NONE.value): Tile(128, 64, 4, 3),
+        ("forward", SLOPES.value): Tile(128, 64, 4, 3),
+        ("forward", TABLE.value): Tile(128, 64, 4, 3),
+        ("dq", TABLE.value): Tile(128, 64, 8, 2),
+        ("dkdv", TABLE.value): Tile(16, 128, 4, 2),
+    },
+    ("sm_80", 128): {
+        ("dq", TABLE.value): Tile(128, 32, 8, 2),
+    },
+    ("sm_90", 128): {
+        ("dq", SLOPES.value): Tile(128, 64, 8, 3),
+    },
+    ("sm_120", 128): {
+        ("dq", SLOPES.value): Tile(64, 32, 4, 2),
+        ("dq", TABLE.value): Tile(64, 32, 4, 2),
+        ("dkdv", NONE.value): Tile(64, 64, 8, 2),
+    },
+}
+
 # float32 elements: the tiles of vectors; what TILES lacks is in tile_for()
 FLOAT32_VECTORS = {"sm_100": Tile(64, 64, 8, 1), "gfx942": Tile(16, 16, 4, 1)}
 
@@ -1031,13 +1072,20 @@ SWEEP_PROGRAMS = 512
 # Launching the kernels
 
 
-def tile_for(family, itemsize, DP, kind, kernel):
-    """The Tile of one of KERNELS. itemsize: bytes of an element; kind: 0 to 3, a kind of bias."""
+def tile_for(family, itemsize, DP, kind, kernel, masked):
+    """The Tile of one of KERNELS.
+
+    itemsize: bytes of an element. kind: 0 to 3, a kind of bias. masked: whether there is a window,
+    are documents, or is a head dimension below DP.
+    """
     if family == "interpreter":
-        return Tile(32, 32, 4, 1)
+        queries = 64 if kernel == "dq" and kind == TABLE.value else 32
+        return Tile(queries, 32, 4, 1)
     vectors = kind == VECTORS.value
     if itemsize <= 2 and DP <= 128:
-        return TILES[family, max(DP, 64)][kind][KERNELS.index(kernel)]
+        row = family, max(DP, 64)
+        tile = TILES[row][kind][KERNELS.index(kernel)]
+        return tile if masked else UNMASKED_TILES.get(row, {}).get((kernel, kind), tile)
     if itemsize > 2 and DP <= 128 and vectors:
         return FLOAT32_VECTORS.get(family, Tile(16, 16, 8, 1))
     if vectors or itemsize > 2 and DP > 64:
@@ -1173,7 +1221,8 @@ class _Call:
 
     def tile(self, kernel):
         """The tile of a kernel, and the keyword arguments of its launch that follow from it."""
-        tile = tile_for(self.family, self.itemsize, self.DP, self.kind, kernel)
+        masked = self.window > 0 or self.docs is not None or self.D < self.DP
+        tile = tile_for(self.family, self.itemsize, self.DP, self.kind, kernel, masked)
         options = {
             "BM": tile.BM,
             "BN": tile.BN,
@@ -1183,6 +1232,9 @@ class _Call:
         }
         if kernel == "sweep":  # square
             del options["BN"]
+        if kernel == "dq":
+            has_sweep = self.kind >= TABLE.value
+            options["B"] = self.tile("sweep")[0].BM if has_sweep else tile.BM
         return tile, options
 
     def masks(self, BM, BN, of_keys=False):

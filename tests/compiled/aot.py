@@ -214,8 +214,13 @@ def attention_case(target, kernel_name, D, bias, masks=False, dtype="bf16", G=1)
         sizes = {"BN": BN, "PACK": G, "ROWS": max(16, triton.next_power_of_2(G))}
     else:
         family = "sm_86" if target == "sm_89" else target
-        BM, BN, warps, stages = flash.tile_for(family, itemsize, DP, kind, kernel_name)
+        call = family, itemsize, DP, kind
+        masked = masks or D < DP
+        BM, BN, warps, stages = flash.tile_for(*call, kernel_name, masked)
         sizes = {"BM": BM, "BN": BN, "W": triton.next_power_of_2(BM + BN)}
+        if kernel_name == "dq":
+            has_sweep = kind >= flash.TABLE.value
+            sizes["B"] = flash.tile_for(*call, "sweep", masked).BM if has_sweep else BM
     constants = {
         **sizes,
         "D": D,

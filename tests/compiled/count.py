@@ -371,7 +371,7 @@ def tile_of(arch, term, D, kernel, dtype=torch.bfloat16):
     kind = min(TERMS.index(term), 3)
     DP = max(16, 1 << (D - 1).bit_length())
     family = "sm_86" if arch == "sm_89" else arch
-    return flash.tile_for(family, torch.finfo(dtype).bits // 8, DP, kind, kernel)
+    return flash.tile_for(family, torch.finfo(dtype).bits // 8, DP, kind, kernel, D < DP)
 
 
 # -----------------------------------------------------------------------------

@@ -107,8 +107,11 @@ def sweep_turns(T, BM, m, B, H, programs):
     return found
 
 
-def turns_of(kernel, tile, shape, m):
-    """The turns of all programs, in the order of their launch: a list of tuples."""
+def turns_of(kernel, tile, shape, m, sweep_side):
+    """The turns of all programs, in the order of their launch: a list of tuples.
+
+    sweep_side: the side of the tiles of the sweep, if there is one.
+    """
     from kernels import flash
 
     B, H, T, _ = shape
@@ -118,8 +121,8 @@ def turns_of(kernel, tile, shape, m):
     if kernel == "dkdv":
         blocks = [query_turns(block, T, BM, BN, m) for block in range(ceil_div(T, BN))]
     else:
-        B_clipped = BN if kernel == "forward" else BM
-        blocks = [key_turns(block, T, BM, BN, B_clipped, m) for block in range(ceil_div(T, BM))]
+        side = sweep_side if kernel == "dq" and m else BN
+        blocks = [key_turns(block, T, BM, BN, side, m) for block in range(ceil_div(T, BM))]
         blocks.reverse()  # the longest first
     return blocks * (B * H)
 
@@ -348,13 +351,14 @@ def predict(folder):
             counts = load_counts(folder, card[0], shape[3])
             for name, term, m in TERMS:
                 m = (m or shape[2]) if term in ("table", "vectors", "xl") else 0
+                sweep_side = counts[term, "sweep"]["tile"][0] if m else 0
                 backward = [0.0, 0.0]
                 for kernel in count.KERNELS:
                     if (term, kernel) not in counts:
                         continue
                     counted = counts[term, kernel]
                     n_loops = len(counted["loops"])  # without a table there are no clipped tiles
-                    programs = turns_of(kernel, counted["tile"], shape, m)
+                    programs = turns_of(kernel, counted["tile"], shape, m, sweep_side)
                     programs = [program[:n_loops] for program in programs]
                     times = seconds(counted, programs, card, memory_bytes(kernel, shape))
                     rows.append(prediction(kernel, name, shape, card_name, times))

@@ -36,6 +36,15 @@ def test_whole_tiles_have_no_bank_conflicts(counts):
         assert loop.wavefronts == loop.least_wavefronts > 0
 
 
+def test_scores_of_a_thread_at_one_distance_share_a_load_of_the_bias():
+    """A thread has 2 rows, 8 apart, of 128 columns: scores at 2 x 17 distances instead of 256."""
+    counted = count.count_attention("sm_90", "table", 64, ["forward"])["forward"]
+    assert counted.tile[:3] == (128, 128, 8)
+    masked, whole, clipped = counted.loops
+    for loop in (masked, whole):
+        assert loop.instructions["shared"] - clipped.instructions["shared"] <= 34 + 2
+
+
 @pytest.mark.parametrize("kernel", count.KERNELS)
 def test_turns_are_those_that_the_emulator_executes(counts, kernel):
     counted = counts[kernel]
@@ -47,7 +56,8 @@ def test_turns_are_those_that_the_emulator_executes(counts, kernel):
     if kernel == "sweep":
         programs = predict.sweep_turns(T, BM, m, 2, 1, 1)
     else:
-        programs = predict.turns_of(kernel, counted.tile, (2, 1, T, 64), m)
+        sweep_side = counts["sweep"].tile[0]
+        programs = predict.turns_of(kernel, counted.tile, (2, 1, T, 64), m, sweep_side)
     assert len(programs) == counted.programs
     for loop, turns in zip(counted.loops, zip(*programs, strict=True), strict=True):
         # the compiler may peel the first turn of a loop

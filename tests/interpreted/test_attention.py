@@ -114,16 +114,18 @@ def test_random_cases_against_float64(rng):
         ("slopes", 16, 64),
         ("table", 16, 64),
         ("table", 64, 16),
+        ("table", 128, 32),
         ("shaw", 64, 64),
     ],
 )
 def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
-    """The tiles of a sweep and of vectors are square, and the dQ kernel has the sweep's height."""
-    sizes = {"forward": (BM, BN), "dkdv": (BM, BN), "dq": (64, min(BN, 64)), "sweep": (64, 64)}
+    """The tiles of a sweep and of vectors are square; the sweep's height divides that of dQ."""
+    sizes = {"forward": (BM, BN), "dkdv": (BM, BN), "sweep": (64, 64)}
+    sizes["dq"] = (max(BM, 64), min(BN, 64))
     if bias == "shaw":
         sizes = dict.fromkeys(flash.KERNELS, (BM, BM))
 
-    def tile_for(family, itemsize, DP, kind, kernel):
+    def tile_for(family, itemsize, DP, kind, kernel, masked):
         return flash.Tile(*sizes[kernel], warps=4, stages=1)
 
     monkeypatch.setattr(flash, "tile_for", tile_for)
@@ -135,6 +137,19 @@ def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
         ("all keys", "5"),
     ):
         check(small_case(T=100, cached=37, m=m, bias=bias, mask=mask))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("family,DP", list(flash.TILES))
+def test_tiles_fit_each_other(family, DP, masked):
+    def tiles(kind):
+        return {x: flash.tile_for(family, 2, DP, kind.value, x, masked) for x in flash.KERNELS}
+
+    table = tiles(flash.TABLE)
+    assert table["dq"].BM % table["sweep"].BM == 0 == table["sweep"].BM % table["dq"].BN
+    vectors = tiles(flash.VECTORS)
+    assert all(tile.BM == tile.BN for tile in (table["sweep"], *vectors.values()))
+    assert vectors["dq"].BM == vectors["sweep"].BM
 
 
 ONE_ENTRY_CASES = [
