@@ -1038,8 +1038,8 @@ TILES = {
     ),
 }
 
-# The same where neither a window, nor documents, nor padding of the head dimension need a mask, whose
-# registers leave room for larger tiles, or fewer warps: (kernel, kind of bias), where TILES differs.
+# The same where neither a window, nor documents, nor padding of the head dimension need a mask:
+# (kernel, kind of bias), where that leaves registers for larger tiles or fewer warps.
 UNMASKED_TILES = {
     ("sm_80", 64): {
         ("forward", NONE.value): Tile(128, 64, 4, 3),
@@ -1261,14 +1261,21 @@ def _empty_output(x):
 
 
 def _kernel_layout(x):
-    """Copy x if the kernels cannot read it as it is.
+    """Copy x (B, H, T, D) if the kernels cannot read it as it is.
 
     They need contiguous channels (a gradient that autograd expanded has stride 0), and tokens less
-    than 2^24 elements apart, because offsets within a block have 32 bits.
+    than 2^24 elements apart, because offsets within a block have 32 bits. All rows start at a
+    multiple of 16 elements: only then are they copied asynchronously, and for other copies Triton
+    3.7 leaves out a fence before the products of sm_90.
     """
-    if x is None or x.stride(-1) == 1 and x.stride(2) < 1 << 24:
+    if x is None:
         return x
-    return x.contiguous()
+    aligned = all(stride % 16 == 0 for stride in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    if aligned and x.stride(3) == 1 and x.stride(2) < 1 << 24:
+        return x
+    B, H, T, D = x.shape
+    rows = x.new_empty(B, H, T, triton.cdiv(D, 16) * 16)[..., :D]
+    return rows.copy_(x)
 
 
 @torch.library.custom_op("nanolong::attention", mutates_args=())

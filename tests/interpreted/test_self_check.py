@@ -74,7 +74,7 @@ BROKEN = [
     ("a scale", "scale * LOG2E}", "scale * LOG2E * 1.05}", "the output"),
     ("a mask", "(at_j <= at_i)", "(at_j <= at_i + 1)", "the output"),
     ("a table's gradient", "grad.copy_(total", "grad.copy_(0 * total", "the gradient of table"),
-    ("a wrong row of the bias", "x + (BN - 1), [BM", "x + BN, [BM", "the output"),
+    ("a wrong row of the bias", "bias_row, x + (BN - 1)", "bias_row, x + BN", "the output"),
     ("a launch that is refused", "B, H, Tq, D = q.shape", "raise ValueError('out')", "ValueError"),
 ]
 
