@@ -152,6 +152,15 @@ def test_tiles_fit_each_other(family, DP, masked):
     assert vectors["dq"].BM == vectors["sweep"].BM
 
 
+@pytest.mark.parametrize("D,pad", [(64, 0), (64, 1), (40, 0), (65, 0)])
+def test_rows_reach_the_kernels_at_multiples_of_16_elements(D, pad):
+    x = torch.randn(2, 3, 5, D + pad)[..., :D]
+    y = flash._kernel_layout(x)
+    assert torch.equal(x, y)
+    assert all(stride % 16 == 0 for stride in y.stride()[:3]) and y.stride(3) == 1
+    assert (y is x) == (D == 64 and pad == 0)  # no copy where none is needed
+
+
 ONE_ENTRY_CASES = [
     small_case(T=70, cached=cached, m="1", bias=bias, mask=mask)
     for bias in ("table", "shaw", "xl")
