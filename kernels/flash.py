@@ -42,13 +42,14 @@ Five things to know before reading:
    program adds up the dS tiles in registers and sums along their diagonals once, at the end. There
    are no atomics, so the result is deterministic, and the memory is O(H m). Only the diagonals with
    a distance below m - 1 are visited. The gradient of the last entry, the clipped tail, is a sum
-   over whole rows, which the dQ kernel computes in passing.
+   over all other tiles, which the kernel of dK and dV computes in passing (of relative vectors,
+   where each query has its own weight: the dQ kernel). So is the gradient of slopes.
 
 5. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij. It is usually computed
    as dO_i . O_i, from an O that was rounded to 16 bits. Then the rows of dS do not sum to zero, and
    a bias gradient, which adds up thousands of them, is wrong by percents. But a row of dS sums to
    exactly the error of its delta. The dQ kernel adds up each row and corrects delta, for its own
-   clipped-tail sums and for the kernels that run after it.
+   sums and for the kernels that run after it.
 
 The backward pass runs dQ (which also corrects delta), then dK and dV, then the diagonal sweep. It
 needs no atomics and no scratch memory beyond O(T). Nothing is autotuned: TILES fixes the tile
@@ -143,6 +144,18 @@ def _difference(rows, columns):
 def _expand_row(row, x):
     """Expand a bias row (W,) to a tile: row[x], for indices x of the shape of the tile."""
     return tl.reshape(tl.gather(row, tl.ravel(x), 0), x.shape)
+
+
+@triton.jit
+def _partial_sums(tile):
+    """Sum a tile (rows, columns) to four columns: (rows, 4).
+
+    In the tensor cores' layout four threads share a row. Each sums its own columns, so nothing is
+    exchanged in the loop; the four sums are added up after it.
+    """
+    columns: tl.constexpr = tile.shape[1]
+    by_thread = tl.reshape(tile, [tile.shape[0], columns // 8, 4, 2])
+    return tl.sum(tl.sum(by_thread, 3), 1)
 
 
 @triton.jit
@@ -291,11 +304,11 @@ def _visible(
 
 @triton.jit
 def _outside_sweep(i0, n0, m, B: tl.constexpr, CAUSAL: tl.constexpr):
-    """Whether the diagonal sweep leaves out the B x B tile of key n0 and the queries from i0 on.
+    """Whether the diagonal sweep leaves out its B x B tile of the queries from i0, the keys from n0.
 
-    It does where no distance in that tile is below m - 1. i0: a number, or one for each query.
+    It does where no distance in that tile is below m - 1. n0: a number, or one for each key.
     """
-    d = i0 - n0 // B * B
+    d = i0 - n0
     outside = d - (B - 1) >= m - 1
     if not CAUSAL:  # causal: the sweep visits every tile at the main diagonal
         outside |= d + B - 1 <= 1 - m
@@ -318,14 +331,13 @@ def _segment_exists(
 @triton.jit
 def _key_blocks(
     block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-    BM: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_BLOCK_MASK: tl.constexpr,
 ):  # fmt: skip
     """The key blocks that a query block visits: where each segment starts, and where it ends.
 
     Key blocks [lo, hi) are visible at all, [left, right) wholly. So the segments are SINKS,
     LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), CLIPPED [left, near) and WHOLE [near, right).
-    CLIPPED ends at a multiple of B keys, and BN divides B.
     """
     i0 = q_start + block * BM
     i1 = i0 + BM - 1
@@ -349,7 +361,7 @@ def _key_blocks(
         right = tl.maximum(tl.minimum(right, hi), left)
     near = left
     if KIND >= TABLE:
-        clipped_end = tl.maximum(i0 - m + 2, 0) // B * (B // BN)
+        clipped_end = tl.maximum(i0 - m + 2, 0) // BN
         near = tl.minimum(tl.maximum(clipped_end, left), right)
     return (0, lo, right, near, left), (sink_end, left, hi, right, near)
 
@@ -447,7 +459,7 @@ def _forward_kernel(
     row_max = tl.full([BM], -1e30, tl.float32)
     starts, ends = _key_blocks(
         block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-        BM, BN, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
+        BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
     )  # fmt: skip
     for segment in tl.static_range(5):
         if _segment_exists(segment, KIND, WINDOW, DOCS):
@@ -508,28 +520,25 @@ def _forward_kernel(
 
 
 @triton.jit
-def _bias_row_sums(
-    x, i0, n0, m, r, c,
-    BM: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr,
-    segment: tl.constexpr,
-):  # fmt: skip
-    """Sum a tile x of P or dS over its keys, for the gradient of the bias: (BM,).
+def _bias_key_sums(
+    ds, m0, n0, q_start, m, r, c, B: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Sum a tile of dS^T over its queries, for the gradient of the bias: (BN, 4).
 
-    With slopes, the sum of -d * x; with a table or vectors, of what the diagonal sweep leaves out.
+    With slopes, the sum of -d * dS; with a table, of the dS that the diagonal sweep leaves out. B is
+    the BM of the sweep. The tile lies within B queries.
     """
-    total = tl.sum(x, 1)
-    if KIND == SLOPES:
-        if CAUSAL:  # -d is c + what row and tile add
-            return tl.sum(x * c.to(tl.float32)[None, :], 1) + (n0 - i0 - r).to(tl.float32) * total
-        else:
-            distance = tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
-            return tl.sum(x * -distance.to(tl.float32), 1)
-    elif segment == CLIPPED:
-        return total
-    elif segment < WHOLE or not CAUSAL or BM > B:
-        return total * _outside_sweep(i0 + r // B * B, n0, m, B, CAUSAL).to(tl.float32)
-    else:  # in causal attention the sweep leaves out no WHOLE tile of its own height
-        return tl.zeros([BM], tl.float32)
+    i0 = q_start + m0
+    if KIND == TABLE:
+        outside = _outside_sweep(i0 - m0 % B, (n0 + c) // B * B, m, B, CAUSAL)
+        return _partial_sums(ds) * outside.to(tl.float32)[:, None]
+    elif CAUSAL:  # -d is what key and tile add, less r
+        of_key = (n0 + c - i0).to(tl.float32)
+        of_query = r.to(tl.float32)
+        return _partial_sums(ds) * of_key[:, None] - _partial_sums(ds * of_query[None, :])
+    else:
+        distance = tl.abs((i0 + r)[None, :] - (n0 + c)[:, None])
+        return _partial_sums(ds * -distance.to(tl.float32))
 
 
 @triton.jit
@@ -546,14 +555,12 @@ def _dq_kernel(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
     KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
-    BIAS_GRAD: tl.constexpr, B: tl.constexpr,
+    ROW_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ and the corrected delta of BM queries of one head.
 
-    Where BIAS_GRAD, also the row sums that the gradient of the bias needs. ROW_GRAD: with slopes,
-    the sum of -d * dS over a row; with a table or vectors, the sum of dS over the tiles that the
-    diagonal sweep leaves out, which belongs to the last entry. ROW_MASS: the same sums of P.
-    B is the BM of the sweep: it divides BM, and BN divides it.
+    Where ROW_SUMS, also the sums over each row of dS (ROW_GRAD) and P (ROW_MASS) that belong to
+    the last vector: over the tiles that the diagonal sweep leaves out. Its tiles are of this size.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -601,7 +608,7 @@ def _dq_kernel(
     clipped_ds = tl.zeros([BM], tl.float32)  # row sums of dS over clipped tiles
     starts, ends = _key_blocks(
         block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-        BM, BN, B, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
+        BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
     )  # fmt: skip
     for segment in tl.static_range(5):
         if _segment_exists(segment, KIND, WINDOW, DOCS):
@@ -637,9 +644,14 @@ def _dq_kernel(
                 ds = p * (dp - delta[:, None])
                 ds_sum = tl.sum(ds, 1)
                 delta_error += ds_sum
-                if BIAS_GRAD:
-                    row_grad += _bias_row_sums(ds, i0, n0, m, r, c, BM, B, KIND, CAUSAL, segment)
-                    row_mass += _bias_row_sums(p, i0, n0, m, r, c, BM, B, KIND, CAUSAL, segment)
+                if ROW_SUMS:
+                    if segment == CLIPPED:
+                        row_grad += ds_sum
+                        row_mass += tl.sum(p, 1)
+                    elif segment < WHOLE or not CAUSAL:  # causal: the sweep visits all WHOLE tiles
+                        outside = _outside_sweep(i0, n0, m, BN, CAUSAL).to(tl.float32)
+                        row_grad += ds_sum * outside
+                        row_mass += tl.sum(p, 1) * outside
 
                 # gradient of the queries
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -670,7 +682,7 @@ def _dq_kernel(
     if KIND == VECTORS and not QR_IS_Q:
         tl.store(DQR + at, (dqr * (scale * LN2)).to(DQ.dtype.element_ty), mask=mask)
     tl.store(DELTA + row, delta + delta_error, mask=queries)
-    if BIAS_GRAD:
+    if ROW_SUMS:
         # as the corrected delta would have given it
         tl.store(ROW_GRAD + row, row_grad - delta_error * row_mass, mask=queries)
         tl.store(ROW_MASS + row, row_mass, mask=queries)
@@ -679,7 +691,7 @@ def _dq_kernel(
 @triton.jit
 def _dkdv_kernel(
     # pointers
-    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, LSE, DOUT, DELTA, DK, DV,
+    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, LSE, DOUT, DELTA, DK, DV, KEY_GRAD,
     # strides
     q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t,
     do_b, do_h, do_t, dk_b, dk_h, dk_t, bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
@@ -689,10 +701,14 @@ def _dkdv_kernel(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
     KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_SUMS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of BN keys of one key head, over the G query heads that share it.
 
     Tiles are transposed, (BN, BM), because the products need P^T and dS^T.
+    Where KEY_SUMS, also KEY_GRAD (batch, query head, key): what the queries of a head add to the
+    gradient of its slope, or of the last entry of its table. B is the BM of the sweep, and BM
+    divides it.
     """
     block = tl.program_id(0)
     hk = tl.program_id(1).to(tl.int64)
@@ -720,6 +736,7 @@ def _dkdv_kernel(
         row = (b * tl.num_programs(1) * G + h) * Tq
         bias_head = BIAS + h * bias_h
         rel_v_head = REL_V + h * bias_h
+        key_grad = tl.zeros([BN, 4], tl.float32)
         last_bias, slope = 0.0, 0.0
         if KIND == SLOPES:
             slope = tl.load(bias_head)
@@ -772,7 +789,12 @@ def _dkdv_kernel(
                                 D, DP, BN, True, PRECISION,
                             )  # fmt: skip
                     ds = p * (dp - delta[None, :])
+                    if KEY_SUMS:
+                        key_grad += _bias_key_sums(ds, m0, n0, q_start, m, r, c, B, KIND, CAUSAL)
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        if KEY_SUMS:
+            at = KEY_GRAD + (b * tl.num_programs(1) * G + h) * Tk + n0 + c
+            tl.store(at, tl.sum(key_grad, 1), mask=n0 + c < Tk)
 
     LN2: tl.constexpr = 0.6931471805599453  # undoes the log2(e) in scale
     at = b * dk_b + hk * dk_h + tl.cast(n0, tl.int64) * dk_t
@@ -946,8 +968,8 @@ def _sweep_kernel(
 #
 # Chosen by ahead-of-time compilation (results/aot.md): nothing spilled up to D = 128, shared memory
 # within the card's limit, fewest instructions an element. Not yet chosen by timing. The tiles of a
-# sweep and those of vectors are square. Where there is a sweep, its BM divides that of the dQ
-# kernel, and the BN of the dQ kernel divides it.
+# sweep and those of vectors are square. With a table, the BM of dK and dV divides that of the sweep;
+# with vectors, dQ and the sweep have the same.
 
 
 class Tile(NamedTuple):
@@ -966,14 +988,14 @@ KERNELS = ("forward", "dq", "dkdv", "sweep")
 TILES = {
     ("sm_80", 64): (
         (Tile(128, 32, 4, 3), Tile(128, 64, 8, 2), Tile(16, 128, 4, 2), None),
-        (Tile(128, 32, 4, 3), Tile(128, 64, 8, 2), Tile(16, 128, 4, 2), None),
-        (Tile(128, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 128, 8, 1), Tile(64, 64, 4, 2)),
+        (Tile(128, 32, 4, 3), Tile(128, 64, 8, 3), Tile(16, 128, 4, 2), None),
+        (Tile(128, 32, 4, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 1), Tile(64, 64, 4, 2)),
         (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     ),
     ("sm_80", 128): (
         (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(16, 128, 8, 2), None),
         (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(16, 128, 8, 2), None),
-        (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(16, 128, 8, 2), Tile(64, 64, 4, 2)),
+        (Tile(64, 64, 4, 2), Tile(128, 32, 8, 3), Tile(16, 128, 8, 2), Tile(64, 64, 4, 2)),
         (Tile(32, 32, 8, 2), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
     ),
     ("sm_86", 64): (
@@ -984,19 +1006,19 @@ TILES = {
     ),
     ("sm_86", 128): (
         (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), None),
-        (Tile(64, 32, 4, 3), Tile(64, 64, 8, 2), Tile(32, 64, 4, 1), None),
-        (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)),
+        (Tile(64, 32, 4, 3), Tile(64, 64, 8, 2), Tile(32, 32, 4, 1), None),
+        (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
         (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
     ),
     ("sm_90", 64): (
         (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-        (Tile(64, 64, 8, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 3), None),
+        (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)),
+        (Tile(64, 64, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     ),
     ("sm_90", 128): (
         (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), None),
         (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(64, 64, 4, 2)),
         (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
     ),
@@ -1008,8 +1030,8 @@ TILES = {
     ),
     ("sm_100", 128): (
         (Tile(64, 32, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
+        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), None),
+        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2)),
         (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
     ),
     ("sm_120", 64): (
@@ -1032,7 +1054,7 @@ TILES = {
     ),
     ("gfx942", 128): (
         (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), None),
-        (Tile(64, 64, 4, 1), Tile(64, 32, 4, 3), Tile(32, 64, 4, 1), None),
+        (Tile(64, 64, 4, 1), Tile(64, 32, 4, 3), Tile(32, 32, 4, 1), None),
         (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 64, 4, 1)),
         (Tile(64, 64, 4, 1), Tile(16, 16, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 8, 1)),
     ),
@@ -1045,14 +1067,20 @@ UNMASKED_TILES = {
         ("forward", NONE.value): Tile(128, 64, 4, 3),
         ("forward", SLOPES.value): Tile(128, 64, 4, 3),
         ("forward", TABLE.value): Tile(128, 64, 4, 3),
-        ("dq", TABLE.value): Tile(128, 64, 8, 2),
         ("dkdv", TABLE.value): Tile(16, 128, 4, 2),
     },
-    ("sm_80", 128): {
-        ("dq", TABLE.value): Tile(128, 32, 8, 2),
+    ("sm_86", 128): {
+        ("dkdv", SLOPES.value): Tile(32, 32, 4, 2),
+    },
+    ("sm_90", 64): {
+        ("dq", VECTORS.value): Tile(32, 32, 4, 2),
     },
     ("sm_90", 128): {
-        ("dq", SLOPES.value): Tile(128, 64, 8, 3),
+        ("forward", SLOPES.value): Tile(128, 128, 8, 3),
+    },
+    ("sm_100", 128): {
+        ("dkdv", SLOPES.value): Tile(64, 128, 8, 2),
+        ("dkdv", TABLE.value): Tile(64, 128, 8, 2),
     },
     ("sm_120", 128): {
         ("dq", SLOPES.value): Tile(64, 32, 4, 2),
@@ -1079,8 +1107,8 @@ def tile_for(family, itemsize, DP, kind, kernel, masked):
     are documents, or is a head dimension below DP.
     """
     if family == "interpreter":
-        queries = 64 if kernel == "dq" and kind == TABLE.value else 32
-        return Tile(queries, 32, 4, 1)
+        keys = 64 if kernel == "dkdv" and kind == TABLE.value else 32
+        return Tile(32, keys, 4, 1)
     vectors = kind == VECTORS.value
     if itemsize <= 2 and DP <= 128:
         row = family, max(DP, 64)
@@ -1088,9 +1116,11 @@ def tile_for(family, itemsize, DP, kind, kernel, masked):
         return tile if masked else UNMASKED_TILES.get(row, {}).get((kernel, kind), tile)
     if itemsize > 2 and DP <= 128 and vectors:
         return FLOAT32_VECTORS.get(family, Tile(16, 16, 8, 1))
+    adds_bias = kernel in ("dq", "dkdv") and kind in (SLOPES.value, TABLE.value)
+    warps = 8 if itemsize > 2 and adds_bias and family != "gfx942" else 4
     if vectors or itemsize > 2 and DP > 64:
-        return Tile(16, 16, 4, 1)
-    return Tile(32, 32, 4, 1)
+        return Tile(16, 16, warps, 1)
+    return Tile(32, 32, warps, 1)
 
 
 def device_family(device):
@@ -1232,7 +1262,7 @@ class _Call:
         }
         if kernel == "sweep":  # square
             del options["BN"]
-        if kernel == "dq":
+        if kernel == "dkdv":
             has_sweep = self.kind >= TABLE.value
             options["B"] = self.tile("sweep")[0].BM if has_sweep else tile.BM
         return tile, options
@@ -1332,8 +1362,9 @@ def _attention_backward(
     call = _Call(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
     bias_grad = bias_grad and call.kind != NONE.value
     delta = torch.empty_like(lse)
-    row_grad = torch.empty_like(lse) if bias_grad else lse
-    row_mass = torch.empty_like(lse) if bias_grad else lse
+    row_sums = bias_grad and call.kind == VECTORS.value
+    row_grad = torch.empty_like(lse) if row_sums else lse
+    row_mass = torch.empty_like(lse) if row_sums else lse
 
     tile, options = call.tile("dq")
     masks, mask_strides = call.masks(tile.BM, tile.BN)
@@ -1344,29 +1375,31 @@ def _attention_backward(
         *call.q_strides, *call.kv_strides, *out.stride()[:3],
         *dout.stride()[:3], *dq.stride()[:3], *call.bias_strides, *mask_strides,
         call.Tq, call.Tk, call.H // call.HK,
-        **call.scalars, **call.flags, BIAS_GRAD=bias_grad, **options,
+        **call.scalars, **call.flags, ROW_SUMS=row_sums, **options,
     )  # fmt: skip
 
+    key_sums = bias_grad and call.kind != VECTORS.value
+    key_grad = lse.new_empty(call.B, call.H, call.Tk) if key_sums else lse
     tile, options = call.tile("dkdv")
     masks, mask_strides = call.masks(tile.BM, tile.BN, of_keys=True)
     grid = (triton.cdiv(call.Tk, tile.BN), call.HK, call.B)
     _dkdv_kernel[grid](
-        *call.inputs, *masks, lse, dout, delta, dk, dv,
+        *call.inputs, *masks, lse, dout, delta, dk, dv, key_grad,
         *call.q_strides, *call.kv_strides,
         *dout.stride()[:3], *dk.stride()[:3], *call.bias_strides, *mask_strides,
         call.Tq, call.Tk, call.H // call.HK,
-        **call.scalars, **call.flags, **options,
+        **call.scalars, **call.flags, KEY_SUMS=key_sums, **options,
     )  # fmt: skip
 
     if not bias_grad:
         return grads
     if call.kind == SLOPES.value:
-        dbias.copy_(row_grad.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
+        dbias.copy_(key_grad.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
         return grads
 
     # The last entry: what the sweep leaves out. Not a matrix product, which autocast would round.
     if call.kind == TABLE.value:
-        last = row_grad.sum((0, 2))
+        last = key_grad.sum((0, 2))
     else:
         last = (row_grad[..., None] * call.qr.float()).sum((0, 2)) * scale
     by_distance, v_by_distance, d0, BM = _sweep(call, lse, dout, delta)

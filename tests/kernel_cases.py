@@ -309,31 +309,38 @@ def attention_errors(case, attention, decode_attention, backward=True, by_row=Fa
             yield Comparison(f"decoded {name}", error(x, expected), bound)
 
 
-def clipped_tail_error(attention, H, T, D, fraction=0.3):
-    """The gradient of the last entries of a table of equal scores, at half precision.
+def clipped_tail_error(attention, H, T, D, fraction=0.3, vectors=False):
+    """The gradient of the last entries of a table of zeros, or of vectors, at half precision.
 
     From an output rounded to 16 bits, delta would have an error that thousands of terms add up. The
     bound is a fraction of what would come of it.
     """
     q, k, v = (torch.randn(2, H, T, D).half().requires_grad_() for _ in range(3))
     v = v + 4  # an output far from zero is rounded coarsely
-    table = torch.zeros(H, 8).requires_grad_()
+    bias = torch.zeros(H, 8, D) if vectors else torch.zeros(H, 8)
     dy = torch.randn(2, H, T, D).half()
-    (grad,) = torch.autograd.grad(attention(q, k, v, bias=table), table, dy)
+
+    def as_arguments(x):
+        return {"relative": (x, None, None)} if vectors else {"bias": x}
+
+    bias.requires_grad_()
+    (grad,) = torch.autograd.grad(attention(q, k, v, **as_arguments(bias)), bias, dy)
 
     wide_q, wide_k, wide_v = (x.detach().double() for x in (q, k, v))
-    wide_table = table.detach().double().requires_grad_()
-    y, lse = explicit_attention(wide_q, wide_k, wide_v, bias=wide_table)
-    (expected,) = torch.autograd.grad(y, wide_table, dy.double())
+    wide_bias = bias.detach().double().requires_grad_()
+    y, lse = explicit_attention(wide_q, wide_k, wide_v, **as_arguments(wide_bias))
+    (expected,) = torch.autograd.grad(y, wide_bias, dy.double())
 
     # what rounding the output does to delta, and from there to the gradient
     y, lse = y.detach(), lse.detach()
     delta_error = ((y.half().double() - y) * dy.double()).sum(-1)
-    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(0, 7)
-    scores = wide_q @ wide_k.mT / D**0.5 + wide_table.detach()[:, distance][None]
+    scores = wide_q @ wide_k.mT / D**0.5
     clipped = torch.ones(T, T).tril(-7).double()
     clipped_mass = ((scores.tril() - lse[..., None]).exp() * clipped).sum(-1)
-    uncorrected = (delta_error * clipped_mass).sum((0, 2))
+    uncorrected = delta_error * clipped_mass
+    if vectors:
+        uncorrected = uncorrected[..., None] * wide_q / D**0.5
+    uncorrected = uncorrected.sum((0, 2))
     found = float((grad[:, -1] - expected[:, -1]).norm())
     return Comparison("last entries of the bias", found, fraction * float(uncorrected.norm()))
 

@@ -42,8 +42,8 @@ SHARED = {
 # no bias, slopes, a table, relative vectors with values, and Transformer-XL's, without
 BIASES = ("none", "slopes", "table", "vectors", "xl")
 FLOAT32_POINTERS = {
-    *("LSE", "DLSE", "DELTA", "ROW_GRAD", "ROW_MASS", "DBIAS", "DREL_V", "ROW_MAX", "ROW_SUM"),
-    *("COS", "SIN"),
+    *("LSE", "DLSE", "DELTA", "ROW_GRAD", "ROW_MASS", "KEY_GRAD", "DBIAS", "DREL_V"),
+    *("ROW_MAX", "ROW_SUM", "COS", "SIN"),
 }
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -218,7 +218,7 @@ def attention_case(target, kernel_name, D, bias, masks=False, dtype="bf16", G=1)
         masked = masks or D < DP
         BM, BN, warps, stages = flash.tile_for(*call, kernel_name, masked)
         sizes = {"BM": BM, "BN": BN, "W": triton.next_power_of_2(BM + BN)}
-        if kernel_name == "dq":
+        if kernel_name == "dkdv":
             has_sweep = kind >= flash.TABLE.value
             sizes["B"] = flash.tile_for(*call, "sweep", masked).BM if has_sweep else BM
     constants = {
@@ -233,7 +233,8 @@ def attention_case(target, kernel_name, D, bias, masks=False, dtype="bf16", G=1)
         "POSITIONS": masks,
         "DOCS": masks,
         "HAS_LENGTH": masks,
-        "BIAS_GRAD": kind > 0,
+        "ROW_SUMS": kind == flash.VECTORS.value,
+        "KEY_SUMS": kind in (flash.SLOPES.value, flash.TABLE.value),
         "PRECISION": "ieee" if itemsize == 2 or target.startswith("gfx") else "tf32x3",
         # arguments that are 1, which the just-in-time compiler makes constants
         "p_t": 1,

@@ -167,6 +167,10 @@ def clipped_tail(modules):
     yield clipped_tail_error(modules.flash.attention, H=4, T=200, D=64, fraction=0.05)
 
 
+def clipped_tail_of_vectors(modules):
+    yield clipped_tail_error(modules.flash.attention, H=4, T=200, D=64, fraction=0.1, vectors=True)
+
+
 def large_constant_in_the_table(modules):
     """Scores of 200: 2^288 overflows, so queries past the last must not count, not even as 0."""
     T = 70
@@ -300,6 +304,7 @@ def property_checks():
     return {
         "table gradient sums to zero, sm_80": Check("sm_80", table_gradient_sums_to_zero),
         "clipped tail of the table's gradient, sm_80": Check("sm_80", clipped_tail),
+        "clipped tail of the vectors' gradient, sm_80": Check("sm_80", clipped_tail_of_vectors),
         "large constant in the table, sm_80": Check("sm_80", large_constant_in_the_table),
         "rounds to nearest, sm_80": Check("sm_80", rounds_to_nearest),
         "rounds to nearest, sm_90": Check("sm_90", rounds_to_nearest),
@@ -322,6 +327,9 @@ def property_checks():
             "sm_80", T=150, mask={"docs": (torch.arange(150) // 100)[None]}
         ),
         "table, splits, sm_80": attention_check("sm_80", T=200, bias="table", m="3"),
+        "odd rows, sm_90": attention_check(
+            "sm_90", T=131, cached=1, D=128, dtype="float16", layout="odd", gradient="transposed"
+        ),
         "rotary, every channel, sm_90": rotary_check("sm_90", False, (1, 3, 3, 19, 80, 80)),
         "keys far apart in memory, sm_80": Check("sm_80", keys_far_apart),
         "results far apart in memory, sm_80": Check("sm_80", results_far_apart),

@@ -42,6 +42,8 @@ ROTARY_80 = "rotary, bfloat16, sm_80"
 ROTARY_90 = "rotary, float32, sm_90"
 ZERO_SUM_80 = "table gradient sums to zero, sm_80"
 TAIL_80 = "clipped tail of the table's gradient, sm_80"
+VECTOR_TAIL_80 = "clipped tail of the vectors' gradient, sm_80"
+ODD_90 = "odd rows, sm_90"
 LARGE_80 = "large constant in the table, sm_80"
 DOCUMENTS_80 = "documents, sm_80"
 WINDOW_80 = "window, sm_80"
@@ -99,10 +101,13 @@ FLASH = (
     ("the bias row is off by one", TABLE_80, "_expand_row(bias_row, x + (BN - 1))",
      "_expand_row(bias_row, x + BN)"),
     ("a difference lacks a bit of the row", TABLE_80, "+ (rows & 64)[:, None]\n", "\n"),
-    ("half of the queries take the other half's tile of the sweep", TAIL_80,
-     "_outside_sweep(i0 + r // B * B, n0, m, B, CAUSAL)", "_outside_sweep(i0, n0, m, B, CAUSAL)"),
-    ("whole tiles that the sweep leaves out are dropped", TAIL_80,
-     "elif segment < WHOLE or not CAUSAL or BM > B:", "elif segment < WHOLE or not CAUSAL:"),
+    ("half of the keys take the other half's tile of the sweep", TAIL_80,
+     "(n0 + c) // B * B, m, B, CAUSAL)", "n0 + c * 0, m, B, CAUSAL)"),
+    ("queries take the sweep's tile at their first row", TAIL_80,
+     "_outside_sweep(i0 - m0 % B, (n0", "_outside_sweep(i0, (n0"),
+    ("the last vector's tiles are counted twice", SHAW_80,
+     "_outside_sweep(i0, n0, m, BN, CAUSAL).to(tl.float32)",
+     "(_outside_sweep(i0, n0, m, BN, CAUSAL) | True).to(tl.float32)"),
     ("the skew is off by one", XL_80, "at = r[:, None] * B + ((r[:, None] - 1 - c[None, :])",
      "at = r[:, None] * B + ((r[:, None] - c[None, :])"),
     ("near and far distances are swapped", TABLE_80,
@@ -150,8 +155,15 @@ FLASH = (
     ("delta is missing in dK", NONE_90, "ds = p * (dp - delta[None, :])", "ds = p * dp"),
     ("delta is not corrected", ZERO_SUM_80, "tl.store(DELTA + row, delta + delta_error",
      "tl.store(DELTA + row, delta"),
-    ("the clipped tail is not corrected", TAIL_80, "row_grad - delta_error * row_mass",
-     "row_grad"),
+    ("the gradient of the last vector is not corrected", VECTOR_TAIL_80,
+     "row_grad - delta_error * row_mass", "row_grad"),
+    ("the slope's gradient forgets where the tile is", SLOPES_80,
+     "of_key = (n0 + c - i0).to(tl.float32)", "of_key = c.to(tl.float32)"),
+    ("the slope's gradient of the wrong head", SLOPES_80,
+     "at = KEY_GRAD + (b * tl.num_programs(1) * G + h) * Tk + n0 + c",
+     "at = KEY_GRAD + (b * tl.num_programs(1) * G + hk * G) * Tk + n0 + c"),
+    ("sums of keys past the last are stored", SLOPES_80,
+     "tl.store(at, tl.sum(key_grad, 1), mask=n0 + c < Tk)", "tl.store(at, tl.sum(key_grad, 1))"),
     ("the gradient of the log-sum-exp is ignored", FLOAT32_80,
      "delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse",
      "delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)"),
@@ -168,7 +180,9 @@ FLASH = (
     ("delta is read past the last query", NONE_90,
      "delta = tl.load(DELTA + row + m0 + r, mask=queries, other=0.0)",
      "delta = tl.load(DELTA + row + m0 + r)"),
-    # offsets in 32 bits
+    # memory
+    ("rows that start anywhere reach the kernels", ODD_90, "if aligned and x.stride(3) == 1",
+     "if x.stride(3) == 1"),
     ("tokens times their stride in 32 bits", FAR_80, "at = X + tl.cast(n0, tl.int64) * x_t",
      "at = X + n0 * x_t"),
     ("heads times their stride in 32 bits", FAR_HEADS_80, "h = tl.program_id(1).to(tl.int64)",
