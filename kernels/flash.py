@@ -304,7 +304,7 @@ def _visible(
 
 @triton.jit
 def _outside_sweep(i0, n0, m, B: tl.constexpr, CAUSAL: tl.constexpr):
-    """Whether the diagonal sweep leaves out its B x B tile of the queries from i0, the keys from n0.
+    """Whether the diagonal sweep leaves out its B x B tile of queries from i0, keys from n0.
 
     It does where no distance in that tile is below m - 1. n0: a number, or one for each key.
     """
@@ -525,8 +525,8 @@ def _bias_key_sums(
 ):
     """Sum a tile of dS^T over its queries, for the gradient of the bias: (BN, 4).
 
-    With slopes, the sum of -d * dS; with a table, of the dS that the diagonal sweep leaves out. B is
-    the BM of the sweep. The tile lies within B queries.
+    With slopes, the sum of -d * dS; with a table, of the dS that the diagonal sweep leaves out.
+    B is the BM of the sweep. The tile lies within B queries.
     """
     i0 = q_start + m0
     if KIND == TABLE:
@@ -967,9 +967,9 @@ def _sweep_kernel(
 # Tile sizes
 #
 # Chosen by ahead-of-time compilation (results/aot.md): nothing spilled up to D = 128, shared memory
-# within the card's limit, fewest instructions an element. Not yet chosen by timing. The tiles of a
-# sweep and those of vectors are square. With a table, the BM of dK and dV divides that of the sweep;
-# with vectors, dQ and the sweep have the same.
+# within the card's limit, fewest cycles an element (results/predicted.md). Not yet chosen by
+# timing. The tiles of a sweep and those of vectors are square. With a table, the BM of dK and dV
+# divides that of the sweep; with vectors, dQ and the sweep have the same.
 
 
 class Tile(NamedTuple):

@@ -27,6 +27,14 @@ def format_refusals(records):
     return list(dict.fromkeys(lines))
 
 
+SCORED_TOKENS = {
+    "chunked": "every token",
+    "last-quarter": "the last quarter of each sequence",
+    "sliding": "the last tokens of overlapping sequences",
+    "token-aligned": "the same tokens at every length",
+}
+
+
 def format_loss_table(records, lengths):
     """Return the losses as text: a table for each protocol, a line for each checkpoint.
 
@@ -67,7 +75,8 @@ def format_lengths(records, lengths, unit="nats per token"):
     """Return the lines of one protocol's table: the loss of each checkpoint at each length."""
     names = unique(records, "checkpoint")
     name_width = max(10, *map(len, names))
-    title = records[0]["protocol"]
+    protocol = records[0]["protocol"]
+    title = f"{protocol} ({SCORED_TOKENS[protocol]})"
     if "stride" in records[0]:
         title += f", stride {records[0]['stride']}"
     header = "".join(f"{length:>10}" for length in lengths)

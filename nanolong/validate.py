@@ -87,7 +87,8 @@ def convert(name, value, hint, where):
         return value
     if typing.get_origin(kind) is tuple:
         element = typing.get_args(kind)[0]
-        return tuple(convert(name, item, element, where) for item in split_items(value))
+        each = f"each of {name}"
+        return tuple(convert(each, item, element, where) for item in split_items(value))
     kind = typing.get_origin(kind) or kind  # dict[str, int] -> dict
     try:
         return convert_scalar(value, kind)

@@ -371,7 +371,7 @@ def test_bits_per_byte_of_a_text_are_those_of_its_bytes(
         assert chunked["bytes"] == sum(part["bytes"] for part in parts) == n_bytes
         bits = chunked["loss"] * chunked["tokens"] / chunked["bytes"] / math.log(2)
         assert bits == pytest.approx(sum(expected) / n_bytes / math.log(2), rel=1e-5)
-        table = done.stdout.split("chunked, bits per byte, by context length\n")[1]
+        table = done.stdout.split("chunked (every token), bits per byte, by context length\n")[1]
         assert f"{bits:.4f}" in table.splitlines()[1]
 
 

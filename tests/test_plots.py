@@ -65,12 +65,13 @@ def is_png(file):
 def test_loss_table_has_a_line_per_checkpoint_and_a_column_per_length(losses):
     lines = plots.format_loss_table(losses, (64, 128)).splitlines()
     assert lines[:4] == [
-        "chunked, nats per token, by context length",
+        "chunked (every token), nats per token, by context length",
         "                  64       128",
         "rope          1.2500    2.5000",
         "learned       1.2500   refused",
     ]
-    assert lines[5] == "sliding, stride 8, nats per token, by context length"
+    sliding = "sliding (the last tokens of overlapping sequences), stride 8"
+    assert lines[5] == f"{sliding}, nats per token, by context length"
     assert lines[10:14] == [
         "position, nats per token, in sequences of 64 tokens, up to position",
         "               32     64",

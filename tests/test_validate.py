@@ -97,6 +97,12 @@ def test_a_value_of_another_type_is_refused(name, value, wanted):
         validate.coerce(Settings, {name: value}, "meta.json")
 
 
+def test_a_list_with_a_wrong_item_says_that_each_item_must_be_right():
+    wanted = "^--lengths=16,x: each of lengths must be a whole number$"
+    with pytest.raises(UserError, match=wanted):
+        validate.convert("lengths", "16,x", tuple[int, ...], "--lengths=16,x")
+
+
 def test_numbers_of_numpy_are_taken_and_saved_as_pythons(tmp_path):
     model = GPT(GPTConfig(vocab_size=np.int64(10), n_layer=1, n_head=np.int32(2), n_embd=16))
     model.extend("yarn", np.float64(2), beta_fast=np.int64(16))

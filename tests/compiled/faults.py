@@ -47,6 +47,7 @@ ODD_90 = "odd rows, sm_90"
 LARGE_80 = "large constant in the table, sm_80"
 DOCUMENTS_80 = "documents, sm_80"
 WINDOW_80 = "window, sm_80"
+SINKS_80 = "sinks, sm_80"
 WHOLE_ROTARY_90 = "rotary, every channel, sm_90"
 NEAREST_80 = "rounds to nearest, sm_80"
 NEAREST_90 = "rounds to nearest, sm_90"
@@ -61,9 +62,9 @@ FLASH = (
     ("the query itself is hidden", NONE_90, "at_j <= at_i", "at_j < at_i"),
     ("one future key is seen", NONE_90, "at_j <= at_i", "at_j <= at_i + 1"),
     ("keys past the last are seen", ALL_KEYS_80, "visible = at_j < Tk", "visible = at_j < Tk + 7"),
-    ("the window is one too wide", TABLE_90, "(tl.abs(at_i - at_j) < window)",
+    ("the window is one too wide", SINKS_80, "(tl.abs(at_i - at_j) < window)",
      "(tl.abs(at_i - at_j) <= window)"),
-    ("one sink too many", TABLE_90, "| (at_j < sinks))", "| (at_j <= sinks))"),
+    ("one sink too many", SINKS_80, "| (at_j < sinks))", "| (at_j <= sinks))"),
     ("documents are not told apart", TABLE_90, "visible = visible & same", "visible = visible"),
     ("the sweep sees the future", TABLE_80, "past = d0 + (BM - 1) + r[:, None] - c[None, :] >= 0",
      "past = d0 + (BM - 1) + r[:, None] - c[None, :] >= -1"),
@@ -77,7 +78,7 @@ FLASH = (
     ("tiles before the window's edge count as whole", WINDOW_80,
      "left = tl.cdiv(tl.maximum(i1 - window + 1, 0), BN)",
      "left = tl.cdiv(tl.maximum(i0 - window + 1, 0), BN)"),
-    ("the tile with the sinks is skipped", "sinks, sm_80",
+    ("the tile with the sinks is skipped", SINKS_80,
      "sink_end = tl.minimum(tl.cdiv(sinks, BN), lo)", "sink_end = tl.minimum(sinks // BN, lo)"),
     ("near tiles count as clipped by one", TABLE_FLOAT32_80, "tl.maximum(i0 - m + 2, 0)",
      "tl.maximum(i0 - m + 3, 0)"),
