@@ -60,6 +60,8 @@ def kernel_of(check, name):
         return "rotate"
     if name.startswith("decoded"):
         return "split"
+    if name == "bias" and "slopes" in check:  # there is no sweep
+        return "dkdv"
     return KERNEL_OF.get(name.split()[-1], "other")
 
 
