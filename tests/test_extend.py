@@ -33,7 +33,8 @@ SETTINGS = {
     "dtype": "float32",
     "compile": False,
 }
-REPORT = "last-quarter, nats per token"  # the heading of a table of losses
+# the heading of a table of losses
+REPORT = "last-quarter (the last quarter of each sequence), nats per token"
 TEXT = (ROOT / "LICENSE").read_bytes()
 
 

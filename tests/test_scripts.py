@@ -249,7 +249,7 @@ def test_extending_inherits_the_training_and_measures_before_and_after(trained, 
     assert "32 -> 64 tokens" in text
     assert "the original 32" in text  # of the plot in the terminal
     assert "75.00%" in text  # 6 steps of the 8 of pretraining
-    assert text.count("last-quarter, nats per token") == 2
+    assert text.count("last-quarter (the last quarter of each sequence), nats per token") == 2
     meta = json.loads((newest(yarn) / "meta.json").read_text())
     assert meta["config"]["extension"] == {
         "method": "yarn",
