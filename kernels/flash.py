@@ -1116,6 +1116,7 @@ def tile_for(family, itemsize, DP, kind, kernel, masked):
         return tile if masked else UNMASKED_TILES.get(row, {}).get((kernel, kind), tile)
     if itemsize > 2 and DP <= 128 and vectors:
         return FLOAT32_VECTORS.get(family, Tile(16, 16, 8, 1))
+    # float32: with 4 warps of 32 threads the backward kernels of these biases spill
     adds_bias = kernel in ("dq", "dkdv") and kind in (SLOPES.value, TABLE.value)
     warps = 8 if itemsize > 2 and adds_bias and family != "gfx942" else 4
     if vectors or itemsize > 2 and DP > 64:
@@ -1294,9 +1295,9 @@ def _kernel_layout(x):
     """Copy x (B, H, T, D) if the kernels cannot read it as it is.
 
     They need contiguous channels (a gradient that autograd expanded has stride 0), and tokens less
-    than 2^24 elements apart, because offsets within a block have 32 bits. All rows start at a
-    multiple of 16 elements: only then are they copied asynchronously, and for other copies Triton
-    3.7 leaves out a fence before the products of sm_90.
+    than 2^24 elements apart, because offsets within a block have 32 bits. They start at a multiple
+    of 16 bytes, with strides that are multiples of 16 elements: only then are rows copied
+    asynchronously, and for other copies Triton 3.7 leaves out a fence before the products of sm_90.
     """
     if x is None:
         return x
