@@ -195,16 +195,25 @@ def test_counted_memory_is_near_the_measured_peak(case):
     assert abs(counted.peak / measured - 1) < bench_memory.GOAL
 
 
-def test_counted_parameters_and_flops_are_those_of_the_model():
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_kv_head": 2, "tie_embeddings": False},
+        {"norm": "layernorm", "mlp": "gelu", "bias": "all"},
+        {"bias": "qkv", "n_kv_head": 2},
+        {"bias": "all"},
+    ],
+    ids=["llama", "gpt2", "qwen", "biases"],
+)
+def test_counted_parameters_and_flops_are_those_of_the_model(settings):
     config = GPTConfig(
         pos="learned",
         n_layer=3,
         n_head=4,
-        n_kv_head=2,
         n_embd=64,
         block_size=128,
         vocab_size=300,
-        tie_embeddings=False,
+        **settings,
     )
     model = GPT(config)
     memory = bench_memory.count_memory(config, 2, 128)
