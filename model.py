@@ -233,9 +233,10 @@ class NoPE(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        device = fn(torch.zeros(1)).device
         for name in self.__dict__.get("_constants", []):
             table = getattr(self, name)
+            # where fn moves a tensor from the table's device: float() leaves it there
+            device = fn(torch.empty(1, device=table.device)).device
             no_float64 = device.type == "mps" and table.dtype == torch.float64
             setattr(self, name, table.to(device, torch.float32 if no_float64 else table.dtype))
         return self

@@ -388,6 +388,15 @@ def test_constants_keep_their_dtype_and_are_not_saved(pos, make):
     assert model(torch.zeros(1, 5, dtype=torch.long)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_constants_stay_on_their_device_when_the_dtype_changes(pos, make):
+    model = make(pos=pos).to("meta")
+    for convert in (model.float, model.bfloat16, model.half):
+        convert()
+        names = model.pos.__dict__.get("_constants", [])
+        assert all(getattr(model.pos, name).is_meta for name in names)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
