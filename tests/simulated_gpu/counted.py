@@ -1,7 +1,9 @@
-"""What one training step, or one generated token, costs the host: a line of JSON each.
+"""What one training step, or one generated token, costs the host.
 
-    counted.py step SCRIPT FLAGS...
+    counted.py step SCRIPT FLAGS
     counted.py token SCHEME [deterministic] [compiled] [sampled]
+
+Prints a line of JSON for each.
 """
 
 import json
