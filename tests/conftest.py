@@ -37,9 +37,15 @@ collect_ignore = [] if interpreting else ["interpreted"]
 
 
 def pytest_ignore_collect(collection_path, config):
-    """tests/compiled runs only where it is named: test_kernels.py does so in a child process."""
-    named = any("compiled" in str(word) for word in config.args)
-    return True if collection_path.name == "compiled" and not named else None
+    """
+    Some folders are collected only when they are named.
+
+    test_kernels.py runs tests/compiled in a child process; make simulated-gpu runs
+    tests/simulated_gpu with another build of torch.
+    """
+    name = collection_path.name
+    named = any(name in str(word) for word in config.args)
+    return True if name in ("compiled", "simulated_gpu") and not named else None
 
 
 # the settings of a run that takes a second or two
