@@ -1,6 +1,7 @@
 """The memory of a training step, and what its processes send each other, counted from shapes.
 
-Measured by experiments/bench_memory.py, bench_sharding.py and tests/test_sequence_parallel.py.
+Measured by experiments/bench_memory.py, bench_sharding.py, tests/test_sequence_parallel.py and
+tests/simulated_gpu/test_memory.py.
 """
 
 import math
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Memory:
-    """The counted memory of a training step in bytes, and its FLOPs."""
+    """The memory of a training step in bytes, estimated by counting, and its FLOPs."""
 
     parameters: int  # gradients take as much
     optimizer: int
@@ -32,6 +33,8 @@ def count_memory(
     parts=1,
 ):
     """Count the memory of a training step of GPT(config) on B sequences of T tokens.
+
+    The model is not compiled: torch.compile changes which tensors exist.
 
     Notation: N = B T tokens, C width, A = H D channels of all heads, K = Hk D, M width of the MLP,
     V vocabulary, e bytes per element of a product (2 under autocast to bfloat16, else 4).

@@ -355,7 +355,7 @@ class Cost:
 
     seconds: float
     peak: int = 0  # bytes of tensors, by torch's allocator of CUDA memory
-    reserved: int = 0  # bytes that it has taken from the device for them
+    reserved: int = 0  # bytes that it had taken from the device by then; more when they fragment
 
 
 def measure_batch(forward, optimizers, loader, dtype, costs):
@@ -422,7 +422,7 @@ def estimate_memory(loader, dtype):
 def describe_estimate(loader, dtype):
     """One line: the memory of a step, before one is tried."""
     estimate = format_bytes(estimate_memory(loader, dtype))
-    return f"memory of a step: {estimate} of tensors, estimated by shapes, without torch.compile"
+    return f"memory of a step: {estimate} of tensors, estimated from shapes without torch.compile"
 
 
 def describe_step(loader, cost, n_steps):
@@ -438,7 +438,7 @@ def describe_step(loader, cost, n_steps):
     if cost.peak:
         memory = (
             f"; {format_bytes(cost.peak)} of tensors at the peak (measured), "
-            f"{format_bytes(cost.reserved)} reserved"
+            f"{format_bytes(cost.reserved)} reserved so far"
         )
     return (
         f"a step: {loader.tokens_per_step:,} tokens, about {format_time(step_seconds)} "

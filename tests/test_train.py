@@ -313,7 +313,7 @@ def test_the_cost_of_a_step_is_that_of_its_micro_batches(cfg, monkeypatch, capfd
     assert described[0].peak == described[0].reserved == 0  # nothing measures them on a CPU
     assert counted == [(model.config, 2, 11, "float32", True, "adamw", "cpu", 3, 1, 1)]
     lines = capfd.readouterr().out.splitlines()
-    estimate = "memory of a step: 3.14 GB of tensors, estimated by shapes, without torch.compile"
+    estimate = "memory of a step: 3.14 GB of tensors, estimated from shapes without torch.compile"
     step = (
         "a step: 66 tokens, about 7.5 s (3 micro-batches of 2.5 s, measured); 4 steps: 30 s, "
         "evaluations apart"
@@ -359,7 +359,7 @@ def test_a_step_with_cuda_says_its_measured_peak(loader, monkeypatch):
     costs[0].seconds = 2.5
     assert training_run.describe_step(loader, costs[0], 1) == (
         "a step: 32 tokens, about 2.5 s (1 micro-batch of 2.5 s, measured); 13.4 GB of tensors at "
-        "the peak (measured), 812 MB reserved; 1 step: 2.5 s, evaluations apart"
+        "the peak (measured), 812 MB reserved so far; 1 step: 2.5 s, evaluations apart"
     )
 
 

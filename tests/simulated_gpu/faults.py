@@ -30,8 +30,7 @@ class Fault(NamedTuple):
     unseen: str = ""  # why no test can find it
 
 
-FAULTS = {
-}
+FAULTS = {}
 
 
 def try_fault(name, fault):

@@ -159,7 +159,6 @@ def train_preset(preset, folder, flags):
         empty_weights(model, "cuda")
     model.folder = folder
     join_as_rank_0(preset.processes)
-    GPT.check_positions = lambda self, positions, docs: self.config.block_size
     train.estimate_loss = lambda *args: {"val_loss": 0.0}
     train.save = lambda *args: None
     peaks = record_peaks()
