@@ -78,7 +78,8 @@ FAULTS = {
     "a graph is captured on another stream than its kernels": Fault(
         "nanolong/inference.py",
         "self.logits = run(self.tokens)",
-        "with torch.cuda.stream(torch.cuda.Stream()):\n                self.logits = run(self.tokens)",
+        "with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "                self.logits = run(self.tokens)",
         "test_programs.py -k greedy and float32",
     ),
     "strides are swapped at a launch": Fault(
