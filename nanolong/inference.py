@@ -363,7 +363,8 @@ def sample_token(logits, temperature, top_k, top_p, generator):
 def make_decoding_step(model, cache, pos, docs, compiled):
     """A function from tokens (B, 1) to logits (B, V), or None where steps have no fixed shape."""
     if cache.tokens.device.type == "cuda":
-        return capture_graph(model, cache, pos, docs, compiled)
+        with torch.cuda.device(cache.tokens.device):  # of the streams and the capture
+            return capture_graph(model, cache, pos, docs, compiled)
     if compiled:
         return compile_step(FixedShapeStep(model, cache, pos, docs))
     return None
@@ -469,7 +470,8 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(stream)
         if not compiled and kernels.first_contact.has_replaced("decoding"):
             raise RuntimeError("plain PyTorch reads the length of the text on the host")
-        with torch.cuda.graph(self.graph):
+        # torch's own stream for captures is on the device of the first one
+        with torch.cuda.graph(self.graph, stream=stream):
             self.logits = run(self.tokens)
         self.step.rewind()
 
