@@ -27,10 +27,17 @@ from torch.utils.checkpoint import (
 )
 
 from . import first_contact, reference
-from .reference import describe_wrong_terms, linear, linear_cross_entropy, rms_norm
+from .reference import (
+    between_graphs,
+    describe_wrong_terms,
+    linear,
+    linear_cross_entropy,
+    rms_norm,
+)
 
 __all__ = [
     "attention",
+    "between_graphs",
     "describe_wrong_terms",
     "linear",
     "linear_cross_entropy",

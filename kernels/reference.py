@@ -27,6 +27,30 @@ warnings.filterwarnings("ignore", message="Mismatch dtype between input and weig
 MAX_SCORES = 1 << 24
 
 
+def between_graphs(function):
+    """Wrap a function so that torch.compile calls it as it is, between two graphs.
+
+    This is torch.compiler.disable(), called when the compiler first traces a call: before, it would
+    import the compiler, which takes two seconds.
+    """
+    disabled = []
+
+    def disable():
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+
+    # Tracing executes it. This is what torch.compiler.assume_constant_result sets.
+    disable._dynamo_marked_constant = True
+
+    def call(*args):
+        if not torch.compiler.is_compiling():
+            return function(*args)
+        disable()
+        return disabled[0](*args)
+
+    return call
+
+
 # -----------------------------------------------------------------------------
 # Linear layers and norms
 #
@@ -425,7 +449,7 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
     grads_in_forward = reduction != "none" and needs_grad
     apply = _LinearCrossEntropy.apply
     if torch.compiler.is_compiling() and len(_chunks(x, weight)) > 32:
-        apply = _not_compiled  # a graph would repeat the operators for each chunk
+        apply = _apply_between_graphs  # a graph would repeat the operators for each chunk
     losses = apply(x, weight, targets, dtype, grads_in_forward)
     if reduction == "none":
         return losses
@@ -473,12 +497,7 @@ def _scale(saved, factor):
     return saved.mul_(factor)
 
 
-def _not_compiled(*args):
-    return _LinearCrossEntropy.apply(*args)
-
-
-# This is what torch.compiler.disable sets, without importing the compiler here.
-_not_compiled._torchdynamo_disable = True
+_apply_between_graphs = between_graphs(_LinearCrossEntropy.apply)
 
 
 def _losses_and_gradients(x, weight, targets, dtype, factor):

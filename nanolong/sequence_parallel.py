@@ -206,13 +206,7 @@ class AllToAll(torch.autograd.Function):
         return exchange(grad)
 
 
-def all_to_all(x):
-    return AllToAll.apply(x)
-
-
-# torch.compile calls it as it is, between what it compiles. This is what torch.compiler.disable
-# sets, without importing the compiler here.
-all_to_all._torchdynamo_disable = True
+all_to_all = kernels.between_graphs(AllToAll.apply)
 
 
 def exchange(x):

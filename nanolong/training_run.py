@@ -314,9 +314,10 @@ def check_kernels(loader, state, dtype, stop_signals, logger):
 def meet_kernels(loader, dtype):
     """Call each kernel once. A forward pass is enough: a check includes the gradients."""
     batch, _, _ = loader.prefetch.result()
-    x, _, pos, docs = (None if part is None else part[:1, :16] for part in batch)
+    inputs = {name: batch[name] for name in ("tokens", "positions", "docs")}
+    inputs = {name: part[:1, :16] for name, part in inputs.items() if part is not None}
     with autocast(loader.device, dtype):
-        loader.model(x, positions=pos, docs=docs)
+        loader.model(**inputs)
     free_gathered(loader.model)
 
 
@@ -334,9 +335,8 @@ def try_batch(forward, loader, dtype, sync=False):
     The random state is not kept: every micro-batch of a step sets it by its own seed.
     """
     batch, _, _ = loader.prefetch.result()
-    x, y, pos, docs = batch
     with nullcontext() if sync else no_gradient_sync(forward), autocast(loader.device, dtype):
-        loss_sum = forward(x, y, pos, docs, reduction="sum", part=loader.part)
+        loss_sum = forward(**batch, reduction="sum", part=loader.part)
     loss_sum.backward()
     forward.zero_grad(set_to_none=True)
 

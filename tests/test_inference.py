@@ -406,7 +406,7 @@ def test_tables_change_with_the_text_for_some_methods_only(method, changes, make
 class FakeCuda:
     """A CUDA graph, a stream, or the context of one: nothing is captured or replayed."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, **options):
         pass
 
     def __enter__(self):

@@ -37,6 +37,25 @@ def test_values_do_not_keep_the_memory_of_queries_and_keys(monkeypatch):
         assert x.untyped_storage().nbytes() == x.nbytes
 
 
+def test_tokens_are_exchanged_between_compiled_graphs(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(sequence_parallel, "exchange", lambda x: x.flip(0))
+    operators = []
+
+    def backend(graph, inputs):
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        operators.append({node.name for part in parts for node in part.graph.nodes})
+        return graph.forward
+
+    def attend(x):
+        return sequence_parallel.all_to_all(x * 2) + 1
+
+    x = torch.randn(2, 3, requires_grad=True)
+    y = torch.compile(attend, backend=backend)(x)
+    assert torch.equal(y, x.flip(0) * 2 + 1)
+    assert [names & {"mul", "flip", "add"} for names in operators] == [{"mul"}, {"add"}]
+
+
 def without(words, *names):
     return [word for word in words if not word.startswith(tuple(f"--{name}=" for name in names))]
 
