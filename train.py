@@ -380,7 +380,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     last_eval = {"step": state.step}
     with catch_signals() as stop_signals, logging_run(run, state, model, loader, dtype) as logger:
         # compile and time a step first, where a stop signal may interrupt at any point
-        stop = try_ahead(forward, loader, state, dtype, stop_signals, logger)
+        stop = try_ahead(forward, optimizers, loader, state, dtype, stop_signals, logger)
         while True:
             # evaluate and save
             due = state.step % cfg.eval_interval == 0 or state.step == cfg.max_iters

@@ -1,6 +1,7 @@
 """The memory of a training step, and what its processes send each other, counted from shapes.
 
-Measured by experiments/bench_memory.py, bench_sharding.py and tests/test_sequence_parallel.py.
+Measured by experiments/bench_memory.py, bench_sharding.py, tests/test_sequence_parallel.py and
+tests/simulated_gpu/test_memory.py.
 """
 
 import math
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Memory:
-    """The counted memory of a training step in bytes, and its FLOPs."""
+    """The memory of a training step in bytes, estimated by counting, and its FLOPs."""
 
     parameters: int  # gradients take as much
     optimizer: int
@@ -32,6 +33,8 @@ def count_memory(
     parts=1,
 ):
     """Count the memory of a training step of GPT(config) on B sequences of T tokens.
+
+    The model is not compiled: torch.compile changes which tensors exist.
 
     Notation: N = B T tokens, C width, A = H D channels of all heads, K = Hk D, M width of the MLP,
     V vocabulary, e bytes per element of a product (2 under autocast to bfloat16, else 4).
@@ -170,15 +173,23 @@ def count_block_matrices(config):
     A = config.n_head * config.head_dim
     K = config.n_kv_head * config.head_dim
     attention = config.n_embd * (A + 2 * K) + A * config.n_embd
-    return config.n_layer * (attention + 3 * config.n_embd * config.mlp_dim)
+    n_mlp = 3 if config.mlp == "swiglu" else 2
+    return config.n_layer * (attention + n_mlp * config.n_embd * config.mlp_dim)
 
 
 def count_other_parameters(config):
-    """The parameters of embeddings, head, norms and learned positions."""
+    """The parameters of embeddings, head, norms, biases and learned positions."""
     embeddings = config.vocab_size * (1 if config.tie_embeddings else 2)
-    norms = 2 * config.n_layer + 1
+    norms = (2 * config.n_layer + 1) * (1 if config.norm == "rmsnorm" else 2)
     positions = config.max_positions if config.pos == "learned" else 0
-    return config.n_embd * (embeddings + norms + positions)
+    # one for each row of a block's matrices
+    A = config.n_head * config.head_dim
+    K = config.n_kv_head * config.head_dim
+    biases = A + 2 * K if config.bias != "none" else 0
+    if config.bias == "all":
+        n_mlp = 2 if config.mlp == "swiglu" else 1
+        biases += 2 * config.n_embd + n_mlp * config.mlp_dim
+    return config.n_embd * (embeddings + norms + positions) + config.n_layer * biases
 
 
 def block_bytes_per_token(config, T, e, device):
@@ -187,7 +198,7 @@ def block_bytes_per_token(config, T, e, device):
     attention  its input, 4 C; the normed input of q, k and v, C e each under autocast and once in
                float32; q, k, v and the output, (2 A + 2 K) e; the log-sum-exp, 4 H
     MLP        its input, 4 C; the normed input of gate and up, as above; gate, silu(gate), up and
-               their product, 4 M e
+               their product, 4 M e; with GELU there is no gate: up and gelu(up), 2 M e
     dropout    masks, 8 C
     On a CPU the norms also keep their result before the gain, 4 C each. bfloat16 attention below
     512 tokens is computed there in float32 (kernels/reference.py), so that its four tensors take 4
@@ -202,6 +213,7 @@ def block_bytes_per_token(config, T, e, device):
     if is_autocast and device == "cpu" and T < 512:
         attention = (2 * A + 2 * K) * 4 + A * e
     attention += 4 * C + (3 * e if is_autocast else 4) * C + 4 * config.n_head
-    mlp = 4 * C + (2 * e if is_autocast else 4) * C + 4 * config.mlp_dim * e
+    n_inputs, n_hidden = (2, 4) if config.mlp == "swiglu" else (1, 2)
+    mlp = 4 * C + (n_inputs * e if is_autocast else 4) * C + n_hidden * config.mlp_dim * e
     dropout = 8 * C if config.dropout else 0
     return norms + attention + mlp + dropout

@@ -12,7 +12,6 @@ AdamW works element by element, on rows as on the whole. Muon needs whole matric
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -170,17 +169,6 @@ def needs_trial_sum(forward):
     """
     is_ddp = isinstance(forward, torch.nn.parallel.DistributedDataParallel)
     return is_ddp and dist.get_world_size() > 2
-
-
-def no_gradient_sync(forward):
-    """
-    A context of backward passes for one process alone, where it has the whole model.
-
-    With shards it has not, and gradients that were not averaged would be kept for the next step.
-    """
-    if is_sharded(forward) or not dist.is_initialized():
-        return nullcontext()
-    return forward.no_sync()
 
 
 # -----------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 import math
 import os
 import time
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import fields
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
 from operator import call
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from nanolong.checkpoint import (
 )
 from nanolong.device import autocast, pick_compile, synchronize
 from nanolong.distributed import rank_and_world
-from nanolong.errors import UserError
+from nanolong.errors import LocalError, UserError
 from nanolong.lock import lock, unlock
 from nanolong.logger import TrainLogger, check_wandb
 from nanolong.memory import count_memory
@@ -41,7 +41,7 @@ from nanolong.sharding import (
     free_gathered,
     is_sharded,
     needs_trial_sum,
-    no_gradient_sync,
+    set_gradient_sync,
 )
 
 
@@ -237,7 +237,7 @@ def logging_run(run, state, model, loader, dtype):
     In the end the threads, the log and the lock of the run are released.
     """
     cfg = loader.cfg
-    with closing_run(run, model, loader):
+    with closing_run(run, model, loader), explaining_out_of_memory(loader, dtype):
         if dist.is_initialized():
             dist.barrier()  # all processes catch signals before the first one says that it trains
         if rank_and_world()[0]:
@@ -253,13 +253,13 @@ def logging_run(run, state, model, loader, dtype):
 
 # Floating-point operations a second in training, to tell steps that take seconds from others.
 EXPECTED_SPEED = {"cpu": 1e11, "mps": 2e12, "cuda": 2e14}
-EXPENSIVE_STEP = 1.0  # seconds; the time and memory of such a step are printed before the first one
+EXPENSIVE_STEP = 1.0  # seconds; what such a step costs is printed before the first one
 
 
-def try_ahead(forward, loader, state, dtype, stop_signals, logger):
+def try_ahead(forward, optimizers, loader, state, dtype, stop_signals, logger):
     """
-    Before the first step, check the kernels and compile the passes that it needs, and print what an
-    expensive one costs.
+    Before the first step, check the kernels and compile the passes that it needs, and print what a
+    step costs: an expensive one, and with CUDA any one.
 
     No process waits for another meanwhile, so a stop signal ends it at once; where processes share
     sequences or weights, it ends with the batch. In the end they agree on whether one came, which
@@ -270,15 +270,19 @@ def try_ahead(forward, loader, state, dtype, stop_signals, logger):
     if state.step >= cfg.max_iters:
         return False
     compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
-    times_step = expected_seconds(loader) > EXPENSIVE_STEP
+    is_cuda = loader.device.type == "cuda"
+    measures_step = is_cuda or expected_seconds(loader) > EXPENSIVE_STEP
+    if measures_step and logger:
+        logger.print(describe_estimate(loader, dtype))
     run = call if need_each_other(cfg) else stop_signals.interruptible
-    if compiles or times_step and loader.device.type != "cpu":  # the first batch compiles kernels
+    # the first batch compiles kernels
+    if compiles or measures_step and loader.device.type != "cpu":
         run(try_batch, forward, loader, dtype)
-    seconds = []
-    if times_step:
-        run(time_batch, forward, loader, dtype, seconds)
-    if seconds and logger:
-        logger.print(describe_step(loader, seconds[0], cfg.max_iters - state.step, dtype))
+    costs = []
+    if measures_step:
+        run(measure_batch, forward, optimizers, loader, dtype, costs)
+    if costs and logger:
+        logger.print(describe_step(loader, costs[0], cfg.max_iters - state.step))
     stopped = torch.tensor(len(stop_signals), device=loader.device)
     if dist.is_initialized():
         dist.all_reduce(stopped)
@@ -327,39 +331,79 @@ def expected_seconds(loader):
     return flops / rank_and_world()[1] / EXPECTED_SPEED[loader.device.type]
 
 
-def try_batch(forward, loader, dtype, sync=False):
+def try_batch(forward, loader, dtype, sync=False, keep_gradients=False):
     """
     Forward and backward of the next micro-batch, which stays the next, without any effect.
 
-    sync: sum the gradients over the processes, all of which then take part.
+    sync: sum the gradients over the processes, all of which then take part. keep_gradients: for
+    the next call to add to, as in a step of several micro-batches.
     The random state is not kept: every micro-batch of a step sets it by its own seed.
     """
     batch, _, _ = loader.prefetch.result()
-    with nullcontext() if sync else no_gradient_sync(forward), autocast(loader.device, dtype):
+    # in shards gradients are always summed, or the next step would have those of this batch
+    set_gradient_sync(forward, sync or is_sharded(forward) and not keep_gradients)
+    with autocast(loader.device, dtype):
         loss_sum = forward(**batch, reduction="sum", part=loader.part)
     loss_sum.backward()
-    forward.zero_grad(set_to_none=True)
+    if not keep_gradients:
+        forward.zero_grad(set_to_none=True)
 
 
-def time_batch(forward, loader, dtype, seconds):
-    """Append to `seconds` what try_batch() takes."""
+@dataclass
+class Cost:
+    """What the last micro-batch of a step takes."""
+
+    seconds: float
+    peak: int = 0  # bytes of tensors, by torch's allocator of CUDA memory
+    reserved: int = 0  # bytes that it had taken from the device by then; more when they fragment
+
+
+def measure_batch(forward, optimizers, loader, dtype, costs):
+    """
+    Append to `costs` the Cost of a micro-batch.
+
+    With CUDA, all that a later step finds in memory is there: tensors like the moments that the
+    optimizers make in their first step, and the gradients of the micro-batches before.
+    """
     loader.wait()
-    synchronize(loader.device)
+    device = loader.device
+    is_cuda = device.type == "cuda"
+    moments = tensors_like_new_moments(optimizers) if is_cuda else []
+    if is_cuda and micro_batches_of(loader) > 1:
+        try_batch(forward, loader, dtype, keep_gradients=True)
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    synchronize(device)
     start = time.perf_counter()
     try_batch(forward, loader, dtype)
-    synchronize(loader.device)
-    seconds.append(time.perf_counter() - start)
+    synchronize(device)
+    cost = Cost(time.perf_counter() - start)
+    del moments
+    if is_cuda:
+        cost.peak = torch.cuda.max_memory_allocated(device)
+        cost.reserved = torch.cuda.max_memory_reserved(device)
+    costs.append(cost)
 
 
-def describe_step(loader, seconds, n_steps, dtype):
-    """
-    One line: the tokens, time and memory of a step, and the time of all that are left.
+def tensors_like_new_moments(optimizers):
+    """Tensors of the sizes of the moments that the optimizers do not have yet."""
+    tensors = []
+    for optimizer in optimizers:
+        n_moments = 1 if isinstance(optimizer, torch.optim.Muon) else 2
+        for group in optimizer.param_groups:
+            new = [p for p in group["params"] if p not in optimizer.state]
+            tensors += [torch.empty_like(p) for p in new for _ in range(n_moments)]
+    return tensors
 
-    seconds: measured, of one micro-batch. The memory is that of the tensors of a process, counted
-    from their shapes: what Python, torch and its libraries take is not in it.
-    """
+
+def micro_batches_of(loader):
+    """The micro-batches of a process in a step."""
+    return loader.cfg.gradient_accumulation_steps // loader.world
+
+
+def estimate_memory(loader, dtype):
+    """The bytes of tensors of a process in a step, counted from shapes for the eager model."""
     cfg = loader.cfg
-    micro_batches = cfg.gradient_accumulation_steps // loader.world
     memory = count_memory(
         loader.model.config,
         cfg.batch_size,
@@ -368,18 +412,82 @@ def describe_step(loader, seconds, n_steps, dtype):
         cfg.checkpoint_activations,
         cfg.optimizer,
         loader.device.type,
-        micro_batches,
+        micro_batches_of(loader),
         rank_and_world()[1] if cfg.parallel == "fsdp" else 1,
         cfg.sequence_parallel,
     )
-    step_seconds = micro_batches * seconds
+    return memory.peak
+
+
+def describe_estimate(loader, dtype):
+    """One line: the memory of a step, before one is tried."""
+    estimate = format_bytes(estimate_memory(loader, dtype))
+    return f"memory of a step: {estimate} of tensors, estimated from shapes without torch.compile"
+
+
+def describe_step(loader, cost, n_steps):
+    """One line: the tokens, time and measured memory of a step, and the time of all that are left.
+
+    cost: of one micro-batch.
+    """
+    micro_batches = micro_batches_of(loader)
+    step_seconds = micro_batches * cost.seconds
     steps = "1 step" if n_steps == 1 else f"{n_steps:,} steps"
     batches = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    memory = ""
+    if cost.peak:
+        memory = (
+            f"; {format_bytes(cost.peak)} of tensors at the peak (measured), "
+            f"{format_bytes(cost.reserved)} reserved so far"
+        )
     return (
         f"a step: {loader.tokens_per_step:,} tokens, about {format_time(step_seconds)} "
-        f"({batches} of {seconds:.2g} s, measured) and {memory.peak / 1e9:.1f} GB of tensors "
-        f"(counted); {steps}: {format_time(n_steps * step_seconds)}, evaluations apart"
+        f"({batches} of {cost.seconds:.2g} s, measured){memory}; {steps}: "
+        f"{format_time(n_steps * step_seconds)}, evaluations apart"
     )
+
+
+@contextmanager
+def explaining_out_of_memory(loader, dtype):
+    """Where memory runs out, raise LocalError with the estimate and what to lower."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not cli.is_out_of_memory(error):
+            raise
+        raise LocalError(describe_out_of_memory(loader, dtype)) from error
+
+
+def describe_out_of_memory(loader, dtype):
+    cfg = loader.cfg
+    estimate = format_bytes(estimate_memory(loader, dtype))
+    found = f"a step was estimated to take {estimate} of tensors without torch.compile"
+    remedies = []
+    if not cfg.checkpoint_activations:
+        remedies.append("give --checkpoint_activations=true")
+    if cfg.batch_size > 1:
+        remedies.append("lower --batch_size (more --gradient_accumulation_steps keep the batch)")
+    if loader.device.type == "cuda":
+        total = torch.cuda.get_device_properties(loader.device).total_memory
+        reserved = torch.cuda.memory_reserved(loader.device)
+        peak = torch.cuda.max_memory_allocated(loader.device)
+        found += (
+            f"; of the {format_bytes(total)} of {loader.device} this process has reserved "
+            f"{format_bytes(reserved)}, for {format_bytes(peak)} of tensors at the peak"
+        )
+        if reserved > 1.1 * peak:  # the rest is in pieces that are too small
+            remedies.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    remedies += [
+        "shorten the sequences (--block_size; in extend.py --factor or --pose)",
+        "share the model or its sequences between devices (docs/training.md)",
+        "train a smaller model",
+    ]
+    return f"out of memory ({found}): {', or '.join(remedies)}"
+
+
+def format_bytes(n):
+    """Three digits in GB, or in MB where there is less than one."""
+    return f"{n / 1e9:.3g} GB" if n >= 1e9 else f"{n / 1e6:.3g} MB"
 
 
 def format_time(seconds):

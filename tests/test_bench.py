@@ -15,6 +15,7 @@ from model import GPT, GPTConfig
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 256, "vocab_size": 20000}
 GROUPED = {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 128, "block_size": 128}
 GROUPED["vocab_size"] = 300
+GPT2 = {"pos": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all"}
 
 
 @pytest.fixture
@@ -171,13 +172,14 @@ def test_a_training_that_fails_is_reported(tmp_path):
         pytest.param(
             bench_memory.Case({**SMALL, "pos": "learned"}, 4, "float32"), marks=pytest.mark.slow
         ),
+        pytest.param(bench_memory.Case({**SMALL, **GPT2}, 4, "float32"), marks=pytest.mark.slow),
         # neither (T, T) scores nor (T, V) logits
         pytest.param(
             bench_memory.Case({**SMALL, "block_size": 4096, "vocab_size": 60}, 1, "float32", True),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["bfloat16 and dropout", "accumulation", "large vocabulary", "checkpointing"],
+    ids=["bfloat16 and dropout", "accumulation", "large vocabulary", "GPT-2", "checkpointing"],
 )
 def test_counted_memory_is_near_the_measured_peak(case):
     config = GPTConfig(**case.config)
@@ -195,17 +197,19 @@ def test_counted_memory_is_near_the_measured_peak(case):
     assert abs(counted.peak / measured - 1) < bench_memory.GOAL
 
 
-def test_counted_parameters_and_flops_are_those_of_the_model():
-    config = GPTConfig(
-        pos="learned",
-        n_layer=3,
-        n_head=4,
-        n_kv_head=2,
-        n_embd=64,
-        block_size=128,
-        vocab_size=300,
-        tie_embeddings=False,
-    )
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_kv_head": 2, "tie_embeddings": False},
+        GPT2,
+        {"bias": "qkv", "n_kv_head": 2},
+        {"bias": "all"},
+    ],
+    ids=["llama", "gpt2", "qwen", "biases"],
+)
+def test_counted_parameters_and_flops_are_those_of_the_model(settings):
+    shape = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 128, "vocab_size": 300}
+    config = GPTConfig(**{**shape, "pos": "learned", **settings})
     model = GPT(config)
     memory = bench_memory.count_memory(config, 2, 128)
     assert memory.parameters == 4 * sum(p.numel() for p in model.parameters())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -334,32 +335,161 @@ def test_a_step_is_expensive_beyond_so_many_operations(cfg, text_data):
 
 
 def test_the_cost_of_a_step_is_that_of_its_micro_batches(cfg, monkeypatch, capfd):
-    """The time of the one that is measured, times their number; the memory is counted."""
+    """The time of the one that is measured, times their number; the memory is estimated before."""
     monkeypatch.setattr(training_run, "EXPENSIVE_STEP", 0)
     monkeypatch.setattr(training_run, "try_batch", lambda *args: time.sleep(0.05))
     counted = []
 
     def count(*args):
         counted.append(args)
-        return SimpleNamespace(peak=3.14e9)
+        return SimpleNamespace(peak=3.141e9)
 
     monkeypatch.setattr(training_run, "count_memory", count)
     described = []
     real = training_run.describe_step
 
-    def describe_step(loader, seconds, *args):
-        described.append(seconds)
-        return real(loader, 2.5, *args)
+    def describe_step(loader, cost, *args):
+        described.append(cost)
+        return real(loader, training_run.Cost(2.5), *args)
 
     monkeypatch.setattr(training_run, "describe_step", describe_step)
     model = tiny()
     train.train(model, cfg(gradient_accumulation_steps=3, checkpoint_activations=True), 11)
-    assert 0.05 <= described[0] < 1
+    assert 0.05 <= described[0].seconds < 1
+    assert described[0].peak == described[0].reserved == 0  # nothing measures them on a CPU
     assert counted == [(model.config, 2, 11, "float32", True, "adamw", "cpu", 3, 1, 1)]
-    assert cost_of_a_step(capfd.readouterr().out) == (
-        "a step: 66 tokens, about 7.5 s (3 micro-batches of 2.5 s, measured) and 3.1 GB of "
-        "tensors (counted); 4 steps: 30 s, evaluations apart"
+    lines = capfd.readouterr().out.splitlines()
+    estimate = "memory of a step: 3.14 GB of tensors, estimated from shapes without torch.compile"
+    step = (
+        "a step: 66 tokens, about 7.5 s (3 micro-batches of 2.5 s, measured); 4 steps: 30 s, "
+        "evaluations apart"
     )
+    assert lines.index(estimate) + 1 == lines.index(step)
+
+
+@pytest.fixture
+def loader(cfg, text_data):
+    """Make the loader of a tiny model's run, whose device may be called CUDA."""
+
+    def loader(device, **settings):
+        loader = train.BatchLoader(
+            data.Dataset(text_data), tiny(), cfg(**settings), 16, 0, torch.device("cpu"), 0
+        )
+        loader.wait()
+        loader.close()
+        loader.device = torch.device(device)
+        return loader
+
+    return loader
+
+
+def memory_of_cuda(monkeypatch, peak, reserved, total=0, on_reset=None):
+    """Stand-ins for what torch says of a GPU."""
+    names = {
+        "reset_peak_memory_stats": lambda device: on_reset and on_reset(),
+        "synchronize": lambda device: None,
+        "max_memory_allocated": lambda device: peak,
+        "max_memory_reserved": lambda device: reserved,
+        "memory_reserved": lambda device: reserved,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=total),
+    }
+    for name, function in names.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+
+
+def test_a_step_with_cuda_says_its_measured_peak(loader, monkeypatch):
+    loader = loader("cuda:0")
+    memory_of_cuda(monkeypatch, 13_449_000_000, 812_400_000)
+    costs = []
+    training_run.measure_batch(loader.model, [], loader, torch.float32, costs)
+    costs[0].seconds = 2.5
+    assert training_run.describe_step(loader, costs[0], 1) == (
+        "a step: 32 tokens, about 2.5 s (1 micro-batch of 2.5 s, measured); 13.4 GB of tensors at "
+        "the peak (measured), 812 MB reserved so far; 1 step: 2.5 s, evaluations apart"
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_measured_step_finds_what_a_later_one_finds(accumulation, optimizer, loader, monkeypatch):
+    """The optimizers' moments, and the gradients of the micro-batches before the last."""
+    loader = loader("cuda", gradient_accumulation_steps=accumulation, optimizer=optimizer)
+    model = loader.model
+    optimizers = make_optimizers(model, loader.cfg)
+    moments, found = [], []
+
+    def tensors_like_new_moments(optimizers):
+        tensors = real(optimizers)
+        moments.extend(weakref.ref(tensor) for tensor in tensors)
+        return tensors
+
+    def size_of(tensors):
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def look():
+        found.append(
+            (size_of(ref() for ref in moments), size_of(p.grad for p in model.parameters()))
+        )
+
+    real = training_run.tensors_like_new_moments
+    monkeypatch.setattr(training_run, "tensors_like_new_moments", tensors_like_new_moments)
+    memory_of_cuda(monkeypatch, 1, 1, on_reset=look)
+    training_run.measure_batch(model, optimizers, loader, torch.float32, [])
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(ref() is not None for ref in moments)
+
+    # the first step makes the moments, so nothing stands in for them in a resumed run
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for one in optimizers:
+        one.step()
+    states = [state for one in optimizers for state in one.state.values()]
+    real_moments = [x for state in states for name, x in state.items() if name != "step"]
+    gradients = size_of(p.grad for p in model.parameters())
+    assert found == [(size_of(real_moments), gradients if accumulation > 1 else 0)]
+    assert real(optimizers) == []
+
+
+def out_of_memory(*args):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def test_out_of_memory_names_the_estimate_and_what_to_lower(call, text_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "forward_backward", out_of_memory)
+    monkeypatch.setattr(training_run, "estimate_memory", lambda *args: 16.8e9)
+    done = call("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: out of memory (a step was estimated to take 16.8 GB of tensors without "
+        "torch.compile): give --checkpoint_activations=true, or lower --batch_size (more "
+        "--gradient_accumulation_steps keep the batch), or shorten the sequences (--block_size; in "
+        "extend.py --factor or --pose), or share the model or its sequences between devices "
+        "(docs/training.md), or train a smaller model\n"
+    )
+
+
+@pytest.mark.parametrize("reserved, is_far_above", [(55e9, False), (65.5e9, True)])
+def test_out_of_memory_with_cuda_names_the_allocator(reserved, is_far_above, loader, monkeypatch):
+    loader = loader("cuda:0", checkpoint_activations=True, batch_size=1)
+    monkeypatch.setattr(training_run, "estimate_memory", lambda *args: 50.3e9)
+    memory_of_cuda(monkeypatch, 50.5e9, reserved, 80e9)
+    text = training_run.describe_out_of_memory(loader, torch.bfloat16)
+    assert text.startswith(
+        "out of memory (a step was estimated to take 50.3 GB of tensors without torch.compile; of "
+        f"the 80 GB of cuda:0 this process has reserved {reserved / 1e9:g} GB, for 50.5 GB of "
+        "tensors at the peak): "
+    )
+    assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text) == is_far_above
+    assert "--checkpoint_activations" not in text and "--batch_size" not in text
+
+
+def test_other_errors_of_training_keep_their_traceback(cfg, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(train, "forward_backward", fail)
+    with pytest.raises(RuntimeError, match="^shape mismatch$"):
+        train.train(tiny(), cfg())
 
 
 @pytest.mark.parametrize(
