@@ -1,4 +1,4 @@
-"""Compile the Triton kernels ahead of time, without a GPU, and read off what they cost.
+"""Compile the Triton kernels that a model launches, without a GPU, and read off what they cost.
 
     python tests/compiled/aot.py            60 compilations, for seven architectures
     python tests/compiled/aot.py --quick    8 compilations: each kernel and each kind of bias
@@ -356,8 +356,9 @@ def report(rows):
         "",
         f"`python tests/compiled/aot.py --all --report`: {n_clean} of {len(rows)} configurations "
         f"clean (triton {triton.__version__}),",
-        "each with the tile sizes that would run. Clean: nothing spilled (up to D = 128), shared "
-        "memory within the card's limit,",
+        "each launched by the kernels' own Python and specialized by Triton's launcher, as when a "
+        "model trains or decodes.",
+        "Clean: nothing spilled (up to D = 128), shared memory within the card's limit,",
         "tensor-core products in every 16-bit kernel of attention, no atomics, no 2-byte loads "
         "(except at D = 80, where rows are",
         "no multiple of 16 lanes). D = 16, 64, 80, 128, 256; bf16, fp16, fp32; causal, and with a "
