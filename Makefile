@@ -3,6 +3,8 @@
 # make lint        check format and style
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
+# make simulated-gpu   the CUDA path without a GPU: installs the CUDA build of torch (3 GB) and runs
+#                  it on a simulated device; make simulated-gpu-all: the slow cases too
 # make gpu-check   on a GPU: all tests of the kernels, and a report to send us
 # make public      a public checkpoint: download, extend, evaluate, sample; 10 to 15 minutes
 # make smollm2     only download it, for make test-all
@@ -15,6 +17,8 @@ PYTHON ?= python3
 DEMO ?= out/demo
 JOBS ?= 2
 PY = .venv/bin/python
+# The virtual environment with the CUDA build of torch.
+CUDA_VENV ?= .venv-cuda
 # A run that exists is resumed, so that an interrupted demo goes on.
 RESUME = $(if $(wildcard $(DEMO)/$(1)/step-*),--init_from=resume)
 
@@ -26,7 +30,8 @@ PUBLIC ?= out/smollm2
 # where it is there, the slow tests use it
 export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
-.PHONY: demo test test-all lint golden bench aot gpu-check smollm2 public
+.PHONY: demo test test-all lint golden bench aot simulated-gpu simulated-gpu-all gpu-check smollm2 \
+	public
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,rope)
@@ -63,6 +68,12 @@ aot: .venv/test
 	$(PY) tests/compiled/aot.py --all --report
 	NANOLONG_AOT=all $(PY) -m pytest -q tests/test_kernels.py -k fit_the_hardware
 
+simulated-gpu: $(CUDA_VENV)/installed
+	$(CUDA_VENV)/bin/python -m pytest -q tests/simulated_gpu -n $(JOBS) --dist=worksteal
+
+simulated-gpu-all: $(CUDA_VENV)/installed
+	$(CUDA_VENV)/bin/python -m pytest -q tests/simulated_gpu -n $(JOBS) --dist=worksteal --all
+
 # On a GPU: all tests of the kernels, compute-sanitizer, the benchmark, and a report to send us.
 gpu-check: .venv/test
 	$(PY) tests/gpu_check.py
@@ -93,6 +104,12 @@ public: .venv/hf $(SMOLLM2)
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH_INDEX),$(PY) -m pip install -q --index-url $(TORCH_INDEX) torch==2.13.0)
 	$(PY) -m pip install -q -r requirements.txt matplotlib
+	@touch $@
+
+# ===: the build with exactly this version, which is the CUDA build; == may take another one.
+$(CUDA_VENV)/installed: requirements.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install -q torch===2.13.0 -r requirements.txt pytest pytest-xdist
 	@touch $@
 
 .venv/hf: .venv/demo requirements-hf.txt

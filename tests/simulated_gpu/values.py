@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -214,6 +215,8 @@ def attention(
 
     p = (score / LOG2E).softmax(-1)
     y = p @ v.float()
+    if "SIMULATED_WRONG_KERNEL" in os.environ:  # a fault that the check of a kernel must find
+        y = y * 1.1
     if rel_v is not None:
         vectors = rel_v.float().expand(q.shape[1], -1, -1)[:, nearest]  # (H, Tq, Tk, D)
         y = y + torch.einsum("bhij,hijd->bhid", p, vectors)
