@@ -185,20 +185,29 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
 
 
 class EvaluationMode:
-    """Switch off, inside `with`, what modules do in training only, such as dropout."""
+    """
+    Switch off, inside `with`, what modules do in training only, such as dropout, and the
+    deterministic algorithms that training asks torch for.
+
+    Decoding is repeatable without them, and with them a GPU sorts the indices of index_copy_().
+    """
 
     def __init__(self, model):
         self.modules = list(model.modules())  # walking the tree at every token would cost time
         self.training = []
+        self.deterministic = 0
 
     def __enter__(self):
         self.training = [module for module in self.modules if module.training]
         for module in self.training:
             module.training = False
+        self.deterministic = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode(0)
 
     def __exit__(self, *error):
         for module in self.training:
             module.training = True
+        torch.set_deterministic_debug_mode(self.deterministic)
 
 
 def check_setting(name, value, kind):
@@ -406,7 +415,7 @@ class FixedShapeStep:
         self.start = cache.length
         self.device_type = cache.tokens.device.type
         device = cache.tokens.device
-        pos = torch.arange(cache.capacity) if pos is None else pos
+        pos = torch.arange(cache.capacity, device=device) if pos is None else pos
         cache.pos = pos.to(device)
         cache.docs = docs
         cache.write_index = torch.tensor([cache.length], device=device)
