@@ -211,17 +211,20 @@ class NoPE(nn.Module):
         self.position_scale = length / self.config.original_length
         self._tables_version = length
 
-    def distance_index(self, n, size):
+    def distance_index(self, n, size, device=None):
         """
         Index a table of `size` distances by the distances 0..n-1, divided by position_scale.
 
         Returns a slice or int64 (m,), m <= n: it ends where the table's last entry is reached.
+        device: the table's; to index on a GPU by an index on the CPU, the CPU waits for the GPU.
         """
         if self.position_scale == 1:
             return slice(n)
         m = min(n, math.ceil((size - 1) * self.position_scale) + 1)
-        # 1e-9: an exact multiple of position_scale must not be rounded down
-        return (torch.arange(m) / self.position_scale + 1e-9).long()
+        # float64 and 1e-9: an exact multiple of position_scale must not be rounded down
+        on_mps = device is not None and device.type == "mps"  # which has no float64
+        distance = torch.arange(m, dtype=torch.float64, device=None if on_mps else device)
+        return (distance / self.position_scale + 1e-9).long()
 
     # Constant tables follow the model's device but keep their dtype: model.bfloat16() must not
     # round frequencies. They are not buffers, which are saved and which DDP broadcasts.
@@ -315,7 +318,7 @@ class Shaw(NoPE):
         self.values = nn.Parameter(torch.zeros(config.n_layer, size, config.head_dim))
 
     def relative(self, n, layer):
-        index = self.distance_index(n, self.keys.shape[1])
+        index = self.distance_index(n, self.keys.shape[1], self.keys.device)
         return self.keys[layer, None, index], self.values[layer, None, index], None
 
 
@@ -402,7 +405,7 @@ class T5(NoPE):
         return min(self.n_buckets - 1, exact + int(log_ratio * (self.n_buckets - exact)))
 
     def bias(self, n, layer):
-        index = self.distance_index(n, len(self.bucket))
+        index = self.distance_index(n, len(self.bucket), self.bucket.device)
         return self.weight[:, self.bucket[index]].float()
 
 
@@ -555,7 +558,9 @@ class RoPE(NoPE):
         """LM-Infinite and Self-Extend choose their own positions and masks."""
         whole = pos.dim() == 1 and q.shape[2] == len(pos)
         whole = whole and not mask.get("window") and mask.get("docs") is None
-        if not whole or (pos != torch.arange(len(pos), device=pos.device)).any():
+        if whole and mask.get("positions") is not None:  # explicit ones; others count from 0
+            whole = torch.equal(pos, torch.arange(len(pos), device=pos.device))
+        if not whole:
             raise UserError(
                 f"method {self._method!r} needs one text from its start: leave out windows, "
                 "documents and explicit positions"
@@ -793,6 +798,7 @@ class GPT(nn.Module):
         cache=None,
         reduction: str = "mean",
         part: slice = slice(None),
+        positions_end: int | None = None,
     ) -> torch.Tensor:
         """
         Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
@@ -800,15 +806,18 @@ class GPT(nn.Module):
         The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
         "none" (B, T). The logits (B, T, V) are never built for it.
 
-        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's
+        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's. On the
+                   CPU they are checked without waiting for a GPU
         docs:      document ids (B, T); attention stays within a document
         cache:     a nanolong.inference.KVCache, extended in place
         part:      the tokens to compute, where other processes compute the others
+        positions_end: what check_positions() has returned for these positions; they are then not
+                   checked again
 
         Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
         cannot compute there, or that cannot use the given positions.
         """
-        x = self.hidden_states(tokens, positions, docs, cache, part)
+        x = self.hidden_states(tokens, positions, docs, cache, part, positions_end)
         if targets is None:
             return self.head(x)
         targets = targets[:, part]
@@ -817,10 +826,12 @@ class GPT(nn.Module):
         )
         return loss.view_as(targets) if reduction == "none" else loss
 
-    def hidden_states(self, tokens, positions=None, docs=None, cache=None, part=slice(None)):
+    def hidden_states(
+        self, tokens, positions=None, docs=None, cache=None, part=slice(None), positions_end=None
+    ):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
         T = tokens.shape[1]
-        tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
+        tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache, positions_end)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
         x = self.embed(tokens[:, part]).to(self.norm.weight.dtype)
         x = self.dropout(self.pos.embed(x, pos[..., part]))
@@ -833,7 +844,7 @@ class GPT(nn.Module):
         # The last T: where the tables have changed, all tokens of the cache were computed again.
         return self.norm(x)[:, -T:]
 
-    def prepare_inputs(self, tokens, positions, docs, cache):
+    def prepare_inputs(self, tokens, positions, docs, cache, positions_end=None):
         """
         Check the inputs, set the scheme's tables and enter the tokens into the cache.
 
@@ -847,8 +858,10 @@ class GPT(nn.Module):
         explicit = positions is not None
         if not explicit:
             positions = torch.arange(start, end, device=tokens.device)
-        elif not torch.compiler.is_compiling():
-            end = self.check_positions(positions, docs)
+        else:
+            if not torch.compiler.is_compiling():
+                end = positions_end or self.check_positions(positions, docs)
+            positions = positions.to(tokens.device, non_blocking=True)
         self.check_length(end)
         tables_version = self.pos.set_length(end)
         if cache is not None:
@@ -856,11 +869,16 @@ class GPT(nn.Module):
             return tokens, positions, cache.mask()
         return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
 
-    def check_positions(self, positions, docs):
-        """Check explicit position ids. Returns the greatest, plus 1."""
+    def check_positions(self, positions, docs=None):
+        """
+        Check explicit position ids, (T,) or (B, T). Returns the greatest, plus 1.
+
+        Do so before they are moved to a GPU: to read them from there, the CPU waits for it.
+        """
+        positions = positions.cpu()
         gaps = positions.diff() != 1
-        if docs is not None:
-            gaps = gaps & (docs.diff() == 0)
+        if self.pos.by_index and gaps.any() and docs is not None:
+            gaps = gaps & (docs.cpu().diff() == 0)
         if self.pos.by_index and gaps.any():
             raise UserError(
                 f"--pos={self.config.pos} uses distances between indices, so position ids with "
@@ -886,15 +904,16 @@ class GPT(nn.Module):
 
     def sample_positions(self, batch_size: int, length: int, seed: int):
         """
-        Sample sorted, distinct position ids (batch_size, length) int64 below random_positions
-        (Ruoss et al. 2023); None when it is 0. Training, evaluation and generation pass them on.
+        Sample sorted, distinct position ids (batch_size, length) int64 below random_positions, on
+        the CPU (Ruoss et al. 2023); None when it is 0. Training, evaluation and generation pass
+        them on.
         """
         n = self.config.random_positions
         if not n:
             return None
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(batch_size, max(length, n), generator=generator)
-        return noise.topk(length).indices.sort().values.to(self.embed.weight.device)
+        return noise.topk(length).indices.sort().values
 
     def extend(self, method: str, factor: float, **options) -> None:
         """

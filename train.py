@@ -175,19 +175,24 @@ class BatchLoader:
         self.prefetch = self.executor.submit(self.prepare, self.index)
 
     def prepare(self, index):
-        """Micro-batch `index`: [x, y, positions, docs], its scored tokens, and its seed."""
+        """Micro-batch `index`: arguments of the model by name, its scored tokens, and its seed."""
         cfg = self.cfg
         seed = ((cfg.seed << 40) + index) % (1 << 63)
-        x, y, pos, docs = self.dataset.batch(
+        parts = self.dataset.batch(
             index, cfg.batch_size, self.train_length, cfg.seed, self.max_position, cfg.passkey
         )
+        x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is None:
             pos = self.model.sample_positions(len(x), self.train_length, seed)
         n_targets = int((y[:, self.part] >= 0).sum())
-        return [to_device(part, self.device) for part in (x, y, pos, docs)], n_targets, seed
+        batch = {"tokens": x, "targets": y, "positions": pos, "docs": docs}
+        batch = {name: to_device(part, self.device) for name, part in batch.items()}
+        if pos is not None:  # checked here: on a GPU, each step would wait to read them
+            batch["positions_end"] = self.model.check_positions(pos, docs)
+        return batch, n_targets, seed
 
     def next(self):
-        """The next micro-batch: (index, [x, y, positions, docs], scored tokens, seed)."""
+        """The next micro-batch: (index, arguments of the model, scored tokens, seed)."""
         batch, n_targets, seed = self.prefetch.result()
         index = self.index
         self.index = self.following(index)
@@ -209,10 +214,8 @@ class BatchLoader:
 
 
 def to_device(part, device):
-    """A NumPy array or tensor as a tensor on the device, copied asynchronously to a GPU."""
-    if isinstance(part, np.ndarray):
-        part = torch.from_numpy(part)
-    if part is None or device.type != "cuda" or part.is_cuda:
+    """A tensor, or None, on the device; copied asynchronously to a GPU."""
+    if part is None or device.type != "cuda":
         return part if part is None else part.to(device)
     return part.pin_memory().to(device, non_blocking=True)
 
@@ -289,12 +292,11 @@ def forward_backward(forward, loader, state, dtype):
     losses = {}
     for micro_batch in range(loader.rank, accumulation, world):
         index, batch, n_targets, seed = loader.next()
-        x, y, pos, docs = batch
         torch.manual_seed(seed)  # dropout too is a function of (seed, index)
         # Gradients are summed over processes at the last micro-batch only.
         set_gradient_sync(forward, micro_batch + world >= accumulation)
         with autocast(device, dtype):
-            loss_sum = forward(x, y, pos, docs, reduction="sum", part=loader.part)
+            loss_sum = forward(**batch, reduction="sum", part=loader.part)
         # Divided by the nominal number of tokens; the scored ones are known after the step.
         # DDP and FSDP average over processes, hence `n_processes`.
         (loss_sum * (state.loss_scale * n_processes / loader.tokens_per_step)).backward()
@@ -314,7 +316,7 @@ def reduce_and_read(sums, stop_signals, grad_norm):
 
     This is the one device-to-host read of a step.
     """
-    sums = torch.cat((sums, torch.tensor([len(stop_signals)]).to(sums)))
+    sums = torch.cat((sums, sums.new_full((1,), len(stop_signals))))
     if dist.is_initialized():
         dist.all_reduce(sums)
     return torch.cat((sums, grad_norm[None].to(sums))).tolist()

@@ -190,9 +190,9 @@ class SegmentMemory:
 class RecurrentGPT(GPT):
     """A GPT that takes a SegmentMemory as its cache; without one it computes what a GPT does."""
 
-    def hidden_states(self, tokens, positions=None, docs=None, cache=None, part=slice(None)):
+    def hidden_states(self, tokens, positions=None, docs=None, cache=None, *others):
         if not isinstance(cache, SegmentMemory):
-            return super().hidden_states(tokens, positions, docs, cache, part)
+            return super().hidden_states(tokens, positions, docs, cache, *others)
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
         # Embed the tokens.
         x = self.dropout(self.embed(tokens).to(self.norm.weight.dtype))

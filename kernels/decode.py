@@ -251,20 +251,21 @@ def _decode(
         "PRECISION": "tf32x3" if is_float32_gpu else "ieee",
         "HAS_LENGTH": length is not None,
     }
-    _split_kernel[splits, H // heads, B * Tq](
-        q, other, k, v, q if bias is None else bias, q if rel_v is None else rel_v,
-        pos, doc, q if length is None else length, partial, row_max, row_sum,
-        *q.stride()[:3], *other.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        bias.stride(0) if by_head else 0, bias.stride(1) if kind is VECTORS else 1,
-        pos.stride(0) if pos.dim() == 2 else 0, pos.stride(-1), doc.stride(0), doc.stride(-1),
-        Tq, Tk, H, H // HK, m, window, sinks, scale / math.log(2),
-        D=D, DP=DP, BN=BN, PACK=heads, ROWS=max(16, triton.next_power_of_2(heads)),
-        **flags, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    _combine_kernel[Tq, H, B](
-        partial, row_max, row_sum, out, lse, *out.stride()[:3], Tq, H, splits,
-        D=D, DP=DP, S=triton.next_power_of_2(splits), num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+        _split_kernel[splits, H // heads, B * Tq](
+            q, other, k, v, q if bias is None else bias, q if rel_v is None else rel_v,
+            pos, doc, q if length is None else length, partial, row_max, row_sum,
+            *q.stride()[:3], *other.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            bias.stride(0) if by_head else 0, bias.stride(1) if kind is VECTORS else 1,
+            pos.stride(0) if pos.dim() == 2 else 0, pos.stride(-1), doc.stride(0), doc.stride(-1),
+            Tq, Tk, H, H // HK, m, window, sinks, scale / math.log(2),
+            D=D, DP=DP, BN=BN, PACK=heads, ROWS=max(16, triton.next_power_of_2(heads)),
+            **flags, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        _combine_kernel[Tq, H, B](
+            partial, row_max, row_sum, out, lse, *out.stride()[:3], Tq, H, splits,
+            D=D, DP=DP, S=triton.next_power_of_2(splits), num_warps=4,
+        )  # fmt: skip
     return out, lse
 
 

@@ -1329,12 +1329,13 @@ def _attention(
     tile, options = call.tile("forward")
     masks, mask_strides = call.masks(tile.BM, tile.BN)
     grid = (triton.cdiv(call.Tq, tile.BM), call.H, call.B)
-    _forward_kernel[grid](
-        *call.inputs, *masks, out, lse,
-        *call.q_strides, *call.kv_strides, *out.stride()[:3], *call.bias_strides, *mask_strides,
-        call.Tq, call.Tk, call.H // call.HK,
-        **call.scalars, **call.flags, **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+        _forward_kernel[grid](
+            *call.inputs, *masks, out, lse,
+            *call.q_strides, *call.kv_strides, *out.stride()[:3], *call.bias_strides, *mask_strides,
+            call.Tq, call.Tk, call.H // call.HK,
+            **call.scalars, **call.flags, **options,
+        )  # fmt: skip
     return out, lse
 
 
@@ -1370,27 +1371,29 @@ def _attention_backward(
     tile, options = call.tile("dq")
     masks, mask_strides = call.masks(tile.BM, tile.BN)
     grid = (triton.cdiv(call.Tq, tile.BM), call.H, call.B)
-    _dq_kernel[grid](
-        *call.inputs, *masks, out, lse, dout, dlse,
-        dq, dq if qr is None else dqr, delta, row_grad, row_mass,
-        *call.q_strides, *call.kv_strides, *out.stride()[:3],
-        *dout.stride()[:3], *dq.stride()[:3], *call.bias_strides, *mask_strides,
-        call.Tq, call.Tk, call.H // call.HK,
-        **call.scalars, **call.flags, ROW_SUMS=row_sums, **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+        _dq_kernel[grid](
+            *call.inputs, *masks, out, lse, dout, dlse,
+            dq, dq if qr is None else dqr, delta, row_grad, row_mass,
+            *call.q_strides, *call.kv_strides, *out.stride()[:3],
+            *dout.stride()[:3], *dq.stride()[:3], *call.bias_strides, *mask_strides,
+            call.Tq, call.Tk, call.H // call.HK,
+            **call.scalars, **call.flags, ROW_SUMS=row_sums, **options,
+        )  # fmt: skip
 
     key_sums = bias_grad and call.kind != VECTORS.value
     key_grad = lse.new_empty(call.B, call.H, call.Tk) if key_sums else lse
     tile, options = call.tile("dkdv")
     masks, mask_strides = call.masks(tile.BM, tile.BN, of_keys=True)
     grid = (triton.cdiv(call.Tk, tile.BN), call.HK, call.B)
-    _dkdv_kernel[grid](
-        *call.inputs, *masks, lse, dout, delta, dk, dv, key_grad,
-        *call.q_strides, *call.kv_strides,
-        *dout.stride()[:3], *dk.stride()[:3], *call.bias_strides, *mask_strides,
-        call.Tq, call.Tk, call.H // call.HK,
-        **call.scalars, **call.flags, KEY_SUMS=key_sums, **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+        _dkdv_kernel[grid](
+            *call.inputs, *masks, lse, dout, delta, dk, dv, key_grad,
+            *call.q_strides, *call.kv_strides,
+            *dout.stride()[:3], *dk.stride()[:3], *call.bias_strides, *mask_strides,
+            call.Tq, call.Tk, call.H // call.HK,
+            **call.scalars, **call.flags, KEY_SUMS=key_sums, **options,
+        )  # fmt: skip
 
     if not bias_grad:
         return grads
@@ -1446,13 +1449,14 @@ def _sweep(call, lse, dout, delta):
     if call.flags["HAS_REL_V"]:
         v_by_distance = torch.empty(shape, dtype=torch.float32, device=lse.device)
     masks, mask_strides = call.masks(BM, BM)
-    _sweep_kernel[diagonals, call.H, splits](
-        *call.inputs, *masks, lse, dout, delta,
-        by_distance, by_distance if v_by_distance is None else v_by_distance,
-        *call.q_strides, *call.kv_strides, *dout.stride()[:3], *call.bias_strides, *mask_strides,
-        call.Tq, call.Tk, call.B, call.H // call.HK,
-        **call.scalars, first_diagonal=first, **call.flags, **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(lse):  # Triton launches kernels on the current device
+        _sweep_kernel[diagonals, call.H, splits](
+            *call.inputs, *masks, lse, dout, delta,
+            by_distance, by_distance if v_by_distance is None else v_by_distance,
+            *call.q_strides, *call.kv_strides, *dout.stride()[:3], *call.bias_strides, *mask_strides,
+            call.Tq, call.Tk, call.B, call.H // call.HK,
+            **call.scalars, first_diagonal=first, **call.flags, **options,
+        )  # fmt: skip
     return by_distance, v_by_distance, d0, BM
 
 

@@ -517,7 +517,12 @@ def _losses_and_gradients(x, weight, targets, dtype, factor):
         losses.append(torch.where(counts[rows], -p.gather(1, target), 0.0).squeeze(1))
         if factor is not None:
             # the gradient of the logits: softmax, less 1 at the target
-            p = p.exp_().scatter_(1, target, -1.0, reduce="add").to(dtype)
+            if torch.compiler.is_compiling():  # fused; a deterministic scatter would sort
+                at_target = torch.arange(p.shape[1], device=p.device) == target
+                p = p.exp() - at_target.to(wide)
+            else:
+                p = p.exp_().scatter_(1, target, -1.0, reduce="add")
+            p = p.to(dtype)
             token_weight = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
             dx.append(((p @ w) * token_weight).to(x.dtype))
             product = (p.t() @ (chunk * token_weight).to(dtype)).to(wide)

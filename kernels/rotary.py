@@ -124,13 +124,14 @@ def _rope(
         cos, sin = cos.contiguous(), sin.contiguous()
     options = launch_options(D)
     head_groups = triton.cdiv(H, options["GROUP"]) + triton.cdiv(HK, options["GROUP"])
-    _rotate_kernel[triton.cdiv(T, options["BT"]), head_groups, B](
-        q, k, q_out, k_out, cos, sin, T, H, HK,
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
-        cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2),
-        D=D, HALF=half, HALF_P2=triton.next_power_of_2(max(half, 1)),
-        REST_P2=triton.next_power_of_2(rest) if rest else 0, INVERSE=inverse, **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+        _rotate_kernel[triton.cdiv(T, options["BT"]), head_groups, B](
+            q, k, q_out, k_out, cos, sin, T, H, HK,
+            *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
+            cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2),
+            D=D, HALF=half, HALF_P2=triton.next_power_of_2(max(half, 1)),
+            REST_P2=triton.next_power_of_2(rest) if rest else 0, INVERSE=inverse, **options,
+        )  # fmt: skip
     return q_out, k_out
 
 

@@ -51,8 +51,9 @@ def join_processes(device):
             "same folder: add --standalone, or on several machines --rdzv_id=NAME"
         )
     device = pick_device(device)
+    device_id = None
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        device_id = torch.cuda.current_device()  # that of pick_device()
         backend = "nccl"
     else:
         processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -61,7 +62,14 @@ def join_processes(device):
     timeout = datetime.timedelta(seconds=collective_timeout())
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     store = _store_of_this_start(store, rank, world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=device_id,  # or NCCL guesses it, with a warning
+    )
     atexit.register(_leave_group)
     return rank, world
 

@@ -185,20 +185,29 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
 
 
 class EvaluationMode:
-    """Switch off, inside `with`, what modules do in training only, such as dropout."""
+    """
+    Switch off, inside `with`, what modules do in training only, such as dropout, and the
+    deterministic algorithms that training asks torch for.
+
+    Decoding is repeatable without them, and with them a GPU sorts the indices of index_copy_().
+    """
 
     def __init__(self, model):
         self.modules = list(model.modules())  # walking the tree at every token would cost time
         self.training = []
+        self.deterministic = 0
 
     def __enter__(self):
         self.training = [module for module in self.modules if module.training]
         for module in self.training:
             module.training = False
+        self.deterministic = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode(0)
 
     def __exit__(self, *error):
         for module in self.training:
             module.training = True
+        torch.set_deterministic_debug_mode(self.deterministic)
 
 
 def check_setting(name, value, kind):
@@ -295,8 +304,8 @@ def check_request(model, lengths, max_new_tokens):
 def pad_prompts(model, tokens, lengths, total, capacity):
     """
     Stack what read_prompts() returned, padded on the left: tokens (B, T), and for the whole text
-    that will be there, positions (capacity,) or (B, capacity) and documents (B, capacity), or None
-    where positions count from 0 and there is one document.
+    that will be there, positions (capacity,) or (B, capacity), on the CPU, and documents
+    (B, capacity), or None where positions count from 0 and there is one document.
 
     A pad token is a document of its own, so that no text attends to it.
     """
@@ -315,7 +324,7 @@ def pad_prompts(model, tokens, lengths, total, capacity):
     for n in lengths:
         row = random_positions.get(n)
         if row is None:
-            row = torch.arange(total - width + n, device=device)
+            row = torch.arange(total - width + n)
         rows.append(F.pad(row, (width - n, capacity - total)))
     n_pads = width - torch.tensor(lengths, device=device)[:, None]  # (B, 1)
     docs = (n_pads - torch.arange(capacity, device=device)).clamp(min=0)  # n_pads, ..., 1, 0, 0
@@ -363,7 +372,8 @@ def sample_token(logits, temperature, top_k, top_p, generator):
 def make_decoding_step(model, cache, pos, docs, compiled):
     """A function from tokens (B, 1) to logits (B, V), or None where steps have no fixed shape."""
     if cache.tokens.device.type == "cuda":
-        return capture_graph(model, cache, pos, docs, compiled)
+        with torch.cuda.device(cache.tokens.device):  # of the streams and the capture
+            return capture_graph(model, cache, pos, docs, compiled)
     if compiled:
         return compile_step(FixedShapeStep(model, cache, pos, docs))
     return None
@@ -405,7 +415,8 @@ class FixedShapeStep:
         self.start = cache.length
         self.device_type = cache.tokens.device.type
         device = cache.tokens.device
-        cache.pos = torch.arange(cache.capacity, device=device) if pos is None else pos
+        pos = torch.arange(cache.capacity, device=device) if pos is None else pos
+        cache.pos = pos.to(device)
         cache.docs = docs
         cache.write_index = torch.tensor([cache.length], device=device)
         cache.valid_length = torch.tensor([cache.length + 1], device=device)
@@ -469,7 +480,8 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(stream)
         if not compiled and kernels.first_contact.has_replaced("decoding"):
             raise RuntimeError("plain PyTorch reads the length of the text on the host")
-        with torch.cuda.graph(self.graph):
+        # torch's own stream for captures is on the device of the first one
+        with torch.cuda.graph(self.graph, stream=stream):
             self.logits = run(self.tokens)
         self.step.rewind()
 

@@ -318,9 +318,10 @@ def check_kernels(loader, state, dtype, stop_signals, logger):
 def meet_kernels(loader, dtype):
     """Call each kernel once. A forward pass is enough: a check includes the gradients."""
     batch, _, _ = loader.prefetch.result()
-    x, _, pos, docs = (None if part is None else part[:1, :16] for part in batch)
+    inputs = {name: batch[name] for name in ("tokens", "positions", "docs")}
+    inputs = {name: part[:1, :16] for name, part in inputs.items() if part is not None}
     with autocast(loader.device, dtype):
-        loader.model(x, positions=pos, docs=docs)
+        loader.model(**inputs)
     free_gathered(loader.model)
 
 
@@ -339,11 +340,10 @@ def try_batch(forward, loader, dtype, sync=False, keep_gradients=False):
     The random state is not kept: every micro-batch of a step sets it by its own seed.
     """
     batch, _, _ = loader.prefetch.result()
-    x, y, pos, docs = batch
     # in shards gradients are always summed, or the next step would have those of this batch
     set_gradient_sync(forward, sync or is_sharded(forward) and not keep_gradients)
     with autocast(loader.device, dtype):
-        loss_sum = forward(x, y, pos, docs, reduction="sum", part=loader.part)
+        loss_sum = forward(**batch, reduction="sum", part=loader.part)
     loss_sum.backward()
     if not keep_gradients:
         forward.zero_grad(set_to_none=True)

@@ -225,6 +225,28 @@ def test_one_process_without_torchrun(monkeypatch):
     assert distributed.rank_and_world() == (0, 1)
 
 
+@pytest.mark.parametrize(("name", "expected"), [("cuda:1", ("nccl", 1)), ("cpu", ("gloo", None))])
+def test_a_process_names_its_gpu_when_it_joins(name, expected, monkeypatch):
+    """NCCL otherwise guesses it from the rank, and every process warns."""
+    joined = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr(distributed, "pick_device", lambda device: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(None, 1, 2)]))
+    monkeypatch.setattr(distributed, "_store_of_this_start", lambda *args: None)
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, device_id=None, **options: joined.append((backend, device_id)),
+    )
+    assert distributed.join_processes(name) == (1, 2)
+    assert joined == [expected]
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "1e9"])
 def test_the_collective_timeout_is_a_number_of_seconds(text, monkeypatch):
     monkeypatch.delenv("NANOLONG_TIMEOUT", raising=False)

@@ -1,13 +1,18 @@
 """Position schemes: the papers' numbers and formulas, cached decoding, positions and documents."""
 
+import contextlib
+import importlib
 import math
 import warnings
+from fractions import Fraction
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kernels
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig, NoPE
@@ -588,6 +593,99 @@ def test_a_window_counts_explicit_positions_of_an_earlier_call(make):
     second = model(tokens[:, 3:], cache=cache)
     assert cache.explicit_positions
     assert torch.allclose(torch.cat((first, second), 1), model(tokens), atol=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# What a GPU would wait for. A tensor on the meta device has no values, so reading one raises.
+
+
+@pytest.fixture
+def make_on_meta(make, monkeypatch):
+    """Make a model, extended by a method or not, on the meta device, which knows no autocast."""
+
+    def make_on_meta(method=None, **settings):
+        model = make(**settings)
+        if method is not None:
+            model.extend(method, 2)
+        return model.to("meta")
+
+    importlib.import_module("torch._dynamo")  # it would keep what is set here
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    monkeypatch.setattr(torch, "autocast", lambda device, enabled: contextlib.nullcontext())
+    return make_on_meta
+
+
+def tokens_on_meta(B, T):
+    return torch.zeros(B, T, dtype=torch.long, device="meta")
+
+
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_positions_on_the_cpu_are_checked_there(pos, make_on_meta):
+    model = make_on_meta(pos=pos)
+    tokens = tokens_on_meta(2, 20)
+    assert model(tokens, positions=torch.arange(20)).is_meta
+    with pytest.raises(UserError, match="must not be negative"):
+        model(tokens, positions=torch.arange(20) - 1)
+
+
+@pytest.mark.parametrize("pos", TAKES_GAPS)
+def test_positions_that_were_checked_are_not_read_again(pos, make_on_meta):
+    model = make_on_meta(pos=pos, block_size=100)
+    positions = torch.arange(20) * 4
+    end = model.check_positions(positions)
+    assert end == 77
+    tokens = tokens_on_meta(2, 20)
+    model(tokens, positions=positions.to("meta"), positions_end=end)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(tokens, positions=positions.to("meta"))
+    with pytest.warns(ContextLengthWarning):
+        model.pos.bounded = False
+        model(tokens, positions=positions.to("meta"), positions_end=101)
+
+
+def test_sampled_positions_are_not_read_from_the_device(make_on_meta):
+    model = make_on_meta(pos="rope", random_positions=500)
+    assert model(tokens_on_meta(3, 20), positions=model.sample_positions(3, 20, seed=1)).is_meta
+
+
+@pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
+def test_default_positions_are_never_read(method, make_on_meta):
+    model = make_on_meta(method, pos="rope", block_size=24)
+    with pytest.warns(ContextLengthWarning):
+        assert model(tokens_on_meta(1, 60)).is_meta
+
+
+class DevicesOfOperators(TorchDispatchMode):
+    """Inside `with`, collect the devices on which operators compute anything but a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, result)) if torch.is_tensor(x)]
+        self.devices |= {x.device.type for x in tensors if x.dim()}
+        return result
+
+
+@pytest.mark.parametrize("pos", [pos for pos in SCHEMES if "pi" in POSITIONS[pos].methods])
+def test_an_interpolated_scheme_computes_on_its_own_device(pos, make_on_meta):
+    scheme = make_on_meta("pi", pos=pos).pos
+    with DevicesOfOperators() as seen:
+        scheme.bias(40, 0)
+        scheme.relative(40, 0)
+    assert seen.devices <= {"meta"}
+
+
+@pytest.mark.parametrize("factor", [1.2, 1.5, 2, 2.15, 7, 16])
+def test_an_exact_multiple_of_the_factor_is_not_rounded_down(factor):
+    scheme = make_scheme("shaw")
+    scheme.extend("pi", factor)
+    exact = Fraction(str(factor))
+    index = scheme.distance_index(3000, 129)
+    assert index.tolist() == [math.floor(d / exact) for d in range(len(index))]
+    assert index[-1] == 128
 
 
 # -----------------------------------------------------------------------------

@@ -436,6 +436,31 @@ def test_loss_of_many_chunks_is_not_unrolled(n_chunks, in_one_graph, monkeypatch
         assert sum(graph_sizes) < 20
 
 
+def test_the_compiled_loss_does_not_scatter():
+    """With deterministic algorithms, as in training, a GPU would sort for it, in every chunk."""
+    from functorch.compile import make_boxed_func  # they import the compiler
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    operators = set()
+
+    def record(graph, inputs):
+        operators.update(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    x = torch.randn(9, 8, requires_grad=True)
+    weight = torch.randn(30, 8, requires_grad=True)
+    targets = torch.randint(-1, 30, (9,))
+    compiled = torch.compile(
+        reference.linear_cross_entropy, backend=aot_autograd(fw_compiler=record)
+    )
+    gradients = torch.autograd.grad(compiled(x, weight, targets), (x, weight))
+    expected = torch.autograd.grad(reference.linear_cross_entropy(x, weight, targets), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert "aten.exp.default" in operators
+    assert not any("scatter" in name or "index_put" in name for name in operators)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("n,vocab", [(1, 2), (37, 11), (300, 257)])
 def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, rng):

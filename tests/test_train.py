@@ -14,11 +14,14 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import data
 import train
@@ -214,8 +217,14 @@ def test_train_returns_its_last_evaluation(cfg):
 # The loop: one read a step, batches prepared ahead.
 
 
-def test_a_step_reads_one_value_from_the_device(cfg, monkeypatch):
-    """tolist() and item() wait for a GPU; a step calls one of them once."""
+@pytest.mark.parametrize(
+    "settings, factor", [({}, 1), ({"random_positions": 99}, 1), ({}, 4)], ids=str
+)
+def test_a_step_reads_one_value_from_the_device(settings, factor, cfg, monkeypatch):
+    """tolist() and item() wait for a GPU; a step calls one of them once, with PoSE too."""
+    model = tiny(**settings)
+    if factor > 1:
+        model.extend("pi", factor)
     reads = []
     for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
         original = getattr(torch.Tensor, name)
@@ -234,7 +243,8 @@ def test_a_step_reads_one_value_from_the_device(cfg, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(train, "forward_backward", forward_backward)
-    train.train(tiny(), cfg(max_iters=6, eval_interval=100, optimizer="muon"))
+    run_settings = cfg(max_iters=6, eval_interval=100, optimizer="muon")
+    train.train(model, run_settings, 11, model.config.block_size if factor > 1 else 0)
     per_step = [b - a for a, b in zip(counts[1:], counts[2:], strict=False)]
     assert per_step == [1] * 4
 
@@ -256,6 +266,42 @@ def test_an_error_of_the_prefetch_thread_is_raised_in_its_turn(cfg, monkeypatch)
     assert max(losses(settings.out_dir)) == 2
     assert [step.name for step in list_steps(settings.out_dir)] == ["step-000000", "step-000002"]
     assert threading.active_count() == before
+
+
+class CopiesBetweenDevices(TorchDispatchMode):
+    """Inside `with`, list the operators whose input and result are on different devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, result)) if torch.is_tensor(x)]
+        if len({x.device for x in tensors}) > 1:
+            self.operators.append(operator)
+        return result
+
+
+def test_the_sums_of_a_step_are_joined_where_they_are(monkeypatch):
+    """A tensor that is made on the CPU and copied to a GPU waits for it."""
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: self.device.type)
+    with CopiesBetweenDevices() as copies:
+        sums = torch.zeros(2, dtype=torch.float64, device="meta")
+        assert train.reduce_and_read(sums, [15], torch.ones((), device="meta")) == "meta"
+    assert copies.operators == []
+
+
+def test_positions_that_a_dataset_makes_are_checked(cfg, monkeypatch):
+    real = data.Dataset.batch
+
+    def batch(self, *args):
+        x, y, _, docs = real(self, *args)
+        return x, y, np.tile(np.arange(11) - 1, (len(x), 1)), docs
+
+    monkeypatch.setattr(data.Dataset, "batch", batch)
+    with pytest.raises(UserError, match="must not be negative"):
+        train.train(tiny(), cfg(max_iters=1), 11)
 
 
 # -----------------------------------------------------------------------------

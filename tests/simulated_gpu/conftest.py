@@ -58,9 +58,10 @@ def simulate(simulated_gpu, tmp_path_factory):
     """
     Run a script on the simulated GPU; returns it finished, with stdout, stderr and report.
 
-    values: compute real numbers; processes: of torchrun, each on a GPU of its own; devices, gb and
-    capability: of the simulated machine; report: what was counted, where the process has ended by
-    itself (of one of them, where there are several).
+    values: compute real numbers, and if it is "emulated" execute our kernels' own PTX; processes:
+    of torchrun, each on a GPU of its own; devices, gb and capability: of the simulated machine;
+    report: what was counted, where the process has ended by itself (of one of them, where there are
+    several).
     """
 
     def simulate(
@@ -72,7 +73,8 @@ def simulate(simulated_gpu, tmp_path_factory):
             launcher += [f"--nproc_per_node={processes}"]
             devices = processes
         file = tmp_path_factory.mktemp("report") / "report.json"
-        start = [str(HERE / "start.py"), *["--values"] * values, f"--report={file}"]
+        numbers = {True: ["--values"], "emulated": ["--emulated"], False: []}[values]
+        start = [str(HERE / "start.py"), *numbers, f"--report={file}"]
         machine = {"DEVICES": devices, "GB": gb, "CAPABILITY": capability}
         settings = {f"SIMULATED_GPU_{name}": str(value) for name, value in machine.items()}
         done = subprocess.run(

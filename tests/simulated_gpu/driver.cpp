@@ -67,7 +67,7 @@ T new_handle() {
 
 std::map<std::string, long> counts, kernels;
 void (*on_synchronize)(const char*) = nullptr;
-void (*on_launch)(const char*, const unsigned*, unsigned, unsigned, void**) = nullptr;
+bool (*on_launch)(CUfunction, const unsigned*, unsigned, unsigned, void**) = nullptr;
 
 void count(const std::string& name, long n = 1) {
   Lock lock(mutex);
@@ -194,9 +194,10 @@ bool launch(const std::string& name, const unsigned* grid, const unsigned* block
 API void simulated_count(const char* name) { count(name); }
 API void simulated_set_values(bool on) { has_values = on; }
 API void simulated_on_synchronize(void (*function)(const char*)) { on_synchronize = function; }
-// function(kernel, grid[3], threads, shared bytes, pointers to the parameters) of Triton's kernels
+// function(kernel, grid[3], threads, shared bytes, pointers to the parameters) executes what Triton
+// launches, and returns whether that went well.
 API void simulated_on_launch(
-    void (*function)(const char*, const unsigned*, unsigned, unsigned, void**)) {
+    bool (*function)(CUfunction, const unsigned*, unsigned, unsigned, void**)) {
   on_launch = function;
 }
 API void simulated_reset() {
@@ -729,8 +730,9 @@ API CUresult cuLaunchKernelEx(
     return CUDA_ERROR_ILLEGAL_ADDRESS;
   }
   if (!launch(name, grid, block, c->sharedMemBytes, c->hStream)) return CUDA_ERROR_INVALID_VALUE;
-  if (on_launch) on_launch(name.c_str(), grid, block[0], c->sharedMemBytes, parameters);
-  return CUDA_SUCCESS;
+  if (!on_launch || on_launch(function, grid, block[0], c->sharedMemBytes, parameters))
+    return CUDA_SUCCESS;
+  return CUDA_ERROR_LAUNCH_FAILED;
 }
 API CUresult cuLaunchKernel(
     CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
@@ -743,6 +745,7 @@ API CUresult cuLaunchKernel(
 }
 API CUresult cuGetErrorString(CUresult error, const char** text) {
   *text = "an error of the simulated GPU";
+  if (error == CUDA_ERROR_LAUNCH_FAILED) *text = "unspecified launch failure";
   if (error == CUDA_ERROR_ILLEGAL_ADDRESS) *text = "an illegal memory access was encountered";
   return CUDA_SUCCESS;
 }

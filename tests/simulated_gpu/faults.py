@@ -30,7 +30,112 @@ class Fault(NamedTuple):
     unseen: str = ""  # why no test can find it
 
 
-FAULTS = {}
+RACE = "everything has completed when a call of the simulated driver returns"
+
+FAULTS = {
+    "a table stays on the CPU": Fault(
+        "model.py",
+        "fn(torch.empty(1, device=table.device))",
+        "fn(torch.empty(1))",
+        "test_programs.py -k evaluation and float32",
+    ),
+    "a kernel is launched on the current device": Fault(
+        "kernels/rotary.py",
+        "with torch.cuda.device_of(q):",
+        "with torch.no_grad():",
+        "test_devices.py -k rope",
+    ),
+    "a capture is made on the current device": Fault(
+        "nanolong/inference.py",
+        "with torch.cuda.device(cache.tokens.device):",
+        "with torch.no_grad():",
+        "test_devices.py -k rope",
+    ),
+    "a batch is copied from pageable memory": Fault(
+        "train.py",
+        "part.pin_memory().to(device, non_blocking=True)",
+        "part.to(device, non_blocking=True)",
+        "test_counts.py -k a_step_waits and window",
+    ),
+    "a step reads the loss": Fault(
+        "train.py",
+        "losses[index] = loss_sum.detach()",
+        "losses[index] = loss_sum.detach().cpu()",
+        "test_counts.py -k a_step_waits and window",
+    ),
+    "a captured graph is not replayed": Fault(
+        "nanolong/inference.py",
+        "        self.graph.replay()\n",
+        "",
+        "test_programs.py -k greedy and float32",
+    ),
+    "a graph reads another tensor than the new token": Fault(
+        "nanolong/inference.py",
+        "self.tokens.copy_(tokens)",
+        "self.tokens = tokens",
+        "test_programs.py -k greedy and float32",
+    ),
+    "a graph is captured on another stream than its kernels": Fault(
+        "nanolong/inference.py",
+        "self.logits = run(self.tokens)",
+        "with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "                self.logits = run(self.tokens)",
+        "test_programs.py -k greedy and float32",
+    ),
+    "strides are swapped at a launch": Fault(
+        "kernels/rotary.py",
+        "*q.stride()[:3], *k.stride()[:3],",
+        "q.stride(0), q.stride(2), q.stride(1), *k.stride()[:3],",
+        "test_emulated.py -k rope",
+    ),
+    "a grid misses the last block": Fault(
+        "kernels/flash.py",
+        "grid = (triton.cdiv(call.Tk, tile.BN), call.HK, call.B)",
+        "grid = (max(1, call.Tk // tile.BN), call.HK, call.B)",
+        "test_emulated.py -k rope",
+    ),
+    "a scale is in the wrong units at a launch": Fault(
+        "kernels/decode.py",
+        "sinks, scale / math.log(2),",
+        "sinks, scale,",
+        "test_emulated.py -k rope",
+    ),
+    "gradients are not summed over processes": Fault(
+        "train.py",
+        "set_gradient_sync(forward, micro_batch + world >= accumulation)",
+        "set_gradient_sync(forward, False)",
+        "test_distributed.py -k ddp and two_cpus",
+    ),
+    "NCCL guesses the device of a process": Fault(
+        "nanolong/distributed.py",
+        "device_id=device_id,",
+        "device_id=None,",
+        "test_distributed.py -k ddp and two_cpus",
+    ),
+    "a stream does not wait for the warm-up": Fault(
+        "nanolong/inference.py",
+        "        stream.wait_stream(torch.cuda.current_stream())\n",
+        "",
+        "test_programs.py -k greedy and float32",
+        RACE,
+    ),
+    "pinned memory is reused before it is copied": Fault(
+        "train.py",
+        "return part.pin_memory().to(device, non_blocking=True)",
+        "pinned = part.pin_memory()\n    copy = pinned.to(device, non_blocking=True)\n"
+        "    del pinned\n    torch.zeros_like(part).pin_memory()\n    return copy",
+        "test_programs.py -k training",
+        RACE,
+    ),
+    "float32 products are computed in TF32": Fault(
+        "nanolong/device.py",
+        "    torch.utils.deterministic.fill_uninitialized_memory = False\n",
+        "    torch.utils.deterministic.fill_uninitialized_memory = False\n"
+        "    torch.backends.cuda.matmul.allow_tf32 = True\n",
+        "test_programs.py -k training",
+        "values of matrix products are the CPU's",
+    ),
+}
 
 
 def try_fault(name, fault):

@@ -1,9 +1,10 @@
 """Run a script of the project on the simulated GPU, as python tests/simulated_gpu/start.py.
 
-    start.py [--values] [--report=FILE] SCRIPT ARGUMENTS
+    start.py [--values | --emulated] [--report=FILE] SCRIPT ARGUMENTS
 
 The process must have the simulated GPU preloaded: conftest.py does so. --values computes real
-numbers; --report writes what was counted, as JSON.
+numbers, --emulated too, and executes our kernels as compiled; --report writes what was counted, as
+JSON.
 """
 
 import atexit
@@ -28,21 +29,25 @@ def report(file):
         "synchronising lines": counts.synchronising_lines,
         "peak": torch.cuda.max_memory_allocated(),
     }
+    if "emulated" in sys.modules:
+        record["emulated"] = sys.modules["emulated"].record()
     Path(file).write_text(json.dumps(record, indent=1))
 
 
 def main():
     words = sys.argv[1:]
-    with_values = words[0] == "--values"
-    words = words[with_values:]
+    numbers = words.pop(0) if words[0] in ("--values", "--emulated") else None
     if words[0].startswith("--report="):
         atexit.register(report, words.pop(0).removeprefix("--report="))
     sys.argv = words
     context = contextlib.nullcontext()
-    if with_values:
-        from values import real_values
+    if numbers:
+        from values import Values, real_values
 
-        context = real_values()
+        kind = Values
+        if numbers == "--emulated":
+            from emulated import EmulatedKernels as kind
+        context = real_values(kind)
     with context:
         runpy.run_path(words[0], run_name="__main__")
 

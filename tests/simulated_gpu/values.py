@@ -10,6 +10,7 @@ Collectives move real bytes (nccl.cpp). What torch.compile generates has no valu
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import threading
@@ -98,7 +99,15 @@ class Graph(torch.cuda.CUDAGraph):
         super().replay()
         with _disable_current_modes(), torch.no_grad():
             for call in self.tape:
-                compute(*call)
+                call()
+
+
+def launch(call):
+    """Do what a kernel does: now or, where it is captured, at each replay of the graph."""
+    if torch.cuda.is_current_stream_capturing():
+        _tape.append(call)
+    else:
+        call()
 
 
 class Values(TorchDispatchMode):
@@ -125,10 +134,7 @@ class Values(TorchDispatchMode):
             kwargs = {**kwargs, "pin_memory": False}
         args, kwargs = tree_map(to_cpu, args), tree_map(to_cpu, kwargs)
         outs = None if func._schema.is_mutable else [alias(x) for x in tree_leaves(out)]
-        if torch.cuda.is_current_stream_capturing():
-            _tape.append((func, args, kwargs, outs))
-        else:
-            compute(func, args, kwargs, outs)
+        launch(functools.partial(compute, func, args, kwargs, outs))
         return out
 
 
@@ -255,9 +261,9 @@ OPERATORS = {
 
 
 @contextlib.contextmanager
-def real_values():
+def real_values(kind=Values):
     """Inside the block, in this thread and in those that start there, operators have values."""
-    mode = Values()
+    mode = kind()
     run, graph = threading.Thread.run, torch.cuda.CUDAGraph
 
     def run_with_values(thread):
