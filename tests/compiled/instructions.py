@@ -18,9 +18,8 @@ from emulator.ptx import CONTROL, Kernel
 
 def instructions_of(target, make, args):
     """The names of the instructions of one case of aot.py."""
-    _, kernel, signature, constants, options = make(*args)
-    compiled = aot.compile_kernel(kernel, target, signature, constants, **options)
-    blocks = Kernel(compiled.asm["ptx"]).blocks
+    _, launcher = make(target, *args)
+    blocks = Kernel(launcher.compile().asm["ptx"]).blocks
     return {instruction.name for block in blocks for instruction in block.all_instructions}
 
 

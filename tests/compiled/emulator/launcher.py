@@ -6,42 +6,55 @@ launchers["_forward_kernel"].machine of the last launch: what was executed
 """
 
 import os
+from unittest import mock
 
 import numpy as np
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 
 from .machine import MAX_VISITS, Machine
 from .ptx import Kernel, check_target
 
-DTYPE_NAMES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
+
+class Driver:
+    """What Triton's launcher asks of a driver before it compiles a kernel."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        if self.target.startswith("gfx"):
+            return GPUTarget("hip", self.target, 64)
+        return GPUTarget("cuda", int(self.target.removeprefix("sm_")), 32)
+
+    def get_current_device(self):
+        return self.target  # Triton keeps the kernels of each device apart
+
+    def get_current_stream(self, device):
+        return 0
 
 
 class Launcher:
     """A @triton.jit function that is executed by the emulator: launcher[grid](*args, **kwargs).
 
-    options   races: whether ledgers are kept (True). profile: whether wavefronts and sectors are
-              counted (False). shuffle: None or a seed, the order of warps: see machine.py. order:
-              the order of the programs of a launch, None, "reversed" or a seed. max_visits: of
-              blocks, after which a program is taken to hang
+    options   execute: whether the programs run (True); without, a launch is only kept, to be
+              compiled, for any architecture. races: whether ledgers are kept (True). profile:
+              whether wavefronts and sectors are counted (False). shuffle: None or a seed, the order
+              of warps: see machine.py. order: the order of the programs of a launch, None,
+              "reversed" or a seed. max_visits: of blocks, after which a program is taken to hang
     edit      None, or a function of the PTX text to the text that is executed: faults on purpose
     machine   of the last launch;  last: its (grid, args, kwargs);  launches: how many there were
     """
 
-    compiled = {}  # shared by all launchers: {what decides the code: (Kernel, shared bytes)}
+    kernels = {}  # shared by all launchers: {Triton's hash of a compiled kernel: Kernel}
 
     def __init__(self, function, target, **options):
         refuse_interpreter()
-        check_target(target, getattr(function, "__name__", "kernel"))
         self.function = function
         self.target = target
         self.options = {
+            "execute": True,
             "races": True,
             "profile": False,
             "shuffle": None,
@@ -52,6 +65,8 @@ class Launcher:
         if unknown:
             raise TypeError(f"unknown options of a launcher: {', '.join(sorted(unknown))}")
         self.options.update(options)
+        if self.options["execute"]:
+            check_target(target, getattr(function, "__name__", "kernel"))
         self.edit = None
         self.machine = None
         self.last = None
@@ -63,19 +78,21 @@ class Launcher:
 
     def launch(self, grid, args, kwargs):
         """Run all programs of a grid."""
+        if "PRECISION" in kwargs:  # on a CPU's tensors the module would not ask for a GPU's
+            is_float32 = args[0].dtype == torch.float32
+            precision = float32_precision(self.target) if is_float32 else "ieee"
+            kwargs = {**kwargs, "PRECISION": precision}
         self.last = grid, args, kwargs
         self.launches += 1
-        names = self.function.arg_names
-        values = dict(zip(names, args, strict=False))
-        values.update({name: value for name, value in kwargs.items() if name in names})
-        launch_options = {name: value for name, value in kwargs.items() if name not in names}
-        self._take_precision_of_a_gpu(values)
-        kernel, shared_bytes, passed = self.compile(values, launch_options)
-
-        values = {name: values[name] for name in passed}
+        if not self.options["execute"]:
+            return
+        compiled = self.compile()
+        values = {**dict(zip(self.function.arg_names, args, strict=False)), **kwargs}
+        signature = compiled.src.signature
+        values = {name: values[name] for name in signature if signature[name] != "constexpr"}
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-        options = {name: value for name, value in self.options.items() if name != "order"}
-        machine = Machine(kernel, shared_bytes, tensors, **options)
+        options = {x: self.options[x] for x in ("races", "profile", "shuffle", "max_visits")}
+        machine = Machine(self.kernel_of(compiled), compiled.metadata.shared, tensors, **options)
         self.machine = machine
         numbers = [
             machine.global_memory.address(x) if isinstance(x, torch.Tensor) else x
@@ -87,67 +104,26 @@ class Launcher:
             for program in programs(grid, self.options["order"]):
                 machine.run(program, grid)
 
-    @staticmethod
-    def _take_precision_of_a_gpu(values):
-        """Compute float32 products as on a GPU; on a CPU's tensors the module would not ask to."""
-        if "PRECISION" in values:
-            first = next(x for x in values.values() if isinstance(x, torch.Tensor))
-            values["PRECISION"] = "tf32x3" if first.dtype == torch.float32 else "ieee"
+    def compile(self):
+        """Compile the kernel of the last launch: Triton's CompiledKernel.
 
-    def compile(self, values, launch_options):
-        """(Kernel, bytes of shared memory, names of its parameters) for these arguments."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+        Triton's own launcher does all but the launch itself, so this is the kernel that a user's
+        process compiles: integers of 1 are constants, and pointers and integers that are divisible
+        by 16 are declared so. The addresses are those of the CPU's tensors, whose storages start at
+        multiples of 64 bytes. On a GPU they start at multiples of 512, so that a view is divisible
+        by 16 there if it is here.
+        """
+        grid, args, kwargs = self.last
+        with mock.patch.object(triton.runtime.driver, "_active", Driver(self.target)):
+            return self.function.run(*args, grid=grid, warmup=True, **kwargs)
 
-        signature, constants, attributes = specialise(self.function, values)
-        key = self.function, self.target, str((signature, constants, attributes, launch_options))
-        if key not in self.compiled:
-            source = ASTSource(
-                self.function, signature=signature, constexprs=constants, attrs=attributes
-            )
-            target = GPUTarget("cuda", int(self.target.removeprefix("sm_")), 32)
-            done = triton.compile(source, target=target, options=launch_options)
-            self.compiled[key] = Kernel(done.asm["ptx"]), done.metadata.shared
-        kernel, shared_bytes = self.compiled[key]
+    def kernel_of(self, compiled):
+        """The Kernel to execute, with the fault in it if there is one."""
         if self.edit is not None:
-            kernel = Kernel(self.edit(kernel.text))
-        passed = [name for name in signature if signature[name] != "constexpr"]
-        return kernel, shared_bytes, passed
-
-
-def specialise(function, values):
-    """How Triton specialises a call: (signature, constants, attributes).
-
-    Integers of 1 and None become constants; pointers and integers that are divisible by 16 are
-    declared so.
-    """
-    signature = {}
-    constants = {}
-    attributes = {}
-    for index, (name, parameter) in enumerate(
-        zip(function.arg_names, function.params, strict=True)
-    ):
-        value = values[name]
-        is_integer = type(value) is int
-        if parameter.is_constexpr or value is None or (is_integer and value == 1):
-            signature[name] = "constexpr"
-            constants[name] = value
-            continue
-        is_divisible = is_integer and value % 16 == 0
-        if isinstance(value, torch.Tensor):
-            signature[name] = "*" + DTYPE_NAMES[value.dtype]
-            # a storage starts at a device address that is a multiple of 16
-            is_divisible = value.storage_offset() * value.element_size() % 16 == 0
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif isinstance(value, bool):
-            signature[name] = "u1"
-        else:
-            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-        if is_divisible:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
+            return Kernel(self.edit(compiled.asm["ptx"]))
+        if compiled.hash not in self.kernels:
+            self.kernels[compiled.hash] = Kernel(compiled.asm["ptx"])
+        return self.kernels[compiled.hash]
 
 
 def programs(grid, order=None):
@@ -161,6 +137,11 @@ def programs(grid, order=None):
         permutation = np.random.default_rng(order).permutation(len(all_programs))
         return [all_programs[n] for n in permutation]
     return all_programs
+
+
+def float32_precision(target):
+    """How kernels compute products of float32 on an architecture."""
+    return "tf32x3" if target.startswith("sm_") else "ieee"
 
 
 def refuse_interpreter():
@@ -184,5 +165,5 @@ def install(module, target, **options):
             setattr(module, name, launchers[name])
     if hasattr(module, "device_family"):
         family = {"sm_89": "sm_86"}.get(target, target)
-        module.device_family = lambda device: (family, "tf32x3")
+        module.device_family = lambda device: (family, float32_precision(target))
     return launchers
