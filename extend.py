@@ -235,6 +235,10 @@ def relative_length(settings, factor, original_length):
 # Extending.
 
 
+# Entries of meta.json that hold for the extended model, too.
+INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "entry_hash")
+
+
 def extend_model(model, cfg, given, rank):
     """Extend a loaded model in place, by the settings. Raises UserError."""
     options = cfg.method_options()
@@ -252,7 +256,7 @@ def extend_model(model, cfg, given, rank):
     model.meta = {
         "parent": str(model.folder),
         "pretraining_tokens": meta.get("pretraining_tokens") or meta.get("tokens", 0),
-        **{name: meta.get(name) for name in ("bos", "tokenizer", "dataset", "data_hash")},
+        **{name: meta.get(name) for name in INHERITED},
     }
 
 
