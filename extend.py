@@ -26,7 +26,14 @@ import torch
 
 import data
 import rope_scaling
-from evaluate import EvaluateConfig, loss_by_position, measure_losses, read_text
+from evaluate import (
+    EvaluateConfig,
+    describe_scored,
+    loss_by_position,
+    measure_losses,
+    open_texts,
+    read_text,
+)
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, validate
 from nanolong.checkpoint import (
@@ -425,7 +432,10 @@ def report(model, cfg, when):
         text=cfg.text,
         dtype=cfg.dtype,
     )
-    records = measure_losses({when: model}, settings, lengths)
+    texts = open_texts({when: model}, settings, lengths)
+    for line in describe_scored(texts, lengths, cfg.max_tokens):
+        print(f"scored: {line}")
+    records = measure_losses({when: model}, settings, lengths, texts)
     print(format_loss_table(records, lengths), flush=True)
 
 

@@ -47,7 +47,13 @@ NO_DATASET = (
 ATTENTION_FACTOR = (
     "the attention factor that clients compute themselves is exported, the rest in the queries"
 )
+SPREAD = (
+    "what evaluate.py scores is spread over the validation files, and was the longest one's start"
+)
 DELIBERATE = (
+    ("evaluation: protocols | *", SPREAD),
+    ("evaluation: defaults | *", SPREAD),
+    ("evaluation: bfloat16 | *", SPREAD),
     ("hf: method ntk-parts*", ATTENTION_FACTOR),
     ("hf: method resonance*", ATTENTION_FACTOR),
     ("hf: half the channels, yarn*", ATTENTION_FACTOR),
