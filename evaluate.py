@@ -73,6 +73,9 @@ from nanolong.strict_json import to_json
 
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
 
+# With fewer sequences than this the choice of the text decides how two lengths compare.
+MIN_SEQUENCES = 8
+
 # Tokens in one forward pass: of a batch of sequences, and of a chunk of one long sequence.
 BATCH_TOKENS = 16384
 CHUNK = 32768
@@ -90,7 +93,8 @@ class EvaluateConfig:
     entry: tuple[str, ...] = ()
     best: bool = False  # of a run folder, use the step with the lowest validation loss
     # [loss]
-    protocol: tuple[Protocol, ...] = ("chunked", "last-quarter")  # how to score, see above
+    # how to score, see above; by default of a single length without token-aligned
+    protocol: tuple[Protocol, ...] = ("chunked", "last-quarter", "token-aligned")
     # sliding, token-aligned: scored tokens at the end of a sequence, at most the sequence itself
     # (token-aligned: at most half the shortest length)
     stride: int = 256
@@ -373,13 +377,16 @@ def measure_losses(models, cfg, lengths, texts=None):
     for name, model in models.items():
         dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
         for length, (protocols, fields) in product(lengths, group_protocols(cfg, lengths)):
+            split = texts[name].val
             placement = (protocols[0], cfg.stride, lengths)
             try:
+                sequences = find_sequences(split, length, cfg.max_tokens, *placement)
                 loss_sum, n_scored = loss_by_position(
-                    model, texts[name].val, length, cfg.max_tokens, dtype, *placement
+                    model, split, length, cfg.max_tokens, dtype, *placement
                 )
                 n_bytes = bytes_by_position(texts[name], length, cfg.max_tokens, *placement)
-                records += make_records(name, loss_sum, n_scored, protocols, n_bytes, **fields)
+                counted = {**fields, "sequences": len(sequences)}
+                records += make_records(name, loss_sum, n_scored, protocols, n_bytes, **counted)
             except UserError as error:
                 refused = {**fields, "refused": str(error)}
                 records += [loss_record(name, p, length, **refused) for p in protocols]
@@ -560,6 +567,22 @@ def note_different_texts(models, cfg):
         )
 
 
+def note_few_sequences(records, lengths):
+    """Print a note where lengths differ by the text that they score rather than by the context."""
+    for protocol in ("last-quarter", "position"):  # the others score the same text at all lengths
+        few = {}
+        for record in records:
+            n = record.get("sequences", MIN_SEQUENCES)
+            if record["protocol"] == protocol and n < MIN_SEQUENCES:
+                few[record["length"]] = f"{n} at {record['length']}"
+        if few and len(lengths) > 1:
+            print(
+                f"note: {protocol} has few sequences ({', '.join(few.values())} tokens), and each "
+                "length scores other text: compare lengths by token-aligned, or raise --max_tokens",
+                file=sys.stderr,
+            )
+
+
 def have_different_vocabularies(models):
     """Return whether a token stands for different text in some of the checkpoints."""
     first, *others = models.values()
@@ -645,10 +668,10 @@ def main():
         f"--sequence_parallel={world}",
     )
     with cli.silent(rank > 0):
-        return evaluate(cfg, paths, writes=rank == 0)
+        return evaluate(cfg, given, paths, writes=rank == 0)
 
 
-def evaluate(cfg, paths, writes):
+def evaluate(cfg, given, paths, writes):
     """Do what the settings say; only one process writes files. Returns the exit status."""
     device = pick_device(cfg.device)
     load_entries(cfg.entry, POSITIONS)
@@ -667,6 +690,8 @@ def evaluate(cfg, paths, writes):
     shortest = min(model.config.original_length for model in models.values())
     factors = (1, 2, 4, 8) if cfg.task == "loss" else (1, 2, 3, 4)
     lengths = cfg.lengths or tuple(shortest * factor for factor in factors)
+    if "protocol" not in given and len(lengths) == 1:
+        cfg.protocol = ("chunked", "last-quarter")  # there is nothing to align
     for model in models.values():
         share_sequences(model, cfg.sequence_parallel, lengths)
 
@@ -678,6 +703,7 @@ def evaluate(cfg, paths, writes):
         records = measure_losses(models, cfg, lengths, texts)
         in_bits = bool(cfg.text) or have_different_vocabularies(models)
         print_losses(records, cfg, lengths, in_bits)
+        note_few_sequences(records, lengths)
     else:
         records = measure_needles(models, cfg, lengths)
         print(plots.format_needle_table(records, lengths))

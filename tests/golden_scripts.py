@@ -437,7 +437,8 @@ def evaluation(record, folder):
             must_call("evaluate.py", *words, f"--json={file}")
             for i, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
                 row["checkpoint"] = Path(row["checkpoint"]).name
-                row.pop("bytes", None)  # earlier versions did not count them
+                for key in ("bytes", "sequences"):  # earlier versions did not count them
+                    row.pop(key, None)
                 found[f"row {i}"] = {**row, "refused": "refused" in row}
 
 

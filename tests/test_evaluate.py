@@ -369,7 +369,8 @@ def test_a_loss_that_cannot_be_measured_is_refused_in_its_record(make, text_data
         max_tokens=200, protocol=("chunked",), device="cpu", dtype="float32"
     )
     good, beyond, too_long = evaluate.measure_losses({"m": model}, cfg, (24, 48, 500))
-    assert list(good) == ["checkpoint", "task", "protocol", "length", "loss", "tokens", "bytes"]
+    keys = ["checkpoint", "task", "protocol", "length", "sequences", "loss", "tokens", "bytes"]
+    assert list(good) == keys
     assert good["bytes"] == good["tokens"]
     assert list(beyond) == ["checkpoint", "task", "protocol", "length", "refused"]
     assert "--pos=learned" in beyond["refused"]
@@ -655,6 +656,54 @@ def test_command_line_writes_tables_json_and_figure(runs, call, tmp_path):
     assert {record["tokens"] for record in chunked if "tokens" in record} == {383}
     assert "scored: 384 of " in done.stdout
     assert (tmp_path / "new/a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_number_of_sequences_is_in_tables_and_records(runs, call, tmp_path):
+    """24 pieces of 48 tokens would be 1,152: of 1,000 tokens there are 20."""
+    words = ["--lengths=24,48", "--max_tokens=1000", "--json=a.json"]
+    protocols = "--protocol=chunked,last-quarter,position,sliding,token-aligned"
+    done = call("evaluate.py", runs[0], *words, protocols, "--stride=12", cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr
+    records = json.loads((tmp_path / "a.json").read_text())
+    found = {(record["protocol"], record["length"]): record["sequences"] for record in records}
+    for protocol in ("chunked", "last-quarter", "position"):
+        assert (found[protocol, 24], found[protocol, 48]) == (40, 20)
+    assert (found["token-aligned", 24], found["token-aligned", 48]) == (20, 20)
+    assert found["sliding", 48] == 20 * 4 - 3  # all but the first have context before their piece
+    tables = done.stdout.split("\n\n")
+    for title, counts in (("last-quarter", "40 20"), ("token-aligned", "20 20")):
+        (table,) = [table for table in tables if f"\n{title} (" in f"\n{table}"]
+        assert f"sequences {counts}" in " ".join(table.split())
+    assert "position, nats per token, in 40 sequences of 24 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "lengths, max_tokens, few",
+    [("24,48,96", 480, "5 at 96"), ("24,240", 480, "2 at 240"), ("24,48", 480, ""), ("96", 96, "")],
+)
+def test_lengths_of_few_sequences_are_not_compared_without_a_note(
+    lengths, max_tokens, few, runs, call
+):
+    """Of last-quarter each length scores other text; chunked scores the same."""
+    words = [runs[0], f"--lengths={lengths}", f"--max_tokens={max_tokens}"]
+    done = call("evaluate.py", *words)
+    note = f"note: last-quarter has few sequences ({few} tokens), and each length scores other text"
+    assert done.stderr.count("\n") == bool(few) and done.stderr.startswith(note if few else "")
+    assert not call("evaluate.py", *words, "--protocol=chunked,token-aligned").stderr
+
+
+def test_by_default_lengths_are_compared_on_the_same_tokens_too(runs, call):
+    """Of a single length there is nothing to align, unless that is asked for."""
+    for words, aligned in (
+        (["--lengths=24,48"], True),
+        (["--lengths=24"], False),
+        (["--lengths=24", "--protocol=token-aligned"], True),
+        (["--lengths=24,48", "--protocol=last-quarter"], False),
+    ):
+        done = call("evaluate.py", runs[0], *words, "--max_tokens=960")
+        assert done.returncode == 0
+        assert ("token-aligned (the same tokens at every length)" in done.stdout) == aligned, words
+        assert "last-quarter (" in done.stdout or words[-1] == "--protocol=token-aligned"
 
 
 def test_json_holds_null_for_a_loss_that_is_no_number(runs, call, tmp_path):
