@@ -68,6 +68,8 @@ from nanolong.distributed import check_same_everywhere, check_same_start, join_p
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
+from nanolong.logger import device_name
+from nanolong.provenance import current_commit
 from nanolong.sequence_parallel import gather_tokens, own_part, share_sequences
 from nanolong.strict_json import to_json
 
@@ -106,7 +108,9 @@ class EvaluateConfig:
     trials: int = 64  # prompts for each length and depth
     # [output]
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
-    json: str = ""  # write the records to this file; a loss that is not finite is null
+    # write the records to this file, with the step folder, dtype, device, data and commit; a loss
+    # that is not finite is null
+    json: str = ""
     # [system]
     # processes, started by torchrun, that share every sequence, a part of its tokens each
     sequence_parallel: int = 1
@@ -606,6 +610,24 @@ def check_writable(file):
         path.unlink()
 
 
+def origins(models, texts, dtype, device):
+    """Return what the records of each checkpoint came from: a dict of fields by its name.
+
+    texts: of open_texts(), {} where no text was scored.
+    """
+    fields = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device_name(device),
+        "commit": current_commit(),
+    }
+    found = {}
+    for name, model in models.items():
+        found[name] = {"folder": str(model.folder), **fields}
+        if name in texts:
+            found[name]["data_hash"] = texts[name].hash
+    return found
+
+
 def print_losses(records, cfg, lengths, in_bits):
     """Print the losses as tables and as plots in characters; in_bits: also in bits per byte."""
     print(plots.format_loss_table(records, lengths))
@@ -695,7 +717,7 @@ def evaluate(cfg, given, paths, writes):
     for model in models.values():
         share_sequences(model, cfg.sequence_parallel, lengths)
 
-    scored = []
+    scored, texts = [], {}
     if cfg.task == "loss":
         texts = open_texts(models, cfg, lengths)
         scored = describe_scored(texts, lengths, cfg.max_tokens)
@@ -709,7 +731,9 @@ def evaluate(cfg, given, paths, writes):
         print(plots.format_needle_table(records, lengths))
 
     if cfg.json and writes:
-        Path(cfg.json).write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
+        origin = origins(models, texts, pick_dtype(cfg.dtype, device), device)
+        rows = [{**record, **origin[record["checkpoint"]]} for record in records]
+        Path(cfg.json).write_text(to_json(rows, indent=1) + "\n", encoding="utf-8")
     if cfg.plot and writes:
         plot_records(records, models, cfg, lengths, scored)
     return 0

@@ -16,6 +16,7 @@ import evaluate
 import train
 from model import GPT, POSITIONS
 from nanolong.errors import UserError
+from nanolong.provenance import current_commit
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 
@@ -656,6 +657,27 @@ def test_command_line_writes_tables_json_and_figure(runs, call, tmp_path):
     assert {record["tokens"] for record in chunked if "tokens" in record} == {383}
     assert "scored: 384 of " in done.stdout
     assert (tmp_path / "new/a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_records_say_what_they_came_from(runs, call, text_data, tmp_path):
+    rope, learned = runs
+    model = GPT.load(rope)
+    model.meta.pop("checksums")
+    model.save(rope / "step-000002")
+    words = [rope, f"x={rope}/step-000001", "--lengths=24", "--max_tokens=48", "--json=a.json"]
+    for dtype in ("float32", "bfloat16"):
+        done = call("evaluate.py", *words, f"--dtype={dtype}", "--device=cpu", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        for record in json.loads((tmp_path / "a.json").read_text()):
+            step = {str(rope): 2, "x": 1}[record["checkpoint"]]
+            assert record["folder"] == str(rope / f"step-00000{step}")
+            assert record["dtype"] == dtype and "CPU thread" in record["device"]
+            assert record["data_hash"] == data.Dataset(str(text_data)).hash
+            assert record["commit"] == current_commit()
+    needle = ["--task=needle", "--trials=1", "--depths=1"]
+    assert call("evaluate.py", *words, *needle, cwd=tmp_path).returncode == 0
+    for record in json.loads((tmp_path / "a.json").read_text()):
+        assert record["commit"] and record["folder"] and "data_hash" not in record
 
 
 def test_the_number_of_sequences_is_in_tables_and_records(runs, call, tmp_path):
