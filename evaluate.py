@@ -13,15 +13,16 @@
                  beyond the original context length that the mean over whole sequences hides.
   position       The same sequences, with one loss for each of 16 equal parts of a sequence.
   sliding        Let sequences overlap: each starts --stride tokens after the one before it, and
-                 only its last --stride tokens are scored (of the first sequence, all).
+                 only its last --stride tokens are scored (of the first of a file, all).
   token-aligned  Score the same tokens at every length: sequences of all lengths end at the same
                  places, and only their last --stride tokens are scored. This answers whether
                  more context helps.
 
-With the first four protocols all lengths score the same span of text. Where the last sequence
-overlaps the one before it, only its new tokens are scored. A mean is over all scored tokens, never
-over sequences. Dynamic methods scale by the length of the whole sequence. A model with random
-positions gets positions sampled as in training.
+At most --max_tokens are scored: sequences of the longest length, evenly spaced over all validation
+files, as in train.py. Shorter sequences lie in these, so with the first four protocols all lengths
+score the same text. Where the last sequence overlaps the one before it, only its new tokens are
+scored. A mean is over all scored tokens, never over sequences. Dynamic methods scale by the length
+of the whole sequence. A model with random positions gets positions sampled as in training.
 
 The text is the validation text of --dataset, of the dataset that a checkpoint was trained on, or
 --text=FILE, a plain text in the tokens of each checkpoint. Models with different vocabularies are
@@ -55,7 +56,6 @@ from data import (
     DIGITS,
     Dataset,
     TextFile,
-    hash_files,
     passkey,
     same_vocabulary,
     tokenizer_from_json,
@@ -68,10 +68,15 @@ from nanolong.distributed import check_same_everywhere, check_same_start, join_p
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
+from nanolong.logger import device_name
+from nanolong.provenance import current_commit
 from nanolong.sequence_parallel import gather_tokens, own_part, share_sequences
 from nanolong.strict_json import to_json
 
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
+
+# With fewer sequences than this the choice of the text decides how two lengths compare.
+MIN_SEQUENCES = 8
 
 # Tokens in one forward pass: of a batch of sequences, and of a chunk of one long sequence.
 BATCH_TOKENS = 16384
@@ -90,11 +95,12 @@ class EvaluateConfig:
     entry: tuple[str, ...] = ()
     best: bool = False  # of a run folder, use the step with the lowest validation loss
     # [loss]
-    protocol: tuple[Protocol, ...] = ("chunked", "last-quarter")  # how to score, see above
+    # how to score, see above; by default of a single length without token-aligned
+    protocol: tuple[Protocol, ...] = ("chunked", "last-quarter", "token-aligned")
     # sliding, token-aligned: scored tokens at the end of a sequence, at most the sequence itself
     # (token-aligned: at most half the shortest length)
     stride: int = 256
-    max_tokens: int = 65536  # length of the validation text that is scored
+    max_tokens: int = 65536  # tokens of the validation text that are scored, spread over its files
     dataset: str = ""  # default: the one that each checkpoint was trained on
     text: str = ""  # score this text file, in the tokens of each checkpoint, and no dataset
     # [needle]
@@ -102,7 +108,9 @@ class EvaluateConfig:
     trials: int = 64  # prompts for each length and depth
     # [output]
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
-    json: str = ""  # write the records to this file; a loss that is not finite is null
+    # write the records to this file, with the step folder, dtype, device, data and commit; a loss
+    # that is not finite is null
+    json: str = ""
     # [system]
     # processes, started by torchrun, that share every sequence, a part of its tokens each
     sequence_parallel: int = 1
@@ -126,8 +134,8 @@ def aligned_stride(stride, lengths):
     return min(stride, max(1, min(lengths) // 2))
 
 
-def place_sequences(protocol, length, span, stride=256, lengths=()):
-    """Place sequences of `length` targets within a text of `span` targets.
+def place_sequences(protocol, length, stop, stride=256, lengths=(), start=0):
+    """Place sequences of `length` targets that score the targets from `start` to `stop` of a text.
 
     Returns a list of (start, n_context): the first n_context targets of a sequence are context
     only and are not scored. token-aligned needs all `lengths` that are to be compared.
@@ -136,12 +144,16 @@ def place_sequences(protocol, length, span, stride=256, lengths=()):
         # Sequences of the longest length lie end to end; shorter ones end where these end.
         longest = max(lengths)
         n_context = length - aligned_stride(stride, lengths)
-        return [(end - length, n_context) for end in range(longest, span + 1, longest)]
+        return [(end - length, n_context) for end in range(start + longest, stop + 1, longest)]
 
-    step = min(stride, length) if protocol == "sliding" else length
-    ends = [*range(length, span, step), span]
-    sequences = [(ends[0] - length, 0)]
-    for previous_end, end in pairwise(ends):
+    step = length
+    first_end = start + length
+    if protocol == "sliding":
+        step = min(stride, length)
+        first_end = max(length, start + step)  # what comes before `start` is context, too
+    ends = [*range(first_end, stop, step), stop]
+    sequences = []
+    for previous_end, end in pairwise([start, *ends]):
         n_new = end - previous_end
         sequences.append((end - length, length - n_new))
     return sequences
@@ -206,23 +218,45 @@ def token_losses(model, x, y, positions):
     return torch.cat(losses, 1)
 
 
-def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=256, lengths=()):
-    """Place the sequences of a protocol within the first max_tokens targets of the longest file.
+def fitting_lengths(split, lengths, max_tokens):
+    """Return those of `lengths` of which some file of `split` holds a sequence."""
+    return [n for n in lengths if n <= max_tokens and split.n_sequences(n).any()]
 
-    Returns the index of the file in `split`, and a list of (start, n_context) as place_sequences()
-    does. Raises UserError when the text is too short.
+
+def find_spans(split, longest, max_tokens):
+    """Choose the text that is scored: spans (file, start, stop) of at most max_tokens targets.
+
+    They are sequences of `longest` targets, evenly spaced over all files as in train.py's
+    validation. A text of at most max_tokens is scored as a whole, but for files that are shorter.
     """
-    lengths = lengths or (length,)
-    file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
-    # Without <bos> the first token of the text has no context, so it is no target.
-    span = min(max_tokens, len(split.tokens[file]) - (split.bos is None))
-    longest = max(length, *lengths) if protocol == "token-aligned" else length
-    if longest > span:
+    sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
+    if sum(sizes) <= max_tokens:
+        return [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
+    available = int(split.n_sequences(longest).sum())
+    n = min(max_tokens // longest, available)
+    starts = [split.locate(i * available // n, longest) for i in range(n)]
+    return [(file, start, start + longest) for file, start in starts]
+
+
+def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=256, lengths=()):
+    """Place the sequences of a protocol in the text that is scored.
+
+    lengths: all that are to be compared, which score the same text. Returns a list of
+    (file, start, n_context): the index of a file in `split`, and what place_sequences() returns.
+    Raises UserError when the text is too short.
+    """
+    fitting = fitting_lengths(split, (*lengths, length), max_tokens)
+    if length not in fitting:
+        n_targets = max(len(tokens) - split.extra_tokens for tokens in split.tokens)
         raise UserError(
-            f"a sequence of {longest} tokens is longer than the {span} that are scored: "
-            "raise --max_tokens, or give a longer validation text"
+            f"a sequence of {length} tokens is longer than the {min(max_tokens, n_targets)} that "
+            "are scored: raise --max_tokens, or give a longer validation text"
         )
-    return file, place_sequences(protocol, length, span, stride, lengths)
+    sequences = []
+    for file, start, stop in find_spans(split, max(fitting), max_tokens):
+        placed = place_sequences(protocol, length, stop, stride, fitting, start)
+        sequences += [(file, *place) for place in placed]
+    return sequences
 
 
 def read_sequence(split, file, start, length, n_context):
@@ -247,21 +281,21 @@ def loss_by_position(
     """Sum the loss at each position of sequences of `length` tokens.
 
     Returns two float64 tensors (length,): the summed loss in nats and the number of scored tokens.
-    The sequences lie within the first max_tokens targets of the longest file of `split`. The model
-    computes on the device of its weights. Raises UserError when the text or the context of the
-    model is too short.
+    The sequences are those of find_sequences(): give all `lengths` that are to be compared. The
+    model computes on the device of its weights. Raises UserError when the text or the context of
+    the model is too short.
     """
-    file, sequences = find_sequences(split, length, max_tokens, protocol, stride, lengths)
+    sequences = find_sequences(split, length, max_tokens, protocol, stride, lengths)
     loss_sum = torch.zeros(length, dtype=torch.float64)
     n_scored = torch.zeros(length, dtype=torch.float64)
     batch_size = max(1, BATCH_TOKENS // length)
     with evaluation_mode(model, dtype) as device:
         for i in range(0, len(sequences), batch_size):
             batch = sequences[i : i + batch_size]
-            pairs = [read_sequence(split, file, start, length, n) for start, n in batch]
+            pairs = [read_sequence(split, file, start, length, n) for file, start, n in batch]
             x = torch.from_numpy(np.stack([inputs for inputs, _ in pairs]))
             y = torch.from_numpy(np.stack([targets for _, targets in pairs]))
-            positions = model.sample_positions(len(x), length, batch[0][0])
+            positions = model.sample_positions(len(x), length, batch[0][1])
             losses = token_losses(model, x.to(device), y.to(device), positions).cpu().double()
             loss_sum += losses.sum(0)
             n_scored += (y >= 0).sum(0)
@@ -284,9 +318,9 @@ def bytes_by_position(
     except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
         return None
     split = dataset.val
-    file, sequences = find_sequences(split, length, max_tokens, protocol, stride, lengths)
+    sequences = find_sequences(split, length, max_tokens, protocol, stride, lengths)
     n_bytes = torch.zeros(length, dtype=torch.int64)
-    for start, n_context in sequences:
+    for file, start, n_context in sequences:
         sequence = read_sequence(split, file, start, length, n_context)
         inputs, targets = map(torch.from_numpy, sequence)
         scored = targets >= 0
@@ -334,26 +368,29 @@ def make_records(name, loss_sum, n_scored, protocols, n_bytes=None, **fields):
     return records
 
 
-def measure_losses(models, cfg, lengths):
+def measure_losses(models, cfg, lengths, texts=None):
     """Measure every checkpoint (name -> GPT, on its device) at every length, by every protocol.
 
-    Returns a list of records. Where a loss cannot be measured, the record has "refused" with the
-    reason in place of "loss" and "tokens".
+    texts: of open_texts(), where they are open already. Returns a list of records. Where a loss
+    cannot be measured, the record has "refused" with the reason in place of "loss" and "tokens".
     """
-    texts = open_texts(models, cfg, lengths)
+    texts = texts or open_texts(models, cfg, lengths)
     if cfg.sequence_parallel > 1:
         check_same_everywhere(data=[text.hash for text in texts.values()])
     records = []
     for name, model in models.items():
         dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
         for length, (protocols, fields) in product(lengths, group_protocols(cfg, lengths)):
+            split = texts[name].val
             placement = (protocols[0], cfg.stride, lengths)
             try:
+                sequences = find_sequences(split, length, cfg.max_tokens, *placement)
                 loss_sum, n_scored = loss_by_position(
-                    model, texts[name].val, length, cfg.max_tokens, dtype, *placement
+                    model, split, length, cfg.max_tokens, dtype, *placement
                 )
                 n_bytes = bytes_by_position(texts[name], length, cfg.max_tokens, *placement)
-                records += make_records(name, loss_sum, n_scored, protocols, n_bytes, **fields)
+                counted = {**fields, "sequences": len(sequences)}
+                records += make_records(name, loss_sum, n_scored, protocols, n_bytes, **counted)
             except UserError as error:
                 refused = {**fields, "refused": str(error)}
                 records += [loss_record(name, p, length, **refused) for p in protocols]
@@ -380,8 +417,8 @@ def open_texts(models, cfg, lengths):
     longest = max(len(text.val) for text in texts.values())
     if cfg.text and longest > cfg.max_tokens and have_different_vocabularies(models):
         print(
-            f"note: the first {cfg.max_tokens} tokens are another part of the text in each "
-            f"vocabulary: to compare bits per byte on all of it, give --max_tokens={longest}",
+            f"note: {cfg.max_tokens} tokens are another part of the text in each vocabulary: "
+            f"to compare bits per byte on all of it, give --max_tokens={longest}",
             file=sys.stderr,
         )
     return texts
@@ -534,6 +571,22 @@ def note_different_texts(models, cfg):
         )
 
 
+def note_few_sequences(records, lengths):
+    """Print a note where lengths differ by the text that they score rather than by the context."""
+    for protocol in ("last-quarter", "position"):  # the others score the same text at all lengths
+        few = {}
+        for record in records:
+            n = record.get("sequences", MIN_SEQUENCES)
+            if record["protocol"] == protocol and n < MIN_SEQUENCES:
+                few[record["length"]] = f"{n} at {record['length']}"
+        if few and len(lengths) > 1:
+            print(
+                f"note: {protocol} has few sequences ({', '.join(few.values())} tokens), and each "
+                "length scores other text: compare lengths by token-aligned, or raise --max_tokens",
+                file=sys.stderr,
+            )
+
+
 def have_different_vocabularies(models):
     """Return whether a token stands for different text in some of the checkpoints."""
     first, *others = models.values()
@@ -557,6 +610,24 @@ def check_writable(file):
         path.unlink()
 
 
+def origins(models, texts, dtype, device):
+    """Return what the records of each checkpoint came from: a dict of fields by its name.
+
+    texts: of open_texts(), {} where no text was scored.
+    """
+    fields = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device_name(device),
+        "commit": current_commit(),
+    }
+    found = {}
+    for name, model in models.items():
+        found[name] = {"folder": str(model.folder), **fields}
+        if name in texts:
+            found[name]["data_hash"] = texts[name].hash
+    return found
+
+
 def print_losses(records, cfg, lengths, in_bits):
     """Print the losses as tables and as plots in characters; in_bits: also in bits per byte."""
     print(plots.format_loss_table(records, lengths))
@@ -570,8 +641,11 @@ def print_losses(records, cfg, lengths, in_bits):
         print(plots.terminal_plot(plots.loss_curves(records, protocol)))
 
 
-def plot_records(records, models, cfg, lengths):
-    """Write the figure of either task, with what it was measured on in its title and note."""
+def plot_records(records, models, cfg, lengths, scored):
+    """Write the figure of either task, with what it was measured on in its title and note.
+
+    scored: of describe_scored().
+    """
     original = sorted({model.config.original_length for model in models.values()})
     trained_at = " or ".join(f"{length:,}" for length in original)
     title = f"Trained at {trained_at} tokens, evaluated at up to {max(lengths):,}"
@@ -580,18 +654,29 @@ def plot_records(records, models, cfg, lengths):
         note = f"{cfg.trials} prompts per cell, teacher-forced; chance is {chance}"
         plots.plot_needle_heatmaps(records, lengths, cfg.plot, note, title=title)
     else:
-        note = describe_text(next(iter(models.values())), cfg)
-        plots.plot_losses(records, lengths, cfg.plot, note, title=title)
+        plots.plot_losses(records, lengths, cfg.plot, scored[0], title=title)
 
 
-def describe_text(model, cfg):
-    """Return what the losses of a checkpoint were measured on, in small print below a figure."""
-    if cfg.text:
-        file = Path(cfg.text)
-        return f"at most {cfg.max_tokens} tokens of {file.name}, data {hash_files([file])}"
-    dataset = Dataset(cfg.dataset or model.meta["dataset"])
-    n_tokens = min(cfg.max_tokens, len(dataset.val))
-    return f"{n_tokens} tokens of {dataset.name}, data {dataset.hash}"
+def describe_scored(texts, lengths, max_tokens):
+    """Say which part of each different text is scored: a list of lines.
+
+    texts: of open_texts().
+    """
+    lines = []
+    for text in texts.values():
+        fitting = fitting_lengths(text.val, lengths, max_tokens)
+        spans = find_spans(text.val, max(fitting), max_tokens) if fitting else []
+        n_tokens = sum(stop - start for _, start, stop in spans)
+        names = [text.val.files[file].name for file in sorted({file for file, _, _ in spans})]
+        files = ", ".join(names)
+        if len(names) > 3:
+            files = f"{len(names)} of {len(text.val.files)} files"
+        pieces = "1 piece" if len(spans) == 1 else f"{len(spans)} pieces"
+        lines.append(
+            f"{n_tokens:,} of {len(text.val):,} tokens of {Path(text.name).name}, {pieces} of "
+            f"{files or 'it'}, data {text.hash}"
+        )
+    return list(dict.fromkeys(lines))
 
 
 def main():
@@ -605,10 +690,10 @@ def main():
         f"--sequence_parallel={world}",
     )
     with cli.silent(rank > 0):
-        return evaluate(cfg, paths, writes=rank == 0)
+        return evaluate(cfg, given, paths, writes=rank == 0)
 
 
-def evaluate(cfg, paths, writes):
+def evaluate(cfg, given, paths, writes):
     """Do what the settings say; only one process writes files. Returns the exit status."""
     device = pick_device(cfg.device)
     load_entries(cfg.entry, POSITIONS)
@@ -627,21 +712,30 @@ def evaluate(cfg, paths, writes):
     shortest = min(model.config.original_length for model in models.values())
     factors = (1, 2, 4, 8) if cfg.task == "loss" else (1, 2, 3, 4)
     lengths = cfg.lengths or tuple(shortest * factor for factor in factors)
+    if "protocol" not in given and len(lengths) == 1:
+        cfg.protocol = ("chunked", "last-quarter")  # there is nothing to align
     for model in models.values():
         share_sequences(model, cfg.sequence_parallel, lengths)
 
+    scored, texts = [], {}
     if cfg.task == "loss":
-        records = measure_losses(models, cfg, lengths)
+        texts = open_texts(models, cfg, lengths)
+        scored = describe_scored(texts, lengths, cfg.max_tokens)
+        print("\n".join(f"scored: {line}" for line in scored))
+        records = measure_losses(models, cfg, lengths, texts)
         in_bits = bool(cfg.text) or have_different_vocabularies(models)
         print_losses(records, cfg, lengths, in_bits)
+        note_few_sequences(records, lengths)
     else:
         records = measure_needles(models, cfg, lengths)
         print(plots.format_needle_table(records, lengths))
 
     if cfg.json and writes:
-        Path(cfg.json).write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
+        origin = origins(models, texts, pick_dtype(cfg.dtype, device), device)
+        rows = [{**record, **origin[record["checkpoint"]]} for record in records]
+        Path(cfg.json).write_text(to_json(rows, indent=1) + "\n", encoding="utf-8")
     if cfg.plot and writes:
-        plot_records(records, models, cfg, lengths)
+        plot_records(records, models, cfg, lengths, scored)
     return 0
 
 

@@ -26,7 +26,14 @@ import torch
 
 import data
 import rope_scaling
-from evaluate import EvaluateConfig, loss_by_position, measure_losses, read_text
+from evaluate import (
+    EvaluateConfig,
+    describe_scored,
+    loss_by_position,
+    measure_losses,
+    open_texts,
+    read_text,
+)
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, validate
 from nanolong.checkpoint import (
@@ -235,6 +242,10 @@ def relative_length(settings, factor, original_length):
 # Extending.
 
 
+# Entries of meta.json that hold for the extended model, too.
+INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "entry_hash")
+
+
 def extend_model(model, cfg, given, rank):
     """Extend a loaded model in place, by the settings. Raises UserError."""
     options = cfg.method_options()
@@ -252,7 +263,7 @@ def extend_model(model, cfg, given, rank):
     model.meta = {
         "parent": str(model.folder),
         "pretraining_tokens": meta.get("pretraining_tokens") or meta.get("tokens", 0),
-        **{name: meta.get(name) for name in ("bos", "tokenizer", "dataset", "data_hash")},
+        **{name: meta.get(name) for name in INHERITED},
     }
 
 
@@ -421,7 +432,10 @@ def report(model, cfg, when):
         text=cfg.text,
         dtype=cfg.dtype,
     )
-    records = measure_losses({when: model}, settings, lengths)
+    texts = open_texts({when: model}, settings, lengths)
+    for line in describe_scored(texts, lengths, cfg.max_tokens):
+        print(f"scored: {line}")
+    records = measure_losses({when: model}, settings, lengths, texts)
     print(format_loss_table(records, lengths), flush=True)
 
 

@@ -540,21 +540,34 @@ class RoPE(NoPE):
             self._tables_version = length  # lengths that share a table share a version
         self._tables_length = length
 
-    def _set_frequencies(self, method, factor, options):
-        """Returns whether the table has changed; True while torch.compile traces."""
-        config, old = self.config, self.inv_freq
-        inv_freq, attention_factor = rope_scaling.frequencies(
+    def frequencies(self, method, factor, options):
+        """Compute inverse frequencies, float64 (R/2,), and the factor on cos and sin: a hook."""
+        config = self.config
+        return rope_scaling.frequencies(
             method, config.rope_base, self.rotary_dim, config.original_length, factor, **options
         )
-        same = old is not None and not torch.compiler.is_compiling()
-        same = same and attention_factor == self.attention_factor
-        same = same and not inv_freq.is_meta and torch.equal(inv_freq, old.to(inv_freq))
+
+    def _set_frequencies(self, method, factor, options):
+        """Returns whether the table has changed; True while torch.compile traces."""
+        old = self.inv_freq
+        inv_freq, attention_factor = self.frequencies(method, factor, options)
         if old is not None:
             inv_freq = inv_freq.to(old.device, old.dtype, non_blocking=True)
+        same = old is not None and not torch.compiler.is_compiling()
+        same = same and attention_factor == self.attention_factor
+        same = same and not inv_freq.is_meta and torch.equal(inv_freq, old)
         self.inv_freq = inv_freq
         self.attention_factor = attention_factor
         self._cos_sin = None
         return not same
+
+    def _check_frequencies(self):
+        """Raise UserError for a subclass that has set them elsewhere than in frequencies()."""
+        if self._set_frequencies(self._method, self._factor, self._options):
+            raise UserError(
+                f"{type(self).__name__} sets frequencies that a dynamic method would replace: "
+                "override frequencies() instead, as docs/schemes.md shows"
+            )
 
     def _rotate_to(self, x, pos):
         """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
@@ -761,7 +774,7 @@ class GPT(nn.Module):
         self.check_scheme()
 
     def check_scheme(self):
-        """Check once what the scheme's bias() and relative() return. Raises UserError."""
+        """Check once what the scheme's hooks return, and what it sets. Raises UserError."""
         n = self.config.n_head + 3  # so that a table over distances never looks like slopes (H,)
         if not self.embed.weight.is_meta:
             bias, relative = self.pos.bias(n, 0), self.pos.relative(n, 0)
@@ -769,6 +782,8 @@ class GPT(nn.Module):
             problem = kernels.describe_wrong_terms(bias, relative, n, *shape)
             if problem:
                 raise UserError(f"{type(self.pos).__name__}.{problem}")
+        if isinstance(self.pos, RoPE) and not self.pos.inv_freq.is_meta:
+            self.pos._check_frequencies()
 
     @torch.no_grad()
     def init_weights(self):
@@ -946,6 +961,7 @@ class GPT(nn.Module):
             scheme = scheme_class(config.pos, method)(config).to(self.embed.weight.device)
         scheme.extend(method, total, **options)  # raises before anything has changed
         self.pos = scheme
+        self.check_scheme()
         config.block_size = round(original_length * total)
         config.extension = {
             "method": method,

@@ -99,6 +99,17 @@ def check_length(model, run, prompt_length, max_new_tokens):
     print(note, file=sys.stderr)
 
 
+def note_rounding(cfg, dtype):
+    """Print a note where greedy decoding rounds, which the user has not asked for."""
+    is_greedy = cfg.temperature == 0 or cfg.top_k == 1
+    if is_greedy and cfg.dtype == "auto" and dtype != torch.float32:
+        print(
+            f"note: matrix products in {str(dtype).removeprefix('torch.')} may choose other tokens "
+            "than another program: to compare texts, give --dtype=float32",
+            file=sys.stderr,
+        )
+
+
 def main():
     cfg, _, paths = cli.parse(SampleConfig, about=__doc__, paths="a run folder or a step folder")
 
@@ -124,6 +135,7 @@ def main():
     n_parameters = sum(p.numel() for p in model.parameters())
     small = device.type == "cpu" and n_parameters < MIN_PARAMETERS_BFLOAT16
     dtype = pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
+    note_rounding(cfg, dtype)
     settle_weights(model, cfg.weights, dtype)
     compiled, why_not = pick_compile(cfg.compile, device, 0)
     if why_not:

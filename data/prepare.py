@@ -5,7 +5,8 @@
     python data/prepare.py --dataset=fineweb10B --shards=10      downloads shards of GPT-2 tokens
     python data/prepare.py my.txt --tokenizer=gpt2 --name=mine   a text file, or a folder of them
 
-Of a single file the last tenth is validation; of a folder whole files are, by a hash of their path.
+Of a folder whole files are validation, by a hash of their path. Of fewer than 20 files, and where
+whole files would be too large or too small a share, it is the last tenth of each file.
 """
 
 import hashlib
@@ -38,6 +39,8 @@ SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+# Of fewer files than this the end of each is validation, and no whole file.
+FEW_FILES = 20
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
 
@@ -178,7 +181,7 @@ def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, b
         raise UserError(f"{folder} exists already: choose another --name, or remove it first")
 
     texts = read_texts(files, source, as_bytes=tokenizer == "bytes", binary=binary)
-    train, val = split_texts(texts, val_fraction)
+    train, val, val_texts = split_texts(texts, val_fraction)
     if not any(train) or not any(val):
         raise UserError(
             f"{source} is too short to be split with --val_fraction={val_fraction}: give more text"
@@ -192,6 +195,8 @@ def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, b
         f"{folder}: {n_tokens['train']:,} training and {n_tokens['val']:,} validation tokens from "
         f"{n_files}, vocabulary {tokenizer.vocab_size}"
     )
+    share = n_tokens["val"] / sum(n_tokens.values())
+    print(f"validation, {share:.1%} of the tokens: {val_texts}")
     return folder
 
 
@@ -225,21 +230,40 @@ def read_texts(files, source, as_bytes, binary):
 
 
 def split_texts(texts, val_fraction):
-    """Split name -> text into training and validation: two lists of texts.
+    """Split name -> text into training and validation: two lists of texts, and the second in words.
 
-    Of a single text the end is validation; of several, whole texts by a hash of their names, and at
-    least one.
+    Whole texts are validation, by a hash of their names, and at least one. But a few texts are not
+    alike: where there are few, or whole ones would be more than twice or less than half of
+    val_fraction, the end of each text is validation.
     """
-    if len(texts) == 1:
-        (text,) = texts.values()
-        n_train = int(len(text) * (1 - val_fraction))
-        return [text[:n_train]], [text[n_train:]]
-
     fractions = {name: hash_fraction(name) for name in texts}
     limit = max(val_fraction, min(fractions.values()))
-    train = [text for name, text in texts.items() if fractions[name] > limit]
-    val = [text for name, text in texts.items() if fractions[name] <= limit]
-    return train, val
+    val = {name: text for name, text in texts.items() if fractions[name] <= limit}
+    share = sum(map(len, val.values())) / sum(map(len, texts.values()))
+    expected = max(val_fraction, 1 / len(texts))
+    if len(texts) < FEW_FILES or not expected / 2 <= share <= expected * 2:
+        return split_each_text(texts, val_fraction)
+    train = [text for name, text in texts.items() if name not in val]
+    return train, list(val.values()), f"whole files, {some_names(val)}"
+
+
+def split_each_text(texts, val_fraction):
+    """Split every text at the same fraction of it; returns as split_texts()."""
+    train, val = [], []
+    for text in texts.values():
+        n_train = int(len(text) * (1 - val_fraction))
+        train.append(text[:n_train])
+        val.append(text[n_train:])
+    # one of a few characters may have no beginning
+    train = [text for text in train if text]
+    return train, val, f"the last {100 * val_fraction:.3g}% of each file, {some_names(texts)}"
+
+
+def some_names(texts):
+    """List the first names of texts, and count the others."""
+    names = sorted(texts)
+    others = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + others
 
 
 def hash_fraction(name):

@@ -282,8 +282,9 @@ def main():
         "command": command_line("experiments/claims.py"),
         "note": (
             f"{provenance(pick_device(cfg.device), commits)}; {cfg.dataset} {dataset.hash}; "
-            f"{count(len(runs), 'seed')}; {count(math.ceil(seconds / 60), 'minute')} of training "
-            "and measuring in all"
+            f"{count(len(runs), 'seed')}; scored: {runs[0].budget['max_tokens']:,} tokens, spread "
+            f"over the validation text; {count(math.ceil(seconds / 60), 'minute')} of training and "
+            "measuring in all"
         ),
         "examples": EXAMPLES[cfg.budget],
         "text_models": runs[0].budget,

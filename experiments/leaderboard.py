@@ -38,7 +38,7 @@ import torch
 import data
 import rope_scaling
 from data.prepare import prepare
-from evaluate import EvaluateConfig, measure_losses
+from evaluate import EvaluateConfig, loss_by_position, measure_losses
 from experiments.report import (
     RULE,
     Claim,
@@ -193,7 +193,8 @@ def run_entry(name, seed, cfg, dataset, folder):
     identity = identify(model, train_config, dataset)
     run = choose_run_folder(folder, f"{name}-{seed}", identity)
     scores = run / "scores.json"
-    if scores.is_file() and read_json(scores)["max_tokens"] == cfg.max_tokens:
+    key = {"max_tokens": cfg.max_tokens, "scored": hash_code([loss_by_position])}
+    if scores.is_file() and key.items() <= read_json(scores).items():
         print(f"taken from {run}: remove it to train again")
         return read_json(scores)["records"]
 
@@ -206,14 +207,16 @@ def run_entry(name, seed, cfg, dataset, folder):
         raise KeyboardInterrupt
     model.meta["bos"] = dataset.bos  # a model that was not loaded does not know it
     evaluate_config = EvaluateConfig(
-        dataset=cfg.dataset, max_tokens=cfg.max_tokens, dtype=cfg.dtype
+        dataset=cfg.dataset,
+        max_tokens=cfg.max_tokens,
+        dtype=cfg.dtype,
+        protocol=("chunked", "last-quarter"),
     )
     lengths = evaluation_lengths(budget["model"]["block_size"])
     records = measure_losses({name: model}, evaluate_config, lengths)
     records = [{**record, "seed": seed} for record in records]
     seconds = round(time.perf_counter() - start)
-    result = {"max_tokens": cfg.max_tokens, "seconds": seconds, "records": records}
-    write_json(scores, result, indent=1)
+    write_json(scores, {**key, "seconds": seconds, "records": records}, indent=1)
     return records
 
 
@@ -359,7 +362,8 @@ def measure(cfg):
         "command": command_line("experiments/leaderboard.py"),
         "note": (
             f"{provenance(device)}; {cfg.dataset} {dataset.hash}, "
-            f"{cfg.max_tokens:,} tokens scored, {count(cfg.seeds, 'seed')}"
+            f"{cfg.max_tokens:,} tokens scored, spread over the validation text, "
+            f"{count(cfg.seeds, 'seed')}"
         ),
         "model": budget["model"],
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -10,7 +10,7 @@ import torch
 
 import data
 from data.prepare import prepare
-from evaluate import EvaluateConfig, evaluation_mode, measure_losses
+from evaluate import EvaluateConfig, evaluation_mode, loss_by_position, measure_losses
 from experiments import linear_attention
 from experiments.leaderboard import identify, synchronize
 from experiments.linear_attention import LinearAttention, running_dot
@@ -189,7 +189,11 @@ def run_model(name, settings, seed, cfg, dataset, folder):
     torch.manual_seed(seed)
     model = GPT(config)
     identity = identify(model, train_config, dataset)
-    key = {**identity, "max_tokens": cfg.max_tokens, "experiment": hash_code([run_model])}
+    key = {
+        **identity,
+        "max_tokens": cfg.max_tokens,
+        "experiment": hash_code([run_model, loss_by_position]),
+    }
     run = folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}"
     file = run.with_suffix(".json")
     finished = load_finished_run(file, key)
@@ -274,7 +278,8 @@ def measure(cfg):
     config = GPTConfig(**budget["model"], pos="nope", vocab_size=dataset.vocab_size)
     note = (
         f"{provenance(pick_device(cfg.device), [record['commit'] for record in records])}; "
-        f"{cfg.dataset} {dataset.hash}, {cfg.max_tokens:,} tokens scored, "
+        f"{cfg.dataset} {dataset.hash}, {cfg.max_tokens:,} tokens scored, spread over the "
+        "validation text, "
         f"{count(len(set(cfg.seeds)), 'seed')}"
     )
     return {

@@ -165,7 +165,12 @@ class LongCode:
         for length in self.lengths:
             try:
                 loss_sum, n_scored = loss_by_position(
-                    model, self.dataset.val, length, self.budget["max_tokens"], self.dtype
+                    model,
+                    self.dataset.val,
+                    length,
+                    self.budget["max_tokens"],
+                    self.dtype,
+                    lengths=self.lengths,
                 )
                 quarter = slice(length * 3 // 4, None)
                 losses[length] = float(loss_sum[quarter].sum() / n_scored[quarter].sum())

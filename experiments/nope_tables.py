@@ -40,6 +40,7 @@ from experiments.report import (
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
 from nanolong.device import pick_device, pick_dtype
+from nanolong.entry import hash_code
 from nanolong.provenance import provenance
 from nanolong.run_folder import list_steps
 from nanolong.validate import require
@@ -160,6 +161,7 @@ def run_model(cfg, name, pos, length, size, seed):
         "seed": seed,
         "max_iters": budget["max_iters"],
         "max_tokens": cfg.max_tokens,
+        "scored": hash_code([loss_by_position]),
     }
     finished = load_finished_run(run / "score.json", key)
     if finished:
@@ -167,7 +169,9 @@ def run_model(cfg, name, pos, length, size, seed):
     device = pick_device(cfg.device)
     model = train_model(cfg, name, pos, length, size, seed, run).to(device)
     dtype = pick_dtype(cfg.dtype, device)
-    loss_sum, n_scored = loss_by_position(model, dataset.val, length, cfg.max_tokens, dtype)
+    loss_sum, n_scored = loss_by_position(
+        model, dataset.val, length, cfg.max_tokens, dtype, lengths=budget["lengths"]
+    )
     record = {
         **key,
         "loss": float(loss_sum.sum() / n_scored.sum()),
@@ -235,7 +239,8 @@ def main():
         "",
         f"`{command}`: {provenance(pick_device(cfg.device))}; {budget['max_iters']} steps of "
         f"{budget['tokens_per_step']:,} tokens, {count(cfg.seeds, 'seed')}; nats per token over "
-        "whole sequences of the training length (perplexity).",
+        "whole sequences of the training length (perplexity). Scored: "
+        f"{cfg.max_tokens:,} tokens, spread over the validation text.",
     ]
     for name in cfg.datasets:
         measured = select(records, dataset=name)

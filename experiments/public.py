@@ -261,7 +261,7 @@ class Public:
 
     def tax(self, name, text):
         """Return the mean loss at a length that the untouched checkpoint was trained for."""
-        return self.measure(f"tax/{name}/{text}", self.measure_tax, name, text, self.dtype)
+        return self.measure(f"tax/spread/{name}/{text}", self.measure_tax, name, text, self.dtype)
 
     def measure_tax(self, name, text, dtype):
         plan = self.plan
@@ -272,7 +272,7 @@ class Public:
     def loss_in_float32(self):
         """Return the untouched checkpoint's tax() on code in float32."""
         return self.measure(
-            f"float32/{UNTOUCHED}", self.measure_tax, UNTOUCHED, "code", torch.float32
+            f"float32/spread/{UNTOUCHED}", self.measure_tax, UNTOUCHED, "code", torch.float32
         )
 
     # Passkeys
@@ -406,7 +406,7 @@ def time_kinds(public):
         public.loss(UNTOUCHED, text)
         taken[f"loss on {text}"] = seconds[f"loss/{UNTOUCHED}/{text}/{public.length_of(text)}"]
         public.tax(UNTOUCHED, text)
-        taken[f"tax on {text}"] = seconds[f"tax/{UNTOUCHED}/{text}"]
+        taken[f"tax on {text}"] = seconds[f"tax/spread/{UNTOUCHED}/{text}"]
     depth = public.plan.depths[0]
     for length in public.needle_lengths():
         public.needle(UNTOUCHED, length, depth, 0)

@@ -147,7 +147,7 @@ def tax_section(public, names):
     title = f"## What it costs at {public.plan.tax_length:,} tokens"
     what = (
         f"Loss in sequences of {public.plan.tax_length:,} tokens, {public.plan.tax_tokens:,} "
-        "tokens of each text."
+        "tokens of each text, spread over it."
     )
     return [title, "", what, "", *markdown_table(header, rows), ""]
 

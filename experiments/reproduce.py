@@ -45,7 +45,7 @@ import torch
 
 import data
 from data.prepare import prepare
-from evaluate import evaluation_mode, find_needle, place_sequences
+from evaluate import evaluation_mode, find_needle, find_sequences
 from experiments.attention_maps import distances
 from experiments.probe import probe, shuffled_prefix
 from experiments.report import (
@@ -61,6 +61,7 @@ from experiments.report import (
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.device import autocast, pick_device, pick_dtype
+from nanolong.entry import hash_code
 from nanolong.errors import UserError
 from nanolong.optim import make_optimizers, update_weights
 from nanolong.plots import import_pyplot, plot_needle_heatmaps
@@ -198,6 +199,7 @@ class SeedRun:
             "data": dataset.hash,
             "dtype": str(self.dtype),
             "device": self.device.type,
+            "scored": hash_code([find_sequences]),
         }
         self.measured = {"key": key, "commits": [], "seconds": 0, "values": {}}
         if self.file.is_file():
@@ -271,16 +273,14 @@ class SeedRun:
     def last_quarter_losses(self, model, length):
         """Return the mean loss of each sequence's last quarter, in nats per token: a list."""
         split = self.dataset.val
-        file = max(range(len(split.tokens)), key=lambda i: len(split.tokens[i]))
-        # Without <bos> the first token of the text has no context, so it is no target.
-        span = min(self.budget["max_tokens"], len(split.tokens[file]) - (split.bos is None))
-        starts = [start for start, _ in place_sequences("chunked", length, span)]
+        longest = 2 * FACTOR * self.length  # of all lengths, which score the same text
+        sequences = find_sequences(split, length, self.budget["max_tokens"], lengths=(longest,))
         batch_size = max(1, 16384 // length)
         losses = []
         with evaluation_mode(model, self.dtype) as device:
-            for i in range(0, len(starts), batch_size):
-                batch = starts[i : i + batch_size]
-                pairs = [split.sequence_at(file, start, length) for start in batch]
+            for i in range(0, len(sequences), batch_size):
+                batch = sequences[i : i + batch_size]
+                pairs = [split.sequence_at(file, start, length) for file, start, _ in batch]
                 x = torch.from_numpy(np.stack([inputs for inputs, _ in pairs]))
                 y = torch.from_numpy(np.stack([targets for _, targets in pairs]))
                 y[:, : length * 3 // 4] = -1
@@ -741,10 +741,14 @@ def measure(cfg):
     model = GPT(GPTConfig(**budget["model"], vocab_size=dataset.vocab_size))
     commits = [commit for run in runs for commit in run.commits()]
     hardware = provenance(pick_device(cfg.device), commits)
+    scored = f"{budget['max_tokens']:,} tokens, spread over the validation text"
     has_heads = "probe" in cfg.parts
     return {
         "command": command_line("experiments/reproduce.py"),
-        "note": f"{hardware}; {cfg.dataset} {dataset.hash}; {count(len(runs), 'seed')}",
+        "note": (
+            f"{hardware}; {cfg.dataset} {dataset.hash}; {count(len(runs), 'seed')}; "
+            f"scored: {scored}"
+        ),
         "seconds": round(sum(run.measured["seconds"] for run in runs)),
         "parts": list(cfg.parts),
         "budget": budget,

@@ -7,6 +7,7 @@ launched, is replaced by plain PyTorch for all calls of this case, forward and b
 
 A verdict is remembered in the user's cache folder: a file for each case, device, driver, versions
 and sources. Delete it to check again. An error of the compiler or the launch is not remembered.
+An operator that has changed in reference.py is computed by plain PyTorch: see definition.py.
 NANOLONG_CHECK=0 trusts all kernels. On CPU tensors, under Triton's interpreter, only
 NANOLONG_CHECK=1 checks: it takes a second or more for each case.
 
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from . import definition
 from .self_check import FILES, Case, find_fault
 
 _faults = {}  # (device type, index, case) -> what is wrong with the kernel, "" if nothing
@@ -139,6 +141,11 @@ def has_replaced(kernel):
 
 def _check(case, device):
     """What is wrong with a kernel, "" if nothing: remembered, or found now. Prints a fault."""
+    operator_name = "rope" if case.kernel == "rope" else "attention"
+    if definition.has_changed(operator_name):
+        fault = f"reference.{operator_name}() has changed since its kernels were tested"
+        _print_once(f"{fault}: using plain PyTorch, see kernels/README.md")
+        return fault
     key = {**environment(device), **_sources(case.kernel)}
     key |= {name: str(value) for name, value in case._asdict().items()}
     fault = _read(key)

@@ -112,15 +112,18 @@ def _inputs(case, length, randn):
     n_queries = 1 if case.kernel == "decoding" else length
     m = length // 3  # greater distances are clipped
     heads = H if "by head" in case.term else 1
-    # as a model has them
-    q = randn(2, n_queries, H, D).to(case.dtype).transpose(1, 2)
+    # Scores as large as those of trained models, or bfloat16 would hide what happens to large ones,
+    # such as a soft cap of 30. With offsets smaller, for the kernels round their sums with queries.
+    size = 2 if "offsets" in case.term else 3
+    # in memory as a model has them
+    q = (size * randn(2, n_queries, H, D)).to(case.dtype).transpose(1, 2)
     k = randn(2, length, 2, D).to(case.dtype).transpose(1, 2)
     v = randn(2, length, 2, D).to(case.dtype).transpose(1, 2)
     if case.kernel == "rope":
         return {"queries": q, "keys": k}
     inputs = {"queries": q, "keys": k, "values": v}
     if case.term == "slopes":
-        inputs["slopes"] = randn(H).abs()
+        inputs["slopes"] = randn(H).abs() / 8  # so that not only the nearest keys count
     elif case.term == "table":
         inputs["table"] = randn(H, m)
     elif case.term != "no term":
@@ -128,7 +131,6 @@ def _inputs(case, length, randn):
     if "values" in case.term:
         inputs["relative values"] = randn(heads, m, D).to(case.dtype)
     if "offsets" in case.term:
-        # small, for the kernels round their sums with the queries
         inputs["offset u"] = (randn(H, D) / 2).to(case.dtype)
         inputs["offset w"] = (randn(H, D) / 2).to(case.dtype)
     return inputs

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nanolong import tokenizer_files, validate
-from nanolong.entry import entry_file
+from nanolong.entry import entry_file, entry_hash, note_other_entry
 from nanolong.errors import UserError
 from nanolong.run_folder import hint_other_checkpoints, list_steps, readable_steps
 from nanolong.sharding import gather, read_part
@@ -46,6 +46,8 @@ def save_model(model, folder, optim=None, dtype=torch.float32, writes=True, **me
         tensors["optim"] = tensor_stream(optim)
     meta = {**model.meta, **meta, **settings_record("config", model.config)}
     meta["entry"] = entry_file(type(model.pos))
+    # of the file that trained the weights, which may have been edited since
+    meta.setdefault("entry_hash", entry_hash(type(model.pos)))
     try:
         if writes:
             write_checkpoint(folder, tensors, meta)
@@ -239,7 +241,7 @@ def check_meta(meta):
     str(meta["checksums"]["model.safetensors"])
     for name in ("step", "tokens", "pretraining_tokens", "bos"):
         require(meta, name, meta.get(name) is None or is_count(meta[name]))
-    for name in ("dataset", "data_hash", "kernels", "parent", "launch", "entry"):
+    for name in ("dataset", "data_hash", "kernels", "parent", "launch", "entry", "entry_hash"):
         require(meta, name, meta.get(name) is None or isinstance(meta[name], str))
     require(meta, "val_loss", meta.get("val_loss") is None or is_number(meta["val_loss"]))
     require(meta, "tokenizer", meta.get("tokenizer") is None or isinstance(meta["tokenizer"], dict))
@@ -328,6 +330,7 @@ def open_model(model_class, config_class, positions, path, best=False):
     ) as error:
         raise damaged(file, error) from None
     stored_dtype = check_weights(folder / "model.safetensors", meta, shapes)
+    note_other_entry(positions[config.pos], meta.get("entry_hash"), folder)
     model = build_without_weights(model_class, config)
     model.meta = meta
     model.folder = folder

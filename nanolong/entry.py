@@ -6,13 +6,16 @@ run, so it is only ever taken from the command line, never from a checkpoint.
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import textwrap
 from pathlib import Path
 
+from kernels.definition import dump_code
 from nanolong.errors import UserError
 from nanolong.validate import require
 
@@ -82,15 +85,36 @@ def entry_file(scheme):
 
 
 # -----------------------------------------------------------------------------
-# The identity of code.
+# The identity of code. Comments, docstrings and blank lines do not count.
+
+
+def entry_hash(scheme):
+    """Hash the file that a scheme class was loaded from, 16 digits; None for one of model.py."""
+    if scheme not in _sources:
+        return None
+    code = dump_code(ast.parse(_sources[scheme]))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+@functools.cache  # once for each checkpoint
+def note_other_entry(scheme, trained_with, folder):
+    """Say on stderr that weights were trained with another file than that of their scheme now.
+
+    trained_with: the entry_hash() of meta.json, None where it is unknown.
+    """
+    known = trained_with is not None and scheme in _sources
+    if known and entry_hash(scheme) != trained_with and os.environ.get("RANK", "0") == "0":
+        print(
+            f"note: {entry_file(scheme)} has changed since the weights of {folder} were trained, "
+            "so this is another model",
+            file=sys.stderr,
+        )
 
 
 def hash_code(objects):
     """
     Hash the code of classes and functions, of what they inherit, and of what they name of their
-    own modules. Comments and blank lines do not count.
-
-    Of a class from load_entry() it is the whole file.
+    own modules. Of a class from load_entry() it is the whole file.
     """
     found = {}
     for item in objects:
@@ -117,7 +141,7 @@ def _collect(item, found):
         return
     source = _sources.get(item) or inspect.getsource(item)
     tree = ast.parse(textwrap.dedent(source))
-    found[key] = ast.dump(tree)
+    found[key] = dump_code(tree)
     for base in getattr(item, "__bases__", ()):
         _collect(base, found)
     module = vars(inspect.getmodule(item)) if inspect.getmodule(item) else {}

@@ -13,6 +13,7 @@ import torch
 
 from nanolong.device import peak_flops, pick_compile
 from nanolong.distributed import rank_and_world
+from nanolong.entry import entry_hash
 from nanolong.errors import UserError
 from nanolong.optim import get_lr
 
@@ -118,7 +119,9 @@ class TrainLogger(Logger):
         self.peak_flops = peak_flops(device)  # None: not in the table
         self.clock = None  # started by the first step after a pause
         if cfg.init_from == "resume" and "step" in model.meta:
-            self.changed_settings(state.step, model.meta["train"], settings)
+            old = {**model.meta["train"], "entry_hash": model.meta.get("entry_hash")}
+            new = {**settings, "entry_hash": entry_hash(type(model.pos))}
+            self.changed_settings(state.step, old, new)
 
     def changed_settings(self, step, old, new):
         """Log the settings that differ from those of the checkpoint."""

@@ -91,6 +91,10 @@ def format_lengths(records, lengths, unit="nats per token"):
             else:
                 line += f"{'refused' if cell else 'unknown':>10}"
         lines.append(line)
+    n_sequences = {r["length"]: r["sequences"] for r in records if "sequences" in r}
+    if n_sequences:
+        cells = "".join(f"{n_sequences.get(length, ''):>10}" for length in lengths)
+        lines.append("sequences".ljust(name_width) + cells)
     return lines
 
 
@@ -101,8 +105,10 @@ def format_positions(records, length):
     records = [record for record in records if record["length"] == length]
     ends = sorted({record["position"][1] for record in records if "position" in record})
     header = "".join(f"{end:>7}" for end in ends)
+    n_sequences = [record["sequences"] for record in records if "sequences" in record]
+    counted = f"{n_sequences[0]} " if n_sequences else ""
     lines = [
-        f"position, nats per token, in sequences of {length} tokens, up to position",
+        f"position, nats per token, in {counted}sequences of {length} tokens, up to position",
         " " * name_width + header,
     ]
     for name in names:

@@ -24,6 +24,7 @@ from nanolong.checkpoint import (
 )
 from nanolong.device import autocast, pick_compile, synchronize
 from nanolong.distributed import rank_and_world
+from nanolong.entry import entry_hash
 from nanolong.errors import LocalError, UserError
 from nanolong.lock import lock, unlock
 from nanolong.logger import TrainLogger, check_wandb
@@ -523,6 +524,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             dataset=cfg.dataset,
             data_hash=dataset.hash,
             kernels=state.kernels,
+            entry_hash=entry_hash(type(model.pos)),
             bos=dataset.bos,
             tokenizer=model.meta.get("tokenizer") or tokenizer,
             launch=os.environ.get("TORCHELASTIC_RUN_ID"),

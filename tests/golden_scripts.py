@@ -416,6 +416,10 @@ def sampling(record, folder):
         found["text"] = must_call("sample.py", run, "--best=true", "--max_new_tokens=40")
 
 
+# Of evaluate.py's records; earlier versions did not have them.
+NEW_KEYS = ("bytes", "sequences", "folder", "dtype", "device", "commit", "data_hash")
+
+
 def evaluation(record, folder):
     """The values of evaluate.py --json: losses by every protocol, and needles."""
     models = [f"{name}={saved(folder, name, **model)}" for name, model in EVALUATED.items()]
@@ -437,7 +441,8 @@ def evaluation(record, folder):
             must_call("evaluate.py", *words, f"--json={file}")
             for i, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
                 row["checkpoint"] = Path(row["checkpoint"]).name
-                row.pop("bytes", None)  # earlier versions did not count them
+                for key in NEW_KEYS:
+                    row.pop(key, None)
                 found[f"row {i}"] = {**row, "refused": "refused" in row}
 
 

@@ -128,6 +128,44 @@ def test_an_entry_goes_from_training_to_sampling(entry, call, text_data, tmp_pat
     assert extended.returncode == 0, extended.stderr
 
 
+def test_an_edited_entry_is_named_with_old_weights(entry, call, text_data, tmp_path):
+    """In one line, by every script, and among what has changed when training goes on."""
+    run = tmp_path / "run"
+
+    def call_anew(*words):
+        POSITIONS.pop("my decay", None)  # as in a process of its own
+        done = call(*words, f"--entry={entry}")
+        assert done.returncode == 0, done.stderr
+        return done
+
+    call_anew("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={run}")
+    trained = read_meta(list_steps(run)[-1])["entry_hash"]
+    entry.write_text(DECAY.replace("    def bias", "    # why\n\n    def bias"))
+    assert not call_anew("sample.py", run, "--max_new_tokens=1").stderr
+
+    entry.write_text(DECAY.replace("sqrt", "log1p"))
+    extended = tmp_path / "extended"
+    line = "note: {} has changed since the weights of {} were trained, so this is another model\n"
+    for words, used in (
+        (["sample.py", run, "--max_new_tokens=1"], run),
+        (["evaluate.py", run, "--lengths=32", "--max_tokens=64"], run),
+        (["extend.py", run, "--method=none", "--max_iters=0", f"--out_dir={extended}"], run),
+        (["sample.py", extended, "--max_new_tokens=1"], extended),
+    ):
+        assert line.format(entry, list_steps(used)[-1]) in call_anew(*words).stderr, words
+    resume = ["train.py", f"--out_dir={run}", "--init_from=resume"]
+    step = list_steps(run)[-1]
+    done = call_anew(*resume, "--max_iters=10")
+    assert done.stderr == line.format(entry, step)
+    edited = read_meta(list_steps(run)[-1])["entry_hash"]
+    assert len(edited) == 16 and edited != trained
+    changed = f"max_iters 8 -> 10, entry_hash {trained} -> {edited}\n"
+    assert f"changed since the checkpoint: {changed}" in done.stdout
+    # these weights were trained with the edited file
+    done = call_anew(*resume, "--max_iters=12")
+    assert not done.stderr and "entry_hash" not in done.stdout
+
+
 def test_the_hash_is_that_of_the_code_and_of_what_it_names(tmp_path):
     def scheme(folder, text):
         (tmp_path / folder).mkdir()

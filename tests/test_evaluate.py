@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
 
 import data
 import evaluate
+import train
 from model import GPT, POSITIONS
 from nanolong.errors import UserError
+from nanolong.provenance import current_commit
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 
@@ -74,52 +77,125 @@ def test_token_aligned_scores_at_most_half_the_shortest_length():
     assert sequences == [(180, 10), (380, 10), (580, 10)]
 
 
+def pieces_of(val, longest, max_tokens):
+    """The (file, start, stop) of the targets that are scored, chosen as train.py does."""
+    sizes = [len(tokens) - (val.bos is None) for tokens in val.tokens]
+    if sum(sizes) <= max_tokens:
+        return [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
+    sequences = []
+    for file, size in enumerate(sizes):
+        starts = range(0, size - longest + 1, longest)
+        sequences += [(file, start, start + longest) for start in starts]
+    n = min(max_tokens // longest, len(sequences))
+    return [sequences[i * len(sequences) // n] for i in range(n)]
+
+
 @pytest.mark.parametrize("bos", [None, 49])
 @pytest.mark.parametrize(
-    ("length", "max_tokens"),
-    [(16, 400), (24, 400), (64, 1000), (400, 400), (1, 50), (999, 5000)],
+    ("length", "longest", "max_tokens"),
+    [
+        (16, 64, 400),
+        (24, 60, 400),  # the last sequence of a piece overlaps
+        (64, 64, 1000),
+        (400, 400, 400),
+        (1, 7, 50),
+        (33, 500, 5000),
+        (999, 999, 5000),
+    ],
 )
-def test_chunked_equals_one_sequence_at_a_time(length, max_tokens, bos, make, split):
-    """Where sequences overlap at the end of the span, only the new tokens are scored."""
+def test_chunked_equals_one_sequence_at_a_time(length, longest, max_tokens, bos, make, split):
+    """Where sequences overlap at the end of a piece, only the new tokens are scored."""
     model = make(pos="alibi")
-    val = split(bos=bos, files=2)
-    text = text_of(val)
-    span = min(max_tokens, 1000 if bos is not None else 999)
+    val = split(bos=bos, files=3)
     loss_sum = torch.zeros(length, dtype=torch.float64)
     n_scored = torch.zeros(length, dtype=torch.float64)
-    end = 0
-    while end < span:
-        start = min(end, span - length)
-        if bos is None:
-            x = text[start : start + length]
-            y = text[start + 1 : start + length + 1]
-        else:
-            y = text[start : start + length]
-            x = torch.cat((torch.tensor([bos]), y[:-1]))
-        new = torch.arange(length) >= end - start
-        loss_sum += losses_of(model, x, y) * new
-        n_scored += new
-        end = start + length
-    got_sum, got_scored = evaluate.loss_by_position(model, val, length, max_tokens)
+    for file, first, stop in pieces_of(val, longest, max_tokens):
+        text = torch.tensor(np.asarray(val.tokens[file], np.int64))
+        end = first
+        while end < stop:
+            start = min(end, stop - length)
+            if bos is None:
+                x = text[start : start + length]
+                y = text[start + 1 : start + length + 1]
+            else:
+                y = text[start : start + length]
+                x = torch.cat((torch.tensor([bos]), y[:-1]))
+            new = torch.arange(length) >= end - start
+            loss_sum += losses_of(model, x, y) * new
+            n_scored += new
+            end = start + length
+    got_sum, got_scored = evaluate.loss_by_position(
+        model, val, length, max_tokens, lengths=(length, longest)
+    )
     assert torch.equal(got_scored, n_scored)
-    assert int(got_scored.sum()) == span
     assert torch.allclose(got_sum, loss_sum, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("protocol", ["chunked", "sliding", "token-aligned"])
+@pytest.mark.parametrize("max_tokens", [200, 640, 1500, 9999])
+@pytest.mark.parametrize("lengths", [(12, 20, 96), (16, 64), (50,)])
+def test_all_lengths_score_the_same_tokens_once(lengths, max_tokens, protocol, split):
+    """Of token-aligned the last ones of each piece, of the others every one."""
+    val = split(files=3)
+    found = []
+    for length in lengths:
+        places = evaluate.find_sequences(val, length, max_tokens, protocol, 10, lengths)
+        scored = []
+        for file, start, n_context in places:
+            assert 0 <= start <= len(val.tokens[file]) - 1 - length
+            if protocol == "sliding":  # the first tokens of a file have less context
+                assert n_context >= length - 10 or start == 0
+            scored += [(file, token) for token in range(start + n_context, start + length)]
+        found.append(scored)
+        assert len(scored) == len(set(scored))
+    assert all(sorted(scored) == sorted(found[0]) for scored in found)
+    if protocol != "token-aligned":
+        pieces = pieces_of(val, max(lengths), max_tokens)
+        tokens = [(file, token) for file, *ends in pieces for token in range(*ends)]
+        assert sorted(found[0]) == tokens
+
+
+def test_the_scored_text_is_spread_over_the_files_in_proportion(split):
+    """To a piece, as in train.py's validation, and over each file; not the longest one's start."""
+    val = split(files=3)
+    val.tokens[1] = val.tokens[1][:500]
+    pieces = [len(tokens) * 10 / sum(map(len, val.tokens)) for tokens in val.tokens]
+    for length in (8, 32):
+        places = evaluate.find_sequences(val, length, 320, lengths=(8, 32))
+        scored = [sum(length for file, *_ in places if file == i) for i in range(3)]
+        assert all(abs(n / 32 - share) <= 1 for n, share in zip(scored, pieces, strict=True))
+        for i, tokens in enumerate(val.tokens):
+            starts = [start for file, start, _ in places if file == i]
+            assert min(starts) < len(tokens) / 2 < max(starts)
+
+
+def test_chunked_at_the_context_length_is_the_validation_loss_of_training(make, text_data):
+    """The same sequences, as many, so the same mean."""
+    dataset = data.Dataset(text_data)
+    model = make(pos="rope", vocab_size=257)
+    cfg = train.TrainConfig(dataset=str(text_data), batch_size=4, eval_iters=5)
+    expected = train.estimate_loss(model, dataset, cfg, torch.float32)["val_loss"]
+    loss_sum, n_scored = evaluate.loss_by_position(model, dataset.val, 24, 20 * 24)
+    assert float(loss_sum.sum() / n_scored.sum()) == pytest.approx(expected, rel=1e-6)
+
+
 def test_sliding_equals_one_sequence_at_a_time(make, split):
+    """The second piece of 72 targets has context before it, the first has not."""
     model = make(pos="alibi")
     val = split()
     text = text_of(val)
-    expected = losses_of(model, text[:24], text[1:25]).sum().item()
-    ends = [34, 44, 54, 64, 74, 84, 94, 95]
-    n_new = [10, 10, 10, 10, 10, 10, 10, 1]
+    ends, n_new = [24, 34, 44, 54, 64, 72], [24, 10, 10, 10, 10, 8]
+    # of 13 sequences of 72 targets, numbers 0 and 6
+    ends += [442, 452, 462, 472, 482, 492, 502, 504]
+    n_new += [10, 10, 10, 10, 10, 10, 10, 2]
+    expected = 0.0
     for end, new in zip(ends, n_new, strict=True):
         losses = losses_of(model, text[end - 24 : end], text[end - 23 : end + 1])
         expected += losses[-new:].sum().item()
     loss_sum, n_scored = evaluate.loss_by_position(
-        model, val, 24, 95, protocol="sliding", stride=10
+        model, val, 24, 150, protocol="sliding", stride=10, lengths=(24, 72)
     )
-    assert n_scored.sum() == 95
+    assert n_scored.sum() == 144
     assert loss_sum.sum().item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -148,8 +224,10 @@ def test_a_text_too_short_for_a_sequence_is_refused(make, split):
         evaluate.loss_by_position(make(), val, 10**7, 10**8)
     with pytest.raises(UserError, match="200 tokens"):
         evaluate.loss_by_position(
-            make(), val, 20, 150, protocol="token-aligned", lengths=(20, 60, 200)
+            make(), val, 200, 150, protocol="token-aligned", lengths=(20, 60, 200)
         )
+    places = evaluate.find_sequences(val, 20, 150, "token-aligned", 7, (20, 60, 200))
+    assert [start for _, start, _ in places] == [40, 520]  # those of 60 targets end there, too
 
 
 # -----------------------------------------------------------------------------
@@ -292,7 +370,8 @@ def test_a_loss_that_cannot_be_measured_is_refused_in_its_record(make, text_data
         max_tokens=200, protocol=("chunked",), device="cpu", dtype="float32"
     )
     good, beyond, too_long = evaluate.measure_losses({"m": model}, cfg, (24, 48, 500))
-    assert list(good) == ["checkpoint", "task", "protocol", "length", "loss", "tokens", "bytes"]
+    keys = ["checkpoint", "task", "protocol", "length", "sequences", "loss", "tokens", "bytes"]
+    assert list(good) == keys
     assert good["bytes"] == good["tokens"]
     assert list(beyond) == ["checkpoint", "task", "protocol", "length", "refused"]
     assert "--pos=learned" in beyond["refused"]
@@ -388,10 +467,23 @@ def test_bytes_of_every_protocol_are_those_of_its_targets(make, text_file, call,
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_figure_names_the_text_and_the_hash_of_its_bytes(make, text_file):
-    cfg = evaluate.EvaluateConfig(text=str(text_file), max_tokens=99)
-    note = evaluate.describe_text(make(), cfg)
-    assert note == f"at most 99 tokens of text.txt, data {data.hash_files([text_file])}"
+def test_what_was_scored_is_said(text_file, split):
+    """Tokens, files and the hash of their bytes: below tables and figures."""
+    text = data.TextFile(text_file, data.ByteTokenizer(), 257, 256)
+    five = types.SimpleNamespace(name="five", val=split(files=5), hash="2c3d")
+    files = five.val.files[:2]
+    two = types.SimpleNamespace(name="a/two", val=data.Split(files, 50, None), hash="0a1b")
+    texts = {"x": text, "y": text, "z": two, "w": five}
+    n = len(TEXT.encode())
+    assert evaluate.describe_scored(texts, (24, 48, 960), 99) == [
+        f"96 of {n} tokens of text.txt, 2 pieces of text.txt, data {data.hash_files([text_file])}",
+        "96 of 1,990 tokens of two, 2 pieces of 0.bin, 1.bin, data 0a1b",
+        "96 of 4,900 tokens of five, 2 pieces of 0.bin, 2.bin, data 2c3d",
+    ]
+    (line,) = evaluate.describe_scored({"w": five}, (24,), 99)
+    assert line == "96 of 4,900 tokens of five, 4 pieces of 4 of 5 files, data 2c3d"
+    (line,) = evaluate.describe_scored({"w": five}, (5000,), 9999)
+    assert line.startswith("0 of 4,900 tokens of five")
 
 
 def test_vocabularies_are_compared_on_one_text_by_bits_per_byte(
@@ -562,8 +654,78 @@ def test_command_line_writes_tables_json_and_figure(runs, call, tmp_path):
         assert ("refused" in record) == (record["checkpoint"] == "table" and record["length"] > 24)
     # all lengths score the same span, in which a <bos> is no target
     chunked = [record for record in records if record["protocol"] == "chunked"]
-    assert {record["tokens"] for record in chunked if "tokens" in record} == {479}
+    assert {record["tokens"] for record in chunked if "tokens" in record} == {383}
+    assert "scored: 384 of " in done.stdout
     assert (tmp_path / "new/a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_records_say_what_they_came_from(runs, call, text_data, tmp_path):
+    rope, learned = runs
+    model = GPT.load(rope)
+    model.meta.pop("checksums")
+    model.save(rope / "step-000002")
+    words = [rope, f"x={rope}/step-000001", "--lengths=24", "--max_tokens=48", "--json=a.json"]
+    for dtype in ("float32", "bfloat16"):
+        done = call("evaluate.py", *words, f"--dtype={dtype}", "--device=cpu", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        for record in json.loads((tmp_path / "a.json").read_text()):
+            step = {str(rope): 2, "x": 1}[record["checkpoint"]]
+            assert record["folder"] == str(rope / f"step-00000{step}")
+            assert record["dtype"] == dtype and "CPU thread" in record["device"]
+            assert record["data_hash"] == data.Dataset(str(text_data)).hash
+            assert record["commit"] == current_commit()
+    needle = ["--task=needle", "--trials=1", "--depths=1"]
+    assert call("evaluate.py", *words, *needle, cwd=tmp_path).returncode == 0
+    for record in json.loads((tmp_path / "a.json").read_text()):
+        assert record["commit"] and record["folder"] and "data_hash" not in record
+
+
+def test_the_number_of_sequences_is_in_tables_and_records(runs, call, tmp_path):
+    """24 pieces of 48 tokens would be 1,152: of 1,000 tokens there are 20."""
+    words = ["--lengths=24,48", "--max_tokens=1000", "--json=a.json"]
+    protocols = "--protocol=chunked,last-quarter,position,sliding,token-aligned"
+    done = call("evaluate.py", runs[0], *words, protocols, "--stride=12", cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr
+    records = json.loads((tmp_path / "a.json").read_text())
+    found = {(record["protocol"], record["length"]): record["sequences"] for record in records}
+    for protocol in ("chunked", "last-quarter", "position"):
+        assert (found[protocol, 24], found[protocol, 48]) == (40, 20)
+    assert (found["token-aligned", 24], found["token-aligned", 48]) == (20, 20)
+    assert found["sliding", 48] == 20 * 4 - 3  # all but the first have context before their piece
+    tables = done.stdout.split("\n\n")
+    for title, counts in (("last-quarter", "40 20"), ("token-aligned", "20 20")):
+        (table,) = [table for table in tables if f"\n{title} (" in f"\n{table}"]
+        assert f"sequences {counts}" in " ".join(table.split())
+    assert "position, nats per token, in 40 sequences of 24 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "lengths, max_tokens, few",
+    [("24,48,96", 480, "5 at 96"), ("24,240", 480, "2 at 240"), ("24,48", 480, ""), ("96", 96, "")],
+)
+def test_lengths_of_few_sequences_are_not_compared_without_a_note(
+    lengths, max_tokens, few, runs, call
+):
+    """Of last-quarter each length scores other text; chunked scores the same."""
+    words = [runs[0], f"--lengths={lengths}", f"--max_tokens={max_tokens}"]
+    done = call("evaluate.py", *words)
+    note = f"note: last-quarter has few sequences ({few} tokens), and each length scores other text"
+    assert done.stderr.count("\n") == bool(few) and done.stderr.startswith(note if few else "")
+    assert not call("evaluate.py", *words, "--protocol=chunked,token-aligned").stderr
+
+
+def test_by_default_lengths_are_compared_on_the_same_tokens_too(runs, call):
+    """Of a single length there is nothing to align, unless that is asked for."""
+    for words, aligned in (
+        (["--lengths=24,48"], True),
+        (["--lengths=24"], False),
+        (["--lengths=24", "--protocol=token-aligned"], True),
+        (["--lengths=24,48", "--protocol=last-quarter"], False),
+    ):
+        done = call("evaluate.py", runs[0], *words, "--max_tokens=960")
+        assert done.returncode == 0
+        assert ("token-aligned (the same tokens at every length)" in done.stdout) == aligned, words
+        assert "last-quarter (" in done.stdout or words[-1] == "--protocol=token-aligned"
 
 
 def test_json_holds_null_for_a_loss_that_is_no_number(runs, call, tmp_path):

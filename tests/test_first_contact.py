@@ -15,7 +15,8 @@ import torch
 from conftest import ROOT, TINY
 
 import kernels
-from kernels import first_contact, reference
+from kernels import definition, first_contact, reference
+from kernels.self_check import Case, find_fault
 
 CPU = torch.device("cpu")
 
@@ -196,6 +197,82 @@ def test_masks_and_broken_rope(device, capfd):
     assert grad.abs().max() > 0.5
     words = "rope (float32, head dimension 16, 8 channels rotated) is off on a fake card: the "
     assert capfd.readouterr().err.startswith(words + "gradient of keys has a relative error of 1,")
+
+
+def soft_capped(q, k, v, *, bias=None, **options):
+    """Attention whose scores are 30 tanh(score / 30) before the bias."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    score = q.float() @ k.float().mT / q.shape[3] ** 0.5
+    score = 30 * torch.tanh(score / 30)
+    Tq, Tk = score.shape[2:]
+    distance = torch.arange(Tk - Tq, Tk)[:, None] - torch.arange(Tk)
+    if bias is not None and bias.dim() == 1:
+        score = score - bias[:, None, None] * distance
+    elif bias is not None:
+        score = score + bias[:, distance.clamp(0, bias.shape[1] - 1)]
+    return (score.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v.float()).to(v.dtype)
+
+
+@pytest.mark.parametrize("D", [16, 64, 256])
+@pytest.mark.parametrize("term", ["no term", "slopes", "table"])
+@pytest.mark.parametrize("kernel", ["attention", "attention without gradient", "decoding"])
+def test_a_soft_cap_is_seen_in_bfloat16(kernel, term, D, device):
+    case = Case(kernel, torch.bfloat16, D, 1, term)
+    assert find_fault(case, CPU) == ""
+    device.broken = {"flash": soft_capped, "decode": soft_capped}
+    assert "has a relative error of" in find_fault(case, CPU)
+
+
+# -----------------------------------------------------------------------------
+# Whether reference.py still defines what the kernels compute
+
+
+@pytest.mark.parametrize("operator", ["rope", "attention"])
+def test_the_kernels_were_tested_against_this_definition(operator):
+    found = definition.hash_definition(operator)
+    assert found == definition.TESTED[operator], f"kernels/README.md says what to do with {found}"
+
+
+@pytest.mark.parametrize(
+    "old, new, changed",
+    [
+        ("    H, Tq, D = q.shape[1:]\n", "    # a comment\n    H, Tq, D = (q.shape[1:])\n\n", []),
+        ('"""Rotate queries and keys by', '"""Turn queries and keys by', []),
+        ("p = F.log_softmax(", "p = F.softmax(", []),
+        ("k, v = k[:, :, :n], v[:, :, :n]", "k, v = k[:, :, n:], v[:, :, n:]", ["attention"]),
+        ("hidden - bias[:, None, None]", "hidden + bias[:, None, None]", ["attention"]),
+        ("score = score * scale + mask", "score = (score * scale).tanh() + mask", ["attention"]),
+        ("MAX_SCORES = 1 << 24", "MAX_SCORES = 1 << 25", ["attention"]),
+        ("rotated.roll(half, -1) * sin", "rotated.roll(-half, -1) * sin", ["rope"]),
+    ],
+)
+def test_the_hash_of_a_definition_is_that_of_its_code(old, new, changed, tmp_path, monkeypatch):
+    source = (ROOT / "kernels" / "reference.py").read_text()
+    assert source.count(old) == 1
+    before = {operator: definition.hash_definition(operator) for operator in definition.TESTED}
+    (tmp_path / "reference.py").write_text(source.replace(old, new))
+    monkeypatch.setattr(definition, "__file__", str(tmp_path / "definition.py"))
+    after = {name: definition.hash_definition.__wrapped__(name) for name in before}
+    assert [name for name in before if after[name] != before[name]] == sorted(changed)
+
+
+def test_a_kernel_of_another_definition_is_not_used(device, monkeypatch, capfd):
+    """One line for all of its cases; the other operators keep their kernels."""
+    monkeypatch.setitem(definition.TESTED, "attention", "another")
+    for term in ("table", "slopes"):
+        assert_serves_reference(term)
+    with torch.no_grad():
+        q, k, v, options = random_inputs()
+        kernels.attention(q[:, :, -1:], k, v, **options)
+        kernels.rope(q, k, *torch.rand(2, 20, 8))
+    message = "reference.attention() has changed since its kernels were tested: using plain PyTorch"
+    assert capfd.readouterr().err == f"{message}, see kernels/README.md\n"
+    assert set(device.calls) == {"rotary"}
+    assert "plain PyTorch for attention (float32" in first_contact.describe(CPU)
+    device.restart()
+    monkeypatch.setenv("NANOLONG_CHECK", "0")
+    kernels.attention(q, k, v, **options)
+    assert device.calls == ["flash"]
 
 
 # -----------------------------------------------------------------------------

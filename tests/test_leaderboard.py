@@ -83,13 +83,16 @@ def test_an_entry_from_a_file_is_ranked_and_finished_runs_are_not_repeated(
     assert "my_decay" in text and "refused" in text and "commit" in text
     assert (tmp_path / "results/leaderboard.png").read_bytes()[:4] == b"\x89PNG"
 
-    # The same command with one more seed adds runs. A run without its scores is not trained again,
-    # and its checkpoint is scored to the same bits.
+    # The same command with one more seed adds runs. A run without its scores, or with those of
+    # another rule, is not trained again, and its checkpoint is scored to the same bits.
     checkpoints = list((tmp_path / "runs").rglob("*.safetensors"))
     assert len(checkpoints) >= 6
     times = {file: file.stat().st_mtime_ns for file in checkpoints}
     (scores,) = (tmp_path / "runs").rglob("rope-1/scores.json")
     scores.unlink()
+    (scores,) = (tmp_path / "runs").rglob("learned-1/scores.json")
+    scored = json.loads(scores.read_text())
+    scores.write_text(json.dumps({**scored, "scored": "another rule", "records": []}))
     del POSITIONS["my_decay"]
     done = call(*words, "--seeds=2")
     assert done.returncode == 0, done.stderr

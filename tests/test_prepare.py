@@ -96,6 +96,48 @@ def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
     assert (dataset.train.tokens[0] == 256).sum() == train.count(b"# file")
 
 
+def split_of(folder, name, **options):
+    """The training and the validation text of a folder, as bytes with <bos> as a null byte."""
+    dataset = data.Dataset(prepare_text(folder, name, **options))
+    tokens = (np.asarray(split.tokens[0]) for split in (dataset.train, dataset.val))
+    return [bytes(np.where(ids == 256, 0, ids).astype(np.uint8)) for ids in tokens]
+
+
+def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder, capsys):
+    """A novel, code and a table: one of them would say nothing about the others."""
+    (tmp_path / "src").mkdir()
+    sizes = {"code.py": 5000, "novel.txt": 2900, "table.csv": 2000}
+    for name, size in sizes.items():
+        (tmp_path / "src" / name).write_bytes(name[:1].encode() * size)
+    train, val = split_of(tmp_path / "src", "few")
+    for name, size in sizes.items():
+        assert train.count(name[:1].encode()) == size * 9 // 10
+        assert val.count(name[:1].encode()) == size // 10
+    assert train.count(b"\0") == val.count(b"\0") == 3
+    printed = capsys.readouterr().out.splitlines()[1]
+    assert printed == (
+        "validation, 10.0% of the tokens: the last 10% of each file, code.py, novel.txt, table.csv"
+    )
+
+
+@pytest.mark.parametrize("large, size", [("p0/f21.py", 60), ("p0/f0.py", 240)])
+def test_whole_files_are_not_validation_where_their_share_is_far_off(
+    large, size, tmp_path, data_folder, capsys
+):
+    """One of 60 files is as long as many; whole files would have it in validation, or not."""
+    write_folder(tmp_path / "src")
+    train, val = split_of(tmp_path / "src", "whole")
+    assert (
+        "of the tokens: whole files, p0/f21.py, p0/f30.py, p0/f54.py, " in capsys.readouterr().out
+    )
+    assert (b"# file 21\n" in val, b"# file 0\n" in val) == (True, False)
+    (tmp_path / "src" / large).write_bytes(b"\xff" * size * len(TEXT))
+    train, val = split_of(tmp_path / "src", "far-off")
+    assert "10.0% of the tokens: the last 10% of each file, p0/f" in capsys.readouterr().out
+    assert val.count(b"\xff") == size * len(TEXT) // 10 == train.count(b"\xff") // 9
+    assert train.count(b"\0") == val.count(b"\0") == 60
+
+
 def test_at_least_one_file_of_a_folder_is_validation(tmp_path, data_folder):
     write_folder(tmp_path / "src")
     dataset = data.Dataset(prepare_text(tmp_path / "src", "folder", val_fraction=1e-9))

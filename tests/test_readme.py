@@ -123,7 +123,7 @@ def test_settings_in_the_text_exist():
         known |= {field.name for field in fields(config)}
     known |= {field.name for field in fields(LeaderboardConfig)}
     # of data/prepare.py, hf.py, the other experiments, and torchrun, Slurm, pip and other clients
-    known |= {"name", "tokenizer", "shards", "verify", "help", "nanogpt"}
+    known |= {"name", "tokenizer", "shards", "val_fraction", "verify", "help", "nanogpt"}
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
     known |= {"max-restarts", "index-url", "no-deps", "all", "check", "store"}
     known |= {"nodes", "ntasks-per-node", "gpus-per-node", "model", "prompt", "outfile"}

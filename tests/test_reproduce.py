@@ -144,7 +144,9 @@ def test_losses_of_sequences_are_evaluates_last_quarter(seed_run, make):
     """Their mean is evaluate.py's loss, for sequences that divide the span."""
     model = make(pos="rope", vocab_size=257)
     for length in (32, 64):
-        loss_sum, n_scored = evaluate.loss_by_position(model, seed_run.dataset.val, length, 2048)
+        loss_sum, n_scored = evaluate.loss_by_position(
+            model, seed_run.dataset.val, length, 2048, lengths=(32, 64, 128, 256)
+        )
         last_quarter = slice(length * 3 // 4, None)
         expected = float(loss_sum[last_quarter].sum() / n_scored[last_quarter].sum())
         losses = seed_run.last_quarter_losses(model, length)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from conftest import ROOT
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
 import rope_scaling
 from model import GPT, POSITIONS, GPTConfig, LMInfinite, RoPE, SelfExtend
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
-from rope_scaling import METHODS, OPTIONS
+from rope_scaling import EVALUATION_ONLY, METHODS, OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 
@@ -651,6 +653,76 @@ def test_a_dynamic_method_with_a_fixed_length_does_not_change(make):
     for n in (90, 9):
         model(tokens[:, :n])
         assert torch.equal(model.pos.inv_freq, inv_freq)
+
+
+@pytest.fixture
+def p_rope(monkeypatch):
+    """The variant of docs/schemes.md, as --pos=p_rope."""
+    page = (ROOT / "docs" / "schemes.md").read_text(encoding="utf-8")
+    names = {}
+    exec(re.search(r"```python\n(from model import RoPE.*?)```", page, re.S)[1], names)
+    monkeypatch.setitem(POSITIONS, "p_rope", names["PRoPE"])
+    return names["PRoPE"]
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in EVALUATION_ONLY])
+def test_a_variant_of_rope_keeps_its_frequencies_at_every_length(method, p_rope, make, tmp_path):
+    """p-RoPE rotates the first 12 of 16 pairs, as the method does at that length."""
+    model = make(pos="p_rope", head_dim=32)
+    options = {"long_factor": [2.0] * 16} if method == "longrope" else {}
+    model.extend(method, 4, **options)
+    model.save(tmp_path / "step-000001")
+    tokens = torch.randint(0, 50, (1, 96))
+    for variant in (model, GPT.load(tmp_path)):
+        for n in (5, 24, 25, 96, 24):
+            variant(tokens[:, :n])
+            given = {"length": max(24, math.ceil(n / 6) * 6)} if method in DYNAMIC else options
+            inv_freq, attention_factor = METHODS[method](10000.0, 32, 24, 4.0, **given)
+            assert torch.equal(variant.pos.inv_freq[:12], inv_freq[:12]), n
+            assert not variant.pos.inv_freq[12:].any(), n
+            assert variant.pos.attention_factor == attention_factor, n
+    check_cached_equals_whole(model, tokens, [7] * 13 + [5])
+
+
+class MasksInExtend(RoPE):
+    def extend(self, method, factor, **options):
+        super().extend(method, factor, **options)
+        self.inv_freq[2:] = 0
+
+
+class MasksInInit(RoPE):
+    def __init__(self, config):
+        super().__init__(config)
+        self.inv_freq[2:] = 0
+
+
+class ScalesInExtend(RoPE):
+    def extend(self, method, factor, **options):
+        super().extend(method, factor, **options)
+        self.attention_factor = 1.1
+
+
+class MasksDynamicNTK(RoPE):
+    def extend(self, method, factor, **options):
+        super().extend(method, factor, **options)
+        if method == "dynamic-ntk":
+            self.inv_freq[2:] = 0
+
+
+@pytest.mark.parametrize("scheme", [MasksInExtend, MasksInInit, ScalesInExtend])
+def test_a_variant_of_rope_whose_frequencies_would_be_lost_is_refused(scheme, make, monkeypatch):
+    monkeypatch.setitem(POSITIONS, "mine", scheme)
+    with pytest.raises(UserError, match=f"{scheme.__name__} sets .* override frequencies"):
+        make(pos="mine")
+
+
+def test_a_variant_that_loses_its_frequencies_by_one_method_is_refused_there(make, monkeypatch):
+    monkeypatch.setitem(POSITIONS, "mine", MasksDynamicNTK)
+    model = make(pos="mine")
+    model.extend("yarn", 2)
+    with pytest.raises(UserError, match="MasksDynamicNTK sets .* override frequencies"):
+        model.extend("dynamic-ntk", 2)
+    assert model.config.extension["method"] == "yarn"
 
 
 def test_alibis_slopes_are_divided_by_the_length_of_the_input(make):

@@ -52,6 +52,21 @@ def test_temperature_zero_is_greedy(call, save_run):
     assert call(*words[:-1], "--top_k=1").stdout == call(*words).stdout
 
 
+def test_greedy_text_that_is_rounded_is_not_printed_without_a_note(call, save_run, monkeypatch):
+    """Other programs compute in float32. A user who samples, or who chose the dtype, knows."""
+    words = ["sample.py", save_run(), "--max_new_tokens=3", "--device=cpu"]
+    assert not call(*words, "--temperature=0").stderr  # a small model, in float32
+    monkeypatch.setattr("sample.MIN_PARAMETERS_BFLOAT16", 0)
+    monkeypatch.setattr("nanolong.device._cpu_multiplies_bfloat16", lambda: True)
+    for greedy in ("--temperature=0", "--top_k=1"):
+        note = call(*words, greedy).stderr
+        assert note.startswith("note: matrix products in bfloat16") and "--dtype=float32" in note
+        assert note.count("\n") == 1
+        for dtype in ("bfloat16", "float32"):
+            assert not call(*words, greedy, f"--dtype={dtype}").stderr
+    assert not call(*words).stderr
+
+
 def test_the_prompt_may_come_from_a_file(call, save_run, tmp_path):
     run = save_run()
     (tmp_path / "prompt.txt").write_bytes(b"caf\xc3\xa9 \xff <|endoftext|>")
