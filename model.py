@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_d
 """
 
 import math
+import operator
 import warnings
 from dataclasses import dataclass
 
@@ -202,7 +203,8 @@ class NoPE(nn.Module):
         if self._dynamic:
             # rounded up to a quarter of the original length, so that growing text rarely rescales
             original = self.config.original_length
-            quarters = -(-4 * length // original)
+            # index(): while torch.compile traces, a length may be a symbol
+            quarters = operator.index(-(-4 * length // original))
             self.update_tables(max(original, quarters * original / 4))
         return self._tables_version
 
@@ -529,7 +531,8 @@ class RoPE(NoPE):
         self._tables_length = None
 
     def update_tables(self, length):
-        if length == self._tables_length:
+        # a compiled graph has the table of its length, whatever that of the last call was
+        if not torch.compiler.is_compiling() and length == self._tables_length:
             return
         options = {**self._options, "length": length}
         changed = self._set_frequencies(self._method, self._factor, options)
@@ -538,14 +541,17 @@ class RoPE(NoPE):
         self._tables_length = length
 
     def _set_frequencies(self, method, factor, options):
-        """Returns whether the table has changed."""
+        """Returns whether the table has changed; True while torch.compile traces."""
         config, old = self.config, self.inv_freq
         inv_freq, attention_factor = rope_scaling.frequencies(
             method, config.rope_base, self.rotary_dim, config.original_length, factor, **options
         )
-        same = old is not None and attention_factor == self.attention_factor
+        same = old is not None and not torch.compiler.is_compiling()
+        same = same and attention_factor == self.attention_factor
         same = same and not inv_freq.is_meta and torch.equal(inv_freq, old.to(inv_freq))
-        self.inv_freq = inv_freq if old is None else inv_freq.to(old)
+        if old is not None:
+            inv_freq = inv_freq.to(old.device, old.dtype, non_blocking=True)
+        self.inv_freq = inv_freq
         self.attention_factor = attention_factor
         self._cos_sin = None
         return not same
@@ -859,7 +865,8 @@ class GPT(nn.Module):
         if not explicit:
             positions = torch.arange(start, end, device=tokens.device)
         else:
-            if not torch.compiler.is_compiling():
+            # Reading positions would break a compiled graph in two: only tables need it there.
+            if self.pos._dynamic or not torch.compiler.is_compiling():
                 end = positions_end or self.check_positions(positions, docs)
             positions = positions.to(tokens.device, non_blocking=True)
         self.check_length(end)
@@ -891,7 +898,7 @@ class GPT(nn.Module):
     def check_length(self, end):
         """Warn beyond the context length; raise UserError where the scheme ends."""
         limit = self.config.max_positions
-        if end <= limit or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or end <= limit:
             return
         if self.pos.bounded:
             raise UserError(

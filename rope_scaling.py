@@ -283,6 +283,11 @@ def frequencies(method, base, rotary_dim, original_length, factor, **options):
     return inv_freq, attention_factor
 
 
+# torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,
+# without importing the compiler here.
+frequencies._dynamo_marked_constant = True
+
+
 def check_options(method, rotary_dim, original_length, factor, options):
     """Raise UserError unless the type and range of each option fit."""
     parameters = inspect.signature(METHODS[method]).parameters

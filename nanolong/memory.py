@@ -1,6 +1,7 @@
 """The memory of a training step, and what its processes send each other, counted from shapes.
 
-Measured by experiments/bench_memory.py, bench_sharding.py, tests/test_sequence_parallel.py and
+The model is not compiled: torch.compile changes which tensors exist. Measured by
+experiments/bench_memory.py, bench_sharding.py, tests/test_sequence_parallel.py and
 tests/simulated_gpu/test_memory.py.
 """
 
@@ -33,8 +34,6 @@ def count_memory(
     parts=1,
 ):
     """Count the memory of a training step of GPT(config) on B sequences of T tokens.
-
-    The model is not compiled: torch.compile changes which tensors exist.
 
     Notation: N = B T tokens, C width, A = H D channels of all heads, K = Hk D, M width of the MLP,
     V vocabulary, e bytes per element of a product (2 under autocast to bfloat16, else 4).

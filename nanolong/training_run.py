@@ -472,10 +472,10 @@ def describe_out_of_memory(loader, dtype):
         reserved = torch.cuda.memory_reserved(loader.device)
         peak = torch.cuda.max_memory_allocated(loader.device)
         found += (
-            f"; of the {format_bytes(total)} of {loader.device} this process has reserved "
+            f"; of the GPU's {format_bytes(total)} this process has reserved "
             f"{format_bytes(reserved)}, for {format_bytes(peak)} of tensors at the peak"
         )
-        if reserved > 1.1 * peak:  # the rest is in pieces that are too small
+        if reserved > 1.05 * peak:  # the rest is in pieces that are too small
             remedies.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     remedies += [
         "shorten the sequences (--block_size; in extend.py --factor or --pose)",

@@ -665,6 +665,83 @@ def test_alibis_slopes_are_divided_by_the_length_of_the_input(make):
     check_cached_equals_whole(model, tokens, [1] * 96)
 
 
+slow = pytest.mark.slow  # tracing takes seconds
+
+
+@pytest.fixture
+def compile_counted():
+    """Compile a model without graph breaks: returns it, and the list of its graphs."""
+
+    def compile_counted(model):
+        torch._dynamo.reset()
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        return torch.compile(model, fullgraph=True, backend=backend), graphs
+
+    return compile_counted
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dynamic-yarn",
+        pytest.param("dynamic-pi", marks=slow),
+        pytest.param("dynamic-ntk", marks=slow),
+        pytest.param("ntk-frozen", marks=slow),
+        pytest.param("ntk-lceg", marks=slow),
+        pytest.param("longrope", marks=slow),
+    ],
+)
+def test_a_compiled_dynamic_method_is_one_graph_for_a_quarter(method, make, compile_counted):
+    """It computes what the model does, which may be called in between, with a cache too."""
+    model = make(pos="rope")
+    model.extend(method, 8, **options_for(method))
+    compiled, graphs = compile_counted(model)
+    tokens = torch.randint(0, 50, (1, 96))
+    n_graphs = []
+    for n in (24, 24, 60, 56, 24, 60, 90):  # 60 and 56 tokens are in the tenth quarter
+        logits = compiled(tokens[:, :n])
+        n_graphs.append(len(graphs))
+        assert torch.equal(logits, model(tokens[:, :n]))
+    assert n_graphs == [1, 1, 2, 2, 2, 2, 3]
+    compiled(tokens[:, :60])
+    check_cached_equals_whole(model, tokens, [24, 6, 1, 65])
+
+
+def test_a_compiled_dynamic_method_follows_explicit_positions(make, compile_counted):
+    """As in training with skipped positions, where the loader says how far they go."""
+    model = make(pos="rope")
+    model.extend("dynamic-yarn", 8)
+    compiled, _ = compile_counted(model)
+    tokens = torch.randint(0, 50, (1, 24))
+    for skip in (0, 50, 120):
+        positions = torch.arange(24)
+        positions[12:] += skip
+        logits = compiled(tokens, positions=positions, positions_end=24 + skip)
+        assert torch.equal(logits, model(tokens, positions=positions))
+
+
+@pytest.mark.parametrize(
+    "pos, method",
+    [
+        ("rope", "self-extend"),
+        pytest.param("rope", "lm-infinite", marks=slow),
+        pytest.param("alibi", "dynamic-pi", marks=slow),
+    ],
+)
+def test_other_methods_are_compiled_whole(pos, method, make, compile_counted):
+    model = make(pos=pos)
+    model.extend(method, 4)
+    compiled, graphs = compile_counted(model)
+    tokens = torch.randint(0, 50, (1, 90))
+    assert torch.equal(compiled(tokens), model(tokens))
+    assert len(graphs) == 1
+
+
 # -----------------------------------------------------------------------------
 # The other schemes.
 

@@ -78,7 +78,8 @@ def amd_cost(text):
 
     return {
         "registers": number(r"\.vgpr_count"),
-        "stack": number(r"\.vgpr_spill_count") + number("ScratchSize"),
+        # .vgpr_spill_count also counts registers that are kept in accumulator registers
+        "stack": number("ScratchSize"),
         "wide": count(r"(?:global|buffer)_(?:load|store)_dwordx4"),
         "narrow": count(r"(?:global|buffer)_(?:load|store)_(?:short|ushort)"),
         "atomics": count(r"(?:global|buffer|flat)_atomic"),

@@ -105,3 +105,8 @@ def test_a_models_kernels_are_compiled_and_executed(pos, bias, bias_in_checks):
 
     executed = keys_launched(use_checks, bias_in_checks)
     assert executed == {name: key for name, key in keys.items() if name != "_rotate_kernel"}
+
+
+def test_a_register_kept_in_an_accumulator_register_is_not_spilled():
+    text = "; ScratchSize: {}\n .vgpr_count: 335\n .vgpr_spill_count: 1\n"
+    assert [aot.amd_cost(text.format(n_bytes))["stack"] for n_bytes in (0, 8)] == [0, 8]
