@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from nanolong.provenance import provenance
 
-STEPS = 60  # of the CPU
+STEPS = 30  # of the CPU
 TEXT = "    def forward(self, x):\n"  # longer than the few tokens that the decoding kernel takes
 N_TOKENS = 4
 STEP = "--batch_size=2 --eval_iters=1 --eval_interval=1000 --log_interval=1 --compile=false".split()
@@ -59,11 +59,11 @@ CASES = [
     Case("rope", "bfloat16", "sm_90"),
     Case("t5", "float32", "sm_80"),
 ]
-# dtype -> bounds on relative errors: of losses, of the gradient of each parameter, of logits
+# dtype -> bounds on relative errors: of losses, of gradients, of logits
 BOUNDS = {
     "float32": (1e-6, 2e-5, 1e-5),
-    "float16": (1e-4, 1e-2, 1e-3),
-    "bfloat16": (5e-4, 5e-2, 1e-2),
+    "float16": (1e-4, 5e-3, 1e-3),
+    "bfloat16": (5e-4, 3e-2, 1e-2),
 }
 KERNELS = {"forward", "dq", "dkdv", "split", "combine"}
 MORE_KERNELS = {"rope": {"rotate"}, "alibi": set(), "t5": {"sweep"}, "xl": {"sweep"}}
@@ -126,16 +126,15 @@ def compare(runs):
             for name, moment in moments.items()
             if name.endswith(".exp_avg")
         }
-    errors = {
-        version: {
-            name: relative_error(gradients[version][name], exact)
-            for name, exact in gradients["float32"].items()
+    rows = {
+        name: {
+            "norm": float(exact.norm()),
+            **{v: relative_error(gradients[v][name], exact) for v in VERSIONS[:2]},
         }
-        for version in VERSIONS[:2]
+        for name, exact in gradients["float32"].items()
     }
-    # after a token that differs the texts differ
     logit_errors = {v: relative_error(logits[v], logits["float32"]) for v in VERSIONS[:2]}
-    return {"losses": losses, "tokens": tokens, "logits": logit_errors, "gradients": errors}
+    return {"losses": losses, "tokens": tokens, "logits": logit_errors, "gradients": rows}
 
 
 def relative_error(x, exact):
@@ -166,11 +165,30 @@ def check_kernels(row):
         assert program["counts"].get("illegal", 0) == 0
     expected = {f"_{name}_kernel" for name in KERNELS | MORE_KERNELS[case.pos]}
     assert train["kernels"].keys() == expected
-    assert train["kernels"]["_dq_kernel"]["launches"] == case.n_layer
+    # training tries its batch before the step
+    passes, rest = divmod(train["kernels"]["_dq_kernel"]["launches"], case.n_layer)
+    assert passes >= 1 and rest == 0
+    assert train["kernels"]["_dkdv_kernel"]["launches"] == passes * case.n_layer
     # the first token comes from the prefill; warming up takes two steps, and a capture none
     assert sample["counts"]["graph launches"] == N_TOKENS - 1
     decoded = sample["kernels"]["_split_kernel"]["launches"]
     assert decoded == (N_TOKENS - 1 + 2) * case.n_layer
+
+
+def check_gradients(row, bound):
+    """Each is as near to float32 as plain PyTorch's in the same dtype, to a bound.
+
+    The bound is relative to the gradient, or to a tenth of the largest one of its module: where
+    attention is nearly uniform, gradients of queries and keys are small differences of large terms.
+    """
+    for name, found in row["gradients"].items():
+        module = name.rsplit(".", 2)[0]
+        largest = max(
+            x["norm"] for n, x in row["gradients"].items() if n.rsplit(".", 2)[0] == module
+        )
+        scale = max(1, largest / 10 / found["norm"])
+        assert found["emulated"] is not None, name
+        assert found["emulated"] <= found["plain PyTorch"] + bound * scale, name
 
 
 @pytest.mark.parametrize(
@@ -189,10 +207,7 @@ def test_a_step_and_tokens_as_compiled_are_those_of_plain_pytorch(row):
     assert len(losses["emulated"]) == 2
     assert losses["emulated"] == pytest.approx(losses["float32"], rel=of_losses)
     assert losses["emulated"] == pytest.approx(losses["plain PyTorch"], rel=of_losses)
-    for name, error in row["gradients"]["emulated"].items():
-        # gradients of all keys that nearly cancel, from an output that was rounded
-        bound = 2 * of_gradients if name in ("pos.u", "pos.v") else of_gradients
-        assert error is not None and error <= bound, name
+    check_gradients(row, of_gradients)
     assert row["logits"]["emulated"] <= of_logits
     assert tokens["emulated"] == tokens["plain PyTorch"] == tokens["float32"]
     assert len(tokens["emulated"]) == N_TOKENS
