@@ -673,7 +673,7 @@ def describe_scored(texts, lengths, max_tokens):
             files = f"{len(names)} of {len(text.val.files)} files"
         pieces = "1 piece" if len(spans) == 1 else f"{len(spans)} pieces"
         lines.append(
-            f"{n_tokens:,} of {len(text.val):,} tokens of {Path(text.name).name}, {pieces} of "
+            f"{n_tokens:,} of {len(text.val):,} tokens of {text.name}, {pieces} of "
             f"{files or 'it'}, data {text.hash}"
         )
     return list(dict.fromkeys(lines))

@@ -106,9 +106,9 @@ def format_positions(records, length):
     ends = sorted({record["position"][1] for record in records if "position" in record})
     header = "".join(f"{end:>7}" for end in ends)
     n_sequences = [record["sequences"] for record in records if "sequences" in record]
-    counted = f"{n_sequences[0]} " if n_sequences else ""
+    counted = f" ({n_sequences[0]} sequences)" if n_sequences else ""
     lines = [
-        f"position, nats per token, in {counted}sequences of {length} tokens, up to position",
+        f"position, nats per token, in sequences of {length} tokens, up to position{counted}",
         " " * name_width + header,
     ]
     for name in names:

@@ -474,10 +474,10 @@ def test_what_was_scored_is_said(text_file, split):
     files = five.val.files[:2]
     two = types.SimpleNamespace(name="a/two", val=data.Split(files, 50, None), hash="0a1b")
     texts = {"x": text, "y": text, "z": two, "w": five}
-    n = len(TEXT.encode())
+    scored = f"96 of {len(TEXT.encode())} tokens of {text_file}, 2 pieces of text.txt"
     assert evaluate.describe_scored(texts, (24, 48, 960), 99) == [
-        f"96 of {n} tokens of text.txt, 2 pieces of text.txt, data {data.hash_files([text_file])}",
-        "96 of 1,990 tokens of two, 2 pieces of 0.bin, 1.bin, data 0a1b",
+        f"{scored}, data {data.hash_files([text_file])}",
+        "96 of 1,990 tokens of a/two, 2 pieces of 0.bin, 1.bin, data 0a1b",
         "96 of 4,900 tokens of five, 2 pieces of 0.bin, 2.bin, data 2c3d",
     ]
     (line,) = evaluate.describe_scored({"w": five}, (24,), 99)
@@ -696,7 +696,7 @@ def test_the_number_of_sequences_is_in_tables_and_records(runs, call, tmp_path):
     for title, counts in (("last-quarter", "40 20"), ("token-aligned", "20 20")):
         (table,) = [table for table in tables if f"\n{title} (" in f"\n{table}"]
         assert f"sequences {counts}" in " ".join(table.split())
-    assert "position, nats per token, in 40 sequences of 24 tokens" in done.stdout
+    assert "in sequences of 24 tokens, up to position (40 sequences)" in done.stdout
 
 
 @pytest.mark.parametrize(

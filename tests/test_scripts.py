@@ -608,7 +608,8 @@ def test_the_note_of_a_figure_names_the_data_that_was_read(letters, call, tmp_pa
     monkeypatch.setattr(plots, "plot_losses", keep_note)
     words = ["--lengths=32", "--max_tokens=999999", f"--plot={tmp_path}/p.png"]
     assert_success(call("evaluate.py", run, *words))
-    assert notes == [f"200 tokens of {dataset}, data {data.Dataset(str(dataset)).hash}"]
+    scored = f"199 of 200 tokens of {dataset}, 1 piece of val.bin"  # the first is no target
+    assert notes == [f"{scored}, data {data.Dataset(str(dataset)).hash}"]
 
 
 def test_data_that_has_changed_since_training_is_noticed(call, tmp_path):
