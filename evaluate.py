@@ -232,9 +232,8 @@ def find_spans(split, longest, max_tokens):
     sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
     if sum(sizes) <= max_tokens:
         return [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
-    available = int(split.n_sequences(longest).sum())
-    n = min(max_tokens // longest, available)
-    starts = [split.locate(i * available // n, longest) for i in range(n)]
+    indices = split.spaced(max_tokens // longest, longest)
+    starts = [split.locate(index, longest) for index in indices]
     return [(file, start, start + longest) for file, start in starts]
 
 

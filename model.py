@@ -874,6 +874,8 @@ class GPT(nn.Module):
         """
         if cache is not None and cache.fixed_shape:  # checked when its fixed shape was set up
             return tokens, positions, cache.mask()
+        if not torch.compiler.is_compiling():
+            self.check_tokens(tokens)
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         explicit = positions is not None
@@ -890,6 +892,21 @@ class GPT(nn.Module):
             tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
             return tokens, positions, cache.mask()
         return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
+
+    def check_tokens(self, tokens):
+        """Raise UserError unless tokens are integers (B, T), on the CPU those of the vocabulary."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise UserError(
+                f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}: give int64 (B, T), one "
+                "text as tokens[None]"
+            )
+        # a GPU would have to be waited for, and ends the process by itself
+        known = tokens.is_cpu and tokens.numel()
+        if known and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
+            raise UserError(
+                f"token ids lie between {tokens.min()} and {tokens.max()}, and the vocabulary has "
+                f"{self.config.vocab_size}: use the tokenizer of the model"
+            )
 
     def check_positions(self, positions, docs=None):
         """

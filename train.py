@@ -17,7 +17,7 @@ import math
 import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -145,6 +145,7 @@ class TrainState:
     step: int = 0
     tokens: int = 0  # seen so far
     best: list | None = None  # [step, val_loss]
+    kept: list = field(default_factory=list)  # steps that were best on other validation sequences
     val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
@@ -232,10 +233,8 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     rank, world = data_rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
-    available = int(dataset.val.n_sequences(T).sum())
-    n = min(cfg.eval_iters * cfg.batch_size, available) or available
-    indices = [i * available // n for i in range(n)]
-    batches = [indices[i : i + cfg.batch_size] for i in range(0, n, cfg.batch_size)]
+    indices = dataset.val.spaced(cfg.eval_iters * cfg.batch_size, T)
+    batches = [indices[i : i + cfg.batch_size] for i in range(0, len(indices), cfg.batch_size)]
     n_rounds = math.ceil(len(batches) / world)
     was_training = model.training
     model.eval()
@@ -374,7 +373,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     run = Path(cfg.out_dir)
     state = TrainState()
     share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
-    open_run(run, model, cfg, state, dtype)
+    open_run(run, model, cfg, state, dataset, dtype)
     forward, optimizers = set_up(model, cfg, device)
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     last_eval = {"step": state.step}
@@ -552,6 +551,7 @@ def main():
     model = resume_run(GPT, cfg, model_config, given)
     if model is None:
         validate.check_model(model_config, POSITIONS)
+        validate.check_scheme_flags(model_config.pos, cli.flag_names(), POSITIONS)
     if cfg.dataset in ("python", "shakespeare"):
         if rank == 0 and not data.dataset_exists(cfg.dataset):
             prepare(cfg.dataset)

@@ -147,6 +147,12 @@ class Split:
         usable = (len(tokens) - offset - self.extra_tokens for tokens in self.tokens)
         return np.array([max(0, n // length) for n in usable])
 
+    def spaced(self, n: int, length: int) -> list[int]:
+        """Return the indices of n evenly spaced sequences; of all if n is 0 or there are fewer."""
+        available = int(self.n_sequences(length).sum())
+        n = min(n, available) or available
+        return [i * available // n for i in range(n)]
+
     def require_length(self, length: int) -> None:
         """Raise UserError unless there is a sequence of this length."""
         if self.n_sequences(length).any():
@@ -554,6 +560,11 @@ def find_dataset(name) -> Path:
     if name in ("python", "shakespeare", "fineweb10B"):
         message = f"there is no dataset {name!r}: prepare it with "
         message += f"python data/prepare.py --dataset={name}"
+        if name == "fineweb10B":
+            message += " --shards=N, with 100 million tokens in a shard (100 for config/gpt2.toml)"
+    elif "," in str(name) and not path.exists():
+        message = f"{name!r} names several datasets, and one is trained on: prepare a folder with "
+        message += "all texts by python data/prepare.py FOLDER --name=NAME"
     elif path.exists():
         message = f"{path} is a text, not a dataset: {commands_for_text(path)}"
     else:

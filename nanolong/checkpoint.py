@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -19,7 +20,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from nanolong import tokenizer_files, validate
 from nanolong.entry import entry_file, entry_hash, note_other_entry
 from nanolong.errors import UserError
-from nanolong.run_folder import hint_other_checkpoints, list_steps, readable_steps
+from nanolong.run_folder import (
+    damaged_steps,
+    hint_other_checkpoints,
+    list_steps,
+    readable_steps,
+    step_number,
+)
 from nanolong.sharding import gather, read_part
 from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
 
@@ -110,10 +117,22 @@ def write_checkpoint(folder, tensors, meta):
         if not parent_existed:
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(folder)  # where the disk is full
+        if isinstance(error, OSError) and error.filename is None:  # where the disk is full
+            error.filename = str(folder)
+            error.strerror = f"{error.strerror}; {describe_need(folder, tensors)}"
         raise
     sync(folder.parent)
+
+
+def describe_need(folder, tensors):
+    """The size of a checkpoint that did not fit the disk, and what is left to resume from."""
+    n_bytes = 0
+    for stream in tensors.values():
+        like = stream if isinstance(stream, dict) else stream.like
+        n_bytes += sum(tensor.nbytes for tensor in like.values())
+    whole = list_steps(folder.parent)
+    newest = f"{whole[-1]} is whole" if whole else "no step is whole yet"
+    return f"it takes {n_bytes / 1e6:,.1f} MB, and {newest}"
 
 
 def write_meta(folder, meta):
@@ -215,11 +234,15 @@ def find_checkpoint(path, best=False):
             f"there is no checkpoint in {path}: give a run folder (out/NAME) or one of its "
             "step folders"
         )
-    losses = {}
-    if best:
-        losses = {folder: read_meta(folder).get("val_loss") for folder in found}
-    evaluated = [folder for folder, loss in losses.items() if isinstance(loss, float)]
-    return min(evaluated, key=losses.get) if evaluated else found[-1]
+    newest = found[-1]
+    for folder in damaged_steps(newest.parent):
+        if folder.name > newest.name and int(os.environ.get("RANK", 0)) == 0:
+            print(f"note: {folder} has no meta.json: {newest} is used instead", file=sys.stderr)
+    if not best:
+        return newest
+    # of those that were validated on the same sequences as the newest
+    best_step, _ = read_meta(newest).get("best") or [step_number(newest), None]
+    return next((folder for folder in found if step_number(folder) == best_step), newest)
 
 
 def is_elastic_restart(run):
@@ -250,6 +273,7 @@ def check_meta(meta):
     if meta.get("best") is not None:
         step, loss = meta["best"]
         require(meta, "best", is_count(step) and is_number(loss))
+    require(meta, "kept", all(is_count(step) for step in meta.get("kept") or []))
     if meta.get("scaler") is not None:
         scale, good_steps = meta["scaler"]
         require(meta, "scaler", is_number(scale) and scale > 0 and is_count(good_steps))

@@ -129,6 +129,8 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
             sys.exit(0)
         elif word.startswith("--"):
             name, value = read_flag(word, words, settings)
+            if name in from_flags:
+                raise UserError(f"--{name} is given twice: give it once (a list has commas)")
             from_flags[name] = value
         elif presets and word.endswith(".toml"):
             from_presets.update(read_preset(word, settings))
@@ -424,6 +426,11 @@ def discard_stdout():
 def describe_os_error(error):
     if error.errno == errno.ENOMEM:
         return OUT_OF_MEMORY
+    if error.errno == errno.ENOSPC:
+        return (
+            f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space, "
+            "or choose another path"
+        )
     return (
         f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): "
         "choose another path, or fix its permissions or the disk"

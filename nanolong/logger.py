@@ -35,7 +35,8 @@ class Logger:
         kept = kept_lines(run / "log.jsonl", step, evaluated) if step or evaluated else []
         (run / ".log").write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(run / ".log", run / "log.jsonl")
-        self.file = open(run / "log.jsonl", "a", encoding="utf-8")
+        # unbuffered: what a full disk has refused would be written again when the file is closed
+        self.file = open(run / "log.jsonl", "ab", buffering=0)
         self.first_step = step
         self.max_iters = max_iters
         self.start_time = time.perf_counter()
@@ -46,8 +47,12 @@ class Logger:
 
     def record(self, **record):
         """Append a line to log.jsonl."""
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
-        self.file.flush()
+        line = json.dumps(record, allow_nan=False) + "\n"
+        try:
+            self.file.write(line.encode())
+        except OSError as error:
+            error.filename = self.file.name
+            raise
         if self.wandb:
             values = {key: value for key, value in record.items() if key != "step"}
             self.wandb.log(values, step=record["step"])
@@ -138,11 +143,8 @@ class TrainLogger(Logger):
         """Print what is about to be trained, and on what."""
         world = rank_and_world()[1]
         parameters = sum(p.numel() for p in model.parameters())
-        T = self.cfg.eval_length or model.config.block_size
-        available = int(dataset.val.n_sequences(T).sum())
-        n = min(self.cfg.eval_iters * self.cfg.batch_size, available) or available
         self.print(
-            f"model: {parameters / 1e6:.2f} M parameters, "
+            f"model: {describe_scheme(model.config)}, {parameters / 1e6:.2f} M parameters, "
             f"{self.flops_per_token / 1e6:.1f} MFLOP per token, "
             f"{tokens_per_step:,} tokens per step"
         )
@@ -151,7 +153,17 @@ class TrainLogger(Logger):
         mode = "compiled" if compiles else "not compiled"
         dtype_name = str(dtype).removeprefix("torch.")
         self.print(f"on: {processes}, {device_name(self.device)}, {dtype_name}, {mode}")
-        self.print(f"validation: {n} of {available} sequences of {T} tokens")
+        n_tokens = self.cfg.max_iters * tokens_per_step
+        epochs = n_tokens / len(dataset.train)
+        self.print(f"training: {n_tokens:,} tokens, {epochs:.2g} epochs of {len(dataset.train):,}")
+        T = self.cfg.eval_length or model.config.block_size
+        n = len(dataset.val.spaced(self.cfg.eval_iters * self.cfg.batch_size, T))
+        names = [file.name for file in dataset.val.files]
+        files = ", ".join(names) if len(names) <= 3 else f"{len(names)} files"
+        self.print(
+            f"validation: {n:,} of {dataset.val.n_sequences(T).sum():,} sequences of {T:,} tokens, "
+            f"{files} of {self.cfg.dataset}"
+        )
         if why_not:
             self.print(why_not)
         if compiles:
@@ -193,6 +205,14 @@ class TrainLogger(Logger):
                 tokens_per_second=round(speed),
             )
             self.clock = None
+
+
+def describe_scheme(config):
+    """The position scheme and its extension, as "rope, extended by yarn x 4"."""
+    if not config.extension:
+        return config.pos
+    method, factor = config.extension["method"], config.extension["factor"]
+    return f"{config.pos}, extended by {method} x {factor:g}"
 
 
 def device_name(device):

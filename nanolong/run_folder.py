@@ -31,22 +31,28 @@ def is_step(folder):
     return folder.name[5:].isdecimal() and (folder / "meta.json").is_file()
 
 
+def damaged_steps(run):
+    """The step folders of a run that have lost their meta.json, oldest first."""
+    folders = sorted(Path(run).glob("step-*"))
+    return [folder for folder in folders if folder.name[5:].isdecimal() and not is_step(folder)]
+
+
 def step_number(folder):
     return int(folder.name[5:])
 
 
-def prune(run, best, finished=False):
+def prune(run, best, kept=(), finished=False):
     """
-    Keep the last two checkpoints of a run and the best, [step, loss] or None.
+    Keep the last two checkpoints of a run, the best, [step, loss] or None, and the steps `kept`.
 
     Removes the others, what a crash has left half-written or half-removed, and the run that this
     one replaces, once this one has trained or is finished.
     """
     if finished or has_trained(run):
         settle_replaced(run, finished)
-    best_name = None if best is None else f"step-{best[0]:06d}"
+    steps = {*kept, *(best or [])[:1]}
     for old in list_steps(run)[:-2]:
-        if old.name != best_name:
+        if step_number(old) not in steps:
             os.rename(old, run / f".tmp-{old.name}")
     for leftover in run.glob(".tmp-*"):
         remove(leftover)

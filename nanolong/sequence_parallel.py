@@ -51,7 +51,7 @@ def _form_groups(size):
         processes = "1 process" if world == 1 else f"{world} processes"
         raise UserError(
             f"--sequence_parallel={size} does not divide {processes}: start a multiple of {size} "
-            f"by torchrun --nproc_per_node={size}, or leave it out"
+            f"by torchrun --nproc_per_node={size}, or give --sequence_parallel=1"
         )
     for first in range(0, world, size):
         ranks = list(range(first, first + size))

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from operator import call
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from nanolong.logger import TrainLogger, check_wandb
 from nanolong.memory import count_memory
 from nanolong.run_folder import (
     check_only_run,
+    damaged_steps,
     list_steps,
     prune,
     set_aside,
@@ -79,6 +81,12 @@ def resume_run(model_class, cfg, model_config, given):
         settle_replaced(run)
     if dist.is_initialized():
         dist.barrier()
+    damaged = damaged_steps(run)
+    if damaged:
+        raise UserError(
+            f"{damaged[-1]} is damaged (it has no meta.json): move it away to resume from the step "
+            "before it"
+        )
     if not list_steps(run):
         if rank == 0:
             print(f"{run} holds no checkpoint yet: starting from the beginning")
@@ -116,8 +124,13 @@ def is_resumed(model, cfg):
 
 
 def ignore_overwrite_of_preset(cfg):
-    """Let --init_from=resume win over a preset that sets overwrite; not over the flag."""
-    if cfg.init_from == "resume" and "overwrite" not in cli.flag_names():
+    """
+    Ignore a preset's overwrite when the run is resumed, and in another folder than the preset's.
+
+    The flag --overwrite is always followed.
+    """
+    flags = cli.flag_names()
+    if "overwrite" not in flags and (cfg.init_from == "resume" or "out_dir" in flags):
         cfg.overwrite = False
 
 
@@ -131,11 +144,11 @@ def is_finished(model, cfg):
 def tidy_finished_run(model, cfg):
     """Remove what a crash has left between the last checkpoint of a run and the end."""
     run = Path(cfg.out_dir)
-    prune(run, model.meta["best"], finished=True)
+    prune(run, model.meta["best"], model.meta.get("kept", []), finished=True)
     unlock(run)  # locked by resume_run()
 
 
-def open_run(run, model, cfg, state, dtype):
+def open_run(run, model, cfg, state, dataset, dtype):
     """
     Take the run folder for this process, and on resume fill in the state. Raises UserError.
 
@@ -162,6 +175,9 @@ def open_run(run, model, cfg, state, dtype):
         state.tokens = meta["tokens"]
         state.best = meta["best"]
         state.val_loss = meta["val_loss"]
+        state.kept = meta.get("kept", [])
+        if state.best and validated_on_others(model, cfg, dataset):
+            restart_best(run, state)
         if dtype == torch.float16 and meta["scaler"]:
             state.loss_scale, state.good_steps = meta["scaler"]
     if rank == 0:
@@ -173,7 +189,29 @@ def open_run(run, model, cfg, state, dtype):
             check_replaceable(run)
         elif newest != (model.folder if resumed else None):
             raise UserError(f"another process has just written to {run}: start again")
-        prune(run, state.best)  # removes what a crash may have left
+        prune(run, state.best, state.kept)  # removes what a crash may have left
+
+
+def validated_on_others(model, cfg, dataset):
+    """Whether the checkpoint of a resumed model was validated on other sequences than from now."""
+    before = SimpleNamespace(**model.meta["train"])
+    T, T_before = (c.eval_length or model.config.block_size for c in (cfg, before))
+    if (T, cfg.separate_docs, dataset.bos) != (T_before, before.separate_docs, model.meta["bos"]):
+        return True
+    n, n_before = (c.eval_iters * c.batch_size for c in (cfg, before))
+    return dataset.val.spaced(n, T) != dataset.val.spaced(n_before, T)
+
+
+def restart_best(run, state):
+    """Let the best loss start anew, with the checkpoint of now; the best one so far is kept."""
+    state.kept = [*state.kept, state.best[0]]
+    state.best = None
+    state.val_loss = None
+    if rank_and_world()[0] == 0:
+        print(
+            "validation scores other sequences than before, so the best loss starts anew; "
+            f"{run}/step-{state.kept[-1]:06d}, the best so far, is kept"
+        )
 
 
 def lock_run(run):
@@ -506,7 +544,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
     if any_process(rank == 0 and folder.exists(), everywhere=True):
         # Saved when a signal cut the evaluation short: the weights are the same.
         if rank == 0:
-            record = {"val_loss": state.val_loss, "best": state.best}
+            record = {"val_loss": state.val_loss, "best": state.best, "kept": state.kept}
             write_meta(folder, {**read_meta(folder), **record})
     elif rank == 0 or is_sharded(model):
         tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
@@ -519,6 +557,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             step=state.step,
             val_loss=state.val_loss,
             best=state.best,
+            kept=state.kept,
             tokens=state.tokens,
             scaler=[state.loss_scale, state.good_steps] if dtype == torch.float16 else None,
             dataset=cfg.dataset,
@@ -530,7 +569,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             launch=os.environ.get("TORCHELASTIC_RUN_ID"),
         )
     if rank == 0:
-        prune(run, state.best, finished=state.step >= cfg.max_iters)
+        prune(run, state.best, state.kept, finished=state.step >= cfg.max_iters)
     if world > 1:
         dist.barrier()
 

@@ -368,6 +368,17 @@ def acts_in_attention(pos, positions):
     return any(getattr(scheme, hook) is not getattr(base, hook) for hook in hooks)
 
 
+def check_scheme_flags(pos, flags, positions):
+    """Refuse flags that the position scheme does not read. A scheme of the user's may read any."""
+    scheme = positions.get(pos, positions["rope"])
+    is_ours = scheme.__module__ == positions["nope"].__module__
+    if is_ours and not issubclass(scheme, positions["rope"]):
+        for name in sorted({"rope_base", "rope_fraction"} & set(flags)):
+            raise UserError(
+                f"--{name} is a setting of rope, and --pos={pos} has none: leave it out"
+            )
+
+
 def check_random_positions(config, positions):
     if not config.random_positions:
         return

@@ -87,6 +87,13 @@ def pytest_collection_modifyitems(config, items):
     items[:] = longest[:1] + rest[:half] + longest[1:] + rest[half:]
 
 
+def last_of_each_flag(words):
+    """Drop a flag that a later one replaces: scripts refuse a flag that is given twice."""
+    words = [str(word) for word in words]
+    last = {word.partition("=")[0]: i for i, word in enumerate(words) if word.startswith("--")}
+    return [w for i, w in enumerate(words) if "=" not in w or last.get(w.partition("=")[0], i) == i]
+
+
 @pytest.fixture
 def run():
     """Run a script in a process of its own; returns it finished, with stdout and stderr as text."""
@@ -97,7 +104,7 @@ def run():
             launcher += ["-m", "torch.distributed.run", "--standalone"]
             launcher += [f"--nproc_per_node={processes}"]
         return subprocess.run(
-            [*launcher, str(ROOT / words[0]), *map(str, words[1:])],
+            [*launcher, str(ROOT / words[0]), *last_of_each_flag(words[1:])],
             cwd=cwd,
             env={**os.environ, **(env or {})},
             capture_output=True,
@@ -115,7 +122,7 @@ def call(monkeypatch, capfd):
 
     def call(script, *words, cwd=None):
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+        monkeypatch.setattr(sys, "argv", [script, *last_of_each_flag(words)])
         if cwd:
             monkeypatch.chdir(cwd)
         capfd.readouterr()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import model as model_file
 from model import GPT
-from nanolong import checkpoint, tensor_file
+from nanolong import checkpoint, cli, tensor_file
 from nanolong.checkpoint import (
     find_checkpoint,
     load_optimizers,
@@ -66,8 +66,8 @@ def test_the_newest_checkpoint_is_loaded_or_the_one_that_is_named(run_folder):
 
 
 def test_the_best_checkpoint_has_the_lowest_validation_loss(make, tmp_path):
-    for step, val_loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
-        save_model(make(), tmp_path / f"step-{step:06d}", step=step, val_loss=val_loss)
+    for step, best in ((1, [1, 3.0]), (2, [2, 1.0]), (3, [2, 1.0]), (4, [2, 1.0])):
+        save_model(make(), tmp_path / f"step-{step:06d}", step=step, best=best)
     assert GPT.load(tmp_path, best=True).meta["step"] == 2
     assert GPT.load(tmp_path).meta["step"] == 4
 
@@ -176,6 +176,21 @@ def test_a_full_disk_leaves_nothing(run_folder, make, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         make().save(run_folder / "step-000015")
     assert sorted(folder.name for folder in run_folder.iterdir()) == ["step-000005", "step-000010"]
+
+
+def test_a_full_disk_is_named_with_what_is_needed_and_what_is_whole(run_folder, make, monkeypatch):
+    def tensor_bytes(tensor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tensor_file, "tensor_bytes", tensor_bytes)
+    model = make()
+    with pytest.raises(OSError) as raised:
+        model.save(run_folder / "step-000015")
+    n_bytes = 4 * sum(p.numel() for p in model.parameters())
+    message = cli.describe_os_error(raised.value)
+    assert str(run_folder / "step-000015") in message
+    assert f"it takes {n_bytes / 1e6:,.1f} MB" in message
+    assert f"{run_folder}/step-000010 is whole" in message
 
 
 def test_a_full_disk_leaves_no_run_folder_either(make, monkeypatch, tmp_path):

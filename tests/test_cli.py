@@ -353,6 +353,26 @@ def run_main(raised, capfd, result=0):
     return exit.value.code, *capfd.readouterr()
 
 
+def test_a_flag_is_given_once():
+    with pytest.raises(UserError, match="--n_layer is given twice"):
+        parse("--n_layer=2", "--n-layer", "3")
+
+
+@pytest.mark.parametrize("pos", ["alibi", "learned", "nope"])
+@pytest.mark.parametrize("name", ["rope_base", "rope_fraction"])
+def test_a_flag_of_another_scheme_is_refused(pos, name):
+    with pytest.raises(UserError, match=f"--{name} is a setting of rope, and --pos={pos}"):
+        validate.check_scheme_flags(pos, {name}, POSITIONS)
+
+
+def test_schemes_of_the_user_may_read_any_setting():
+    own = type("Own", (POSITIONS["nope"],), {"__module__": "own"})
+    derived = type("Derived", (POSITIONS["rope"],), {})
+    positions = {**POSITIONS, "own": own, "derived": derived}
+    for pos in ("own", "derived", "rope"):
+        validate.check_scheme_flags(pos, {"rope_base", "pos"}, positions)
+
+
 def test_the_status_of_main_is_the_exit_status(capfd):
     for result in (0, 1, None):
         assert run_main(None, capfd, result) == (result, "", "")
@@ -363,7 +383,7 @@ def test_the_status_of_main_is_the_exit_status(capfd):
     [
         (UserError("x is wrong: choose y"), "x is wrong: choose y"),
         (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt cannot be used"),
-        (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be used"),
+        (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be written"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: "),
         (MemoryError(), "out of memory: "),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: "),

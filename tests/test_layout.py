@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -15,7 +16,7 @@ from model import POSITIONS
 
 PACKAGES = ("nanolong", "kernels", "data", "experiments")
 NOT_OURS = {  # as in .gitignore
-    *(".git", ".venv", "out", "exported", "wandb"),
+    *(".git", ".venv", "out", "exported", "wandb", "uv.lock"),
     *("__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache"),
 }
 
@@ -343,3 +344,29 @@ def test_no_private_words():
                 words = " ".join(match[0].split())
                 violations.append(f"{path_of(file)}:{number}: {words}")
     report(violations)
+
+
+# -----------------------------------------------------------------------------
+# Dependencies.
+
+
+def requirements(name):
+    """The lines of a requirements file, and of the files that it includes."""
+    lines = set()
+    for line in (ROOT / name).read_text().splitlines():
+        if line.startswith("-r "):
+            lines |= requirements(line.removeprefix("-r "))
+        else:
+            lines.add(line.replace('"', "'"))
+    return lines
+
+
+def test_pip_and_uv_install_the_same():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = set(project["project"]["dependencies"])
+    hub = set(project["dependency-groups"]["hub"])
+    include, *dev = project["dependency-groups"]["dev"]
+    assert include == {"include-group": "hub"}
+    assert needed == requirements("requirements.txt")
+    assert needed | hub == requirements("requirements-hf.txt") | needed
+    assert needed | hub | set(dev) == requirements("requirements-dev.txt")

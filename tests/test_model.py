@@ -461,6 +461,20 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_its_probability(make):
     assert set(tokens.tolist()) == set(top.indices.tolist())
 
 
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        (torch.tensor([1, 2, 3]), r"shape \(3,\): give int64 \(B, T\)"),
+        (torch.tensor([[0.5]]), "torch.float32"),
+        (torch.tensor([[0, 257]]), "between 0 and 257, and the vocabulary has 257"),
+        (torch.tensor([[-1, 5]]), "between -1 and 5"),
+    ],
+)
+def test_forward_refuses_what_is_not_text(make, tokens, message):
+    with pytest.raises(UserError, match=message):
+        make()(tokens)
+
+
 def test_generate_refuses_an_empty_prompt(make):
     with pytest.raises(UserError, match="at least one"):
         list(make().generate(torch.zeros(2, 0, dtype=torch.long), 1))

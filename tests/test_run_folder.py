@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from conftest import TINY
@@ -48,6 +49,19 @@ def new_checkpoint(run, step=5):
     (run / "log.jsonl").write_text("new\n")
     (run / f"step-{step:06d}").mkdir()
     (run / f"step-{step:06d}/meta.json").write_text("new")
+
+
+def test_a_newest_step_without_its_meta_is_named(words, call):
+    """sample.py takes the step before it; training does not, which would write over it."""
+    assert call(*words).returncode == 0
+    run = words[-1].partition("=")[2]
+    (Path(run) / "step-000008/meta.json").unlink()
+    sampled = call("sample.py", run, "--max_new_tokens=2")
+    assert sampled.returncode == 0
+    assert "note" in sampled.stderr and "step-000008 has no meta.json" in sampled.stderr
+    assert "step-000004 is used" in sampled.stderr
+    refused = call(*words, "--init_from=resume")
+    assert refused.returncode == 2 and "step-000008 is damaged" in refused.stderr
 
 
 # -----------------------------------------------------------------------------
@@ -235,6 +249,15 @@ def test_resuming_wins_over_a_preset_that_overwrites(call, words, tmp_path):
     done = call(*words, "--init_from=resume", "--max_iters=9")
     assert done.returncode == 0, done.stderr
     assert '"step": 1,' in (tmp_path / "run/log.jsonl").read_text()
+
+
+def test_a_preset_that_overwrites_does_so_in_its_own_folder_only(call, words, tmp_path):
+    """config/debug.toml names out/debug: a finished run elsewhere is not replaced."""
+    assert call(*words).returncode == 0
+    before = content(tmp_path / "run")
+    refused = call("train.py", "config/debug.toml", *words[1:])
+    assert refused.returncode == 2 and "holds a run already" in refused.stderr
+    assert content(tmp_path / "run") == before
 
 
 def test_overwrite_is_refused_where_it_would_lose_something(call, words, text_data, tmp_path):

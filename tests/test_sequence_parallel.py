@@ -143,7 +143,7 @@ def test_a_shared_run_goes_on_with_one_process(words, run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "processes", "message"),
     [
-        (["--sequence_parallel=2"], 0, "does not divide 1 process"),
+        (["--sequence_parallel=2"], 0, "or give --sequence_parallel=1"),
         (["--sequence_parallel=2", "--dropout=0.1"], 2, "--dropout=0"),
         (["--sequence_parallel=2", "--n_head=1", "--n_kv_head=1"], 2, "1 head:"),
         (["--sequence_parallel=2", "--block_size=31"], 2, "31 tokens"),

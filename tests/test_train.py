@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -810,6 +811,50 @@ def test_the_last_two_checkpoints_and_the_best_are_kept(cfg, monkeypatch):
     names = [step.name for step in list_steps(settings.out_dir)]
     assert names == ["step-000004", "step-000010", "step-000012"]
     assert GPT.load(settings.out_dir, best=True).meta["step"] == 4
+
+
+def test_the_first_lines_say_what_is_trained_and_validated(cfg, text_data, capsys):
+    model = tiny(pos="alibi")
+    model.extend("pi", 2.0)
+    settings = cfg(max_iters=2)
+    train.train(model, settings)
+    lines = capsys.readouterr().out.splitlines()
+    dataset = data.Dataset(text_data, None)
+    n = 2 * settings.batch_size * 32
+    available = dataset.val.n_sequences(32).sum()
+    assert lines[0].startswith("model: alibi, extended by pi x 2, 0.0")
+    epochs = f"{n / len(dataset.train):.2g} epochs of {len(dataset.train):,}"
+    assert f"training: {n:,} tokens, {epochs}" in lines
+    where = f"val.bin of {text_data}"
+    assert f"validation: 4 of {available:,} sequences of 32 tokens, {where}" in lines
+
+
+@pytest.mark.parametrize("changed", [{"batch_size": 8}, {"eval_iters": 1}, {"eval_length": 8}])
+def test_the_best_starts_anew_on_other_validation_sequences(cfg, changed, monkeypatch, capsys):
+    """Losses of other sequences are no better or worse; the checkpoint that was best is kept."""
+    values = iter([5.0, 1.0, 4.0, 4.0, 3.0, 3.5, 3.6, 3.7])
+    monkeypatch.setattr(train, "estimate_loss", lambda *args: {"val_loss": next(values)})
+    settings = cfg(max_iters=6)
+    train.train(tiny(), settings)
+    resumed = replace(settings, max_iters=14, init_from="resume", **changed)
+    train.train(GPT.load(settings.out_dir), resumed)
+    names = [step.name for step in list_steps(settings.out_dir)]
+    assert names == ["step-000002", "step-000008", "step-000012", "step-000014"]
+    assert GPT.load(settings.out_dir, best=True).meta["step"] == 8
+    assert "step-000002, the best so far, is kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changed", [{"batch_size": 8, "eval_iters": 2}, {"learning_rate": 1e-4}])
+def test_the_best_goes_on_over_the_same_validation_sequences(cfg, changed, monkeypatch, capsys):
+    values = iter([5.0, 1.0, 4.0, 3.0, 2.0])
+    monkeypatch.setattr(train, "estimate_loss", lambda *args: {"val_loss": next(values)})
+    settings = cfg(max_iters=6, batch_size=4, eval_iters=4)
+    train.train(tiny(), settings)
+    train.train(
+        GPT.load(settings.out_dir), replace(settings, max_iters=8, init_from="resume", **changed)
+    )
+    assert GPT.load(settings.out_dir, best=True).meta["step"] == 2
+    assert "starts anew" not in capsys.readouterr().out
 
 
 def test_a_run_folder_is_not_overwritten(cfg):
