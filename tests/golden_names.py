@@ -165,4 +165,6 @@ class Recorder:
 
     def save(self, folder, group):
         save_file(self.tensors, folder / f"{group}.safetensors")
-        (folder / f"{group}.json").write_text(json.dumps(self.values, indent=1), encoding="utf-8")
+        # an imported tokenizer holds the bytes of its files
+        text = json.dumps(self.values, indent=1, default=repr)
+        (folder / f"{group}.json").write_text(text, encoding="utf-8")
