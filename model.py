@@ -851,6 +851,8 @@ class GPT(nn.Module):
         self, tokens, positions=None, docs=None, cache=None, part=slice(None), positions_end=None
     ):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
+        if not torch.compiler.is_compiling():
+            self.check_tokens(tokens)
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache, positions_end)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
@@ -874,8 +876,6 @@ class GPT(nn.Module):
         """
         if cache is not None and cache.fixed_shape:  # checked when its fixed shape was set up
             return tokens, positions, cache.mask()
-        if not torch.compiler.is_compiling():
-            self.check_tokens(tokens)
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         explicit = positions is not None

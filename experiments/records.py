@@ -1,4 +1,4 @@
-"""Make and check the records in records/: a position scheme in one file, beside rope.
+"""Make and check the records in records/: a position scheme in one file, compared with rope.
 
     python experiments/records.py                             every record, trained for seconds
     python experiments/records.py --budget=cpu                every record, measured again in full

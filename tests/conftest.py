@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flags import last_of_each_flag
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -85,13 +86,6 @@ def pytest_collection_modifyitems(config, items):
     rest = [item for item in items if item not in longest]
     half = len(rest) // 2
     items[:] = longest[:1] + rest[:half] + longest[1:] + rest[half:]
-
-
-def last_of_each_flag(words):
-    """Drop a flag that a later one replaces: scripts refuse a flag that is given twice."""
-    words = [str(word) for word in words]
-    last = {word.partition("=")[0]: i for i, word in enumerate(words) if word.startswith("--")}
-    return [w for i, w in enumerate(words) if "=" not in w or last.get(w.partition("=")[0], i) == i]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from flags import last_of_each_flag
 from safetensors.torch import save_file
 
 ROOT = Path.cwd()
@@ -74,7 +75,7 @@ def attribute(thing, name):
 def flags(words):
     """Command-line arguments as this checkout takes them."""
     translated = []
-    for word in map(str, words):
+    for word in last_of_each_flag(words):
         name, equals, value = word.removeprefix("--").partition("=")
         renamed = f"--{called(name)}{equals}{value}" if word.startswith("--") else word
         translated.append(NAMES[word] if IS_OLD and word in NAMES else renamed)

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
+from flags import last_of_each_flag
 
 from data import open_tokens, write_tokens
 from nanolong.checkpoint import find_checkpoint, read_meta, verify
@@ -28,7 +29,7 @@ def run_ranks(commands):
         env |= {"LOCAL_WORLD_SIZE": len(commands), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env |= {"NANOLONG_TIMEOUT": 60}
         child = subprocess.Popen(
-            [sys.executable, *map(str, command)],
+            [sys.executable, *last_of_each_flag(command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

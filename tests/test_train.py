@@ -226,6 +226,7 @@ def test_a_step_reads_one_value_from_the_device(settings, factor, cfg, monkeypat
     model = tiny(**settings)
     if factor > 1:
         model.extend("pi", factor)
+    monkeypatch.setattr(GPT, "check_tokens", lambda *args: None)  # reads tokens on a CPU only
     reads = []
     for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
         original = getattr(torch.Tensor, name)
@@ -832,7 +833,7 @@ def test_the_first_lines_say_what_is_trained_and_validated(cfg, text_data, capsy
 @pytest.mark.parametrize("changed", [{"batch_size": 8}, {"eval_iters": 1}, {"eval_length": 8}])
 def test_the_best_starts_anew_on_other_validation_sequences(cfg, changed, monkeypatch, capsys):
     """Losses of other sequences are no better or worse; the checkpoint that was best is kept."""
-    values = iter([5.0, 1.0, 4.0, 4.0, 3.0, 3.5, 3.6, 3.7])
+    values = iter([5.0, 1.0, 4.0, 4.1, 3.9, 3.0, 3.5, 3.6, 3.7])
     monkeypatch.setattr(train, "estimate_loss", lambda *args: {"val_loss": next(values)})
     settings = cfg(max_iters=6)
     train.train(tiny(), settings)

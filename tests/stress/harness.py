@@ -44,6 +44,7 @@ from data import write_tokens
 from nanolong import cli
 from nanolong.checkpoint import read_meta, verify
 from nanolong.run_folder import list_steps
+from tests.flags import last_of_each_flag
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = [
@@ -214,12 +215,13 @@ class Harness:
     def train_command(self, run, *flags):
         """The tiny training run; resumes where the folder exists."""
         files = [f"--dataset={self.dataset}", f"--out_dir={run}"]
-        return ["train.py", *TINY, *files, *flags, *resume_flag(run)]
+        return ["train.py", *last_of_each_flag([*TINY, *files, *flags]), *resume_flag(run)]
 
     def extend_command(self, parent, run, *flags):
         """The tiny extension of a run; resumes where the folder exists."""
         files = [str(parent), f"--out_dir={run}"]
-        return ["extend.py", *files, *TINY_EXTENSION, *flags, *resume_flag(run)]
+        flags = last_of_each_flag([*TINY_EXTENSION, *flags])
+        return ["extend.py", *files, *flags, *resume_flag(run)]
 
     def start(self, command, env=(), before=None, cpus=None):
         """Fork a child that runs a script. Returns a Child.

@@ -35,6 +35,7 @@ from nanolong import cli, lock
 from nanolong.checkpoint import write_meta
 from nanolong.errors import UserError
 from nanolong.run_folder import list_steps
+from tests.flags import last_of_each_flag
 
 # Audit events that must never happen, and those that write, with their arguments that are paths.
 FORBIDDEN_EVENTS = (
@@ -241,7 +242,7 @@ def call(*command):
     kept = sys.stdout, sys.stderr, sys.argv
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace") for _ in range(2)]
     sys.stdout, sys.stderr = streams
-    sys.argv = [os.fsdecode(os.fsencode(str(word))) for word in command]
+    sys.argv = [os.fsdecode(os.fsencode(word)) for word in last_of_each_flag(command)]
     try:
         script = importlib.import_module(command[0].removesuffix(".py"))
         cli.run_main(script.main)
