@@ -841,6 +841,10 @@ class GPT(nn.Module):
         x = self.hidden_states(tokens, positions, docs, cache, part, positions_end)
         if targets is None:
             return self.head(x)
+        if not torch.compiler.is_compiling():
+            self.check_inputs(tokens, targets=targets)
+        if reduction not in ("mean", "sum", "none"):
+            raise UserError(f"reduction={reduction!r} is unknown: give mean, sum or none")
         targets = targets[:, part]
         loss = kernels.linear_cross_entropy(
             x.flatten(0, 1), self.head.weight, targets.flatten(), reduction
@@ -852,7 +856,7 @@ class GPT(nn.Module):
     ):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
         if not torch.compiler.is_compiling():
-            self.check_tokens(tokens)
+            self.check_inputs(tokens, positions=positions, docs=docs)
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache, positions_end)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
@@ -893,8 +897,11 @@ class GPT(nn.Module):
             return tokens, positions, cache.mask()
         return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
 
-    def check_tokens(self, tokens):
-        """Raise UserError unless tokens are integers (B, T), on the CPU those of the vocabulary."""
+    def check_inputs(self, tokens, **others):
+        """
+        Raise UserError unless tokens are integers (B, T), on the CPU those of the vocabulary, and
+        the others, None or tensors by name, are as long.
+        """
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise UserError(
                 f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}: give int64 (B, T), one "
@@ -907,6 +914,12 @@ class GPT(nn.Module):
                 f"token ids lie between {tokens.min()} and {tokens.max()}, and the vocabulary has "
                 f"{self.config.vocab_size}: use the tokenizer of the model"
             )
+        for name, x in others.items():
+            if x is not None and x.shape not in (tokens.shape, tokens.shape[1:]):
+                raise UserError(
+                    f"{name} have shape {tuple(x.shape)}, and tokens {tuple(tokens.shape)}: give "
+                    "one for each token"
+                )
 
     def check_positions(self, positions, docs=None):
         """
@@ -962,8 +975,9 @@ class GPT(nn.Module):
         stay. Raises UserError, with nothing changed, for what the scheme cannot do.
         """
         config = self.config
-        if not (math.isfinite(factor) and factor >= 1):
-            raise UserError(f"factor={factor} does not extend the context: give at least 1")
+        is_number = isinstance(factor, int | float)
+        if not (is_number and math.isfinite(factor) and factor >= 1):
+            raise UserError(f"factor={factor!r} does not extend the context: give at least 1")
         if config.random_positions and (factor > 1 or method != "none"):
             raise UserError(
                 f"this model was trained on positions below {config.random_positions} and needs no "

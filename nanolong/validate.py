@@ -454,9 +454,11 @@ def check_evaluate(cfg):
         "leave one of them out",
     )
     check_png("plot", cfg.plot)
+    known = ("chunked", "last-quarter", "position", "sliding", "token-aligned")
     require(
-        cfg.protocol,
-        "protocol is empty: choose from chunked, last-quarter, position, sliding, token-aligned",
+        cfg.protocol and set(cfg.protocol) <= set(known),
+        f"protocol={','.join(cfg.protocol)} is not a list of protocols: choose from "
+        + ", ".join(known),
     )
 
 

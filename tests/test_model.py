@@ -475,6 +475,23 @@ def test_forward_refuses_what_is_not_text(make, tokens, message):
         make()(tokens)
 
 
+@pytest.mark.parametrize("name", ["targets", "positions", "docs"])
+def test_forward_refuses_what_does_not_fit_the_tokens(make, name):
+    with pytest.raises(UserError, match=rf"{name} have shape \(2, 5\), and tokens \(2, 8\)"):
+        make()(torch.randint(0, 50, (2, 8)), **{name: torch.zeros(2, 5, dtype=torch.long)})
+
+
+def test_forward_refuses_an_unknown_reduction(make):
+    tokens = torch.randint(0, 50, (2, 8))
+    with pytest.raises(UserError, match="reduction='avg' is unknown: give mean, sum or none"):
+        make()(tokens, tokens, reduction="avg")
+
+
+def test_extend_refuses_a_factor_that_is_no_number(make):
+    with pytest.raises(UserError, match="factor='four' does not extend"):
+        make().extend("yarn", "four")
+
+
 def test_generate_refuses_an_empty_prompt(make):
     with pytest.raises(UserError, match="at least one"):
         list(make().generate(torch.zeros(2, 0, dtype=torch.long), 1))
