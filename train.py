@@ -396,7 +396,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
 
             # forward and backward
             if logger:
-                logger.start_clock(state.tokens)
+                logger.start_step(state.tokens)
             sums, losses = forward_backward(forward, loader, state, dtype)
             grads = gradients(model)
             grad_norm = gather(torch.nn.utils.get_total_norm(grads))
@@ -568,8 +568,9 @@ def main():
 def weight_bytes(c):
     """About how many bytes a model's weights take."""
     attention = 2 * (c.n_head + c.n_kv_head) * c.head_dim
+    mlp = (3 if c.mlp == "swiglu" else 2) * c.mlp_dim
     embeddings = (2 - c.tie_embeddings) * c.vocab_size
-    return 4 * c.n_embd * (c.n_layer * (attention + 3 * c.mlp_dim) + embeddings)
+    return 4 * c.n_embd * (c.n_layer * (attention + mlp) + embeddings)
 
 
 if __name__ == "__main__":

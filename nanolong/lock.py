@@ -27,6 +27,7 @@ def lock(folder):
     except (BlockingIOError, PermissionError):
         file.seek(0)
         owner = file.read().strip() or "unknown"
+        file.close()
         raise UserError(
             f"process {owner} is writing to {folder}: wait for it, or choose another --out_dir"
         ) from None

@@ -39,7 +39,7 @@ class Logger:
         self.file = open(run / "log.jsonl", "ab", buffering=0)
         self.first_step = step
         self.max_iters = max_iters
-        self.start_time = time.perf_counter()
+        self.seconds = 0.0  # of training steps, without evaluations and compilation
         self.last_printed = step
         disable = not sys.stderr.isatty()
         self.bar = tqdm(total=max_iters, initial=step, unit="step", disable=disable, leave=False)
@@ -72,7 +72,7 @@ class Logger:
             self.bar.update(step - self.bar.n)
         elif step - self.last_printed >= max(1, self.max_iters // 10):
             self.last_printed = step
-            seconds_a_step = (time.perf_counter() - self.start_time) / (step - self.first_step)
+            seconds_a_step = self.seconds / (step - self.first_step)
             left = seconds_a_step * (self.max_iters - step)
             self.print(f"step {step}/{self.max_iters}: {text}, {left:.0f} s left")
 
@@ -114,13 +114,13 @@ def check_wandb(project):
 class TrainLogger(Logger):
     """What train.py prints and logs."""
 
-    def __init__(self, run, state, model, cfg, device):
+    def __init__(self, run, state, model, cfg, train_length, device):
         settings = asdict(cfg)
         evaluated = state.val_loss is not None
         super().__init__(run, state.step, evaluated, cfg.max_iters, cfg.wandb, settings)
         self.cfg = cfg
         self.device = device
-        self.flops_per_token = model.flops_per_token()
+        self.flops_per_token = model.flops_per_token(train_length)
         self.peak_flops = peak_flops(device)  # None: not in the table
         self.clock = None  # started by the first step after a pause
         if cfg.init_from == "resume" and "step" in model.meta:
@@ -181,14 +181,16 @@ class TrainLogger(Logger):
         self.print(text)
         self.clock = None
 
-    def start_clock(self, tokens):
+    def start_step(self, tokens):
         """Measure the speed from here on, where it is not being measured."""
+        self.step_start = time.perf_counter()
         if self.clock is None:
-            self.clock = time.perf_counter()
+            self.clock = self.step_start
             self.clock_tokens = tokens
 
     def step(self, state, loss, grad_norm):
         now = time.perf_counter()
+        self.seconds += now - self.step_start
         speed = (state.tokens - self.clock_tokens) / (now - self.clock)
         text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
         if self.peak_flops:

@@ -284,7 +284,9 @@ def logging_run(run, state, model, loader, dtype):
             return
         with (
             replacing_run(run, cfg.overwrite and not is_resumed(model, cfg)),
-            closing(TrainLogger(run, state, model, cfg, loader.device)) as logger,
+            closing(
+                TrainLogger(run, state, model, cfg, loader.train_length, loader.device)
+            ) as logger,
         ):
             logger.banner(model, dtype, loader.dataset, loader.tokens_per_step)
             yield logger

@@ -832,6 +832,43 @@ def test_the_first_lines_say_what_is_trained_and_validated(cfg, text_data, capsy
     assert f"validation: 4 of {available:,} sequences of 32 tokens, {where}" in lines
 
 
+def test_operations_are_counted_at_the_length_that_is_trained(cfg, capsys):
+    """PoSE trains on sequences shorter than the context."""
+    model = tiny(block_size=4096)
+    train.train(model, cfg(max_iters=1, eval_length=16), train_length=4)
+    line = capsys.readouterr().out.splitlines()[0]
+    short, full = (f"{model.flops_per_token(n) / 1e6:.1f} MFLOP" for n in (4, 4096))
+    assert short != full and short in line
+
+
+def test_the_time_left_is_that_of_the_steps(cfg, monkeypatch, capsys):
+    """Evaluations take 10 s each by this clock, and a step of training 1 s."""
+    clock = SimpleNamespace(now=0.0)
+
+    def advance(seconds, result):
+        clock.now += seconds
+        return result
+
+    monkeypatch.setattr("nanolong.logger.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr(train, "estimate_loss", lambda *args: advance(10, {"val_loss": 1.0}))
+    real = train.forward_backward
+    monkeypatch.setattr(train, "forward_backward", lambda *args: advance(1, real(*args)))
+    train.train(tiny(), cfg(max_iters=20, eval_interval=5))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "s left" in line]
+    assert [line.rpartition(", ")[2] for line in lines[:3]] == [
+        "18 s left",
+        "16 s left",
+        "14 s left",
+    ]
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+def test_the_bytes_of_the_weights_are_those_of_the_model(mlp):
+    model = tiny(mlp=mlp)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    assert train.weight_bytes(model.config) == 4 * sum(p.numel() for p in matrices)
+
+
 @pytest.mark.parametrize("changed", [{"batch_size": 8}, {"eval_iters": 1}, {"eval_length": 8}])
 def test_the_best_starts_anew_on_other_validation_sequences(cfg, changed, monkeypatch, capsys):
     """Losses of other sequences are no better or worse; the checkpoint that was best is kept."""
