@@ -20,7 +20,6 @@ import functools
 import itertools
 import json
 import re
-import unicodedata
 import zlib
 
 import numpy as np
@@ -89,19 +88,16 @@ class CharTokenizer:
 class BPETokenizer:
     """Byte-level BPE by tiktoken. Text that looks like a special token is encoded as plain text.
 
-    encoding: a tiktoken.Encoding. bos: by default the id of <|endoftext|>. eos: where it is another
-    id. vocab_size: the model's, where it is padded. nfc: compose the text (Unicode NFC) first; only
-    vocabularies that earlier versions imported have the last three.
+    encoding: a tiktoken.Encoding. bos: by default the id of <|endoftext|>.
     """
 
+    eos = None
     added_bytes = 0
 
-    def __init__(self, encoding, bos=None, eos=None, vocab_size=None, nfc=False):
+    def __init__(self, encoding, bos=None):
         self.encoding = encoding
         self.bos = encoding._special_tokens.get("<|endoftext|>") if bos is None else bos
-        self.eos = eos
-        self.vocab_size = vocab_size or encoding.n_vocab
-        self.nfc = nfc
+        self.vocab_size = encoding.n_vocab
         token_bytes = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         self.byte_lengths = np.array([len(token_bytes.get(i, b"")) for i in range(self.vocab_size)])
 
@@ -128,8 +124,6 @@ class BPETokenizer:
             ) from None
 
     def encode(self, text):
-        if self.nfc:
-            text = unicodedata.normalize("NFC", text)
         try:
             return self.encoding.encode_ordinary(text)
         # tiktoken's Rust code panics, as on a pattern that matches the empty text
@@ -144,17 +138,14 @@ class BPETokenizer:
         return b"".join(self.encoding.decode_single_token_bytes(i) for i in ordinary)
 
     def to_json(self):
-        spec = {
+        return {
             "kind": "bpe",
             "name": self.encoding.name,
             "pattern": self.encoding._pat_str,
             "special": self.encoding._special_tokens,
             "bos": self.bos,
+            "ranks": compress(_pack_ranks(self.encoding._mergeable_ranks)),
         }
-        if (self.eos, self.vocab_size, self.nfc) != (None, self.encoding.n_vocab, False):
-            spec |= {"eos": self.eos, "vocab_size": self.vocab_size, "nfc": self.nfc}
-        spec["ranks"] = compress(_pack_ranks(self.encoding._mergeable_ranks))
-        return spec
 
 
 def reason_of(error) -> str:
@@ -207,8 +198,8 @@ SPLITS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=[。，、])(?=\w)")
 class ImportedTokenizer:
     """The tokenizer files that a model came with. Text that looks like a special token stays text.
 
-    files: name -> content; one is tokenizer.json. bos, eos and vocab_size are those of
-    BPETokenizer. decode() and byte_lengths take the ids for the continuation of a text: where the
+    files: name -> content; one is tokenizer.json. vocab_size: the model's, where it is padded.
+    decode() and byte_lengths take the ids for the continuation of a text: where the
     package would leave out a space in front, it is there.
     """
 
@@ -407,10 +398,7 @@ def tokenizer_from_json(spec):
         if kind == "bpe":
             return _bpe_from_json(spec)
         if kind == "imported":
-            return _imported_from_json(spec, spec["files"])
-        # as earlier versions kept a tokenizer.json
-        if kind == "packaged":
-            return _imported_from_json(spec, {"tokenizer.json": decompress(spec["tokenizer"])})
+            return _imported_from_json(spec)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
@@ -434,10 +422,10 @@ def _char_from_json(spec):
     return CharTokenizer(spec["characters"], spec["bos"])
 
 
-def _imported_from_json(spec, files):
+def _imported_from_json(spec):
     if spec["vocab_size"] is None:
         raise TypeError("vocab_size must be a number")
-    return ImportedTokenizer(files, spec["bos"], spec["eos"], spec["vocab_size"])
+    return ImportedTokenizer(spec["files"], spec["bos"], spec["eos"], spec["vocab_size"])
 
 
 def _bpe_from_json(spec):
@@ -455,9 +443,7 @@ def _bpe_from_json(spec):
         mergeable_ranks=ranks,
         special_tokens=spec["special"],
     )
-    return BPETokenizer(
-        encoding, spec["bos"], spec.get("eos"), spec.get("vocab_size"), spec.get("nfc")
-    )
+    return BPETokenizer(encoding, spec["bos"])
 
 
 def _pack_ranks(ranks):

@@ -307,6 +307,4 @@ def build_bpe(tokenizers, tokenizer, special):
     pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", tokenizer.encoding._pat_str)
     steps = [isolated_split(tokenizers, pattern), built.pre_tokenizer]
     built.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
-    if tokenizer.nfc:
-        built.normalizer = tokenizers.normalizers.NFC()
     return built

@@ -101,11 +101,6 @@ def test_bpe_keeps_pattern_ranks_and_special_tokens():
     # special tokens and unused ids stand for no text
     assert again.decode([97, 300, 299, 98]) == b"ab"
 
-    padded = through_json(data.BPETokenizer(encoding, bos=7, eos=9, vocab_size=320, nfc=True))
-    assert (padded.vocab_size, padded.bos, padded.eos) == (320, 7, 9)
-    assert len(padded.byte_lengths) == 320
-    assert padded.encode("e\u0301") == padded.encode("é")
-
 
 def test_an_unknown_encoding_is_refused():
     with pytest.raises(UserError, match="gpt7.*choose bytes, char"):
@@ -135,8 +130,7 @@ def test_a_failed_download_names_the_cache(monkeypatch):
         imported_spec(files={"tokenizer.json": b"\xff"}),
         imported_spec(vocab_size=None),
         imported_spec(bos=1 << 24),
-        {"kind": "packaged", "bos": -1},
-        {"kind": "packaged", "bos": None, "eos": None, "vocab_size": 5, "tokenizer": "x"},
+        imported_spec(bos=-1),
         bpe_spec(SINGLE_BYTES, bos=1 << 24),
         bpe_spec(SINGLE_BYTES, special={"<bos>": 1 << 24}),
         bpe_spec(SINGLE_BYTES, special=[1]),
