@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, tiktoken's encodings, and the tokenizer.json of other models.
+"""Tokenizers: bytes, characters, tiktoken's encodings, and tokenizer.json, also trained here.
 
 Every tokenizer has
 
@@ -111,8 +111,8 @@ class BPETokenizer:
         except ValueError:
             names = ", ".join(tiktoken.list_encoding_names())
             raise UserError(
-                f"there is no tokenizer {name!r}: choose bytes, char, or a tiktoken encoding "
-                f"({names})"
+                f"there is no tokenizer {name!r}: choose bytes, char, bpe, a tokenizer.json, or a "
+                f"tiktoken encoding ({names})"
             ) from None
         # tiktoken downloads with requests, which raises many kinds of errors
         except Exception as error:
@@ -120,7 +120,7 @@ class BPETokenizer:
             raise UserError(
                 f"the {name} vocabulary could not be downloaded ({type(error).__name__}): run "
                 f"{command} with TIKTOKEN_CACHE_DIR=DIR where there is a network, copy DIR here "
-                "and set TIKTOKEN_CACHE_DIR to it"
+                "and set TIKTOKEN_CACHE_DIR to it, or choose bpe, which needs no network"
             ) from None
 
     def encode(self, text):
@@ -196,7 +196,9 @@ SPLITS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=[。，、])(?=\w)")
 
 
 class ImportedTokenizer:
-    """The tokenizer files that a model came with. Text that looks like a special token stays text.
+    """A tokenizer.json, and the other tokenizer files that a model came with.
+
+    encode() takes text that looks like a special token for plain text.
 
     files: name -> content; one is tokenizer.json. vocab_size: the model's, where it is padded.
     decode() and byte_lengths take the ids for the continuation of a text: where the
@@ -216,18 +218,26 @@ class ImportedTokenizer:
         return load_tokenizer_json(self.text)
 
     @functools.cached_property
-    def special_ids(self):
+    def special_tokens(self):
+        """text -> id"""
         added = self.package_tokenizer.get_added_tokens_decoder()
-        return {i for i, token in added.items() if token.special}
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @functools.cached_property
+    def special_ids(self):
+        return set(self.special_tokens.values())
+
+    def encode_with_special_tokens(self, text):
+        """Encode a text in which the text of a special token stands for it."""
+        check_unicode(text)
+        self.package_tokenizer.encode_special_tokens = False
+        try:
+            return self._encode_by(self.package_tokenizer, [text])
+        finally:
+            self.package_tokenizer.encode_special_tokens = True
 
     def encode(self, text):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"character {error.start} of the text, {text[error.start]!r}, is half of a "
-                "surrogate pair or no UTF-8: leave it out"
-            ) from None
+        check_unicode(text)
         parts = self._split(text)
         ids = self._encode_by(self.package_tokenizer, parts)
         if self.special_ids.isdisjoint(ids):
@@ -325,6 +335,45 @@ class ImportedTokenizer:
             "vocab_size": self.vocab_size,
             "files": self.files,
         }
+
+
+def check_unicode(text):
+    """Raise UserError for a text that the tokenizers package cannot take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"character {error.start} of the text, {text[error.start]!r}, is half of a surrogate "
+            "pair or no UTF-8: leave it out"
+        ) from None
+
+
+BPE_SEPARATOR = "<|endoftext|>"
+
+
+def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
+    """Train byte-level BPE, with GPT-2's pattern, of at most vocab_size tokens.
+
+    A short text gives fewer, because a pair that occurs once is not merged.
+    """
+    tokenizers = import_tokenizers()
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = byte_level(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[BPE_SEPARATOR],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    # the package needs many times the memory of the longest text that it gets
+    parts = (text[i : i + PART_LENGTH] for text in texts for i in range(0, len(text), PART_LENGTH))
+    bpe.train_from_iterator(parts, trainer)
+    files = {"tokenizer.json": bpe.to_str().encode()}
+    bos = bpe.token_to_id(BPE_SEPARATOR)
+    return ImportedTokenizer(files, bos, None, bpe.get_vocab_size())
 
 
 def merged(pair):
