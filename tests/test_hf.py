@@ -527,6 +527,11 @@ def test_a_tokenizer_is_kept_as_it_is(tmp_path, call, rng):
     for name, content in files.items():
         assert (exported / name).read_bytes() == content
         assert (extended / "step-000000" / name).read_bytes() == content
+    interchange.import_quietly(exported, tmp_path / "again")
+    options = ["--chat", "--start=The quick", "--max_new_tokens=5", "--temperature=0"]
+    answers = [call("sample.py", folder, *options) for folder in (extended, tmp_path / "again")]
+    assert answers[0].returncode == 0, answers[0].stderr
+    assert answers[0].stdout.strip() and answers[0].stdout == answers[1].stdout
     assert json.loads((exported / "config.json").read_text())["bos_token_id"] == 1
 
 
