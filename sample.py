@@ -2,12 +2,14 @@
 
     python sample.py out/python-rope --start="def " --max_new_tokens=500
     python sample.py --start=FILE:prompt.txt    # the newest run under out/
+    python sample.py out/smollm2 --chat --start="What is a token?"
 
 Takes a run folder (its newest step) or a step folder. The checkpoint says how its context was
 extended, so no flag of extend.py is repeated here.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
+import itertools
 import math
 import shlex
 import sys
@@ -21,6 +23,7 @@ import torch
 from data import decode_stream, encode_prompt, tokenizer_from_json
 from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import cli, validate
+from nanolong.chat import encode_chat, find_template
 from nanolong.device import (
     autocast,
     pick_compile,
@@ -31,6 +34,7 @@ from nanolong.device import (
 )
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
+from nanolong.hf_tokenizer import special_tokens
 from nanolong.inference import check_request
 from nanolong.run_folder import latest_run
 
@@ -42,6 +46,9 @@ MIN_PARAMETERS_BFLOAT16 = 16e6
 class SampleConfig:
     # [sampling]
     start: str = ""  # the prompt; FILE:PATH reads it from a file
+    # --start is a user's message to an Instruct model: render its chat template, print its answer
+    chat: bool = False
+    system: str = ""  # with --chat: the system message, if the model's template has one
     max_new_tokens: int = 500  # tokens to generate
     num_samples: int = 1  # number of samples
     temperature: float = 0.8  # divides the logits; 0: greedy decoding
@@ -77,6 +84,28 @@ def read_prompt(start):
     except OSError as error:
         reason = f"the prompt {file!r} cannot be read ({error.strerror})"
         raise UserError(f"{reason}: give --start=FILE:PATH of a text file") from None
+
+
+def encode_start(cfg, tokenizer, bos):
+    """Return the token ids of the prompt, what to print of it, and the ids that end the text."""
+    start = read_prompt(cfg.start)
+    if cfg.chat:
+        ids, stop = encode_chat(tokenizer, start, cfg.system)
+        return ids, "", stop
+    note_special_tokens(start, tokenizer)
+    printable = start.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return encode_prompt(tokenizer, bos, start), printable, set()
+
+
+def note_special_tokens(start, tokenizer):
+    """Print a note where a prompt has the text of a special token, which is plain text there."""
+    found = [text for text in special_tokens(tokenizer) if text in start]
+    if not found:
+        return
+    note = f"note: {found[0]!r} in the prompt is encoded as plain text, not as a special token"
+    if find_template(tokenizer) is not None:
+        note += "; for the model's chat format give the message alone, and --chat"
+    print(note, file=sys.stderr)
 
 
 def check_length(model, run, prompt_length, max_new_tokens):
@@ -143,8 +172,7 @@ def main():
     model.to(device)
 
     # Encode the prompt.
-    start = read_prompt(cfg.start)
-    ids = encode_prompt(tokenizer, model.meta.get("bos"), start)
+    ids, printable, stop = encode_start(cfg, tokenizer, model.meta.get("bos"))
     check_length(model, run, len(ids), cfg.max_new_tokens)
     check_request(model, [len(ids)], cfg.max_new_tokens)  # before anything is printed
     warnings.simplefilter("ignore", ContextLengthWarning)  # check_length() has said so
@@ -154,14 +182,15 @@ def main():
     for i in range(cfg.num_samples):
         if i:
             print("\n" + "-" * 16)
-        printable = start.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         print(printable, end="", flush=True)
         generator = torch.Generator(device).manual_seed(cfg.seed + i)
         with autocast(device, dtype):
             tokens = model.generate(
                 x, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled
             )
-            for text in decode_stream((token.item() for token in tokens), tokenizer):
+            new_ids = (token.item() for token in tokens)
+            new_ids = itertools.takewhile(lambda token: token not in stop, new_ids)
+            for text in decode_stream(new_ids, tokenizer):
                 print(text, end="", flush=True)
     print()
     return 0

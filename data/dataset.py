@@ -404,7 +404,8 @@ class Dataset:
         if needs_documents and self.separator is None:
             raise UserError(
                 f"dataset {self.name} has no <bos> between its documents: leave out --min_doc, "
-                "--upsample_docs and --separate_docs, or prepare it with --tokenizer=bytes or gpt2"
+                "--upsample_docs and --separate_docs, or prepare it with --tokenizer=bytes, bpe or "
+                "gpt2"
             )
         if min_doc or upsample > 1:
             self.train = self.train.select_documents(self.separator, min_doc, upsample, length)

@@ -4,6 +4,7 @@
     python data/prepare.py --dataset=shakespeare                 downloads a text, by characters
     python data/prepare.py --dataset=fineweb10B --shards=10      downloads shards of GPT-2 tokens
     python data/prepare.py my.txt --tokenizer=gpt2 --name=mine   a text file, or a folder of them
+    python data/prepare.py my.txt --tokenizer=bpe --vocab_size=4096      a vocabulary of its own
 
 Of a folder whole files are validation, by a hash of their path. Of fewer than 20 files, and where
 whole files would be too large or too small a share, it is the last tenth of each file.
@@ -31,8 +32,14 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 import numpy as np
 
 from data.dataset import dataset_folder, open_tokens, write_tokens
-from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from_json
-from nanolong import cli, tokenizer_files
+from data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    tokenizer_from_json,
+    train_bpe,
+)
+from nanolong import cli, hf_tokenizer, tokenizer_files
 from nanolong.errors import UserError
 
 SHAKESPEARE = (
@@ -41,6 +48,8 @@ SHAKESPEARE = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 # Of fewer files than this the end of each is validation, and no whole file.
 FEW_FILES = 20
+# No vocabulary known is as large, and the library takes memory for this many tokens at once.
+MAX_VOCAB_SIZE = 1 << 20
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
 
@@ -48,8 +57,10 @@ FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 class PrepareConfig:
     dataset: str = ""  # a dataset that needs no text of yours: python, shakespeare or fineweb10B
     name: str = ""  # data/NAME is written; by default the dataset's or the file's name
-    # bytes, char, a tiktoken encoding such as gpt2, or a run folder, for the tokenizer of its model
+    # bytes, char, bpe (trained on this text), a tiktoken encoding such as gpt2, a tokenizer.json or
+    # a folder that has one, or a run folder, for the tokenizer of its model
     tokenizer: str = "bytes"
+    vocab_size: int = 4096  # bpe: tokens to learn, with the 256 bytes and <|endoftext|>
     val_fraction: float = 0.1  # fraction of the text that is validation
     raw: bool = False  # write nanoGPT's uint16 without a header instead of shards with one
     shards: int = 10  # fineweb10B: training shards to download, of 100M tokens and 200 MB each
@@ -163,14 +174,24 @@ def check_name(name):
 # From files to a dataset: read, split, encode, write
 
 
-def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, binary=False):
+def build(
+    name,
+    files,
+    source,
+    tokenizer="bytes",
+    vocab_size=None,
+    val_fraction=0.1,
+    raw=False,
+    binary=False,
+):
     """Write data/<name>, complete or not at all, and return it. Raises UserError.
 
     files: name -> path; the split depends on the names. source: where the text is from, for
-    meta.json and messages. tokenizer, val_fraction and raw are those of PrepareConfig. binary: keep
-    files with null bytes.
+    meta.json and messages. tokenizer, vocab_size, val_fraction and raw are those of PrepareConfig.
+    binary: keep files with null bytes.
     """
     check_name(name)
+    check_vocab_size(tokenizer, vocab_size)
     if not 0 < val_fraction < 1:
         raise UserError(
             f"--val_fraction={val_fraction} is not a fraction: choose one between 0 and 1, such as "
@@ -186,7 +207,7 @@ def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, b
         raise UserError(
             f"{source} is too short to be split with --val_fraction={val_fraction}: give more text"
         )
-    tokenizer = make_tokenizer(tokenizer, texts)
+    tokenizer = make_tokenizer(tokenizer, texts, train, vocab_size)
     about = {"source": source, "files": len(texts)}
     n_tokens = write_dataset(folder, tokenizer, {"train": train, "val": val}, about, raw)
 
@@ -198,6 +219,22 @@ def build(name, files, source, tokenizer="bytes", val_fraction=0.1, raw=False, b
     share = n_tokens["val"] / sum(n_tokens.values())
     print(f"validation, {share:.1%} of the tokens: {val_texts}")
     return folder
+
+
+def check_vocab_size(tokenizer, vocab_size):
+    """Raise UserError for a vocab_size, None where it is not given, that cannot be."""
+    if vocab_size is None:
+        return
+    if tokenizer != "bpe":
+        raise UserError(
+            f"--vocab_size={vocab_size} is for a vocabulary that is trained: give --tokenizer=bpe "
+            "too, or leave it out"
+        )
+    if not 257 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise UserError(
+            f"--vocab_size={vocab_size} is not possible: choose at least 257, which are the bytes "
+            f"and <|endoftext|>, and at most {MAX_VOCAB_SIZE}"
+        )
 
 
 def read_texts(files, source, as_bytes, binary):
@@ -272,14 +309,26 @@ def hash_fraction(name):
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def make_tokenizer(name, texts):
-    """Make the tokenizer that --tokenizer names, for name -> text."""
+def make_tokenizer(name, texts, train, vocab_size):
+    """Make the tokenizer that --tokenizer names.
+
+    texts: name -> text; char has all their characters. train: the texts that bpe is trained on, to
+    vocab_size tokens; None is the default.
+    """
     if name == "bytes":
         return ByteTokenizer()
     if name == "char":
         characters = "".join(sorted(set().union(*texts.values())))
         return CharTokenizer(characters, bos=len(texts) > 1)
-    if os.sep not in name and not Path(name).is_dir():
+    if name == "bpe":
+        return train_vocabulary(train, vocab_size or PrepareConfig.vocab_size)
+
+    path = Path(name)
+    # a checkpoint has both, a dataset only the first, a Hugging Face directory only the second
+    is_checkpoint = (path / "meta.json").is_file() and (path / "model.safetensors").is_file()
+    if path.suffix == ".json" or (path / "tokenizer.json").is_file() and not is_checkpoint:
+        return hf_tokenizer.read_tokenizer_json(path)
+    if os.sep not in name and not path.is_dir():
         return BPETokenizer.named(name)
 
     # It imports torch, which nothing else here needs.
@@ -292,6 +341,17 @@ def make_tokenizer(name, texts):
             "with your own program, or choose another --tokenizer"
         )
     return tokenizer_from_json(spec)
+
+
+def train_vocabulary(texts, vocab_size):
+    """Train a tokenizer on texts, and print a note where they give fewer tokens."""
+    tokenizer = train_bpe(texts, vocab_size)
+    if tokenizer.vocab_size < vocab_size:
+        print(
+            f"note: the training text gives only {tokenizer.vocab_size:,} of {vocab_size:,} tokens:"
+            " no other pair of tokens occurs twice"
+        )
+    return tokenizer
 
 
 def encode_documents(tokenizer, documents):
@@ -402,9 +462,8 @@ def main():
             "or one file or folder"
         )
     # what is not given is left to build(), or to the dataset
-    options = {
-        key: getattr(cfg, key) for key in ("tokenizer", "val_fraction", "raw") if key in given
-    }
+    names = ("tokenizer", "vocab_size", "val_fraction", "raw")
+    options = {name: getattr(cfg, name) for name in names if name in given}
     if paths:
         folder = prepare_text(paths[0], cfg.name, **options)
     else:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, tiktoken's encodings, and the tokenizer.json of other models.
+"""Tokenizers: bytes, characters, tiktoken's encodings, and tokenizer.json, also trained here.
 
 Every tokenizer has
 
@@ -20,7 +20,6 @@ import functools
 import itertools
 import json
 import re
-import unicodedata
 import zlib
 
 import numpy as np
@@ -89,19 +88,16 @@ class CharTokenizer:
 class BPETokenizer:
     """Byte-level BPE by tiktoken. Text that looks like a special token is encoded as plain text.
 
-    encoding: a tiktoken.Encoding. bos: by default the id of <|endoftext|>. eos: where it is another
-    id. vocab_size: the model's, where it is padded. nfc: compose the text (Unicode NFC) first; only
-    vocabularies that earlier versions imported have the last three.
+    encoding: a tiktoken.Encoding. bos: by default the id of <|endoftext|>.
     """
 
+    eos = None
     added_bytes = 0
 
-    def __init__(self, encoding, bos=None, eos=None, vocab_size=None, nfc=False):
+    def __init__(self, encoding, bos=None):
         self.encoding = encoding
         self.bos = encoding._special_tokens.get("<|endoftext|>") if bos is None else bos
-        self.eos = eos
-        self.vocab_size = vocab_size or encoding.n_vocab
-        self.nfc = nfc
+        self.vocab_size = encoding.n_vocab
         token_bytes = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         self.byte_lengths = np.array([len(token_bytes.get(i, b"")) for i in range(self.vocab_size)])
 
@@ -115,8 +111,8 @@ class BPETokenizer:
         except ValueError:
             names = ", ".join(tiktoken.list_encoding_names())
             raise UserError(
-                f"there is no tokenizer {name!r}: choose bytes, char, or a tiktoken encoding "
-                f"({names})"
+                f"there is no tokenizer {name!r}: choose bytes, char, bpe, a tokenizer.json, or a "
+                f"tiktoken encoding ({names})"
             ) from None
         # tiktoken downloads with requests, which raises many kinds of errors
         except Exception as error:
@@ -124,12 +120,10 @@ class BPETokenizer:
             raise UserError(
                 f"the {name} vocabulary could not be downloaded ({type(error).__name__}): run "
                 f"{command} with TIKTOKEN_CACHE_DIR=DIR where there is a network, copy DIR here "
-                "and set TIKTOKEN_CACHE_DIR to it"
+                "and set TIKTOKEN_CACHE_DIR to it, or choose bpe, which needs no network"
             ) from None
 
     def encode(self, text):
-        if self.nfc:
-            text = unicodedata.normalize("NFC", text)
         try:
             return self.encoding.encode_ordinary(text)
         # tiktoken's Rust code panics, as on a pattern that matches the empty text
@@ -144,17 +138,14 @@ class BPETokenizer:
         return b"".join(self.encoding.decode_single_token_bytes(i) for i in ordinary)
 
     def to_json(self):
-        spec = {
+        return {
             "kind": "bpe",
             "name": self.encoding.name,
             "pattern": self.encoding._pat_str,
             "special": self.encoding._special_tokens,
             "bos": self.bos,
+            "ranks": compress(_pack_ranks(self.encoding._mergeable_ranks)),
         }
-        if (self.eos, self.vocab_size, self.nfc) != (None, self.encoding.n_vocab, False):
-            spec |= {"eos": self.eos, "vocab_size": self.vocab_size, "nfc": self.nfc}
-        spec["ranks"] = compress(_pack_ranks(self.encoding._mergeable_ranks))
-        return spec
 
 
 def reason_of(error) -> str:
@@ -205,10 +196,12 @@ SPLITS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=[。，、])(?=\w)")
 
 
 class ImportedTokenizer:
-    """The tokenizer files that a model came with. Text that looks like a special token stays text.
+    """A tokenizer.json, and the other tokenizer files that a model came with.
 
-    files: name -> content; one is tokenizer.json. bos, eos and vocab_size are those of
-    BPETokenizer. decode() and byte_lengths take the ids for the continuation of a text: where the
+    encode() takes text that looks like a special token for plain text.
+
+    files: name -> content; one is tokenizer.json. vocab_size: the model's, where it is padded.
+    decode() and byte_lengths take the ids for the continuation of a text: where the
     package would leave out a space in front, it is there.
     """
 
@@ -225,18 +218,26 @@ class ImportedTokenizer:
         return load_tokenizer_json(self.text)
 
     @functools.cached_property
-    def special_ids(self):
+    def special_tokens(self):
+        """text -> id"""
         added = self.package_tokenizer.get_added_tokens_decoder()
-        return {i for i, token in added.items() if token.special}
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @functools.cached_property
+    def special_ids(self):
+        return set(self.special_tokens.values())
+
+    def encode_with_special_tokens(self, text):
+        """Encode a text in which the text of a special token stands for it."""
+        check_unicode(text)
+        self.package_tokenizer.encode_special_tokens = False
+        try:
+            return self._encode_by(self.package_tokenizer, [text])
+        finally:
+            self.package_tokenizer.encode_special_tokens = True
 
     def encode(self, text):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"character {error.start} of the text, {text[error.start]!r}, is half of a "
-                "surrogate pair or no UTF-8: leave it out"
-            ) from None
+        check_unicode(text)
         parts = self._split(text)
         ids = self._encode_by(self.package_tokenizer, parts)
         if self.special_ids.isdisjoint(ids):
@@ -336,6 +337,45 @@ class ImportedTokenizer:
         }
 
 
+def check_unicode(text):
+    """Raise UserError for a text that the tokenizers package cannot take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"character {error.start} of the text, {text[error.start]!r}, is half of a surrogate "
+            "pair or no UTF-8: leave it out"
+        ) from None
+
+
+BPE_SEPARATOR = "<|endoftext|>"
+
+
+def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
+    """Train byte-level BPE, with GPT-2's pattern, of at most vocab_size tokens.
+
+    A short text gives fewer, because a pair that occurs once is not merged.
+    """
+    tokenizers = import_tokenizers()
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = byte_level(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[BPE_SEPARATOR],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    # the package needs many times the memory of the longest text that it gets
+    parts = (text[i : i + PART_LENGTH] for text in texts for i in range(0, len(text), PART_LENGTH))
+    bpe.train_from_iterator(parts, trainer)
+    files = {"tokenizer.json": bpe.to_str().encode()}
+    bos = bpe.token_to_id(BPE_SEPARATOR)
+    return ImportedTokenizer(files, bos, None, bpe.get_vocab_size())
+
+
 def merged(pair):
     """Return the token that a merge makes. Older files write "left right"."""
     return pair.replace(" ", "", 1) if isinstance(pair, str) else "".join(pair)
@@ -407,10 +447,7 @@ def tokenizer_from_json(spec):
         if kind == "bpe":
             return _bpe_from_json(spec)
         if kind == "imported":
-            return _imported_from_json(spec, spec["files"])
-        # as earlier versions kept a tokenizer.json
-        if kind == "packaged":
-            return _imported_from_json(spec, {"tokenizer.json": decompress(spec["tokenizer"])})
+            return _imported_from_json(spec)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
@@ -434,10 +471,10 @@ def _char_from_json(spec):
     return CharTokenizer(spec["characters"], spec["bos"])
 
 
-def _imported_from_json(spec, files):
+def _imported_from_json(spec):
     if spec["vocab_size"] is None:
         raise TypeError("vocab_size must be a number")
-    return ImportedTokenizer(files, spec["bos"], spec["eos"], spec["vocab_size"])
+    return ImportedTokenizer(spec["files"], spec["bos"], spec["eos"], spec["vocab_size"])
 
 
 def _bpe_from_json(spec):
@@ -455,9 +492,7 @@ def _bpe_from_json(spec):
         mergeable_ranks=ranks,
         special_tokens=spec["special"],
     )
-    return BPETokenizer(
-        encoding, spec["bos"], spec.get("eos"), spec.get("vocab_size"), spec.get("nfc")
-    )
+    return BPETokenizer(encoding, spec["bos"])
 
 
 def _pack_ranks(ranks):

@@ -33,7 +33,8 @@ from nanolong import validate
 from nanolong.errors import LocalError, UserError
 
 PRESETS = Path(__file__).resolve().parent.parent / "config"
-HIDDEN = ("vocab_size", "extension")  # set by the data and by GPT.extend(), not by the user
+# class -> its fields that the data and GPT.extend() set, not the user
+HIDDEN = {"GPTConfig": ("vocab_size", "extension")}
 HELP_WIDTH = 110
 OUT_OF_MEMORY = (
     "out of memory: in training lower --batch_size (more --gradient_accumulation_steps keep the "
@@ -160,9 +161,10 @@ def flag_names():
 def settings_of(cls):
     """The settings of a dataclass, in its order, without the hidden ones."""
     hints = typing.get_type_hints(cls)
+    hidden = HIDDEN.get(cls.__name__, ())
     settings = []
     for field in fields(cls):
-        if field.name not in HIDDEN:
+        if field.name not in hidden:
             default = field.default if field.default is not MISSING else field.default_factory()
             settings.append(Setting(field.name, hints[field.name], default))
     return settings

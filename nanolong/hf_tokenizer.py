@@ -9,6 +9,7 @@ import json
 import re
 
 from data.tokenizer import (
+    BPE_SEPARATOR,
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
@@ -16,6 +17,7 @@ from data.tokenizer import (
     byte_level_alphabet,
     bytes_of_tokens,
     import_tokenizers,
+    load_tokenizer_json,
     same_vocabulary,
 )
 from nanolong.errors import UserError
@@ -64,16 +66,46 @@ def read_tokenizer(folder, vocab_size: int):
         note += "installed: for text, pip install -r requirements-hf.txt and import again"
         return None, None, note
 
-    settings = {}
-    if (folder / "tokenizer_config.json").is_file():
-        settings = read_json(folder / "tokenizer_config.json")
     model_config = read_json(folder / "config.json")
-    files = {name: read_file(folder / name) for name in FILES if (folder / name).is_file()}
+    files, settings = read_files(folder)
     try:
         tokenizer, bos = make_tokenizer(files, settings, model_config, vocab_size)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     return tokenizer, bos, ""
+
+
+def read_tokenizer_json(path):
+    """Read a tokenizer.json, or that of a folder, for models that are to be trained.
+
+    With a file of this name the other tokenizer files of its folder are kept. If these do not say
+    which token starts a document, it is <|endoftext|>. Raises UserError.
+    """
+    file = path if path.suffix == ".json" else path / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"there is no file {file}: give the path of a tokenizer.json")
+    files, settings = read_files(file.parent) if file.name == "tokenizer.json" else ({}, {})
+    files["tokenizer.json"] = read_file(file)
+    try:
+        tokenizer, _ = make_tokenizer(files, settings, {}, None)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    if tokenizer.bos is None:
+        tokenizer.bos = tokenizer.package_tokenizer.token_to_id(BPE_SEPARATOR)
+    if tokenizer.bos is None:
+        print(
+            f"note: no token separates documents, because {file} has no {BPE_SEPARATOR} and no "
+            "tokenizer_config.json next to it names another bos_token"
+        )
+    return tokenizer
+
+
+def read_files(folder):
+    """Read the tokenizer files of a folder: name -> bytes, and its tokenizer_config.json or {}."""
+    files = {name: read_file(folder / name) for name in FILES if (folder / name).is_file()}
+    if "tokenizer_config.json" not in files:
+        return files, {}
+    return files, read_json(folder / "tokenizer_config.json")
 
 
 def read_file(file):
@@ -89,15 +121,17 @@ def make_tokenizer(files, settings, model_config, vocab_size):
     """Make the ImportedTokenizer of these files: return it, and the id that starts every text.
 
     files: name -> bytes. settings: tokenizer_config.json, or {}. model_config: bos_token_id and
-    eos_token_id, where it has them. Raises UserError where the files are damaged or belong to
-    another model.
+    eos_token_id, where it has them. vocab_size: the model's; None: that of the files. Raises
+    UserError where the files are damaged or belong to another model.
     """
     try:
         tokenizer = ImportedTokenizer(files, None, None, vocab_size)
     except UnicodeDecodeError as error:
         raise UserError(f"tokenizer.json is damaged ({error}): download it again") from None
     package_tokenizer = tokenizer.package_tokenizer
-    check_vocabulary(package_tokenizer, model_config, vocab_size)
+    if vocab_size is None:
+        tokenizer.vocab_size = count_ids(package_tokenizer)
+    check_vocabulary(package_tokenizer, model_config, tokenizer.vocab_size)
     bytes_of_tokens(package_tokenizer)  # raises where the decoder is not supported
     bos = special_id(model_config, settings, "bos_token", tokenizer)
     eos = special_id(model_config, settings, "eos_token", tokenizer)
@@ -114,7 +148,9 @@ def make_tokenizer(files, settings, model_config, vocab_size):
 
 def check_vocabulary(package_tokenizer, model_config, vocab_size):
     """Raise UserError unless the ids of a tokenizer.json can be those of the model."""
-    n_ids = 1 + max(package_tokenizer.get_vocab().values(), default=-1)
+    n_ids = count_ids(package_tokenizer)
+    if n_ids < 2:
+        raise UserError("tokenizer.json has no tokens: train it first")
     # models pad their vocabulary by a few per cent
     if n_ids > vocab_size or n_ids < 0.75 * vocab_size:
         raise UserError(
@@ -128,6 +164,10 @@ def check_vocabulary(package_tokenizer, model_config, vocab_size):
                 f"tokenizer.json has no token {number}, which is the model's {name}, so it belongs "
                 "to another model: put the right file in its place"
             )
+
+
+def count_ids(package_tokenizer):
+    return 1 + max(package_tokenizer.get_vocab().values(), default=-1)
 
 
 def first_number(value):
@@ -145,10 +185,16 @@ def special_id(model_config, settings, name, tokenizer):
     number = first_number(model_config.get(f"{name}_id"))
     if number in range(tokenizer.vocab_size):
         return number
+    token = token_text(settings, name)
+    return None if token is None else tokenizer.package_tokenizer.token_to_id(token)
+
+
+def token_text(settings, name):
+    """Return bos_token or another token of tokenizer_config.json, or None."""
     token = settings.get(name)
     if isinstance(token, dict):
         token = token.get("content")
-    return tokenizer.package_tokenizer.token_to_id(token) if isinstance(token, str) else None
+    return token if isinstance(token, str) else None
 
 
 def first_special_id(tokenizer):
@@ -178,6 +224,11 @@ def write_tokenizer(folder, tokenizer, adds_bos: bool, length: int) -> None:
     files = dict(imported.files)
     if "tokenizer_config.json" not in files:
         files["tokenizer_config.json"] = tokenizer_config(imported, adds_bos, length)
+        # transformers lets tokenizer.json decide about bos
+        if adds_bos and first_special_id(imported) is None:
+            package_tokenizer = load_tokenizer_json(imported.text)
+            put_first(package_tokenizer, imported.bos)
+            files["tokenizer.json"] = package_tokenizer.to_str().encode()
     for name, content in files.items():
         (folder / name).write_bytes(content)
 
@@ -244,15 +295,22 @@ def build_tokenizer_json(tokenizer, adds_bos):
     names = sorted(special, key=special.get)
     built.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
     if adds_bos:
-        name = built.id_to_token(tokenizer.bos)
-        built.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[name, "$A"], pair=[name, "$A", "$B:1"], special_tokens=[(name, tokenizer.bos)]
-        )
+        put_first(built, tokenizer.bos)
     return built.to_str()
 
 
+def put_first(package_tokenizer, i):
+    """Let a tokenizers.Tokenizer put the special token with id i before every text."""
+    name = package_tokenizer.id_to_token(i)
+    package_tokenizer.post_processor = import_tokenizers().processors.TemplateProcessing(
+        single=[name, "$A"], pair=[name, "$A", "$B:1"], special_tokens=[(name, i)]
+    )
+
+
 def special_tokens(tokenizer):
-    """Return the special tokens of one of our own tokenizers: text -> id."""
+    """Return the special tokens of a tokenizer: text -> id."""
+    if isinstance(tokenizer, ImportedTokenizer):
+        return tokenizer.special_tokens
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.encoding._special_tokens
     if tokenizer.bos is None:
@@ -307,6 +365,4 @@ def build_bpe(tokenizers, tokenizer, special):
     pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", tokenizer.encoding._pat_str)
     steps = [isolated_split(tokenizers, pattern), built.pre_tokenizer]
     built.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
-    if tokenizer.nfc:
-        built.normalizer = tokenizers.normalizers.NFC()
     return built

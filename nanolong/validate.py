@@ -437,8 +437,16 @@ def check_extend(cfg):
 
 
 def check_sample(cfg):
-    """Refuse a SampleConfig with a number out of range."""
+    """Refuse a SampleConfig with a number out of range, or a conversation without a message."""
     check_ranges(vars(cfg))
+    require(
+        cfg.chat or not cfg.system,
+        "--system is part of a conversation: give --chat too, or leave it out",
+    )
+    require(
+        cfg.start or not cfg.chat,
+        "--chat needs the message of a user: give it by --start=TEXT",
+    )
 
 
 def check_evaluate(cfg):

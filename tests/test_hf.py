@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY
 from safetensors.torch import load_file, save_file
-from test_hf_tokenizer import train_bpe, train_sentencepiece
+from test_hf_tokenizer import tokenizers, train_bpe, train_sentencepiece
 
 import data
 from data.prepare import prepare_text
@@ -527,6 +527,11 @@ def test_a_tokenizer_is_kept_as_it_is(tmp_path, call, rng):
     for name, content in files.items():
         assert (exported / name).read_bytes() == content
         assert (extended / "step-000000" / name).read_bytes() == content
+    interchange.import_quietly(exported, tmp_path / "again")
+    options = ["--chat", "--start=The quick", "--max_new_tokens=5", "--temperature=0"]
+    answers = [call("sample.py", folder, *options) for folder in (extended, tmp_path / "again")]
+    assert answers[0].returncode == 0, answers[0].stderr
+    assert answers[0].stdout.strip() and answers[0].stdout == answers[1].stdout
     assert json.loads((exported / "config.json").read_text())["bos_token_id"] == 1
 
 
@@ -656,6 +661,49 @@ def test_a_public_checkpoint_is_extended_from_the_shell(tmp_path, run, rng):
         shutil.rmtree(ROOT / "data" / name, ignore_errors=True)
 
 
+def prepare_bpe(folder, monkeypatch):
+    """Make a dataset with a vocabulary of its own, of four modules; return its folder."""
+    monkeypatch.setattr(data.dataset, "HERE", folder)
+    (folder / "src").mkdir()
+    for name in ("model", "train", "sample", "hf"):
+        (folder / "src" / f"{name}.py").write_text((ROOT / f"{name}.py").read_text())
+    return prepare_text(folder / "src", "mine", tokenizer="bpe", vocab_size=400)
+
+
+def test_a_vocabulary_of_its_own_needs_no_flag_after_prepare(tmp_path, call, monkeypatch):
+    """Train, sample, evaluate, extend and export; the tokens and bytes are the package's."""
+    dataset = prepare_bpe(tmp_path, monkeypatch)
+    trained, extended, exported = tmp_path / "run", tmp_path / "long", tmp_path / "exported"
+
+    def output(*words):
+        done = call(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    output("train.py", *TINY, "--bos=true", f"--dataset={dataset}", f"--out_dir={trained}")
+    assert GPT.load(trained).config.vocab_size == 400
+    words = ["--start=def né", "--max_new_tokens=5"]
+    assert output("sample.py", trained, *words).startswith("def né")
+    options = ["--method=yarn", "--factor=2", "--max_iters=0", f"--out_dir={extended}"]
+    output("extend.py", trained, *options)
+
+    text = "Grüße, <|endoftext|> def f(x):\n" * 20
+    (tmp_path / "text.txt").write_text(text)
+    words = [f"--text={tmp_path / 'text.txt'}", f"--json={tmp_path / 'records.json'}"]
+    printed = output("evaluate.py", extended, *words, "--lengths=32", "--protocol=chunked")
+    assert "bits per byte" in printed
+    (record,) = json.loads((tmp_path / "records.json").read_text())
+
+    output("hf.py", "export", extended, exported, "--verify=false")
+    package = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    package.encode_special_tokens = True
+    ids = package.encode(text, add_special_tokens=False).ids
+    assert package.encode(text).ids == [0, *ids]
+    assert (record["tokens"], record["bytes"]) == (len(ids), len(text.encode()))
+    settings = json.loads((exported / "tokenizer_config.json").read_text())
+    assert settings["bos_token"] == settings["eos_token"] == "<|endoftext|>"
+
+
 GENERATE_SCRIPT = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -670,10 +718,13 @@ print(repr(tokenizer.decode(tokens)))
 
 
 @pytest.mark.slow
-def test_transformers_continues_a_text_as_we_do(run, tmp_path, text_data):
-    """A model trained here on bytes: transformers puts <bos> first and generates the same text."""
+@pytest.mark.parametrize("kind, bos", [("bytes", "<bos>"), ("bpe", "<|endoftext|>")])
+def test_transformers_continues_a_text_as_we_do(kind, bos, run, tmp_path, text_data, monkeypatch):
+    """A model that is trained here: transformers puts bos first and generates the same text."""
     trained, exported = tmp_path / "run", tmp_path / "exported"
-    assert run("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={trained}").returncode == 0
+    dataset = prepare_bpe(tmp_path, monkeypatch) if kind == "bpe" else text_data
+    words = [*TINY, "--bos=true", f"--dataset={dataset}", f"--out_dir={trained}"]
+    assert run("train.py", *words).returncode == 0
     done = run("hf.py", "export", trained, exported)
     assert done.returncode == 0, done.stderr
     assert "text is encoded alike" in done.stdout
@@ -686,11 +737,12 @@ def test_transformers_continues_a_text_as_we_do(run, tmp_path, text_data):
     )
     assert theirs.returncode == 0, theirs.stderr
     ids, text = theirs.stdout.strip().splitlines()[-2:]
-    prompt = [256, *b"def f("]
-    assert json.loads(ids) == [prompt]
     model = GPT.load(trained)
+    tokenizer = data.tokenizer_from_json(model.meta["tokenizer"])
+    prompt = [tokenizer.bos, *tokenizer.encode("def f(")]
+    assert json.loads(ids) == [prompt]
     generated = [int(t) for t in model.generate(torch.tensor([prompt]), 12, temperature=0)]
-    ours = bytes([*prompt[1:], *(token for token in generated if token < 256)])
-    assert text == repr("<bos>" + ours.decode("utf-8", "replace"))
+    ours = tokenizer.decode([*prompt, *generated]).decode("utf-8", "replace")
+    assert text == repr(bos + ours)
     assert "model.embed_tokens.weight" in load_file(exported / "model.safetensors")
     assert not (tmp_path / ".tmp-exported").exists()

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
-from data.tokenizer import byte_level_alphabet, compress
+from data.tokenizer import byte_level_alphabet
 from nanolong import hf_tokenizer, tokenizer_files
 from nanolong.checkpoint import read_meta, write_checkpoint, write_meta
 from nanolong.errors import UserError
@@ -429,15 +429,6 @@ def test_files_of_another_folder_are_not_read(names, tmp_path):
     spec = {"kind": "imported", "files": names}
     with pytest.raises(UserError, match="other files than a tokenizer's: import it again"):
         tokenizer_files.read(tmp_path, spec, {}, "import it again")
-
-
-def test_a_tokenizer_json_inside_meta_json_is_still_read():
-    """Earlier versions of this format kept sentencepiece's there."""
-    text = train("llama2").to_str()
-    spec = {"kind": "packaged", "bos": 1, "eos": 2, "vocab_size": 707}
-    spec["tokenizer"] = compress(text.encode())
-    ours = data.tokenizer_from_json(json.loads(json.dumps(spec)))
-    assert ours.to_json() == import_tokenizer("llama2").to_json()
 
 
 # -----------------------------------------------------------------------------

@@ -165,6 +165,97 @@ def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
         prepare_text(tmp_path / "t.txt", "other", tokenizer=str(tmp_path))
 
 
+def test_bpe_learns_from_the_training_text_alone(tmp_path, data_folder, capsys):
+    """Of a word that only the validation text has, no two letters become one token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "t.txt").write_text(TEXT * 9 + "qzqzqz " * 100)
+    dataset = data.Dataset(prepare_text(tmp_path / "t.txt", "mine", tokenizer="bpe"))
+    tokenizer = dataset.tokenizer
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"note: the training text gives only {tokenizer.vocab_size} of 4,096")
+    train, val = (
+        tokenizer.decode(split.tokens[0].tolist()) for split in (dataset.train, dataset.val)
+    )
+    assert (train + val).decode() == TEXT * 9 + "qzqzqz " * 100
+    assert b"qz" not in train and len(tokenizer.encode("qzqzqz")) == 6
+    assert len(dataset.train) < len(train) / 2
+    file = tokenizers.Tokenizer.from_file(str(data_folder / "mine" / "tokenizer.json"))
+    assert file.encode(TEXT).ids == tokenizer.encode(TEXT)
+
+
+def test_documents_in_bpe_are_separated(tmp_path, data_folder):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "src").mkdir()
+    for name in "abc":
+        (tmp_path / "src" / name).write_text(TEXT + f"{name}<|endoftext|>\r\n" * 20)
+    folder = prepare_text(tmp_path / "src", "mine", tokenizer="bpe", vocab_size=280)
+    dataset = data.Dataset(folder, bos=True)
+    assert (dataset.vocab_size, dataset.bos, data.Dataset(folder).bos) == (280, 0, None)
+    tokens = np.asarray(dataset.train.tokens[0])
+    assert np.flatnonzero(tokens == 0).size == 3 and tokens[0] == 0
+    dataset.select(64, separate=True)
+    assert dataset.document_ids(tokens[None])[0, [0, -1]].tolist() == [1, 3]
+    text = "".join(TEXT + f"{name}<|endoftext|>\n" * 20 for name in "abc")
+    both = np.concatenate((tokens, dataset.val.tokens[0]))
+    assert dataset.count_bytes(both) == len(text.encode())
+
+
+def write_tokenizer_json(folder, special, settings=None):
+    """Byte-level BPE of 260 tokens and more, by the tokenizers package itself."""
+    tokenizers = pytest.importorskip("tokenizers")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = byte_level(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=260,
+        special_tokens=special,
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([TEXT], trainer)
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return made
+
+
+@pytest.mark.parametrize(
+    "special, settings, bos",
+    [
+        (["<pad>", "<|endoftext|>"], None, 1),
+        (["<pad>", "<s>"], {"bos_token": "<s>", "chat_template": "é"}, 1),
+        (["<s>", "</s>", "<|endoftext|>"], {"bos_token": None, "eos_token": "</s>"}, 1),
+        (["<pad>"], None, None),
+    ],
+)
+def test_the_tokenizer_can_be_a_tokenizer_json(
+    special, settings, bos, tmp_path, data_folder, capsys
+):
+    (tmp_path / "t.txt").write_text(TEXT)
+    theirs = write_tokenizer_json(tmp_path / "tok", special, settings)
+    folder = prepare_text(tmp_path / "t.txt", "one", tokenizer=str(tmp_path / "tok/tokenizer.json"))
+    assert ("note: no token separates documents" in capsys.readouterr().out) == (bos is None)
+    dataset = data.Dataset(folder)
+    assert (dataset.vocab_size, dataset.separator) == (260, bos)
+    ids = dataset.train.tokens[0].tolist()
+    separators = 0 if bos is None else 1
+    assert ids[separators:] == theirs.encode(TEXT[: int(len(TEXT) * 0.9)]).ids
+    for file in (tmp_path / "tok").iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+
+    # its folder, and a dataset that has it
+    for name, place in (("two", tmp_path / "tok"), ("three", folder)):
+        other = prepare_text(tmp_path / "t.txt", name, tokenizer=str(place))
+        assert data.Dataset(other).hash == dataset.hash
+    # a file of another name comes without the files next to it
+    (tmp_path / "tok" / "my.json").write_bytes((tmp_path / "tok/tokenizer.json").read_bytes())
+    alone = prepare_text(tmp_path / "t.txt", "four", tokenizer=str(tmp_path / "tok/my.json"))
+    names = {file.name for file in alone.iterdir()}
+    assert names == {"tokenizer.json", "meta.json", "train.bin", "val.bin"}
+
+
 def test_raw_files_have_no_header(tmp_path, data_folder):
     (tmp_path / "t.txt").write_text("a" * 100)
     folder = prepare_text(tmp_path / "t.txt", "raw", raw=True)
@@ -190,11 +281,22 @@ def test_a_dataset_is_not_overwritten(tmp_path, data_folder):
         ("gone.txt", {}, "no file"),
         ("good.txt", {"tokenizer": "gpt7"}, "gpt7"),
         ("good.txt", {"val_fraction": 0.0}, "between 0 and 1"),
+        ("good.txt", {"tokenizer": "bpe", "vocab_size": 256}, "at least 257"),
+        ("good.txt", {"tokenizer": "bpe", "vocab_size": 0}, "at least 257"),
+        ("good.txt", {"tokenizer": "bpe", "vocab_size": 1 << 30}, "at most 1048576"),
+        ("good.txt", {"vocab_size": 512}, "give --tokenizer=bpe too"),
+        ("good.txt", {"tokenizer": "gone.json"}, "no file gone.json"),
+        ("good.txt", {"tokenizer": "damaged.json"}, "damaged.json: tokenizer.json is damaged"),
+        ("good.txt", {"tokenizer": "untrained.json"}, "has no tokens: train it first"),
         ("good.txt", {"name": "../x"}, "--name"),
         ("good.txt", {"name": ".x"}, "--name"),
     ],
 )
-def test_a_refusal_leaves_nothing(file, options, message, tmp_path, data_folder):
+def test_a_refusal_leaves_nothing(file, options, message, tmp_path, data_folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged.json").write_text("{")
+    untrained = {"type": "BPE", "vocab": {}, "merges": []}
+    (tmp_path / "untrained.json").write_text(json.dumps({"model": untrained}))
     (tmp_path / "bad.txt").write_bytes(b"abc\xff\xfe" * 9)
     (tmp_path / "none.txt").write_bytes(b"")
     (tmp_path / "short.txt").write_bytes(b"a")
@@ -208,6 +310,14 @@ def test_a_refusal_leaves_nothing(file, options, message, tmp_path, data_folder)
 def test_text_that_is_not_utf8_is_prepared_as_bytes(tmp_path, data_folder):
     (tmp_path / "t.txt").write_bytes(b"abc\xff\xfe" * 9)
     assert len(data.Dataset(prepare_text(tmp_path / "t.txt", "mine")).train) == 1 + 40
+
+
+def test_bpe_without_its_package_says_what_to_install(tmp_path, data_folder, monkeypatch):
+    (tmp_path / "t.txt").write_text(TEXT)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install -r requirements-hf.txt"):
+        prepare_text(tmp_path / "t.txt", "mine", tokenizer="bpe")
+    assert not list(data_folder.iterdir())
 
 
 def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypatch):
@@ -330,6 +440,18 @@ def test_the_command_to_train_can_be_pasted(name, quoted, call, tmp_path, data_f
     done = call("data/prepare.py", tmp_path / "t.txt", f"--name={name}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"train on it with python train.py --dataset={quoted}\n")
+
+
+def test_the_size_of_a_vocabulary_is_given_on_the_command_line(call, tmp_path, data_folder):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "t.txt").write_bytes(TEXT.encode())
+    words = [tmp_path / "t.txt", "--name=mine", "--vocab_size=270"]
+    done = call("data/prepare.py", *words)
+    assert done.returncode == 2 and "give --tokenizer=bpe too" in done.stderr
+    done = call("data/prepare.py", *words, "--tokenizer=bpe")
+    assert done.returncode == 0, done.stderr
+    assert "vocabulary 270" in done.stdout
+    assert data.Dataset("mine").vocab_size == 270
 
 
 def test_no_module_of_data_has_the_name_of_an_installed_package():

@@ -15,6 +15,10 @@ from pathlib import Path
 import pytest
 from conftest import DEVICE, ROOT
 
+from data import tokenizer_from_json
+from nanolong.chat import encode_chat
+from nanolong.checkpoint import find_checkpoint, read_meta
+
 pytest.importorskip("gguf", reason="these need the gguf package: pip install gguf")
 pytest.importorskip("accelerate", reason="transformers reads GGUF with it: pip install accelerate")
 
@@ -90,6 +94,47 @@ def test_it_continues_a_sentence_as_text(real_run):
     text = run_script("sample.py", real_run / "run", *words)
     assert "The capital of France is Paris." in text
     assert "Ġ" not in text and "Ċ" not in text
+
+
+CHAT_SCRIPT = """
+import json, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+
+file = Path(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+words = {"add_generation_prompt": True, "return_dict": False}
+conversations = json.loads(sys.argv[2])
+print(json.dumps([tokenizer.apply_chat_template(turns, **words) for turns in conversations]))
+"""
+
+
+def test_a_conversation_is_encoded_as_transformers_does(real_run, tmp_path):
+    """By the template and the tokenizer that it reads from the file itself."""
+    pairs = [("What is the capital of France?", ""), (" x<|im_end|>\n  é <b>&", "Be brief.\n")]
+    conversations = []
+    for message, system in pairs:
+        turns = [{"role": "system", "content": system}] if system else []
+        conversations.append([*turns, {"role": "user", "content": message}])
+    done = subprocess.run(
+        [sys.executable, "-c", CHAT_SCRIPT, REAL_FILE, json.dumps(conversations)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    meta = read_meta(find_checkpoint(real_run / "run"))
+    tokenizer = tokenizer_from_json(meta["tokenizer"])
+    encoded = [encode_chat(tokenizer, message, system) for message, system in pairs]
+    assert [ids for ids, _ in encoded] == json.loads(done.stdout)
+    assert all(stop == {2} for _, stop in encoded)
+
+
+def test_it_answers_a_question_and_stops(real_run):
+    words = ["--chat", "--start=What is the capital of France?", "--temperature=0"]
+    words += ["--max_new_tokens=30"]
+    assert run_script("sample.py", real_run / "run", *words) == "The capital of France is Paris.\n"
 
 
 def test_loss_and_bits_per_byte_are_those_of_transformers(real_run, tmp_path):

@@ -1,13 +1,29 @@
 """Tokenizers: encoding and decoding, their form in JSON, prompts and streamed text."""
 
+import argparse
+import ast
 import base64
+import bisect
+import collections
+import functools
+import inspect
+import itertools
 import json
+import keyword
+import os
+import subprocess
+import sys
 import zlib
 
 import pytest
+import regex
 import tiktoken
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import data
+from data.tokenizer import byte_level_alphabet, train_bpe
 from nanolong.errors import UserError
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
@@ -101,11 +117,6 @@ def test_bpe_keeps_pattern_ranks_and_special_tokens():
     # special tokens and unused ids stand for no text
     assert again.decode([97, 300, 299, 98]) == b"ab"
 
-    padded = through_json(data.BPETokenizer(encoding, bos=7, eos=9, vocab_size=320, nfc=True))
-    assert (padded.vocab_size, padded.bos, padded.eos) == (320, 7, 9)
-    assert len(padded.byte_lengths) == 320
-    assert padded.encode("e\u0301") == padded.encode("é")
-
 
 def test_an_unknown_encoding_is_refused():
     with pytest.raises(UserError, match="gpt7.*choose bytes, char"):
@@ -135,8 +146,7 @@ def test_a_failed_download_names_the_cache(monkeypatch):
         imported_spec(files={"tokenizer.json": b"\xff"}),
         imported_spec(vocab_size=None),
         imported_spec(bos=1 << 24),
-        {"kind": "packaged", "bos": -1},
-        {"kind": "packaged", "bos": None, "eos": None, "vocab_size": 5, "tokenizer": "x"},
+        imported_spec(bos=-1),
         bpe_spec(SINGLE_BYTES, bos=1 << 24),
         bpe_spec(SINGLE_BYTES, special={"<bos>": 1 << 24}),
         bpe_spec(SINGLE_BYTES, special=[1]),
@@ -193,3 +203,108 @@ def test_streamed_text_holds_back_incomplete_characters():
     snowman = [0xE2, 0x98, 0x83]
     assert list(data.decode_stream([*snowman, 0xE2, 65], tokenizer)) == ["☃", "\ufffdA"]
     assert list(data.decode_stream([65, 0xE2], tokenizer)) == ["A", "\ufffd"]
+
+
+# -----------------------------------------------------------------------------
+# Byte-level BPE that is trained here
+
+
+# as GPT-2 splits text
+PIECES = regex.compile(
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+
+
+def source_of(*modules):
+    return [inspect.getsource(module) for module in modules]
+
+
+@functools.cache
+def trained_bpe(vocab_size=600):
+    pytest.importorskip("tokenizers")
+    return train_bpe(source_of(argparse, ast), vocab_size)
+
+
+def merge_pair(tokens, pair):
+    """Join a pair of tokens wherever it occurs, from the left."""
+    merged = []
+    for token in tokens:
+        if merged and (merged[-1], token) == pair:
+            merged[-1] += token
+            # a pair of equal tokens does not overlap itself
+            token = b""
+        merged.append(token)
+    return tuple(token for token in merged if token)
+
+
+def count_pairs(words):
+    counts = collections.Counter()
+    for tokens, n in words.items():
+        for pair in itertools.pairwise(tokens):
+            counts[pair] += n
+    return counts
+
+
+def test_bpe_merges_the_pair_that_occurs_most():
+    """At every step, counted again over all words of the text."""
+    pytest.importorskip("tokenizers")
+    texts = source_of(keyword, bisect)
+    tokenizer = train_bpe(texts, 10_000)
+    spec = json.loads(tokenizer.files["tokenizer.json"])
+    byte_of = byte_level_alphabet()
+    words = collections.Counter()
+    for text in texts:
+        words.update(tuple(bytes([b]) for b in piece.encode()) for piece in PIECES.findall(text))
+    for merge in spec["model"]["merges"]:
+        pair = tuple(bytes(byte_of[character] for character in token) for token in merge)
+        counts = count_pairs(words)
+        assert counts[pair] == max(counts.values()) >= 2
+        words = {merge_pair(tokens, pair): n for tokens, n in words.items()}
+    # all that can be learned
+    assert max(count_pairs(words).values()) == 1
+    assert tokenizer.vocab_size == 257 + len(spec["model"]["merges"]) == len(spec["model"]["vocab"])
+
+
+def test_bpe_is_the_same_in_every_process(tmp_path):
+    """Whatever the order of hashing, and the number of threads."""
+    pytest.importorskip("tokenizers")
+    code = (
+        "import sys, argparse, ast, inspect\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from data.tokenizer import train_bpe\n"
+        "texts = [inspect.getsource(module) for module in (argparse, ast)]\n"
+        "sys.stdout.buffer.write(train_bpe(texts, 600).files['tokenizer.json'])\n"
+    )
+    for seed, threads in (("1", "1"), ("2", "4")):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+        assert done.stdout == trained_bpe().files["tokenizer.json"], done.stderr
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.text(max_size=80), st.binary(max_size=80)))
+def test_bpe_gives_any_text_back(text):
+    """Bytes too, where they are read as Latin-1; and it encodes as the package does."""
+    tokenizer = trained_bpe()
+    text = text.decode("latin-1") if isinstance(text, bytes) else text
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text.encode()
+    assert "".join(data.decode_stream(ids, tokenizer)) == text
+    assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+    assert max(ids, default=0) < tokenizer.vocab_size == 600
+    package = pytest.importorskip("tokenizers").Tokenizer.from_str(tokenizer.text)
+    assert package.encode(text).ids == ids
+    assert package.decode(ids) == text
+
+
+def test_bpe_has_a_token_between_documents_that_no_text_becomes():
+    tokenizer = trained_bpe()
+    text = "a<|endoftext|>b"
+    ids = tokenizer.encode(text)
+    assert tokenizer.bos not in ids and tokenizer.eos is None
+    assert tokenizer.decode(ids) == text.encode()
+    assert tokenizer.decode([tokenizer.bos]) == b""
+    assert tokenizer.byte_lengths[tokenizer.bos] == 0
+    assert tokenizer.encode_with_special_tokens(text).count(tokenizer.bos) == 1
+    # and not from then on
+    assert tokenizer.encode(text) == ids

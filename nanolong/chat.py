@@ -1,0 +1,133 @@
+"""Chat templates: a conversation as the text that an Instruct model was trained on.
+
+A template is Jinja, in one of the files that a tokenizer came with. It is rendered in a sandbox,
+with what transformers' apply_chat_template() offers to a template.
+"""
+
+import json
+from datetime import datetime
+
+from nanolong.errors import UserError
+from nanolong.hf_tokenizer import special_id, token_text
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+ANSWER = {"role": "assistant", "content": "The answer is 42."}
+
+
+def encode_chat(tokenizer, message: str, system: str = ""):
+    """Encode a conversation up to where the model is to answer.
+
+    tokenizer: a checkpoint's. message: the user's. system: the system message, none if empty.
+    Returns the token ids, and the set of ids that end an answer. Raises UserError.
+    """
+    if find_template(tokenizer) is None:
+        raise UserError(
+            "this checkpoint has no chat template: leave --chat out, or import an Instruct model "
+            "with its tokenizer_config.json or chat_template.jinja"
+        )
+    messages = [{"role": "user", "content": message}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    prompt = render(tokenizer, messages, add_generation_prompt=True)
+    return tokenizer.encode_with_special_tokens(prompt), end_of_answer(tokenizer, messages)
+
+
+def end_of_answer(tokenizer, messages):
+    """Return the ids that end an answer: eos, and what the template puts after an answer."""
+    eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+    stop = {eos, special_id({}, read_settings(tokenizer), "eos_token", tokenizer)}
+    text = render(tokenizer, [*messages, ANSWER], add_generation_prompt=False)
+    _, found, after = text.rpartition(ANSWER["content"])
+    if found:
+        ids = tokenizer.encode_with_special_tokens(after)
+        # the first one, such as <|im_end|>; those that follow may begin the next turn
+        special_ids = [i for i in ids if i in tokenizer.special_ids]
+        stop.update(special_ids[:1])
+    return stop - {None}
+
+
+def read_settings(tokenizer):
+    """Return what is in the tokenizer_config.json of a tokenizer, or {}."""
+    return json.loads(getattr(tokenizer, "files", {}).get("tokenizer_config.json", "{}"))
+
+
+def find_template(tokenizer):
+    """Return the chat template of a tokenizer, or None.
+
+    As in transformers a file of its own counts more than tokenizer_config.json.
+    """
+    files = getattr(tokenizer, "files", {})
+    if "chat_template.jinja" in files:
+        try:
+            return files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"chat_template.jinja is damaged ({error}): import the model again"
+            ) from None
+    template = read_settings(tokenizer).get("chat_template")
+    if isinstance(template, list):
+        # several by name, such as one for tools
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def render(tokenizer, messages, add_generation_prompt):
+    """Render the chat template of a tokenizer for messages. Raises UserError."""
+    environment = make_environment()
+    settings = read_settings(tokenizer)
+    special_tokens = {name: token_text(settings, name) for name in SPECIAL_TOKENS}
+    try:
+        return environment.from_string(find_template(tokenizer)).render(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **{name: text for name, text in special_tokens.items() if text is not None},
+        )
+    # what a template computes can fail in any way
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"the model's chat template does not take this conversation ({reason}): leave --system "
+            "out, or --chat"
+        ) from None
+
+
+def make_environment():
+    """Return the sandbox, and what chat templates have in addition to Jinja."""
+    try:
+        from jinja2 import TemplateError
+        from jinja2.ext import Extension
+        from jinja2.nodes import Scope
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise UserError(
+            "the jinja2 package, which renders chat templates, is not installed: "
+            "pip install -r requirements-hf.txt"
+        ) from None
+
+    class Generation(Extension):
+        """{% generation %} marks what a model is trained on, and changes no text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return Scope(body, lineno=line)
+
+    def raise_exception(message):
+        raise TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, **options):
+        # Jinja's own escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

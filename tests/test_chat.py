@@ -1,0 +1,268 @@
+"""Chat templates compared with transformers, and sample.py --chat."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_hf_tokenizer import HARD_TEXTS, training_texts
+
+import data
+from nanolong import chat
+from nanolong.errors import UserError
+from nanolong.hf_tokenizer import read_tokenizer_json
+
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2", reason="these need jinja2: pip install -r requirements-hf.txt")
+
+SPECIAL = ["<|end_of_text|>", "<|start|>", "<|end|>", "<|user|>"]
+# Indented blocks, and a default system message.
+TURNS = """
+{%- if messages[0]['role'] != 'system' %}
+    {{- '<|start|>system\\nBe brief.<|end|>\\n' }}
+{%- endif %}
+{% for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|start|>assistant\\n' }}
+        {%- generation %}
+        {{- message.content | trim + '<|end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}
+    {%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+    {{- '<|start|>assistant\\n' }}
+{%- endif %}
+"""
+# Without a token of its own after an answer; a system message is refused.
+WITH_BOS = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ raise_exception('no system message') }}{% elif message['role'] == 'user' %}"
+    "[user] {{ message['content'].strip() }} [/user]{% else %} {{ message['content'] }}"
+    "{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Everything else that a template may use.
+REST = """{% set state = namespace(n=0) %}{% set tools = tools or [] %}
+{% if tools is none or documents is not none or pad_token is defined %}wrong{% endif %}
+Today: {{ strftime_now("%d %B %Y") }}
+{% for message in messages if message.content %}
+{% if loop.index > 5 %}{% break %}{% endif %}
+{% set state.n = state.n + 1 %}
+{% if state.n > 9 %}{% continue %}{% endif %}
+  <|user|>{{ message | tojson }} {{ {'b': '<&>é', 'a': 1} | tojson(indent=2, sort_keys=true) }}
+<|end|>
+{% endfor %}
+{{ messages[1:] | length }}{{ messages[::-1][0].role }}"""
+NAMED = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TURNS}]
+
+TEMPLATES = {
+    "turns": {"tokenizer_config.json": {"chat_template": TURNS}},
+    "by name": {"tokenizer_config.json": {"chat_template": NAMED}},
+    "a file counts more": {
+        "tokenizer_config.json": {"chat_template": "no"},
+        "chat_template.jinja": WITH_BOS,
+    },
+    "rest": {"chat_template.jinja": REST, "tokenizer_config.json": {}},
+}
+MESSAGES = [
+    [{"role": "user", "content": "What is 1 < 2 & 'é'?\n"}],
+    [{"role": "system", "content": "Answer."}, {"role": "user", "content": "  <|end|> {{ 1 }} "}],
+    [{"role": "user", "content": "Hi"}, chat.ANSWER],
+    *[[{"role": "user", "content": text}] for text in HARD_TEXTS if "\ufeff" not in text],
+]
+
+# Takes folders with a tokenizer; reads a list of [messages, add_generation_prompt] from stdin, and
+# writes for each folder the text and ids of each, or null.
+TRANSFORMERS_SCRIPT = """
+import json, sys
+from transformers import AutoTokenizer
+
+conversations = json.load(sys.stdin)
+answers = []
+for folder in sys.argv[1:]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answers.append([])
+    for messages, prompt in conversations:
+        words = {"add_generation_prompt": prompt}
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **words)
+            ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **words)
+            answers[-1].append([text, ids])
+        except Exception:
+            answers[-1].append(None)
+json.dump(answers, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of a tokenizer for each of TEMPLATES: name -> folder."""
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = byte_level(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=SPECIAL,
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(training_texts(), trainer)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "bos_token": {"__type": "AddedToken", "content": "<|start|>", "special": True},
+        "eos_token": "<|end_of_text|>",
+        "add_bos_token": True,
+    }
+    folders = {}
+    for name, files in TEMPLATES.items():
+        folders[name] = tmp_path_factory.mktemp("tokenizer")
+        made.save(str(folders[name] / "tokenizer.json"))
+        for file, content in files.items():
+            if file == "tokenizer_config.json":
+                content = json.dumps(settings | content)
+            (folders[name] / file).write_text(content)
+    return folders
+
+
+def test_templates_are_rendered_as_transformers_renders_them(folders, tmp_path):
+    """Text and token ids, of conversations with and without the start of an answer."""
+    conversations = [(messages, prompt) for messages in MESSAGES for prompt in (True, False)]
+    done = subprocess.run(
+        [sys.executable, "-c", TRANSFORMERS_SCRIPT, *folders.values()],
+        input=json.dumps(conversations),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    n_refused = 0
+    for folder, answers in zip(folders.values(), json.loads(done.stdout), strict=True):
+        tokenizer = read_tokenizer_json(folder)
+        for (messages, prompt), answer in zip(conversations, answers, strict=True):
+            if answer is None:
+                n_refused += 1
+                with pytest.raises(UserError, match="no system message"):
+                    chat.render(tokenizer, messages, prompt)
+                continue
+            text = chat.render(tokenizer, messages, prompt)
+            assert [text, tokenizer.encode_with_special_tokens(text)] == answer
+    assert n_refused == 2
+
+
+@pytest.mark.parametrize(
+    "name, stop",
+    [
+        ("turns", {0, 2}),
+        ("by name", {0, 2}),
+        ("a file counts more", {0}),
+        ("rest", {0, 2}),
+    ],
+)
+def test_an_answer_ends_where_the_template_ends_a_turn(name, stop, folders):
+    tokenizer = read_tokenizer_json(folders[name])
+    ids, found = chat.encode_chat(tokenizer, "Hi")
+    assert found == stop
+    text = chat.render(tokenizer, [{"role": "user", "content": "Hi"}], True)
+    assert ids == tokenizer.encode_with_special_tokens(text)
+    assert not tokenizer.special_ids.isdisjoint(ids)
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "'append' .* unsafe"),
+        ("{{ raise_exception('two\nlines') }}", "two lines"),
+        ("{% for %}", "Expected"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_is_refused(template, message, folders):
+    tokenizer = read_tokenizer_json(folders["turns"])
+    tokenizer.files["chat_template.jinja"] = template.encode()
+    with pytest.raises(UserError, match=f"{message}.*leave --system out, or --chat"):
+        chat.encode_chat(tokenizer, "Hi")
+
+
+def test_without_a_template_chat_is_refused(folders):
+    for tokenizer in (data.ByteTokenizer(), read_tokenizer_json(folders["turns"])):
+        if isinstance(tokenizer, data.ImportedTokenizer):
+            tokenizer.files["tokenizer_config.json"] = b'{"chat_template": [3]}'
+        with pytest.raises(UserError, match="no chat template: leave --chat out"):
+            chat.encode_chat(tokenizer, "Hi")
+
+
+def test_without_jinja_chat_says_what_to_install(folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match="jinja2.*pip install -r requirements-hf.txt"):
+        chat.encode_chat(read_tokenizer_json(folders["turns"]), "Hi")
+
+
+# -----------------------------------------------------------------------------
+# sample.py
+
+
+@pytest.fixture
+def instruct_run(folders, make, tmp_path):
+    """The run folder of an untrained model whose tokenizer has a chat template."""
+    model = make(vocab_size=500, block_size=64)
+    model.meta = {"tokenizer": read_tokenizer_json(folders["turns"]).to_json(), "step": 1}
+    model.save(tmp_path / "run" / "step-000001")
+    return tmp_path / "run"
+
+
+def test_the_answer_alone_is_printed_up_to_its_end(call, instruct_run, folders, monkeypatch):
+    tokenizer = read_tokenizer_json(folders["turns"])
+    prompts = []
+
+    def generate(model, tokens, *arguments):
+        prompts.append(tokens[0].tolist())
+        for token in [*tokenizer.encode("It is é."), 2, *tokenizer.encode("not this")]:
+            yield torch.tensor([[token]])
+
+    monkeypatch.setattr("model.GPT.generate", generate)
+    short = ["--max_new_tokens=20"]
+    done = call("sample.py", instruct_run, "--chat", "--start=Hi <|end|>", "--system=S", *short)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "It is é.\n", "")
+    text = "<|start|>system\nS<|end|>\n<|start|>user\nHi <|end|><|end|>\n<|start|>assistant\n"
+    package = tokenizers.Tokenizer.from_file(str(folders["turns"] / "tokenizer.json"))
+    assert prompts == [package.encode(text, add_special_tokens=False).ids]
+
+    # as before without --chat: special tokens are text, and the text goes on
+    done = call("sample.py", instruct_run, "--start=a<|end|>", *short)
+    assert done.stdout == "a<|end|>It is é.not this\n"
+    assert prompts[1] == tokenizer.encode("a<|end|>") and 2 not in prompts[1]
+    assert done.stderr.startswith("note: '<|end|>' in the prompt is encoded as plain text")
+    assert done.stderr.endswith("give the message alone, and --chat\n")
+    assert not call("sample.py", instruct_run, "--start=a", *short).stderr
+
+
+def test_a_special_token_of_a_model_without_a_template_is_noted(call, make, tmp_path):
+    model = make(vocab_size=257)
+    model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256, "step": 1}
+    model.save(tmp_path / "run" / "step-000001")
+    done = call("sample.py", tmp_path / "run", "--start=<bos>a", "--max_new_tokens=1")
+    note = "note: '<bos>' in the prompt is encoded as plain text, not as a special token\n"
+    assert done.stderr == note
+    done = call("sample.py", tmp_path / "run", "--start=a", "--chat")
+    assert done.returncode == 2 and "no chat template" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--chat"], "--chat needs the message of a user: give it by --start=TEXT"),
+        (["--start=a", "--system=b"], "--system is part of a conversation: give --chat too"),
+    ],
+)
+def test_a_conversation_is_given_whole(words, message, call):
+    done = call("sample.py", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
