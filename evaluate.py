@@ -489,6 +489,11 @@ def find_needle(
     Returns two floats: the fraction of trials in which all digits had the highest probability, and
     the mean loss in nats per digit. hidden=False leaves the passkey out of the prompt (control).
     """
+    if tokenizer is None:
+        raise UserError(
+            "find_needle() has no tokenizer to write prompts with: give that of the model, "
+            'data.tokenizer_from_json(model.meta["tokenizer"])'
+        )
     entropy = [seed, length, round(depth * 1e6), hidden]
     rng = np.random.Generator(np.random.PCG64(entropy))
     prompts = [passkey(tokenizer, length, depth, rng, bos, hidden) for _ in range(trials)]
@@ -659,23 +664,40 @@ def origins(models, texts, dtype, device):
     return found
 
 
-def print_losses(records, cfg, lengths, in_bits):
-    """Print the losses as tables and as plots in characters; in_bits: also in bits per byte."""
+def losses_to_plot(records, models):
+    """Return the records to plot and their unit, which all vocabularies must have in common."""
+    if not have_different_vocabularies(models):
+        return records, "nats per token"
+    in_bits = plots.bits_per_byte(records)
+    if not in_bits:
+        print(
+            "note: nothing is plotted, for a loss per token means something else in each "
+            "vocabulary: bits per byte need --protocol=chunked and checkpoints with a tokenizer",
+            file=sys.stderr,
+        )
+    return in_bits, "bits per byte"
+
+
+def print_losses(records, lengths, in_bits, plotted, unit):
+    """Print the losses as tables and as plots in characters.
+
+    in_bits: print a table in bits per byte, too; plotted, unit: of losses_to_plot().
+    """
     print(plots.format_loss_table(records, lengths))
     bits = plots.bits_per_byte(records) if in_bits else []
     if bits:
         print()
         print("\n".join(plots.format_lengths(bits, lengths, "bits per byte")))
-    for protocol in cfg.protocol:
+    for protocol in plots.unique(plotted, "protocol"):
         x_axis = "position" if protocol == "position" else "context length"
-        print(f"\n{protocol}, nats per token, by {x_axis}")
-        print(plots.terminal_plot(plots.loss_curves(records, protocol)))
+        print(f"\n{protocol}, {unit}, by {x_axis}")
+        print(plots.terminal_plot(plots.loss_curves(plotted, protocol)))
 
 
-def plot_records(records, models, cfg, lengths, scored):
+def plot_records(records, models, cfg, lengths, scored, unit):
     """Write the figure of either task, with what it was measured on in its title and note.
 
-    scored: of describe_scored().
+    scored: of describe_scored(); unit: of losses_to_plot().
     """
     original = sorted({model.config.original_length for model in models.values()})
     trained_at = " or ".join(f"{length:,}" for length in original)
@@ -684,8 +706,8 @@ def plot_records(records, models, cfg, lengths, scored):
         chance = 10**-DIGITS
         note = f"{cfg.trials} prompts per cell, teacher-forced; chance is {chance}"
         plots.plot_needle_heatmaps(records, lengths, cfg.plot, note, title=title)
-    else:
-        plots.plot_losses(records, lengths, cfg.plot, scored[0], title=title)
+    elif records:
+        plots.plot_losses(records, lengths, cfg.plot, scored[0], title=title, unit=unit)
 
 
 def describe_scored(texts, lengths, max_tokens):
@@ -749,7 +771,7 @@ def evaluate(cfg, given, paths, writes):
     for model in models.values():
         share_sequences(model, cfg.sequence_parallel, lengths)
 
-    scored, texts = [], {}
+    scored, texts, unit = [], {}, ""
     if cfg.task == "loss":
         texts = open_texts(models, cfg, lengths)
         scored = describe_scored(texts, lengths, cfg.max_tokens)
@@ -762,16 +784,17 @@ def evaluate(cfg, given, paths, writes):
     if cfg.task == "loss":
         records = measure_losses(models, cfg, lengths, texts, log)
         print()
-        in_bits = bool(cfg.text) or have_different_vocabularies(models)
-        print_losses(records, cfg, lengths, in_bits)
+        plotted, unit = losses_to_plot(records, models)
+        in_bits = bool(cfg.text) or unit == "bits per byte"
+        print_losses(records, lengths, in_bits, plotted, unit)
         note_few_sequences(records, lengths)
     else:
-        records = measure_needles(models, cfg, lengths, log)
+        plotted = measure_needles(models, cfg, lengths, log)
         print()
-        print(plots.format_needle_table(records, lengths))
+        print(plots.format_needle_table(plotted, lengths))
 
     if cfg.plot and writes:
-        plot_records(records, models, cfg, lengths, scored)
+        plot_records(plotted, models, cfg, lengths, scored, unit)
     return 0
 
 

@@ -282,7 +282,7 @@ def label_lengths(axis, lengths):
     axis.minorticks_off()
 
 
-def plot_losses(records, lengths, file, note, title=""):
+def plot_losses(records, lengths, file, note, title="", unit="nats per token"):
     """Write a PNG with a panel and a table for each protocol; without matplotlib, say so.
 
     note: what the losses were measured on, in small print below.
@@ -302,7 +302,7 @@ def plot_losses(records, lengths, file, note, title=""):
         layout="constrained",
     )
     for column, protocol in enumerate(protocols):
-        draw_losses(axes[0][column], records, protocol, names, lengths)
+        draw_losses(axes[0][column], records, protocol, names, lengths, unit)
         axes[1][column].axis("off")
         if protocol != "position":
             draw_loss_table(axes[1][column], records, protocol, names, lengths)
@@ -315,7 +315,7 @@ def plot_losses(records, lengths, file, note, title=""):
     print(f"wrote {file}")
 
 
-def draw_losses(axis, records, protocol, names, lengths):
+def draw_losses(axis, records, protocol, names, lengths, unit):
     """Draw the curves of one protocol, in the same colours in all panels."""
     curves = loss_curves(records, protocol)
     for name, points in curves.items():
@@ -328,7 +328,7 @@ def draw_losses(axis, records, protocol, names, lengths):
     else:
         x_label = "context length (tokens)"
         ticks = {x for points in curves.values() for x, _ in points}
-    axis.set(xscale="log", xlabel=x_label, ylabel="loss (nats per token)", title=protocol)
+    axis.set(xscale="log", xlabel=x_label, ylabel=f"loss ({unit})", title=protocol)
     if ticks:
         label_lengths(axis, ticks)
     axis.grid(alpha=0.3)
