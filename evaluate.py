@@ -65,13 +65,13 @@ from nanolong import cli, plots, validate
 from nanolong.checkpoint import weights_hash
 from nanolong.device import autocast, pick_device, pick_dtype, settle_weights, weights_to_load
 from nanolong.distributed import check_same_everywhere, check_same_start, join_processes
-from nanolong.entry import load_entries
+from nanolong.entry import hash_sources, load_entries
 from nanolong.errors import UserError
+from nanolong.evaluation_log import EvaluationLog, Measurement, measure_all, read_records
 from nanolong.inference import KVCache
 from nanolong.logger import device_name
 from nanolong.provenance import current_commit
 from nanolong.sequence_parallel import gather_tokens, own_part, share_sequences
-from nanolong.strict_json import to_json
 
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
 
@@ -108,8 +108,8 @@ class EvaluateConfig:
     trials: int = 64  # prompts for each length and depth
     # [output]
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
-    # write the records to this file, with the step folder, dtype, device, data and commit; a loss
-    # that is not finite is null
+    # write the records to this file as they come, with the step folder, dtype, device, data and
+    # commit; a loss that is not finite is null. The same command, after a stop, reuses them
     json: str = ""
     # [system]
     # processes, started by torchrun, that share every sequence, a part of its tokens each
@@ -367,33 +367,52 @@ def make_records(name, loss_sum, n_scored, protocols, n_bytes=None, **fields):
     return records
 
 
-def measure_losses(models, cfg, lengths, texts=None):
+def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
+    """Return the Measurement of protocols that share their forward passes, at one length.
+
+    Where a loss cannot be measured, its record has "refused" with the reason.
+    """
+    split = text.val
+    placement = (protocols[0], cfg.stride, lengths)
+    settings = {"protocols": protocols, **fields}
+    try:
+        settings["sequences"] = find_sequences(split, length, cfg.max_tokens, *placement)
+    except UserError as error:
+        settings["refused"] = str(error)
+    n_sequences = len(settings.get("sequences", ()))
+
+    def measure():
+        dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
+        try:
+            loss_sum, n_scored = loss_by_position(
+                model, split, length, cfg.max_tokens, dtype, *placement
+            )
+        except UserError as error:
+            refused = {**fields, "refused": str(error)}
+            return [loss_record(name, protocol, length, **refused) for protocol in protocols]
+        n_bytes = bytes_by_position(text, length, cfg.max_tokens, *placement)
+        counted = {**fields, "sequences": n_sequences}
+        return make_records(name, loss_sum, n_scored, protocols, n_bytes, **counted)
+
+    flops = n_sequences * length * model.flops_per_token(length)
+    return Measurement(name, length, settings, flops, measure)
+
+
+def measure_losses(models, cfg, lengths, texts=None, log=None):
     """Measure every checkpoint (name -> GPT, on its device) at every length, by every protocol.
 
-    texts: of open_texts(), where they are open already. Returns a list of records. Where a loss
-    cannot be measured, the record has "refused" with the reason in place of "loss" and "tokens".
+    texts: of open_texts(), where they are open already; log: an EvaluationLog, or None to print
+    nothing. Returns a list of records. Where a loss cannot be measured, the record has "refused"
+    with the reason in place of "loss" and "tokens".
     """
     texts = texts or open_texts(models, cfg, lengths)
     if cfg.sequence_parallel > 1:
         check_same_everywhere(data=[text.hash for text in texts.values()])
-    records = []
-    for name, model in models.items():
-        dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
-        for length, (protocols, fields) in product(lengths, group_protocols(cfg, lengths)):
-            split = texts[name].val
-            placement = (protocols[0], cfg.stride, lengths)
-            try:
-                sequences = find_sequences(split, length, cfg.max_tokens, *placement)
-                loss_sum, n_scored = loss_by_position(
-                    model, split, length, cfg.max_tokens, dtype, *placement
-                )
-                n_bytes = bytes_by_position(texts[name], length, cfg.max_tokens, *placement)
-                counted = {**fields, "sequences": len(sequences)}
-                records += make_records(name, loss_sum, n_scored, protocols, n_bytes, **counted)
-            except UserError as error:
-                refused = {**fields, "refused": str(error)}
-                records += [loss_record(name, p, length, **refused) for p in protocols]
-    return records
+    measurements = []
+    for name, length, group in product(models, lengths, group_protocols(cfg, lengths)):
+        what = (name, models[name], texts[name], cfg, lengths, length)
+        measurements.append(plan_loss(*what, *group))
+    return measure_all(measurements, log)
 
 
 def open_texts(models, cfg, lengths):
@@ -469,6 +488,11 @@ def find_needle(
     Returns two floats: the fraction of trials in which all digits had the highest probability, and
     the mean loss in nats per digit. hidden=False leaves the passkey out of the prompt (control).
     """
+    if tokenizer is None:
+        raise UserError(
+            "find_needle() has no tokenizer to write prompts with: give that of the model, "
+            'data.tokenizer_from_json(model.meta["tokenizer"])'
+        )
     entropy = [seed, length, round(depth * 1e6), hidden]
     rng = np.random.Generator(np.random.PCG64(entropy))
     prompts = [passkey(tokenizer, length, depth, rng, bos, hidden) for _ in range(trials)]
@@ -493,13 +517,38 @@ def find_needle(
     return n_found / trials, loss_sum / trials / DIGITS
 
 
-def measure_needles(models, cfg, lengths):
+def plan_needle(name, model, tokenizer, cfg, length, depth):
+    """Return the Measurement of retrieval at one length and depth, or of the control (None)."""
+
+    def measure():
+        record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
+        record.update(trials=cfg.trials, seed=cfg.seed)
+        dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
+        # Nothing is hidden in the control, whose depth only seeds its prompts.
+        hidden = depth is not None
+        place = depth if hidden else 0.5
+        bos = model.meta.get("bos")
+        try:
+            record["accuracy"], record["nll"] = find_needle(
+                model, tokenizer, length, place, cfg.trials, cfg.seed, bos, dtype, hidden
+            )
+        except UserError as error:
+            record["refused"] = str(error)
+        return [record]
+
+    settings = {"depth": depth, "trials": cfg.trials, "seed": cfg.seed}
+    flops = cfg.trials * length * model.flops_per_token(length)
+    return Measurement(name, length, settings, flops, measure)
+
+
+def measure_needles(models, cfg, lengths, log=None):
     """Measure retrieval for every checkpoint, length and depth, and for the control (depth None).
 
-    Returns a list of records; one that cannot be measured has "refused" with the reason.
+    Returns a list of records; one that cannot be measured has "refused" with the reason. log: as in
+    measure_losses().
     """
     depths = [i / max(1, cfg.depths - 1) for i in range(cfg.depths)]
-    records = []
+    measurements = []
     for name, model in models.items():
         tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
         if tokenizer is None:
@@ -507,22 +556,9 @@ def measure_needles(models, cfg, lengths):
                 f"{name} has no tokenizer, so it cannot be asked in text: "
                 "use one that was trained on a text prepared by data/prepare.py"
             )
-        bos = model.meta.get("bos")
-        dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
         for length, depth in product(lengths, (*depths, None)):
-            record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
-            record.update(trials=cfg.trials, seed=cfg.seed)
-            # Nothing is hidden in the control, whose depth only seeds its prompts.
-            hidden = depth is not None
-            place = depth if hidden else 0.5
-            try:
-                record["accuracy"], record["nll"] = find_needle(
-                    model, tokenizer, length, place, cfg.trials, cfg.seed, bos, dtype, hidden
-                )
-            except UserError as error:
-                record["refused"] = str(error)
-            records.append(record)
-    return records
+            measurements.append(plan_needle(name, model, tokenizer, cfg, length, depth))
+    return measure_all(measurements, log)
 
 
 # -----------------------------------------------------------------------------
@@ -606,7 +642,7 @@ def check_writable(file):
     with open(path, "ab"):
         pass
     if not existed:
-        path.unlink()
+        path.resolve().unlink()  # of a link, what it leads to
 
 
 def origins(models, texts, dtype, device):
@@ -627,23 +663,40 @@ def origins(models, texts, dtype, device):
     return found
 
 
-def print_losses(records, cfg, lengths, in_bits):
-    """Print the losses as tables and as plots in characters; in_bits: also in bits per byte."""
+def losses_to_plot(records, models):
+    """Return the records to plot and their unit, which all vocabularies must have in common."""
+    if not have_different_vocabularies(models):
+        return records, "nats per token"
+    in_bits = plots.bits_per_byte(records)
+    if not in_bits:
+        print(
+            "note: nothing is plotted, for a loss per token means something else in each "
+            "vocabulary: bits per byte need --protocol=chunked and checkpoints with a tokenizer",
+            file=sys.stderr,
+        )
+    return in_bits, "bits per byte"
+
+
+def print_losses(records, lengths, in_bits, plotted, unit):
+    """Print the losses as tables and as plots in characters.
+
+    in_bits: print a table in bits per byte, too; plotted, unit: of losses_to_plot().
+    """
     print(plots.format_loss_table(records, lengths))
     bits = plots.bits_per_byte(records) if in_bits else []
     if bits:
         print()
         print("\n".join(plots.format_lengths(bits, lengths, "bits per byte")))
-    for protocol in cfg.protocol:
+    for protocol in plots.unique(plotted, "protocol"):
         x_axis = "position" if protocol == "position" else "context length"
-        print(f"\n{protocol}, nats per token, by {x_axis}")
-        print(plots.terminal_plot(plots.loss_curves(records, protocol)))
+        print(f"\n{protocol}, {unit}, by {x_axis}")
+        print(plots.terminal_plot(plots.loss_curves(plotted, protocol)))
 
 
-def plot_records(records, models, cfg, lengths, scored):
+def plot_records(records, models, cfg, lengths, scored, unit):
     """Write the figure of either task, with what it was measured on in its title and note.
 
-    scored: of describe_scored().
+    scored: of describe_scored(); unit: of losses_to_plot().
     """
     original = sorted({model.config.original_length for model in models.values()})
     trained_at = " or ".join(f"{length:,}" for length in original)
@@ -652,8 +705,8 @@ def plot_records(records, models, cfg, lengths, scored):
         chance = 10**-DIGITS
         note = f"{cfg.trials} prompts per cell, teacher-forced; chance is {chance}"
         plots.plot_needle_heatmaps(records, lengths, cfg.plot, note, title=title)
-    else:
-        plots.plot_losses(records, lengths, cfg.plot, scored[0], title=title)
+    elif records:
+        plots.plot_losses(records, lengths, cfg.plot, scored[0], title=title, unit=unit)
 
 
 def describe_scored(texts, lengths, max_tokens):
@@ -706,6 +759,7 @@ def evaluate(cfg, given, paths, writes):
     for file in (cfg.plot, cfg.json):
         if file and writes:
             check_writable(file)
+    saved = read_records(cfg.json) if writes else []
 
     # The default lengths are multiples of the shortest original context length.
     shortest = min(model.config.original_length for model in models.values())
@@ -716,25 +770,30 @@ def evaluate(cfg, given, paths, writes):
     for model in models.values():
         share_sequences(model, cfg.sequence_parallel, lengths)
 
-    scored, texts = [], {}
+    scored, texts, unit = [], {}, ""
     if cfg.task == "loss":
         texts = open_texts(models, cfg, lengths)
         scored = describe_scored(texts, lengths, cfg.max_tokens)
-        print("\n".join(f"scored: {line}" for line in scored))
-        records = measure_losses(models, cfg, lengths, texts)
-        in_bits = bool(cfg.text) or have_different_vocabularies(models)
-        print_losses(records, cfg, lengths, in_bits)
+        print("\n".join(f"scored: {line}" for line in scored), flush=True)
+    origin = origins(models, texts, pick_dtype(cfg.dtype, device), device)
+    code = hash_sources(cfg.entry)
+    processes = cfg.sequence_parallel
+    file = cfg.json if writes else ""
+    log = EvaluationLog(file, saved, models, origin, code=code, processes=processes)
+    if cfg.task == "loss":
+        records = measure_losses(models, cfg, lengths, texts, log)
+        print()
+        plotted, unit = losses_to_plot(records, models)
+        in_bits = bool(cfg.text) or unit == "bits per byte"
+        print_losses(records, lengths, in_bits, plotted, unit)
         note_few_sequences(records, lengths)
     else:
-        records = measure_needles(models, cfg, lengths)
-        print(plots.format_needle_table(records, lengths))
+        plotted = measure_needles(models, cfg, lengths, log)
+        print()
+        print(plots.format_needle_table(plotted, lengths))
 
-    if cfg.json and writes:
-        origin = origins(models, texts, pick_dtype(cfg.dtype, device), device)
-        rows = [{**record, **origin[record["checkpoint"]]} for record in records]
-        Path(cfg.json).write_text(to_json(rows, indent=1) + "\n", encoding="utf-8")
     if cfg.plot and writes:
-        plot_records(records, models, cfg, lengths, scored)
+        plot_records(plotted, models, cfg, lengths, scored, unit)
     return 0
 
 

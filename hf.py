@@ -25,6 +25,7 @@ from typing import Literal
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
 from nanolong.checkpoint import open_model
+from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.gguf_import import import_gguf
 from nanolong.hf_export import export_checkpoint
@@ -42,6 +43,8 @@ class HFConfig:
     verify: bool = True
     # export: of a run folder take the checkpoint with the best validation loss, not the newest
     best: bool = False
+    # export: Python files, each with one scheme of your own, for a checkpoint trained with it
+    entry: tuple[str, ...] = ()
 
 
 def main():
@@ -56,6 +59,7 @@ def main():
     if direction == "export":
         if "store" in given:
             raise UserError("--store is for import: leave it out")
+        load_entries(cfg.entry, POSITIONS)
         model = open_model(GPT, GPTConfig, POSITIONS, source, cfg.best)
         export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
         return

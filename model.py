@@ -633,7 +633,10 @@ def scheme_class(pos, method):
     if POSITIONS[pos] is RoPE:
         return {"lm-infinite": LMInfinite, "self-extend": SelfExtend}.get(method, RoPE)
     if method in rope_scaling.EVALUATION_ONLY:
-        raise UserError(f"method {method!r} replaces attention: use it with --pos=rope only")
+        raise UserError(
+            f"method {method!r} replaces attention: its class is derived from plain RoPE and would "
+            f"drop the code of --pos={pos}, so use it with --pos=rope only"
+        )
     return POSITIONS[pos]
 
 

@@ -13,6 +13,7 @@ import itertools
 import math
 import shlex
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ from nanolong.run_folder import latest_run
 
 # In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.
 MIN_PARAMETERS_BFLOAT16 = 16e6
+
+# A prompt that takes longer than so many seconds is reported: then, after twice as long, and so on.
+SLOW_PROMPT = 5
 
 
 @dataclass
@@ -139,6 +143,48 @@ def note_rounding(cfg, dtype):
         )
 
 
+def show_prefill(model, n_tokens):
+    """Print on stderr how far the next forward pass, which computes the prompt, is if it is slow.
+
+    All layers take about as long, whatever the scheme: those that are done say when it will end.
+    """
+    n_layers = len(model.blocks)
+    done = 0
+    start = time.perf_counter()
+    next_line = start + SLOW_PROMPT
+
+    def finish_layer(block, args, output):
+        nonlocal done, next_line
+        done += 1
+        now = time.perf_counter()
+        if done < n_layers and now >= next_line:
+            next_line = now + (now - start)
+            left = (now - start) / done * (n_layers - done)
+            layers = f"{done} of {n_layers} layers"
+            print(
+                f"prompt of {n_tokens} tokens: {layers}, about {left:.0f} s left", file=sys.stderr
+            )
+        if done == n_layers:
+            for hook in hooks:
+                hook.remove()
+            note_slow_tokens(model, n_tokens, now - start)
+
+    hooks = [block.register_forward_hook(finish_layer) for block in model.blocks]
+
+
+def note_slow_tokens(model, n_tokens, seconds):
+    """Print a note if every new token takes these seconds, since no keys can be cached."""
+    if seconds < SLOW_PROMPT:
+        return
+    versions = {model.pos.set_length(n_tokens + i) for i in range(3)}
+    if len(versions) == 3:  # a cache is refilled at every token
+        print(
+            f"note: every new token computes the whole text again, about {seconds:.0f} s each: "
+            "lower --max_new_tokens, or extend by another method",
+            file=sys.stderr,
+        )
+
+
 def main():
     cfg, _, paths = cli.parse(SampleConfig, about=__doc__, paths="a run folder or a step folder")
 
@@ -178,19 +224,21 @@ def main():
     warnings.simplefilter("ignore", ContextLengthWarning)  # check_length() has said so
     x = torch.tensor([ids], device=device)  # (1, T)
 
-    # Generate, and print each character as soon as it is complete.
+    # Generate. The prompt is printed once it is computed, then each character once it is complete.
     for i in range(cfg.num_samples):
         if i:
             print("\n" + "-" * 16)
-        print(printable, end="", flush=True)
         generator = torch.Generator(device).manual_seed(cfg.seed + i)
         with autocast(device, dtype):
             tokens = model.generate(
                 x, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled
             )
+            show_prefill(model, len(ids))
             new_ids = (token.item() for token in tokens)
             new_ids = itertools.takewhile(lambda token: token not in stop, new_ids)
-            for text in decode_stream(new_ids, tokenizer):
+            stream = decode_stream(new_ids, tokenizer)
+            print(printable + next(stream, ""), end="", flush=True)
+            for text in stream:
                 print(text, end="", flush=True)
     print()
     return 0

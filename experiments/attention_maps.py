@@ -60,6 +60,8 @@ class MapsConfig:
     dataset: str = ""  # default: the one each checkpoint was trained on
     plot: str = ""  # write a figure to this PNG (needs matplotlib)
     json: str = ""  # write the records to this file
+    # Python files, each with one scheme of your own, for checkpoints that were trained with it
+    entry: tuple[str, ...] = ()
     best: bool = False  # load the step with the lowest validation loss, not the newest
     seed: int = 1337  # of the choice of sequences
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -165,12 +167,18 @@ def dense_attention(
 def record_attention():
     """Replace kernels.attention by dense_attention. Yields a list that collects probabilities.
 
-    Each call, that is each layer in turn, appends its (B, H, Tq, Tk).
+    Each call, that is each layer in turn, appends its (B, H, Tq, Tk). A call for the log-sum-exp,
+    to merge parts of an attention, raises UserError: it would have the probabilities of a part.
     """
     maps = []
     original = kernels.attention
 
-    def attention(*args, **kwargs):
+    def attention(*args, return_lse=False, **kwargs):
+        if return_lse:
+            raise UserError(
+                "this extension merges attention over two sets of keys, so there is no map of it: "
+                "give the checkpoint that was extended, or one that another method has extended"
+            )
         y, p = dense_attention(*args, **kwargs)
         maps.append(p)
         return y
@@ -195,6 +203,11 @@ def attention_maps(model, tokens, seed=0):
         warnings.simplefilter("ignore", ContextLengthWarning)
         model.hidden_states(tokens.to(device), model.sample_positions(*tokens.shape, seed))
     model.train(was_training)
+    validate.require(
+        len(maps) == len(model.blocks),
+        f"{type(model.pos).__name__} computes attention without kernels.attention, so there is no "
+        "map of it: leave it out",
+    )
     return maps
 
 

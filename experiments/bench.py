@@ -10,7 +10,7 @@
     python experiments/bench.py memory --redraw=true   rewrite the table from its JSON
 
 train, sample and memory (bench_train.py, bench_sample.py, bench_memory.py) take a few minutes each
-and write train.md, sample.md and memory.md with their JSON to results/<device>/. The operators go
+and write train.md, sample.md and memory.md with their JSON to --out_dir. The operators go
 to bench.md, bench.json and bench.png. Times are medians. `speedup` is the time of the first row of
 a case divided by this row's: above 1 is faster. An alternative that is not installed has no row;
 one that cannot compute a case has the reason. On a GPU the L2 cache is flushed between runs; on a
@@ -64,7 +64,7 @@ class BenchConfig:
     iterations: int = 0  # train: steps of a run; default: 200 and 35
     redraw: bool = False  # rewrite tables and figures from the JSON files, without measuring
     device: str = "auto"  # auto, cpu, cuda or cuda:N
-    out_dir: str = ""  # default: results/<device>
+    out_dir: str = ""  # default: out/bench/<device>
 
     def __post_init__(self):
         sections = (*OPERATORS, *WHOLE_RUNS)
@@ -734,11 +734,11 @@ def bench_whole_run(section, cfg, device, folder):
 
 
 def device_folder(device):
-    """The folder of results for a device."""
+    """The default of --out_dir for a device."""
     if device.type == "cpu":
-        return "results/cpu"
+        return "out/bench/cpu"
     name = torch.cuda.get_device_name(device).lower()
-    return "results/" + re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    return "out/bench/" + re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def main():

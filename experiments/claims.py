@@ -6,8 +6,8 @@
     python experiments/claims.py --budget=try        seconds, a test; its numbers mean nothing
 
 Stop at any time: the same command continues where it stopped, and one with all seeds and parts
-collects what several processes have measured. It writes results/claims.md, .json and .png; those of
-trials, and of some seeds or parts only, go to out/claims. There are four parts:
+collects what several processes have measured. It writes claims.md, .json and .png to --out_dir.
+There are four parts:
 
 1. examples: do more examples in a longer prompt help? Each sample has a secret digit for each of a
    few keys, and shows examples one after another: a key with its digit, or, in half of them, with a
@@ -19,7 +19,7 @@ trials, and of some seeds or parts only, go to out/claims. There are four parts:
 4. pairs: leave RoPE's faster, or its slower, half of the pairs unrotated in a finished model.
 
 Parts 2 to 4 use the text models of reproduce.py: --runs=out/reproduce takes those that are there.
-The report also judges, without training, what results/leaderboard.json and reproduce.json hold.
+The report also judges, without training, what leaderboard.json and reproduce.json of results/ hold.
 """
 
 import sys
@@ -63,16 +63,10 @@ class ClaimsConfig:
     parts: tuple[Literal["examples", "learned", "attention", "pairs"], ...] = PARTS
     dataset: str = "python"  # text of the parts 2 to 4
     runs: str = "out/claims"  # folder for the models and the measurements
-    # folder for the report; default: results for all seeds and parts, otherwise out/claims
-    out_dir: str = ""
+    out_dir: str = "out/claims"  # folder for the report
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products; part 1 is always in float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-
-    def report_folder(self):
-        """Return the folder of the report: trials and subsets never replace the tracked one."""
-        is_whole = (self.budget, self.seeds, self.parts) == ("cpu", SEEDS, PARTS)
-        return Path(self.out_dir or ("results" if is_whole else "out/claims"))
 
     def __post_init__(self):
         require(self.seeds, "seeds is empty: give numbers, as in --seeds=1,2,3")
@@ -290,7 +284,7 @@ def main():
         "text_models": runs[0].budget,
         "seeds": found,  # by their numbers
     }
-    write_report(board, cfg.report_folder())
+    write_report(board, Path(cfg.out_dir))
     return 0
 
 

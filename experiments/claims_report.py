@@ -1,4 +1,4 @@
-"""The report of claims.py: results/claims.md, .json and .png."""
+"""The report of claims.py: claims.md, .json and .png."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from experiments.report import (
     format_interval,
     markdown_table,
     read_json,
-    write_json,
 )
 from experiments.reproduce import DEPTHS, FACTOR, average_needles, needle_lengths
 from nanolong.plots import import_pyplot
+from nanolong.strict_json import write_json
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 TEN_PERCENT = 0.0953  # of a perplexity, in nats

@@ -12,7 +12,7 @@ the last positions of a short sequence and of one beyond the original context.
 CLIENTS is a folder with the clients that are not installed with this project: mlx-lm and
 llama-cpp-python, whose source distribution has the converter. One that cannot be imported is
 reported as not run. Every comparison is saved in --work, and a later call makes those that are
-missing. Writes the section "Clients" of results/interchange.md.
+missing. Writes the section "Clients" of --out, which is the report of interchange.py.
 """
 
 import sys
@@ -44,7 +44,6 @@ from experiments.report import (
     load_finished_run,
     markdown_table,
     replace_section,
-    write_json,
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
@@ -53,7 +52,7 @@ from nanolong.errors import UserError
 from nanolong.gguf_import import import_gguf
 from nanolong.hf_export import export_checkpoint
 from nanolong.provenance import current_commit, provenance
-from nanolong.strict_json import to_json
+from nanolong.strict_json import to_json, write_json
 from nanolong.validate import require
 
 PROMPT = "The capital of France is"
@@ -76,7 +75,7 @@ class ClientsConfig:
     # layers, from the first on, that compute the long sequence; 0: all, which takes minutes a cell
     long_layers: int = 4
     work: str = "out/clients"  # folder for exports and finished comparisons
-    out: str = "results/interchange.md"  # the report, whose section is replaced
+    out: str = "out/interchange.md"  # the report, whose section is replaced
     note: str = ""  # a sentence about the clients, for the report
     redraw: bool = False  # write the report of what is saved, and run nothing
 

@@ -31,8 +31,8 @@ YARN_FACTOR = 4.0
 
 @dataclass
 class FiguresConfig:
-    out: str = "results/figures/positions.png"  # the PNG file of the position schemes
-    yarn_out: str = "results/figures/yarn.png"  # the PNG file of YaRN's wavelengths
+    out: str = "out/figures/positions.png"  # the PNG file of the position schemes
+    yarn_out: str = "out/figures/yarn.png"  # the PNG file of YaRN's wavelengths
     length: int = 256  # tokens plotted, and the context length of the schemes
     n_head: int = 8  # attention heads
     head_dim: int = 64  # channels of a head; the model has n_head times that

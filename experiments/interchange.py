@@ -9,8 +9,8 @@ original context length: after the import, in one forward pass and token by toke
 after an export, as AutoModelForCausalLM loads it. Then our own models are exported. Export, import
 and export again should give the same bytes.
 
-Needs transformers, which runs in processes of its own. Writes results/interchange.md, and keeps the
-section there that experiments/clients.py writes.
+Needs transformers, which runs in processes of its own. Writes the report to --out, and keeps the
+sections there that bench_files.py and clients.py are the source of.
 """
 
 import sys
@@ -59,7 +59,7 @@ N_PROMPT = 41  # these are the first forward pass of a comparison with a cache
 @dataclass
 class InterchangeConfig:
     only: str = ""  # architectures whose name contains this
-    out: str = "results/interchange.md"  # the report
+    out: str = "out/interchange.md"  # the report
 
 
 @dataclass

@@ -10,8 +10,7 @@
 
 A run takes about a minute of 2 cores. Stop at any time: the same command continues where it
 stopped. Runs are kept in out/leaderboard, each with its settings and a hash of its code: what has
-been edited since is trained again. The results go to results/leaderboard.md, .json and .png;
-those of trials, and of some entries only, go to out/leaderboard.
+been edited since is trained again. The results go to leaderboard.md, .json and .png in --out_dir.
 
 The score is the loss in the last quarter of a sequence, in nats per token of held-out text, at 1,
 4, 8 and 32 times the training length: the mean over the seeds and its 95 % interval (Student's t).
@@ -49,7 +48,6 @@ from experiments.report import (
     load_board,
     markdown_table,
     read_json,
-    write_json,
 )
 from model import GPT, POSITIONS, Block, GPTConfig, RoPE
 from nanolong import cli
@@ -60,6 +58,7 @@ from nanolong.optim import get_lr, make_optimizers
 from nanolong.plots import import_pyplot, terminal_plot
 from nanolong.provenance import provenance
 from nanolong.run_folder import list_steps
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 from train import TrainConfig, forward_backward, optimizer_step, train
 
@@ -74,18 +73,11 @@ class LeaderboardConfig:
     dataset: str = "python"  # text for training and evaluation
     max_tokens: int = 65536  # tokens of validation text that are scored
     runs: str = "out/leaderboard"  # folder for the run folders
-    # folder for leaderboard.md, .json and .png; default: results for all entries at a full budget,
-    # otherwise out/leaderboard
-    out_dir: str = ""
+    out_dir: str = "out/leaderboard"  # folder for leaderboard.md, .json and .png
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     redraw: bool = False  # write the tables and the figure from leaderboard.json; measure nothing
-
-    def report_folder(self):
-        """Return the folder of the report: trials and subsets never replace the tracked one."""
-        is_trial = self.budget == "try" or self.entry or self.entries
-        return Path(self.out_dir or ("out/leaderboard" if is_trial else "results"))
 
     def __post_init__(self):
         require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
@@ -678,7 +670,7 @@ def plot_losses(board, names, file):
 
 def main():
     cfg, *_ = cli.parse(LeaderboardConfig, about=__doc__)
-    out_dir = cfg.report_folder()
+    out_dir = Path(cfg.out_dir)
     file = out_dir / "leaderboard.json"
     if cfg.redraw:
         board = load_board(file)

@@ -18,8 +18,7 @@ numbers. Queries are not scaled by 1 / sqrt(head_dim): outside phi the factor wo
 The experiment trains softmax and linear attention, each without positions and with RoPE, and linear
 attention with a rotated denominator, and evaluates them at up to 8 times the training length. Stop
 at any time: the same command continues after the last finished run. Runs are kept in
-out/linear_attention; the results go to results/linear_attention.md, .json and .png, those of trials
-and of some seeds only to out/linear_attention.
+out/linear_attention; the results go to linear_attention.md, .json and .png in --out_dir.
 """
 
 import sys
@@ -28,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -222,8 +221,7 @@ class LinearConfig:
     dataset: str = "python"  # text for training and evaluation
     max_tokens: int = 65536  # tokens of validation text that are scored
     runs: str = "out/linear_attention"  # folder for the models and for finished measurements
-    # folder of the report; default: results for all seeds and schemes, otherwise the folder of runs
-    out_dir: str = ""
+    out_dir: str = ""  # folder of the report; default: that of the runs
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products outside attention
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -236,19 +234,13 @@ class LinearConfig:
         for seed in self.seeds:
             require(seed >= 1, f"seed {seed} is too small: give at least 1")
 
-    def report_folder(self):
-        """Return the folder of the report: trials and parts never replace the tracked one."""
-        same = {"runs": self.runs, "device": self.device, "out_dir": self.out_dir}
-        is_whole = asdict(self) == asdict(LinearConfig(**same))
-        return Path(self.out_dir or ("results" if is_whole else self.runs))
-
 
 def main():
     from experiments.linear_attention_report import write_report
     from experiments.linear_attention_runs import measure
 
     cfg, *_ = cli.parse(LinearConfig, about=__doc__)
-    write_report(measure(cfg), cfg.report_folder())
+    write_report(measure(cfg), Path(cfg.out_dir or cfg.runs))
     return 0
 
 

@@ -11,9 +11,9 @@ from experiments.report import (
     confidence_interval,
     format_interval,
     markdown_table,
-    write_json,
 )
 from nanolong.plots import import_pyplot
+from nanolong.strict_json import write_json
 
 ROPE, NOPE, BOTH = "linear rope", "linear nope", "linear rope, both rotated"
 

@@ -4,7 +4,7 @@
     python experiments/long_code.py --budget=try    seconds, a test; its numbers mean nothing
 
 Stop at any time: the same command continues where it stopped. The results go to
-results/long_code.md and .json.
+long_code.md and .json in --out_dir.
 
 The text is the source of the Python packages that are installed next to this program. Each method
 is fine-tuned at the target length on 0.1, 1 and 10 % of the pretraining tokens (whole steps, so the
@@ -28,13 +28,14 @@ import torch
 import data
 from data.prepare import build
 from evaluate import loss_by_position
-from experiments.report import command_line, markdown_table, write_json
+from experiments.report import command_line, markdown_table
 from model import GPT, GPTConfig
 from nanolong import cli
 from nanolong.device import pick_device, pick_dtype
 from nanolong.errors import UserError
 from nanolong.provenance import provenance
 from nanolong.run_folder import list_steps
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import METHODS
 from train import TrainConfig, train
@@ -49,7 +50,7 @@ class CodeConfig:
     tokenizer: str = "gpt2"  # bytes, or a tiktoken encoding
     dataset: str = ""  # a dataset of your own, instead of the packages' source
     runs: str = "out/long_code"  # folder for the run folders
-    out_dir: str = "results"  # folder for long_code.md and .json
+    out_dir: str = "out/long_code"  # folder for long_code.md and .json
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

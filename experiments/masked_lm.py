@@ -7,7 +7,7 @@
 
 The default is 24 runs of some minutes each. Stop at any time: the same command continues after the
 last finished run. Each run leaves its measurements in out/masked_lm; the results go to
-results/masked_lm.md and .json.
+masked_lm.md and .json in --out_dir, by default the same folder.
 
 A causal model without positions can count how many tokens it sees. Without the causal mask nothing
 is left to count: its input is a bag of tokens, and every masked token of a sequence gets the same
@@ -46,7 +46,6 @@ from experiments.report import (
     format_interval,
     load_finished_run,
     markdown_table,
-    write_json,
 )
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
@@ -54,6 +53,7 @@ from nanolong.device import autocast, pick_device, pick_dtype, prepare_device
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers, update_weights
 from nanolong.provenance import provenance
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 from train import TrainConfig
 
@@ -70,7 +70,7 @@ class MaskedConfig:
     dataset: str = "python"  # text for training and evaluation
     max_tokens: int = 65536  # tokens of the validation sequences that are scored
     runs: str = "out/masked_lm"  # folder for the measurements of finished runs
-    out_dir: str = "results"  # folder for masked_lm.md and .json
+    out_dir: str = "out/masked_lm"  # folder for masked_lm.md and .json
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products
 

@@ -4,8 +4,8 @@
     python experiments/nope_tables.py --budget=gpu --datasets=python,shakespeare
     python experiments/nope_tables.py --tables=length --seeds=3 --pos=nope,learned,alibi,rope
 
-Stop at any time: the same command continues where it stopped. The results go to results/nope.md and
-.json.
+Stop at any time: the same command continues where it stopped. The results go to nope.md and
+.json in --out_dir.
 
 These are the tables of Haviv et al. (2022): every scheme is trained alike at each length (with the
 middle size) and with each size (at the greatest length), and scored over whole sequences of that
@@ -35,7 +35,6 @@ from experiments.report import (
     format_interval,
     load_finished_run,
     markdown_table,
-    write_json,
 )
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
@@ -43,6 +42,7 @@ from nanolong.device import pick_device, pick_dtype
 from nanolong.entry import hash_code
 from nanolong.provenance import provenance
 from nanolong.run_folder import list_steps
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 from train import TrainConfig, train
 
@@ -56,7 +56,7 @@ class NopeConfig:
     tables: tuple[Literal["length", "size"], ...] = ("length", "size")  # what varies
     max_tokens: int = 65536  # tokens of validation text that are scored
     runs: str = "out/nope"  # folder for the run folders
-    out_dir: str = "results"  # folder for nope.md and .json
+    out_dir: str = "out/nope"  # folder for nope.md and .json
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -33,9 +33,10 @@ import torch.nn.functional as F
 
 from data import Dataset
 from evaluate import check_writable, load_models
-from model import ContextLengthWarning
+from model import POSITIONS, ContextLengthWarning
 from nanolong import cli, validate
 from nanolong.device import pick_device
+from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.plots import format_refusals, import_pyplot, unique
 from nanolong.provenance import provenance
@@ -55,6 +56,8 @@ class ProbeConfig:
     dataset: str = ""  # default: the one each checkpoint was trained on
     plot: str = ""  # write a figure to this PNG (needs matplotlib)
     json: str = ""  # write the records to this file
+    # Python files, each with one scheme of your own, for checkpoints that were trained with it
+    entry: tuple[str, ...] = ()
     best: bool = False  # load the step with the lowest validation loss, not the newest
     seed: int = 1337  # of the choice of sequences, the probes and the shuffling
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -429,6 +432,7 @@ def load_checkpoints(paths, cfg):
         raise UserError(
             f"no checkpoint: give a run folder, as in python {sys.argv[0]} out/python-nope"
         )
+    load_entries(cfg.entry, POSITIONS)
     loaded = {}
     datasets = {}
     for name, model in load_models(paths, cfg.best, pick_device(cfg.device)).items():

@@ -38,7 +38,7 @@ import data
 from data.prepare import build, standard_library
 from evaluate import evaluation_mode, loss_by_position, read_text
 from experiments.public_report import write_report
-from experiments.report import command_line, read_json, write_json
+from experiments.report import command_line, read_json
 from extend import ExtendConfig
 from model import GPT
 from nanolong import cli
@@ -47,7 +47,7 @@ from nanolong.device import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
 from nanolong.provenance import current_commit, provenance
 from nanolong.run_folder import list_steps
-from nanolong.strict_json import to_json
+from nanolong.strict_json import to_json, write_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY
 from train import train
@@ -67,7 +67,7 @@ class PublicConfig:
     longrope: str = ""  # a table for longrope (experiments/search.py writes one); without, left out
     minutes: float = 0.0  # the most that all measurements may take; by default 90 (try: 10)
     runs: str = "out/public"  # folder for the measurements and the fine-tuned runs
-    out_dir: str = "results"  # folder for public.md and its figures
+    out_dir: str = "out/public"  # folder for public.md and its figures
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"

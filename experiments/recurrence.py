@@ -13,7 +13,7 @@ and rope are trained with memories of 2, 4 and 8 segments, too. All models are e
 tokens, with memories of several lengths, also longer ones than in training.
 
 Stop at any time: the same command continues where it stopped, with the same bits. The results go to
-results/recurrence.md, .json and .png; those of trials and of some runs only to out/recurrence.
+recurrence.md, .json and .png in --out_dir.
 """
 
 import sys
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -31,12 +31,13 @@ import data
 from data.prepare import prepare
 from experiments.recurrence_report import write_report
 from experiments.recurrence_runs import Run
-from experiments.report import command_line, count, write_json
+from experiments.report import command_line, count
 from experiments.segment_memory import RecurrentGPT, check_memory, generate
 from model import GPTConfig
 from nanolong import cli
 from nanolong.device import pick_device
 from nanolong.provenance import provenance
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 
 # Settings of model, training and evaluation, the same for all runs.
@@ -93,9 +94,7 @@ class RecurrenceConfig:
     dataset: str = "python"  # text for training and evaluation
     sample: str = "def __init__(self"  # prompt of the text that the report shows
     runs: str = "out/recurrence"  # folder for the run folders
-    # folder for recurrence.md, .json and .png; default: results for all runs of the cpu budget,
-    # otherwise out/recurrence
-    out_dir: str = ""
+    out_dir: str = "out/recurrence"  # folder for recurrence.md, .json and .png
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
@@ -117,12 +116,6 @@ class RecurrenceConfig:
             )
         for pos in self.schemes:
             check_memory(GPTConfig(pos=pos), 1)
-
-    def report_folder(self):
-        """Return the folder of the report: trials and subsets never replace the tracked one."""
-        same = {"sample": self.sample, "runs": self.runs, "device": self.device}
-        is_whole = asdict(self) == asdict(RecurrenceConfig(**same, out_dir=self.out_dir))
-        return Path(self.out_dir or ("results" if is_whole else "out/recurrence"))
 
 
 def list_runs(cfg, dataset):
@@ -253,7 +246,7 @@ def main():
         "contexts": measure_contexts(runs, evaluated),
         "sample": make_sample(runs, cfg.sample, device),
     }
-    out_dir = cfg.report_folder()
+    out_dir = Path(cfg.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     write_json(out_dir / "recurrence.json", board, indent=1)
     write_report(board, out_dir)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from evaluate import evaluation_mode
-from experiments.report import load_finished_run, write_json
+from experiments.report import load_finished_run
 from experiments.segment_memory import RecurrentGPT, SegmentMemory, Streams
 from model import GPTConfig
 from nanolong import checkpoint, run_folder
@@ -17,7 +17,7 @@ from nanolong.device import prepare_device
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers, update_weights
 from nanolong.provenance import current_commit
-from nanolong.strict_json import to_json
+from nanolong.strict_json import to_json, write_json
 from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
 from nanolong.validate import require
 from train import TrainConfig

@@ -118,15 +118,8 @@ def command_line(script):
     return " ".join(["python", script, *sys.argv[1:]])
 
 
-def write_json(file, value, indent=None):
-    """Write a value as JSON. The file is whole or absent, whenever the process ends."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(to_json(value, indent) + "\n", encoding="utf-8")
-    temporary.replace(file)
-
-
 def read_json(file):
-    """Return the value that write_json() wrote."""
+    """Return the value of a JSON file."""
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -7,7 +7,7 @@
                                                      reproduce.json that is there
 
 Stop at any time: the same command continues where it stopped. The results go to
-results/reproduce.md, .json, .png and needles.png. There are four parts:
+reproduce.md, .json, .png and needles.png in --out_dir. There are four parts:
 
 1. methods: a RoPE model is extended 4 times by every method and evaluated, zero-shot and after
    fine-tuning at the target length. The loss is that of the last quarter of sequences that do not
@@ -56,7 +56,6 @@ from experiments.report import (
     load_board,
     markdown_table,
     read_json,
-    write_json,
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
@@ -67,6 +66,7 @@ from nanolong.optim import make_optimizers, update_weights
 from nanolong.plots import import_pyplot, plot_needle_heatmaps
 from nanolong.provenance import current_commit, provenance
 from nanolong.run_folder import list_steps
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY, METHODS
 from train import TrainConfig, train
@@ -84,7 +84,7 @@ class ReproduceConfig:
     )
     dataset: str = "python"  # text for training and evaluation
     runs: str = "out/reproduce"  # folder for the models and for unfinished measurements
-    out_dir: str = "results"  # folder for the tables and the figures
+    out_dir: str = "out/reproduce"  # folder for the tables and the figures
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

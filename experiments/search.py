@@ -29,11 +29,12 @@ import numpy as np
 
 import data
 from evaluate import find_needle
-from experiments.report import write_json
-from model import GPT
+from model import GPT, POSITIONS, RoPE
 from nanolong import cli
 from nanolong.device import pick_device, pick_dtype
+from nanolong.entry import load_entries
 from nanolong.errors import UserError
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import METHODS
 
@@ -41,7 +42,10 @@ from rope_scaling import METHODS
 @dataclass
 class SearchConfig:
     factor: float = 4.0  # how many times longer
-    out: str = "factors.json"  # file for the table: extend.py --method=longrope --options=FILE
+    # file for the table: extend.py --method=longrope --options=FILE
+    out: str = "out/factors.json"
+    # Python files, each with one scheme of your own, for a checkpoint that was trained with it
+    entry: tuple[str, ...] = ()
     population: int = 16  # tables in a generation
     rounds: int = 10  # generations
     trials: int = 32  # prompts that a table is judged by, a quarter at each of four depths
@@ -154,7 +158,7 @@ def load(path):
     """Return a RoPE checkpoint, not extended, and its tokenizer. Raises UserError for others."""
     model = GPT.load(path)
     require(
-        model.config.pos == "rope",
+        isinstance(model.pos, RoPE),
         f"{path} is --pos={model.config.pos}: give a checkpoint of --pos=rope",
     )
     require(
@@ -178,6 +182,7 @@ def main():
     )
     if len(paths) != 1:
         raise UserError("give one run folder, as in python experiments/search.py out/rope")
+    load_entries(cfg.entry, POSITIONS)
     model, tokenizer = load(paths[0])
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)

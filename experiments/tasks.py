@@ -8,7 +8,7 @@
 
 The default is 135 runs of some minutes each. Stop at any time: the same command continues after the
 last finished run. Each run leaves its measurements in out/tasks, so that two processes may share
-the work by --tasks or --pos; the results go to results/tasks.md, .json and .png.
+the work by --tasks or --pos; the results go to tasks.md, .json and .png in --out_dir.
 
 A sample is `<bos> x <sep> y <eos>`; only y and <eos> are scored (after Kazemnejad et al. 2023). The
 tasks, by what `length` counts:
@@ -64,7 +64,6 @@ from experiments.report import (
     format_interval,
     load_finished_run,
     markdown_table,
-    write_json,
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
@@ -73,6 +72,7 @@ from nanolong.errors import UserError
 from nanolong.optim import update_weights
 from nanolong.plots import import_pyplot
 from nanolong.provenance import provenance
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 
 
@@ -85,7 +85,7 @@ class TasksConfig:
     seeds: int = 3  # runs of each task and scheme
     steps: int = 0  # training steps of a run; 0: as the budget says
     runs: str = "out/tasks"  # folder for the measurements of finished runs
-    out_dir: str = "results"  # folder for tasks.md, .json and .png
+    out_dir: str = "out/tasks"  # folder for tasks.md, .json and .png
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products
 

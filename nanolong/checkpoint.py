@@ -414,7 +414,11 @@ def check_scheme(file, pos, positions, entry):
         return
     advice = "add its class to POSITIONS in model.py, or use the checkout that trained it"
     if entry:
-        advice = f"give --entry={shlex.quote(entry)}, or add its class to POSITIONS in model.py"
+        in_python = f"nanolong.entry.load_entries([{entry!r}], model.POSITIONS)"
+        advice = (
+            f"give --entry={shlex.quote(entry)} (in Python: {in_python}), or add its class to "
+            "POSITIONS in model.py"
+        )
     raise UserError(f"{file} was trained with --pos={pos}, which this checkout lacks: {advice}")
 
 

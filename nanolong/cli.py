@@ -24,6 +24,7 @@ import inspect
 import os
 import sys
 import textwrap
+import time
 import tomllib
 import typing
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -31,6 +32,7 @@ from pathlib import Path
 
 from nanolong import validate
 from nanolong.errors import LocalError, UserError
+from nanolong.strict_json import write_json
 
 PRESETS = Path(__file__).resolve().parent.parent / "config"
 # class -> its fields that the data and GPT.extend() set, not the user
@@ -407,6 +409,19 @@ def print_error(message, on_every_rank):
     """Of several processes rank 0 alone prints what all of them meet alike."""
     if on_every_rank or int(os.environ.get("RANK", 0)) == 0:
         print(f"error: {message}", file=sys.stderr)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        write_error_file(error_file, message)
+
+
+def write_error_file(file, message):
+    """Have torchrun end its traceback, which it prints of every failure, with this message.
+
+    The format is that of torch.distributed.elastic.multiprocessing.errors.
+    """
+    error = {"message": str(message), "extraInfo": {"timestamp": str(int(time.time()))}}
+    with contextlib.suppress(OSError):
+        write_json(Path(file), {"message": error})
 
 
 @contextlib.contextmanager
@@ -447,8 +462,8 @@ def exit_if_peer_lost(error):
 
     message = distributed.lost_peer_message(error)
     if message:
-        print_error(message, on_every_rank=True)
-        sys.stderr.flush()
+        # not to torchrun, which takes the first message for the cause
+        print(f"error: {message}", file=sys.stderr, flush=True)
         # The process group is broken: an orderly shutdown could wait for the lost process.
         os._exit(1)
 

@@ -119,6 +119,14 @@ def check_same_everywhere(**facts):
             )
 
 
+def broadcast(value):
+    """Return the value of the first process in every process."""
+    values = [value]
+    if rank_and_world()[1] > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def _available_cores():
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

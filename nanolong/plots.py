@@ -282,7 +282,7 @@ def label_lengths(axis, lengths):
     axis.minorticks_off()
 
 
-def plot_losses(records, lengths, file, note, title=""):
+def plot_losses(records, lengths, file, note, title="", unit="nats per token"):
     """Write a PNG with a panel and a table for each protocol; without matplotlib, say so.
 
     note: what the losses were measured on, in small print below.
@@ -302,7 +302,7 @@ def plot_losses(records, lengths, file, note, title=""):
         layout="constrained",
     )
     for column, protocol in enumerate(protocols):
-        draw_losses(axes[0][column], records, protocol, names, lengths)
+        draw_losses(axes[0][column], records, protocol, names, lengths, unit)
         axes[1][column].axis("off")
         if protocol != "position":
             draw_loss_table(axes[1][column], records, protocol, names, lengths)
@@ -315,7 +315,7 @@ def plot_losses(records, lengths, file, note, title=""):
     print(f"wrote {file}")
 
 
-def draw_losses(axis, records, protocol, names, lengths):
+def draw_losses(axis, records, protocol, names, lengths, unit):
     """Draw the curves of one protocol, in the same colours in all panels."""
     curves = loss_curves(records, protocol)
     for name, points in curves.items():
@@ -328,7 +328,7 @@ def draw_losses(axis, records, protocol, names, lengths):
     else:
         x_label = "context length (tokens)"
         ticks = {x for points in curves.values() for x, _ in points}
-    axis.set(xscale="log", xlabel=x_label, ylabel="loss (nats per token)", title=protocol)
+    axis.set(xscale="log", xlabel=x_label, ylabel=f"loss ({unit})", title=protocol)
     if ticks:
         label_lengths(axis, ticks)
     axis.grid(alpha=0.3)
@@ -423,6 +423,24 @@ def short_fraction(value):
     return f"{value:.2f}".lstrip("0")
 
 
+def describe_wavelengths(before, after, original_length):
+    """Return what an extension changes in words. before, after: wavelengths in tokens, (R/2,)."""
+    n_complete = int((before <= original_length).sum())
+    rotated = before.isfinite() & after.isfinite()
+    lengthened = rotated & (after > before * 1.000001)
+    text = (
+        f"wavelengths of {len(before)} pairs, in tokens: {n_complete} complete a period within the "
+        f"original {original_length}; {int(lengthened.sum())} are lengthened"
+    )
+    if rotated.any():
+        longest = after.where(rotated, 0).argmax()
+        text += f", the longest from {before[longest]:,.0f} to {after[longest]:,.0f}"
+    n_fixed = int(after.isinf().sum())
+    if n_fixed:
+        text += f"; {n_fixed} are not rotated"
+    return text
+
+
 def plot_wavelengths(before, after, original_length, target_length, file, note):
     """Plot the wavelength in tokens of each of RoPE's pairs before and after an extension.
 
@@ -430,15 +448,9 @@ def plot_wavelengths(before, after, original_length, target_length, file, note):
     length completed no period in training: beyond that length, these pairs meet unseen angles.
     Prints a plot in characters and writes a PNG.
     """
-    before = 2 * math.pi / before.double().cpu()
+    before = 2 * math.pi / before.double().cpu()  # inf: a pair that is not rotated
     after = 2 * math.pi / after.double().cpu()
-    n_complete = int((before <= original_length).sum())
-    n_changed = int((after > before * 1.000001).sum())
-    print(
-        f"wavelengths of {len(before)} pairs, in tokens: {n_complete} complete a period within the "
-        f"original {original_length}; {n_changed} are lengthened, the longest from "
-        f"{before[-1]:,.0f} to {after[-1]:,.0f}"
-    )
+    print(describe_wavelengths(before, after, original_length))
     pairs = range(1, len(before) + 1)
     curves = {
         "before": list(zip(pairs, before.log10().tolist(), strict=True)),

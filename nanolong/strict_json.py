@@ -18,3 +18,10 @@ def without_infinities(value):
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def write_json(file, value, indent=None):
+    """Write a value as JSON. The file is whole or absent, whenever the process ends."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(to_json(value, indent) + "\n", encoding="utf-8")
+    temporary.replace(file)

@@ -417,7 +417,7 @@ def sampling(record, folder):
 
 
 # Of evaluate.py's records; earlier versions did not have them.
-NEW_KEYS = ("bytes", "sequences", "folder", "dtype", "device", "commit", "data_hash")
+NEW_KEYS = ("bytes", "sequences", "folder", "dtype", "device", "commit", "data_hash", "key")
 
 
 def evaluation(record, folder):

@@ -456,3 +456,13 @@ def test_an_old_python_gets_one_line_before_anything_else_is_imported():
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert "3.11" in done.stderr and "3.9" in done.stderr
+
+
+def test_torchrun_ends_with_the_error_of_a_script(run, tmp_path):
+    """Its traceback has no end but that of the first process, which is our sentence."""
+    words = ["config/debug.toml", "--gradient_accumulation_steps=1", f"--out_dir={tmp_path}/run"]
+    done = run("train.py", *words, processes=2)
+    assert done.returncode == 1
+    (line,) = re.findall("error: (gradient_accumulation_steps=1 .*)\n", done.stderr)
+    cause = done.stderr[done.stderr.index("Root Cause") :]
+    assert "exitcode  : 2 " in cause and f"traceback : {line}\n" in cause

@@ -1,5 +1,6 @@
 """Schemes from files: loading them, using them in every script, and the identity of code."""
 
+import re
 import sys
 import textwrap
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from conftest import TINY
 
-from model import POSITIONS
+import data
+from model import GPT, POSITIONS
 from nanolong.checkpoint import read_meta
 from nanolong.entry import entry_file, hash_code, load_entry
 from nanolong.errors import UserError
@@ -126,6 +128,54 @@ def test_an_entry_goes_from_training_to_sampling(entry, call, text_data, tmp_pat
         assert done.returncode == 0, done.stderr
     extended = call_anew("sample.py", f"{run}-none4", f"--entry={entry}", "--max_new_tokens=3")
     assert extended.returncode == 0, extended.stderr
+
+
+PARTIAL = """
+from model import RoPE
+
+class Partial(RoPE):
+    pass
+"""
+
+
+def test_analyses_and_exports_take_an_entry(call, make, text_data, tmp_path):
+    """The scheme is one that a Hugging Face model cannot have, which the export then says."""
+    file = tmp_path / "partial.py"
+    file.write_text(PARTIAL)
+    run = tmp_path / "run"
+    load_entry(file, POSITIONS)
+    model = make(pos="partial", vocab_size=257)
+    model.meta = {"dataset": str(text_data), "bos": 256}
+    model.meta["tokenizer"] = data.ByteTokenizer().to_json()
+    model.save(run / "step-000001")
+    small = ["--windows=2", "--device=cpu"]
+    probe = ["--held_out=2", "--hidden=4", "--steps=1"]
+    search = ["--factor=2", "--population=4", "--rounds=1", "--trials=4", "--device=cpu"]
+    for status, words in (
+        (0, ["experiments/attention_maps.py", run, *small, "--bins=2"]),
+        (0, ["experiments/probe.py", run, *small, *probe]),
+        (0, ["experiments/search.py", run, *search, f"--out={tmp_path}/f.json"]),
+        (2, ["hf.py", "export", run, tmp_path / "exported"]),
+    ):
+        POSITIONS.pop("partial", None)  # as in a process of its own
+        done = call(*words)
+        assert done.returncode == 2 and f"give --entry={file} (in Python: " in done.stderr
+        done = call(*words, f"--entry={file}")
+        assert done.returncode == status, done.stderr
+        assert status == 0 or "--pos=partial has no equivalent" in done.stderr
+
+
+def test_the_advice_for_a_notebook_loads_the_checkpoint(entry, make, tmp_path):
+    """It is Python that can be pasted, with a blank in the file's name."""
+    load_entry(entry, POSITIONS)
+    make(pos="my decay").save(tmp_path / "run/step-000001")
+    POSITIONS.pop("my decay")
+    with pytest.raises(UserError) as refused:
+        GPT.load(tmp_path / "run")
+    advice = re.search(r"in Python: (nanolong\.entry\..*\))\), or add", str(refused.value))[1]
+    names = {}
+    exec(f"import nanolong.entry, model\n{advice}", names)
+    assert type(GPT.load(tmp_path / "run").pos) is POSITIONS["my decay"]
 
 
 def test_an_edited_entry_is_named_with_old_weights(entry, call, text_data, tmp_path):

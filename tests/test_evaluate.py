@@ -497,11 +497,44 @@ def test_vocabularies_are_compared_on_one_text_by_bits_per_byte(
     assert chunked[0]["tokens"] != chunked[1]["tokens"]
     assert "losses per token cannot be compared" in done.stderr
     assert "--max_tokens" not in done.stderr
-    assert done.stdout.count("bits per byte") == 1
+    # one table, and one plot in place of those in nats per token
+    assert done.stdout.count("chunked (every token), bits per byte, by context length\n") == 1
+    assert done.stdout.count("chunked, bits per byte, by context length\n") == 1
+    assert done.stdout.count("bits per byte") == 2
+    assert "chunked, nats per token, by context length" not in done.stdout
     # a cut leaves each its own part of the text
     _, done = records_of(call, tmp_path, *words, "--max_tokens=100")
     longest = max(record["tokens"] for record in chunked)
     assert f"to compare bits per byte on all of it, give --max_tokens={longest}" in done.stderr
+
+
+def test_the_figure_of_two_vocabularies_is_in_bits_per_byte(
+    imported, text_file, call, tmp_path, monkeypatch
+):
+    """Nats per token of two vocabularies cannot be in one plot: without chunked there is none."""
+    runs = [f"a={imported('gpt2', 0, 'a')}", f"b={imported('llama2', 1, 'b')}"]
+    words = [*runs, f"--text={text_file}", "--lengths=24,48", f"--plot={tmp_path}/a.png"]
+    real = evaluate.plots.draw_losses
+    panels = []
+
+    def draw_losses(axis, records, *args):
+        real(axis, records, *args)
+        curves = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+        panels.append((axis.get_title(), axis.get_ylabel(), curves))
+
+    monkeypatch.setattr(evaluate.plots, "draw_losses", draw_losses)
+    records, _ = records_of(call, tmp_path, *words)
+    expected = {}
+    for record in records:
+        if record["protocol"] == "chunked":
+            bits = record["loss"] * record["tokens"] / record["bytes"] / math.log(2)
+            expected.setdefault(record["checkpoint"], []).append(bits)
+    assert panels == [("chunked", "loss (bits per byte)", expected)]
+
+    (tmp_path / "a.png").unlink()
+    _, done = records_of(call, tmp_path, *words, "--protocol=last-quarter")
+    assert "note: nothing is plotted, for a loss per token" in done.stderr
+    assert not (tmp_path / "a.png").exists() and "last-quarter, nats per token" not in done.stdout
 
 
 def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call, tmp_path):
@@ -597,6 +630,11 @@ def test_needle_prompts_are_the_same_for_all_models():
     assert torch.equal(first.prompts[0], second.prompts[0])
     evaluate.find_needle(second, tokenizer, 30, 0.25, 20, 4, 256)
     assert not torch.equal(second.prompts[1], second.prompts[0])
+
+
+def test_needles_need_a_tokenizer(make):
+    with pytest.raises(UserError, match="no tokenizer to write prompts with: give that of"):
+        evaluate.find_needle(make(), None, 64, 0.5)
 
 
 def test_needle_records_cover_every_depth_and_the_control(make):

@@ -211,22 +211,6 @@ def test_a_new_setting_at_its_default_changes_no_identity():
     assert not same(old, changed(model={"n_layer": 2, "swing": 2}))
 
 
-@pytest.mark.parametrize(
-    ("settings", "folder"),
-    [
-        ({}, "results"),
-        ({"budget": "gpu"}, "results"),
-        ({"budget": "try"}, "out/leaderboard"),
-        ({"entries": ("rope",)}, "out/leaderboard"),
-        ({"entry": ("mine.py",)}, "out/leaderboard"),
-        ({"budget": "try", "out_dir": "elsewhere"}, "elsewhere"),
-    ],
-)
-def test_trials_and_subsets_do_not_replace_the_published_report(settings, folder):
-    cfg = leaderboard.LeaderboardConfig(**settings)
-    assert cfg.report_folder().as_posix() == folder
-
-
 # -----------------------------------------------------------------------------
 # Entries, ranks and tables.
 

@@ -193,6 +193,20 @@ def test_wavelengths_say_what_an_extension_changes(tmp_path, capsys):
     assert is_png(tmp_path / "w.png")
 
 
+def test_pairs_that_are_not_rotated_have_no_wavelength(tmp_path, capsys):
+    """Of p-RoPE the slow half, and of a method that drops RoPE all."""
+    before = torch.cat((1e4 ** -(torch.arange(16, dtype=torch.float64) / 32), torch.zeros(16)))
+    plots.plot_wavelengths(before, before / 4, 64, 256, str(tmp_path / "w.png"), "PI")
+    text = capsys.readouterr().out
+    assert "16 are lengthened, the longest from 471 to 1,885; 16 are not rotated" in text
+    assert "inf" not in text and is_png(tmp_path / "w.png")
+
+    plots.plot_wavelengths(before, 0 * before, 64, 256, str(tmp_path / "d.png"), "DroPE")
+    text = capsys.readouterr().out
+    assert "0 are lengthened; 32 are not rotated" in text and "inf" not in text
+    assert is_png(tmp_path / "d.png")
+
+
 def test_without_matplotlib_a_note_takes_the_place_of_the_figure(
     losses, tmp_path, monkeypatch, capsys
 ):

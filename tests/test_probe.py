@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import data
 import kernels
 from experiments import attention_maps, probe
+from experiments.linear_attention import LinearAttention
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.checkpoint import save_model
 from nanolong.errors import UserError
@@ -384,6 +385,34 @@ def test_a_cell_that_cannot_be_measured_has_the_reason(script, runs, call):
     assert {record["length"] for record in records} == {24, 32}
     assert len([record for record in records if "refused" in record]) == 1
     assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_attention_without_a_map_is_refused_and_the_rest_measured(make, text_data, call, tmp_path):
+    """Two methods merge attention over two sets of keys; linear attention has no probabilities."""
+    for name in ("plain", "lm-infinite", "self-extend"):
+        model = make(pos="rope", vocab_size=257)
+        if name != "plain":
+            model.extend(name, 2)
+        save_model(model, tmp_path / name / "step-000001", dataset=str(text_data), bos=256)
+    POSITIONS["linear"] = LinearAttention
+    try:
+        linear = make(pos="linear", vocab_size=257)
+        save_model(linear, tmp_path / "linear" / "step-000001", dataset=str(text_data), bos=256)
+        names = ("plain", "lm-infinite", "self-extend", "linear")
+        paths = [f"{name}={tmp_path / name}" for name in names]
+        words = ["--windows=2", "--device=cpu", f"--plot={tmp_path}/a.png"]
+        done = call("experiments/attention_maps.py", *paths, *words)
+    finally:
+        del POSITIONS["linear"]
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for name in ("lm-infinite", "self-extend"):
+        assert f"refused: {name} at 24: this extension merges attention over two" in done.stdout
+    assert (
+        "refused: linear at 24: LinearAttention computes attention without kernels" in done.stdout
+    )
+    assert "plain, tokens (normalised) of each head" in done.stdout
+    only = [tmp_path / "lm-infinite", "--windows=2", "--device=cpu", f"--plot={tmp_path}/b.png"]
+    assert call("experiments/attention_maps.py", *only).returncode == 0
 
 
 def test_attention_maps_prints_slopes(runs, call):

@@ -117,6 +117,17 @@ def test_the_documents_know_every_scheme_and_method():
             assert f"`{option}" in extension, (method, option)
 
 
+def test_contributing_names_the_pages_that_list_schemes_and_methods():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    sections = {section.split("\n")[0]: section for section in text.split("\n## ")}
+    for title, page in (
+        ("Add a position scheme", "docs/schemes.md"),
+        ("Add an extension method of RoPE", "docs/extension.md"),
+    ):
+        (step,) = re.findall(r"^\d\. Add a line to[^.]*\.md`[^.]*\.md`", sections[title], re.M)
+        assert f"`{page}`" in step and "`README.md`" in step, title
+
+
 def test_settings_in_the_text_exist():
     known = set()
     for config in (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig):

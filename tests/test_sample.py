@@ -5,6 +5,7 @@ import os
 import pytest
 
 import data
+from model import Block
 
 
 @pytest.fixture
@@ -127,3 +128,47 @@ def test_help_lists_every_setting(call):
     assert done.returncode == 0
     for name in ("start", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "best"):
         assert f"--{name}=" in done.stdout
+
+
+class Clock:
+    """time.perf_counter() that every layer moves on by some seconds."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now = 0.0
+        monkeypatch.setattr("sample.time.perf_counter", lambda: self.now)
+        original = Block.forward
+
+        def forward(block, *args):
+            self.now += seconds
+            return original(block, *args)
+
+        monkeypatch.setattr(Block, "forward", forward)
+
+
+def test_a_slow_prompt_says_how_long_it_will_take(call, save_run, monkeypatch):
+    """Five layers of 4 s: after 8 s three are left, which take 12 s."""
+    words = ["sample.py", save_run(n_layer=5), "--start=abc", "--max_new_tokens=4", "--seed=1"]
+    quick = call(*words)
+    assert not quick.stderr
+    Clock(monkeypatch, 4)
+    slow = call(*words)
+    assert slow.stderr.splitlines() == [
+        "prompt of 4 tokens: 2 of 5 layers, about 12 s left",
+        "prompt of 4 tokens: 4 of 5 layers, about 4 s left",
+    ]
+    assert slow.stdout == quick.stdout
+
+
+def test_a_method_without_cached_keys_says_what_every_token_costs(call, save_run, monkeypatch):
+    """Self-Extend computes the whole text for each; yarn computes it once."""
+    Clock(monkeypatch, 4)
+    for method, is_slow in (("self-extend", True), ("yarn", False), ("dynamic-ntk", False)):
+        run = save_run(method, n_layer=2, extension=extension(method))
+        done = call("sample.py", run, "--start=abc", "--max_new_tokens=2")
+        assert done.returncode == 0
+        note = "note: every new token computes the whole text again, about 8 s each"
+        assert (note in done.stderr) == is_slow, method
+
+
+def extension(method):
+    return {"method": method, "factor": 2.0, "options": {}, "original_length": 24}

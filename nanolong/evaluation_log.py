@@ -1,0 +1,209 @@
+"""
+The progress of an evaluation: a line for each measurement, and a JSON file of its records, from
+which the same command goes on after it was stopped.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from nanolong.checkpoint import weights_hash
+from nanolong.distributed import broadcast
+from nanolong.errors import UserError
+from nanolong.strict_json import to_json, write_json
+
+TASKS = {"loss", "needle"}
+
+
+@dataclass
+class Measurement:
+    """What is measured at once, of one checkpoint at one length: one record or several."""
+
+    checkpoint: str
+    length: int
+    settings: dict  # all else that they depend on, but for the model and the data; JSON values
+    flops: float  # what it costs, by GPT.flops_per_token(): more per token in a longer sequence
+    measure: Callable  # returns the records
+
+
+def measure_all(measurements, log=None):
+    """Measure one after the other, with an EvaluationLog or silently. Returns all records."""
+    if log is not None:
+        return log.measure(measurements)
+    return [record for measurement in measurements for record in measurement.measure()]
+
+
+def read_records(file):
+    """
+    The records that an earlier evaluation wrote; [] where there is no such file.
+
+    Raises UserError for a file of another kind, which would be overwritten.
+    """
+    if not Path(file).is_file():
+        return []
+    try:
+        records = json.loads(Path(file).read_text(encoding="utf-8") or "[]")
+        is_ours = {record["task"] for record in records} <= TASKS
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_ours = False
+    if not is_ours:
+        raise UserError(
+            f"{file} holds something else than records of evaluate.py, and would be overwritten: "
+            "give another --json, or remove the file"
+        )
+    return records
+
+
+def describe_model(model):
+    """What the measurements of a model depend on, and its records do not have: JSON values."""
+    tokenizer = repr(model.meta.get("tokenizer"))  # an imported one has bytes
+    return {
+        "weights": weights_hash(model),
+        "weight_dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+        "config": asdict(model.config),
+        "bos": model.meta.get("bos"),
+        "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest(),
+    }
+
+
+class EvaluationLog:
+    """
+    Print a line for each measurement when it is done, and write all records so far to a file.
+
+    A record has a key: a hash of all that it depends on, which are the model, the fields that say
+    what it came from (but for the commit), the settings and the code. Records of `saved` with the
+    key of a measurement are used in its place.
+
+    file: "" for none. saved: of read_records(). models and origins: by checkpoint, a GPT and the
+    fields to add to its records. facts: what else all measurements depend on, such as the code.
+    """
+
+    def __init__(self, file, saved, models, origins, **facts):
+        self.file = file
+        self.saved = saved
+        self.origins = origins
+        self.models = {name: describe_model(model) for name, model in models.items()}
+        self.facts = {**facts, "torch": torch.__version__}
+        self.speeds = {}  # by checkpoint: FLOPs and seconds so far
+
+    def key(self, measurement):
+        name = measurement.checkpoint
+        origin = {field: value for field, value in self.origins[name].items() if field != "commit"}
+        facts = [self.facts, self.models[name], origin]
+        facts += [name, measurement.length, measurement.settings]
+        return hashlib.sha256(to_json(facts).encode()).hexdigest()[:16]
+
+    def measure(self, measurements):
+        """Measure what is not saved yet. Returns the records of all measurements."""
+        # The file is of the first process; all must skip the same measurements.
+        keys = broadcast([self.key(measurement) for measurement in measurements])
+        found = broadcast(self.find_saved(keys))
+        self.print_reused(keys, found)
+        for i, (key, measurement) in enumerate(zip(keys, measurements, strict=True)):
+            if key in found:
+                continue
+            start = time.perf_counter()
+            origin = {**self.origins[measurement.checkpoint], "key": key}
+            found[key] = [{**record, **origin} for record in measurement.measure()]
+            seconds = time.perf_counter() - start
+            self.save(keys, found)
+            self.note_speed(measurement, found[key], seconds)
+            pairs = zip(keys, measurements, strict=True)
+            left = self.seconds_left([waiting for key, waiting in pairs if key not in found])
+            print(
+                f"measured {i + 1} of {len(keys)}: {measurement.checkpoint} at "
+                f"{measurement.length}: {summarise(found[key])} ({format_seconds(seconds)}{left})",
+                flush=True,
+            )
+        self.save(keys, found, finished=True)
+        return [record for key in keys for record in found[key]]
+
+    def find_saved(self, keys):
+        """The saved records by key, without those of a number that was not finite: it is null."""
+        found = {}
+        for record in self.saved:
+            if record.get("key") in keys:
+                found.setdefault(record["key"], []).append(record)
+        return {key: records for key, records in found.items() if not any(map(is_null, records))}
+
+    def print_reused(self, keys, found):
+        n_others = sum(record.get("key") not in keys for record in self.saved)
+        if found:
+            print(f"reused: {len(found)} of {len(keys)} measurements, from {self.file}", flush=True)
+        if n_others:
+            print(
+                f"note: {self.file} has {n_others} records that other settings, weights, data or "
+                "code gave: they are not used, and replaced",
+                file=sys.stderr,
+            )
+
+    def save(self, keys, found, finished=False):
+        """Write the records so far; to what is no file, as /dev/stdout, only when finished."""
+        if not self.file:
+            return
+        path = Path(self.file)
+        records = [record for key in dict.fromkeys(keys) for record in found.get(key, [])]
+        if path.is_file() or not path.exists():
+            write_json(path.resolve(), records, indent=1)  # of a link, what it leads to
+        elif finished:
+            path.write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
+
+    def note_speed(self, measurement, records, seconds):
+        if "refused" in records[0]:
+            return
+        flops, total = self.speeds.get(measurement.checkpoint, (0, 0))
+        self.speeds[measurement.checkpoint] = (flops + measurement.flops, total + seconds)
+
+    def seconds_left(self, waiting):
+        """
+        The time that the waiting measurements will take, as the end of a line, or "".
+
+        A checkpoint goes on at its own speed in FLOP/s, and one that was not measured yet at that
+        of all others together.
+        """
+        if not (waiting and self.speeds):
+            return ""
+        of_all = [sum(column) for column in zip(*self.speeds.values(), strict=True)]
+        left = 0.0
+        for measurement in waiting:
+            flops, seconds = self.speeds.get(measurement.checkpoint, of_all)
+            left += measurement.flops * seconds / flops
+        return f", about {format_seconds(left)} left"
+
+
+def is_null(record):
+    return None in (record.get("loss", 0), record.get("nll", 0))
+
+
+def summarise(records):
+    """What a measurement has found, in a few words."""
+    first = records[0]
+    if "refused" in first:
+        return "refused"
+    if first["task"] == "needle":
+        place = "no passkey" if first["depth"] is None else f"passkey at depth {first['depth']:g}"
+        return f"{place}, found {first['accuracy']:.2f}"
+    losses = {}
+    for record in records:
+        losses.setdefault(record["protocol"], []).append(record["loss"])
+    words = []
+    for protocol, values in losses.items():
+        of_last_part = f" to {values[-1]:.4f}" if len(values) > 1 else ""
+        words.append(f"{protocol} {values[0]:.4f}{of_last_part}")
+    return f"{', '.join(words)} nats per token"
+
+
+def format_seconds(seconds):
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,291 @@
+"""An evaluation prints each measurement with the time left, and goes on after it was stopped."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import data
+import evaluate
+from model import GPT
+from nanolong import evaluation_log
+from nanolong.evaluation_log import EvaluationLog, Measurement
+
+LOSS = ["--lengths=24,48", "--max_tokens=960", "--protocol=last-quarter,sliding", "--stride=12"]
+NEEDLE = ["--task=needle", "--lengths=24,48", "--depths=2", "--trials=2"]
+
+
+@pytest.fixture
+def runs(make, text_data, tmp_path):
+    """Two run folders of untrained models."""
+    meta = {"dataset": str(text_data), "data_hash": data.Dataset(str(text_data)).hash}
+    meta |= {"bos": 256, "tokenizer": data.ByteTokenizer().to_json(), "step": 1}
+    for pos in ("rope", "alibi"):
+        model = make(pos=pos, vocab_size=257)
+        model.meta = meta
+        model.save(tmp_path / pos / "step-000001")
+    return tmp_path / "rope", tmp_path / "alibi"
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The lengths of the forward passes' sequences, by every call that measures something."""
+    calls = []
+    for name in ("loss_by_position", "find_needle"):
+        original = getattr(evaluate, name)
+
+        def counted(model, text, length, *args, original=original):
+            calls.append(length)
+            return original(model, text, length, *args)
+
+        monkeypatch.setattr(evaluate, name, counted)
+    return calls
+
+
+def lines_of(done):
+    return [line for line in done.stdout.splitlines() if line.startswith("measured ")]
+
+
+# -----------------------------------------------------------------------------
+# The lines
+
+
+class Clock:
+    """time.perf_counter() that a measurement moves on."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(evaluation_log.time, "perf_counter", lambda: self.now)
+
+
+def test_the_time_left_follows_from_the_flops_of_each_checkpoint(make, monkeypatch, capsys):
+    """Twice the FLOPs take twice the time; b runs at a third of the speed of a."""
+    clock = Clock(monkeypatch)
+    measurements = []
+    for name, seconds_per_flop in (("a", 1.0), ("b", 3.0)):
+        for length, flops in ((10, 10), (20, 30)):
+
+            def measure(name=name, length=length, seconds=flops * seconds_per_flop):
+                clock.now += seconds
+                return [evaluate.loss_record(name, "chunked", length, loss=1.5)]
+
+            measurements.append(Measurement(name, length, {}, flops, measure))
+    models = {name: make() for name in "ab"}
+    records = EvaluationLog("", [], models, {"a": {}, "b": {}}).measure(measurements)
+    assert [record["checkpoint"] for record in records] == ["a", "a", "b", "b"]
+    # after 10 s: 30 + 10 + 30 more FLOPs at 1 s; b at the speed of a until it is measured, then 30
+    # FLOPs at 3 s
+    assert capsys.readouterr().out.splitlines() == [
+        "measured 1 of 4: a at 10: chunked 1.5000 nats per token (10 s, about 70 s left)",
+        "measured 2 of 4: a at 20: chunked 1.5000 nats per token (30 s, about 40 s left)",
+        "measured 3 of 4: b at 10: chunked 1.5000 nats per token (30 s, about 90 s left)",
+        "measured 4 of 4: b at 20: chunked 1.5000 nats per token (90 s)",
+    ]
+
+
+def test_a_measurement_costs_its_tokens_and_their_attention(make, text_data, monkeypatch):
+    """6 FLOPs per weight, and 12 per layer, channel and key; the same text at both lengths."""
+    planned = []
+    monkeypatch.setattr(evaluate, "measure_all", lambda plan, log: planned.extend(plan))
+    model = make(vocab_size=257)
+    model.meta = {"dataset": str(text_data), "bos": 256}
+    cfg = evaluate.EvaluateConfig(max_tokens=960, protocol=("chunked",))
+    evaluate.measure_losses({"m": model}, cfg, (24, 48))
+    weights = 2 * (4 * 32 * 32 + 3 * 32 * model.config.mlp_dim) + 32 * 257
+    for measurement in planned:
+        expected = 960 * (6 * weights + 12 * 2 * 32 * measurement.length)
+        assert measurement.flops == expected
+    assert [measurement.length for measurement in planned] == [24, 48]
+
+
+@pytest.mark.parametrize(("words", "count"), [(LOSS, 8), (NEEDLE, 12)])
+def test_every_measurement_prints_what_it_found_and_the_time_left(words, count, runs, call):
+    done = call("evaluate.py", *runs, *words)
+    assert done.returncode == 0 and not done.stderr
+    lines = lines_of(done)
+    assert len(lines) == count
+    for number, line in enumerate(lines, 1):
+        assert line.startswith(f"measured {number} of {count}: ")
+        assert ("s, about " in line and " left)" in line) == (number < count)
+        assert "nats per token" in line or "passkey" in line
+
+
+# -----------------------------------------------------------------------------
+# Stopping and going on
+
+
+@pytest.mark.parametrize(("words", "count"), [(LOSS, 8), (NEEDLE, 12)])
+def test_a_stopped_evaluation_goes_on_with_the_same_records(
+    words, count, runs, call, measured, tmp_path, monkeypatch
+):
+    whole, file = tmp_path / "whole.json", tmp_path / "a.json"
+    assert call("evaluate.py", *runs, *words, f"--json={whole}").returncode == 0
+    assert len(measured) == count
+    measured.clear()
+
+    # Ctrl-C in the sixth measurement: five are in the file, and nothing else is.
+    with monkeypatch.context() as patch:
+        for name in ("loss_by_position", "find_needle"):
+            original = getattr(evaluate, name)
+
+            def stopped(*args, original=original):
+                if len(measured) == 5:
+                    raise KeyboardInterrupt
+                return original(*args)
+
+            patch.setattr(evaluate, name, stopped)
+        assert call("evaluate.py", *runs, *words, f"--json={file}").returncode == 130
+    expected = json.loads(whole.read_text())
+    assert json.loads(file.read_text()) == expected[:5]
+    assert not [other for other in tmp_path.iterdir() if other.suffix == ".tmp"]
+
+    measured.clear()
+    done = call("evaluate.py", *runs, *words, f"--json={file}")
+    assert done.returncode == 0 and not done.stderr
+    assert f"reused: 5 of {count} measurements, from {file}\n" in done.stdout
+    assert len(measured) == count - 5 == len(lines_of(done))
+    assert json.loads(file.read_text()) == expected
+
+    # A finished one prints the same tables, and measures nothing.
+    measured.clear()
+    again = call("evaluate.py", *runs, *words, f"--json={file}")
+    assert f"reused: {count} of {count} measurements" in again.stdout and not measured
+    assert again.stdout.split("\n\n")[1:] == done.stdout.split("\n\n")[1:]
+    assert json.loads(file.read_text()) == expected
+
+
+def test_after_kill_9_in_a_pipe_the_lines_are_there_and_the_file_is_whole(runs, call, tmp_path):
+    file = tmp_path / "a.json"
+    words = ["--lengths=24,48,96,192", "--protocol=sliding", "--stride=4", "--max_tokens=3840"]
+    words += [f"--json={file}", "--device=cpu"]
+    command = [sys.executable, ROOT / "evaluate.py", *runs, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if line.startswith("measured 2 of 8"):
+            process.send_signal(signal.SIGKILL)
+            break
+    process.wait()
+    # The line comes when the measurement is done, and the record is in the file by then.
+    assert process.returncode == -signal.SIGKILL and printed[0].startswith("scored: ")
+    records = json.loads(file.read_text())
+    assert [record["length"] for record in records][:2] == [24, 48] and len(records) < 8
+    done = call("evaluate.py", *runs, *words)
+    assert done.returncode == 0 and f"reused: {len(records)} of 8 " in done.stdout
+    assert json.loads(file.read_text())[: len(records)] == records
+
+
+def extend_in_place(run):
+    """The same weights under the same name, extended."""
+    step = run / "step-000001"
+    model = GPT.load(run)
+    step.rename(run.parent / "old")
+    model.extend("yarn", 4)
+    model.meta.pop("checksums")
+    model.save(step)
+
+
+def train_in_place(run):
+    step = run / "step-000001"
+    model = GPT.load(run)
+    step.rename(run.parent / "old")
+    model.norm.weight.data.mul_(1.01)
+    model.meta.pop("checksums")
+    model.save(step)
+
+
+def save_a_step(run):
+    model = GPT.load(run)
+    model.meta.pop("checksums")
+    model.save(run / "step-000002")
+
+
+def test_what_depends_on_something_else_is_measured_again(runs, call, measured, text_data):
+    rope, _ = runs
+    file = rope.parent / "a.json"
+
+    def n_measured(*words):
+        measured.clear()
+        done = call("evaluate.py", rope, *words, f"--json={file}", "--device=cpu")
+        assert done.returncode == 0, done.stderr
+        return len(measured)
+
+    loss = ["--lengths=24,48", "--max_tokens=960", "--dtype=float32", "--protocol=last-quarter"]
+    assert (n_measured(*loss), n_measured(*loss)) == (2, 0)
+    other_text = rope.parent / "other.txt"
+    other_text.write_text("one two three four five six seven eight nine ten " * 40)
+    for words in (
+        [f"--text={other_text}"],
+        ["--dtype=bfloat16"],
+        ["--dtype=bfloat16", "--weights=bfloat16"],
+        ["--max_tokens=480"],
+        ["--lengths=24,96"],
+        ["--protocol=chunked"],
+        ["--protocol=sliding", "--stride=6"],
+        ["--protocol=sliding", "--stride=12"],
+    ):
+        assert n_measured(*loss, *words) == 2, words
+        assert n_measured(*loss, *words) == 0, words
+    assert n_measured(*loss) == 2  # the file has the records of one command only
+    for change in (extend_in_place, train_in_place, save_a_step):
+        if change is train_in_place:
+            (rope.parent / "old").rename(rope.parent / "older")
+        change(rope)
+        assert (n_measured(*loss), n_measured(*loss)) == (2, 0), change
+
+    needle = ["--task=needle", "--lengths=24", "--depths=1", "--trials=2"]
+    assert (n_measured(*needle), n_measured(*needle)) == (2, 0)
+    for words in (["--seed=2"], ["--trials=3"], ["--depths=2"]):
+        assert n_measured(*needle, *words) == (1 if words == ["--depths=2"] else 2), words
+        assert n_measured(*needle) == (0 if words == ["--depths=2"] else 2)
+
+
+def test_other_code_measures_again_and_says_so(runs, call, measured, monkeypatch, tmp_path):
+    words = [runs[0], "--lengths=24,48", "--max_tokens=960", f"--json={tmp_path}/a.json"]
+    call("evaluate.py", *words)
+    count = len(measured)
+    monkeypatch.setattr(evaluate, "hash_sources", lambda entry: "edited")
+    done = call("evaluate.py", *words)
+    assert len(measured) == 2 * count and "reused" not in done.stdout
+    assert done.stderr.startswith(f"note: {tmp_path}/a.json has 6 records that other settings, ")
+
+
+def test_a_loss_that_is_no_number_is_measured_again(runs, call, measured, tmp_path):
+    """null in the file may have been an infinity."""
+    model = GPT.load(runs[0])
+    model.norm.weight.data.fill_(float("nan"))
+    model.meta.pop("checksums")
+    model.save(tmp_path / "bad/step-000001")
+    words = [tmp_path / "bad", "--lengths=24", "--max_tokens=48", f"--json={tmp_path}/a.json"]
+    for _ in range(2):
+        measured.clear()
+        done = call("evaluate.py", *words)
+        assert done.returncode == 0 and len(measured) == 1 and "reused" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "content", ["my notes", '{"task": "loss"}', "[1, 2]", '[{"task": "probe"}]', "[[]]", '"loss"']
+)
+def test_a_file_of_another_kind_is_not_overwritten(content, runs, call, measured, tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    done = call("evaluate.py", runs[0], "--lengths=24", "--max_tokens=48", f"--json={file}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{file} holds something else than records" in done.stderr and not measured
+    assert file.read_text() == content
+
+
+def test_links_and_devices_are_written_not_replaced(runs, call, tmp_path):
+    words = ["evaluate.py", runs[0], "--lengths=24", "--max_tokens=48"]
+    (tmp_path / "link.json").symlink_to(tmp_path / "a.json")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("link.json", "null"):
+        done = call(*words, f"--json={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / name).is_symlink()
+    assert len(json.loads((tmp_path / "a.json").read_text())) == 2
+    assert not (tmp_path / "null").is_file()
