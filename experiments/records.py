@@ -28,12 +28,12 @@ from experiments.report import (
     format_interval,
     markdown_table,
     read_json,
-    write_json,
 )
 from model import POSITIONS
 from nanolong import cli
 from nanolong.entry import entry_hash, load_entry
 from nanolong.errors import UserError
+from nanolong.strict_json import write_json
 from nanolong.validate import require
 
 ROOT = Path(__file__).resolve().parent.parent
