@@ -142,7 +142,8 @@ def main():
     cfg, _, paths = cli.parse(RecordsConfig, about=__doc__, paths="records, or a file to record")
     files = [Path(path) for path in paths] or sorted(RECORDS.glob("*.json"))
     for file in files:
-        require(file.is_file(), f"there is no file {file}: give a record, or a scheme's file")
+        known = file.is_file() and file.suffix in (".json", ".py")
+        require(known, f"{file} is no record: give a NAME.json, or the NAME.py of a scheme")
     made = [make_record(file, cfg) for file in files if file.suffix == ".py"]
     rows = [check_record(file, cfg) for file in files if file.suffix == ".json"]
     rows += [table_row(read_json(file), file.stem) for file in made]

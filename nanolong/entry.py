@@ -37,7 +37,8 @@ def load_entry(file, positions):
     """Add the scheme of a file, named like the file. Raises UserError for a file without one."""
     file = Path(file)
     name = file.stem
-    require(file.is_file(), f"--entry={file} does not exist: give the path of a Python file")
+    is_python = file.is_file() and file.suffix == ".py"
+    require(is_python, f"--entry={file} is no Python file: give the path of one")
     source = file.read_text(encoding="utf-8")
     if name in positions:
         known = positions[name]

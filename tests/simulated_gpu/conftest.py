@@ -14,6 +14,9 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent))
+
+from flags import last_of_each_flag  # noqa: E402
 
 
 def what_is_missing():
@@ -78,7 +81,7 @@ def simulate(simulated_gpu, tmp_path_factory):
         machine = {"DEVICES": devices, "GB": gb, "CAPABILITY": capability}
         settings = {f"SIMULATED_GPU_{name}": str(value) for name, value in machine.items()}
         done = subprocess.run(
-            [*launcher, *start, *map(str, words)],
+            [*launcher, *start, *last_of_each_flag(words)],
             cwd=cwd,
             env={**os.environ, **simulated_gpu, **settings, **(env or {})},
             capture_output=True,
