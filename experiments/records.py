@@ -81,6 +81,8 @@ def run_board(file, cfg):
 def make_record(file, cfg):
     """Write the record of a file to records/NAME.json. Raises UserError."""
     require(cfg.budget != "try", "a record needs the full training: give --budget=cpu or gpu")
+    inside = file.resolve().is_relative_to(ROOT)
+    require(inside, f"{file} is outside of the project: move it into records/")
     target = RECORDS / f"{file.stem}.json"
     require(not target.exists(), f"{target} exists already: remove it to measure the file again")
     board = run_board(file, cfg)

@@ -57,8 +57,10 @@ def test_a_file_that_is_no_entry_is_refused(name, text, message, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         load_entry(tmp_path / name, POSITIONS)
-    with pytest.raises(UserError, match="does not exist: give the path"):
-        load_entry(tmp_path / "absent.py", POSITIONS)
+    (tmp_path / "README.md").write_text("# Not Python")
+    for other in ("absent.py", "README.md"):
+        with pytest.raises(UserError, match=f"{other} is no Python file: give the path of one"):
+            load_entry(tmp_path / other, POSITIONS)
 
 
 def test_an_entry_may_be_loaded_twice_but_not_changed(entry):
