@@ -19,8 +19,7 @@ Divergence of two checkpoints on the same sequences: of two heads, the Jensen-Sh
 their probabilities in nats (0: equal, ln 2 = 0.693: disjoint), averaged over queries; of two layers
 at the same depth, the smallest over all pairs of heads; of two checkpoints, the mean over layers.
 
-This file computes attention densely in float32, in place of kernels.attention; neither the model
-nor the kernels know about it.
+The probabilities are those of nanolong/attention_maps.py, in float32.
 """
 
 import sys
@@ -28,23 +27,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
-import contextlib
 import itertools
-import warnings
 from dataclasses import dataclass
 
 import torch
 
-import kernels
-from evaluate import check_writable
+from evaluate import check_writable, evaluation_mode
 from experiments.probe import (
     load_checkpoints,
     sample_sequences,
     select,
     shortest_context,
 )
-from model import ContextLengthWarning
 from nanolong import cli, validate
+from nanolong.attention_maps import attention_maps, dense_attention
 from nanolong.device import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import format_refusals, import_pyplot, unique
@@ -76,139 +72,6 @@ class MapsConfig:
             "the first query sees only itself: give lengths of at least 2",
         )
         validate.check_png("plot", self.plot)
-
-
-# -----------------------------------------------------------------------------
-# Attention with its probabilities.
-
-
-def visible_keys(distance, window, sinks, positions, docs, causal):
-    """Which keys each query may see: bool, (1 or B, Tq, Tk). Arguments as in dense_attention."""
-    n_queries, n_keys = distance.shape
-    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    visible = visible[None]
-    if window:
-        if positions is None:
-            positions = torch.arange(n_keys, device=distance.device)
-        keys = positions.view(-1, n_keys)  # (1 or B, Tk)
-        queries = keys[:, n_keys - n_queries :]
-        near = (queries[:, :, None] - keys[:, None]).abs() < window
-        is_sink = keys[:, None] < sinks
-        visible = visible & (near | is_sink)
-    if docs is not None:
-        visible = visible & (docs[:, n_keys - n_queries :, None] == docs[:, None])
-    return visible
-
-
-def bias_scores(bias, distance):
-    """The (H, Tq, Tk) that slopes (H,) or a table by distance (H, m) add to the scores."""
-    if bias.dim() == 1:
-        return -bias[:, None, None] * distance
-    return bias[:, distance.clamp(max=bias.shape[1] - 1)]
-
-
-def dense_attention(
-    q,
-    k,
-    v,
-    *,
-    bias=None,
-    relative=None,
-    window=0,
-    sinks=0,
-    positions=None,
-    docs=None,
-    causal=True,
-    scale=None,
-    length=None,
-):
-    """kernels.attention() that also returns the probabilities.
-
-    Arguments are those of kernels.attention. Returns (B, H, Tq, D) and (B, H, Tq, Tk). Computed in
-    float32 (float64 of float64), with all scores in memory.
-    """
-    assert length is None, "a cache of fixed capacity is not supported"
-    B, H, Tq, D = q.shape
-    Tk = k.shape[2]
-    dtype = v.dtype
-    compute_dtype = torch.promote_types(dtype, torch.float32)
-    # as the kernels: round to v's dtype first, where autocast left queries and keys wider
-    q, k, v = (x.to(dtype).to(compute_dtype) for x in (q, k, v))
-    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-
-    index = torch.arange(Tk, device=q.device)
-    distance = index[Tk - Tq :, None] - index  # (Tq, Tk)
-    visible = visible_keys(distance, window, sinks, positions, docs, causal)
-    distance = distance.clamp(min=0) if causal else distance.abs()
-
-    keys, values, offsets = relative or (None, None, None)
-    u, w = 0, 0
-    if offsets is not None:
-        u, w = (x.to(compute_dtype)[:, None] for x in offsets)  # (H, 1, D)
-    scores = (q + u) @ k.mT
-    if keys is not None:
-        clipped = distance.clamp(max=keys.shape[1] - 1).expand(B, H, Tq, Tk)
-        by_distance = (q + w) @ keys.to(compute_dtype).mT  # (B, H, Tq, m)
-        scores = scores + by_distance.gather(-1, clipped)
-    scores = scores * (D**-0.5 if scale is None else scale)
-    if bias is not None:
-        scores = scores + bias_scores(bias, distance)
-
-    p = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-    y = p @ v
-    if values is not None:
-        # the probability at each clipped distance, times its value vector
-        by_distance = p.new_zeros(B, H, Tq, values.shape[1]).scatter_add(-1, clipped, p)
-        y = y + by_distance @ values.to(compute_dtype)
-    return y.to(dtype), p
-
-
-@contextlib.contextmanager
-def record_attention():
-    """Replace kernels.attention by dense_attention. Yields a list that collects probabilities.
-
-    Each call, that is each layer in turn, appends its (B, H, Tq, Tk). A call for the log-sum-exp,
-    to merge parts of an attention, raises UserError: it would have the probabilities of a part.
-    """
-    maps = []
-    original = kernels.attention
-
-    def attention(*args, return_lse=False, **kwargs):
-        if return_lse:
-            raise UserError(
-                "this extension merges attention over two sets of keys, so there is no map of it: "
-                "give the checkpoint that was extended, or one that another method has extended"
-            )
-        y, p = dense_attention(*args, **kwargs)
-        maps.append(p)
-        return y
-
-    kernels.attention = attention
-    try:
-        yield maps
-    finally:
-        kernels.attention = original
-
-
-@torch.no_grad()
-def attention_maps(model, tokens, seed=0):
-    """The probabilities of every layer for tokens (B, T), in eval mode: a list of (B, H, T, T).
-
-    seed: of the positions, for a model of random positions.
-    """
-    was_training = model.training
-    device = next(model.parameters()).device
-    model.eval()
-    with record_attention() as maps, warnings.catch_warnings():
-        warnings.simplefilter("ignore", ContextLengthWarning)
-        model.hidden_states(tokens.to(device), model.sample_positions(*tokens.shape, seed))
-    model.train(was_training)
-    validate.require(
-        len(maps) == len(model.blocks),
-        f"{type(model.pos).__name__} computes attention without kernels.attention, so there is no "
-        "map of it: leave it out",
-    )
-    return maps
 
 
 # -----------------------------------------------------------------------------
@@ -274,7 +137,9 @@ def distances(
     # Sum over sequences, one at a time: maps are large.
     sums = None
     for i, sequence in enumerate(tokens.split(1)):
-        layers = [summarise(p, bins) for p in attention_maps(model, sequence, i)]
+        with evaluation_mode(model, torch.float32):
+            maps = attention_maps(model, sequence, i)
+        layers = [summarise(p, bins) for p in maps]
         if sums is None:
             sums = layers
         else:
@@ -370,8 +235,11 @@ def compare(model, other, dataset, length, windows, seed, device):
         one.to(device or next(one.parameters()).device)
     total = 0
     for i, sequence in enumerate(tokens.split(1)):
-        maps = attention_maps(model, sequence, i)
-        total = total + head_divergences(maps, attention_maps(other, sequence, i))
+        maps = []
+        for one in (model, other):
+            with evaluation_mode(one, torch.float32):
+                maps.append(attention_maps(one, sequence, i))
+        total = total + head_divergences(*maps)
     mean = total / len(tokens)
     return mean.flatten(1).amin(1), len(tokens)
 

@@ -40,13 +40,14 @@ import torch.nn.functional as F
 
 import data
 from data.prepare import prepare
-from experiments.attention_maps import attention_maps, compare, distances, mean_of
+from experiments.attention_maps import compare, distances, mean_of
 from experiments.claims_report import write_report
 from experiments.probe import sample_sequences
 from experiments.report import command_line, count
 from experiments.reproduce import FACTOR, SeedRun, extend
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong import cli
+from nanolong.attention_maps import attention_maps
 from nanolong.device import pick_device
 from nanolong.optim import update_weights
 from nanolong.provenance import provenance

@@ -151,20 +151,25 @@ def exchanging(attend):
 
 def attend_own_heads(q, k, v, *, bias=None, relative=None, **options):
     """kernels.attention() with the terms of a scheme cut to the heads of this process."""
-    rank, size = sequence_rank_and_size()
     n_heads = q.shape[1]
-
-    def own_heads(x):
-        """Cut (n_head, ...) to the heads of q; a term that all heads share is left as it is."""
-        if x is None or len(x) != n_heads * size:
-            return x
-        return x[rank * n_heads : (rank + 1) * n_heads]
-
     if relative is not None:
         keys, values, offsets = relative
-        offsets = offsets and tuple(own_heads(x) for x in offsets)
-        relative = own_heads(keys), own_heads(values), offsets
-    return kernels.attention(q, k, v, bias=own_heads(bias), relative=relative, **options)
+        offsets = offsets and tuple(own_heads(x, n_heads) for x in offsets)
+        relative = own_heads(keys, n_heads), own_heads(values, n_heads), offsets
+    return kernels.attention(q, k, v, bias=own_heads(bias, n_heads), relative=relative, **options)
+
+
+def own_heads(x, n_heads):
+    """
+    Cut (n_head, ...) to the n_heads of this process: all of them without sequence parallelism.
+
+    A term that all heads share, and None, are left as they are. For schemes whose rotate() has
+    something for each head.
+    """
+    rank, size = sequence_rank_and_size()
+    if x is None or len(x) != n_heads * size:
+        return x
+    return x[rank * n_heads : (rank + 1) * n_heads]
 
 
 def tokens_to_heads(q, k, v):

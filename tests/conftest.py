@@ -19,10 +19,13 @@ from flags import last_of_each_flag
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
-from model import GPT, GPTConfig
+from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
+from nanolong.entry import load_entries
+from nanolong.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILT_IN = tuple(POSITIONS)  # without those of NANOLONG_ENTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and so do their children
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -72,7 +75,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    """NANOLONG_ENTRY=FILE.py,... adds schemes to those that the tests over all schemes run on."""
     config.addinivalue_line("markers", "slow: only with --all")
+    try:
+        load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
+    except UserError as error:
+        raise pytest.UsageError(f"NANOLONG_ENTRY: {error}") from None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -167,6 +175,15 @@ def make():
         return model.eval()
 
     return make
+
+
+@pytest.fixture
+def entries_do_not_stay():
+    """Schemes that a test adds to POSITIONS are gone after it."""
+    before = dict(POSITIONS)
+    yield
+    POSITIONS.clear()
+    POSITIONS.update(before)
 
 
 @pytest.fixture

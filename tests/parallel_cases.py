@@ -7,6 +7,7 @@ is left is a mistake; each process computes the whole text too, and takes that a
 """
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import rope_scaling
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong.distributed import join_processes
+from nanolong.entry import load_entries
 from nanolong.sequence_parallel import gather_tokens, own_part, share_sequences
 
 T = 48
@@ -106,6 +108,7 @@ def error(x, wanted, floor=1e-30):
 
 def main():
     warnings.simplefilter("ignore", ContextLengthWarning)
+    load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
     rank, _ = join_processes("cpu")
     errors = {name: compare(settings, **changes) for name, settings, changes in cases()}
     if rank == 0:

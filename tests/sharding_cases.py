@@ -8,6 +8,7 @@ parameters that a process keeps; "muon_error", see there.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
-from model import GPT, GPTConfig
+from model import GPT, POSITIONS, GPTConfig
 from nanolong import sharding
 from nanolong.cli import run_main, silent
 from nanolong.distributed import join_processes
+from nanolong.entry import load_entries
 from nanolong.optim import make_optimizers
 from train import TrainConfig, train
 
@@ -94,6 +96,7 @@ def muon_error():
 
 
 def main():
+    load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
     rank, _ = join_processes("cpu")
     calls = count_orthogonalized()
     facts = {"muon_error": muon_error(), "runs": []}

@@ -1,12 +1,14 @@
 """Schemes from files: loading them, using them in every script, and the identity of code."""
 
+import os
 import re
+import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import ROOT, TINY
 
 import data
 from model import GPT, POSITIONS
@@ -28,12 +30,7 @@ class Decay(NoPE):
 '''
 
 
-@pytest.fixture(autouse=True)
-def entries_do_not_stay():
-    schemes = dict(POSITIONS)
-    yield
-    POSITIONS.clear()
-    POSITIONS.update(schemes)
+pytestmark = pytest.mark.usefixtures("entries_do_not_stay")
 
 
 @pytest.fixture
@@ -253,3 +250,29 @@ def test_the_hash_follows_helpers_and_base_classes(monkeypatch):
         lambda item: real(item).replace("1.0", "1.5") if item is base else real(item),
     )
     assert hash_code([POSITIONS["alibi"]]) != before["alibi"]
+
+
+# -----------------------------------------------------------------------------
+# NANOLONG_ENTRY.
+
+
+def pytest_with_entries(*words, entry):
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    environment = {**os.environ, "NANOLONG_ENTRY": entry}
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_the_tests_over_all_schemes_run_on_those_of_files():
+    names = ["p_rope", "ssmax", "two_bases"]
+    files = ",".join(f"examples/schemes/{name}.py" for name in names)
+    selected = ["tests/test_positions.py", "-k", " or ".join(names)]
+    done = pytest_with_entries(*selected, entry=files)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 3 * 15
+
+
+def test_a_file_that_is_no_entry_ends_pytest_with_a_sentence():
+    done = pytest_with_entries("tests/test_positions.py", entry="absent.py")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "NANOLONG_ENTRY: --entry=absent.py does not exist: give the path" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout

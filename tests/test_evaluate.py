@@ -286,7 +286,7 @@ def losses_in_chunks(model, monkeypatch, chunk=16):
 @pytest.mark.parametrize("settings", [{}, {"window": 9, "sinks": 2, "n_kv_head": 2}])
 def test_a_long_sequence_in_chunks_has_the_same_losses(pos, settings, make, monkeypatch):
     """Beyond the context length too, where the scheme is not bounded by it."""
-    model = make(pos=pos, block_size=48 if pos == "learned" else 24, **settings)
+    model = make(pos=pos, block_size=48 if POSITIONS[pos].bounded else 24, **settings)
     at_once, in_chunks, lengths = losses_in_chunks(model, monkeypatch)
     assert torch.allclose(at_once, in_chunks, atol=1e-4)
     assert lengths == [16, 16, 13]

@@ -25,13 +25,9 @@ class Decay(NoPE):
 
 
 @pytest.fixture(autouse=True)
-def own_schemes_do_not_stay(monkeypatch):
-    """load_entry() adds to POSITIONS; and one thread is faster for models this small."""
+def one_thread(monkeypatch, entries_do_not_stay):
+    """It is faster for models this small."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    schemes = dict(POSITIONS)
-    yield
-    POSITIONS.clear()
-    POSITIONS.update(schemes)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY
+from conftest import BUILT_IN, ROOT, TINY
 
 import rope_scaling
 from experiments import linear_attention as linear
@@ -233,8 +233,7 @@ def test_denominators_are_positive_unless_they_are_rotated(make):
 
 def test_each_other_scheme_is_refused_with_its_reason():
     assert linear.refusal("nope") is None and linear.refusal("rope") is None
-    own = {"linear_attention", "linear_attention_both"}
-    assert set(linear.REFUSED) == set(POSITIONS) - {"nope", "rope"} - own
+    assert set(linear.REFUSED) == set(BUILT_IN) - {"nope", "rope"}
     for pos in linear.REFUSED:
         with pytest.raises(UserError, match=f"{pos} is not used in linear .*: use nope or rope$"):
             linear.check_pos(pos)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import BUILT_IN, ROOT
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +21,8 @@ from nanolong.inference import KVCache
 
 SCHEMES = sorted(POSITIONS)
 ABSOLUTE = ("learned", "sinusoidal")
-TAKES_GAPS = ("nope", "learned", "sinusoidal", "rope")  # the others use distances between indices
+TAKES_GAPS = ["nope", "learned", "sinusoidal", "rope"]  # the others use distances between indices
+TAKES_GAPS += [pos for pos in SCHEMES if pos not in BUILT_IN and not POSITIONS[pos].by_index]
 
 
 def make_scheme(pos, **settings):
@@ -423,7 +424,7 @@ def test_the_model_asserts_what_its_arithmetic_needs(settings, make):
 # Properties of the whole model.
 
 
-@pytest.mark.parametrize("pos", SCHEMES)
+@pytest.mark.parametrize("pos", BUILT_IN)
 def test_only_absolute_schemes_notice_that_all_positions_are_shifted(pos, make):
     model = make(pos=pos, block_size=2000)
     tokens = torch.randint(0, 50, (2, 12))
@@ -432,7 +433,7 @@ def test_only_absolute_schemes_notice_that_all_positions_are_shifted(pos, make):
     assert same == (pos not in ABSOLUTE)
 
 
-@pytest.mark.parametrize("pos", SCHEMES)
+@pytest.mark.parametrize("pos", BUILT_IN)
 def test_only_nope_ignores_the_order_of_the_tokens(pos, make):
     model = make(pos=pos, n_layer=1)
     tokens = torch.randperm(50)[None, :12]
@@ -457,7 +458,7 @@ def test_only_nope_ignores_the_order_of_the_tokens(pos, make):
 def test_cached_equals_uncached(pos, settings, make):
     """Token by token and in parts, and beyond the context of 24 where the scheme can go there."""
     model = make(pos=pos, **settings)
-    T = 24 if pos == "learned" else 40
+    T = 24 if model.pos.bounded else 40
     tokens = torch.randint(0, 50, (2, T))
     whole = model(tokens)
     for sizes in ([1] * T, [7, 1, 1, 9, T - 18], [T - 1, 1]):
@@ -699,7 +700,7 @@ def test_beyond_the_context_a_scheme_warns_or_refuses(pos, make):
         warnings.simplefilter("error")
         model(torch.zeros(1, 24, dtype=torch.long))
     tokens = torch.zeros(1, 25, dtype=torch.long)
-    if pos == "learned":
+    if model.pos.bounded:
         with pytest.raises(UserError, match="no embedding for position 24: the context is 24"):
             model(tokens)
     else:

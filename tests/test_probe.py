@@ -17,6 +17,7 @@ import kernels
 from experiments import attention_maps, probe
 from experiments.linear_attention import LinearAttention
 from model import GPT, POSITIONS, GPTConfig
+from nanolong.attention_maps import dense_attention, record_attention
 from nanolong.checkpoint import save_model
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
@@ -190,7 +191,7 @@ def test_recording_attention_does_not_change_the_logits(settings, make):
         cases.append((torch.randint(0, 50, (2, 40)), {}))
     original = kernels.attention
     for x, options in cases:
-        with attention_maps.record_attention() as maps:
+        with record_attention() as maps:
             logits = model(x, **options)
         assert kernels.attention is original
         assert (logits - model(x, **options)).abs().max() < 1e-4
@@ -206,10 +207,24 @@ def test_recording_attention_works_with_a_cache(settings, make):
     model = make(**settings)
     tokens = torch.randint(0, 50, (2, 23))
     cache = KVCache()
-    with attention_maps.record_attention() as maps:
+    with record_attention() as maps:
         parts = [model(part, cache=cache) for part in tokens.split([15, 7, 1], 1)]
     assert (torch.cat(parts, 1) - model(tokens)).abs().max() < 1e-4
     assert maps[-1].shape == (2, 4, 1, 23)
+
+
+@pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
+@pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
+def test_attention_that_is_merged_from_parts_has_no_map(method, make):
+    """Within the original length of 24 it is plain attention; dropout goes on after an error."""
+    model = make(pos="rope").train()
+    model.extend(method, 2)
+    tokens = torch.randint(0, 50, (1, 40))
+    p = attention_maps.attention_maps(model, tokens[:, :9])[1]
+    assert p.shape == (1, 4, 9, 9)
+    with pytest.raises(UserError, match="--pos=rope with this extension is no softmax over all"):
+        attention_maps.attention_maps(model, tokens)
+    assert model.training
 
 
 def score_terms(H, T):
@@ -240,7 +255,7 @@ def test_probabilities_are_those_of_the_reference(name):
     q = torch.randn(2, H, n_queries, T)
     k = torch.randn(2, 2, T, T)
     v = torch.eye(T).expand(2, 2, T, T)
-    y, p = attention_maps.dense_attention(q, k, v, **options)
+    y, p = dense_attention(q, k, v, **options)
     expected = kernels.reference.attention(q, k, v, **options)
     assert (p - expected).abs().max() < 1e-5 and (y - expected).abs().max() < 1e-5
 

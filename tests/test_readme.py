@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import BUILT_IN, ROOT, TINY
 
 import model as model_module
 from evaluate import EvaluateConfig
@@ -76,6 +76,43 @@ def test_the_library_example_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert torch.equal(again(names["tokens"]), model(names["tokens"]))
 
 
+@pytest.mark.usefixtures("entries_do_not_stay")
+def test_the_blocks_of_the_page_on_python_run(call, text_data, tmp_path, capfd):
+    """One after the other, with a run of another shape than the page's."""
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) == page.count("```") // 2 == 7
+    words = [*TINY, "--block_size=256", f"--dataset={text_data}", "--out_dir=out/rope"]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    assert call("train.py", *words, cwd=tmp_path).returncode == 0
+    capfd.readouterr()
+    names = {}
+    printed = []
+    for block in blocks:
+        exec(block, names)
+        printed.append(capfd.readouterr().out)
+
+    model, tokens, ids, text = (names[name] for name in ("model", "tokens", "ids", "text"))
+    assert printed[0] == text + "\n" and ids == [256, *text.encode()]
+    mean = model(tokens[:, :-1], tokens[:, 1:])
+    assert torch.allclose(names["losses"].mean(), mean, rtol=1e-5)
+    assert len(printed[1].splitlines()) == len(text)
+    final = names["final"]
+    assert torch.equal(model.head(final), model(tokens))
+    assert torch.allclose(model.norm(names["states"][-1]), final)
+    maps = names["maps"]
+    assert [tuple(p.shape) for p in maps] == [(1, 2, len(ids), len(ids))] * 2
+    assert (maps[1].sum(-1) - 1).abs().max() < 1e-5
+    assert len(printed[4]) > 1
+    measured = [line.rpartition(" ")[0] for line in printed[5].splitlines()]
+    assert measured == ["rope 256", "rope 1024", "YaRN 256", "YaRN 1024"]
+    assert GPT.load("out/rope-yarn4-zero").config.block_size == 1024
+    for pos in ("p_rope", "slow_rope"):
+        assert GPT.load(f"out/{pos}").config.pos == pos
+    assert GPT.load("out/p_rope").pos.inv_freq.tolist()[6:] == [0, 0]
+    assert GPT.load("out/slow_rope").pos.inv_freq[0] == 0.5
+
+
 def test_the_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 220
@@ -107,7 +144,7 @@ def test_images_are_png():
 def test_the_documents_know_every_scheme_and_method():
     schemes = (ROOT / "docs" / "schemes.md").read_text(encoding="utf-8")
     extension = (ROOT / "docs" / "extension.md").read_text(encoding="utf-8")
-    for scheme in POSITIONS:
+    for scheme in BUILT_IN:
         assert f"| `{scheme}` |" in schemes, scheme
         assert f"`{scheme}`" in README, scheme
     for method in METHODS:
@@ -137,6 +174,7 @@ def test_settings_in_the_text_exist():
     known |= {"name", "tokenizer", "shards", "val_fraction", "verify", "help", "nanogpt"}
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
     known |= {"max-restarts", "index-url", "no-deps", "all", "check", "store"}
+    known |= {"to", "execute", "inplace"}  # of jupyter nbconvert
     known |= {"nodes", "ntasks-per-node", "gpus-per-node", "model", "prompt", "outfile"}
     for page in PAGES:
         for setting in re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text(encoding="utf-8")):

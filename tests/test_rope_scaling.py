@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_x
 
 import rope_scaling
 from model import GPT, POSITIONS, GPTConfig, LMInfinite, RoPE, SelfExtend
+from nanolong.entry import load_entry
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
 from rope_scaling import EVALUATION_ONLY, METHODS, OPTIONS
@@ -656,19 +656,11 @@ def test_a_dynamic_method_with_a_fixed_length_does_not_change(make):
         assert torch.equal(model.pos.inv_freq, inv_freq)
 
 
-@pytest.fixture
-def p_rope(monkeypatch):
-    """The variant of docs/schemes.md, as --pos=p_rope."""
-    page = (ROOT / "docs" / "schemes.md").read_text(encoding="utf-8")
-    names = {}
-    exec(re.search(r"```python\n(from model import RoPE.*?)```", page, re.S)[1], names)
-    monkeypatch.setitem(POSITIONS, "p_rope", names["PRoPE"])
-    return names["PRoPE"]
-
-
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in EVALUATION_ONLY])
-def test_a_variant_of_rope_keeps_its_frequencies_at_every_length(method, p_rope, make, tmp_path):
+@pytest.mark.usefixtures("entries_do_not_stay")
+def test_a_variant_of_rope_keeps_its_frequencies_at_every_length(method, make, tmp_path):
     """p-RoPE rotates the first 12 of 16 pairs, as the method does at that length."""
+    load_entry(ROOT / "examples" / "schemes" / "p_rope.py", POSITIONS)
     model = make(pos="p_rope", head_dim=32)
     options = {"long_factor": [2.0] * 16} if method == "longrope" else {}
     model.extend(method, 4, **options)
@@ -991,7 +983,7 @@ def test_methods_that_change_the_base_need_two_pairs(method, make):
         make(pos="rope", head_dim=2).extend(method, 2)
 
 
-@pytest.mark.parametrize("pos", sorted(set(POSITIONS) - {"rope"}))
+@pytest.mark.parametrize("pos", [pos for pos in POSITIONS if not issubclass(POSITIONS[pos], RoPE)])
 def test_other_schemes_refuse_ropes_methods(pos, make):
     model = make(pos=pos)
     with pytest.raises(UserError, match=f"--pos={pos} has no extension method 'yarn'"):
@@ -1001,7 +993,7 @@ def test_other_schemes_refuse_ropes_methods(pos, make):
     assert model.config.extension is None
 
 
-@pytest.mark.parametrize("pos", sorted(set(POSITIONS) - {"learned"}))
+@pytest.mark.parametrize("pos", [pos for pos in POSITIONS if "none" in POSITIONS[pos].methods])
 def test_the_method_none_extends_the_context_alone(pos, make):
     model, plain = make(pos=pos), make(pos=pos)
     model.extend("none", 3)

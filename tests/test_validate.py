@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from conftest import BUILT_IN
 
 from evaluate import EvaluateConfig
 from extend import ExtendConfig
@@ -238,7 +239,7 @@ def test_layer_patterns_that_mean_nothing_are_refused(settings, words):
         validate.check_model(GPTConfig(**settings), POSITIONS)
 
 
-@pytest.mark.parametrize("pos", POSITIONS)
+@pytest.mark.parametrize("pos", BUILT_IN)
 def test_every_scheme_takes_the_layer_patterns_that_fit_it(pos):
     acts_in_attention = pos not in ("nope", "learned", "sinusoidal")
     patterns = [("F", 0), ("W", 8), ("WF", 8)]
