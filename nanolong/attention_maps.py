@@ -136,8 +136,10 @@ def attention_maps(model, tokens, seed=0):
     finally:
         model.train(was_training)
     if len(maps) != model.config.n_layer:
+        extension = model.config.extension
+        name = f"--pos={model.config.pos}" + (f", {extension['method']}," if extension else "")
         raise UserError(
-            f"attention of --pos={model.config.pos} with this extension is no softmax over all "
-            "keys, so it has no map: use another scheme or method"
+            f"attention with {name} is not one softmax over the keys, so it has no map: use a "
+            "model with another scheme or method"
         )
     return maps

@@ -274,5 +274,5 @@ def test_the_tests_over_all_schemes_run_on_those_of_files():
 def test_a_file_that_is_no_entry_ends_pytest_with_a_sentence():
     done = pytest_with_entries("tests/test_positions.py", entry="absent.py")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "NANOLONG_ENTRY: --entry=absent.py does not exist: give the path" in done.stderr
+    assert "NANOLONG_ENTRY: --entry=absent.py is no Python file: give the path" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout

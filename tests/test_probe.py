@@ -16,7 +16,7 @@ import data
 import kernels
 from experiments import attention_maps, probe
 from experiments.linear_attention import LinearAttention
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong.attention_maps import dense_attention, record_attention
 from nanolong.checkpoint import save_model
 from nanolong.errors import UserError
@@ -213,18 +213,23 @@ def test_recording_attention_works_with_a_cache(settings, make):
     assert maps[-1].shape == (2, 4, 1, 23)
 
 
-@pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 @pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
 def test_attention_that_is_merged_from_parts_has_no_map(method, make):
-    """Within the original length of 24 it is plain attention; dropout goes on after an error."""
     model = make(pos="rope").train()
     model.extend(method, 2)
-    tokens = torch.randint(0, 50, (1, 40))
-    p = attention_maps.attention_maps(model, tokens[:, :9])[1]
-    assert p.shape == (1, 4, 9, 9)
-    with pytest.raises(UserError, match="--pos=rope with this extension is no softmax over all"):
-        attention_maps.attention_maps(model, tokens)
+    with pytest.raises(UserError, match=f"--pos=rope, {method}, is not one softmax over the keys"):
+        attention_maps.attention_maps(model, torch.randint(0, 50, (1, 40)))
     assert model.training
+
+
+def test_attention_without_softmax_has_no_map(make, monkeypatch):
+    class Copy(NoPE):
+        def attend(self, q, k, v, pos, layer, cache, **mask):
+            return v
+
+    monkeypatch.setitem(POSITIONS, "copy", Copy)
+    with pytest.raises(UserError, match="attention with --pos=copy is not one softmax"):
+        attention_maps.attention_maps(make(pos="copy"), torch.randint(0, 50, (1, 9)))
 
 
 def score_terms(H, T):
@@ -421,10 +426,9 @@ def test_attention_without_a_map_is_refused_and_the_rest_measured(make, text_dat
         del POSITIONS["linear"]
     assert done.returncode == 0 and not done.stderr, done.stderr
     for name in ("lm-infinite", "self-extend"):
-        assert f"refused: {name} at 24: this extension merges attention over two" in done.stdout
-    assert (
-        "refused: linear at 24: LinearAttention computes attention without kernels" in done.stdout
-    )
+        reason = f"attention with --pos=rope, {name}, is not one"
+        assert f"refused: {name} at 24: {reason}" in done.stdout
+    assert "refused: linear at 24: attention with --pos=linear is not one" in done.stdout
     assert "plain, tokens (normalised) of each head" in done.stdout
     only = [tmp_path / "lm-infinite", "--windows=2", "--device=cpu", f"--plot={tmp_path}/b.png"]
     assert call("experiments/attention_maps.py", *only).returncode == 0

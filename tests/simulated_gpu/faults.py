@@ -104,7 +104,7 @@ FAULTS = {
         "train.py",
         "set_gradient_sync(forward, micro_batch + world >= accumulation)",
         "set_gradient_sync(forward, False)",
-        "test_distributed.py -k ddp and two_cpus",
+        "test_distributed.py -k resumes and ddp",
     ),
     "NCCL guesses the device of a process": Fault(
         "nanolong/distributed.py",
