@@ -634,8 +634,8 @@ def scheme_class(pos, method):
         return {"lm-infinite": LMInfinite, "self-extend": SelfExtend}.get(method, RoPE)
     if method in rope_scaling.EVALUATION_ONLY:
         raise UserError(
-            f"method {method!r} replaces attention: its class is derived from plain RoPE and would "
-            f"drop the code of --pos={pos}, so use it with --pos=rope only"
+            f"method {method!r} has a class of its own, derived from plain RoPE, which would drop "
+            f"the code of --pos={pos}: use it with --pos=rope only"
         )
     return POSITIONS[pos]
 
@@ -901,28 +901,20 @@ class GPT(nn.Module):
         return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
 
     def check_inputs(self, tokens, **others):
-        """
-        Raise UserError unless tokens are integers (B, T), on the CPU those of the vocabulary, and
-        the others, None or tensors by name, are as long.
-        """
+        """Raise UserError unless tokens are ids (B, T), and the others, if given, are as long."""
+        shape = tuple(tokens.shape)
         if tokens.dim() != 2 or tokens.is_floating_point():
-            raise UserError(
-                f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}: give int64 (B, T), one "
-                "text as tokens[None]"
-            )
-        # a GPU would have to be waited for, and ends the process by itself
-        known = tokens.is_cpu and tokens.numel()
-        if known and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
-            raise UserError(
-                f"token ids lie between {tokens.min()} and {tokens.max()}, and the vocabulary has "
-                f"{self.config.vocab_size}: use the tokenizer of the model"
-            )
+            raise UserError(f"tokens are {tokens.dtype} of shape {shape}: give int64 (B, T)")
         for name, x in others.items():
             if x is not None and x.shape not in (tokens.shape, tokens.shape[1:]):
-                raise UserError(
-                    f"{name} have shape {tuple(x.shape)}, and tokens {tuple(tokens.shape)}: give "
-                    "one for each token"
-                )
+                raise UserError(f"{name} are {tuple(x.shape)}, tokens {shape}: give one a token")
+        # on the CPU only: this would wait for a GPU
+        n = self.config.vocab_size
+        if tokens.is_cpu and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < n:
+            raise UserError(
+                f"token ids lie between {tokens.min()} and {tokens.max()}, and the vocabulary has "
+                f"{n}: use the tokenizer of the model"
+            )
 
     def check_positions(self, positions, docs=None):
         """
@@ -978,8 +970,7 @@ class GPT(nn.Module):
         stay. Raises UserError, with nothing changed, for what the scheme cannot do.
         """
         config = self.config
-        is_number = isinstance(factor, int | float)
-        if not (is_number and math.isfinite(factor) and factor >= 1):
+        if not (isinstance(factor, int | float) and math.isfinite(factor) and factor >= 1):
             raise UserError(f"factor={factor!r} does not extend the context: give at least 1")
         if config.random_positions and (factor > 1 or method != "none"):
             raise UserError(

@@ -477,7 +477,7 @@ def test_forward_refuses_what_is_not_text(make, tokens, message):
 
 @pytest.mark.parametrize("name", ["targets", "positions", "docs"])
 def test_forward_refuses_what_does_not_fit_the_tokens(make, name):
-    with pytest.raises(UserError, match=rf"{name} have shape \(2, 5\), and tokens \(2, 8\)"):
+    with pytest.raises(UserError, match=rf"{name} are \(2, 5\), tokens \(2, 8\)"):
         make()(torch.randint(0, 50, (2, 8)), **{name: torch.zeros(2, 5, dtype=torch.long)})
 
 
