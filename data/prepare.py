@@ -458,8 +458,8 @@ def main():
     )
     if len(paths) > 1 or bool(paths) == bool(cfg.dataset):
         raise UserError(
-            "one dataset is made of one text: give --dataset=python, shakespeare or fineweb10B, or "
-            "one file or folder of yours"
+            "one dataset is made of one text: give either --dataset=python, shakespeare or "
+            "fineweb10B, or one file or folder of yours"
         )
     # what is not given is left to build(), or to the dataset
     names = ("tokenizer", "vocab_size", "val_fraction", "raw")

@@ -122,7 +122,7 @@ def make_environment():
 
     def tojson(value, ensure_ascii=False, **options):
         # Jinja's own escapes HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+        return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]

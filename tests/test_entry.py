@@ -262,6 +262,7 @@ def pytest_with_entries(*words, entry):
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_tests_over_all_schemes_run_on_those_of_files():
     names = ["p_rope", "ssmax", "two_bases"]
     files = ",".join(f"examples/schemes/{name}.py" for name in names)

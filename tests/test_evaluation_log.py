@@ -157,6 +157,7 @@ def test_a_stopped_evaluation_goes_on_with_the_same_records(
     assert json.loads(file.read_text()) == expected
 
 
+@pytest.mark.slow
 def test_after_kill_9_in_a_pipe_the_lines_are_there_and_the_file_is_whole(runs, call, tmp_path):
     file = tmp_path / "a.json"
     words = ["--lengths=24,48,96,192", "--protocol=sliding", "--stride=4", "--max_tokens=3840"]

@@ -325,6 +325,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
     assert "n_layer" in refusals["num_hidden_layers: 60000"]
 
 
+@pytest.mark.slow
 def test_a_wrong_export_leaves_nothing(tmp_path, monkeypatch, make):
     model = make(block_size=32)
     model.extend("yarn", 4.0)

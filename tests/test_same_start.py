@@ -80,6 +80,7 @@ def test_processes_of_other_code_stop(text_data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_processes_of_other_data_stop_and_leave_the_checkpoint_whole(call, text_data, tmp_path):
     run, other = tmp_path / "run", tmp_path / "text"
     words = [*TINY, *SHARED, f"--out_dir={run}"]

@@ -159,6 +159,7 @@ def test_an_error_is_one_line_and_writes_nothing(case, call, request, text_data,
     assert files_of(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_an_error_of_a_process_is_one_line_too(run, trained, tmp_path):
     """As the cases above, from a shell."""
     for script, words, expected in (
@@ -264,6 +265,7 @@ def test_extending_inherits_the_training_and_measures_before_and_after(trained, 
     assert meta["train"]["learning_rate"] == pytest.approx(0.9e-3)
 
 
+@pytest.mark.slow
 def test_a_resumed_extension_has_the_same_bits(trained, extended, run, tmp_path):
     yarn, _ = extended
     cut = without_newest_step(yarn, tmp_path / "cut")
@@ -659,6 +661,7 @@ sys.meta_path.insert(0, Hide())
 """
 
 
+@pytest.mark.slow
 def test_everything_but_the_kernels_works_without_triton(run, text_data, tmp_path):
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide" / "sitecustomize.py").write_text(HIDE_TRITON)

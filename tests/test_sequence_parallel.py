@@ -123,6 +123,7 @@ def test_extension_is_that_of_one_process(method, words, run, tmp_path):
     assert numbers(one, "loss") == pytest.approx(numbers(shared, "loss"), abs=1e-5, rel=0)
 
 
+@pytest.mark.slow
 def test_a_shared_run_goes_on_with_one_process(words, run, tmp_path):
     """And the other way round: a checkpoint does not know how it was computed."""
     straight, changed = tmp_path / "straight", tmp_path / "changed"
@@ -183,7 +184,11 @@ def without_progress(text):
     ("words", "numbers"),
     [
         (["--protocol=chunked,position,sliding", "--lengths=128,512"], ("loss",)),
-        (["--task=needle", "--lengths=128,256", "--depths=2", "--trials=2"], ("nll", "accuracy")),
+        pytest.param(
+            ["--task=needle", "--lengths=128,256", "--depths=2", "--trials=2"],
+            ("nll", "accuracy"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_evaluation_is_that_of_one_process(words, numbers, model_folder, run, tmp_path):
@@ -216,6 +221,7 @@ def test_evaluation_is_that_of_one_process(words, numbers, model_folder, run, tm
     assert json.loads((tmp_path / "two.json").read_text()) == found
 
 
+@pytest.mark.slow
 def test_processes_of_an_evaluation_share_sequences_or_are_refused(model_folder, run):
     text = ["--text=tests/test_model.py", "--max_tokens=256", "--lengths=128"]
     done = run("evaluate.py", model_folder, *text, processes=2)

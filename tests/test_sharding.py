@@ -97,7 +97,7 @@ def case(text_data, tmp_path):
     ("processes", "models", "settings"),
     [
         (2, SOME, {}),
-        (2, SOME[:1], {"optimizer": "muon"}),
+        pytest.param(2, SOME[:1], {"optimizer": "muon"}, marks=slow),
         pytest.param(2, OTHERS, {}, marks=slow),
         pytest.param(2, SOME, {"checkpoint_activations": True}, marks=slow),
         pytest.param(4, OTHERS, {}, marks=slow),
@@ -126,6 +126,7 @@ def test_training_is_that_of_one_process(processes, models, settings, case, trai
         assert n_orthogonalized == (20 * n_matrices if is_muon else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=slow)])
 def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
     """One process, fsdp 2, ddp 2, one process: a checkpoint does not know how it was computed."""
@@ -149,10 +150,11 @@ def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
 @pytest.mark.parametrize(
     ("processes", "settings"),
     [
-        (3, {}),  # the order of a sum decides its last bits, where there are more than two of them
+        # the order of a sum decides its last bits, where there are more than two of them
+        pytest.param(3, {}, marks=slow),
         pytest.param(4, {"sequence_parallel": 4}, marks=slow),
         pytest.param(4, {"compile": True}, marks=slow),
-        pytest.param(2, FSDP, marks=slow),
+        (2, FSDP),
         pytest.param(2, {**FSDP, "optimizer": "muon"}, marks=slow),
         pytest.param(4, {**FSDP, "sequence_parallel": 2}, marks=slow),
     ],

@@ -19,7 +19,6 @@ SECTIONS = {
     "hostile_input": (["--examples=24"], 100),
     "memory": ([], 3),
 }
-FAST_SECTIONS = ("concurrency",)
 
 
 def run_stress(*flags):
@@ -29,13 +28,8 @@ def run_stress(*flags):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the stress tests need Linux")
-@pytest.mark.parametrize(
-    "section",
-    [
-        section if section in FAST_SECTIONS else pytest.param(section, marks=pytest.mark.slow)
-        for section in SECTIONS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS)
 def test_guarantees_hold_under_stress(section, tmp_path):
     flags, least = SECTIONS[section]
     done = run_stress(f"--only={section}", "--fast=true", f"--out_dir={tmp_path}", *flags)

@@ -629,7 +629,7 @@ def test_a_signal_during_an_evaluation_saves_without_it(run, text_data, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(3, 240), pytest.param(12, 600, marks=pytest.mark.slow)]
+    ("kills", "steps"), [(2, 150), pytest.param(12, 600, marks=pytest.mark.slow)]
 )
 def test_kill_9_and_resume_is_bit_exact(kills, steps, run, text_data, tmp_path):
     """Guarantees 1, 2 and 7: killed in training and in saving, then resumed each time."""
@@ -922,6 +922,7 @@ def test_a_missing_package_for_the_log_is_named_before_any_work(call, text_data,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_while_the_first_lives(run, text_data, tmp_path):
     words = [*LONG, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     process = start(*words)

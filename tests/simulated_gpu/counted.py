@@ -51,7 +51,7 @@ def count_tokens(pos, *words):
     prompt = torch.zeros(1, 10, dtype=torch.long)
     counts.reset()
     with warnings.catch_warnings(), torch.autocast("cuda", torch.bfloat16):
-        warnings.simplefilter("error")  # such as: sampling without a CUDA graph
+        warnings.simplefilter("error", UserWarning)  # such as: sampling without a CUDA graph
         warnings.filterwarnings("ignore", message="Deterministic|.*does not have a deterministic")
         for token in model.generate(prompt, 8, **sampling, compiled="compiled" in words):
             token.tolist()
