@@ -30,6 +30,7 @@ _sources = {}  # scheme class -> the text of that file
 
 def load_entries(files, positions):
     """Add the schemes of these files to `positions`, POSITIONS of model.py. Returns their names."""
+    require(not isinstance(files, str | Path), f"{files} is one file: give a list of files")
     return [load_entry(file, positions) for file in files]
 
 

@@ -13,7 +13,7 @@ from conftest import ROOT, TINY
 import data
 from model import GPT, POSITIONS
 from nanolong.checkpoint import read_meta
-from nanolong.entry import entry_file, hash_code, load_entry
+from nanolong.entry import entry_file, hash_code, load_entries, load_entry
 from nanolong.errors import UserError
 from nanolong.run_folder import list_steps
 
@@ -54,6 +54,8 @@ def test_a_file_that_is_no_entry_is_refused(name, text, message, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         load_entry(tmp_path / name, POSITIONS)
+    with pytest.raises(UserError, match="is one file: give a list of files"):
+        load_entries(str(tmp_path / name), POSITIONS)
     (tmp_path / "README.md").write_text("# Not Python")
     for other in ("absent.py", "README.md"):
         with pytest.raises(UserError, match=f"{other} is no Python file: give the path of one"):
