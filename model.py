@@ -634,8 +634,8 @@ def scheme_class(pos, method):
         return {"lm-infinite": LMInfinite, "self-extend": SelfExtend}.get(method, RoPE)
     if method in rope_scaling.EVALUATION_ONLY:
         raise UserError(
-            f"method {method!r} has a class of its own, derived from plain RoPE, which would drop "
-            f"the code of --pos={pos}: use it with --pos=rope only"
+            f"method {method!r} replaces attention: its class is derived from plain RoPE and would "
+            f"drop the code of --pos={pos}, so use it with --pos=rope only"
         )
     return POSITIONS[pos]
 

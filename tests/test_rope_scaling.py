@@ -488,7 +488,7 @@ def test_a_scheme_derived_from_rope_refuses_methods_that_replace_attention(make,
     monkeypatch.setitem(POSITIONS, "mine", MyRoPE)
     model = make(pos="mine")
     for method in ("lm-infinite", "self-extend"):
-        reason = "derived from plain RoPE, which would drop the code of --pos=mine"
+        reason = "its class is derived from plain RoPE and would drop the code of --pos=mine"
         with pytest.raises(UserError, match=f"{method}.* replaces attention: {reason}, so use it"):
             model.extend(method, 2)
     model.extend("yarn", 2)
