@@ -91,7 +91,10 @@ def use_checks(bias):
         list(CHECKS[name].compare(execution.PROJECT))
 
 
-@pytest.mark.parametrize("pos, bias, bias_in_checks", BIASES)
+@pytest.mark.parametrize(
+    "pos, bias, bias_in_checks",
+    [BIASES[0], *(pytest.param(*biases, marks=pytest.mark.slow) for biases in BIASES[1:])],
+)
 def test_a_models_kernels_are_compiled_and_executed(pos, bias, bias_in_checks):
     keys = keys_launched(use_a_model, pos)
     for name, key in keys.items():
