@@ -236,7 +236,7 @@ def find_checkpoint(path, best=False):
         )
     newest = found[-1]
     for folder in damaged_steps(newest.parent):
-        if folder.name > newest.name and int(os.environ.get("RANK", 0)) == 0:
+        if step_number(folder) > step_number(newest) and int(os.environ.get("RANK", 0)) == 0:
             print(f"note: {folder} has no meta.json: {newest} is used instead", file=sys.stderr)
     if not best:
         return newest

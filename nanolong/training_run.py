@@ -203,13 +203,13 @@ def validated_on_others(model, cfg, dataset):
 
 
 def restart_best(run, state):
-    """Let the best loss start anew, with the checkpoint of now; the best one so far is kept."""
+    """Let the best loss start over, with the checkpoint of now; the best one so far is kept."""
     state.kept = [*state.kept, state.best[0]]
     state.best = None
     state.val_loss = None
     if rank_and_world()[0] == 0:
         print(
-            "validation scores other sequences than before, so the best loss starts anew; "
+            "validation scores other sequences than before, so the best loss starts over; "
             f"{run}/step-{state.kept[-1]:06d}, the best so far, is kept"
         )
 

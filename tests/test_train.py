@@ -870,7 +870,7 @@ def test_the_bytes_of_the_weights_are_those_of_the_model(mlp):
 
 
 @pytest.mark.parametrize("changed", [{"batch_size": 8}, {"eval_iters": 1}, {"eval_length": 8}])
-def test_the_best_starts_anew_on_other_validation_sequences(cfg, changed, monkeypatch, capsys):
+def test_the_best_starts_over_on_other_validation_sequences(cfg, changed, monkeypatch, capsys):
     """Losses of other sequences are no better or worse; the checkpoint that was best is kept."""
     values = iter([5.0, 1.0, 4.0, 4.1, 3.9, 3.0, 3.5, 3.6, 3.7])
     monkeypatch.setattr(train, "estimate_loss", lambda *args: {"val_loss": next(values)})
@@ -894,7 +894,7 @@ def test_the_best_goes_on_over_the_same_validation_sequences(cfg, changed, monke
         GPT.load(settings.out_dir), replace(settings, max_iters=8, init_from="resume", **changed)
     )
     assert GPT.load(settings.out_dir, best=True).meta["step"] == 2
-    assert "starts anew" not in capsys.readouterr().out
+    assert "starts over" not in capsys.readouterr().out
 
 
 def test_a_run_folder_is_not_overwritten(cfg):
