@@ -1,5 +1,5 @@
 # make demo        install, train, extend, evaluate and sample: five to eight minutes on two cores
-# make test        install and run the tests;  make test-all  the slow ones too
+# make test        install and run the tests;  make test-all  the slow ones too, and those of tools/
 # make lint        check format and style
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
@@ -51,7 +51,7 @@ test: .venv/test
 	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal
 
 test-all: .venv/test
-	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal --all
+	$(PY) -m pytest -q tests tools -n $(JOBS) --dist=worksteal --all
 
 lint: .venv/test
 	$(PY) -m ruff check .

@@ -61,17 +61,19 @@ from data import (
     tokenizer_from_json,
 )
 from model import GPT, POSITIONS, ContextLengthWarning
-from nanolong import cli, plots, validate
-from nanolong.checkpoint import weights_hash
-from nanolong.device import autocast, pick_device, pick_dtype, settle_weights, weights_to_load
-from nanolong.distributed import check_same_everywhere, check_same_start, join_processes
-from nanolong.entry import hash_sources, load_entries
+from nanolong import (
+    cli,
+    devices,
+    entry,
+    evaluation_log,
+    inference,
+    parallel,
+    plots,
+    provenance,
+    run,
+    validate,
+)
 from nanolong.errors import UserError
-from nanolong.evaluation_log import EvaluationLog, Measurement, measure_all, read_records
-from nanolong.inference import KVCache
-from nanolong.logger import device_name
-from nanolong.provenance import current_commit
-from nanolong.sequence_parallel import gather_tokens, own_part, share_sequences
 
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
 
@@ -189,7 +191,7 @@ def evaluation_mode(model, dtype):
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), autocast(device, dtype), warnings.catch_warnings():
+        with torch.no_grad(), devices.autocast(device, dtype), warnings.catch_warnings():
             warnings.simplefilter("ignore", ContextLengthWarning)
             yield device
     finally:
@@ -203,13 +205,13 @@ def token_losses(model, x, y, positions):
     that the memory for activations does not grow with its length.
     """
     length = x.shape[1]
-    part = own_part(length)
+    part = parallel.own_part(length)
     if part != slice(None):  # other processes compute the other tokens
-        return gather_tokens(model(x, y, positions, reduction="none", part=part))
+        return parallel.gather_tokens(model(x, y, positions, reduction="none", part=part))
     # A method whose tables depend on the length has to see the whole sequence at once.
     if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
         return model(x, y, positions, reduction="none")
-    cache = KVCache(capacity=length)
+    cache = inference.KVCache(capacity=length)
     losses = []
     for start in range(0, length, CHUNK):
         chunk = slice(start, start + CHUNK)
@@ -382,7 +384,7 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
     n_sequences = len(settings.get("sequences", ()))
 
     def measure():
-        dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
+        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
         try:
             loss_sum, n_scored = loss_by_position(
                 model, split, length, cfg.max_tokens, dtype, *placement
@@ -395,7 +397,7 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
         return make_records(name, loss_sum, n_scored, protocols, n_bytes, **counted)
 
     flops = n_sequences * length * model.flops_per_token(length)
-    return Measurement(name, length, settings, flops, measure)
+    return evaluation_log.Measurement(name, length, settings, flops, measure)
 
 
 def measure_losses(models, cfg, lengths, texts=None, log=None):
@@ -407,12 +409,12 @@ def measure_losses(models, cfg, lengths, texts=None, log=None):
     """
     texts = texts or open_texts(models, cfg, lengths)
     if cfg.sequence_parallel > 1:
-        check_same_everywhere(data=[text.hash for text in texts.values()])
+        parallel.check_same_everywhere(data=[text.hash for text in texts.values()])
     measurements = []
     for name, length, group in product(models, lengths, group_protocols(cfg, lengths)):
         what = (name, models[name], texts[name], cfg, lengths, length)
         measurements.append(plan_loss(*what, *group))
-    return measure_all(measurements, log)
+    return evaluation_log.measure_all(measurements, log)
 
 
 def open_texts(models, cfg, lengths):
@@ -506,8 +508,8 @@ def find_needle(
             y = torch.from_numpy(np.stack([targets for _, targets in batch])).to(device)
             positions = model.sample_positions(len(x), length, seed)
             # Only the answer needs logits: the last digits of the targets.
-            hidden_states = model.hidden_states(x, positions, part=own_part(length))
-            hidden_states = gather_tokens(hidden_states[:, -DIGITS:])[:, -DIGITS:]
+            hidden_states = model.hidden_states(x, positions, part=parallel.own_part(length))
+            hidden_states = parallel.gather_tokens(hidden_states[:, -DIGITS:])[:, -DIGITS:]
             logits = model.head(hidden_states).float()  # (B, DIGITS, V)
             answer = y[:, -DIGITS:]
             correct = logits.argmax(-1) == answer
@@ -523,7 +525,7 @@ def plan_needle(name, model, tokenizer, cfg, length, depth):
     def measure():
         record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
         record.update(trials=cfg.trials, seed=cfg.seed)
-        dtype = pick_dtype(cfg.dtype, next(model.parameters()).device)
+        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
         # Nothing is hidden in the control, whose depth only seeds its prompts.
         hidden = depth is not None
         place = depth if hidden else 0.5
@@ -538,7 +540,7 @@ def plan_needle(name, model, tokenizer, cfg, length, depth):
 
     settings = {"depth": depth, "trials": cfg.trials, "seed": cfg.seed}
     flops = cfg.trials * length * model.flops_per_token(length)
-    return Measurement(name, length, settings, flops, measure)
+    return evaluation_log.Measurement(name, length, settings, flops, measure)
 
 
 def measure_needles(models, cfg, lengths, log=None):
@@ -558,7 +560,7 @@ def measure_needles(models, cfg, lengths, log=None):
             )
         for length, depth in product(lengths, (*depths, None)):
             measurements.append(plan_needle(name, model, tokenizer, cfg, length, depth))
-    return measure_all(measurements, log)
+    return evaluation_log.measure_all(measurements, log)
 
 
 # -----------------------------------------------------------------------------
@@ -652,8 +654,8 @@ def origins(models, texts, dtype, device):
     """
     fields = {
         "dtype": str(dtype).removeprefix("torch."),
-        "device": device_name(device),
-        "commit": current_commit(),
+        "device": run.device_name(device),
+        "commit": provenance.current_commit(),
     }
     found = {}
     for name, model in models.items():
@@ -734,8 +736,8 @@ def describe_scored(texts, lengths, max_tokens):
 def main():
     positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
     cfg, given, paths = cli.parse(EvaluateConfig, about=__doc__, paths=positional)
-    rank, world = join_processes(cfg.device)
-    check_same_start(given, cfg)
+    rank, world = parallel.join_processes(cfg.device)
+    run.check_same_start(given, cfg)
     validate.require(
         world in (1, cfg.sequence_parallel),
         f"evaluate.py runs in {world} processes, which share every sequence: give "
@@ -747,19 +749,21 @@ def main():
 
 def evaluate(cfg, given, paths, writes):
     """Do what the settings say; only one process writes files. Returns the exit status."""
-    device = pick_device(cfg.device)
-    load_entries(cfg.entry, POSITIONS)
-    models = load_models(paths, cfg.best, device, weights_to_load(cfg.weights))
-    check_same_everywhere(checkpoint=[weights_hash(model) for model in models.values()])
+    device = devices.pick_device(cfg.device)
+    entry.load_entries(cfg.entry, POSITIONS)
+    models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
+    parallel.check_same_everywhere(
+        checkpoint=[run.weights_hash(model) for model in models.values()]
+    )
     for model in models.values():
-        settle_weights(model, cfg.weights, pick_dtype(cfg.dtype, device))
+        devices.settle_weights(model, cfg.weights, devices.pick_dtype(cfg.dtype, device))
     if cfg.task == "loss":
         check_datasets(models, cfg)
         note_different_texts(models, cfg)
     for file in (cfg.plot, cfg.json):
         if file and writes:
             check_writable(file)
-    saved = read_records(cfg.json) if writes else []
+    saved = evaluation_log.read_records(cfg.json) if writes else []
 
     # The default lengths are multiples of the shortest original context length.
     shortest = min(model.config.original_length for model in models.values())
@@ -768,18 +772,18 @@ def evaluate(cfg, given, paths, writes):
     if "protocol" not in given and len(lengths) == 1:
         cfg.protocol = ("chunked", "last-quarter")  # there is nothing to align
     for model in models.values():
-        share_sequences(model, cfg.sequence_parallel, lengths)
+        parallel.share_sequences(model, cfg.sequence_parallel, lengths)
 
     scored, texts, unit = [], {}, ""
     if cfg.task == "loss":
         texts = open_texts(models, cfg, lengths)
         scored = describe_scored(texts, lengths, cfg.max_tokens)
         print("\n".join(f"scored: {line}" for line in scored), flush=True)
-    origin = origins(models, texts, pick_dtype(cfg.dtype, device), device)
-    code = hash_sources(cfg.entry)
+    origin = origins(models, texts, devices.pick_dtype(cfg.dtype, device), device)
+    code = entry.hash_sources(cfg.entry)
     processes = cfg.sequence_parallel
     file = cfg.json if writes else ""
-    log = EvaluationLog(file, saved, models, origin, code=code, processes=processes)
+    log = evaluation_log.EvaluationLog(file, saved, models, origin, code=code, processes=processes)
     if cfg.task == "loss":
         records = measure_losses(models, cfg, lengths, texts, log)
         print()

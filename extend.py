@@ -35,30 +35,8 @@ from evaluate import (
     read_text,
 )
 from model import GPT, POSITIONS, GPTConfig, NoPE
-from nanolong import cli, validate
-from nanolong.checkpoint import (
-    find_checkpoint,
-    load_weights,
-    read_meta,
-    save_model,
-    saved_settings,
-    settings_record,
-)
-from nanolong.device import pick_device
-from nanolong.distributed import check_same_start, join_processes
-from nanolong.entry import load_entries
+from nanolong import cli, devices, entry, parallel, plots, run, validate
 from nanolong.errors import UserError
-from nanolong.lock import unlock
-from nanolong.plots import format_loss_table, plot_wavelengths
-from nanolong.run_folder import list_steps, readable_steps, settle_replaced
-from nanolong.training_run import (
-    check_same_settings,
-    existing_run,
-    ignore_overwrite_of_preset,
-    lock_run,
-    replacing_run,
-    resume_run,
-)
 from train import TrainConfig, train_and_sample
 
 
@@ -149,15 +127,15 @@ def run_defaults(given, paths):
             "extend.py extends one run folder: name it, as in "
             "python extend.py out/python-rope --method=yarn --factor=4"
         )
-    folder = find_checkpoint(paths[0])
-    run = Path(paths[0]) if readable_steps(paths[0]) else folder.parent
-    out_dir = given.get("out_dir") or f"{run}-{run_suffix(given)}"
+    folder = run.find_checkpoint(paths[0])
+    parent = Path(paths[0]) if run.readable_steps(paths[0]) else folder.parent
+    out_dir = given.get("out_dir") or f"{parent}-{run_suffix(given)}"
     settings = {}
-    if given.get("init_from") == "resume" and readable_steps(out_dir):
-        settings = saved_settings(readable_steps(out_dir)[-1], GPTConfig, ExtendConfig)
+    if given.get("init_from") == "resume" and run.readable_steps(out_dir):
+        settings = run.saved_settings(run.readable_steps(out_dir)[-1], GPTConfig, ExtendConfig)
         settings = {**settings, "plot": "", "text": ""}
     if not settings.get("dataset"):
-        settings = inherited_settings(read_meta(folder), given, paths[0])
+        settings = inherited_settings(run.read_meta(folder), given, paths[0])
     return {**settings, "out_dir": out_dir, "init_from": "scratch"}
 
 
@@ -295,7 +273,7 @@ def fit_scale(model, cfg, options, split, rank=0):
     Find the factor on the scores, 0.71 to 2.83, with the lowest loss in the last quarter of
     sequences of the extended length. The model is a trial: it is extended for each candidate.
     """
-    trial = GPT.load(model.folder).to(pick_device(cfg.device))
+    trial = GPT.load(model.folder).to(devices.pick_device(cfg.device))
     trial.extend(cfg.method, cfg.factor, **{**options, "scale": 1.0})
     length = trial.config.block_size
     losses = {}
@@ -353,16 +331,19 @@ def save_extended(model, cfg):
     if "step" in model.meta:  # resumed: it is saved already
         folder = model.folder
     else:
-        run = Path(cfg.out_dir)
-        folder = run / "step-000000"
-        trained = bool(read_meta(Path(model.meta["parent"])).get("train"))
-        settings = settings_record("train", cfg) if trained else {"train": {}}
+        out_dir = Path(cfg.out_dir)
+        folder = out_dir / "step-000000"
+        trained = bool(run.read_meta(Path(model.meta["parent"])).get("train"))
+        settings = run.settings_record("train", cfg) if trained else {"train": {}}
         state = {"step": 0, "val_loss": None, "best": None, "tokens": 0, "scaler": None}
-        lock_run(run)
-        with replacing_run(run, cfg.overwrite):
-            save_model(model, folder, optim={}, dtype=exact_dtype(model), **settings, **state)
-            settle_replaced(run, finished=True)
-        unlock(run)
+        run.lock_run(out_dir)
+        try:
+            if cfg.overwrite:
+                run.replace_run(out_dir)
+            run.save_model(model, folder, optim={}, dtype=exact_dtype(model), **settings, **state)
+            run.settle_replaced(out_dir, finished=True)
+        finally:
+            run.release_folder(out_dir)
     print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
 
 
@@ -416,14 +397,14 @@ def plot_extension(model, cfg, before):
     Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
     factor = config.extension["factor"]
     title = f"{cfg.method}, {factor:g} times {config.original_length} tokens"
-    plot_wavelengths(
+    plots.plot_wavelengths(
         before, pos.inv_freq, config.original_length, config.block_size, cfg.plot, title
     )
 
 
 def report(model, cfg, when):
     """Print the loss by position at the original and at the extended length, or eval_length."""
-    model.to(pick_device(cfg.device))
+    model.to(devices.pick_device(cfg.device))
     lengths = sorted({model.config.original_length, cfg.eval_length or model.config.block_size})
     settings = EvaluateConfig(
         protocol=("last-quarter", "position"),
@@ -436,7 +417,7 @@ def report(model, cfg, when):
     for line in describe_scored(texts, lengths, cfg.max_tokens):
         print(f"scored: {line}")
     records = measure_losses({when: model}, settings, lengths, texts)
-    print(format_loss_table(records, lengths), flush=True)
+    print(plots.format_loss_table(records, lengths), flush=True)
 
 
 def trains_in_shards(cfg):
@@ -449,7 +430,7 @@ def with_weights(model):
     """The model, or where its weights were left out (--parallel=fsdp), a copy that has them."""
     if any(p.is_meta for p in model.parameters()):
         model = copy.deepcopy(model)
-        load_weights(model, torch.float32)
+        run.load_weights(model, torch.float32)
     return model
 
 
@@ -502,20 +483,20 @@ def main():
         defaults=run_defaults,
         accepted=(GPTConfig,),
     )
-    load_entries(cfg.entry, POSITIONS)
-    rank, _ = join_processes(cfg.device)
-    check_same_start(given, cfg, model_config)
+    entry.load_entries(cfg.entry, POSITIONS)
+    rank, _ = parallel.join_processes(cfg.device)
+    run.check_same_start(given, cfg, model_config)
     # Load the checkpoint to extend, or the run to resume.
     parent = GPT.load(paths[0], weights=not trains_in_shards(cfg))
-    check_same_settings(parent, model_config, given)
+    run.check_same_settings(parent, model_config, given)
     check_request(parent, cfg)
     before = getattr(parent.pos, "inv_freq", None)
-    ignore_overwrite_of_preset(cfg)
-    model = resume_run(GPT, cfg, model_config, set())
+    run.ignore_overwrite_of_preset(cfg)
+    model = run.resume_run(GPT, cfg, model_config, set())
     if model is not None:
         check_same_extension(model, parent, cfg)
-    elif list_steps(cfg.out_dir) and not cfg.overwrite:
-        raise existing_run(cfg.out_dir)
+    elif run.list_steps(cfg.out_dir) and not cfg.overwrite:
+        raise run.existing_run(cfg.out_dir)
     else:
         # Extend.
         model = parent
@@ -533,7 +514,7 @@ def main():
     if rank == 0 and "step" not in model.meta:
         report(with_weights(model), cfg, "before")
     status = train_and_sample(model, cfg, *training_lengths(model, cfg))
-    finished = status == 0 and find_checkpoint(cfg.out_dir).name == f"step-{cfg.max_iters:06d}"
+    finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.max_iters:06d}"
     if rank == 0 and finished:
         if cfg.parallel == "fsdp":
             model = GPT.load(cfg.out_dir)  # this process alone has no whole model

@@ -23,13 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import cli
-from nanolong.checkpoint import open_model
-from nanolong.entry import load_entries
+from nanolong import cli, entry, run
 from nanolong.errors import UserError
-from nanolong.gguf_import import import_gguf
-from nanolong.hf_export import export_checkpoint
-from nanolong.hf_import import import_checkpoint
+from nanolong.hub import exporting, gguf_import, importing
 
 
 @dataclass
@@ -59,15 +55,15 @@ def main():
     if direction == "export":
         if "store" in given:
             raise UserError("--store is for import: leave it out")
-        load_entries(cfg.entry, POSITIONS)
-        model = open_model(GPT, GPTConfig, POSITIONS, source, cfg.best)
-        export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
+        entry.load_entries(cfg.entry, POSITIONS)
+        model = run.open_model(GPT, GPTConfig, POSITIONS, source, cfg.best)
+        exporting.export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
         return
     for name in sorted(given - {"store"}):
         raise UserError(f"--{name} is for export: leave it out")
-    read = import_checkpoint
+    read = importing.import_checkpoint
     if source.lower().endswith(".gguf") or Path(source).is_file():
-        read = import_gguf
+        read = gguf_import.import_gguf
     read(GPT, GPTConfig, POSITIONS, source, target, cfg.store)
 
 

@@ -1072,7 +1072,7 @@ class GPT(nn.Module):
 
     def save(self, folder) -> None:
         """Write a checkpoint folder, whole or not at all. Raises UserError when it exists."""
-        from nanolong import checkpoint
+        from nanolong.run import checkpoint
 
         checkpoint.save_model(self, folder)
 
@@ -1092,6 +1092,6 @@ class GPT(nn.Module):
         Returns the model in eval mode on the CPU; model.meta holds the rest of meta.json. Raises
         UserError where there is no checkpoint or it is damaged.
         """
-        from nanolong import checkpoint
+        from nanolong.run import checkpoint
 
         return checkpoint.load_model(cls, GPTConfig, POSITIONS, path, best, dtype, weights)

@@ -23,21 +23,9 @@ import torch
 
 from data import decode_stream, encode_prompt, tokenizer_from_json
 from model import GPT, POSITIONS, ContextLengthWarning
-from nanolong import cli, validate
-from nanolong.chat import encode_chat, find_template
-from nanolong.device import (
-    autocast,
-    pick_compile,
-    pick_device,
-    pick_dtype,
-    settle_weights,
-    weights_to_load,
-)
-from nanolong.entry import load_entries
+from nanolong import chat, cli, devices, entry, inference, run, validate
 from nanolong.errors import UserError
-from nanolong.hf_tokenizer import special_tokens
-from nanolong.inference import check_request
-from nanolong.run_folder import latest_run
+from nanolong.hub import tokenizer as hub_tokenizer
 
 # In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.
 MIN_PARAMETERS_BFLOAT16 = 16e6
@@ -94,7 +82,7 @@ def encode_start(cfg, tokenizer, bos):
     """Return the token ids of the prompt, what to print of it, and the ids that end the text."""
     start = read_prompt(cfg.start)
     if cfg.chat:
-        ids, stop = encode_chat(tokenizer, start, cfg.system)
+        ids, stop = chat.encode_chat(tokenizer, start, cfg.system)
         return ids, "", stop
     note_special_tokens(start, tokenizer)
     printable = start.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -103,16 +91,16 @@ def encode_start(cfg, tokenizer, bos):
 
 def note_special_tokens(start, tokenizer):
     """Print a note where a prompt has the text of a special token, which is plain text there."""
-    found = [text for text in special_tokens(tokenizer) if text in start]
+    found = [text for text in hub_tokenizer.special_tokens(tokenizer) if text in start]
     if not found:
         return
     note = f"note: {found[0]!r} in the prompt is encoded as plain text, not as a special token"
-    if find_template(tokenizer) is not None:
+    if chat.find_template(tokenizer) is not None:
         note += "; for the model's chat format give the message alone, and --chat"
     print(note, file=sys.stderr)
 
 
-def check_length(model, run, prompt_length, max_new_tokens):
+def check_length(model, folder, prompt_length, max_new_tokens):
     """Print a note where the text will exceed the context length; refuse an absurd prompt."""
     config = model.config
     context = config.max_positions
@@ -127,7 +115,7 @@ def check_length(model, run, prompt_length, max_new_tokens):
     note = f"note: {total} tokens are more than the context length of {context}"
     if config.pos == "rope" and not config.random_positions:
         factor = math.ceil(total / config.block_size)
-        path = shlex.quote(str(run))
+        path = shlex.quote(str(folder))
         note += f"; to extend it: python extend.py {path} --method=yarn --factor={factor}"
     print(note, file=sys.stderr)
 
@@ -185,42 +173,48 @@ def note_slow_tokens(model, n_tokens, seconds):
         )
 
 
-def main():
-    cfg, _, paths = cli.parse(SampleConfig, about=__doc__, paths="a run folder or a step folder")
-
-    # Load the model and its tokenizer.
-    load_entries(cfg.entry, POSITIONS)
+def load(cfg, paths):
+    """Load the model that is asked for, and its tokenizer: (folder, model, tokenizer)."""
     runs = [*paths, cfg.out_dir] if cfg.out_dir else paths
     if len(runs) > 1:
         raise UserError("there are several run folders: give one (a prompt goes to --start)")
-    run = runs[0] if runs else latest_run()
-    if run is None:
+    folder = runs[0] if runs else run.latest_run()
+    if folder is None:
         raise UserError("there is no run under out/: train one (python train.py --pos=rope)")
     if not runs:
-        print(f"note: the newest run is {run}", file=sys.stderr)
-    model = GPT.load(run, cfg.best, weights_to_load(cfg.weights))
+        print(f"note: the newest run is {folder}", file=sys.stderr)
+    model = GPT.load(folder, cfg.best, devices.weights_to_load(cfg.weights))
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
     if tokenizer is None:
-        raise UserError(f"{run} has no tokenizer, so it cannot write text: use another checkpoint")
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(f"{run} has a tokenizer larger than its vocabulary: use another checkpoint")
+        reason = "no tokenizer, so it cannot write text"
+    elif tokenizer.vocab_size > model.config.vocab_size:
+        reason = "a tokenizer larger than its vocabulary"
+    else:
+        return folder, model, tokenizer
+    raise UserError(f"{folder} has {reason}: use another checkpoint")
+
+
+def main():
+    cfg, _, paths = cli.parse(SampleConfig, about=__doc__, paths="a run folder or a step folder")
+    entry.load_entries(cfg.entry, POSITIONS)
+    folder, model, tokenizer = load(cfg, paths)
 
     # Choose where and how to compute.
-    device = pick_device(cfg.device)
+    device = devices.pick_device(cfg.device)
     n_parameters = sum(p.numel() for p in model.parameters())
     small = device.type == "cpu" and n_parameters < MIN_PARAMETERS_BFLOAT16
-    dtype = pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
+    dtype = devices.pick_dtype("float32" if cfg.dtype == "auto" and small else cfg.dtype, device)
     note_rounding(cfg, dtype)
-    settle_weights(model, cfg.weights, dtype)
-    compiled, why_not = pick_compile(cfg.compile, device, 0)
+    devices.settle_weights(model, cfg.weights, dtype)
+    compiled, why_not = devices.pick_compile(cfg.compile, device, 0)
     if why_not:
         print(f"note: {why_not}", file=sys.stderr)
     model.to(device)
 
     # Encode the prompt.
     ids, printable, stop = encode_start(cfg, tokenizer, model.meta.get("bos"))
-    check_length(model, run, len(ids), cfg.max_new_tokens)
-    check_request(model, [len(ids)], cfg.max_new_tokens)  # before anything is printed
+    check_length(model, folder, len(ids), cfg.max_new_tokens)
+    inference.check_request(model, [len(ids)], cfg.max_new_tokens)  # before anything is printed
     warnings.simplefilter("ignore", ContextLengthWarning)  # check_length() has said so
     x = torch.tensor([ids], device=device)  # (1, T)
 
@@ -229,7 +223,7 @@ def main():
         if i:
             print("\n" + "-" * 16)
         generator = torch.Generator(device).manual_seed(cfg.seed + i)
-        with autocast(device, dtype):
+        with devices.autocast(device, dtype):
             tokens = model.generate(
                 x, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled
             )

@@ -28,62 +28,8 @@ import torch.distributed as dist
 import data
 from data.prepare import prepare
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import cli, validate
-from nanolong.checkpoint import (
-    find_checkpoint,
-    is_elastic_restart,
-    load_optimizers,
-    read_meta,
-    saved_settings,
-    weights_hash,
-)
-from nanolong.device import (
-    autocast,
-    pick_compile,
-    pick_device,
-    pick_dtype,
-    prepare_device,
-    require_memory,
-)
-from nanolong.distributed import (
-    check_same_everywhere,
-    check_same_start,
-    join_processes,
-    rank_and_world,
-)
-from nanolong.entry import load_entries
+from nanolong import cli, devices, entry, memory, optim, parallel, run, validate
 from nanolong.errors import UserError
-from nanolong.optim import get_lr, make_optimizers
-from nanolong.run_folder import list_steps, readable_steps
-from nanolong.sequence_parallel import (
-    any_process,
-    data_rank_and_world,
-    own_part,
-    sequence_rank_and_size,
-    share_sequences,
-)
-from nanolong.sharding import (
-    distribute,
-    free_gathered,
-    gather,
-    is_sharded,
-    set_gradient_sync,
-)
-from nanolong.signals import catch_signals
-from nanolong.training_run import (
-    describe_divergence,
-    gradients,
-    hint_after_divergence,
-    ignore_overwrite_of_preset,
-    is_finished,
-    is_resumed,
-    logging_run,
-    open_run,
-    resume_run,
-    save,
-    tidy_finished_run,
-    try_ahead,
-)
 
 
 @dataclass
@@ -167,10 +113,10 @@ class BatchLoader:
         self.cfg = cfg
         self.train_length = train_length
         self.tokens_per_step = cfg.gradient_accumulation_steps * cfg.batch_size * self.train_length
-        self.part = own_part(self.train_length)
+        self.part = parallel.own_part(self.train_length)
         self.max_position = max_position
         self.device = device
-        self.rank, self.world = data_rank_and_world()
+        self.rank, self.world = parallel.data_rank_and_world()
         self.index = step * cfg.gradient_accumulation_steps + self.rank
         self.executor = ThreadPoolExecutor(1)
         self.prefetch = self.executor.submit(self.prepare, self.index)
@@ -187,7 +133,7 @@ class BatchLoader:
             pos = self.model.sample_positions(len(x), self.train_length, seed)
         n_targets = int((y[:, self.part] >= 0).sum())
         batch = {"tokens": x, "targets": y, "positions": pos, "docs": docs}
-        batch = {name: to_device(part, self.device) for name, part in batch.items()}
+        batch = {name: devices.to_device(part, self.device) for name, part in batch.items()}
         if pos is not None:  # checked here: on a GPU, each step would wait to read them
             batch["positions_end"] = self.model.check_positions(pos, docs)
         return batch, n_targets, seed
@@ -214,13 +160,6 @@ class BatchLoader:
         self.executor.shutdown()
 
 
-def to_device(part, device):
-    """A tensor, or None, on the device; copied asynchronously to a GPU."""
-    if part is None or device.type != "cuda":
-        return part if part is None else part.to(device)
-    return part.pin_memory().to(device, non_blocking=True)
-
-
 @torch.no_grad()
 def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     """
@@ -230,36 +169,35 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     Sequences do not overlap. eval_iters=0 scores all of them, n the same n * batch_size evenly
     spaced ones at every step and for every number of processes.
     """
-    rank, world = data_rank_and_world()
+    rank, world = parallel.data_rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
     indices = dataset.val.spaced(cfg.eval_iters * cfg.batch_size, T)
     batches = [indices[i : i + cfg.batch_size] for i in range(0, len(indices), cfg.batch_size)]
-    n_rounds = math.ceil(len(batches) / world)
+    part = parallel.own_part(T)
+    _, n_parts = parallel.sequence_rank_and_size()
+    sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop signals
     was_training = model.training
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop
-    part = own_part(T)
-    _, n_parts = sequence_rank_and_size()
-    for i in range(rank, n_rounds * world, world):
-        if any_process(stop_signals, everywhere=is_sharded(model)):
+    n_rounds = math.ceil(len(batches) / world)
+    for number in range(rank, n_rounds * world, world):
+        if parallel.any_process(stop_signals, everywhere=parallel.is_sharded(model)):
             sums[3] = 1
             break
         # In the last round some have no batch left. They compute one that does not count, since
         # fsdp needs all processes in every forward pass.
-        batch = batches[i % len(batches)]
-        sequences = [dataset.val.sequence(i, T) for i in batch]
-        x, y = (torch.from_numpy(np.stack(part)) for part in zip(*sequences, strict=True))
+        batch = batches[number % len(batches)]
+        sequences = [dataset.val.sequence(index, T) for index in batch]
+        x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
         pos = model.sample_positions(len(x), T, batch[0])
-        docs = dataset.document_ids(x)
-        docs = None if docs is None else docs.to(device)
-        with autocast(device, dtype):
+        docs = devices.to_device(dataset.document_ids(x), device)
+        with devices.autocast(device, dtype):
             loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum", part=part)
         n_targets = (y[:, part] >= 0).sum()
         n_bytes = (dataset.count_bytes(y.numpy()) or 0) / n_parts  # each process counts all of them
-        if i < len(batches):
+        if number < len(batches):
             sums += torch.tensor([loss_sum.item(), n_targets, n_bytes, 0], dtype=torch.float64)
-    free_gathered(model)
+    parallel.free_gathered(model)
     model.train(was_training)
     if dist.is_initialized():
         sums = sums.to(device)
@@ -285,7 +223,7 @@ def forward_backward(forward, loader, state, dtype):
     each micro-batch by index.
     """
     device, world = loader.device, loader.world
-    _, n_processes = rank_and_world()
+    _, n_processes = parallel.rank_and_world()
     accumulation = loader.cfg.gradient_accumulation_steps
     sums = torch.zeros(2, dtype=sum_dtype(device), device=device)
     losses = {}
@@ -293,8 +231,8 @@ def forward_backward(forward, loader, state, dtype):
         index, batch, n_targets, seed = loader.next()
         torch.manual_seed(seed)  # dropout too is a function of (seed, index)
         # Gradients are summed over processes at the last micro-batch only.
-        set_gradient_sync(forward, micro_batch + world >= accumulation)
-        with autocast(device, dtype):
+        parallel.set_gradient_sync(forward, micro_batch + world >= accumulation)
+        with devices.autocast(device, dtype):
             loss_sum = forward(**batch, reduction="sum", part=loader.part)
         # Divided by the nominal number of tokens; the scored ones are known after the step.
         # DDP and FSDP average over processes, hence `n_processes`.
@@ -307,6 +245,18 @@ def forward_backward(forward, loader, state, dtype):
 
 def sum_dtype(device):
     return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+
+
+def gradients(model):
+    """The gradients of all parameters. Raises UserError for a parameter that has none."""
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for name, grad in grads.items():
+        if grad is None:
+            raise UserError(
+                f"{name} gets no gradient: use it in the forward pass, or remove it (a "
+                "--layer_pattern of N and S alone uses no scheme: give --pos=nope)"
+            )
+    return list(grads.values())
 
 
 def reduce_and_read(sums, stop_signals, grad_norm):
@@ -332,7 +282,7 @@ def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
         torch._foreach_mul_(grads, to_mean * clip)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = get_lr(cfg, state.step)
+                group["lr"] = optim.get_lr(cfg, state.step)
             optimizer.step()
         state.good_steps += 1
         if dtype == torch.float16 and state.good_steps % 2000 == 0:
@@ -366,109 +316,107 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     Returns the last evaluation, "stopped" and "last_step". Raises UserError, and FloatingPointError
     before an update that is not finite.
     """
-    device = pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, device)
+    device = devices.pick_device(cfg.device)
+    dtype = devices.pick_dtype(cfg.dtype, device)
     train_length = train_length or model.config.block_size
-    dataset = open_dataset(model, cfg, train_length)
-    run = Path(cfg.out_dir)
+    dataset = run.open_dataset(model, cfg, train_length)
+    folder = Path(cfg.out_dir)
     state = TrainState()
-    share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
-    open_run(run, model, cfg, state, dataset, dtype)
+    parallel.share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
+    run.open_run(folder, model, cfg, state, dataset, dtype)
     forward, optimizers = set_up(model, cfg, device)
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
+    logger = None
+    with run.catch_signals() as stop_signals, run.explaining_out_of_memory(loader, dtype):
+        try:
+            # Nothing is written yet, so a stop signal may end the process at any point.
+            with stop_signals.ending_at_once(lambda: run.release_folder(folder)):
+                run.warm_up(forward, optimizers, loader, state, dtype)
+                metrics = None
+                if state.val_loss is None and is_due(state.step, cfg):
+                    metrics = estimate_loss(model, dataset, cfg, dtype)
+            logger = run.begin_run(folder, model, cfg, state, loader)
+            return fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype)
+        finally:
+            run.release_run(folder, model, loader, logger)
+
+
+def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype):
+    """
+    The loop: take steps until the last one or a stop signal, evaluate and save.
+
+    metrics: of an evaluation before the first step, or None. Returns what train() returns.
+    """
+    model, cfg, folder = loader.model, loader.cfg, Path(loader.cfg.out_dir)
     last_eval = {"step": state.step}
-    with catch_signals() as stop_signals, logging_run(run, state, model, loader, dtype) as logger:
-        # compile and time a step first, where a stop signal may interrupt at any point
-        stop = try_ahead(forward, optimizers, loader, state, dtype, stop_signals, logger)
-        while True:
-            # evaluate and save
-            due = state.step % cfg.eval_interval == 0 or state.step == cfg.max_iters
-            if due and state.val_loss is None and not stop:
-                metrics = estimate_loss(model, dataset, cfg, dtype, stop_signals)
-                stop = metrics is None
-                if not stop:
-                    last_eval = record_evaluation(run, state, metrics, logger)
-                    save(run, model, optimizers, state, cfg, dataset, dtype)
-            if stop or state.step >= cfg.max_iters:
-                if state.val_loss is None:
-                    save(run, model, optimizers, state, cfg, dataset, dtype)
-                break
+    evaluates = metrics is not None
+    stopped = False
+    while True:
+        # save, with the evaluation that belongs to the step
+        if metrics:
+            last_eval = record_evaluation(folder, state, metrics, logger)
+        if evaluates or stopped:
+            run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
+        if stopped or state.step >= cfg.max_iters:
+            return {**last_eval, "stopped": stopped, "last_step": state.step}
 
-            # forward and backward
-            if logger:
-                logger.start_step(state.tokens)
-            sums, losses = forward_backward(forward, loader, state, dtype)
-            grads = gradients(model)
-            grad_norm = gather(torch.nn.utils.get_total_norm(grads))
-            loader.wait()  # the next batch is on its way before this process waits for the device
-            loss_sum, n_targets, stop, grad_norm = reduce_and_read(sums, stop_signals, grad_norm)
+        # forward and backward
+        if logger:
+            logger.start_step(state.tokens)
+        sums, losses = forward_backward(forward, loader, state, dtype)
+        grads = gradients(model)
+        grad_norm = parallel.gather(torch.nn.utils.get_total_norm(grads))
+        loader.wait()  # the next batch is on its way before this process waits for the device
+        loss_sum, n_targets, n_signals, grad_norm = reduce_and_read(sums, stop_signals, grad_norm)
 
-            # clip and update; to_mean: from nominal to scored tokens, without the loss scale
-            to_mean = loader.tokens_per_step / max(n_targets, 1) / state.loss_scale
-            grad_norm *= to_mean
-            if has_diverged(loss_sum, grad_norm, state, dtype):
-                raise describe_divergence(run, state, cfg, loss_sum, losses)
-            optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype)
-            state.step += 1
-            state.tokens += loader.tokens_per_step
-            state.val_loss = None
+        # clip and update; to_mean: from nominal to scored tokens, without the loss scale
+        to_mean = loader.tokens_per_step / max(n_targets, 1) / state.loss_scale
+        grad_norm *= to_mean
+        if has_diverged(loss_sum, grad_norm, state, dtype):
+            raise run.describe_divergence(folder, state, cfg, loss_sum, losses)
+        optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype)
+        state.step += 1
+        state.tokens += loader.tokens_per_step
+        state.val_loss = None
+        if logger:
+            logger.step(state, loss_sum / max(n_targets, 1), grad_norm)
 
-            # log
-            if logger:
-                logger.step(state, loss_sum / max(n_targets, 1), grad_norm)
-    return {**last_eval, "stopped": bool(stop), "last_step": state.step}
+        # evaluate
+        stopped = n_signals > 0
+        evaluates = is_due(state.step, cfg)
+        metrics = None
+        if evaluates and not stopped:
+            metrics = estimate_loss(model, loader.dataset, cfg, dtype, stop_signals)
+            stopped = metrics is None
+
+
+def is_due(step, cfg):
+    """Whether the model is evaluated after this many steps."""
+    return step % cfg.eval_interval == 0 or step == cfg.max_iters
 
 
 # -----------------------------------------------------------------------------
 # Before and after the loop.
 
 
-def open_dataset(model, cfg, train_length):
-    """
-    The dataset of a run, checked against the model, the settings and what other processes have.
-
-    Raises UserError.
-    """
-    dataset = data.Dataset(cfg.dataset, cfg.bos)
-    check_same_everywhere(data=dataset.hash, checkpoint=weights_hash(model))
-    dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
-    dataset.select(train_length, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
-    dataset.train.require_length(train_length)
-    if cfg.eval_length > model.config.block_size:
-        raise UserError(
-            f"eval_length={cfg.eval_length} is beyond the context length of "
-            f"{model.config.block_size} tokens: give at most that"
-        )
-    dataset.val.require_length(cfg.eval_length or model.config.block_size)
-    if cfg.passkey:  # raises where the tokenizer or the length is not fit for passkey documents
-        rng = np.random.default_rng(0)
-        data.passkey(dataset.tokenizer, train_length, 0.5, rng, dataset.bos)
-    if is_resumed(model, cfg) and model.meta["data_hash"] not in (None, dataset.hash):
-        raise UserError(
-            f"the files of dataset {cfg.dataset} are not those that {cfg.out_dir} was trained on: "
-            "restore them, or train again with another --out_dir"
-        )
-    return dataset
-
-
 def set_up(model, cfg, device):
     """Move the model to the device. Returns what is called for training, and the optimizers."""
-    prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")
-    compiles, _ = pick_compile(cfg.compile, device, cfg.max_iters)
-    forward = distribute(model.train(), cfg.parallel, device, compiles)
+    devices.prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")
+    compiles, _ = devices.pick_compile(cfg.compile, device, cfg.max_iters)
+    forward = parallel.distribute(model.train(), cfg.parallel, device, compiles)
     model.activation_checkpointing = cfg.checkpoint_activations
-    optimizers = make_optimizers(model, cfg)
-    if is_resumed(model, cfg):
-        load_optimizers(model, optimizers, model.folder / "optim.safetensors")
+    optimizers = optim.make_optimizers(model, cfg)
+    if run.is_resumed(model, cfg):
+        run.load_optimizers(model, optimizers, model.folder / "optim.safetensors")
     return forward, optimizers
 
 
-def record_evaluation(run, state, metrics, logger):
+def record_evaluation(folder, state, metrics, logger):
     """Put an evaluation into the state and the log. Returns it with its step."""
     val_loss = metrics["val_loss"]
     if not math.isfinite(val_loss):
         message = f"the validation loss at step {state.step} is {val_loss}"
-        raise FloatingPointError(f"{message}: {hint_after_divergence(run)}")
+        raise FloatingPointError(f"{message}: {run.hint_after_divergence(folder)}")
     if state.best is None or val_loss < state.best[1]:
         state.best = [state.step, val_loss]
     state.val_loss = val_loss
@@ -483,10 +431,10 @@ def run_defaults(given, paths):
     entry_names = [Path(file).stem for file in given.get("entry", ())]
     pos = given.get("pos") or [GPTConfig.pos, *entry_names][-1]
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
-    resumed = given.get("init_from") == "resume" or is_elastic_restart(out_dir)
+    resumed = given.get("init_from") == "resume" or run.is_elastic_restart(out_dir)
     settings = {}
-    if resumed and readable_steps(out_dir):
-        settings = saved_settings(readable_steps(out_dir)[-1], GPTConfig, TrainConfig)
+    if resumed and run.readable_steps(out_dir):
+        settings = run.saved_settings(run.readable_steps(out_dir)[-1], GPTConfig, TrainConfig)
     elif given.get("entry"):
         settings = {"pos": pos}
     # the checkpoint's own init_from must not decide whether this command resumes
@@ -495,14 +443,13 @@ def run_defaults(given, paths):
 
 def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample of 300 tokens from an empty prompt. Returns the exit status."""
-    rank, _ = rank_and_world()
-    if is_finished(model, cfg):
+    rank, _ = parallel.rank_and_world()
+    if run.is_finished(model, cfg):
         if rank == 0:
             step = model.meta["step"]
-            tidy_finished_run(model, cfg)
+            run.tidy_finished_run(model, cfg)
             print(f"{model.folder} is finished: to train beyond step {step}, raise --max_iters")
         return 0
-    replaces = cfg.overwrite and bool(list_steps(cfg.out_dir))
     try:
         result = train(model, cfg, train_length, max_position)
     except FloatingPointError as error:
@@ -511,20 +458,17 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
         return 1
     if rank:
         return 0
-    if replaces and result["stopped"] and result["last_step"] == 0:
-        print(f"stopped before the first step: {cfg.out_dir} holds the old run, as it was")
-        return 0
-    folder = find_checkpoint(cfg.out_dir)
+    folder = run.find_checkpoint(cfg.out_dir)
     if result["stopped"]:
         print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
         return 0
     print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
-    meta = read_meta(folder)
+    meta = run.read_meta(folder)
     tokenizer = data.tokenizer_from_json(meta.get("tokenizer"))
     if cfg.max_iters and tokenizer:
         print("a sample:\n")
-        if is_sharded(model):  # which needs all processes
-            model = GPT.load(folder).to(pick_device(cfg.device))
+        if parallel.is_sharded(model):  # which needs all processes
+            model = GPT.load(folder).to(devices.pick_device(cfg.device))
         print_sample(model, tokenizer, meta.get("bos"), cfg.seed)
     return 0
 
@@ -544,11 +488,11 @@ def main():
     model_config, cfg, given, _ = cli.parse(
         GPTConfig, TrainConfig, about=__doc__, presets=True, defaults=run_defaults
     )
-    load_entries(cfg.entry, POSITIONS)
-    rank, world = join_processes(cfg.device)
-    check_same_start(given, cfg, model_config)
-    ignore_overwrite_of_preset(cfg)
-    model = resume_run(GPT, cfg, model_config, given)
+    entry.load_entries(cfg.entry, POSITIONS)
+    rank, world = parallel.join_processes(cfg.device)
+    run.check_same_start(given, cfg, model_config)
+    run.ignore_overwrite_of_preset(cfg)
+    model = run.resume_run(GPT, cfg, model_config, given)
     if model is None:
         validate.check_model(model_config, POSITIONS)
         validate.check_scheme_flags(model_config.pos, cli.flag_names(), POSITIONS)
@@ -560,17 +504,9 @@ def main():
     if model is None:
         torch.manual_seed(cfg.seed)
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)
-        require_memory(weight_bytes(model_config))
+        devices.require_memory(memory.weight_bytes(model_config))
         model = GPT(model_config)
     return train_and_sample(model, cfg)
-
-
-def weight_bytes(c):
-    """About how many bytes a model's weights take."""
-    attention = 2 * (c.n_head + c.n_kv_head) * c.head_dim
-    mlp = (3 if c.mlp == "swiglu" else 2) * c.mlp_dim
-    embeddings = (2 - c.tie_embeddings) * c.vocab_size
-    return 4 * c.n_embd * (c.n_layer * (attention + mlp) + embeddings)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ from data.tokenizer import (
     tokenizer_from_json,
     train_bpe,
 )
-from nanolong import cli, hf_tokenizer, tokenizer_files
+from nanolong import cli, tokenizer_files
 from nanolong.errors import UserError
+from nanolong.hub import tokenizer as hub_tokenizer
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -327,14 +328,14 @@ def make_tokenizer(name, texts, train, vocab_size):
     # a checkpoint has both, a dataset only the first, a Hugging Face directory only the second
     is_checkpoint = (path / "meta.json").is_file() and (path / "model.safetensors").is_file()
     if path.suffix == ".json" or (path / "tokenizer.json").is_file() and not is_checkpoint:
-        return hf_tokenizer.read_tokenizer_json(path)
+        return hub_tokenizer.read_tokenizer_json(path)
     if os.sep not in name and not path.is_dir():
         return BPETokenizer.named(name)
 
     # It imports torch, which nothing else here needs.
-    from nanolong.checkpoint import find_checkpoint, read_meta
+    from nanolong import run
 
-    spec = read_meta(find_checkpoint(name)).get("tokenizer")
+    spec = run.read_meta(run.find_checkpoint(name)).get("tokenizer")
     if spec is None:
         raise UserError(
             f"the model in {name} works on token ids and has no tokenizer: prepare its token files "

@@ -41,7 +41,7 @@ from experiments.probe import (
 )
 from nanolong import cli, validate
 from nanolong.attention_maps import attention_maps, dense_attention
-from nanolong.device import pick_device
+from nanolong.devices import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import format_refusals, import_pyplot, unique
 from nanolong.provenance import provenance

@@ -41,7 +41,7 @@ from experiments import bench_memory, bench_sample, bench_train
 from kernels import reference
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli, validate
-from nanolong.device import pick_device
+from nanolong.devices import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import import_pyplot
 from nanolong.provenance import provenance

@@ -27,10 +27,10 @@ from experiments.report import markdown_table
 from model import GPT, GPTConfig
 from nanolong import cli
 from nanolong.errors import UserError
-from nanolong.gguf_file import gguf_package
-from nanolong.gguf_import import gguf_name
-from nanolong.hf_import import read_settings
-from nanolong.hf_layout import stored_shape, tensor_layout
+from nanolong.hub.gguf_file import gguf_package
+from nanolong.hub.gguf_import import gguf_name
+from nanolong.hub.importing import read_settings
+from nanolong.hub.layout import stored_shape, tensor_layout
 from nanolong.tensor_file import TensorStream, write_tensors
 
 ROOT = Path(__file__).resolve().parent.parent

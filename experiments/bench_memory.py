@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from model import GPT, GPTConfig
-from nanolong.device import PEAK_FLOPS, autocast
+from nanolong.devices import PEAK_FLOPS, autocast
 from nanolong.errors import UserError
 from nanolong.memory import count_flops, count_memory, count_sent_bytes
 

@@ -54,7 +54,7 @@ def resident_memory(name):
 
 def train_model(model, settings):
     """Train in this process, on one core for each process."""
-    from nanolong.distributed import join_processes
+    from nanolong.parallel.processes import join_processes
     from train import TrainConfig, train
 
     n_processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -75,12 +75,12 @@ def evaluate_model(words):
 
 def work(task, arguments, returns_freed):
     """Do a task in this process, and print the peak of its memory."""
-    from nanolong import device
+    from nanolong import devices
     from nanolong.cli import silent
 
     if returns_freed:
-        set_malloc_options = device.set_malloc_options
-        device.set_malloc_options = lambda keep_freed_memory: set_malloc_options(False)
+        set_malloc_options = devices.set_malloc_options
+        devices.set_malloc_options = lambda keep_freed_memory: set_malloc_options(False)
     before = resident_memory("VmRSS")
     with silent(True):
         {"train": train_model, "evaluate": evaluate_model}[task](**arguments)

@@ -102,7 +102,7 @@ elif implementation == "transformers":
 else:
     from model import GPT, GPTConfig
     try:
-        from nanolong.device import prepare_device
+        from nanolong.devices import prepare_device
     except ImportError:  # a checkout from before 0.1
         from config import prepare_device
     prepare_device(torch.device("cuda"))
@@ -182,6 +182,8 @@ def run_timed(command, cwd, has_stepped):
         time.sleep(0.01)
     process.returncode = os.waitstatus_to_exitcode(status)
     reader.join(5)
+    if first_step is None and has_stepped(lines):  # its line was read after the end
+        first_step = time.monotonic() - start
     shutil.rmtree(compile_cache, ignore_errors=True)
     output = "".join(lines)
     if process.returncode:
@@ -401,7 +403,7 @@ def measure_gpu(cfg, device):
     import torch
 
     from model import GPT, GPTConfig
-    from nanolong.device import peak_flops
+    from nanolong.devices import peak_flops
 
     paths = {"ours": ROOT}
     if cfg.baseline:

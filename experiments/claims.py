@@ -48,7 +48,7 @@ from experiments.reproduce import FACTOR, SeedRun, extend
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.attention_maps import attention_maps
-from nanolong.device import pick_device
+from nanolong.devices import pick_device
 from nanolong.optim import update_weights
 from nanolong.provenance import provenance
 from nanolong.validate import require

@@ -47,11 +47,11 @@ from experiments.report import (
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
-from nanolong.checkpoint import open_model
 from nanolong.errors import UserError
-from nanolong.gguf_import import import_gguf
-from nanolong.hf_export import export_checkpoint
+from nanolong.hub.exporting import export_checkpoint
+from nanolong.hub.gguf_import import import_gguf
 from nanolong.provenance import current_commit, provenance
+from nanolong.run.checkpoint import open_model
 from nanolong.strict_json import to_json, write_json
 from nanolong.validate import require
 

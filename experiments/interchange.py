@@ -45,13 +45,13 @@ from experiments.interchange_cases import (
 from experiments.report import CLIENTS_SECTION, MEMORY_SECTION, markdown_table, read_section
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
-from nanolong.checkpoint import open_model
 from nanolong.errors import UserError
-from nanolong.hf_export import export_checkpoint
-from nanolong.hf_import import import_checkpoint
-from nanolong.hf_layout import UNSUPPORTED
+from nanolong.hub.exporting import export_checkpoint
+from nanolong.hub.importing import import_checkpoint
+from nanolong.hub.layout import UNSUPPORTED
 from nanolong.inference import KVCache
 from nanolong.provenance import provenance
+from nanolong.run.checkpoint import open_model
 
 N_PROMPT = 41  # these are the first forward pass of a comparison with a cache
 

@@ -51,13 +51,13 @@ from experiments.report import (
 )
 from model import GPT, POSITIONS, Block, GPTConfig, RoPE
 from nanolong import cli
-from nanolong.checkpoint import settings_record
-from nanolong.device import autocast, pick_compile, pick_device, pick_dtype
+from nanolong.devices import autocast, pick_compile, pick_device, pick_dtype
 from nanolong.entry import hash_code, load_entries
 from nanolong.optim import get_lr, make_optimizers
 from nanolong.plots import import_pyplot, terminal_plot
 from nanolong.provenance import provenance
-from nanolong.run_folder import list_steps
+from nanolong.run.checkpoint import settings_record
+from nanolong.run.folder import list_steps
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from train import TrainConfig, forward_backward, optimizer_step, train

@@ -17,7 +17,7 @@ from experiments.linear_attention import LinearAttention, running_dot
 from experiments.masked_lm import unigram_loss
 from experiments.report import command_line, count, load_finished_run, read_json
 from model import GPT, POSITIONS, GPTConfig
-from nanolong.device import autocast, pick_device, pick_dtype
+from nanolong.devices import autocast, pick_device, pick_dtype
 from nanolong.entry import hash_code, load_entry
 from nanolong.errors import UserError
 from nanolong.provenance import current_commit, provenance

@@ -31,10 +31,10 @@ from evaluate import loss_by_position
 from experiments.report import command_line, markdown_table
 from model import GPT, GPTConfig
 from nanolong import cli
-from nanolong.device import pick_device, pick_dtype
+from nanolong.devices import pick_device, pick_dtype
 from nanolong.errors import UserError
 from nanolong.provenance import provenance
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import METHODS

@@ -49,7 +49,7 @@ from experiments.report import (
 )
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
-from nanolong.device import autocast, pick_device, pick_dtype, prepare_device
+from nanolong.devices import autocast, pick_device, pick_dtype, prepare_device
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers, update_weights
 from nanolong.provenance import provenance

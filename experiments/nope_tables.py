@@ -38,10 +38,10 @@ from experiments.report import (
 )
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
-from nanolong.device import pick_device, pick_dtype
+from nanolong.devices import pick_device, pick_dtype
 from nanolong.entry import hash_code
 from nanolong.provenance import provenance
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from train import TrainConfig, train

@@ -35,7 +35,7 @@ from data import Dataset
 from evaluate import check_writable, load_models
 from model import POSITIONS, ContextLengthWarning
 from nanolong import cli, validate
-from nanolong.device import pick_device
+from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.plots import format_refusals, import_pyplot, unique

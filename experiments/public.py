@@ -42,11 +42,11 @@ from experiments.report import command_line, read_json
 from extend import ExtendConfig
 from model import GPT
 from nanolong import cli
-from nanolong.checkpoint import read_meta
-from nanolong.device import autocast, pick_device, pick_dtype
+from nanolong.devices import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
 from nanolong.provenance import current_commit, provenance
-from nanolong.run_folder import list_steps
+from nanolong.run.checkpoint import read_meta
+from nanolong.run.folder import list_steps
 from nanolong.strict_json import to_json, write_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY

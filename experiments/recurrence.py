@@ -35,7 +35,7 @@ from experiments.report import command_line, count
 from experiments.segment_memory import RecurrentGPT, check_memory, generate
 from model import GPTConfig
 from nanolong import cli
-from nanolong.device import pick_device
+from nanolong.devices import pick_device
 from nanolong.provenance import provenance
 from nanolong.strict_json import write_json
 from nanolong.validate import require

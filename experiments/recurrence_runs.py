@@ -12,11 +12,12 @@ from evaluate import evaluation_mode
 from experiments.report import load_finished_run
 from experiments.segment_memory import RecurrentGPT, SegmentMemory, Streams
 from model import GPTConfig
-from nanolong import checkpoint, run_folder
-from nanolong.device import prepare_device
+from nanolong.devices import prepare_device
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers, update_weights
 from nanolong.provenance import current_commit
+from nanolong.run import checkpoint
+from nanolong.run import folder as folder_of_runs
 from nanolong.strict_json import to_json, write_json
 from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
 from nanolong.validate import require
@@ -102,7 +103,7 @@ class Run:
 
     def resume(self, device):
         """Return what start() does, from the newest checkpoint. Raises UserError."""
-        folder = run_folder.list_steps(self.folder)[-1]
+        folder = folder_of_runs.list_steps(self.folder)[-1]
         meta = checkpoint.read_meta(folder)
         saved_key = meta.get("run") or {}
         changed = [name for name, value in self.key().items() if saved_key.get(name) != value]
@@ -144,15 +145,15 @@ class Run:
             "run": self.key(),
         }
         checkpoint.write_checkpoint(self.folder / f"step-{step:06d}", tensors, meta)
-        run_folder.prune(self.folder, None)
+        folder_of_runs.prune(self.folder, None)
         if finished:
-            for earlier in run_folder.list_steps(self.folder)[:-1]:
-                run_folder.remove(earlier)
+            for earlier in folder_of_runs.list_steps(self.folder)[:-1]:
+                folder_of_runs.remove(earlier)
 
     def train(self, device):
         """Train what is left to train; return the model."""
         prepare_device(device)
-        begin = self.resume if run_folder.list_steps(self.folder) else self.start
+        begin = self.resume if folder_of_runs.list_steps(self.folder) else self.start
         model, optimizers, memory, start = begin(device)
         cfg = self.training
         clock_start = time.perf_counter() - self.seconds

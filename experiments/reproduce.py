@@ -59,13 +59,13 @@ from experiments.report import (
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
-from nanolong.device import autocast, pick_device, pick_dtype
+from nanolong.devices import autocast, pick_device, pick_dtype
 from nanolong.entry import hash_code
 from nanolong.errors import UserError
 from nanolong.optim import make_optimizers, update_weights
 from nanolong.plots import import_pyplot, plot_needle_heatmaps
 from nanolong.provenance import current_commit, provenance
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY, METHODS

@@ -31,7 +31,7 @@ import data
 from evaluate import find_needle
 from model import GPT, POSITIONS, RoPE
 from nanolong import cli
-from nanolong.device import pick_device, pick_dtype
+from nanolong.devices import pick_device, pick_dtype
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
 from nanolong.strict_json import write_json

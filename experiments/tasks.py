@@ -67,7 +67,7 @@ from experiments.report import (
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
-from nanolong.device import autocast, pick_device, pick_dtype, prepare_device
+from nanolong.devices import autocast, pick_device, pick_dtype, prepare_device
 from nanolong.errors import UserError
 from nanolong.optim import update_weights
 from nanolong.plots import import_pyplot

@@ -8,7 +8,7 @@ import json
 from datetime import datetime
 
 from nanolong.errors import UserError
-from nanolong.hf_tokenizer import special_id, token_text
+from nanolong.hub.tokenizer import special_id, token_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 ANSWER = {"role": "assistant", "content": "The answer is 42."}

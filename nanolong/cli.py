@@ -458,9 +458,9 @@ def exit_if_peer_lost(error):
     """End the process with status 1 if the error says that another process of the run is gone."""
     if "torch" not in sys.modules:  # data/prepare.py runs without it
         return
-    from nanolong import distributed
+    from nanolong.parallel import processes
 
-    message = distributed.lost_peer_message(error)
+    message = processes.lost_peer_message(error)
     if message:
         # not to torchrun, which takes the first message for the cause
         print(f"error: {message}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from nanolong.validate import require
 ROOT = Path(__file__).resolve().parent.parent
 # what training and evaluation execute
 SOURCES = ("model.py", "rope_scaling.py", "train.py", "extend.py", "evaluate.py")
-SOURCES += ("nanolong/*.py", "kernels/*.py", "data/*.py")
+SOURCES += ("nanolong/**/*.py", "kernels/*.py", "data/*.py")
 
 _files = {}  # scheme class -> the Path of its file, as it was given
 _sources = {}  # scheme class -> the text of that file

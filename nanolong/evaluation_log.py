@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from nanolong.checkpoint import weights_hash
-from nanolong.distributed import broadcast
 from nanolong.errors import UserError
+from nanolong.parallel.processes import broadcast
+from nanolong.run.checkpoint import weights_hash
 from nanolong.strict_json import to_json, write_json
 
 TASKS = {"loss", "needle"}

@@ -216,3 +216,11 @@ def block_bytes_per_token(config, T, e, device):
     mlp = 4 * C + (n_inputs * e if is_autocast else 4) * C + n_hidden * config.mlp_dim * e
     dropout = 8 * C if config.dropout else 0
     return norms + attention + mlp + dropout
+
+
+def weight_bytes(c):
+    """About how many bytes a model's weights take."""
+    attention = 2 * (c.n_head + c.n_kv_head) * c.head_dim
+    mlp = (3 if c.mlp == "swiglu" else 2) * c.mlp_dim
+    embeddings = (2 - c.tie_embeddings) * c.vocab_size
+    return 4 * c.n_embd * (c.n_layer * (attention + mlp) + embeddings)

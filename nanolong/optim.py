@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from nanolong.sharding import ShardedMuon, is_sharded
+from nanolong.parallel.sharding import ShardedMuon, is_sharded
 
 
 def get_lr(cfg, step):

@@ -50,7 +50,10 @@ ATTENTION_FACTOR = (
 SPREAD = (
     "what evaluate.py scores is spread over the validation files, and was the longest one's start"
 )
+OWN_FOLDER = "config/debug.toml replaces its own run folder only"
 DELIBERATE = (
+    ("extending: fitted scale | *", SPREAD),
+    ("statuses: what is left | files", OWN_FOLDER),
     ("evaluation: protocols | *", SPREAD),
     ("evaluation: defaults | *", SPREAD),
     ("evaluation: bfloat16 | *", SPREAD),

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 import rope_scaling
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
-from nanolong.distributed import join_processes
 from nanolong.entry import load_entries
-from nanolong.sequence_parallel import gather_tokens, own_part, share_sequences
+from nanolong.parallel.processes import join_processes
+from nanolong.parallel.sequence import gather_tokens, own_part, share_sequences
 
 T = 48
 # what a longrope table needs: a factor for each pair of channels

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from nanolong import sharding
-from nanolong.distributed import join_processes
-from nanolong.sequence_parallel import own_part, share_sequences
-from nanolong.sharding import distribute
+from nanolong.parallel import sharding
+from nanolong.parallel.processes import join_processes
+from nanolong.parallel.sequence import own_part, share_sequences
+from nanolong.parallel.sharding import distribute
 
 sent = {"weights": 0, "tokens": 0}
 

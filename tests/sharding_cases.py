@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import sharding
 from nanolong.cli import run_main, silent
-from nanolong.distributed import join_processes
 from nanolong.entry import load_entries
 from nanolong.optim import make_optimizers
+from nanolong.parallel import sharding
+from nanolong.parallel.processes import join_processes
 from train import TrainConfig, train
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "block_size": 32}

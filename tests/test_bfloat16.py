@@ -8,10 +8,10 @@ import data
 import evaluate
 import sample
 from model import GPT, POSITIONS
-from nanolong.checkpoint import save_model
-from nanolong.device import autocast, settle_weights
+from nanolong.devices import autocast, settle_weights
 from nanolong.errors import UserError
 from nanolong.inference import KVCache, cast_weights
+from nanolong.run.checkpoint import save_model
 
 # of a norm of queries in bfloat16 with float32 weights, which is meant
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype")

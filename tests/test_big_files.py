@@ -14,8 +14,9 @@ from test_hf import check_weights, save_and_open, write_directory
 
 from experiments import bench_files, interchange
 from model import GPT
-from nanolong import hf_export, tensor_file
-from nanolong.checkpoint import save_model, sha256
+from nanolong import tensor_file
+from nanolong.hub import exporting
+from nanolong.run.checkpoint import save_model, sha256
 
 # what is exported in which dtype from bfloat16: a name of interchange.OURS -> dtype
 EXPORTED_DTYPES = {
@@ -39,7 +40,7 @@ def make_ours(name):
 
 
 def export(model, target, **options):
-    return interchange.capture_output(hf_export.export_checkpoint, model, target, **options)
+    return interchange.capture_output(exporting.export_checkpoint, model, target, **options)
 
 
 # -----------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def test_large_weights_are_written_to_several_files(name, tmp_path, monkeypatch)
     export(model, tmp_path / "one", verify=False)
     whole = load_file(tmp_path / "one/model.safetensors")
     limit = max(tensor.nbytes for tensor in whole.values())
-    monkeypatch.setattr(hf_export, "MAX_FILE_BYTES", limit)
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", limit)
     export(model, tmp_path / "many", verify=False)
 
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
@@ -160,7 +161,7 @@ def test_large_weights_are_written_to_several_files(name, tmp_path, monkeypatch)
 def test_transformers_loads_several_files_in_bfloat16(tmp_path, monkeypatch):
     model = make_ours("rope")
     save_model(model, tmp_path / "run" / "step-000000", dtype=torch.bfloat16)
-    monkeypatch.setattr(hf_export, "MAX_FILE_BYTES", 20000)
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 20000)
     export(interchange.open_run(tmp_path / "run"), tmp_path / "many", verify=False)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     done = subprocess.run(
@@ -230,8 +231,8 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, rng):
         read.append(name)
         return read_tensor(file, name)
 
-    monkeypatch.setattr("nanolong.hf_import.read_tensor", record)
-    monkeypatch.setattr("nanolong.hf_export.read_tensor", record)
+    monkeypatch.setattr("nanolong.hub.importing.read_tensor", record)
+    monkeypatch.setattr("nanolong.hub.exporting.read_tensor", record)
     interchange.import_quietly(tmp_path / "hf", tmp_path / "run")
     n_tensors = len(load_file(tmp_path / "hf/model.safetensors"))
     assert len(read) == len(set(read)) == n_tensors

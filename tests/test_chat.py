@@ -12,7 +12,7 @@ from test_hf_tokenizer import HARD_TEXTS, training_texts
 import data
 from nanolong import chat
 from nanolong.errors import UserError
-from nanolong.hf_tokenizer import read_tokenizer_json
+from nanolong.hub.tokenizer import read_tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2", reason="these need jinja2: pip install -r requirements-hf.txt")

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import model as model_file
 from model import GPT
-from nanolong import checkpoint, cli, tensor_file
-from nanolong.checkpoint import (
+from nanolong import cli, tensor_file
+from nanolong.errors import UserError
+from nanolong.optim import make_optimizers
+from nanolong.run import checkpoint
+from nanolong.run.checkpoint import (
     find_checkpoint,
     load_optimizers,
     optimizer_tensors,
@@ -23,9 +26,7 @@ from nanolong.checkpoint import (
     settings_record,
     write_meta,
 )
-from nanolong.errors import UserError
-from nanolong.optim import make_optimizers
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 from train import TrainConfig
 
 

@@ -12,10 +12,10 @@ from conftest import ROOT, TINY
 
 import data
 from model import GPT, POSITIONS
-from nanolong.checkpoint import read_meta
 from nanolong.entry import entry_file, hash_code, load_entries, load_entry
 from nanolong.errors import UserError
-from nanolong.run_folder import list_steps
+from nanolong.run.checkpoint import read_meta
+from nanolong.run.folder import list_steps
 
 DECAY = '''
 import torch

@@ -89,7 +89,7 @@ def test_the_time_left_follows_from_the_flops_of_each_checkpoint(make, monkeypat
 def test_a_measurement_costs_its_tokens_and_their_attention(make, text_data, monkeypatch):
     """6 FLOPs per weight, and 12 per layer, channel and key; the same text at both lengths."""
     planned = []
-    monkeypatch.setattr(evaluate, "measure_all", lambda plan, log: planned.extend(plan))
+    monkeypatch.setattr(evaluation_log, "measure_all", lambda plan, log: planned.extend(plan))
     model = make(vocab_size=257)
     model.meta = {"dataset": str(text_data), "bos": 256}
     cfg = evaluate.EvaluateConfig(max_tokens=960, protocol=("chunked",))
@@ -249,7 +249,7 @@ def test_other_code_measures_again_and_says_so(runs, call, measured, monkeypatch
     words = [runs[0], "--lengths=24,48", "--max_tokens=960", f"--json={tmp_path}/a.json"]
     call("evaluate.py", *words)
     count = len(measured)
-    monkeypatch.setattr(evaluate, "hash_sources", lambda entry: "edited")
+    monkeypatch.setattr(evaluate.entry, "hash_sources", lambda entry: "edited")
     done = call("evaluate.py", *words)
     assert len(measured) == 2 * count and "reused" not in done.stdout
     assert done.stderr.startswith(f"note: {tmp_path}/a.json has 6 records that other settings, ")

@@ -20,9 +20,9 @@ import extend
 import rope_scaling
 import train
 from model import GPT, GPTConfig
-from nanolong.checkpoint import read_meta
 from nanolong.errors import UserError
-from nanolong.run_folder import list_steps
+from nanolong.run.checkpoint import read_meta
+from nanolong.run.folder import list_steps
 
 SETTINGS = {
     "batch_size": 4,
@@ -221,7 +221,7 @@ def test_a_text_turns_the_report_on(trained, extend_run, no_data, tmp_path, monk
         tables.append(records)
         return "THE TABLE"
 
-    monkeypatch.setattr(extend, "format_loss_table", format_loss_table)
+    monkeypatch.setattr(extend.plots, "format_loss_table", format_loss_table)
     done = assert_success(extend_run(trained, "--max_iters=0", f"--text={text}"))
     assert done.stdout.count("THE TABLE") == 1
     (records,) = tables
@@ -282,13 +282,13 @@ def test_a_warning_says_when_no_document_is_long_enough(trained, extend_run, tex
 
 def test_plot_shows_the_wavelengths_before_and_after(trained, extend_run, tmp_path, monkeypatch):
     plots = []
-    real = extend.plot_wavelengths
+    real = extend.plots.plot_wavelengths
 
     def plot_wavelengths(*args):
         plots.append(args)
         return real(*args)
 
-    monkeypatch.setattr(extend, "plot_wavelengths", plot_wavelengths)
+    monkeypatch.setattr(extend.plots, "plot_wavelengths", plot_wavelengths)
     file = tmp_path / "figures" / "wavelengths.png"
     words = ["--method=pi", "--factor=2", "--max_iters=0", f"--plot={file}"]
     done = assert_success(extend_run(trained, *words))
@@ -314,7 +314,7 @@ def test_the_wavelengths_before_are_those_of_the_model_that_is_extended(
 
     real = rope_scaling.frequencies
     monkeypatch.setattr(rope_scaling, "frequencies", frequencies)
-    monkeypatch.setattr(extend, "plot_wavelengths", lambda *args: plots.append(args))
+    monkeypatch.setattr(extend.plots, "plot_wavelengths", lambda *args: plots.append(args))
     run = untrained(n_embd=16, n_head=2)
     words = ["--method=pi", "--max_iters=0", f"--plot={tmp_path}/w.png"]
     assert_success(extend_run(run, "--factor=2", *words))

@@ -23,11 +23,11 @@ from test_gguf_tokenizer import DIGITS, HARD_TEXT, build_tokenizer, encode_by_me
 
 from experiments import interchange
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import gguf_file
 from nanolong.errors import UserError
-from nanolong.gguf_file import read_header
-from nanolong.gguf_import import import_gguf
-from nanolong.hf_layout import tensor_layout
+from nanolong.hub import gguf_file
+from nanolong.hub.gguf_file import read_header
+from nanolong.hub.gguf_import import import_gguf
+from nanolong.hub.layout import tensor_layout
 
 gguf = pytest.importorskip("gguf", reason="these need the gguf package: pip install gguf")
 

@@ -1,4 +1,4 @@
-"""nanolong/gguf_tokenizer.py compared with llama.cpp's patterns and plain byte-pair merging."""
+"""nanolong/hub/gguf_tokenizer.py compared with llama.cpp's patterns and plain byte-pair merging."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from nanolong.errors import UserError
-from nanolong.gguf_tokenizer import PRE_TOKENIZERS, text_obstacle, tokenizer_json_of
+from nanolong.hub.gguf_tokenizer import PRE_TOKENIZERS, text_obstacle, tokenizer_json_of
 
 tokenizers = pytest.importorskip(
     "tokenizers", reason="these need the tokenizers package: pip install tokenizers"

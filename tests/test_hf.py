@@ -22,11 +22,11 @@ import data
 from data.prepare import prepare_text
 from experiments import interchange
 from model import GPT, GPTConfig
-from nanolong import hf_export, hf_verify
 from nanolong.errors import UserError
-from nanolong.hf_import import read_config
-from nanolong.hf_layout import UNROTATED, stored_shape, tensor_layout
-from nanolong.run_folder import list_steps
+from nanolong.hub import exporting, verify
+from nanolong.hub.importing import read_config
+from nanolong.hub.layout import UNROTATED, stored_shape, tensor_layout
+from nanolong.run.folder import list_steps
 
 # the RoPE type of every architecture in the default part, with tied embeddings or not
 SELECTED = {
@@ -191,7 +191,7 @@ def test_exports_of_layer_patterns_agree_with_transformers(tmp_path):
     model.pos.inv_freq[-2:] = 0
     case = interchange.Case("p-rope", 1, with_cache=False)
     lines = interchange.capture_output(
-        hf_export.export_checkpoint, model, tmp_path / case.name, verify=False
+        exporting.export_checkpoint, model, tmp_path / case.name, verify=False
     )
     assert "rope_type longrope" in lines[0]
     model = GPT.load(tmp_path / "p-rope-run")
@@ -216,13 +216,13 @@ def test_exported_tables_are_strict_json(tmp_path, make):
 
     model = save_and_open(make(), tmp_path / "run")
     model.pos.inv_freq[-1] = 0
-    interchange.capture_output(hf_export.export_checkpoint, model, tmp_path / "a", verify=False)
+    interchange.capture_output(exporting.export_checkpoint, model, tmp_path / "a", verify=False)
     config = json.loads((tmp_path / "a/config.json").read_text(), parse_constant=refuse)
     assert config["rope_parameters"]["long_factor"] == [1.0, 1.0, 1.0, UNROTATED]
     for wrong in (float("nan"), -1.0):
         model.pos.inv_freq[-1] = wrong
         with pytest.raises(UserError, match="frequencies that are negative or not finite"):
-            hf_export.export_checkpoint(model, tmp_path / "b", verify=False)
+            exporting.export_checkpoint(model, tmp_path / "b", verify=False)
     assert {file.name for file in tmp_path.iterdir()} == {"a", "run"}
 
 
@@ -249,7 +249,7 @@ def test_clients_that_read_no_attention_factor_compute_the_same(tmp_path, method
     model = make()
     model.extend(method, 4.0, **ATTENTION_FACTORS[method])
     stored = save_and_open(model, tmp_path / "run")
-    interchange.capture_output(hf_export.export_checkpoint, stored, tmp_path / "a", verify=False)
+    interchange.capture_output(exporting.export_checkpoint, stored, tmp_path / "a", verify=False)
     config = json.loads((tmp_path / "a/config.json").read_text())
     rope = config["rope_parameters"]
     theirs = attention_factor_of_clients(rope, config["max_position_embeddings"])
@@ -268,10 +268,10 @@ def test_a_dynamic_method_fixed_to_the_extended_length_is_static(method, rope_ty
     model = make()
     length = model.config.block_size
     model.extend(method, 4.0, length=4.0 * length)
-    assert hf_export.write_rope(model).parameters["rope_type"] == rope_type
+    assert exporting.write_rope(model).parameters["rope_type"] == rope_type
     model = make()
     model.extend(method, 4.0, length=3.0 * length)
-    assert hf_export.write_rope(model).parameters["rope_type"] == "longrope"
+    assert exporting.write_rope(model).parameters["rope_type"] == "longrope"
 
 
 @pytest.mark.slow
@@ -330,33 +330,33 @@ def test_a_wrong_export_leaves_nothing(tmp_path, monkeypatch, make):
     model = make(block_size=32)
     model.extend("yarn", 4.0)
     model = save_and_open(model, tmp_path / "run")
-    right = hf_export.write_rope
+    right = exporting.write_rope
 
     def wrong(model):
         rope = right(model)
         rope.parameters["factor"] = 5.0
         return rope
 
-    monkeypatch.setattr(hf_export, "write_rope", wrong)
+    monkeypatch.setattr(exporting, "write_rope", wrong)
     message = "other logits .* nothing was written: if you have edited the scheme or method"
     with pytest.raises(UserError, match=message):
-        hf_export.export_checkpoint(model, tmp_path / "folder" / "exported")
+        exporting.export_checkpoint(model, tmp_path / "folder" / "exported")
     assert not list((tmp_path / "folder").iterdir())
 
 
 def test_an_export_is_whole_or_absent(tmp_path, monkeypatch, make):
     """An existing directory stays as it is; without transformers the export is not verified."""
     model = save_and_open(make(), tmp_path / "run")
-    monkeypatch.setattr(hf_verify.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "exported").mkdir()
-    output = interchange.capture_output(hf_export.export_checkpoint, model, tmp_path / "exported")
+    output = interchange.capture_output(exporting.export_checkpoint, model, tmp_path / "exported")
     assert "transformers is not installed" in output[-1]
     before = interchange.compare_files(tmp_path / "exported", tmp_path / "exported")
     assert before == "same"
     with pytest.raises(UserError, match="exists already"):
-        hf_export.export_checkpoint(model, tmp_path / "exported")
+        exporting.export_checkpoint(model, tmp_path / "exported")
     with pytest.raises(UserError, match="no tokenizer files"):
-        hf_export.export_checkpoint(model, tmp_path / "other", tokenizer_from=str(tmp_path))
+        exporting.export_checkpoint(model, tmp_path / "other", tokenizer_from=str(tmp_path))
     assert {file.name for file in tmp_path.iterdir()} == {"exported", "run"}
 
 

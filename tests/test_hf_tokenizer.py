@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 import data
 from data.tokenizer import byte_level_alphabet
-from nanolong import hf_tokenizer, tokenizer_files
-from nanolong.checkpoint import read_meta, write_checkpoint, write_meta
+from nanolong import tokenizer_files
 from nanolong.errors import UserError
-from nanolong.run_folder import CHECKPOINT_FILES
+from nanolong.hub import tokenizer as hub_tokenizer
+from nanolong.run.checkpoint import read_meta, write_checkpoint, write_meta
+from nanolong.run.folder import CHECKPOINT_FILES
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -50,7 +51,7 @@ HARD_TEXTS = (
     "<|begin|><|end|> <|3|><s></s><unk> <s>a</s> [INST]",
     "\ufeff\u200b\u2028\u00a0\u3000\u2581\uffff\U0010ffff",
     "123456789 3.14 ١٢٣ ½ Ⅻ ²",
-    hf_tokenizer.SAMPLE,
+    hub_tokenizer.SAMPLE,
 )
 
 
@@ -87,7 +88,7 @@ def byte_level_characters(n):
 
 def training_texts():
     texts = [path.read_text()[:20000] for path in sorted(ROOT.glob("*.py"))]
-    return [*texts, hf_tokenizer.SAMPLE.replace("\x01", "") * 3]
+    return [*texts, hub_tokenizer.SAMPLE.replace("\x01", "") * 3]
 
 
 @functools.cache
@@ -169,7 +170,7 @@ def import_tokenizer(kind):
     """train(), imported."""
     files = {"tokenizer.json": train(kind).to_str().encode()}
     model_config = {"bos_token_id": 1, "eos_token_id": 2}
-    tokenizer, _ = hf_tokenizer.make_tokenizer(files, {}, model_config, PADDED_VOCAB_SIZE)
+    tokenizer, _ = hub_tokenizer.make_tokenizer(files, {}, model_config, PADDED_VOCAB_SIZE)
     return tokenizer
 
 
@@ -346,7 +347,7 @@ def test_a_decoder_that_joins_words_is_refused():
     tokenizer.decoder = tokenizers.decoders.WordPiece()
     files = {"tokenizer.json": tokenizer.to_str().encode()}
     with pytest.raises(UserError, match="decoder.*WordPiece"):
-        hf_tokenizer.make_tokenizer(files, {}, {}, PADDED_VOCAB_SIZE)
+        hub_tokenizer.make_tokenizer(files, {}, {}, PADDED_VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +365,7 @@ def test_a_decoder_that_joins_words_is_refused():
 )
 def test_special_ids_are_those_of_the_configs(kind, config, model_config, bos, eos, first):
     files = {"tokenizer.json": train(kind).to_str().encode()}
-    made = hf_tokenizer.make_tokenizer(files, config, model_config, PADDED_VOCAB_SIZE)
+    made = hub_tokenizer.make_tokenizer(files, config, model_config, PADDED_VOCAB_SIZE)
     tokenizer, starts_text = made
     assert (tokenizer.bos, tokenizer.eos, starts_text) == (bos, eos, first)
 
@@ -451,24 +452,24 @@ def test_our_vocabularies_are_written_for_the_package(kind, tmp_path, rng):
     """They encode and decode alike in the package, and when they are imported again."""
     ours = make_tokenizer(kind)
     adds_bos = bool(rng.integers(2))
-    hf_tokenizer.write_tokenizer(tmp_path, ours, adds_bos, 64)
+    hub_tokenizer.write_tokenizer(tmp_path, ours, adds_bos, 64)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     check_single_tokens(ours, theirs)
     check_texts(ours, theirs, adds_bos, random.Random(int(rng.integers(1 << 30))))
 
     config = {"bos_token_id": ours.bos, "eos_token_id": ours.bos}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    again, bos, note = hf_tokenizer.read_tokenizer(tmp_path, ours.vocab_size)
+    again, bos, note = hub_tokenizer.read_tokenizer(tmp_path, ours.vocab_size)
     assert (again.bos, again.eos, bos) == (ours.bos, None, ours.bos if adds_bos else None)
     assert not note
     assert data.same_vocabulary(again, ours)
-    for name in hf_tokenizer.special_tokens(ours):
+    for name in hub_tokenizer.special_tokens(ours):
         assert again.encode(name) == ours.encode(name)
 
 
 def check_single_tokens(ours, theirs):
     """All of them, also those that no text of the test happens to contain."""
-    special = hf_tokenizer.special_tokens(ours)
+    special = hub_tokenizer.special_tokens(ours)
     for token, i in special.items():
         assert theirs.token_to_id(token) == i
         assert theirs.id_to_token(i) == token
@@ -503,7 +504,7 @@ def test_a_vocabulary_that_no_tokenizer_json_describes_is_not_written(pattern, r
     tokenizer = data.BPETokenizer(encoding)
     assert tokenizer.encode("ck\nck") == [*b"ck\n", 256]
     with pytest.raises(UserError, match=rf"\(.*{reason}.*\).*--tokenizer=DIR"):
-        hf_tokenizer.write_tokenizer(tmp_path, tokenizer, False, 64)
+        hub_tokenizer.write_tokenizer(tmp_path, tokenizer, False, 64)
     assert not list(tmp_path.iterdir())
 
 
@@ -514,7 +515,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
     for needs_it in (
         lambda: tokenizer.encode("a"),
         lambda: tokenizer.decode([1]),
-        lambda: hf_tokenizer.write_tokenizer(tmp_path, data.ByteTokenizer(), True, 64),
+        lambda: hub_tokenizer.write_tokenizer(tmp_path, data.ByteTokenizer(), True, 64),
     ):
         with pytest.raises(UserError, match="pip install -r requirements-hf.txt"):
             needs_it()
@@ -529,7 +530,7 @@ def refuse(folder, content, message, vocab_size=VOCAB_SIZE, **config):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        hf_tokenizer.read_tokenizer(folder, vocab_size)
+        hub_tokenizer.read_tokenizer(folder, vocab_size)
     assert len(str(error.value).splitlines()) == 1
 
 

@@ -14,7 +14,7 @@ from conftest import TINY
 import kernels
 from model import POSITIONS, ContextLengthWarning
 from nanolong import inference
-from nanolong.device import compile_model
+from nanolong.devices import compile_model
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
 

@@ -14,6 +14,7 @@ import kernels
 import train
 from kernels import reference
 from model import GPT, POSITIONS, GPTConfig
+from nanolong.memory import weight_bytes
 
 
 class RecordedOperators(TorchDispatchMode):
@@ -198,3 +199,10 @@ def test_attention_in_chunks_keeps_no_scores_for_the_backward_pass(pos, make, mo
         results, in_chunks = train_in_chunks(model, tokens, 4000, monkeypatch)
         assert in_chunks < fused + scores
         assert_all_close(results, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+def test_the_bytes_of_the_weights_are_those_of_the_model(mlp):
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=257, mlp=mlp))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    assert weight_bytes(model.config) == 4 * sum(p.numel() for p in matrices)

@@ -18,9 +18,9 @@ from experiments import attention_maps, probe
 from experiments.linear_attention import LinearAttention
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong.attention_maps import dense_attention, record_attention
-from nanolong.checkpoint import save_model
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
+from nanolong.run.checkpoint import save_model
 
 NOPE = {"pos": "nope", "n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 24}
 

@@ -13,7 +13,7 @@ from experiments.recurrence_report import Losses, judge
 from experiments.recurrence_runs import Run
 from experiments.segment_memory import SegmentMemory, Streams
 from nanolong.errors import UserError
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 
 
 def test_streams_go_on_and_shuffling_keeps_the_tokens(text_data):

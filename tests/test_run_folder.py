@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from conftest import TINY
 import train
 from model import GPT
 from nanolong.errors import UserError
-from nanolong.run_folder import (
+from nanolong.run.folder import (
     check_only_run,
     latest_run,
     list_steps,
@@ -204,31 +203,14 @@ def test_a_start_that_fails_leaves_the_old_run_as_it_was(call, words, tmp_path, 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device", str(run))
 
-    for place in ("save", "estimate_loss", "set_up"):
+    for module, place in ((train.run, "save"), (train, "estimate_loss"), (train, "set_up")):
         with monkeypatch.context() as patch:
-            patch.setattr(train, place, fail)
+            patch.setattr(module, place, fail)
             done = call(*words, *failing)
         assert done.returncode == 2 and "No space left" in done.stderr, place
         assert content(run) == before, place
     refused = call(*words, *failing, "--dataset=nowhere")
     assert refused.returncode == 2 and content(run) == before
-
-
-def test_a_stop_before_the_first_step_leaves_the_old_run(call, words, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    assert call(*words).returncode == 0
-    before = content(run)
-    real = train.estimate_loss
-
-    def stopped(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        return real(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "estimate_loss", stopped)
-        done = call(*words, "--overwrite")
-    assert done.returncode == 0 and "holds the old run, as it was" in done.stdout
-    assert "replacing" in done.stdout and content(run) == before
 
 
 def test_after_a_crash_while_replacing_the_old_run_is_read_and_resumed(call, words, tmp_path):

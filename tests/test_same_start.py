@@ -12,8 +12,8 @@ from conftest import ROOT, TINY
 from flags import last_of_each_flag
 
 from data import open_tokens, write_tokens
-from nanolong.checkpoint import find_checkpoint, read_meta, verify
 from nanolong.entry import SOURCES, hash_sources
+from nanolong.run.checkpoint import find_checkpoint, read_meta, verify
 
 SHARED = ["--gradient_accumulation_steps=2"]
 

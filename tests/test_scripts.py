@@ -13,8 +13,8 @@ from conftest import ROOT, TINY
 import data
 from model import GPT, POSITIONS
 from nanolong import plots
-from nanolong.checkpoint import read_meta
-from nanolong.run_folder import list_steps
+from nanolong.run.checkpoint import read_meta
+from nanolong.run.folder import list_steps
 
 PNG = b"\x89PNG"
 

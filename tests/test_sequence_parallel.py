@@ -1,4 +1,4 @@
-"""nanolong/sequence_parallel.py: processes that share a text compute what one process computes."""
+"""nanolong/parallel/sequence.py: processes that share a text compute what one process computes."""
 
 import json
 
@@ -7,9 +7,9 @@ import torch
 from conftest import TINY
 
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import sequence_parallel
-from nanolong.checkpoint import find_checkpoint, read_meta
 from nanolong.memory import count_sent_bytes
+from nanolong.parallel import sequence
+from nanolong.run.checkpoint import find_checkpoint, read_meta
 from rope_scaling import METHODS
 
 N_CASES = 2 * len(POSITIONS) + 9 + 4 + 3 + len(METHODS) + 5
@@ -29,17 +29,17 @@ def test_losses_and_gradients_are_those_of_one_process(processes, run):
 
 def test_values_do_not_keep_the_memory_of_queries_and_keys(monkeypatch):
     """RoPE makes new queries and keys: the old ones are then freed."""
-    monkeypatch.setattr(sequence_parallel, "sequence_rank_and_size", lambda: (0, 2))
-    monkeypatch.setattr(sequence_parallel, "all_to_all", lambda x: x)
+    monkeypatch.setattr(sequence, "sequence_rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr(sequence, "all_to_all", lambda x: x)
     q, k = torch.randn(1, 4, 8, 6), torch.randn(1, 2, 8, 6)
-    for x in sequence_parallel.tokens_to_heads(q, k, k):
+    for x in sequence.tokens_to_heads(q, k, k):
         assert x.shape[2] == 16
         assert x.untyped_storage().nbytes() == x.nbytes
 
 
 def test_tokens_are_exchanged_between_compiled_graphs(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(sequence_parallel, "exchange", lambda x: x.flip(0))
+    monkeypatch.setattr(sequence, "exchange", lambda x: x.flip(0))
     operators = []
 
     def backend(graph, inputs):
@@ -48,7 +48,7 @@ def test_tokens_are_exchanged_between_compiled_graphs(monkeypatch):
         return graph.forward
 
     def attend(x):
-        return sequence_parallel.all_to_all(x * 2) + 1
+        return sequence.all_to_all(x * 2) + 1
 
     x = torch.randn(2, 3, requires_grad=True)
     y = torch.compile(attend, backend=backend)(x)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from sharding_cases import train_case
 
 from model import GPT, POSITIONS
-from nanolong.run_folder import list_steps
-from nanolong.sharding import own_rows
+from nanolong.parallel.sharding import own_rows
+from nanolong.run.folder import list_steps
 from nanolong.tensor_file import read_tensor
 
 slow = pytest.mark.slow

@@ -26,7 +26,7 @@ def test_numbers_that_are_not_finite_become_null(indent):
 # These write what another process of theirs reads, or what is wrong on purpose; checkpoint.py makes
 # a text to hash, of what write_meta() has refused to write with NaN.
 MAY_WRITE_NAN = {
-    "nanolong/checkpoint.py",
+    "nanolong/run/checkpoint.py",
     "experiments/bench_files.py",
     "experiments/bench_memory.py",
     "experiments/bench_sample.py",

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 import data
 import train
 from model import GPT, GPTConfig
-from nanolong import training_run
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers
-from nanolong.run_folder import list_steps
+from nanolong.run import warmup
+from nanolong.run.folder import list_steps
 
 
 def records(folder):
@@ -319,7 +319,7 @@ def test_a_cheap_step_is_not_tried_before_the_first(cfg, monkeypatch, capfd):
     def try_batch(*args):
         raise AssertionError("a batch was tried")
 
-    monkeypatch.setattr(training_run, "try_batch", try_batch)
+    monkeypatch.setattr(warmup, "try_batch", try_batch)
     train.train(tiny(), cfg(max_iters=1))
     assert cost_of_a_step(capfd.readouterr().out) is None
 
@@ -333,28 +333,28 @@ def test_a_step_is_expensive_beyond_so_many_operations(cfg, text_data):
     loader = train.BatchLoader(dataset, model, settings, 11, 0, torch.device("cpu"), 0)
     loader.close()
     flops = 3 * 2 * 11 * (6 * weights + 12 * 16 * 11)
-    assert training_run.expected_seconds(loader) == pytest.approx(flops / 1e11)
+    assert warmup.expected_seconds(loader) == pytest.approx(flops / 1e11)
 
 
 def test_the_cost_of_a_step_is_that_of_its_micro_batches(cfg, monkeypatch, capfd):
     """The time of the one that is measured, times their number; the memory is estimated before."""
-    monkeypatch.setattr(training_run, "EXPENSIVE_STEP", 0)
-    monkeypatch.setattr(training_run, "try_batch", lambda *args: time.sleep(0.05))
+    monkeypatch.setattr(warmup, "EXPENSIVE_STEP", 0)
+    monkeypatch.setattr(warmup, "try_batch", lambda *args: time.sleep(0.05))
     counted = []
 
     def count(*args):
         counted.append(args)
         return SimpleNamespace(peak=3.141e9)
 
-    monkeypatch.setattr(training_run, "count_memory", count)
+    monkeypatch.setattr(warmup, "count_memory", count)
     described = []
-    real = training_run.describe_step
+    real = warmup.describe_step
 
     def describe_step(loader, cost, *args):
         described.append(cost)
-        return real(loader, training_run.Cost(2.5), *args)
+        return real(loader, warmup.Cost(2.5), *args)
 
-    monkeypatch.setattr(training_run, "describe_step", describe_step)
+    monkeypatch.setattr(warmup, "describe_step", describe_step)
     model = tiny()
     train.train(model, cfg(gradient_accumulation_steps=3, checkpoint_activations=True), 11)
     assert 0.05 <= described[0].seconds < 1
@@ -402,10 +402,9 @@ def memory_of_cuda(monkeypatch, peak, reserved, total=0, on_reset=None):
 def test_a_step_with_cuda_says_its_measured_peak(loader, monkeypatch):
     loader = loader("cuda:0")
     memory_of_cuda(monkeypatch, 13_449_000_000, 812_400_000)
-    costs = []
-    training_run.measure_batch(loader.model, [], loader, torch.float32, costs)
-    costs[0].seconds = 2.5
-    assert training_run.describe_step(loader, costs[0], 1) == (
+    cost = warmup.measure_batch(loader.model, [], loader, torch.float32)
+    cost.seconds = 2.5
+    assert warmup.describe_step(loader, cost, 1) == (
         "a step: 32 tokens, about 2.5 s (1 micro-batch of 2.5 s, measured); 13.4 GB of tensors at "
         "the peak (measured), 812 MB reserved so far; 1 step: 2.5 s, evaluations apart"
     )
@@ -433,10 +432,10 @@ def test_a_measured_step_finds_what_a_later_one_finds(accumulation, optimizer, l
             (size_of(ref() for ref in moments), size_of(p.grad for p in model.parameters()))
         )
 
-    real = training_run.tensors_like_new_moments
-    monkeypatch.setattr(training_run, "tensors_like_new_moments", tensors_like_new_moments)
+    real = warmup.tensors_like_new_moments
+    monkeypatch.setattr(warmup, "tensors_like_new_moments", tensors_like_new_moments)
     memory_of_cuda(monkeypatch, 1, 1, on_reset=look)
-    training_run.measure_batch(model, optimizers, loader, torch.float32, [])
+    warmup.measure_batch(model, optimizers, loader, torch.float32)
     assert all(p.grad is None for p in model.parameters())
     assert not any(ref() is not None for ref in moments)
 
@@ -458,7 +457,7 @@ def out_of_memory(*args):
 
 def test_out_of_memory_names_the_estimate_and_what_to_lower(call, text_data, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "forward_backward", out_of_memory)
-    monkeypatch.setattr(training_run, "estimate_memory", lambda *args: 16.8e9)
+    monkeypatch.setattr(warmup, "estimate_memory", lambda *args: 16.8e9)
     done = call("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}")
     assert done.returncode == 2
     assert done.stderr == (
@@ -473,9 +472,9 @@ def test_out_of_memory_names_the_estimate_and_what_to_lower(call, text_data, tmp
 @pytest.mark.parametrize("reserved, is_far_above", [(52e9, False), (55e9, True)])
 def test_out_of_memory_with_cuda_names_the_allocator(reserved, is_far_above, loader, monkeypatch):
     loader = loader("cuda:0", checkpoint_activations=True, batch_size=1)
-    monkeypatch.setattr(training_run, "estimate_memory", lambda *args: 50.3e9)
+    monkeypatch.setattr(warmup, "estimate_memory", lambda *args: 50.3e9)
     memory_of_cuda(monkeypatch, 50.5e9, reserved, 80e9)
-    text = training_run.describe_out_of_memory(loader, torch.bfloat16)
+    text = warmup.describe_out_of_memory(loader, torch.bfloat16)
     assert text.startswith(
         "out of memory (a step was estimated to take 50.3 GB of tensors without torch.compile; of "
         f"the GPU's 80 GB this process has reserved {reserved / 1e9:g} GB, for 50.5 GB of tensors "
@@ -499,7 +498,7 @@ def test_other_errors_of_training_keep_their_traceback(cfg, monkeypatch):
     [(0.314, "0.31 s"), (41.4, "41 s"), (99.4, "99 s"), (2460, "41 min"), (36000, "10.0 h")],
 )
 def test_times_are_short(seconds, text):
-    assert training_run.format_time(seconds) == text
+    assert warmup.format_time(seconds) == text
 
 
 @pytest.mark.parametrize("words", [["--dropout=0.2"], ["--dtype=float16", "--pos=t5"]])
@@ -508,7 +507,7 @@ def test_trying_a_step_changes_no_bit(words, call, text_data, tmp_path, monkeypa
     words = ["train.py", *TINY, f"--dataset={text_data}", *words]
     plain, tried = tmp_path / "plain", tmp_path / "tried"
     assert cost_of_a_step(call(*words, f"--out_dir={plain}").stdout) is None
-    monkeypatch.setattr(training_run, "EXPENSIVE_STEP", 0)
+    monkeypatch.setattr(warmup, "EXPENSIVE_STEP", 0)
     assert "; 8 steps: " in cost_of_a_step(call(*words, f"--out_dir={tried}").stdout)
     assert_same_bits(plain, tried)
     shutil.rmtree(list_steps(tried)[-1])
@@ -608,24 +607,61 @@ def test_a_signal_during_an_evaluation_saves_without_it(run, text_data, tmp_path
     """The evaluation is done on resume."""
     words = [
         *without(LONG, "max_iters", "eval_interval", "eval_iters", "batch_size"),
-        *("--max_iters=3", "--eval_interval=3", "--eval_iters=1000", "--batch_size=1"),
+        *("--max_iters=3", "--eval_interval=3", "--eval_iters=500", "--batch_size=1"),
         f"--dataset={text_data}",
     ]
     stopped = tmp_path / "b"
     process = start(*words, f"--out_dir={stopped}")
-    wait_for(lambda: (stopped / "log.jsonl").exists(), process)
-    time.sleep(0.3)
+    log = stopped / "log.jsonl"
+    wait_for(lambda: log.exists() and '"step": 3' in log.read_text(), process)
     process.send_signal(signal.SIGTERM)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0, out
     meta = json.loads((list_steps(stopped)[-1] / "meta.json").read_text())
-    assert meta["step"] == 0
+    assert meta["step"] == 3
     assert meta["val_loss"] is None
-    assert "val_loss" not in (stopped / "log.jsonl").read_text()
+    assert log.read_text().count("val_loss") == 1
     resumed = run("train.py", *words, f"--out_dir={stopped}", "--init_from=resume")
     assert resumed.returncode == 0
     assert run("train.py", *words, f"--out_dir={tmp_path}/a").returncode == 0
     assert_same_bits(tmp_path / "a", stopped)
+
+
+def content(folder):
+    """The bytes of all files of a folder but the lock, by path; None if there is no folder."""
+    if not folder.exists():
+        return None
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != "lock"]
+    return {file.relative_to(folder): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("start_of", ["new", "--overwrite", "--init_from=resume"])
+def test_a_signal_before_the_first_step_changes_nothing(start_of, call, text_data, tmp_path):
+    """Of a run that evaluates for long before it: it ends within a second, with status 130."""
+    folder = tmp_path / "run"
+    words = [f"--dataset={text_data}", f"--out_dir={folder}", "--device=cpu"]
+    if start_of != "new":
+        assert call("train.py", *TINY, *words).returncode == 0
+        words += [start_of]
+    if start_of == "--init_from=resume":  # with an evaluation to be done
+        words += ["--eval_iters=0", "--max_iters=9"]
+    else:
+        words += [*without(TINY, "eval_iters", "device"), "--eval_iters=0"]
+    before = content(folder)
+    process = start(*words)
+    while not process.stdout.readline().startswith("validation: "):
+        assert process.poll() is None
+    time.sleep(0.3)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out = process.communicate(timeout=60)[0]
+    assert time.monotonic() - begin < 1
+    assert (process.returncode, out) == (
+        130,
+        "\nstopped before the first step; the run folder is as it was\n",
+    )
+    assert content(folder) == before
+    assert list(tmp_path.glob("run")) == ([folder] if before else [])
 
 
 @pytest.mark.parametrize(
@@ -849,7 +885,7 @@ def test_the_time_left_is_that_of_the_steps(cfg, monkeypatch, capsys):
         clock.now += seconds
         return result
 
-    monkeypatch.setattr("nanolong.logger.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("nanolong.run.logger.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(train, "estimate_loss", lambda *args: advance(10, {"val_loss": 1.0}))
     real = train.forward_backward
     monkeypatch.setattr(train, "forward_backward", lambda *args: advance(1, real(*args)))
@@ -860,13 +896,6 @@ def test_the_time_left_is_that_of_the_steps(cfg, monkeypatch, capsys):
         "16 s left",
         "14 s left",
     ]
-
-
-@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
-def test_the_bytes_of_the_weights_are_those_of_the_model(mlp):
-    model = tiny(mlp=mlp)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    assert train.weight_bytes(model.config) == 4 * sum(p.numel() for p in matrices)
 
 
 @pytest.mark.parametrize("changed", [{"batch_size": 8}, {"eval_iters": 1}, {"eval_length": 8}])

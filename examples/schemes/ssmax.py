@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from model import RoPE
-from nanolong.sequence_parallel import own_heads
+from nanolong.parallel.sequence import own_heads
 
 
 class SSMax(RoPE):

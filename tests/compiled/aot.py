@@ -26,7 +26,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from emulator import install  # noqa: E402
+from launchers import install  # noqa: E402
+from ptx_emulator.cycles import BIN  # noqa: E402
 
 TARGETS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 # bytes of shared memory that a program may take
@@ -43,7 +44,6 @@ SHARED = {
 BIASES = ("none", "slopes", "table", "vectors", "xl")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTION = re.compile(
     r"\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)",
 )

@@ -9,7 +9,8 @@ import torch
 
 from nanolong.provenance import provenance
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tools")]
 
 COMMAND = "NANOLONG_EXECUTED=FILE python -m pytest tests/compiled/test_kernels_executed.py"
 

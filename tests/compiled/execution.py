@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
-from emulator import install  # noqa: E402
+from launchers import install  # noqa: E402
 
 from kernels import decode, flash, rotary  # noqa: E402
 

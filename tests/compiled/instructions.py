@@ -12,8 +12,8 @@ import re
 import sys
 
 import aot
-from emulator import OPERATIONS, TARGETS
-from emulator.ptx import CONTROL, Kernel
+from ptx_emulator import OPERATIONS, TARGETS
+from ptx_emulator.ptx import CONTROL, Kernel
 
 
 def instructions_of(target, make, args):

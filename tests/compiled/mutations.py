@@ -28,8 +28,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "tests"), str(R
 import execution  # noqa: E402
 import torch  # noqa: E402
 from checks import CHECKS  # noqa: E402
-from emulator import Fault  # noqa: E402
 from faults import EVERY, MUTATIONS  # noqa: E402
+from ptx_emulator import Fault  # noqa: E402
 
 from nanolong.provenance import provenance  # noqa: E402
 

@@ -19,6 +19,7 @@ import heapq
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import calibration  # noqa: E402
 import count  # noqa: E402
 import torch  # noqa: E402
-from emulator import install  # noqa: E402
+from launchers import install  # noqa: E402
+from ptx_emulator.cycles import ARCHITECTURES, UNITS, count_launch  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -142,7 +144,7 @@ def seconds(counted, programs, card, n_bytes, clock_is_known=False):
     turns = [sum(column) for column in zip(*programs, strict=True)] + [len(programs)]
     busy = [
         sum(n * part["cycles"][unit] for n, part in zip(turns, parts, strict=True))
-        for unit in count.UNITS
+        for unit in UNITS
     ]
     low = max(max(busy) / n_multiprocessors / (clock * 1e9), n_bytes / (bandwidth * 1e9))
     serial = [serial_cycles(part) for part in parts]
@@ -323,7 +325,7 @@ def count_published(arch, kernel, arguments, config):
     launchers = install(calibration, arch, profile=True, races=False)
     launcher = launchers[f"{kernel}_kernel"]
     getattr(calibration, f"launch_{kernel}")(launcher, config, *arguments)
-    return count.asdict(count.count_launch(launcher))
+    return asdict(count_launch(launcher))
 
 
 # -----------------------------------------------------------------------------
@@ -339,7 +341,7 @@ def load_counts(folder, arch, D):
     found = {}
     for term in count.TERMS:
         for kernel, counted in count.count_attention(arch, term, D).items():
-            found[term, kernel] = count.asdict(counted)
+            found[term, kernel] = asdict(counted)
     return found
 
 
@@ -465,7 +467,7 @@ def binding_table(folder):
         "| architecture | D | kernel | none | slopes | table | vectors | xl |",
         "|" + "---|" * 8,
     ]
-    for arch in count.ARCHITECTURES:
+    for arch in ARCHITECTURES:
         for D in (64, 128):
             counts = load_counts(folder, arch, D)
             for kernel in count.KERNELS:

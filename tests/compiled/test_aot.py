@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 from checks import CHECKS
-from emulator import install
+from launchers import install
 
 import kernels
 from kernels import decode, flash, rotary
@@ -113,3 +113,41 @@ def test_a_models_kernels_are_compiled_and_executed(pos, bias, bias_in_checks):
 def test_a_register_kept_in_an_accumulator_register_is_not_spilled():
     text = "; ScratchSize: {}\n .vgpr_count: 335\n .vgpr_spill_count: 1\n"
     assert [aot.amd_cost(text.format(n_bytes))["stack"] for n_bytes in (0, 8)] == [0, 8]
+
+
+# 100 tokens of one sequence, 4 heads of 64 channels, no window: what Triton documents is that a
+# constant is made of every 1, and that pointers and integers may be divisible by 16, as 0 is.
+SPECIALIZED = {
+    "prefill": {
+        "*bf16:16": "Q QR K V BIAS REL_V POS DOC BLOCK_MASK OUT",
+        "*fp32:16": "LSE",
+        "i32:16": "q_b q_h q_t qr_b qr_h qr_t k_b k_h k_t v_b v_h v_t o_b o_h o_t bias_h p_b d_b "
+        "mask_b m window sinks",
+        1: "bias_t p_t d_t G",
+        "i32": "Tq Tk",
+        "fp32": "scale",
+    },
+    "decode": {
+        "*bf16:16": "Q QR K V BIAS REL_V POS DOC LENGTH",
+        "*fp32:16": "OUT ROW_MAX ROW_SUM",
+        "i32:16": "q_b q_h q_t qr_b qr_h qr_t k_b k_h k_t v_b v_h v_t bias_h p_b d_b m window "
+        "sinks",
+        1: "bias_t p_t d_t Tq G",
+        "i32": "Tk H",
+        "fp32": "scale",
+    },
+}
+
+
+@pytest.mark.parametrize("what", SPECIALIZED)
+def test_attention_is_specialized_as_in_a_users_process(what):
+    module, name, n = {
+        "prefill": (flash, "_forward_kernel", 100),
+        "decode": (decode, "_split_kernel", 1),
+    }[what]
+    q, k, v = (torch.zeros(1, 4, tokens, 64).bfloat16() for tokens in (n, 100, 100))
+    with mock.patch.dict(vars(module)), torch.no_grad():
+        launcher = install(module, "sm_80", execute=False)[name]
+        module.attention(q, k, v)
+        found = launcher.specialization()
+    assert found == SPECIALIZED[what]

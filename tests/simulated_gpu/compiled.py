@@ -15,7 +15,7 @@ import torch
 from cases import make_batch, make_model
 from torch._dynamo.utils import counters
 
-from nanolong.device import compile_model, prepare_device
+from nanolong.devices import compile_model, prepare_device
 
 
 def train_step(model, batch):

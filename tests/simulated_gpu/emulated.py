@@ -6,7 +6,7 @@
 Triton compiles for the simulated GPU as for any other and gives each launch to the driver, which
 calls on_launch() with the function, the grid, the threads, the bytes of shared memory, and the
 parameters as they lie in memory. They are read by the types that the PTX declares, and the emulator
-of tests/compiled executes every instruction of every program, on the memory that the pointers
+of tools/ptx_emulator executes every instruction of every program, on the memory that the pointers
 point to. So pointers, strides, scalars and their order are those that a GPU would get. PyTorch's
 operators between the launches, also those that our operators call, are computed by values.py.
 
@@ -29,15 +29,15 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "compiled"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import counts
-import emulator
 import numpy as np
+import ptx_emulator
 import torch
 import triton
 import values
-from emulator.launcher import programs
+from ptx_emulator.launcher import programs
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -83,7 +83,7 @@ class Function:
     """A kernel that the driver has loaded, and how much of it was executed."""
 
     def __init__(self, ptx):
-        self.kernel = emulator.Kernel(ptx)
+        self.kernel = ptx_emulator.Kernel(ptx)
         self.pointers = re.findall(r"\.param \.u64 \.ptr [^\n]*?\b(\w+_param_\d+)", ptx)
         # the emulator checks memory by cells as wide as the narrowest access
         widths = [int(bits) // 8 for bits in re.findall(r"\b(?:ld|st)\.global\S*\.[a-z](\d+)", ptx)]
@@ -106,7 +106,7 @@ class Function:
         with _disable_current_modes():
             tensors = {name: self.view(*storage) for name, storage in storages.items()}
             if self.machine is None:
-                self.machine = emulator.Machine(self.kernel, shared_bytes)
+                self.machine = ptx_emulator.Machine(self.kernel, shared_bytes)
             memory = self.machine.global_memory
             memory.__init__(tensors)
         # the emulator has addresses of its own, so that no storage follows another
@@ -146,7 +146,9 @@ def on_launch(handle, grid, n_threads, shared_bytes, addresses):
     try:
         function = functions[handle]
         if n_threads != function.kernel.n_threads:
-            raise emulator.Fault(f"{n_threads} threads, compiled for {function.kernel.n_threads}")
+            raise ptx_emulator.Fault(
+                f"{n_threads} threads, compiled for {function.kernel.n_threads}"
+            )
         parameters = function.read_parameters(addresses)
         pointers = {name: parameters[name] for name in function.pointers if parameters[name]}
         storages = find_storages(function.kernel.name, pointers)
@@ -172,7 +174,7 @@ def find_storages(kernel, pointers):
         at = bisect.bisect(blocks, (pointer, float("inf"))) - 1
         address, size = blocks[at] if at >= 0 else (0, 0)
         if pointer >= address + size:
-            raise emulator.Fault(f"{kernel}: {name} points to no tensor: {pointer:#x}")
+            raise ptx_emulator.Fault(f"{kernel}: {name} points to no tensor: {pointer:#x}")
         storages[name] = address, size
     return storages
 
@@ -182,7 +184,7 @@ def record():
     kernels = collections.defaultdict(collections.Counter)
     for function in functions.values():
         if function.launches:
-            instructions = emulator.counts(function.machine).total()
+            instructions = ptx_emulator.counts(function.machine).total()
             kernels[function.kernel.name] += collections.Counter(
                 compiled=1,
                 launches=function.launches,

@@ -107,7 +107,7 @@ FAULTS = {
         "test_distributed.py -k resumes and ddp",
     ),
     "NCCL guesses the device of a process": Fault(
-        "nanolong/distributed.py",
+        "nanolong/parallel/processes.py",
         "device_id=device_id,",
         "device_id=None,",
         "test_distributed.py -k ddp and two_cpus",
@@ -128,7 +128,7 @@ FAULTS = {
         RACE,
     ),
     "float32 products are computed in TF32": Fault(
-        "nanolong/device.py",
+        "nanolong/devices.py",
         "    torch.utils.deterministic.fill_uninitialized_memory = False\n",
         "    torch.utils.deterministic.fill_uninitialized_memory = False\n"
         "    torch.backends.cuda.matmul.allow_tf32 = True\n",

@@ -27,8 +27,9 @@ import data
 import train
 from extend import ExtendConfig, training_lengths
 from model import GPT, GPTConfig
-from nanolong import cli, sharding
-from nanolong.checkpoint import build_without_weights
+from nanolong import cli
+from nanolong.parallel import sharding
+from nanolong.run.checkpoint import build_without_weights
 
 STEPS = 3
 
@@ -160,7 +161,7 @@ def train_preset(preset, folder, flags):
     model.folder = folder
     join_as_rank_0(preset.processes)
     train.estimate_loss = lambda *args: {"val_loss": 0.0}
-    train.save = lambda *args: None
+    train.run.save = lambda *args: None
     peaks = record_peaks()
     with redirect_stdout(io.StringIO()) as printed:
         train.train(model, cfg, train_length, max_position)

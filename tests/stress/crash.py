@@ -26,7 +26,7 @@ from harness import (
     train_until_checkpoint,
 )
 
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 
 # Linux: flags of unshare(2) and mount(2)
 CLONE_NEWNS = 0x20000

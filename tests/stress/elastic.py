@@ -19,7 +19,7 @@ from harness import (
 )
 
 from data import Dataset
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 
 TORCHRUN = ("--max-restarts=3", "--monitor-interval=0.1")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NANOLONG_TIMEOUT": "20"}

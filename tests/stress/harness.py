@@ -42,8 +42,8 @@ import sample  # noqa: F401
 import train
 from data import write_tokens
 from nanolong import cli
-from nanolong.checkpoint import read_meta, verify
-from nanolong.run_folder import list_steps
+from nanolong.run.checkpoint import read_meta, verify
+from nanolong.run.folder import list_steps
 from tests.flags import last_of_each_flag
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -31,10 +31,11 @@ import sample
 import train
 from data import tokenizer_from_json
 from model import GPTConfig
-from nanolong import cli, lock
-from nanolong.checkpoint import write_meta
+from nanolong import cli
 from nanolong.errors import UserError
-from nanolong.run_folder import list_steps
+from nanolong.run import lock
+from nanolong.run.checkpoint import write_meta
+from nanolong.run.folder import list_steps
 from tests.flags import last_of_each_flag
 
 # Audit events that must never happen, and those that write, with their arguments that are paths.

@@ -9,7 +9,7 @@ import time
 
 from harness import attempt
 
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 
 COMPILED = [
     "--compile=true",

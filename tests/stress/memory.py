@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness import assert_whole, attempt, limit_memory, read_log
 
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 
 
 def trials(harness):

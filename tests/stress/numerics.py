@@ -10,7 +10,7 @@ from harness import assert_same, assert_whole, attempt, fingerprint, read_log
 
 from data import Dataset
 from model import GPT, POSITIONS, Block
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 
 N_STEPS = 12  # of the tiny run, with two micro-batches each
 

@@ -7,7 +7,7 @@ import time
 from elastic import TORCHRUN, rank_pids, wait_for_launcher, wait_for_step
 from harness import assert_same, assert_whole, attempt, fingerprint, read_log
 
-from nanolong.run_folder import list_steps
+from nanolong.run.folder import list_steps
 
 # of four processes
 LAYOUTS = {

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from nanolong.device import compile_blocks, compile_model
-from nanolong.distributed import rank_and_world
+from nanolong.devices import compile_blocks, compile_model
 from nanolong.errors import UserError
-from nanolong.sequence_parallel import sequence_rank_and_size
+from nanolong.parallel.processes import rank_and_world
+from nanolong.parallel.sequence import sequence_rank_and_size
 from nanolong.tensor_file import read_tensor
 
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from conftest import ROOT
 
-from nanolong import device, distributed, lock, provenance, signals
+from nanolong import devices, provenance
 from nanolong.errors import UserError
+from nanolong.parallel import processes
+from nanolong.run import lock, signals
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -21,87 +23,87 @@ GPU = torch.device("cuda")
 
 
 def test_the_cpu_can_always_be_picked():
-    assert device.pick_device("cpu") == CPU
-    assert device.pick_device("auto").type in ("cpu", "cuda", "mps")
+    assert devices.pick_device("cpu") == CPU
+    assert devices.pick_device("auto").type in ("cpu", "cuda", "mps")
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:99", "", "cpu:-7"])
 def test_a_device_that_cannot_be_used_is_an_error(name):
     with pytest.raises(UserError, match="--device=cpu"):
-        device.pick_device(name)
+        devices.pick_device(name)
 
 
 def test_a_gpu_without_its_driver_is_never_replaced_by_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(device, "_has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(devices, "_has_nvidia_gpu", lambda: True)
     with pytest.raises(UserError, match="there is an NVIDIA GPU.*--device=cpu"):
-        device.pick_device("auto")
-    assert device.pick_device("cpu") == CPU
+        devices.pick_device("auto")
+    assert devices.pick_device("cpu") == CPU
 
 
 def test_several_processes_do_not_share_one_gpu(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="all processes on one GPU: give --device=cuda"):
-        device.pick_device("cuda:0")
+        devices.pick_device("cuda:0")
 
 
 def test_dtype_follows_the_device(monkeypatch):
-    assert device.pick_dtype("bfloat16", CPU) == torch.bfloat16
-    monkeypatch.setattr(device, "_cpu_multiplies_bfloat16", lambda: False)
-    assert device.pick_dtype("auto", CPU) == torch.float32
-    monkeypatch.setattr(device, "_cpu_multiplies_bfloat16", lambda: True)
-    assert device.pick_dtype("auto", CPU) == torch.bfloat16
+    assert devices.pick_dtype("bfloat16", CPU) == torch.bfloat16
+    monkeypatch.setattr(devices, "_cpu_multiplies_bfloat16", lambda: False)
+    assert devices.pick_dtype("auto", CPU) == torch.float32
+    monkeypatch.setattr(devices, "_cpu_multiplies_bfloat16", lambda: True)
+    assert devices.pick_dtype("auto", CPU) == torch.bfloat16
     for native, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native
         )
-        assert device.pick_dtype("auto", GPU) == dtype
-    assert device.pick_dtype("auto", MPS) == torch.float32
+        assert devices.pick_dtype("auto", GPU) == dtype
+    assert devices.pick_dtype("auto", MPS) == torch.float32
     with pytest.raises(UserError, match="loss scaling"):
-        device.pick_dtype("float16", MPS)
+        devices.pick_dtype("float16", MPS)
 
 
 def test_autocast_changes_the_dtype_of_matrix_products_only():
     a = torch.ones(2, 2)
-    with device.autocast(CPU, torch.bfloat16):
+    with devices.autocast(CPU, torch.bfloat16):
         assert (a @ a).dtype == torch.bfloat16
         assert (a + a).dtype == torch.float32
-    with device.autocast(CPU, torch.float32):
+    with devices.autocast(CPU, torch.float32):
         assert (a @ a).dtype == torch.float32
 
 
 def test_compilation_is_left_out_with_a_reason(monkeypatch):
-    assert device.pick_compile(False, CPU, 10**6) == (False, None)
-    assert "a run this short" in device.pick_compile(None, CPU, 499)[1]
-    assert "mps" in device.pick_compile(True, MPS, 10**6)[1]
-    monkeypatch.setattr(device.shutil, "which", lambda name: None)
-    compiles, reason = device.pick_compile(True, CPU, 0)
+    assert devices.pick_compile(False, CPU, 10**6) == (False, None)
+    assert "a run this short" in devices.pick_compile(None, CPU, 499)[1]
+    assert "mps" in devices.pick_compile(True, MPS, 10**6)[1]
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    compiles, reason = devices.pick_compile(True, CPU, 0)
     assert not compiles and reason.startswith("torch.compile is off: there is no C++ compiler")
 
 
 def test_compilation_is_used_where_it_pays(monkeypatch):
-    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++")
-    monkeypatch.setattr(device.Path, "is_file", lambda path: True)
-    assert device.pick_compile(True, CPU, 0) == (True, None)
-    assert device.pick_compile(None, CPU, 500) == (True, None)
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
-    assert "pip install triton" in device.pick_compile(None, GPU, 500)[1]
+    monkeypatch.setattr(devices.shutil, "which", lambda name: "/usr/bin/g++")
+    monkeypatch.setattr(devices.Path, "is_file", lambda path: True)
+    assert devices.pick_compile(True, CPU, 0) == (True, None)
+    assert devices.pick_compile(None, CPU, 500) == (True, None)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in devices.pick_compile(None, GPU, 500)[1]
 
 
 def test_peak_flops_of_known_gpus(monkeypatch):
-    assert device.peak_flops(CPU) is None
+    assert devices.peak_flops(CPU) is None
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A10G": 70e12}
     for name, flops in {**names, "Voodoo 2": None}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert device.peak_flops(GPU) == flops
+        assert devices.peak_flops(GPU) == flops
 
 
 def test_more_memory_than_there_is_cannot_be_required():
-    device.require_memory(2**20)
+    devices.require_memory(2**20)
     if hasattr(os, "sysconf"):
         with pytest.raises(UserError, match="GiB, and this machine has"):
-            device.require_memory(2**60)
+            devices.require_memory(2**60)
 
 
 def test_provenance_names_commit_hardware_version_and_date():
@@ -125,7 +127,7 @@ def test_signals_are_noted_and_handlers_restored():
 def test_a_second_signal_in_earnest_ends_the_process():
     code = (
         "import signal, time\n"
-        "from nanolong.signals import catch_signals\n"
+        "from nanolong.run.signals import catch_signals\n"
         "with catch_signals() as stop_signals:\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    time.sleep(1.1)\n"
@@ -158,47 +160,39 @@ def test_the_first_signal_is_answered_at_once(capfd, monkeypatch):
         assert expected in capfd.readouterr().err
 
 
-def test_a_signal_leaves_what_may_be_interrupted(capfd):
-    reached = []
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_where_nothing_is_written_a_signal_ends_the_process_at_once(number):
+    """Even in one long operation, during which Python calls no handler."""
+    code = (
+        "import torch\n"
+        "from nanolong.run.signals import catch_signals\n"
+        "with catch_signals() as stop_signals:\n"
+        "    with stop_signals.ending_at_once(lambda: print('cleaned up', flush=True)):\n"
+        "        x = torch.ones(3000, 3000, dtype=torch.float64)\n"
+        "        print('begun', flush=True)\n"
+        "        torch.linalg.eigvals(x + torch.eye(3000))\n"
+        "    print('still here', flush=True)\n"
+    )
+    words = [sys.executable, "-c", code]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"begun\n"
+    time.sleep(0.3)
+    begin = time.monotonic()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 1
+    assert (process.returncode, out) == (130, b"cleaned up\n")
+    assert err.decode() == "\nstopped before the first step; the run folder is as it was\n"
 
-    def work(seconds):
-        reached.append("start")
-        time.sleep(seconds)
-        reached.append("end")
 
+def test_after_it_signals_are_noted_again(capfd):
     with signals.catch_signals() as stop_signals:
-        stop_signals.interruptible(work, 0)
-        assert reached == ["start", "end"] and not stop_signals
-        main = threading.main_thread().ident
-        threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
-        begin = time.monotonic()
-        stop_signals.interruptible(work, 30)
-        assert time.monotonic() - begin < 10
-        assert reached[2:] == ["start"] and stop_signals
-        stop_signals.interruptible(work, 30)  # not even begun
-        assert len(reached) == 3
-        signal.raise_signal(signal.SIGINT)  # noted again
-    assert capfd.readouterr().err.count("stopping now") == 1
-
-
-def test_an_error_without_a_signal_is_raised():
-    def fail():
-        raise ValueError("of the work")
-
-    with signals.catch_signals() as stop_signals, pytest.raises(ValueError, match="of the work"):
-        stop_signals.interruptible(fail)
-
-
-def test_an_error_just_before_its_signal_is_that_of_the_signal(capfd):
-    """Ctrl-C reaches the compiler that we wait for, too, and its end may be noticed first."""
-
-    def fail():
-        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
-        raise RuntimeError("the compiler was interrupted")
-
-    with signals.catch_signals() as stop_signals:
-        stop_signals.interruptible(fail)
-        assert stop_signals
+        with stop_signals.ending_at_once(lambda: None):
+            assert threading.active_count() > 1
+        signal.raise_signal(signal.SIGINT)
+        assert len(stop_signals) == 1
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "stopping after this step" in capfd.readouterr().err
 
 
 def test_a_lock_is_held_once_and_released(tmp_path):
@@ -207,7 +201,7 @@ def test_a_lock_is_held_once_and_released(tmp_path):
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from nanolong.lock import lock\n"
+        "from nanolong.run.lock import lock\n"
         "lock(Path(sys.argv[1]))\n"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]
@@ -221,8 +215,8 @@ def test_a_lock_is_held_once_and_released(tmp_path):
 
 def test_one_process_without_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert distributed.join_processes("cpu") == (0, 1)
-    assert distributed.rank_and_world() == (0, 1)
+    assert processes.join_processes("cpu") == (0, 1)
+    assert processes.rank_and_world() == (0, 1)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("cuda:1", ("nccl", 1)), ("cpu", ("gloo", None))])
@@ -231,31 +225,31 @@ def test_a_process_names_its_gpu_when_it_joins(name, expected, monkeypatch):
     joined = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setattr(distributed, "pick_device", lambda device: torch.device(device))
+    monkeypatch.setattr(processes, "pick_device", lambda device: torch.device(device))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     dist = torch.distributed
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(None, 1, 2)]))
-    monkeypatch.setattr(distributed, "_store_of_this_start", lambda *args: None)
+    monkeypatch.setattr(processes, "_store_of_this_start", lambda *args: None)
     monkeypatch.setattr(
         dist,
         "init_process_group",
         lambda backend, device_id=None, **options: joined.append((backend, device_id)),
     )
-    assert distributed.join_processes(name) == (1, 2)
+    assert processes.join_processes(name) == (1, 2)
     assert joined == [expected]
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "1e9"])
 def test_the_collective_timeout_is_a_number_of_seconds(text, monkeypatch):
     monkeypatch.delenv("NANOLONG_TIMEOUT", raising=False)
-    assert distributed.collective_timeout() == 600
+    assert processes.collective_timeout() == 600
     monkeypatch.setenv("NANOLONG_TIMEOUT", "2.5")
-    assert distributed.collective_timeout() == 2.5
+    assert processes.collective_timeout() == 2.5
     monkeypatch.setenv("NANOLONG_TIMEOUT", text)
     with pytest.raises(UserError, match=f"NANOLONG_TIMEOUT={text}"):
-        distributed.collective_timeout()
+        processes.collective_timeout()
 
 
 def test_the_error_of_a_lost_process_is_recognised(monkeypatch):
@@ -266,7 +260,7 @@ def test_the_error_of_a_lost_process_is_recognised(monkeypatch):
         RuntimeError("Connection closed by peer [127.0.0.1]"),
     ]
     for error in lost:
-        message = distributed.lost_peer_message(error)
+        message = processes.lost_peer_message(error)
         assert message.startswith("process 1 has lost another process")
         assert "NANOLONG_TIMEOUT" in message and "--init_from=resume" in message
-    assert distributed.lost_peer_message(RuntimeError("shape mismatch")) is None
+    assert processes.lost_peer_message(RuntimeError("shape mismatch")) is None

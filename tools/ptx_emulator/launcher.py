@@ -43,6 +43,7 @@ class Launcher:
               whether wavefronts and sectors are counted (False). shuffle: None or a seed, the order
               of warps: see machine.py. order: the order of the programs of a launch, None,
               "reversed" or a seed. max_visits: of blocks, after which a program is taken to hang
+    adjust    None, or a function (args, kwargs) -> kwargs: what the module would pass on a GPU
     edit      None, or a function of the PTX text to the text that is executed: faults on purpose
     machine   of the last launch;  last: its (grid, args, kwargs);  launches: how many there were
     """
@@ -67,6 +68,7 @@ class Launcher:
         self.options.update(options)
         if self.options["execute"]:
             check_target(target, getattr(function, "__name__", "kernel"))
+        self.adjust = None
         self.edit = None
         self.machine = None
         self.last = None
@@ -78,10 +80,8 @@ class Launcher:
 
     def launch(self, grid, args, kwargs):
         """Run all programs of a grid."""
-        if "PRECISION" in kwargs:  # on a CPU's tensors the module would not ask for a GPU's
-            is_float32 = args[0].dtype == torch.float32
-            precision = float32_precision(self.target) if is_float32 else "ieee"
-            kwargs = {**kwargs, "PRECISION": precision}
+        if self.adjust is not None:
+            kwargs = self.adjust(args, kwargs)
         self.last = grid, args, kwargs
         self.launches += 1
         if not self.options["execute"]:
@@ -117,6 +117,24 @@ class Launcher:
         with mock.patch.object(triton.runtime.driver, "_active", Driver(self.target)):
             return self.function.run(*args, grid=grid, warmup=True, **kwargs)
 
+    def specialization(self):
+        """What the last launch is compiled for: {a type or a constant: its arguments}.
+
+        ":16" after a type: divisible by 16. Without the flags.
+        """
+        source = self.compile().src
+        found = {}
+        for index, parameter in enumerate(self.function.params):
+            if parameter.is_constexpr:
+                continue
+            key = source.signature[parameter.name]
+            if key == "constexpr":
+                key = source.constants[(index,)]
+            elif source.attrs.get((index,)) == [["tt.divisibility", 16]]:
+                key = f"{key}:16"
+            found[key] = f"{found[key]} {parameter.name}" if key in found else parameter.name
+        return found
+
     def kernel_of(self, compiled):
         """The Kernel to execute, with the fault in it if there is one."""
         if self.edit is not None:
@@ -139,11 +157,6 @@ def programs(grid, order=None):
     return all_programs
 
 
-def float32_precision(target):
-    """How kernels compute products of float32 on an architecture."""
-    return "tf32x3" if target.startswith("sm_") else "ieee"
-
-
 def refuse_interpreter():
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise RuntimeError(
@@ -155,15 +168,12 @@ def refuse_interpreter():
 def install(module, target, **options):
     """Let a module's kernels be executed by the emulator: {name: Launcher}.
 
-    Replaces its functions whose names end in _kernel, and its choice of tile sizes by that for the
-    target, "sm_80" for example. options: those of Launcher. Can be repeated with another target.
+    Replaces its functions whose names end in _kernel. target: "sm_80", for example. options: those
+    of Launcher. Can be repeated with another target.
     """
     launchers = {}
     for name, value in list(vars(module).items()):
         if name.endswith("_kernel"):
             launchers[name] = Launcher(getattr(value, "function", value), target, **options)
             setattr(module, name, launchers[name])
-    if hasattr(module, "device_family"):
-        family = {"sm_89": "sm_86"}.get(target, target)
-        module.device_family = lambda device: (family, float32_precision(target))
     return launchers

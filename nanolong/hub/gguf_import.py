@@ -12,9 +12,9 @@ import torch
 
 from nanolong import validate
 from nanolong.errors import UserError
-from nanolong.gguf_file import check_types, read_header, read_tensor
-from nanolong.gguf_tokenizer import text_obstacle, tokenizer_json_of
-from nanolong.hf_import import (
+from nanolong.hub.gguf_file import check_types, read_header, read_tensor
+from nanolong.hub.gguf_tokenizer import text_obstacle, tokenizer_json_of
+from nanolong.hub.importing import (
     check_tensors,
     check_unused,
     parameter_shapes,
@@ -23,8 +23,8 @@ from nanolong.hf_import import (
     weight_stream,
     write_imported,
 )
-from nanolong.hf_layout import UNSUPPORTED, ConfigFields, tensor_layout
-from nanolong.hf_tokenizer import make_tokenizer
+from nanolong.hub.layout import UNSUPPORTED, ConfigFields, tensor_layout
+from nanolong.hub.tokenizer import make_tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 # Those whose RoPE rotates channels 2k and 2k + 1 of a head in llama.cpp, so that the rows of q and

@@ -15,9 +15,9 @@ import torch
 
 from data.tokenizer import ImportedTokenizer
 from nanolong.errors import UserError
-from nanolong.hf_tokenizer import sample_text
+from nanolong.hub.tokenizer import sample_text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Takes a checkpoint, a file of inputs (name -> tokens, and "text" -> bytes) and one for the logits,
 # of which at most 127 positions are kept.

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from emulator import Kernel, Machine
+from ptx_emulator import Kernel, Machine
 
 TEMPLATE = """
 .version 8.7

@@ -245,6 +245,13 @@ def set_malloc_options(keep_freed_memory):
             libc.mallopt(arena_max, 1)
 
 
+def to_device(x, device):
+    """A tensor, or None, on the device; copied asynchronously to a GPU."""
+    if x is None or device.type != "cuda":
+        return x if x is None else x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 def synchronize(device):
     """Wait for what a GPU still computes."""
     if device.type == "cuda":

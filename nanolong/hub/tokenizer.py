@@ -21,7 +21,7 @@ from data.tokenizer import (
     same_vocabulary,
 )
 from nanolong.errors import UserError
-from nanolong.hf_layout import read_json
+from nanolong.hub.layout import read_json
 from nanolong.tokenizer_files import FILES
 
 MAX_FILE_BYTES = 1 << 26  # the largest tokenizer.json known has 35 MB

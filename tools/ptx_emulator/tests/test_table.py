@@ -1,12 +1,12 @@
 """Every instruction of the emulator's table has a case in the emulator's tests."""
 
-import test_emulator_arithmetic
-import test_emulator_matrices
-import test_emulator_movement
-from emulator import OPERATIONS
-from emulator.table import expand
+import test_arithmetic
+import test_matrices
+import test_movement
+from ptx_emulator import OPERATIONS
+from ptx_emulator.table import expand
 
-FILES = (test_emulator_arithmetic, test_emulator_movement, test_emulator_matrices)
+FILES = (test_arithmetic, test_movement, test_matrices)
 
 
 def test_each_instruction_is_tested():

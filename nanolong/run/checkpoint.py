@@ -20,14 +20,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from nanolong import tokenizer_files, validate
 from nanolong.entry import entry_file, entry_hash, note_other_entry
 from nanolong.errors import UserError
-from nanolong.run_folder import (
+from nanolong.parallel.sharding import gather, read_part
+from nanolong.run.folder import (
     damaged_steps,
     hint_other_checkpoints,
     list_steps,
     readable_steps,
     step_number,
 )
-from nanolong.sharding import gather, read_part
 from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
 
 FORMAT = 2  # of checkpoints, in meta.json
@@ -251,6 +251,11 @@ def is_elastic_restart(run):
         return False
     launch = read_meta(list_steps(run)[-1]).get("launch")
     return launch == os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def is_resumed(model, cfg):
+    """Whether training goes on from the model's checkpoint."""
+    return cfg.init_from == "resume" and "step" in model.meta
 
 
 def weights_hash(model):

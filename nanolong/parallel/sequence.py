@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from nanolong.distributed import rank_and_world
 from nanolong.errors import UserError
+from nanolong.parallel.processes import rank_and_world
 
 # the processes that share a sequence: those of this process, consecutive ranks; None: no others
 _group = None

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from data import tokenizer_from_json
-from nanolong.checkpoint import sync
 from nanolong.errors import UserError
-from nanolong.hf_layout import stored_shape, tensor_layout
-from nanolong.hf_rope import WrittenRope, unrotated_rope, write_rope
-from nanolong.hf_tokenizer import write_tokenizer
-from nanolong.hf_verify import verify_export
+from nanolong.hub.layout import stored_shape, tensor_layout
+from nanolong.hub.rope import WrittenRope, unrotated_rope, write_rope
+from nanolong.hub.tokenizer import write_tokenizer
+from nanolong.hub.verify import verify_export
+from nanolong.run.checkpoint import sync
 from nanolong.tensor_file import TensorStream, read_tensor, write_tensors
 from nanolong.tokenizer_files import FILES
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from emulator import Fault
+from ptx_emulator import Fault
 from small_kernels import evaluate, launch
 
 MMA = {

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanolong import checkpoint, hf_tokenizer, run_folder, validate
+from nanolong import validate
 from nanolong.errors import UserError
-from nanolong.hf_layout import (
+from nanolong.hub import tokenizer as hub_tokenizer
+from nanolong.hub.layout import (
     CONFIG_DEFAULTS,
     UNSUPPORTED,
     ConfigFields,
@@ -22,7 +23,9 @@ from nanolong.hf_layout import (
     stored_shape,
     tensor_layout,
 )
-from nanolong.hf_rope import extension_of, read_rope, rotates_nothing
+from nanolong.hub.rope import extension_of, read_rope, rotates_nothing
+from nanolong.run import checkpoint
+from nanolong.run import folder as folder_of_runs
 from nanolong.tensor_file import TensorStream, read_header, read_tensor
 
 
@@ -45,7 +48,7 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target, store="float32"
     shapes = parameter_shapes(GPT, config, source / "config.json", stored)
     layout = match_layout(config, stored)
     check_tensors(source, layout, stored, shapes, config.tie_embeddings)
-    tokenizer, bos, note = hf_tokenizer.read_tokenizer(source, config.vocab_size)
+    tokenizer, bos, note = hub_tokenizer.read_tokenizer(source, config.vocab_size)
 
     pairs = read_weights(source, layout, stored, shapes)
     weights = weight_stream(pairs, shapes, store)
@@ -60,7 +63,7 @@ def weight_stream(pairs, shapes, store):
 
 
 def check_unused(target):
-    if run_folder.list_steps(target):
+    if folder_of_runs.list_steps(target):
         raise UserError(f"{target} holds a run already: choose another folder")
 
 

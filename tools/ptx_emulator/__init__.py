@@ -1,6 +1,6 @@
 """Execute the PTX that Triton's compiler emits, on a CPU, with the checks that no GPU makes.
 
-    from emulator import counts, install
+    from ptx_emulator import counts, install
 
     launchers = install(flash, "sm_80")        flash.py's kernels are now compiled for sm_80
     out = flash.attention(q, k, v)             and executed by the emulator, on CPU tensors

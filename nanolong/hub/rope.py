@@ -7,7 +7,7 @@ import torch
 
 import rope_scaling
 from nanolong.errors import UserError
-from nanolong.hf_layout import UNROTATED, ConfigFields
+from nanolong.hub.layout import UNROTATED, ConfigFields
 
 # -----------------------------------------------------------------------------
 # Reading

@@ -13,10 +13,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from nanolong.device import pick_device
-from nanolong.entry import hash_sources
+from nanolong.devices import pick_device
 from nanolong.errors import LocalError, UserError
-from nanolong.run_folder import list_steps
 
 # Settings that may differ: of a device, and of where a machine keeps its files.
 LOCAL_SETTINGS = {"dataset", "device", "entry", "json", "out_dir", "plot", "text"}
@@ -79,22 +77,6 @@ def _leave_group():
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # a model in shards refers to it too, and is part of reference cycles
-
-
-def check_same_start(given, *configs):
-    """
-    Check that code, torch, newest checkpoint and settings are the same in all processes.
-
-    given: the names of the settings that the user has set. Raises LocalError.
-    """
-    settings = {name: value for config in configs for name, value in vars(config).items()}
-    steps = list_steps(settings["out_dir"]) if "out_dir" in settings else []
-    check_same_everywhere(
-        code=hash_sources(settings["entry"]),
-        torch=torch.__version__,
-        checkpoint=steps[-1].name if steps else None,
-        **{name: settings[name] for name in sorted(given - LOCAL_SETTINGS)},
-    )
 
 
 def check_same_everywhere(**facts):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from emulator import Fault, Kernel, Machine
+from ptx_emulator import Fault, Kernel, Machine
 from small_kernels import launch, text_of
 
 # thread t of a program works at number t of its part of the tensors

@@ -1,0 +1,1 @@
+"""Other programs' formats: import and export of models and tokenizers."""

@@ -1,0 +1,37 @@
+"""A run: its folder, lock, checkpoints and log, and what opens, resumes, saves and releases it."""
+
+from nanolong.run.checkpoint import (
+    find_checkpoint,
+    is_elastic_restart,
+    is_resumed,
+    load_optimizers,
+    load_weights,
+    open_model,
+    read_meta,
+    save_model,
+    saved_settings,
+    settings_record,
+    weights_hash,
+)
+from nanolong.run.folder import latest_run, list_steps, readable_steps, settle_replaced
+from nanolong.run.lock import unlock
+from nanolong.run.logger import device_name, report
+from nanolong.run.opening import (
+    begin_run,
+    check_same_settings,
+    check_same_start,
+    existing_run,
+    ignore_overwrite_of_preset,
+    is_finished,
+    lock_run,
+    open_dataset,
+    open_run,
+    release_folder,
+    release_run,
+    replace_run,
+    resume_run,
+    tidy_finished_run,
+)
+from nanolong.run.saving import describe_divergence, hint_after_divergence, save
+from nanolong.run.signals import catch_signals
+from nanolong.run.warmup import explaining_out_of_memory, warm_up

@@ -1,0 +1,227 @@
+"""log.jsonl, the progress bar, and optionally Weights & Biases."""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+
+from nanolong.devices import peak_flops, pick_compile
+from nanolong.entry import entry_hash
+from nanolong.errors import UserError
+from nanolong.optim import get_lr
+from nanolong.parallel.processes import rank_and_world
+from nanolong.run.checkpoint import is_resumed
+
+# Settings of one command, not of a run.
+ONE_COMMAND = ("entry", "init_from", "overwrite", "plot", "text")
+
+
+class Logger:
+    """
+    Write the log of a run from a step on, and show its progress, in the first process.
+
+    Records past the step that a run resumes from are dropped: the log agrees with the weights.
+    """
+
+    def __init__(self, folder, state, model, cfg, train_length, device):
+        from tqdm import tqdm
+
+        evaluated = state.val_loss is not None
+        file = folder / "log.jsonl"
+        kept = kept_lines(file, state.step, evaluated) if state.step or evaluated else []
+        (folder / ".log").write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(folder / ".log", file)
+        # unbuffered: what a full disk has refused would be written again when the file is closed
+        self.file = open(file, "ab", buffering=0)
+        self.cfg = cfg
+        self.flops_per_token = model.flops_per_token(train_length)
+        self.peak_flops = peak_flops(device)  # None: not in the table
+        self.first_step = state.step
+        self.last_printed = state.step
+        self.seconds = 0.0  # of training steps, without evaluations and compilation
+        self.clock = None  # started by the first step after a pause
+        disable = not sys.stderr.isatty()
+        total, step = cfg.max_iters, state.step
+        self.bar = tqdm(total=total, initial=step, unit="step", disable=disable, leave=False)
+        self.wandb = start_wandb(cfg.wandb, folder.name, asdict(cfg)) if cfg.wandb else None
+        if is_resumed(model, cfg):
+            self.record_changes(state, model)
+
+    def record_changes(self, state, model):
+        """Log the settings that differ from those of the checkpoint."""
+        old = {**model.meta["train"], "entry_hash": model.meta.get("entry_hash")}
+        new = {**asdict(self.cfg), "entry_hash": entry_hash(type(model.pos))}
+        if "kernels" in model.meta:
+            old["kernels"], new["kernels"] = model.meta["kernels"], state.kernels
+        changed = {}
+        for name, value in new.items():
+            if old.get(name) != value and name not in ONE_COMMAND:
+                changed[name] = [old.get(name), value]
+        if changed:
+            self.record(step=state.step, changed=changed)
+            words = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items())
+            report(f"changed since the checkpoint: {words}")
+
+    def record(self, **record):
+        """Append a line to log.jsonl."""
+        line = json.dumps(record, allow_nan=False) + "\n"
+        try:
+            self.file.write(line.encode())
+        except OSError as error:
+            error.filename = self.file.name
+            raise
+        if self.wandb:
+            values = {key: value for key, value in record.items() if key != "step"}
+            self.wandb.log(values, step=record["step"])
+
+    def evaluation(self, step, val_loss, val_bits_per_byte=None):
+        record = {"step": step, "val_loss": val_loss}
+        text = f"step {step}: validation loss {val_loss:.4f} nats per token"
+        if val_bits_per_byte is not None:
+            record["val_bits_per_byte"] = val_bits_per_byte
+            text += f", {val_bits_per_byte:.4f} bits per byte"
+        self.record(**record)
+        report(text)
+        self.clock = None
+
+    def start_step(self, tokens):
+        """Measure the speed from here on, where it is not being measured."""
+        self.step_start = time.perf_counter()
+        if self.clock is None:
+            self.clock = self.step_start
+            self.clock_tokens = tokens
+
+    def step(self, state, loss, grad_norm):
+        now = time.perf_counter()
+        self.seconds += now - self.step_start
+        speed = (state.tokens - self.clock_tokens) / (now - self.clock)
+        text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
+        if self.peak_flops:
+            mfu = speed * self.flops_per_token / self.peak_flops / rank_and_world()[1]
+            text += f", MFU {mfu:.1%}"
+        self.progress(state.step, text)
+        if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.max_iters:
+            self.record(
+                step=state.step,
+                loss=loss,
+                lr=get_lr(self.cfg, state.step - 1),
+                norm=grad_norm if math.isfinite(grad_norm) else None,
+                tokens=state.tokens,
+                tokens_per_second=round(speed),
+            )
+            self.clock = None
+
+    def progress(self, step, text):
+        """Move the progress bar; without a terminal, print a line for every tenth of the run."""
+        if not self.bar.disable:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step - self.last_printed >= max(1, self.cfg.max_iters // 10):
+            self.last_printed = step
+            seconds_a_step = self.seconds / (step - self.first_step)
+            left = seconds_a_step * (self.cfg.max_iters - step)
+            report(f"step {step}/{self.cfg.max_iters}: {text}, {left:.0f} s left")
+
+    def close(self):
+        self.bar.close()
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def report(text):
+    """Print a line, in the first process; above the progress bar if there is one."""
+    from tqdm import tqdm
+
+    if rank_and_world()[0]:
+        return
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has gone: the run goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def kept_lines(file, step, evaluated):
+    """The lines of a log that a run resumed at this step keeps."""
+    if not file.exists():
+        return []
+    kept = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut off by a crash
+            record = json.loads(line)
+            before = record["step"] < step
+            # a validation loss that the checkpoint does not have will be computed again
+            at_step = record["step"] == step and (evaluated or "val_loss" not in record)
+            if before or at_step:
+                kept.append(line)
+    return kept
+
+
+def start_wandb(project, name, settings):
+    import wandb
+
+    return wandb.init(project=project, name=name, config=settings)
+
+
+def check_wandb(project):
+    """Raise UserError where a project is named and the package is missing."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb out")
+
+
+def describe_run(loader, dtype):
+    """Print what is about to be trained, and on what."""
+    model, cfg, dataset = loader.model, loader.cfg, loader.dataset
+    parameters = sum(p.numel() for p in model.parameters())
+    flops_per_token = model.flops_per_token(loader.train_length)
+    report(
+        f"model: {describe_scheme(model.config)}, {parameters / 1e6:.2f} M parameters, "
+        f"{flops_per_token / 1e6:.1f} MFLOP per token, {loader.tokens_per_step:,} tokens per step"
+    )
+    world = rank_and_world()[1]
+    processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
+    compiles, why_not = pick_compile(cfg.compile, loader.device, cfg.max_iters)
+    mode = "compiled" if compiles else "not compiled"
+    dtype_name = str(dtype).removeprefix("torch.")
+    report(f"on: {processes}, {device_name(loader.device)}, {dtype_name}, {mode}")
+    n_tokens = cfg.max_iters * loader.tokens_per_step
+    epochs = n_tokens / len(dataset.train)
+    report(f"training: {n_tokens:,} tokens, {epochs:.2g} epochs of {len(dataset.train):,}")
+    T = cfg.eval_length or model.config.block_size
+    n = len(dataset.val.spaced(cfg.eval_iters * cfg.batch_size, T))
+    names = [file.name for file in dataset.val.files]
+    files = ", ".join(names) if len(names) <= 3 else f"{len(names)} files"
+    report(
+        f"validation: {n:,} of {dataset.val.n_sequences(T).sum():,} sequences of {T:,} tokens, "
+        f"{files} of {cfg.dataset}"
+    )
+    if why_not:
+        report(why_not)
+    if compiles:
+        report("compiling the forward and backward pass: about a minute at the first time")
+    if loader.device.type == "cuda" and peak_flops(loader.device) is None:
+        report("MFU: unknown, for the peak of this device is not in the table")
+
+
+def describe_scheme(config):
+    """The position scheme and its extension, as "rope, extended by yarn x 4"."""
+    if not config.extension:
+        return config.pos
+    method, factor = config.extension["method"], config.extension["factor"]
+    return f"{config.pos}, extended by {method} x {factor:g}"
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        n = torch.get_num_threads()
+        return "1 CPU thread" if n == 1 else f"{n} CPU threads"
+    return device.type

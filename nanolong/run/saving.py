@@ -1,0 +1,86 @@
+"""Save a step of training, and say what to do when training diverges."""
+
+import math
+import os
+
+import torch
+import torch.distributed as dist
+
+from nanolong.entry import entry_hash
+from nanolong.parallel.processes import rank_and_world
+from nanolong.parallel.sequence import any_process
+from nanolong.parallel.sharding import is_sharded
+from nanolong.run.checkpoint import (
+    optimizer_tensors,
+    read_meta,
+    save_model,
+    settings_record,
+    write_meta,
+)
+from nanolong.run.folder import list_steps, prune
+
+
+def save(run, model, optimizers, state, cfg, dataset, dtype):
+    """Save a checkpoint of this step; processes wait for each other."""
+    rank, world = rank_and_world()
+    folder = run / f"step-{state.step:06d}"
+    if any_process(rank == 0 and folder.exists(), everywhere=True):
+        # Saved when a signal cut the evaluation short: the weights are the same.
+        if rank == 0:
+            record = {"val_loss": state.val_loss, "best": state.best, "kept": state.kept}
+            write_meta(folder, {**read_meta(folder), **record})
+    elif rank == 0 or is_sharded(model):
+        tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
+        save_model(
+            model,
+            folder,
+            optim=optimizer_tensors(model, optimizers),
+            writes=rank == 0,
+            **settings_record("train", cfg),
+            step=state.step,
+            val_loss=state.val_loss,
+            best=state.best,
+            kept=state.kept,
+            tokens=state.tokens,
+            scaler=[state.loss_scale, state.good_steps] if dtype == torch.float16 else None,
+            dataset=cfg.dataset,
+            data_hash=dataset.hash,
+            kernels=state.kernels,
+            entry_hash=entry_hash(type(model.pos)),
+            bos=dataset.bos,
+            tokenizer=model.meta.get("tokenizer") or tokenizer,
+            launch=os.environ.get("TORCHELASTIC_RUN_ID"),
+        )
+    if rank == 0:
+        prune(run, state.best, state.kept, finished=state.step >= cfg.max_iters)
+    if world > 1:
+        dist.barrier()
+
+
+def describe_divergence(run, state, cfg, loss_sum, losses):
+    """
+    The error for a step whose loss or gradient is not finite.
+
+    losses: of this process's micro-batches by index; the first bad one of all processes is named.
+    """
+    what = "gradient" if math.isfinite(loss_sum) else "loss"
+    accumulation = cfg.gradient_accumulation_steps
+    first, last = state.step * accumulation, (state.step + 1) * accumulation - 1
+    bad = [index for index, loss in losses.items() if not loss.isfinite()]
+    device = next(iter(losses.values())).device
+    first_bad = torch.tensor(min(bad, default=last + 1), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(first_bad, dist.ReduceOp.MIN)
+    where = f"micro-batches {first} to {last}"
+    if first_bad <= last:
+        where += f", first of micro-batch {first_bad}"
+    message = f"the {what} of step {state.step + 1} ({where}) is not finite"
+    return FloatingPointError(f"{message}: {hint_after_divergence(run)}")
+
+
+def hint_after_divergence(run):
+    steps = list_steps(run)
+    newest = f"the last checkpoint is {steps[-1]}" if steps else "there is no checkpoint yet"
+    return (
+        f"stopped before the update, and {newest}; try a lower --learning_rate, or check the data"
+    )
