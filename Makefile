@@ -66,7 +66,7 @@ bench: .venv/demo
 # Every kernel compiled for every architecture, 1,722 times: results/aot.md.
 aot: .venv/test
 	$(PY) tests/compiled/aot.py --all --report
-	NANOLONG_AOT=all $(PY) -m pytest -q tests/test_kernels.py -k fit_the_hardware
+	NANOLONG_AOT=all $(PY) -m pytest -q tests/test_kernels.py --all -k fit_the_hardware
 
 simulated-gpu: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python -m pytest -q tests/simulated_gpu -n $(JOBS) --dist=worksteal

@@ -21,8 +21,7 @@ reproduce.md, .json, .png and needles.png in --out_dir. There are four parts:
 4. table: which method each scheme takes, by trying them all.
 
 The report ends with the orderings that the literature predicts, each judged in every seed by its
-95 % interval over sequences or prompts. nope_tables.py, tasks.py, masked_lm.py and long_code.py
-have more experiments.
+95 % interval over sequences or prompts. experiments/papers/ has more.
 """
 
 import sys

@@ -45,11 +45,13 @@ def pytest_ignore_collect(collection_path, config):
     Some folders are collected only when they are named.
 
     test_kernels.py runs tests/compiled in a child process; make simulated-gpu runs
-    tests/simulated_gpu with another build of torch.
+    tests/simulated_gpu with another build of torch; tests/papers is slow.
     """
     name = collection_path.name
     named = any(name in str(word) for word in config.args)
-    return True if name in ("compiled", "simulated_gpu") and not named else None
+    if name == "papers":
+        named = named or config.getoption("--all")
+    return True if name in ("compiled", "papers", "simulated_gpu") and not named else None
 
 
 # the settings of a run that takes a second or two

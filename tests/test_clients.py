@@ -1,12 +1,10 @@
 """experiments/clients.py, as far as it goes without the clients."""
 
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
 
 from experiments import clients, interchange
 from experiments.report import CLIENTS_SECTION, read_section, replace_section
@@ -108,9 +106,8 @@ def test_an_absent_client_is_an_obstacle(monkeypatch):
         (["--text=a.txt", "run"], "error: there is no"),
     ],
 )
-def test_wrong_calls_are_refused_in_one_sentence(words, message, tmp_path):
-    script = [sys.executable, ROOT / "experiments/clients.py", *words, f"--work={tmp_path}/work"]
-    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+def test_wrong_calls_are_refused_in_one_sentence(words, message, call, tmp_path):
+    done = call("experiments/clients.py", *words, f"--work={tmp_path}/work", cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -12,13 +12,17 @@ from conftest import ROOT
 from experiments import bench
 
 FOLDER = ROOT / "experiments"
-FILES = sorted(FOLDER.glob("*.py"))
+FILES = sorted(FOLDER.rglob("*.py"))
+
+
+def name_of(file):
+    return file.relative_to(ROOT).as_posix()
 
 
 def is_script(file):
     """Whether its docstring says how to run it."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-    return f"python experiments/{file.name}" in docstring
+    return f"python {name_of(file)}" in docstring
 
 
 def docstrings(tree):
@@ -31,7 +35,7 @@ def docstrings(tree):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_no_experiment_writes_into_results_by_default(file):
     """Neither by the default of a setting nor by a path in its code. One reads reports there."""
-    module = importlib.import_module(f"experiments.{file.stem}")
+    module = importlib.import_module(name_of(file).removesuffix(".py").replace("/", "."))
     for cls in vars(module).values():
         if is_dataclass(cls) and cls.__module__ == module.__name__:
             for field in fields(cls):
@@ -60,7 +64,8 @@ def test_figures_go_to_out(call, tmp_path):
 def test_the_list_has_every_script_and_names_the_other_files_as_their_parts():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     table, parts = text.split("The other files are parts")
-    scripts = re.findall(r"^\| `(\w+\.py)` \| \w", table, re.M)
-    assert scripts == [file.name for file in FILES if is_script(file)]
-    others = [file.name for file in FILES if not is_script(file)]
-    assert sorted(re.findall(r"`(\w+\.py)`", parts)) == others
+    scripts = re.findall(r"^\| `([\w/]+\.py)` \| \w", table, re.M)
+    files = [file.relative_to(FOLDER).as_posix() for file in FILES]
+    expected = [name for name, file in zip(files, FILES, strict=True) if is_script(file)]
+    assert sorted(scripts) == sorted(expected)
+    assert sorted(re.findall(r"`([\w/]+\.py)`", parts)) == sorted(set(files) - set(expected))

@@ -12,7 +12,8 @@ from conftest import ROOT, TINY
 
 import data
 import evaluate
-from experiments import long_code, nope_tables, reproduce, search
+from experiments import reproduce, search
+from experiments.papers import nope_tables
 from model import GPT, POSITIONS
 from nanolong.errors import UserError
 from rope_scaling import METHODS
@@ -362,12 +363,12 @@ def test_a_searched_table_extends_the_model(call, text_data, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# nope_tables.py and long_code.py.
+# nope_tables.py
 
 
 def test_nope_tables_train_each_length_and_size_once(call, text_data, tmp_path, monkeypatch):
     words = [
-        "experiments/nope_tables.py",
+        "experiments/papers/nope_tables.py",
         "--budget=try",
         f"--datasets={text_data}",
         "--pos=nope,alibi",
@@ -389,35 +390,3 @@ def test_nope_tables_train_each_length_and_size_once(call, text_data, tmp_path, 
     assert call(*words).returncode == 0
     assert json.loads((tmp_path / "nope.json").read_text())["records"] == records
     assert_refused(call(*words, "--max_tokens=600"), "--runs")
-
-
-def test_long_code_fine_tunes_on_fractions_of_pretraining(call, text_data, tmp_path, monkeypatch):
-    words = [
-        "experiments/long_code.py",
-        "--budget=try",
-        f"--dataset={text_data}",
-        "--methods=none,yarn",
-        "--factors=4",
-        f"--runs={tmp_path}/runs",
-        f"--out_dir={tmp_path}",
-        "--device=cpu",
-    ]
-    done = call(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    records = json.loads((tmp_path / "long_code.json").read_text())["records"]
-    runs = [("untouched", 0)]
-    for method in ("none", "yarn"):
-        runs += [(method, fraction) for fraction in (0, 0.001, 0.01, 0.1)]
-    assert [(record["method"], record["fraction"]) for record in records] == runs
-    assert set(records[0]["loss"]) == {"16", "64"}
-    assert records[0]["loss"] == records[1]["loss"]  # none changes nothing
-
-    folder = tmp_path / f"runs/try-{text_data.name}"
-    base, tuned = GPT.load(folder / "base"), GPT.load(folder / "yarn-4-0.1")
-    assert tuned.config.block_size == 64 and tuned.meta["step"] == 2
-    assert tuned.meta["tokens"] * 10 == base.meta["tokens"]
-
-    monkeypatch.setattr(long_code, "train", None)
-    assert call(*words).returncode == 0
-    assert json.loads((tmp_path / "long_code.json").read_text())["records"] == records
-    assert_refused(call(*words, "--methods=yarm"), "yarm")

@@ -275,28 +275,28 @@ def test_a_resumed_extension_has_the_same_bits(trained, extended, run, tmp_path)
     assert_one_error(other, "method yarn")
 
 
-def test_resuming_a_finished_extension_plots_nothing_again(trained, extended, run):
+def test_resuming_a_finished_extension_plots_nothing_again(trained, extended, call):
     yarn, _ = extended
     plot = yarn.parent / "plots/w.png"
     written = plot.stat().st_mtime_ns
     words = ["--method=yarn", "--factor=2", f"--out_dir={yarn}", "--init_from=resume"]
-    done = assert_success(run("extend.py", trained, *words, cwd=yarn.parent))
+    done = assert_success(call("extend.py", trained, *words, cwd=yarn.parent))
     assert "w.png" not in done.stdout
     assert plot.stat().st_mtime_ns == written
 
 
-def test_extending_again_and_comparing_three_checkpoints(trained, extended, run, tmp_path):
+def test_extending_again_and_comparing_three_checkpoints(trained, extended, call, tmp_path):
     yarn, _ = extended
     again = tmp_path / "yarn-pi4"
     words = ["--method=pi", "--factor=4", "--max_iters=0", f"--out_dir={again}"]
-    assert_success(run("extend.py", yarn, *words))
+    assert_success(call("extend.py", yarn, *words))
     assert GPT.load(again).config.extension == {
         "method": "pi",
         "factor": 8.0,
         "options": {},
         "original_length": 32,
     }
-    done = run(
+    done = call(
         "evaluate.py",
         f"short={trained}",
         yarn,
@@ -322,25 +322,25 @@ def test_extending_again_and_comparing_three_checkpoints(trained, extended, run,
     assert len({record["tokens"] for record in scored}) == 1  # the same span at all lengths
 
 
-def test_samples_depend_on_the_seed_and_continue_the_prompt(extended, run):
+def test_samples_depend_on_the_seed_and_continue_the_prompt(extended, call):
     yarn, _ = extended
     words = ["sample.py", yarn, "--start=def f", "--max_new_tokens=80"]
-    first, second, other = (run(*words, *more) for more in ([], [], ["--seed=7"]))
+    first, second, other = (call(*words, *more) for more in ([], [], ["--seed=7"]))
     for done in (first, second, other):
         assert_success(done)
         assert done.stdout.startswith("def f")
     assert first.stdout == second.stdout != other.stdout
     assert f"python extend.py {yarn} --method=yarn --factor=2" in first.stderr
-    greedy = assert_success(run(*words, "--temperature=0", "--num_samples=2")).stdout
+    greedy = assert_success(call(*words, "--temperature=0", "--num_samples=2")).stdout
     samples = [text.strip() for text in greedy.split("\n" + "-" * 16 + "\n")]
     assert len(samples) == 2 and samples[0] == samples[1]
 
 
-def test_a_prompt_may_come_from_a_file_of_any_bytes(extended, run, tmp_path):
+def test_a_prompt_may_come_from_a_file_of_any_bytes(extended, call, tmp_path):
     yarn, _ = extended
     (tmp_path / "prompt.txt").write_bytes(b"caf\xc3\xa9 \xff <|endoftext|>")
     words = ["--start=FILE:prompt.txt", f"--out_dir={yarn}", "--max_new_tokens=3"]
-    done = assert_success(run("sample.py", *words, cwd=tmp_path))
+    done = assert_success(call("sample.py", *words, cwd=tmp_path))
     assert done.stdout.startswith("café \ufffd <|endoftext|>")
 
 
@@ -533,10 +533,10 @@ def test_a_fine_tuning_is_resumed_by_extend_only(call, trained, tmp_path):
 # Which run, and whose tokens.
 
 
-def test_sampling_takes_the_newest_run(run, trained, tmp_path):
-    assert_one_error(run("sample.py", cwd=tmp_path), "train.py")
+def test_sampling_takes_the_newest_run(call, trained, tmp_path):
+    assert_one_error(call("sample.py", cwd=tmp_path), "train.py")
     shutil.copytree(trained, tmp_path / "out" / "deep" / "run")
-    assert_success(run("sample.py", "--max_new_tokens=2", cwd=tmp_path))
+    assert_success(call("sample.py", "--max_new_tokens=2", cwd=tmp_path))
 
 
 def test_the_newest_run_may_have_no_log(trained, tmp_path, call):

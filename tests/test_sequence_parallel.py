@@ -7,6 +7,7 @@ import torch
 from conftest import TINY
 
 from model import GPT, POSITIONS, GPTConfig
+from nanolong.errors import UserError
 from nanolong.memory import count_sent_bytes
 from nanolong.parallel import sequence
 from nanolong.run.checkpoint import find_checkpoint, read_meta
@@ -80,7 +81,7 @@ def numbers(run, name):
 @pytest.mark.parametrize(
     ("processes", "size", "settings", "limit"),
     [
-        (2, 2, ["--pos=alibi"], 1e-5),
+        pytest.param(2, 2, ["--pos=alibi"], 1e-5, marks=pytest.mark.slow),
         pytest.param(4, 2, ["--pos=rope", "--separate_docs=true"], 1e-5, marks=pytest.mark.slow),
         pytest.param(4, 4, ["--pos=xl"], 1e-5, marks=pytest.mark.slow),
         pytest.param(2, 2, ["--pos=t5", "--optimizer=muon"], 1e-3, marks=pytest.mark.slow),
@@ -142,22 +143,31 @@ def test_a_shared_run_goes_on_with_one_process(words, run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "processes", "message"),
+    ("setting", "message"),
     [
-        (["--sequence_parallel=2"], 0, "or give --sequence_parallel=1"),
-        (["--sequence_parallel=2", "--dropout=0.1"], 2, "--dropout=0"),
-        (["--sequence_parallel=2", "--n_head=1", "--n_kv_head=1"], 2, "1 head:"),
-        (["--sequence_parallel=2", "--block_size=31"], 2, "31 tokens"),
-        (["--sequence_parallel=0"], 0, "out of range"),
+        ("--sequence_parallel=2", "or give --sequence_parallel=1"),
+        ("--sequence_parallel=0", "out of range"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(settings, processes, message, words, run, tmp_path):
-    command = ["train.py", *words, *settings, f"--out_dir={tmp_path}/run"]
-    done = run(*command, processes=processes)
-    assert done.returncode
+def test_one_process_shares_nothing(setting, message, words, call, tmp_path):
+    done = call("train.py", *words, setting, f"--out_dir={tmp_path}/run")
+    assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("error: ") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dropout": 0.1}, "--dropout=0"),
+        ({"n_head": 1, "n_kv_head": 1}, "1 head:"),
+        ({"block_size": 31}, "31 tokens"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(settings, message, make):
+    with pytest.raises(UserError, match=message):
+        sequence.check_model(make(**settings), (0, 0), 2)
 
 
 @pytest.fixture(scope="module")
@@ -180,15 +190,12 @@ def without_progress(text):
     return [line for line in text.splitlines() if not line.startswith("measured ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "numbers"),
     [
         (["--protocol=chunked,position,sliding", "--lengths=128,512"], ("loss",)),
-        pytest.param(
-            ["--task=needle", "--lengths=128,256", "--depths=2", "--trials=2"],
-            ("nll", "accuracy"),
-            marks=pytest.mark.slow,
-        ),
+        (["--task=needle", "--lengths=128,256", "--depths=2", "--trials=2"], ("nll", "accuracy")),
     ],
 )
 def test_evaluation_is_that_of_one_process(words, numbers, model_folder, run, tmp_path):
@@ -234,13 +241,14 @@ def test_processes_of_an_evaluation_share_sequences_or_are_refused(model_folder,
     assert done.stderr.count("error: ") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "parts", "checkpointing"),
     [
         ("fsdp", 2, False),
-        pytest.param("fsdp", 1, True, marks=pytest.mark.slow),
-        pytest.param("ddp", 2, True, marks=pytest.mark.slow),
-        pytest.param("ddp", 4, False, marks=pytest.mark.slow),
+        ("fsdp", 1, True),
+        ("ddp", 2, True),
+        ("ddp", 4, False),
     ],
 )
 def test_sent_bytes_are_those_of_the_count(parallel, parts, checkpointing, run):

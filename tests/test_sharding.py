@@ -154,7 +154,7 @@ def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
         pytest.param(3, {}, marks=slow),
         pytest.param(4, {"sequence_parallel": 4}, marks=slow),
         pytest.param(4, {"compile": True}, marks=slow),
-        (2, FSDP),
+        pytest.param(2, FSDP, marks=slow),
         pytest.param(2, {**FSDP, "optimizer": "muon"}, marks=slow),
         pytest.param(4, {**FSDP, "sequence_parallel": 2}, marks=slow),
     ],

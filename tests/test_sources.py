@@ -42,11 +42,11 @@ def test_links_lead_to_files():
 
 
 def test_named_tests_and_experiments_exist():
-    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", TEXT)
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)
     assert tests
     for file, name in tests:
         assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
-    for name in re.findall(r"`?(?:python )?(experiments/\w+\.py)", TEXT):
+    for name in re.findall(r"`?(?:python )?(experiments/[\w/]+\.py)", TEXT):
         assert (ROOT / name).is_file(), name
 
 

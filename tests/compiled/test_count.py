@@ -4,6 +4,8 @@ import count
 import predict
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def counts():

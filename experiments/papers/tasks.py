@@ -1,10 +1,8 @@
 """Length generalisation on small algorithmic tasks: train on short samples, test on longer ones.
 
-    python experiments/tasks.py                                         nine tasks, five schemes,
-                                                                        three seeds
-    python experiments/tasks.py --pos=nope,rope --tasks=copy,reverse    only some
-    python experiments/tasks.py --budget=gpu                            a larger model and batch,
-                                                                        four times as many steps
+    python experiments/papers/tasks.py                  nine tasks, five schemes, three seeds
+    python experiments/papers/tasks.py --pos=nope,rope --tasks=copy,reverse    only some
+    python experiments/papers/tasks.py --budget=gpu     a larger model and batch, 4 times the steps
 
 The default is 135 runs of some minutes each. Stop at any time: the same command continues after the
 last finished run. Each run leaves its measurements in out/tasks, so that two processes may share
@@ -39,7 +37,7 @@ built for the training length, so that T5's last bucket, for example, occurs in 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import math
@@ -575,7 +573,7 @@ def main():
     samples = BUDGETS[cfg.budget]["samples"]
     hardware = provenance(pick_device(cfg.device))
     note = f"{hardware}; {count(cfg.seeds, 'seed')}, {samples} samples of each length"
-    command = command_line("experiments/tasks.py")
+    command = command_line("experiments/papers/tasks.py")
     paper_claim = judge(records, tasks, schemes)
     claims = [paper_claim] if paper_claim else []
     claims += judge_scratchpads(records, tasks, schemes)

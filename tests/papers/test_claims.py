@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 
 import data
-from experiments import claims, claims_report
+from experiments.papers import claims, claims_report
 from experiments.reproduce import SeedRun
 from nanolong.errors import UserError
 
@@ -103,7 +103,7 @@ def test_unrotated_pairs_change_the_loss(seed_run):
 
 def test_two_processes_share_the_seeds_and_a_third_collects(call, text_data, tmp_path, monkeypatch):
     words = [
-        "experiments/claims.py",
+        "experiments/papers/claims.py",
         "--budget=try",
         f"--dataset={text_data}",
         f"--runs={tmp_path}/runs",

@@ -1,14 +1,13 @@
 """RoPE in linear attention (RoFormer, section 3.3): a scheme to use, and its experiment.
 
-    python experiments/linear_attention.py                 about 25 minutes of 2 cores
-    python experiments/linear_attention.py --seeds=1       one seed, as in a process of its own;
-                                                           then --seeds=2,3, then all of them
-    python experiments/linear_attention.py --budget=try    seconds, a test; its numbers mean nothing
-    python train.py --entry=experiments/linear_attention.py                       train one: RoPE
-    python train.py --entry=experiments/linear_attention.py --rope_fraction=0     and without: NoPE
+    python experiments/papers/linear_attention.py               about 25 minutes of 2 cores
+    python experiments/papers/linear_attention.py --seeds=1     one seed: processes may share them
+    python experiments/papers/linear_attention.py --budget=try  seconds, a test without meaning
+    python train.py --entry=experiments/papers/linear_attention.py
+    python train.py --entry=experiments/papers/linear_attention.py --rope_fraction=0
 
-extend.py, evaluate.py and sample.py take --entry=experiments/linear_attention.py, too, and all
-methods of RoPE that scale frequencies. The formula, with phi(x) = elu(x) + 1:
+The last two train one model, with RoPE and without. extend.py, evaluate.py and sample.py take
+--entry, too, and all methods of RoPE that scale frequencies. With phi(x) = elu(x) + 1:
 
     o_m = sum_{n <= m} (R_m phi(q_m))^T (R_n phi(k_n)) v_n / sum_{n <= m} phi(q_m)^T phi(k_n)
 
@@ -24,7 +23,7 @@ out/linear_attention; the results go to linear_attention.md, .json and .png in -
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 from dataclasses import dataclass
@@ -236,8 +235,8 @@ class LinearConfig:
 
 
 def main():
-    from experiments.linear_attention_report import write_report
-    from experiments.linear_attention_runs import measure
+    from experiments.papers.linear_attention_report import write_report
+    from experiments.papers.linear_attention_runs import measure
 
     cfg, *_ = cli.parse(LinearConfig, about=__doc__)
     write_report(measure(cfg), Path(cfg.out_dir or cfg.runs))

@@ -1,9 +1,9 @@
 """Masked language modelling: what position schemes are worth when attention is not causal.
 
-    python experiments/masked_lm.py                     four schemes, three seeds, causal and masked
-    python experiments/masked_lm.py --pos=nope,rope     only some; any scheme of model.py
-    python experiments/masked_lm.py --objectives=masked     half of the runs
-    python experiments/masked_lm.py --budget=gpu        a larger model on longer text
+    python experiments/papers/masked_lm.py                  four schemes, three seeds, both masks
+    python experiments/papers/masked_lm.py --pos=nope,rope  only some; any scheme of model.py
+    python experiments/papers/masked_lm.py --objectives=masked  half of the runs
+    python experiments/papers/masked_lm.py --budget=gpu     a larger model on longer text
 
 The default is 24 runs of some minutes each. Stop at any time: the same command continues after the
 last finished run. Each run leaves its measurements in out/masked_lm; the results go to
@@ -21,7 +21,7 @@ apart from <bos>, which starts each sequence of bytes and is never masked.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import contextlib
@@ -362,7 +362,7 @@ def main():
         f"{provenance(pick_device(cfg.device))}; {cfg.dataset} {dataset.hash}, "
         f"tokens scored: {' and '.join(scored)}, {count(cfg.seeds, 'seed')}"
     )
-    command = command_line("experiments/masked_lm.py")
+    command = command_line("experiments/papers/masked_lm.py")
     claims = judge(records, schemes)
     lines = ["# Causal and masked language models", "", f"`{command}`: {note}.", ""]
     lines += [describe_runs(cfg, dataset), "", *loss_table(records, schemes, unigram), ""]

@@ -1,9 +1,9 @@
-"""The report of experiments/recurrence.py: tables, the paper's orderings, and the figure."""
+"""The report of experiments/papers/recurrence.py: tables, the paper's orderings, and the figure."""
 
 import math
 import statistics
 
-from experiments.recurrence_runs import memory_of
+from experiments.papers.recurrence_runs import memory_of
 from experiments.report import (
     RULE,
     Claim,

@@ -1,4 +1,4 @@
-"""The runs of experiments/linear_attention.py: train, evaluate, extend and time its models."""
+"""The runs of linear_attention.py: train, evaluate, extend and time its models."""
 
 import copy
 import json
@@ -11,10 +11,10 @@ import torch
 import data
 from data.prepare import prepare
 from evaluate import EvaluateConfig, evaluation_mode, loss_by_position, measure_losses
-from experiments import linear_attention
 from experiments.leaderboard import identify, synchronize
-from experiments.linear_attention import LinearAttention, running_dot
-from experiments.masked_lm import unigram_loss
+from experiments.papers import linear_attention
+from experiments.papers.linear_attention import LinearAttention, running_dot
+from experiments.papers.masked_lm import unigram_loss
 from experiments.report import command_line, count, load_finished_run, read_json
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.devices import autocast, pick_device, pick_dtype
@@ -284,7 +284,7 @@ def measure(cfg):
         f"{count(len(set(cfg.seeds)), 'seed')}"
     )
     return {
-        "command": command_line("experiments/linear_attention.py"),
+        "command": command_line("experiments/papers/linear_attention.py"),
         "note": note,
         "model": budget["model"],
         "training": budget["training"],

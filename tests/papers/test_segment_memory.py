@@ -1,4 +1,4 @@
-"""experiments/segment_memory.py: compared with long texts, and with a reference in float64."""
+"""papers/segment_memory.py: compared with long texts, and with a reference in float64."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from conftest import BUILT_IN
 from formulas import BIASES, nezha_vector, shaw_vectors, transformer_xl_keys
 
-from experiments.segment_memory import RELATIVE, RecurrentGPT, SegmentMemory, generate
+from experiments.papers.segment_memory import RELATIVE, RecurrentGPT, SegmentMemory, generate
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 

@@ -1,8 +1,8 @@
 """Measure how much a model loses without positions, by context length and by model size.
 
-    python experiments/nope_tables.py --budget=cpu           about 20 minutes of 2 cores
-    python experiments/nope_tables.py --budget=gpu --datasets=python,shakespeare
-    python experiments/nope_tables.py --tables=length --seeds=3 --pos=nope,learned,alibi,rope
+    python experiments/papers/nope_tables.py --budget=cpu           about 20 minutes of 2 cores
+    python experiments/papers/nope_tables.py --budget=gpu --datasets=python,shakespeare
+    python experiments/papers/nope_tables.py --tables=length --seeds=3 --pos=nope,learned,alibi,rope
 
 Stop at any time: the same command continues where it stopped. The results go to nope.md and
 .json in --out_dir.
@@ -16,7 +16,7 @@ little is lost, and the less the larger the model.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import math
@@ -233,7 +233,7 @@ def main():
     records = run_all(cfg)
 
     budget = BUDGETS[cfg.budget]
-    command = command_line("experiments/nope_tables.py")
+    command = command_line("experiments/papers/nope_tables.py")
     lines = [
         "# Without positions",
         "",

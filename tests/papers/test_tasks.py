@@ -11,8 +11,8 @@ import torch
 
 import data
 import kernels
-from experiments import masked_lm, tasks
-from experiments.tasks import BOS, EOS, KEYS, SEP, SYMBOLS, TASKS
+from experiments.papers import masked_lm, tasks
+from experiments.papers.tasks import BOS, EOS, KEYS, SEP, SYMBOLS, TASKS
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.errors import UserError
 
@@ -353,7 +353,7 @@ def test_equal_schemes_share_a_rank():
 
 def test_tasks_continue_and_refuse_other_settings(call, tmp_path, monkeypatch):
     words = [
-        "experiments/tasks.py",
+        "experiments/papers/tasks.py",
         "--budget=try",
         "--pos=rope,learned",
         "--tasks=copy,recall",
@@ -513,7 +513,7 @@ def test_masked_claims_are_paired_by_seed():
 
 def test_masked_lm_continues_and_refuses_other_settings(call, text_data, tmp_path, monkeypatch):
     words = [
-        "experiments/masked_lm.py",
+        "experiments/papers/masked_lm.py",
         "--budget=try",
         "--pos=nope,alibi",
         "--steps=4",

@@ -1,4 +1,4 @@
-"""The runs of experiments/recurrence.py: training that resumes, and evaluation."""
+"""The runs of experiments/papers/recurrence.py: training that resumes, and evaluation."""
 
 import json
 import math
@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from evaluate import evaluation_mode
+from experiments.papers.segment_memory import RecurrentGPT, SegmentMemory, Streams
 from experiments.report import load_finished_run
-from experiments.segment_memory import RecurrentGPT, SegmentMemory, Streams
 from model import GPTConfig
 from nanolong.devices import prepare_device
 from nanolong.errors import UserError

@@ -15,7 +15,7 @@ from experiments.reproduce import DEPTHS, FACTOR, average_needles, needle_length
 from nanolong.plots import import_pyplot
 from nanolong.strict_json import write_json
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 TEN_PERCENT = 0.0953  # of a perplexity, in nats
 
 

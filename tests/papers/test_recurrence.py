@@ -1,4 +1,4 @@
-"""experiments/recurrence.py: streams of text, training that resumes, measures and the report."""
+"""papers/recurrence.py: streams of text, training that resumes, measures and the report."""
 
 import json
 import math
@@ -8,10 +8,10 @@ import torch
 
 import data
 from evaluate import evaluation_mode
-from experiments import recurrence
-from experiments.recurrence_report import Losses, judge
-from experiments.recurrence_runs import Run
-from experiments.segment_memory import SegmentMemory, Streams
+from experiments.papers import recurrence
+from experiments.papers.recurrence_report import Losses, judge
+from experiments.papers.recurrence_runs import Run
+from experiments.papers.segment_memory import SegmentMemory, Streams
 from nanolong.errors import UserError
 from nanolong.run.folder import list_steps
 
@@ -110,7 +110,7 @@ def test_relative_contexts_follow_the_definition():
 
 def words_for(text_data, folder, *words):
     return (
-        "experiments/recurrence.py",
+        "experiments/papers/recurrence.py",
         "--budget=try",
         f"--dataset={text_data}",
         f"--runs={folder}/runs",

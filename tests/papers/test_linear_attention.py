@@ -1,4 +1,4 @@
-"""experiments/linear_attention.py against its formula, written out in float64, and its report."""
+"""papers/linear_attention.py against its formula, written out in float64, and its report."""
 
 import json
 
@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from conftest import BUILT_IN, ROOT, TINY
 
 import rope_scaling
-from experiments import linear_attention as linear
-from experiments import linear_attention_report as report
-from experiments import linear_attention_runs as runs
+from experiments.papers import linear_attention as linear
+from experiments.papers import linear_attention_report as report
+from experiments.papers import linear_attention_runs as runs
 from model import GPT, POSITIONS
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
 
-ENTRY = f"--entry={ROOT}/experiments/linear_attention.py"
+ENTRY = f"--entry={ROOT}/experiments/papers/linear_attention.py"
 MASK = {"window": 0, "sinks": 0, "scale": 0.3, "docs": None, "positions": None}
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -280,7 +280,7 @@ def test_compiled_generation_is_refused(make):
     ],
 )
 def test_bad_input_is_one_sentence(word, message, call, tmp_path):
-    done = call("experiments/linear_attention.py", word, cwd=tmp_path)
+    done = call("experiments/papers/linear_attention.py", word, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and message in done.stderr
     assert not list(tmp_path.iterdir())
@@ -312,7 +312,7 @@ def test_experiment_continues_and_reports(call, text_data, tmp_path, monkeypatch
     monkeypatch.setattr(runs, "METHODS", ("none", "yarn", "self-extend"))
     monkeypatch.setattr(runs, "TIMED_FACTORS", (1, 2))
     words = [
-        "experiments/linear_attention.py",
+        "experiments/papers/linear_attention.py",
         "--budget=try",
         f"--dataset={text_data}",
         "--max_tokens=300",

@@ -1,10 +1,10 @@
-"""The report of experiments/linear_attention.py: tables, claims and the figure."""
+"""The report of experiments/papers/linear_attention.py: tables, claims and the figure."""
 
 import math
 import statistics
 
-from experiments.linear_attention import REFUSED
-from experiments.linear_attention_runs import EXTENSION, FACTORS, merge_ranges
+from experiments.papers.linear_attention import REFUSED
+from experiments.papers.linear_attention_runs import EXTENSION, FACTORS, merge_ranges
 from experiments.report import (
     RULE,
     Claim,

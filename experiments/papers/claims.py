@@ -1,9 +1,9 @@
 """Test claims about position and length that no other experiment tests.
 
-    python experiments/claims.py                     three seeds
-    python experiments/claims.py --seeds=2,3         only some: two processes may share the seeds
-    python experiments/claims.py --parts=examples    only some parts
-    python experiments/claims.py --budget=try        seconds, a test; its numbers mean nothing
+    python experiments/papers/claims.py                   three seeds
+    python experiments/papers/claims.py --seeds=2,3       some: two processes may share the seeds
+    python experiments/papers/claims.py --parts=examples  only some parts
+    python experiments/papers/claims.py --budget=try      seconds, a test without meaning
 
 Stop at any time: the same command continues where it stopped, and one with all seeds and parts
 collects what several processes have measured. It writes claims.md, .json and .png to --out_dir.
@@ -25,7 +25,7 @@ The report also judges, without training, what leaderboard.json and reproduce.js
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import copy
@@ -41,7 +41,7 @@ import torch.nn.functional as F
 import data
 from data.prepare import prepare
 from experiments.attention_maps import compare, distances, mean_of
-from experiments.claims_report import write_report
+from experiments.papers.claims_report import write_report
 from experiments.probe import sample_sequences
 from experiments.report import command_line, count
 from experiments.reproduce import FACTOR, SeedRun, extend
@@ -274,7 +274,7 @@ def main():
     seconds = sum(run.measured["seconds"] for run in runs)
     commits = [commit for run in runs for commit in run.commits()]
     board = {
-        "command": command_line("experiments/claims.py"),
+        "command": command_line("experiments/papers/claims.py"),
         "note": (
             f"{provenance(pick_device(cfg.device), commits)}; {cfg.dataset} {dataset.hash}; "
             f"{count(len(runs), 'seed')}; scored: {runs[0].budget['max_tokens']:,} tokens, spread "

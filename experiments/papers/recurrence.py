@@ -1,10 +1,9 @@
 """Train with Transformer-XL's segment-level recurrence (Dai et al. 2019), and without it.
 
-    python experiments/recurrence.py                  seven schemes, three seeds
-    python experiments/recurrence.py --seeds=1        some seeds only: several processes can share
-                                                      the work; a last call with all seeds then
-                                                      only collects what they have measured
-    python experiments/recurrence.py --budget=try     all of it in tiny: a test
+    python experiments/papers/recurrence.py               seven schemes, three seeds
+    python experiments/papers/recurrence.py --seeds=1     some seeds: processes can share the work,
+                                                          and a call with all collects it
+    python experiments/papers/recurrence.py --budget=try  all of it in tiny: a test
 
 Each scheme is trained on the same tokens in three modes. `shuffled`: segments of text in random
 order. `streams`: each row of a batch goes on where it ended in the batch before. `memory-1`: the
@@ -19,7 +18,7 @@ recurrence.md, .json and .png in --out_dir.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 from dataclasses import dataclass
@@ -29,10 +28,10 @@ import torch
 
 import data
 from data.prepare import prepare
-from experiments.recurrence_report import write_report
-from experiments.recurrence_runs import Run
+from experiments.papers.recurrence_report import write_report
+from experiments.papers.recurrence_runs import Run
+from experiments.papers.segment_memory import RecurrentGPT, check_memory, generate
 from experiments.report import command_line, count
-from experiments.segment_memory import RecurrentGPT, check_memory, generate
 from model import GPTConfig
 from nanolong import cli
 from nanolong.devices import pick_device
@@ -231,7 +230,7 @@ def main():
     steps = runs[0].training.max_iters
     commits = [record["commit"] for record in records]
     board = {
-        "command": command_line("experiments/recurrence.py"),
+        "command": command_line("experiments/papers/recurrence.py"),
         "note": (
             f"{provenance(device, commits)}; {cfg.dataset} {dataset.hash}, "
             f"{records[0]['scored']:,} tokens scored, {count(len(set(cfg.seeds)), 'seed')}"
