@@ -558,6 +558,12 @@ def measure_needles(models, cfg, lengths, log=None):
                 f"{name} has no tokenizer, so it cannot be asked in text: "
                 "use one that was trained on a text prepared by data/prepare.py"
             )
+        if not (model.meta.get("train") or {}).get("passkey"):
+            print(
+                f"note: {name} was not trained on passkey documents (train.py --passkey=0.5), so "
+                "it may not know the question",
+                file=sys.stderr,
+            )
         for length, depth in product(lengths, (*depths, None)):
             measurements.append(plan_needle(name, model, tokenizer, cfg, length, depth))
     return evaluation_log.measure_all(measurements, log)
@@ -788,7 +794,10 @@ def evaluate(cfg, given, paths, writes):
         records = measure_losses(models, cfg, lengths, texts, log)
         print()
         plotted, unit = losses_to_plot(records, models)
-        in_bits = bool(cfg.text) or unit == "bits per byte"
+        # where a token is a byte, bits per byte would say nothing new
+        in_bits = bool(cfg.text) or any(
+            record.get("bytes") not in (None, record.get("tokens")) for record in records
+        )
         print_losses(records, lengths, in_bits, plotted, unit)
         note_few_sequences(records, lengths)
     else:

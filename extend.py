@@ -227,6 +227,9 @@ INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "entry_hash")
 def extend_model(model, cfg, given, rank):
     """Extend a loaded model in place, by the settings. Raises UserError."""
     options = cfg.method_options()
+    old = model.config.extension
+    if rank == 0 and old and model.meta.get("step") and old["method"] != cfg.method:
+        print(f"note: {cfg.method} replaces {old['method']}, for which the weights were tuned")
     if fits_scale(cfg.method, options):
         split = text_to_fit(model, cfg, given)
         options["scale"] = fit_scale(model, cfg, options, split, rank)

@@ -73,6 +73,7 @@ class GPTConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
+        assert self.head_dim or self.n_embd % self.n_head == 0, "n_embd is divisible by n_head"
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if not self.mlp_dim and self.mlp == "swiglu":
             self.mlp_dim = -(-8 * self.n_embd // (3 * 32)) * 32  # rounded up to a multiple of 32
@@ -550,7 +551,9 @@ class RoPE(NoPE):
     def _set_frequencies(self, method, factor, options):
         """Returns whether the table has changed; True while torch.compile traces."""
         old = self.inv_freq
-        inv_freq, attention_factor = self.frequencies(method, factor, options)
+        found = self.frequencies(method, factor, options)
+        rope_scaling.check_frequencies(found, self.rotary_dim, type(self).__name__)
+        inv_freq, attention_factor = found
         if old is not None:
             inv_freq = inv_freq.to(old.device, old.dtype, non_blocking=True)
         same = old is not None and not torch.compiler.is_compiling()
@@ -902,6 +905,8 @@ class GPT(nn.Module):
 
     def check_inputs(self, tokens, **others):
         """Raise UserError unless tokens are ids (B, T), and the others, if given, are as long."""
+        if not torch.is_tensor(tokens):
+            raise UserError(f"tokens are a {type(tokens).__name__}: give a tensor, int64 (B, T)")
         shape = tuple(tokens.shape)
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise UserError(f"tokens are {tokens.dtype} of shape {shape}: give int64 (B, T)")
@@ -971,7 +976,9 @@ class GPT(nn.Module):
         """
         config = self.config
         if not (isinstance(factor, int | float) and math.isfinite(factor) and factor >= 1):
-            raise UserError(f"factor={factor!r} does not extend the context: give at least 1")
+            raise UserError(
+                f"factor={factor!r} does not extend the context: give a number of at least 1"
+            )
         if config.random_positions and (factor > 1 or method != "none"):
             raise UserError(
                 f"this model was trained on positions below {config.random_positions} and needs no "

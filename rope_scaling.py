@@ -288,6 +288,20 @@ def frequencies(method, base, rotary_dim, original_length, factor, **options):
 frequencies._dynamo_marked_constant = True
 
 
+def check_frequencies(found, rotary_dim, name):
+    """Raise UserError unless `found` is what frequencies() returns; name: of a scheme's class."""
+    shape = (rotary_dim // 2,)
+    if isinstance(found, tuple) and len(found) == 2 and torch.is_tensor(found[0]):
+        inv_freq, attention_factor = found
+        if (inv_freq.shape, inv_freq.dtype) == (shape, torch.float64):
+            if isinstance(attention_factor, int | float):
+                return
+    raise UserError(
+        f"{name}.frequencies() returned something else than inverse frequencies, a float64 tensor "
+        f"{shape}, and the factor on cos and sin: return these two"
+    )
+
+
 def check_options(method, rotary_dim, original_length, factor, options):
     """Raise UserError unless the type and range of each option fit."""
     parameters = inspect.signature(METHODS[method]).parameters

@@ -504,6 +504,8 @@ class TextFile:
             ) from None
         if not content:
             raise UserError(f"--text={file} is empty: give a text file")
+        if b"\0" in content and tokenizer.to_json()["kind"] != "bytes":
+            raise UserError(f"--text={file} is not text, for it has zero bytes: give a text file")
         self.hash = hash_files([Path(file)])
         text = content.decode("utf-8", "surrogateescape")
         self.val = Split([], vocab_size, bos)

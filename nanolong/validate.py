@@ -268,7 +268,8 @@ def check_model(config, positions):
     check_ranges(vars(config))
     require(
         config.pos in positions,
-        f"there is no position scheme {config.pos!r}: pos is one of {', '.join(positions)}",
+        f"there is no position scheme {config.pos!r}: pos is one of {', '.join(positions)}, or one "
+        "of your own with --entry=FILE.py",
     )
     check_architecture(config)
     check_channels(config, positions)

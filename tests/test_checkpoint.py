@@ -232,6 +232,11 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path):
         GPT.load(tmp_path / "nothing")
 
 
+def test_a_step_that_is_gone_names_those_that_are_there(run_folder):
+    with pytest.raises(UserError, match="no .*: the steps in .* are step-000005, "):
+        find_checkpoint(run_folder / "step-000011")
+
+
 # -----------------------------------------------------------------------------
 # Damaged weights.
 

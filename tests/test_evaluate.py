@@ -615,6 +615,15 @@ def test_a_model_that_knows_the_passkey_finds_every_needle(length, depth):
     assert nll < 0.1
 
 
+def test_a_model_that_never_saw_a_passkey_is_named(make, capsys):
+    model = make(vocab_size=257)
+    for share in (0.0, 0.5):
+        model.meta = {"tokenizer": {"kind": "bytes"}, "train": {"passkey": share}}
+        cfg = evaluate.EvaluateConfig(depths=1, trials=1)
+        evaluate.measure_needles({"mine": model}, cfg, (200,))
+        assert ("mine was not trained on passkey" in capsys.readouterr().err) == (share == 0)
+
+
 def test_a_needle_with_one_wrong_digit_is_not_found():
     tokenizer = data.ByteTokenizer()
     accuracy, nll = evaluate.find_needle(Oracle(n_wrong=1), tokenizer, 64, 0.5, 20)

@@ -466,6 +466,7 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_its_probability(make):
     [
         (torch.tensor([1, 2, 3]), r"shape \(3,\): give int64 \(B, T\)"),
         (torch.tensor([[0.5]]), "torch.float32"),
+        ([[1, 2]], "a list: give a tensor"),
         (torch.tensor([[0, 50]]), "between 0 and 50, and the vocabulary has 50"),
         (torch.tensor([[-1, 5]]), "between -1 and 5"),
     ],

@@ -940,7 +940,7 @@ def test_transformer_xls_clamp_uses_the_last_distance_of_training(make):
     "method, factor, options, message",
     [
         ("yarm", 2, {}, "--pos=rope has no extension method 'yarm': use --method=none, pi"),
-        ("yarn", 0.5, {}, "factor=0.5 does not extend the context: give at least 1"),
+        ("yarn", 0.5, {}, "factor=0.5 does not extend the context: give a number of at least 1"),
         ("yarn", float("nan"), {}, "factor=nan does not extend"),
         ("yarn", math.inf, {}, "factor=inf does not extend"),
         ("yarn", 2, {"beta": 3}, "method 'yarn' of --pos=rope has no option 'beta': use beta_fast"),
@@ -1006,3 +1006,23 @@ def test_nopes_scale_must_be_a_positive_number(make):
     for scale in (True, 0.0, "2"):
         with pytest.raises(UserError, match="scale=.* is not a number above 0"):
             make(pos="nope").extend("scale", 2, scale=scale)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inv_freq, factor: inv_freq,
+        lambda inv_freq, factor: (inv_freq[1:], factor),
+        lambda inv_freq, factor: (inv_freq.float(), factor),
+        lambda inv_freq, factor: (inv_freq.tolist(), factor),
+        lambda inv_freq, factor: (inv_freq, None),
+    ],
+)
+def test_what_a_scheme_returns_as_frequencies_is_checked(change, monkeypatch):
+    class Mine(RoPE):
+        def frequencies(self, method, factor, options):
+            return change(*super().frequencies(method, factor, options))
+
+    monkeypatch.setitem(POSITIONS, "mine", Mine)
+    with pytest.raises(UserError, match=r"^Mine.frequencies\(\) returned .* tensor \(8,\)"):
+        GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=9, pos="mine"))

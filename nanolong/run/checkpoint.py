@@ -223,6 +223,9 @@ def find_checkpoint(path, best=False):
     path = Path(path)
     if (path / "meta.json").is_file():
         return path
+    if not path.exists() and list_steps(path.parent):
+        names = ", ".join(step.name for step in list_steps(path.parent))
+        raise UserError(f"there is no {path}: the steps in {path.parent} are {names}")
     if not path.exists():
         raise UserError(
             f"there is no checkpoint in {path}: it does not exist; train one with "
