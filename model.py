@@ -1015,9 +1015,9 @@ class GPT(nn.Module):
 
     def flops_per_token(self, length: int | None = None) -> int:
         """
-        Count the floating-point operations of a training step per token (PaLM, Chowdhery 2022).
-
-        6 per weight of a matrix product, 12 per layer, channel and visible key.
+        Count the floating-point operations of a training step per token, as MFU does by convention
+        (PaLM, Chowdhery 2022): 6 per weight of a matrix product, and 12 per layer, channel and
+        visible key, although causal attention computes half of these.
         """
         c = self.config
         length = length or c.block_size

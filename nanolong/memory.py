@@ -162,7 +162,11 @@ def count_loss(config, N, e):
 
 
 def count_flops(config, N, T):
-    """The floating-point operations of a step: causal attention is half of PaLM's 12."""
+    """
+    The floating-point operations that a step computes, to expect its time.
+
+    Causal attention computes half of what MFU counts by convention: see GPT.flops_per_token().
+    """
     weights = count_block_matrices(config) + config.vocab_size * config.n_embd
     return 6 * weights * N + 6 * config.n_layer * config.n_head * config.head_dim * T * N
 
