@@ -205,9 +205,8 @@ def token_losses(model, x, y, positions):
     that the memory for activations does not grow with its length.
     """
     length = x.shape[1]
-    part = parallel.own_part(length)
-    if part != slice(None):  # other processes compute the other tokens
-        return parallel.gather_tokens(model(x, y, positions, reduction="none", part=part))
+    if model.own_tokens(length) != slice(None):  # other processes compute the other tokens
+        return parallel.gather_tokens(model(x, y, positions, reduction="none"))
     # A method whose tables depend on the length has to see the whole sequence at once.
     if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
         return model(x, y, positions, reduction="none")
@@ -508,7 +507,7 @@ def find_needle(
             y = torch.from_numpy(np.stack([targets for _, targets in batch])).to(device)
             positions = model.sample_positions(len(x), length, seed)
             # Only the answer needs logits: the last digits of the targets.
-            hidden_states = model.hidden_states(x, positions, part=parallel.own_part(length))
+            hidden_states = model.hidden_states(x, positions)
             hidden_states = parallel.gather_tokens(hidden_states[:, -DIGITS:])[:, -DIGITS:]
             logits = model.head(hidden_states).float()  # (B, DIGITS, V)
             answer = y[:, -DIGITS:]

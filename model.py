@@ -118,8 +118,8 @@ class NoPE(nn.Module):
     bounded = False  # True: nothing can be computed at positions from max_positions on
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
-    _cacheable = True  # False: attend() needs the queries of the whole text, not cached keys
-    _attention = None  # computes attention in the place of kernels.attention: sequence_parallel.py
+    needs_whole_text = False  # True: attend() needs the queries of the whole text, not cached keys
+    exchange = None  # while processes share a sequence: nanolong/parallel/sequence.py
 
     def __init_subclass__(cls):
         if "bias" in vars(cls) or "relative" in vars(cls):
@@ -129,8 +129,8 @@ class NoPE(nn.Module):
         super().__init__()
         self.config = config
         self.position_scale = 1.0  # positions, or distances, are divided by this
-        self._score_scale = 1.0  # attention scores are multiplied by this
-        self._dynamic = False  # True: the tables follow the length of the input
+        self.score_scale = 1.0  # attention scores are multiplied by this
+        self.is_dynamic = False  # True: the tables follow the length of the input
         self._tables_version = None  # changes with the tables; cached keys are then stale
 
     # The four hooks.
@@ -170,15 +170,16 @@ class NoPE(nn.Module):
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             bias, relative = cache.position_terms(self, layer, k.shape[2])
-        attention = self._attention or kernels.attention
-        return attention(q, k, v, bias=bias, relative=relative, **mask)
+        if self.exchange:
+            bias, relative = self.exchange.own_terms(bias, relative, q.shape[1])
+        return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
 
     def extend(self, method, factor, **options):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
         self.check_method(method, options)
         self.position_scale = factor if method == "pi" else 1.0
-        self._score_scale = options.get("scale", 1.0)
-        self._dynamic = method.startswith("dynamic")
+        self.score_scale = options.get("scale", 1.0)
+        self.is_dynamic = method.startswith("dynamic")
         self._tables_version = None
 
     def check_method(self, method, options):
@@ -199,9 +200,9 @@ class NoPE(nn.Module):
         Set the tables for an input of this many tokens, cached ones included; called before every
         forward pass. Returns the version of the tables: a cache filled under another is refilled.
         """
-        if not self._cacheable:
+        if self.needs_whole_text:
             return length  # a version for each length, so that a cache is refilled at every token
-        if self._dynamic:
+        if self.is_dynamic:
             # rounded up to a quarter of the original length, so that growing text rarely rescales
             original = self.config.original_length
             # index(): while torch.compile traces, a length may be a symbol
@@ -527,7 +528,7 @@ class RoPE(NoPE):
         self._method = method
         self._factor = factor
         self._options = options
-        self._dynamic = "length" in self.methods[method] and "length" not in options
+        self.is_dynamic = "length" in self.methods[method] and "length" not in options
         self._tables_version = None
         self._tables_length = None
 
@@ -592,7 +593,7 @@ class RoPE(NoPE):
 class LMInfinite(RoPE):
     """RoPE with a window and attention sinks, distances bounded (Han et al. 2024)."""
 
-    _cacheable = False
+    needs_whole_text = True
 
     def attend(self, q, k, v, pos, layer, cache, **mask):
         self._check_whole_text(q, pos, mask)
@@ -605,7 +606,7 @@ class LMInfinite(RoPE):
 class SelfExtend(RoPE):
     """RoPE whose distant positions are grouped (Jin et al. 2024)."""
 
-    _cacheable = False
+    needs_whole_text = True
 
     def attend(self, q, k, v, pos, layer, cache, **mask):
         self._check_whole_text(q, pos, mask)
@@ -695,10 +696,15 @@ class Attention(nn.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or Hk, T, D)
-        # Attend, with the scheme's rotation or bias.
-        scale = self.attn_scale * scheme._score_scale / math.sqrt(self.head_dim)
+        # Attend, with the scheme's rotation or bias. Processes that share a sequence exchange their
+        # tokens of all heads for all tokens of some heads, and back.
+        if scheme.exchange:
+            q, k, v = scheme.exchange.tokens_to_heads(q, k, v)
+        scale = self.attn_scale * scheme.score_scale / math.sqrt(self.head_dim)
         limits = {"window": self.window, "sinks": self.sinks, "scale": scale}
         y = scheme.attend(q, k, v, pos, self.layer, cache, **limits, **mask)  # (B, H, T, D)
+        if scheme.exchange:
+            y = scheme.exchange.heads_to_tokens(y)
         # Concatenate the heads and project back.
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -817,57 +823,50 @@ class GPT(nn.Module):
                 raise RuntimeError(f"init_weights() has no rule for {name}: add one")
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        docs: torch.Tensor | None = None,
-        cache=None,
-        reduction: str = "mean",
-        part: slice = slice(None),
-        positions_end: int | None = None,
-    ) -> torch.Tensor:
+        self, tokens, targets=None, positions=None, docs=None, cache=None, reduction="mean"
+    ):
         """
         Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
 
         The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
         "none" (B, T). The logits (B, T, V) are never built for it.
 
-        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's. On the
-                   CPU they are checked without waiting for a GPU
+        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's. Give
+                   them on the CPU: there they are checked without waiting for a GPU
         docs:      document ids (B, T); attention stays within a document
         cache:     a nanolong.inference.KVCache, extended in place
-        part:      the tokens to compute, where other processes compute the others
-        positions_end: what check_positions() has returned for these positions; they are then not
-                   checked again
 
+        Processes that share a sequence are given all of it, and each computes its own tokens.
         Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
         cannot compute there, or that cannot use the given positions.
         """
-        x = self.hidden_states(tokens, positions, docs, cache, part, positions_end)
+        x = self.hidden_states(tokens, positions, docs, cache)
         if targets is None:
             return self.head(x)
         if not torch.compiler.is_compiling():
             self.check_inputs(tokens, targets=targets)
         if reduction not in ("mean", "sum", "none"):
             raise UserError(f"reduction={reduction!r} is unknown: give mean, sum or none")
-        targets = targets[:, part]
+        targets = targets[:, self.own_tokens(tokens.shape[1])]
         loss = kernels.linear_cross_entropy(
             x.flatten(0, 1), self.head.weight, targets.flatten(), reduction
         )
         return loss.view_as(targets) if reduction == "none" else loss
 
-    def hidden_states(
-        self, tokens, positions=None, docs=None, cache=None, part=slice(None), positions_end=None
-    ):
+    def own_tokens(self, length):
+        """The tokens that this process computes: all, but when processes share a sequence."""
+        return self.pos.exchange.own_tokens(length) if self.pos.exchange else slice(None)
+
+    def hidden_states(self, tokens, positions=None, docs=None, cache=None):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
         if not torch.compiler.is_compiling():
             self.check_inputs(tokens, positions=positions, docs=docs)
         T = tokens.shape[1]
-        tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache, positions_end)
+        tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
+        own = self.own_tokens(T)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
-        x = self.embed(tokens[:, part]).to(self.norm.weight.dtype)
-        x = self.dropout(self.pos.embed(x, pos[..., part]))
+        x = self.embed(tokens[:, own]).to(self.norm.weight.dtype)
+        x = self.dropout(self.pos.embed(x, pos[..., own]))
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
             scheme = self.pos if self.config.uses_positions(layer) else self.nope
@@ -877,7 +876,7 @@ class GPT(nn.Module):
         # The last T: where the tables have changed, all tokens of the cache were computed again.
         return self.norm(x)[:, -T:]
 
-    def prepare_inputs(self, tokens, positions, docs, cache, positions_end=None):
+    def prepare_inputs(self, tokens, positions, docs, cache):
         """
         Check the inputs, set the scheme's tables and enter the tokens into the cache.
 
@@ -892,9 +891,11 @@ class GPT(nn.Module):
         if not explicit:
             positions = torch.arange(start, end, device=tokens.device)
         else:
-            # Reading positions would break a compiled graph in two: only tables need it there.
-            if self.pos._dynamic or not torch.compiler.is_compiling():
-                end = positions_end or self.check_positions(positions, docs)
+            # To read positions makes the CPU wait for a GPU, and breaks a compiled graph in two:
+            # it is done where dynamic tables need it, or where it costs nothing.
+            costs_nothing = positions.is_cpu and not torch.compiler.is_compiling()
+            if self.pos.is_dynamic or costs_nothing:
+                end = self.check_positions(positions, docs)
             positions = positions.to(tokens.device, non_blocking=True)
         self.check_length(end)
         tables_version = self.pos.set_length(end)
@@ -922,14 +923,10 @@ class GPT(nn.Module):
             )
 
     def check_positions(self, positions, docs=None):
-        """
-        Check explicit position ids, (T,) or (B, T). Returns the greatest, plus 1.
-
-        Do so before they are moved to a GPU: to read them from there, the CPU waits for it.
-        """
+        """Check explicit position ids, (T,) or (B, T), by reading them: the greatest, plus 1."""
         positions = positions.cpu()
         gaps = positions.diff() != 1
-        if self.pos.by_index and gaps.any() and docs is not None:
+        if docs is not None:
             gaps = gaps & (docs.cpu().diff() == 0)
         if self.pos.by_index and gaps.any():
             raise UserError(
@@ -1084,13 +1081,7 @@ class GPT(nn.Module):
         checkpoint.save_model(self, folder)
 
     @classmethod
-    def load(
-        cls,
-        path,
-        best: bool = False,
-        dtype: torch.dtype | None = torch.float32,
-        weights: bool = True,
-    ) -> "GPT":
+    def load(cls, path, best=False, dtype=torch.float32, weights=True) -> "GPT":
         """
         Load the newest (or best) checkpoint of a run folder, or a checkpoint folder.
 

@@ -135,7 +135,7 @@ class BatchLoader:
         batch = {"tokens": x, "targets": y, "positions": pos, "docs": docs}
         batch = {name: devices.to_device(part, self.device) for name, part in batch.items()}
         if pos is not None:  # checked here: on a GPU, each step would wait to read them
-            batch["positions_end"] = self.model.check_positions(pos, docs)
+            self.model.check_positions(pos, docs)
         return batch, n_targets, seed
 
     def next(self):
@@ -192,7 +192,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
         pos = model.sample_positions(len(x), T, batch[0])
         docs = devices.to_device(dataset.document_ids(x), device)
         with devices.autocast(device, dtype):
-            loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum", part=part)
+            loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum")
         n_targets = (y[:, part] >= 0).sum()
         n_bytes = (dataset.count_bytes(y.numpy()) or 0) / n_parts  # each process counts all of them
         if number < len(batches):
@@ -233,7 +233,7 @@ def forward_backward(forward, loader, state, dtype):
         # Gradients are summed over processes at the last micro-batch only.
         parallel.set_gradient_sync(forward, micro_batch + world >= accumulation)
         with devices.autocast(device, dtype):
-            loss_sum = forward(**batch, reduction="sum", part=loader.part)
+            loss_sum = forward(**batch, reduction="sum")
         # Divided by the nominal number of tokens; the scored ones are known after the step.
         # DDP and FSDP average over processes, hence `n_processes`.
         (loss_sum * (state.loss_scale * n_processes / loader.tokens_per_step)).backward()

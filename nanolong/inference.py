@@ -294,7 +294,7 @@ def check_request(model, lengths, max_new_tokens):
             f"positions of --pos={model.config.pos}: ask for at most --max_new_tokens={most}, or "
             "shorten the prompt"
         )
-    if min(lengths) < longest and model.pos._dynamic:
+    if min(lengths) < longest and model.pos.is_dynamic:
         raise UserError(
             "a dynamic method scales by the length of each text, so prompts of unequal length "
             "cannot be one batch: give them one at a time, or extend with --options=length=N"
@@ -397,7 +397,7 @@ def compile_step(step):
 
 def tables_change(model, short, long):
     """Whether the first `short` tokens are computed differently as the start of `long` tokens."""
-    return model.pos._dynamic or model.pos.set_length(short) != model.pos.set_length(long)
+    return model.pos.is_dynamic or model.pos.set_length(short) != model.pos.set_length(long)
 
 
 class FixedShapeStep:

@@ -21,7 +21,7 @@ import rope_scaling
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong.entry import load_entries
 from nanolong.parallel.processes import join_processes
-from nanolong.parallel.sequence import gather_tokens, own_part, share_sequences
+from nanolong.parallel.sequence import gather_tokens, share_sequences
 
 T = 48
 # what a longrope table needs: a factor for each pair of channels
@@ -70,10 +70,10 @@ def make_inputs(model, docs=False, positions=False):
     return tokens, targets, pos, doc_ids
 
 
-def loss_and_gradients(model, inputs, part):
-    """The summed loss of a part of the text, that of each token, and the gradients."""
+def loss_and_gradients(model, inputs):
+    """The loss of each token that this process computes, and the gradients of their sum."""
     model.zero_grad()
-    loss = model(*inputs, reduction="none", part=part)
+    loss = model(*inputs, reduction="none")
     loss.sum().backward()
     used = {name: p for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), {name: p.grad.clone() for name, p in used.items()}
@@ -91,9 +91,9 @@ def compare(settings, docs=False, positions=False, recompute=False, extension=No
     model.double()
     model.activation_checkpointing = recompute
     inputs = make_inputs(model, docs, positions)
-    wanted, wanted_gradients = loss_and_gradients(model, inputs, slice(None))
+    wanted, wanted_gradients = loss_and_gradients(model, inputs)
     share_sequences(model, dist.get_world_size(), [T])
-    loss, gradients = loss_and_gradients(model, inputs, own_part(T))
+    loss, gradients = loss_and_gradients(model, inputs)
     for gradient in gradients.values():
         dist.all_reduce(gradient)
     # a bias of the keys has no gradient but rounding: softmax does not see it

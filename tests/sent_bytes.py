@@ -16,7 +16,7 @@ import torch.distributed as dist
 from model import GPT, GPTConfig
 from nanolong.parallel import sharding
 from nanolong.parallel.processes import join_processes
-from nanolong.parallel.sequence import own_part, share_sequences
+from nanolong.parallel.sequence import share_sequences
 from nanolong.parallel.sharding import distribute
 
 sent = {"weights": 0, "tokens": 0}
@@ -56,7 +56,7 @@ def main():
     count("all_gather_single", "weights", 0)
     count("reduce_scatter_single", "weights", 1)
     tokens = torch.randint(config.vocab_size, (2, T))
-    forward(tokens, tokens, reduction="sum", part=own_part(T)).backward()
+    forward(tokens, tokens, reduction="sum").backward()
     if rank == 0:
         print(json.dumps(sent))
 

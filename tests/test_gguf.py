@@ -503,7 +503,7 @@ def test_rope_has_the_frequencies_of_llama_cpp(name, edit, tmp_path):
     write_model(file, name, edit and (lambda writer, tensors: edit(writer)))
     import_file(file, tmp_path / "run")
     pos = GPT.load(tmp_path / "run").pos
-    if pos._dynamic:
+    if pos.is_dynamic:
         pos.update_tables(LENGTH)
     frequencies, magnitude = llama_cpp_rope(file)
     torch.testing.assert_close(pos.inv_freq.float(), frequencies, rtol=1e-5, atol=0)

@@ -552,15 +552,15 @@ def test_what_a_scheme_returns_is_checked_once(hook, result, message, make, monk
 def test_the_base_class_keeps_its_state_under_names_of_its_own(make):
     """What a scheme may call `length`, `scale` or `table` belongs to it."""
     public = {name for name in vars(make(pos="nope").pos) if not name.startswith("_")}
-    assert public <= {"config", "position_scale", "training"}
+    assert public <= {"config", "is_dynamic", "position_scale", "score_scale", "training"}
     methods = {name for name in vars(NoPE) if not name.startswith("_")}
     assert methods == {
         *("embed", "rotate", "bias", "relative", "attend", "extend", "bounded", "by_index"),
         *("methods", "check_method", "set_length", "update_tables", "distance_index"),
-        "register_constant",
+        *("register_constant", "needs_whole_text", "exchange"),
     }
     text = (ROOT / "docs/schemes.md").read_text()
-    assert all(f"`{name}" in text for name in methods | {"config", "position_scale"})
+    assert all(f"`{name}" in text for name in methods | public - {"training"})
 
 
 @pytest.mark.parametrize("pos", SCHEMES)
@@ -630,18 +630,16 @@ def test_positions_on_the_cpu_are_checked_there(pos, make_on_meta):
 
 
 @pytest.mark.parametrize("pos", TAKES_GAPS)
-def test_positions_that_were_checked_are_not_read_again(pos, make_on_meta):
+def test_positions_on_a_device_are_not_read(pos, make_on_meta):
+    """The loader checks them on the host; dynamic tables alone need them."""
     model = make_on_meta(pos=pos, block_size=100)
     positions = torch.arange(20) * 4
-    end = model.check_positions(positions)
-    assert end == 77
+    assert model.check_positions(positions) == 77
     tokens = tokens_on_meta(2, 20)
-    model(tokens, positions=positions.to("meta"), positions_end=end)
+    model(tokens, positions=positions.to("meta"))
+    model.pos.is_dynamic = True
     with pytest.raises((RuntimeError, NotImplementedError)):
         model(tokens, positions=positions.to("meta"))
-    with pytest.warns(ContextLengthWarning):
-        model.pos.bounded = False
-        model(tokens, positions=positions.to("meta"), positions_end=101)
 
 
 def test_sampled_positions_are_not_read_from_the_device(make_on_meta):

@@ -33,7 +33,7 @@ def test_values_do_not_keep_the_memory_of_queries_and_keys(monkeypatch):
     monkeypatch.setattr(sequence, "sequence_rank_and_size", lambda: (0, 2))
     monkeypatch.setattr(sequence, "all_to_all", lambda x: x)
     q, k = torch.randn(1, 4, 8, 6), torch.randn(1, 2, 8, 6)
-    for x in sequence.tokens_to_heads(q, k, k):
+    for x in sequence.Exchange().tokens_to_heads(q, k, k):
         assert x.shape[2] == 16
         assert x.untyped_storage().nbytes() == x.nbytes
 

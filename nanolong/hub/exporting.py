@@ -434,7 +434,7 @@ def query_scale(model, layer, rope):
     config, pos = model.config, model.pos
     scale = torch.full((config.head_dim,), float(config.attn_scale))
     if config.uses_positions(layer):
-        scale *= pos._score_scale
+        scale *= pos.score_scale
         if config.pos == "rope" and pos.rotary_dim:
             # Queries and keys have both factors. That of the clients is on all channels, ours on
             # those that are rotated.

@@ -235,7 +235,7 @@ def write_rope(model):
             f"longrope with two tables and rope_fraction={config.rope_fraction} has no equivalent "
             "among the models that transformers loads: leave out short_factor"
         )
-    if pos._dynamic:
+    if pos.is_dynamic:
         pos.update_tables(config.block_size)
     if rotates_whole_heads:
         base = base_of_plain_rope(config, pos, method, factor)
@@ -252,7 +252,7 @@ def check_method(method, pos):
             "extend the model by another --method"
         )
     # ntk-lceg follows the context length, not the text; transformers has longrope's two tables
-    if pos._dynamic and method not in ("ntk-lceg", "longrope"):
+    if pos.is_dynamic and method not in ("ntk-lceg", "longrope"):
         raise UserError(
             f"method {method!r} follows the length of the text, and transformers' dynamic type "
             "counts otherwise and keeps stale keys: extend by a static --method, or fix the length "

@@ -37,9 +37,7 @@ def share_sequences(model, size, lengths):
     if size == 1:
         return
     check_model(model, lengths, size)
-    for scheme in (model.pos, model.nope):
-        scheme.attend = exchanging(type(scheme).attend.__get__(scheme))
-        scheme._attention = attend_own_heads
+    model.pos.exchange = model.nope.exchange = Exchange()
 
 
 def _form_groups(size):
@@ -58,11 +56,16 @@ def _form_groups(size):
         group = dist.new_group(ranks)  # every process takes part in making every group
         if rank in ranks:
             _group = group
-    atexit.register(stop_sharing)  # before the process leaves all groups
+    atexit.register(_leave_group)  # before the process leaves all groups
 
 
-def stop_sharing():
+def stop_sharing(model):
     """Let each process compute whole sequences again, as the first one does after training."""
+    model.pos.exchange = model.nope.exchange = None
+    _leave_group()
+
+
+def _leave_group():
     global _group
     _group = None
 
@@ -137,26 +140,47 @@ def _device_of(group):
 # Attention
 
 
-def exchanging(attend):
-    """Wrap a scheme's attend(): exchange tokens for heads before it, and back after it."""
+class Exchange:
+    """What Attention.forward() in model.py calls while processes share a sequence."""
 
-    def attend_in_parts(q, k, v, pos, layer, cache, **mask):
-        if q.shape[2] == pos.shape[-1]:  # the whole sequence, as in generation
-            return attend(q, k, v, pos, layer, cache, **mask)
-        q, k, v = tokens_to_heads(q, k, v)
-        return heads_to_tokens(attend(q, k, v, pos, layer, cache, **mask))
+    def own_tokens(self, length):
+        """The tokens of a sequence that this process computes outside of attention."""
+        return own_part(length)
 
-    return attend_in_parts
+    def own_terms(self, bias, relative, n_heads):
+        """Cut the terms of a scheme to the heads of this process."""
+        if relative is not None:
+            keys, values, offsets = relative
+            offsets = offsets and tuple(own_heads(x, n_heads) for x in offsets)
+            relative = own_heads(keys, n_heads), own_heads(values, n_heads), offsets
+        return own_heads(bias, n_heads), relative
 
+    def tokens_to_heads(self, q, k, v):
+        """
+        (B, H, T / N, D) of all heads -> (B, H / N, T, D) of the heads of this process.
 
-def attend_own_heads(q, k, v, *, bias=None, relative=None, **options):
-    """kernels.attention() with the terms of a scheme cut to the heads of this process."""
-    n_heads = q.shape[1]
-    if relative is not None:
-        keys, values, offsets = relative
-        offsets = offsets and tuple(own_heads(x, n_heads) for x in offsets)
-        relative = own_heads(keys, n_heads), own_heads(values, n_heads), offsets
-    return kernels.attention(q, k, v, bias=own_heads(bias, n_heads), relative=relative, **options)
+        Keys and values have Hk heads. Where N does not divide Hk, heads are repeated until it does.
+        """
+        _, N = sequence_rank_and_size()
+        repeats = math.lcm(k.shape[1], N) // k.shape[1]
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        heads = [x.shape[1] // N for x in (q, k, v)]
+        dtype = v.dtype
+        # one all-to-all for the three of them: (N receivers, B, heads of each, T / N, D)
+        parts = [x.unflatten(1, (N, -1)).movedim(1, 0) for x in (q, k, v)]
+        received = all_to_all(torch.cat(parts, 2))  # (N senders, B, heads, T / N, D)
+        # Each is a copy of its own: v must not keep the memory of q and k, which RoPE replaces.
+        q, k, v = (
+            x.movedim(0, 2).flatten(2, 3) for x in received.split(heads, 2)
+        )  # (B, heads, T, D)
+        return q, k, v.to(dtype)
+
+    def heads_to_tokens(self, y):
+        """(B, H / N, T, D) -> (B, H, T / N, D): what tokens_to_heads() does, undone."""
+        _, N = sequence_rank_and_size()
+        received = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
+        return received.transpose(0, 1).flatten(1, 2)
 
 
 def own_heads(x, n_heads):
@@ -170,33 +194,6 @@ def own_heads(x, n_heads):
     if x is None or len(x) != n_heads * size:
         return x
     return x[rank * n_heads : (rank + 1) * n_heads]
-
-
-def tokens_to_heads(q, k, v):
-    """
-    (B, H, T / N, D) of all heads -> (B, H / N, T, D) of the heads of this process.
-
-    Keys and values have Hk heads. Where N does not divide Hk, heads are repeated until it does.
-    """
-    _, N = sequence_rank_and_size()
-    repeats = math.lcm(k.shape[1], N) // k.shape[1]
-    if repeats > 1:
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    heads = [x.shape[1] // N for x in (q, k, v)]
-    dtype = v.dtype
-    # one all-to-all for the three of them: (N receivers, B, heads of each, T / N, D)
-    parts = [x.unflatten(1, (N, -1)).movedim(1, 0) for x in (q, k, v)]
-    received = all_to_all(torch.cat(parts, 2))  # (N senders, B, heads, T / N, D)
-    # Each is a copy of its own: v must not keep the memory of q and k, which RoPE replaces.
-    q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in received.split(heads, 2))  # (B, heads, T, D)
-    return q, k, v.to(dtype)
-
-
-def heads_to_tokens(y):
-    """(B, H / N, T, D) -> (B, H, T / N, D): what tokens_to_heads() does, undone."""
-    _, N = sequence_rank_and_size()
-    received = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
-    return received.transpose(0, 1).flatten(1, 2)
 
 
 class AllToAll(torch.autograd.Function):

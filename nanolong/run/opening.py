@@ -317,6 +317,6 @@ def release_run(folder, model, loader, logger):
     loader.close()
     if logger:
         logger.close()
-    stop_sharing()
+    stop_sharing(model)
     model.eval()
     release_folder(folder)

@@ -89,7 +89,7 @@ def try_batch(forward, loader, dtype, sync=False, keep_gradients=False):
     # in shards gradients are always summed, or the next step would have those of this batch
     set_gradient_sync(forward, sync or is_sharded(forward) and not keep_gradients)
     with autocast(loader.device, dtype):
-        loss_sum = forward(**batch, reduction="sum", part=loader.part)
+        loss_sum = forward(**batch, reduction="sum")
     loss_sum.backward()
     if not keep_gradients:
         forward.zero_grad(set_to_none=True)

@@ -80,7 +80,7 @@ def measure(pos, option, method, device, dtype):
         }
         model.eval()
         text = batch[0][:, :20]
-        if option == "plain" and not model.pos._dynamic and model.pos._cacheable:
+        if option == "plain" and not model.pos.is_dynamic and not model.pos.needs_whole_text:
             text = [[5, 6, 7], [8, 9, 10, 11, 12]]  # of unequal length
         counts.reset()
         with context:
