@@ -415,9 +415,9 @@ def lm_infinite(q, k, v, rotate, original_length, scale, sinks=10):
             far_q[:, :, :n], sink_k[:, :, :n], sink_v[:, :, :n], scale=scale, return_lse=True
         )
     ]
-    if T - window > n:  # more queries than keys, which only the reference takes
+    if T - window > n:  # more queries than keys, which only eager.py takes
         parts.append(
-            kernels.reference.attention(
+            kernels.eager.attention(
                 far_q[:, :, n:], sink_k, sink_v, causal=False, scale=scale, return_lse=True
             )
         )

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 import kernels
 from experiments import bench_memory, bench_sample, bench_train
-from kernels import reference
+from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli, validate
 from nanolong.devices import pick_device
@@ -265,7 +265,7 @@ def rope(bench):
 
         implementations = {
             "ours": functools.partial(kernels.rope, q, k, cos, sin),
-            "plain PyTorch": functools.partial(reference.rope, q, k, cos, sin),
+            "plain PyTorch": functools.partial(eager.rope, q, k, cos, sin),
         }
         if bench.is_gpu and is_installed("liger_kernel"):
             from liger_kernel.ops.rope import LigerRopeFunction

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from . import first_contact, reference
-from .reference import (
+from . import eager, first_contact
+from .eager import (
     between_graphs,
     describe_wrong_terms,
     linear,
@@ -51,11 +51,11 @@ __all__ = [
 
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""
-    # float64 is for checking, and only the reference supports it
+    # float64 is for checking, and the kernels do not take it
     if not _triton_runs(q.device.type, q.device.index) or q.dtype == torch.float64:
-        return reference.rope(q, k, cos, sin)
+        return eager.rope(q, k, cos, sin)
     if not first_contact.rope_passes(q, k, cos):
-        return reference.rope(q, k, cos, sin)
+        return eager.rope(q, k, cos, sin)
     from .rotary import rope as rotary
 
     return rotary(q, k, cos, sin)
@@ -78,12 +78,12 @@ def attention(
         "return_lse": return_lse,
     }
     if not _triton_runs(q.device.type, q.device.index) or v.dtype == torch.float64:
-        return reference.attention(q, k, v, **options, length=length)
-    q, k = q.to(v.dtype), k.to(v.dtype)  # as in the reference
+        return eager.attention(q, k, v, **options, length=length)
+    q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
     needs_grad = _needs_grad(q, k, v, bias, relative)
     decodes = length is not None or q.shape[2] <= 8 and not needs_grad
     if not first_contact.attention_passes(decodes, needs_grad, q, k, length, **options):
-        return reference.attention(q, k, v, **options, length=length)
+        return eager.attention(q, k, v, **options, length=length)
     from . import decode, flash
 
     if decodes:

@@ -1,6 +1,6 @@
-"""Whether reference.py still defines what the kernels compute.
+"""Whether eager.py still computes what the kernels do.
 
-Somebody may change an operator in reference.py, and bfloat16 can hide the difference from the check
+Somebody may change an operator in eager.py, and bfloat16 can hide the difference from the check
 of first_contact.py. So the kernels serve an operator only while its definition is the one that they
 were tested against. README.md says what to do after a change.
 """
@@ -15,14 +15,14 @@ TESTED = {"rope": "79a2d856e7503218", "attention": "6bc823cf27d7faab"}
 
 
 def has_changed(operator):
-    """Whether reference.py defines an operator otherwise than the kernels' tests knew it."""
+    """Whether eager.py computes an operator otherwise than when the kernels were tested."""
     return hash_definition(operator) != TESTED[operator]
 
 
 @functools.cache
 def hash_definition(operator):
-    """Hash an operator of reference.py, and what it names in that file: 16 hexadecimal digits."""
-    source = (Path(__file__).parent / "reference.py").read_text(encoding="utf-8")
+    """Hash an operator of eager.py, and what it names in that file: 16 hexadecimal digits."""
+    source = (Path(__file__).parent / "eager.py").read_text(encoding="utf-8")
     definitions = {}
     for node in ast.parse(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else [node]

@@ -1,13 +1,13 @@
 """The first time that a kernel runs on a device, compare it with plain PyTorch.
 
 Nobody may have tried this device with this driver, torch and triton. So before a kernel serves its
-first call, self_check.py compares it with reference.py, forward and backward, at the dtype, head
+first call, self_check.py compares it with eager.py, forward and backward, at the dtype, head
 dimension, score term and mask of the call. A kernel that differs, or that cannot be compiled or
 launched, is replaced by plain PyTorch for all calls of this case, forward and backward together.
 
 A verdict is remembered in the user's cache folder: a file for each case, device, driver, versions
 and sources. Delete it to check again. An error of the compiler or the launch is not remembered.
-An operator that has changed in reference.py is computed by plain PyTorch: see definition.py.
+An operator that has changed in eager.py is computed by plain PyTorch: see definition.py.
 NANOLONG_CHECK=0 trusts all kernels. On CPU tensors, under Triton's interpreter, only
 NANOLONG_CHECK=1 checks: it takes a second or more for each case.
 
@@ -143,7 +143,7 @@ def _check(case, device):
     """What is wrong with a kernel, "" if nothing: remembered, or found now. Prints a fault."""
     operator_name = "rope" if case.kernel == "rope" else "attention"
     if definition.has_changed(operator_name):
-        fault = f"reference.{operator_name}() has changed since its kernels were tested"
+        fault = f"eager.{operator_name}() has changed since its kernels were tested"
         _print_once(f"{fault}: using plain PyTorch, see kernels/README.md")
         return fault
     key = {**environment(device), **_sources(case.kernel)}
@@ -210,7 +210,7 @@ def _driver_version():
 def _sources(kernel):
     """A hash of a kernel and of what checks it."""
     folder = Path(__file__).parent
-    names = (FILES[kernel], "reference", "self_check")
+    names = (FILES[kernel], "eager", "self_check")
     text = b"".join((folder / f"{name}.py").read_bytes() for name in names)
     return {"sources": hashlib.sha256(text).hexdigest()[:16]}
 

@@ -1,4 +1,4 @@
-"""Compare a kernel with reference.py on small random inputs: see first_contact.py.
+"""Compare a kernel with eager.py on small random inputs: see first_contact.py.
 
 The yardstick is float64. A kernel may have twice the error of plain PyTorch in the same dtype, and
 a rounding of that dtype: the bounds of tests/interpreted/, which hold there for all inputs.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import reference
+from . import eager
 
 
 class Case(NamedTuple):
@@ -82,13 +82,13 @@ def _compare(case, length, device):
     if case.kernel == "rope":
         angle = torch.rand(length, case.rotated // 2, generator=torch.Generator().manual_seed(1))
         tables = ((angle * 1000).cos().to(device), (angle * 1000).sin().to(device))
-        calls = [functools.partial(_rope, file.rope, tables) for file in (module, reference)]
+        calls = [functools.partial(_rope, file.rope, tables) for file in (module, eager)]
     else:
         names[0] = "the output"
         options = _mask_options(case.mask, length, device)
         calls = [
             functools.partial(_attention, file.attention, case.term, options)
-            for file in (module, reference)
+            for file in (module, eager)
         ]
     kernel, plain = calls
     exact = _outputs_and_gradients(plain, [x.double() for x in leaves], out_grads)

@@ -204,7 +204,7 @@ def block_bytes_per_token(config, T, e, device):
                their product, 4 M e; with GELU there is no gate: up and gelu(up), 2 M e
     dropout    masks, 8 C
     On a CPU the norms also keep their result before the gain, 4 C each. bfloat16 attention below
-    512 tokens is computed there in float32 (kernels/reference.py), so that its four tensors take 4
+    512 tokens is computed there in float32 (kernels/eager.py), so that its four tensors take 4
     bytes, and the output exists in bfloat16 too.
     """
     C = config.n_embd

@@ -7,17 +7,14 @@ from dataclasses import asdict
 
 import torch
 from golden_names import (
-    attribute,
-    called,
     fill,
     find,
     make_model,
-    model_config,
-    new_model,
     random_tokens,
 )
 
 POSITIONS = find("model.POSITIONS")
+GPT = find("model.GPT")
 KVCache = find("nanolong.inference.KVCache")
 
 SHAPES = {
@@ -93,7 +90,7 @@ def record_cached(found, model, tokens, pieces, **inputs):
 
 def kernels(record, folder):
     """The operators where the model does not take them: masks, biases and lengths of all kinds."""
-    operators = find("kernels.reference")
+    operators = find("kernels.eager")
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -249,7 +246,7 @@ def training_cases(record, pos):
     for recompute in (False, True):
         with record.case(f"{pos}, dropout, activation checkpointing {recompute}") as found:
             model = make_model(pos=pos, dropout=0.2, n_kv_head=2).train()
-            setattr(model, called("activation_checkpointing"), recompute)
+            model.activation_checkpointing = recompute
             torch.manual_seed(7)
             loss = model(tokens, tokens.roll(-1, 1))
             loss.backward()
@@ -276,9 +273,9 @@ def random_position_cases(record):
     for pos in ("learned", "sinusoidal", "rope"):
         with record.case(f"{pos}, random positions") as found:
             model = make_model(pos=pos, random_positions=96)
-            found["max_positions"] = attribute(model.config, "max_positions")
+            found["max_positions"] = model.config.max_positions
             for length in (24, 60):
-                positions = attribute(model, "sample_positions")(2, length, 11)
+                positions = model.sample_positions(2, length, 11)
                 found[f"positions of {length}"] = positions
                 name = f"{length} tokens, "
                 record_pass(found, model, random_tokens(2, length), name, positions=positions)
@@ -297,7 +294,7 @@ def fresh_cases(record):
 def record_fresh(found, **settings):
     small = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 61}
     torch.manual_seed(3)
-    for name, p in new_model(model_config(**{**small, **settings})).named_parameters():
+    for name, p in GPT(find("model.GPTConfig")(**{**small, **settings})).named_parameters():
         found[name] = p
     found["next random number"] = torch.rand(1)
 
@@ -403,13 +400,13 @@ def model_options(method, head_dim=8):
 
 def record_extended(found, model):
     """Record what extending made of the configuration and the tables."""
-    extension = dict(getattr(model.config, called("extension")))
-    original_length = extension.pop(called("original_length"))
+    extension = dict(model.config.extension)
+    original_length = extension.pop("original_length")
     found["block_size"] = model.config.block_size
     found["extension"] = [extension, original_length]
-    found["original_length"] = attribute(model.config, "original_length")
+    found["original_length"] = model.config.original_length
     for length in (10, 24, 25, 40, 100, 30):
-        found[f"set_length({length})"] = attribute(model.pos, "set_length")(length)
+        found[f"set_length({length})"] = model.pos.set_length(length)
         for name in ("inv_freq", "slopes", "attention_factor"):
             if hasattr(model.pos, name):
                 found[f"{name} at {length}"] = getattr(model.pos, name)
@@ -436,11 +433,11 @@ def extended_cases(record, pos, method):
         model = make_model(pos=pos, **settings)
         options = model_options(method, 4 if "half" in shape else 8)
         with record.case(name) as found:
-            attribute(model, "extend")(method, 2.0, **options)
+            model.extend(method, 2.0, **options)
             record_extended(found, model)
             record_lengths(found, model)
         with record.case(f"{name}, made of its configuration") as found:
-            same = new_model(type(model.config)(**copy.deepcopy(asdict(model.config))))
+            same = GPT(type(model.config)(**copy.deepcopy(asdict(model.config))))
             tokens = random_tokens(2, 48)
             found["logits"] = fill(same)(tokens)
         with record.case(f"{name}, documents") as found:
@@ -455,8 +452,8 @@ def twice_cases(record, pos, method, again):
     """A model extended by 2 and then by 1.5: a second extension replaces the method."""
     with record.case(f"{pos}, {method} and then {again}") as found:
         model = make_model(pos=pos)
-        attribute(model, "extend")(method, 2.0, **model_options(method))
-        attribute(model, "extend")(again, 1.5, **model_options(again))
+        model.extend(method, 2.0, **model_options(method))
+        model.extend(again, 1.5, **model_options(again))
         record_extended(found, model)
         record_lengths(found, model)
 
@@ -474,14 +471,14 @@ def refused_cases(record):
     ):
         model = make_model(pos=pos)
         with record.case(f"{pos}, {method}, {factor}, {options}"):
-            attribute(model, "extend")(method, factor, **options)
+            model.extend(method, factor, **options)
         with record.case(f"{pos}, {method}, {factor}, {options}, afterwards") as found:
             found["block_size"] = model.config.block_size
             found["logits"] = model(random_tokens(2, 24))
     for method, factor in (("yarn", 2.0), ("none", 1.0)):
         with record.case(f"random positions, {method}, {factor}") as found:
             model = make_model(pos="rope", random_positions=96)
-            attribute(model, "extend")(method, factor)
+            model.extend(method, factor)
             found["block_size"] = model.config.block_size
 
 
@@ -512,10 +509,10 @@ def generation(record, folder):
     generated_cases(record, "random", make_model(pos="rope", random_positions=96), 14)
     for method in ("yarn", "dynamic-ntk", "dynamic-yarn", "longrope", "self-extend"):
         model = make_model(pos="rope")
-        attribute(model, "extend")(method, 2.0, **model_options(method))
+        model.extend(method, 2.0, **model_options(method))
         generated_cases(record, method, model, 40)
     alibi = make_model(pos="alibi")
-    attribute(alibi, "extend")("dynamic-pi", 2.0)
+    alibi.extend("dynamic-pi", 2.0)
     generated_cases(record, "dynamic alibi", alibi, 40)
     with torch.autocast("cpu", torch.bfloat16):
         model = make_model(pos="rope", qk_norm=True, bias="qkv", n_kv_head=2)
@@ -566,6 +563,6 @@ def compiled_cases(record):
             generator = torch.Generator().manual_seed(5)
             settings = {"generator": generator, "compiled": True, **SAMPLERS[sampler]}
             found["ids"] = generated(model, random_tokens(2, 7), 6, **settings)
-    attribute(model, "extend")("dynamic-ntk", 2.0)
+    model.extend("dynamic-ntk", 2.0)
     with record.case("compiled, dynamic") as found:
         found["ids"] = generated(model, random_tokens(1, 7), 40, compiled=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from golden_models import GPT2, model_options, record_extended
-from golden_names import ROOT, attribute, called, find, flags, make_model, random_tokens
+from golden_names import ROOT, find, flags, make_model, random_tokens
 from safetensors.torch import load_file
 
 DATASET = ROOT / "data" / "golden"
@@ -107,7 +107,7 @@ def saved(folder, name, method="", **settings):
     if not step.is_dir():
         model = make_model(**{"vocab_size": 257, "block_size": 32, **settings})
         if method:
-            attribute(model, "extend")(method, 2.0, **model_options(method))
+            model.extend(method, 2.0, **model_options(method))
         model.meta = {"tokenizer": {"kind": "bytes"}, "bos": 256, "dataset": str(dataset())}
         model.save(step)
     return step
@@ -183,18 +183,18 @@ def record_dataset(found, dataset):
     """What a dataset says about itself."""
     found["vocab_size, bos, hash"] = [dataset.vocab_size, dataset.bos, dataset.hash]
     found["tokenizer"] = dataset.tokenizer.to_json()
-    found["byte_lengths"] = attribute(dataset.tokenizer, "byte_lengths")
+    found["byte_lengths"] = dataset.tokenizer.byte_lengths
     for split in (dataset.train, dataset.val):
         name = "train" if split is dataset.train else "val"
         found[f"{name}, length"] = len(split)
-        found[f"{name}, sequences"] = attribute(split, "n_sequences")(32)
-        inputs, targets = attribute(split, "sequence")(3, 32)
+        found[f"{name}, sequences"] = split.n_sequences(32)
+        inputs, targets = split.sequence(3, 32)
         found[f"{name}, inputs"], found[f"{name}, targets"] = inputs, targets
-    x = np.array(attribute(dataset.train, "sequence")(1, 64)[1])[None]
-    found["bytes"] = attribute(dataset, "count_bytes")(x)
+    x = np.array(dataset.train.sequence(1, 64)[1])[None]
+    found["bytes"] = dataset.count_bytes(x)
     if dataset.separator is not None:
         found["documents"] = dataset.train.documents(dataset.separator)
-        found["long_fraction"] = attribute(dataset, "long_fraction")(30000)
+        found["long_fraction"] = dataset.long_fraction(30000)
 
 
 def tokenizer_cases(record):
@@ -493,7 +493,7 @@ def hf(record, folder):
             export_and_record(found, folder / "imported" / "gpt2", target)
         with record.case("GPT-2, extended") as found:
             model = find("model.GPT").load(folder / "imported" / "gpt2")
-            attribute(model, "extend")("pi", 2.0)
+            model.extend("pi", 2.0)
             found["logits"] = model(random_tokens(2, 48))
             model.save(folder / "saved" / "extended gpt2")
             again = find("model.GPT").load(folder / "saved" / "extended gpt2")
@@ -524,8 +524,8 @@ def import_and_record(found, source, target):
         found[f"imported {name}"] = p
     found["bos, tokenizer"] = [model.meta.get("bos"), model.meta.get("tokenizer")]
     found["block_size"] = model.config.block_size
-    found["original_length"] = attribute(model.config, "original_length")
-    extension = getattr(model.config, called("extension"))
+    found["original_length"] = model.config.original_length
+    extension = model.config.extension
     found["extension"] = extension and [extension[key] for key in ("method", "factor", "options")]
     vocab_size = model.config.vocab_size
     with torch.no_grad():

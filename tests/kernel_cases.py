@@ -1,17 +1,16 @@
-"""What the tests of the kernels share: random cases, the formulas in float64, and bounds.
+"""What the tests of the kernels share: random cases, their comparison with float64, and bounds.
 
 tests/interpreted runs the kernels under Triton's interpreter (or on a GPU), tests/compiled runs
-their compiled code on an emulator. Both compare outputs and gradients with these formulas.
+their compiled code on an emulator. Both compare outputs and gradients with reference.py.
 """
 
 import itertools
-import math
 import random
 from typing import NamedTuple
 
 import torch
 
-from kernels import reference
+from kernels import eager, reference
 
 
 class Comparison(NamedTuple):
@@ -198,49 +197,6 @@ def output_gradient(kind, shape, dtype):
 # Attention compared with float64
 
 
-def explicit_attention(
-    q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None,
-):  # fmt: skip
-    """The formula with dense (Tq, Tk) matrices, in the dtype of its inputs.
-
-    In float64 it is the truth; in the dtype of the kernel it says what error to expect. Returns the
-    output and the log-sum-exp.
-    """
-    B, H, Tq, D = q.shape
-    Tk = k.shape[2]
-    scale = D**-0.5 if scale is None else scale
-    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    i = torch.arange(Tk - Tq, Tk)[:, None]
-    j = torch.arange(Tk)[None]
-    d = (i - j).clamp(min=0) if causal else (i - j).abs()
-
-    pos = (torch.arange(Tk) if positions is None else positions).expand(B, Tk)
-    visible = ((j <= i) | (not causal)).expand(B, Tq, Tk)
-    if window:
-        gap = (pos[:, Tk - Tq :, None] - pos[:, None]).abs()
-        visible = visible & ((gap < window) | (pos[:, None] < sinks))
-    if docs is not None:
-        visible = visible & (docs[:, Tk - Tq :, None] == docs[:, None])
-
-    keys, values, offsets = relative or (None, None, None)
-    u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
-    s = (q + u) @ k.mT
-    if keys is not None:
-        s = s + ((q + w)[:, :, :, None] * keys[:, d.clamp(max=keys.shape[1] - 1)][None]).sum(-1)
-    s = s * scale
-    if bias is not None and bias.dim() == 1:
-        s = s + (-bias[:, None, None] * d).to(s.dtype)
-    elif bias is not None:
-        s = s + bias[:, d.clamp(max=bias.shape[1] - 1)].to(s.dtype)
-    s = s.masked_fill(~visible[:, None], -math.inf)
-    p = s.softmax(-1)
-    y = p @ v
-    if values is not None:
-        y = y + (p[..., None] * values[:, d.clamp(max=values.shape[1] - 1)][None]).sum(-2)
-    return y, s.logsumexp(-1)
-
-
 ROUNDING = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -273,7 +229,7 @@ def attention_errors(case, attention, decode_attention, backward=True, by_row=Fa
     def by_formula(dtype):
         copies = [x.detach().to(dtype).requires_grad_() for x in leaves]
         arguments, bias = build(*copies)
-        y, lse = explicit_attention(*arguments, **bias, **options)
+        y, lse = reference.attention(*arguments, **bias, **options, return_lse=True)
         results = [y.detach(), lse.detach()]
         if backward:
             out_grads = (dy.to(dtype), dlse.to(dtype))
@@ -328,7 +284,7 @@ def clipped_tail_error(attention, H, T, D, fraction=0.3, vectors=False):
 
     wide_q, wide_k, wide_v = (x.detach().double() for x in (q, k, v))
     wide_bias = bias.detach().double().requires_grad_()
-    y, lse = explicit_attention(wide_q, wide_k, wide_v, **as_arguments(wide_bias))
+    y, lse = reference.attention(wide_q, wide_k, wide_v, **as_arguments(wide_bias), return_lse=True)
     (expected,) = torch.autograd.grad(y, wide_bias, dy.double())
 
     # what rounding the output does to delta, and from there to the gradient
@@ -382,14 +338,14 @@ def rotate_by_complex_numbers(x, angle, factor):
 def rotary_errors(shape, dtype, per_sequence, rotary, layout="model"):
     """Compare outputs and gradients of a shape with float64, one at a time.
 
-    They have at most twice the error of the reference at that dtype.
+    They have at most twice the error of eager.py at that dtype.
     """
     q, k, angle = rotary_inputs(*shape, per_sequence, dtype, layout)
     cos, sin = (angle.cos() * 1.2).float(), (angle.sin() * 1.2).float()  # an attention factor
     outputs = rotary(q, k, cos, sin)
     out_grads = [torch.randn_like(y) for y in outputs]
     grads = torch.autograd.grad(outputs, (q, k), out_grads)
-    plain = reference.rope(q, k, cos, sin)
+    plain = eager.rope(q, k, cos, sin)
     plain_grads = torch.autograd.grad(plain, (q, k), out_grads)
     for i, x in enumerate((q, k)):
         wide = x.detach().double().requires_grad_()

@@ -1,4 +1,4 @@
-"""kernels/first_contact.py on a fake device: its "kernels" are the reference, or break it.
+"""kernels/first_contact.py on a fake device: its "kernels" are plain PyTorch, or break it.
 
 tests/interpreted/test_self_check.py does the same with the real kernels.
 """
@@ -15,14 +15,14 @@ import torch
 from conftest import ROOT, TINY
 
 import kernels
-from kernels import definition, first_contact, reference
+from kernels import definition, eager, first_contact
 from kernels.self_check import Case, find_fault
 
 CPU = torch.device("cpu")
 
 
 class FakeDevice:
-    """A device whose kernels compute what the reference does, until a test breaks one."""
+    """A device whose kernels compute what eager.py does, until a test breaks one."""
 
     def __init__(self, monkeypatch, cache):
         self.cache = cache / "nanolong" / "kernels"
@@ -36,7 +36,7 @@ class FakeDevice:
         monkeypatch.setattr(first_contact, "environment", lambda device: self.environment)
         for name, operator in (("flash", "attention"), ("decode", "attention"), ("rotary", "rope")):
             module = types.ModuleType(f"kernels.{name}")
-            setattr(module, operator, self.make_kernel(name, getattr(reference, operator)))
+            setattr(module, operator, self.make_kernel(name, getattr(eager, operator)))
             monkeypatch.setitem(sys.modules, f"kernels.{name}", module)
             monkeypatch.setattr(kernels, name, module, raising=False)
         self.restart()
@@ -78,11 +78,11 @@ def random_inputs(T=20, D=16, term="table"):
     return q, k, v, options
 
 
-def assert_serves_reference(term="table", **changes):
-    """The dispatch computes the reference's bits, forward and backward."""
+def assert_serves_eager(term="table", **changes):
+    """The dispatch computes eager.py's bits, forward and backward."""
     q, k, v, options = random_inputs(term=term, **changes)
     results = []
-    for module in (kernels, reference):
+    for module in (kernels, eager):
         y = module.attention(q, k, v, **options)
         results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
     for x, expected in zip(*results, strict=True):
@@ -90,20 +90,20 @@ def assert_serves_reference(term="table", **changes):
 
 
 def wrong_scale(q, k, v, **options):
-    return reference.attention(1.1 * q, k, v, **options)
+    return eager.attention(1.1 * q, k, v, **options)
 
 
 def wrong_mask(q, k, v, *, window=0, **options):
     """The farthest keys are hidden."""
-    return reference.attention(q, k, v, window=window or k.shape[2] - 2, **options)
+    return eager.attention(q, k, v, window=window or k.shape[2] - 2, **options)
 
 
 def no_table_gradient(q, k, v, *, bias=None, **options):
-    return reference.attention(q, k, v, bias=bias.detach() + 0 * bias, **options)
+    return eager.attention(q, k, v, bias=bias.detach() + 0 * bias, **options)
 
 
 def not_a_number(q, k, v, **options):
-    return reference.attention(q, k, v, **options) * float("nan")
+    return eager.attention(q, k, v, **options) * float("nan")
 
 
 def too_large(*args, **options):
@@ -122,26 +122,26 @@ def too_large(*args, **options):
 )
 def test_broken_kernel_is_named_and_replaced(fault, words, device, capfd):
     device.broken["flash"] = fault
-    assert_serves_reference()
+    assert_serves_eager()
     message = capfd.readouterr().err
     assert message.count("\n") == 1 and words in message
     assert message.startswith("attention (float32, head dimension 16, table) is off on a fake card")
     device.calls.clear()
-    assert_serves_reference()
+    assert_serves_eager()
     assert not device.calls and not capfd.readouterr().err
     assert first_contact.has_replaced("attention") and not first_contact.has_replaced("decoding")
 
 
 def test_only_the_case_that_failed_is_replaced(device, capfd):
     def broken_at_16(q, k, v, **options):
-        return (wrong_scale if q.shape[3] == 16 else reference.attention)(q, k, v, **options)
+        return (wrong_scale if q.shape[3] == 16 else eager.attention)(q, k, v, **options)
 
     device.broken["flash"] = broken_at_16
-    assert_serves_reference(D=16)
+    assert_serves_eager(D=16)
     device.calls.clear()
-    assert_serves_reference(D=32)
+    assert_serves_eager(D=32)
     assert device.calls == ["flash", "flash"]  # the check and the call
-    assert_serves_reference(D=32)
+    assert_serves_eager(D=32)
     assert device.calls == ["flash"] * 3
     assert capfd.readouterr().err.count("\n") == 1
 
@@ -149,7 +149,7 @@ def test_only_the_case_that_failed_is_replaced(device, capfd):
 @pytest.mark.parametrize("term", ["none", "slopes", "table", "vectors", "xl"])
 def test_every_term_is_checked_once(term, device, capfd):
     """With gradient, and for decoding without."""
-    assert_serves_reference(term)
+    assert_serves_eager(term)
     with torch.no_grad():
         q, k, v, options = random_inputs(term=term)
         for _ in range(2):
@@ -164,7 +164,7 @@ def test_every_term_is_checked_once(term, device, capfd):
 def test_evaluation_follows_training(device):
     """A kernel whose backward alone is broken serves nothing, also without gradient."""
     device.broken["flash"] = no_table_gradient
-    assert_serves_reference()
+    assert_serves_eager()
     device.calls.clear()
     with torch.no_grad():
         q, k, v, options = random_inputs()
@@ -187,7 +187,7 @@ def test_masks_and_broken_rope(device, capfd):
     assert names == {"window", "window over positions, documents", "all keys", "length"}
 
     def no_gradient(q, k, cos, sin):
-        rotated_q, rotated_k = reference.rope(q, k, cos, sin)
+        rotated_q, rotated_k = eager.rope(q, k, cos, sin)
         return rotated_q, rotated_k.detach() + 0 * k
 
     device.broken["rotary"] = no_gradient
@@ -224,7 +224,7 @@ def test_a_soft_cap_is_seen_in_bfloat16(kernel, term, D, device):
 
 
 # -----------------------------------------------------------------------------
-# Whether reference.py still defines what the kernels compute
+# Whether eager.py still computes what the kernels do
 
 
 @pytest.mark.parametrize("operator", ["rope", "attention"])
@@ -237,7 +237,7 @@ def test_the_kernels_were_tested_against_this_definition(operator):
     "old, new, changed",
     [
         ("    H, Tq, D = q.shape[1:]\n", "    # a comment\n    H, Tq, D = (q.shape[1:])\n\n", []),
-        ('"""Rotate queries and keys by', '"""Turn queries and keys by', []),
+        ('"""Compute reference.rope();', '"""Rotate pairs of channels;', []),
         ("p = F.log_softmax(", "p = F.softmax(", []),
         ("k, v = k[:, :, :n], v[:, :, :n]", "k, v = k[:, :, n:], v[:, :, n:]", ["attention"]),
         ("hidden - bias[:, None, None]", "hidden + bias[:, None, None]", ["attention"]),
@@ -247,10 +247,10 @@ def test_the_kernels_were_tested_against_this_definition(operator):
     ],
 )
 def test_the_hash_of_a_definition_is_that_of_its_code(old, new, changed, tmp_path, monkeypatch):
-    source = (ROOT / "kernels" / "reference.py").read_text()
+    source = (ROOT / "kernels" / "eager.py").read_text()
     assert source.count(old) == 1
     before = {operator: definition.hash_definition(operator) for operator in definition.TESTED}
-    (tmp_path / "reference.py").write_text(source.replace(old, new))
+    (tmp_path / "eager.py").write_text(source.replace(old, new))
     monkeypatch.setattr(definition, "__file__", str(tmp_path / "definition.py"))
     after = {name: definition.hash_definition.__wrapped__(name) for name in before}
     assert [name for name in before if after[name] != before[name]] == sorted(changed)
@@ -260,12 +260,12 @@ def test_a_kernel_of_another_definition_is_not_used(device, monkeypatch, capfd):
     """One line for all of its cases; the other operators keep their kernels."""
     monkeypatch.setitem(definition.TESTED, "attention", "another")
     for term in ("table", "slopes"):
-        assert_serves_reference(term)
+        assert_serves_eager(term)
     with torch.no_grad():
         q, k, v, options = random_inputs()
         kernels.attention(q[:, :, -1:], k, v, **options)
         kernels.rope(q, k, *torch.rand(2, 20, 8))
-    message = "reference.attention() has changed since its kernels were tested: using plain PyTorch"
+    message = "eager.attention() has changed since its kernels were tested: using plain PyTorch"
     assert capfd.readouterr().err == f"{message}, see kernels/README.md\n"
     assert set(device.calls) == {"rotary"}
     assert "plain PyTorch for attention (float32" in first_contact.describe(CPU)
@@ -281,31 +281,31 @@ def test_a_kernel_of_another_definition_is_not_used(device, monkeypatch, capfd):
 
 def test_verdict_is_remembered(device, capfd):
     device.broken["flash"] = wrong_scale
-    assert_serves_reference()
+    assert_serves_eager()
     line = capfd.readouterr().err
     device.restart()
     device.broken.clear()
-    assert_serves_reference()
+    assert_serves_eager()
     assert not device.calls and capfd.readouterr().err == line
 
 
 @pytest.mark.parametrize("part", ["device", "driver", "torch", "triton", "sources"])
 def test_other_versions_are_checked_again(part, device, monkeypatch):
-    assert_serves_reference()
+    assert_serves_eager()
     device.restart()
-    assert_serves_reference()
+    assert_serves_eager()
     assert device.calls == ["flash"]
     device.restart()
     if part == "sources":
         monkeypatch.setattr(first_contact, "_sources", lambda kernel: {"sources": "changed"})
     else:
         device.environment[part] = "another"
-    assert_serves_reference()
+    assert_serves_eager()
     assert device.calls == ["flash", "flash"]
 
 
 def test_sources_of_the_kernel_and_of_the_check_are_hashed(tmp_path, monkeypatch):
-    names = ("flash", "decode", "rotary", "reference", "self_check", "first_contact")
+    names = ("flash", "decode", "rotary", "eager", "self_check", "first_contact")
     for name in names:
         (tmp_path / f"{name}.py").write_bytes((ROOT / f"kernels/{name}.py").read_bytes())
     monkeypatch.setattr(first_contact, "__file__", str(tmp_path / "first_contact.py"))
@@ -315,7 +315,7 @@ def test_sources_of_the_kernel_and_of_the_check_are_hashed(tmp_path, monkeypatch
         return [first_contact._sources(kernel)["sources"] for kernel in ("attention", "rope")]
 
     before = hashes()
-    for name, changed in (("flash", [True, False]), ("reference", [True, True])):
+    for name, changed in (("flash", [True, False]), ("eager", [True, True])):
         with open(tmp_path / f"{name}.py", "a") as file:
             file.write("# changed\n")
         after = hashes()
@@ -329,12 +329,12 @@ def test_sources_of_the_kernel_and_of_the_check_are_hashed(tmp_path, monkeypatch
     [b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"fault": ""}', b'{"fault": "", "key": {}}'],
 )
 def test_damaged_verdict_is_checked_again(content, device, capfd):
-    assert_serves_reference()
+    assert_serves_eager()
     (file,) = device.cache.iterdir()
     good = file.read_bytes()
     file.write_bytes(content)
     device.restart()
-    assert_serves_reference()
+    assert_serves_eager()
     message = capfd.readouterr().err
     assert message.count("\n") == 1 and f"{file} is damaged" in message
     assert device.calls == ["flash", "flash"] and file.read_bytes() == good
@@ -353,8 +353,8 @@ def test_cache_that_cannot_be_written(cache, device, monkeypatch, capfd):
         monkeypatch.setattr(Path, "expanduser", expanduser)
     for _ in range(2):
         device.restart()
-        assert_serves_reference()
-        assert_serves_reference(D=32)
+        assert_serves_eager()
+        assert_serves_eager(D=32)
         message = capfd.readouterr().err
         assert message.count("\n") == 1 and "checked again at every start" in message
         assert device.calls.count("flash") == 4
@@ -373,12 +373,12 @@ def test_nothing_is_checked_with_nanolong_check_0(device, monkeypatch, capfd):
 def test_an_error_is_not_remembered(device, capfd):
     """It may be one of the machine: a full disk, too little memory, a compiler that was stopped."""
     device.broken["flash"] = too_large
-    assert_serves_reference()
+    assert_serves_eager()
     assert "RuntimeError: out of resource" in capfd.readouterr().err
     assert not device.cache.exists()
     device.restart()
     device.broken.clear()
-    assert_serves_reference()
+    assert_serves_eager()
     assert device.calls == ["flash", "flash"] and not capfd.readouterr().err
 
 
@@ -417,7 +417,7 @@ def test_nothing_is_checked_while_a_graph_is_captured(device, monkeypatch):
 @pytest.mark.parametrize("fault", [None, wrong_scale])
 def test_check_is_no_part_of_a_compiled_graph(fault, device, monkeypatch, capfd):
     """It runs once, while the graph is traced, in a thread that sees neither that nor autocast."""
-    monkeypatch.setattr(kernels.flash, "attention", fault or reference.attention)
+    monkeypatch.setattr(kernels.flash, "attention", fault or eager.attention)
     torch._dynamo.reset()
     graphs = []
 
@@ -430,19 +430,19 @@ def test_check_is_no_part_of_a_compiled_graph(fault, device, monkeypatch, capfd)
     with torch.autocast("cpu", torch.bfloat16):
         y = compiled(q, k, v, **options)
         compiled(q, k, v, **options)
-    assert torch.allclose(y, reference.attention(q, k, v, **options), atol=1e-6)
+    assert torch.allclose(y, eager.attention(q, k, v, **options), atol=1e-6)
     assert len(graphs) == 1 and len(list(device.cache.iterdir())) == 1
     assert bool(fault) == ("is off on a fake card" in capfd.readouterr().err)
 
 
 def test_sizes_may_be_symbols_in_a_compiled_graph(device, monkeypatch):
-    monkeypatch.setattr(kernels.rotary, "rope", reference.rope)
+    monkeypatch.setattr(kernels.rotary, "rope", eager.rope)
     torch._dynamo.reset()
     compiled = torch.compile(kernels.rope, fullgraph=True, backend="eager", dynamic=True)
     q, k, _, _ = random_inputs()
     cos, sin = torch.rand(2, 20, 8)
     rotated = compiled(q, k, cos, sin)
-    for x, expected in zip(rotated, reference.rope(q, k, cos, sin), strict=True):
+    for x, expected in zip(rotated, eager.rope(q, k, cos, sin), strict=True):
         assert torch.allclose(x, expected, atol=1e-6)
     assert len(first_contact._faults) == 1
 
@@ -456,7 +456,7 @@ sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import kernels
 from kernels import first_contact
 import pytest
-from test_first_contact import CPU, FakeDevice, assert_serves_reference, wrong_scale
+from test_first_contact import CPU, FakeDevice, assert_serves_eager, wrong_scale
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 store = dist.FileStore(str(folder / "store"), 2)
@@ -468,12 +468,12 @@ dist.barrier()
 device.environment["device"] = f"card {{rank}}"
 if rank == 1:
     device.broken["flash"] = wrong_scale
-assert_serves_reference()
-assert_serves_reference(D=32)
+assert_serves_eager()
+assert_serves_eager(D=32)
 assert first_contact.describe(CPU) == "triton" or rank == 1
 first_contact.share_faults(CPU)
 device.calls.clear()
-assert_serves_reference()
+assert_serves_eager()
 assert not device.calls
 print(first_contact.describe(CPU))
 print(sum(first_contact._read({{"T": T}}) == "" for T in range(20)))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 import train
-from kernels import reference
+from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.memory import weight_bytes
 
@@ -162,7 +162,7 @@ def test_two_processes_with_checkpointing_train_as_one_without(run, text_data, t
 
 def train_in_chunks(model, tokens, max_scores, monkeypatch):
     """The loss with all gradients, and the bytes that are kept for the backward pass."""
-    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(eager, "MAX_SCORES", max_scores)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}  # address -> size
 

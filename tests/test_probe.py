@@ -253,7 +253,7 @@ def score_terms(H, T):
 
 @pytest.mark.parametrize("name", score_terms(1, 1))
 def test_probabilities_are_those_of_the_reference(name):
-    """With unit vectors as values, kernels.reference.attention returns the probabilities."""
+    """With unit vectors as values, kernels.eager.attention returns the probabilities."""
     H, T = 4, 13
     n_queries = 5 if name == "window" else T
     options = {**score_terms(H, T)[name], "scale": 0.3}
@@ -261,7 +261,7 @@ def test_probabilities_are_those_of_the_reference(name):
     k = torch.randn(2, 2, T, T)
     v = torch.eye(T).expand(2, 2, T, T)
     y, p = dense_attention(q, k, v, **options)
-    expected = kernels.reference.attention(q, k, v, **options)
+    expected = kernels.eager.attention(q, k, v, **options)
     assert (p - expected).abs().max() < 1e-5 and (y - expected).abs().max() < 1e-5
 
 

@@ -72,7 +72,7 @@ def change_a_token(dataset):
 
 def test_processes_of_other_code_stop(text_data, tmp_path):
     other = copy_sources(tmp_path / "tree")
-    with open(other / "kernels" / "reference.py", "a") as file:
+    with open(other / "kernels" / "eager.py", "a") as file:
         file.write("# changed\n")
     words = [*TINY, *SHARED, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     commands = [[folder / "train.py", *words] for folder in (ROOT, other)]

@@ -18,13 +18,14 @@ from kernel_cases import (
     attention_errors,
     clipped_tail_error,
     error,
-    explicit_attention,
     pairwise_cases,
     random_inputs,
     rotary_errors,
     rotate_by_complex_numbers,
     small_case,
 )
+
+from kernels import reference
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 
@@ -121,7 +122,7 @@ def decoding_a_token(**case):
         length = torch.tensor([n])
         y, lse = modules.decode.attention(*inputs, **terms, length=length, return_lse=True)
         inputs, terms = arguments(torch.float64, n)
-        expected, expected_lse = explicit_attention(*inputs, **terms)
+        expected, expected_lse = reference.attention(*inputs, **terms, return_lse=True)
         yield Comparison("decoded y", error(y, expected), 1.2e-2)
         yield Comparison("decoded lse", error(lse, expected_lse), 1e-2)
 
@@ -200,7 +201,7 @@ def table_gradient_sums_to_zero(modules):
     q, k, v = random_queries_keys_values(1, 2, 200, 64, torch.float16)
     table = torch.randn(2, 5, requires_grad=True)
     y = modules.flash.attention(q, k, v, bias=table)
-    exact, _ = explicit_attention(q.double(), k.double(), v.double(), bias=table.double())
+    exact = reference.attention(q.double(), k.double(), v.double(), bias=table.double())
     dy = (y.detach().double() - exact.detach()).sign() * torch.rand(y.shape)
     (grad,) = torch.autograd.grad(y, table, dy.to(y.dtype))
     sums = (grad.sum(1).abs() / grad.abs().sum(1).clamp(min=1)).max()
@@ -224,7 +225,7 @@ def large_constant_in_the_table(modules):
     dy = torch.randn_like(y)
     grads = torch.autograd.grad(y, leaves, dy)
     copies = [x.detach().double().requires_grad_() for x in leaves]
-    expected, _ = explicit_attention(*copies[:3], bias=copies[3])
+    expected = reference.attention(*copies[:3], bias=copies[3])
     expected_grads = torch.autograd.grad(expected, copies, dy.double())
     names = ("y", "q", "k", "v", "bias")
     for name, x, exact in zip(names, (y, *grads), (expected, *expected_grads), strict=True):
@@ -241,7 +242,7 @@ def rounds_to_nearest(modules):
     dy = torch.randn_like(y)
     grads = torch.autograd.grad(y, (q, k, v), dy)
     copies = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected, _ = explicit_attention(*copies)
+    expected = reference.attention(*copies)
     expected_grads = torch.autograd.grad(expected, copies, dy.double())
     for name, x, exact in zip("yqkv", (y, *grads), (expected, *expected_grads), strict=True):
         exact = exact.detach()
@@ -264,7 +265,9 @@ def decoding_with_a_valid_length(modules):
                 q, *cache, **bias, **options, length=torch.tensor([n]), return_lse=True
             )
             wide_bias = {name: x.double() for name, x in bias.items()}
-            expected, expected_lse = explicit_attention(*wide, **wide_bias, **options)
+            expected, expected_lse = reference.attention(
+                *wide, **wide_bias, **options, return_lse=True
+            )
             yield Comparison("decoded y", error(y, expected), 1.2e-2)
             yield Comparison("decoded lse", error(lse, expected_lse), 1e-2)
 
@@ -273,7 +276,7 @@ def decoding_over_many_splits(modules):
     """1,100 keys: as many splits as decoding chooses itself."""
     q, k, v = (torch.randn(1, 2, T, 64).bfloat16() for T in (1, 1100, 1100))
     y, lse = modules.decode.attention(q, k, v, return_lse=True)
-    expected, expected_lse = explicit_attention(*(x.double() for x in (q, k, v)))
+    expected, expected_lse = reference.attention(*(x.double() for x in (q, k, v)), return_lse=True)
     yield Comparison("decoded y", error(y, expected), 1.2e-2)
     yield Comparison("decoded lse", error(lse, expected_lse), 1e-2)
 
@@ -295,7 +298,7 @@ def keys_far_apart(modules):
     with torch.no_grad():
         y = modules.flash.attention(q, far, far)
         few = modules.decode.attention(q[:, :, -1:], far, far)
-    expected, _ = explicit_attention(*(x.double() for x in (q, k, k)))
+    expected = reference.attention(*(x.double() for x in (q, k, k)))
     yield Comparison("y", error(y, expected), 1.2e-2)
     yield Comparison("decoded y", error(few, expected[:, :, -1:]), 1.2e-2)
 
@@ -313,7 +316,7 @@ def results_far_apart(modules):
         dy = torch.randn(1, 1, T, 16).bfloat16()
         grads = torch.autograd.grad(y, (q, k, v), dy)
     copies = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected, _ = explicit_attention(*copies)
+    expected = reference.attention(*copies)
     expected_grads = torch.autograd.grad(expected, copies, dy.double())
     for name, x, exact in zip("yqkv", (y, *grads), (expected, *expected_grads), strict=True):
         yield Comparison(name, error(x, exact.detach()), 2e-2)
@@ -326,7 +329,7 @@ def heads_far_apart(modules):
     with torch.no_grad():
         y = modules.flash.attention(far, far, far)
         few = modules.decode.attention(far[:, :, -1:], far, far)
-    expected, _ = explicit_attention(*([near.double()] * 3))
+    expected = reference.attention(*([near.double()] * 3))
     yield Comparison("y", error(y, expected), 1.2e-2)
     yield Comparison("decoded y", error(few, expected[:, :, -1:]), 1.2e-2)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import first_contact, flash, reference, rotary
+from kernels import eager, first_contact, flash, rotary
 from kernels.self_check import Case, find_fault
 
 DEVICE = torch.empty(0).device  # of this run
@@ -93,7 +93,7 @@ def test_broken_attention_is_found_and_replaced(
     q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
     table = torch.randn(2, 4, requires_grad=True)
     results = []
-    for module in (kernels, reference):
+    for module in (kernels, eager):
         y = module.attention(q, k, v, bias=table)
         results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v, table))))
     for x, expected in zip(*results, strict=True):
@@ -115,9 +115,7 @@ def test_broken_rope_is_found_and_replaced(fresh, monkeypatch, capfd):
     monkeypatch.setattr(rotary, "rope", rope)
     q, k = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(2))
     cos, sin = torch.rand(2, 9, 8)
-    for x, expected in zip(
-        kernels.rope(q, k, cos, sin), reference.rope(q, k, cos, sin), strict=True
-    ):
+    for x, expected in zip(kernels.rope(q, k, cos, sin), eager.rope(q, k, cos, sin), strict=True):
         assert torch.equal(x, expected)
     assert "the gradient of queries has a relative error of" in capfd.readouterr().err
 
@@ -129,7 +127,7 @@ def test_real_dispatch_compiles_to_one_graph_with_the_check(fresh, capfd):
     q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
     table = torch.randn(2, 4, requires_grad=True)
     results = []
-    for attention in (compiled, reference.attention):
+    for attention in (compiled, eager.attention):
         y = attention(q, k, v, bias=table)
         results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v, table))))
     for x, expected in zip(*results, strict=True):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kernels import reference
+from kernels import eager
 
 aten = torch.ops.aten
 LOG2E = 1 / math.log(2)
@@ -178,7 +178,7 @@ def values_of(func, args, kwargs):
 
 
 def rope(q, k, cos, sin, inverse):
-    return reference.rope(q, k, cos, -sin if inverse else sin)
+    return eager.rope(q, k, cos, -sin if inverse else sin)
 
 
 def attention(

@@ -1,4 +1,4 @@
-"""kernels/reference.py compared with float64 loops written from the formulas, at odd sizes."""
+"""kernels/reference.py and eager.py compared with float64 loops written from the formulas."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 
 import kernels
-from kernels import reference
+from kernels import eager, reference
 
 
 def case_name(case):
@@ -139,6 +139,8 @@ def test_attention_matches_loops(case, rng):
     }
     expected = attention_by_loops(q, k, v, bias, scale=case.get("scale", D**-0.5), **options)
 
+    y = reference.attention(q, k, v, bias=bias, scale=case.get("scale"), **options)
+    assert (y - expected).abs().max() < 1e-12
     y = kernels.attention(q, k, v, bias=bias, scale=case.get("scale"), **options)
     # what is added to the scores is float32
     assert (y - expected).abs().max() < (1e-12 if bias is None else 1e-6)
@@ -213,8 +215,9 @@ def test_relative_attention_and_its_gradients_match_loops(case, rng):
     )
     options = {**options, "bias": bias, "scale": case.get("scale")}
 
-    y = kernels.attention(q, k, v, relative=(keys, values, offsets), **options)
-    assert (y - expected).abs().max() < (1e-12 if bias is None else 1e-6)
+    for attention in (reference.attention, kernels.attention):
+        y = attention(q, k, v, relative=(keys, values, offsets), **options)
+        assert (y - expected).abs().max() < (1e-12 if bias is None else 1e-6)
     leaves = [t for t in (q, k, v, keys, values, *(offsets or ())) if t is not None]
     dy = torch.randn_like(expected)
     expected_grads = torch.autograd.grad((expected * dy).sum(), leaves, allow_unused=True)
@@ -242,8 +245,8 @@ def test_moving_distances_to_keys_is_a_gather(n, n_keys, rng):
     p = torch.randn(2, n, n_keys, dtype=torch.float64)
     index = n - 1 - torch.arange(n)[:, None] + torch.arange(n_keys)
     index = index.expand(2, n, n_keys)
-    to_keys = reference._distances_to_keys(x, n_keys)
-    to_distances = reference._keys_to_distances(p)
+    to_keys = eager._distances_to_keys(x, n_keys)
+    to_distances = eager._keys_to_distances(p)
     assert torch.equal(to_keys, x.gather(2, index))
     assert torch.equal(to_distances, torch.zeros_like(x).scatter(2, index, p))
     assert ((to_keys * p).sum() - (x * to_distances).sum()).abs() < 1e-12
@@ -254,7 +257,7 @@ def test_relative_attention_in_chunks_of_queries_is_the_same(rng):
     q, k, v = (torch.randn(4, 6, 700, 4) for _ in range(3))
     table = torch.randn(1, 33, 4)
     relative = (table, table, None)
-    assert reference.MAX_SCORES // (4 * 6 * 2 * 700) < 700
+    assert eager.MAX_SCORES // (4 * 6 * 2 * 700) < 700
     whole = kernels.attention(q, k, v, relative=relative)
     parts = []
     for i in range(0, 700, 100):
@@ -271,26 +274,26 @@ def test_attention_in_chunks_of_queries_is_the_same(monkeypatch, rng):
     bias = torch.randn(2, 9)
     whole = kernels.attention(q, k, v, bias=bias, window=100)
     sizes = []
-    attention_mask = reference._attention_mask
+    attention_mask = eager._attention_mask
 
     def recorded(n, *rest):
         sizes.append(n)
         return attention_mask(n, *rest)
 
-    monkeypatch.setattr(reference, "_attention_mask", recorded)
+    monkeypatch.setattr(eager, "_attention_mask", recorded)
     n = 64  # the same call with queries cut manually
     parts = []
     for i in range(0, 576, n):
         end = i + n
         parts.append(
-            reference.attention(q[:, :, i:end], k[:, :, :end], v[:, :, :end], bias=bias, window=100)
+            eager.attention(q[:, :, i:end], k[:, :, :end], v[:, :, :end], bias=bias, window=100)
         )
     assert max(sizes) == n
     assert (torch.cat(parts, 2) - whole[:, :, :576]).abs().max() < 1e-5
 
     sizes.clear()
     long = torch.randn(1, 1, 1, 8).expand(1, 1, 5000, 8)
-    reference.attention(long, long, long, bias=torch.zeros(1))
+    eager.attention(long, long, long, bias=torch.zeros(1))
     assert len(sizes) == 2 and sum(sizes) == 5000
 
 
@@ -309,9 +312,9 @@ def test_a_chunk_of_queries_reads_only_the_keys_it_sees(
         options["docs"] = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
     if bias is not None:
         options["bias"] = torch.rand(6) if bias == "slopes" else torch.randn(6, bias)
-    whole = reference.attention(q, k, v, **options)
-    monkeypatch.setattr(reference, "MAX_SCORES", 2000)
-    parts = reference.attention(q, k, v, **options)
+    whole = eager.attention(q, k, v, **options)
+    monkeypatch.setattr(eager, "MAX_SCORES", 2000)
+    parts = eager.attention(q, k, v, **options)
     for part, expected in zip(*((parts, whole) if return_lse else ([parts], [whole])), strict=True):
         assert (part - expected).abs().max() < 1e-12
 
@@ -327,12 +330,12 @@ def test_the_log_sum_exp_without_gradients_is_the_same(n_queries, options, monke
     options = {**options, "scale": 0.7, "return_lse": True}
     if "docs" in options:
         options["docs"] = torch.tensor([[0] * 200 + [1] * 101, [0] * 50 + [1] * 251])
-    monkeypatch.setattr(reference, "MAX_SCORES", 30000)
+    monkeypatch.setattr(eager, "MAX_SCORES", 30000)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.01)):
         low = [x.to(dtype) for x in (q, k, v)]
-        expected = reference.attention(*(x.double() for x in low), **options)
+        expected = eager.attention(*(x.double() for x in low), **options)
         with torch.no_grad():
-            y, lse = reference.attention(*low, **options)
+            y, lse = eager.attention(*low, **options)
         assert y.dtype == dtype and lse.dtype == torch.float32
         assert (y - expected[0]).norm() / expected[0].norm() < limit
         assert (lse - expected[1]).abs().max() < limit
@@ -369,12 +372,14 @@ def test_rope_rotates_pairs(width, rotated, rng):
     angle = torch.rand(2, 5, rotated // 2, dtype=torch.float64) * 10
     cos, sin = angle.cos().float(), angle.sin().float()
     outputs = kernels.rope(q, k, cos, sin)
-    for x, y in zip((q, k), outputs, strict=True):
+    wide = reference.rope(q.double(), k.double(), angle.cos(), angle.sin())
+    for x, y, right in zip((q, k), outputs, wide, strict=True):
         a = x[..., : rotated // 2].double()
         b = x[..., rotated // 2 : rotated].double()
         z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, None]
         expected = torch.cat((z.real, z.imag, x[..., rotated:].double()), -1)
         assert torch.allclose(y.double(), expected, atol=1e-5)
+        assert torch.allclose(right, expected, atol=1e-12)
         assert y.dtype == x.dtype
     low, _ = kernels.rope(q.bfloat16(), k.bfloat16(), cos, sin)
     assert low.dtype == torch.bfloat16
@@ -400,14 +405,14 @@ def test_linear_and_rms_norm_are_pytorchs(eps, rng):
 
 
 def small_chunks(size):
-    """A stand-in for reference._chunks."""
+    """A stand-in for eager._chunks."""
     return lambda x, weight: [slice(i, i + size) for i in range(0, len(x), size)]
 
 
 @pytest.mark.parametrize("n_chunks,in_one_graph", [(16, True), (80, False)])
 def test_loss_of_many_chunks_is_not_unrolled(n_chunks, in_one_graph, monkeypatch):
     """A compiled graph would repeat every chunk; with many chunks it calls the loss as it is."""
-    monkeypatch.setattr(reference, "_chunks", small_chunks(2))
+    monkeypatch.setattr(eager, "_chunks", small_chunks(2))
     torch._dynamo.reset()
     graph_sizes = []  # with the graphs of an autograd function, which are parts of the others
     n = 2 * n_chunks
@@ -416,7 +421,7 @@ def test_loss_of_many_chunks_is_not_unrolled(n_chunks, in_one_graph, monkeypatch
     targets = torch.randint(0, 30, (n,))
 
     def loss_of(x):
-        return reference.linear_cross_entropy(x * 2, weight, targets)
+        return eager.linear_cross_entropy(x * 2, weight, targets)
 
     def backend(graph, inputs):
         parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
@@ -451,11 +456,9 @@ def test_the_compiled_loss_does_not_scatter():
     x = torch.randn(9, 8, requires_grad=True)
     weight = torch.randn(30, 8, requires_grad=True)
     targets = torch.randint(-1, 30, (9,))
-    compiled = torch.compile(
-        reference.linear_cross_entropy, backend=aot_autograd(fw_compiler=record)
-    )
+    compiled = torch.compile(eager.linear_cross_entropy, backend=aot_autograd(fw_compiler=record))
     gradients = torch.autograd.grad(compiled(x, weight, targets), (x, weight))
-    expected = torch.autograd.grad(reference.linear_cross_entropy(x, weight, targets), (x, weight))
+    expected = torch.autograd.grad(eager.linear_cross_entropy(x, weight, targets), (x, weight))
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
     assert "aten.exp.default" in operators
     assert not any("scatter" in name or "index_put" in name for name in operators)
@@ -466,12 +469,14 @@ def test_the_compiled_loss_does_not_scatter():
 def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, rng):
     """Loss and both gradients, with several chunks and ignored targets."""
     if n > 1:
-        monkeypatch.setattr(reference, "_chunks", small_chunks(16))
+        monkeypatch.setattr(eager, "_chunks", small_chunks(16))
     x, weight, targets = random_loss_inputs(n, vocab)
     token_weight = torch.randn(n) if reduction == "none" else torch.ones(())
 
     wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = plain_cross_entropy(wide_x, wide_weight, targets, reduction)
+    found = reference.linear_cross_entropy(wide_x, wide_weight, targets, reduction)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     (expected * token_weight).sum().backward()
     x.requires_grad_()
     weight.requires_grad_()
