@@ -46,7 +46,7 @@ def test_no_experiment_writes_into_results_by_default(file):
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in unread:
             names_results = re.match(r"(\./)?results(/|$)", str(node.value))
-            assert not names_results or file.stem == "claims_report", node.value
+            assert not names_results or file.stem == "claims", node.value
 
 
 def test_the_benchmark_writes_to_a_folder_of_its_device_under_out():

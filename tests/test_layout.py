@@ -124,6 +124,36 @@ def test_model_py_can_be_lifted_out():
     assert importing <= {node.name for node in gpt.body if isinstance(node, ast.FunctionDef)}
 
 
+def private_names(file):
+    """The names with one leading underscore that a file gives to things, and those it uses."""
+    given, used = set(), set()
+    for node in ast.walk(parse(file)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            given.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            given.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            (given if isinstance(node.ctx, ast.Store) else used).add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            used |= {alias.name for alias in node.names}
+    return [{name for name in names if re.match("_[^_]", name)} for names in (given, used)]
+
+
+def test_private_names_are_used_in_their_own_file_only():
+    product = [
+        file
+        for file in MODULES.values()
+        if file.parent == ROOT or path_of(file).split("/")[0] in ("nanolong", "kernels", "data")
+    ]
+    names = {file: private_names(file) for file in product}
+    violations = []
+    for file, (given, used) in names.items():
+        for other, (given_there, _) in names.items():
+            for name in sorted((used - given) & given_there):
+                violations.append(f"{path_of(file)}: {name} of {path_of(other)}")
+    report(violations)
+
+
 def test_tools_import_nothing_of_ours():
     for file in project_files(".py"):
         if path_of(file).startswith("tools/"):
@@ -199,7 +229,8 @@ def test_no_module_imports_an_experiment():
 
 
 def test_there_is_no_import_cycle():
-    graph = {name: own_imports(file, inside_functions=False) for name, file in MODULES.items()}
+    """Not by an import inside a function, either."""
+    graph = {name: own_imports(file) for name, file in MODULES.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import data
 import kernels
+from examples.schemes.linear_attention import LinearAttention
 from experiments import attention_maps, probe
-from experiments.papers.linear_attention import LinearAttention
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong.attention_maps import dense_attention, record_attention
 from nanolong.errors import UserError

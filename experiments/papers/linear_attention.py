@@ -1,23 +1,14 @@
-"""RoPE in linear attention (RoFormer, section 3.3): a scheme to use, and its experiment.
+"""RoPE in linear attention (RoFormer, section 3.3), with and without, and softmax attention.
 
     python experiments/papers/linear_attention.py               about 25 minutes of 2 cores
     python experiments/papers/linear_attention.py --seeds=1     one seed: processes may share them
     python experiments/papers/linear_attention.py --budget=try  seconds, a test without meaning
-    python train.py --entry=experiments/papers/linear_attention.py
-    python train.py --entry=experiments/papers/linear_attention.py --rope_fraction=0
 
-The last two train one model, with RoPE and without. extend.py, evaluate.py and sample.py take
---entry, too, and all methods of RoPE that scale frequencies. With phi(x) = elu(x) + 1:
-
-    o_m = sum_{n <= m} (R_m phi(q_m))^T (R_n phi(k_n)) v_n / sum_{n <= m} phi(q_m)^T phi(k_n)
-
-Features are rotated after phi, in the numerator only: the denominator is then a sum of positive
-numbers. Queries are not scaled by 1 / sqrt(head_dim): outside phi the factor would cancel.
-
-The experiment trains softmax and linear attention, each without positions and with RoPE, and linear
-attention with a rotated denominator, and evaluates them at up to 8 times the training length. Stop
-at any time: the same command continues after the last finished run. Runs are kept in
-out/linear_attention; the results go to linear_attention.md, .json and .png in --out_dir.
+The scheme is examples/schemes/linear_attention.py. The experiment trains softmax and linear
+attention, each without positions and with RoPE, and linear attention with a rotated denominator,
+and evaluates them at up to 8 times the training length. Stop at any time: the same command
+continues after the last finished run. Runs are kept in out/linear_attention; the results go to
+linear_attention.md, .json and .png in --out_dir.
 """
 
 import sys
@@ -26,19 +17,81 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
+import copy
+import json
+import math
+import statistics
+import time
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
-from model import POSITIONS, RoPE
+import data
+from data.prepare import prepare
+from evaluate import EvaluateConfig, evaluation_mode, loss_by_position, measure_losses
+from examples.schemes.linear_attention import LinearAttention, running_dot
+from experiments.leaderboard import identify, synchronize
+from experiments.papers.masked_lm import unigram_loss
+from experiments.report import (
+    RULE,
+    Claim,
+    command_line,
+    confidence_interval,
+    count,
+    format_interval,
+    load_finished_run,
+    markdown_table,
+    read_json,
+)
+from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
+from nanolong.devices import autocast, pick_device, pick_dtype
+from nanolong.entry import hash_code, load_entry
 from nanolong.errors import UserError
+from nanolong.plots import import_pyplot
+from nanolong.provenance import current_commit, provenance
+from nanolong.strict_json import write_json
 from nanolong.validate import require
-from rope_scaling import EVALUATION_ONLY, OPTIONS
+from rope_scaling import METHODS
+from train import TrainConfig, train
 
-CHUNK = 32  # tokens whose products are a masked matrix; earlier ones are summed into a state
+SCHEME = Path(__file__).resolve().parents[2] / "examples" / "schemes" / "linear_attention.py"
+BUDGETS = {
+    "cpu": {
+        "model": {"n_layer": 4, "n_head": 4, "n_embd": 96, "block_size": 64},
+        "training": {"batch_size": 64, "max_iters": 700, "warmup_iters": 50},
+    },
+    "try": {
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16},
+        "training": {"batch_size": 8, "max_iters": 20, "warmup_iters": 2},
+    },
+}
+FACTORS = (1, 2, 4, 8)  # the evaluated lengths, in training lengths
+EXTENSION = 4  # factor of the context extension
+TIMED_FACTORS = (1, 8, 32)  # the lengths at which a training step is timed
+
+
+@dataclass
+class LinearConfig:
+    pos: tuple[str, ...] = ("nope", "rope")  # schemes, in softmax and in linear attention
+    budget: Literal["cpu", "try"] = "cpu"  # cpu: 0.5 M parameters, 64 tokens; try: seconds, a test
+    seeds: tuple[int, ...] = (1, 2, 3)  # seeds of the runs of each model
+    dataset: str = "python"  # text for training and evaluation
+    max_tokens: int = 65536  # tokens of validation text that are scored
+    runs: str = "out/linear_attention"  # folder for the models and for finished measurements
+    out_dir: str = ""  # folder of the report; default: that of the runs
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    # dtype of matrix products outside attention
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    def __post_init__(self):
+        require(self.pos, "pos is empty: give schemes, as in --pos=nope,rope")
+        for pos in self.pos:
+            check_pos(pos)
+        require(self.seeds, "seeds is empty: give seeds, as in --seeds=1,2,3")
+        for seed in self.seeds:
+            require(seed >= 1, f"seed {seed} is too small: give at least 1")
 
 
 # -----------------------------------------------------------------------------
@@ -77,167 +130,550 @@ def check_pos(pos):
 
 
 # -----------------------------------------------------------------------------
-# The sums. A query head h uses key head h // (H / Hk), as in grouped-query attention.
+# The models
 
 
-def feature_map(x):
-    """
-    Map x to phi(x) = elu(x) + 1 (Katharopoulos et al. 2020), positive for every x above -87.
+class BothRotated(LinearAttention):
+    """Linear attention whose denominator is rotated, too."""
 
-    Written with exp: in float32, elu(x) + 1 is exactly zero from about -17.4 down.
-    """
-    return x.clamp(max=0).exp() + x.relu()
+    rotate_denominator = True
 
 
-def chunked_product(q, k, v, state=None, chunk=CHUNK):
-    """
-    Compute sum_{n <= m} (q_m . k_n) v_n, chunk by chunk.
-
-    q (B, H, T, D), k (B, Hk, T, D), v (B, Hk, T, E); state: sum_n k_n v_n^T of what came before,
-    (B, Hk, D, E), or None. Returns (B, H, T, E), and the state after these tokens.
-    """
-    T = q.shape[2]
-    chunk = min(chunk, T)
-    # Cut into chunks; tokens of zeros at the end add nothing.
-    padding = (0, 0, 0, -T % chunk)
-    q = F.pad(q, padding).unflatten(2, (-1, chunk))  # (B, H, N, C, D)
-    k = F.pad(k, padding).unflatten(2, (-1, chunk))  # (B, Hk, N, C, D)
-    v = F.pad(v, padding).unflatten(2, (-1, chunk))
-    q = q.unflatten(1, (k.shape[1], -1))  # (B, Hk, H / Hk, N, C, D)
-    # Between chunks: the state before each of them.
-    states = (k.mT @ v).cumsum(2)  # (B, Hk, N, D, E)
-    first = torch.zeros_like(states[:, :, :1]) if state is None else state[:, :, None]
-    states = torch.cat((first, first + states), 2)
-    y = q @ states[:, :, None, :-1]
-    # Within a chunk: the masked product.
-    y = y + (q @ k[:, :, None].mT).tril() @ v[:, :, None]
-    return y.flatten(1, 2).flatten(2, 3)[:, :, :T], states[:, :, -1]
-
-
-def recurrent_product(q, k, v, state):
-    """Do what chunked_product() does, for one token: T = 1."""
-    state = state + k.mT @ v  # (B, Hk, D, E)
-    y = q.unflatten(1, (k.shape[1], -1)) @ state[:, :, None]  # (B, Hk, H / Hk, 1, E)
-    return y.flatten(1, 2), state
-
-
-def running_dot(q, k, key_sum=None):
-    """
-    Compute sum_{n <= m} q_m . k_n: (B, H, T).
-
-    key_sum: the sum of the keys before, (B, Hk, 1, D), or None. Returns it after these keys, too.
-    """
-    sums = k.cumsum(2) if key_sum is None else key_sum + k.cumsum(2)
-    y = (q.unflatten(1, (k.shape[1], -1)) * sums[:, :, None]).sum(-1)
-    return y.flatten(1, 2), sums[:, :, -1:]
+def model_settings(names):
+    """Return the models of the experiment: name -> settings of GPTConfig. names: the schemes."""
+    load_entry(SCHEME, POSITIONS)
+    POSITIONS["linear_attention_both"] = BothRotated
+    models = {f"softmax {pos}": {"pos": pos} for pos in names}
+    if "nope" in names:
+        models["linear nope"] = {"pos": "linear_attention", "rope_fraction": 0.0}
+    if "rope" in names:
+        models["linear rope"] = {"pos": "linear_attention"}
+        models["linear rope, both rotated"] = {"pos": "linear_attention_both"}
+    return models
 
 
 # -----------------------------------------------------------------------------
-# The scheme. nanolong/entry.py takes it from this file, which therefore has no other.
+# Denominators
 
 
-class LinearAttention(RoPE):
-    """
-    Linear attention with RoPE in the numerator; with rope_fraction=0 it has no positions.
+class Denominators:
+    """What the denominators of a model are, and what they are or would be when rotated."""
 
-    All layers share it. Generation is recurrent: what a cache holds is a state of fixed size.
-    """
+    def __init__(self):
+        self.ranges = {}
 
-    methods = {name: OPTIONS[name] for name in OPTIONS if name not in EVALUATION_ONLY}
-    rotate_denominator = False  # True: as in the numerator, to show that it fails
-    observe = None  # called with (q, k) features, and the rotated ones: to measure denominators
+    @torch.no_grad()
+    def __call__(self, features, rotated):
+        for kind, pair in (("unrotated", features), ("rotated", rotated)):
+            denominator, _ = running_dot(*pair)
+            denominator = denominator[denominator.isfinite()]
+            if not denominator.numel():
+                continue
+            seen = {
+                "smallest": denominator.min().item(),
+                "closest": denominator.abs().min().item(),  # to zero
+                "negative": int((denominator < 0).sum()),
+                "number": denominator.numel(),
+            }
+            self.ranges[kind] = merge_ranges([self.ranges.get(kind, seen | NOTHING), seen])
 
-    def __init__(self, config):
-        require(
-            not config.window,
-            f"window={config.window} cannot be used in linear attention, whose state holds no "
-            "single tokens: leave out --window",
-        )
-        require(
-            set(config.layer_pattern) == {"F"},
-            f"layer_pattern={config.layer_pattern} has layers without positions, which would have "
-            "softmax attention: leave it out, and give --rope_fraction=0 for no positions",
-        )
-        require(
-            config.attn_scale == 1,
-            f"attn_scale={config.attn_scale} has no effect in linear attention, where a factor of "
-            "all scores cancels: leave it out",
-        )
-        super().__init__(config)
 
-    def attend(self, q, k, v, pos, layer, cache, **mask):
-        """
-        Attend from queries (B, H, T, D) to keys (B, Hk, T, D) and, with a cache, to those before.
+NOTHING = {"negative": 0, "number": 0}
 
-        Computes in float32, or float64. mask["scale"] is not used: see the top of the file.
-        """
-        self.check_call(cache, mask)
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        with torch.autocast(v.device.type, enabled=False):
-            # Map to positive features, and rotate these.
-            q = feature_map(q.to(dtype))
-            k = feature_map(k.to(dtype))
-            rotated = self.rotate(q, k, pos, layer)
-            if self.observe is not None:
-                self.observe((q, k), rotated)
-            # A cache stores the state as its keys, and the sum of the keys as its values. When the
-            # tables change it drops both, and the whole text is computed again.
-            state = None if cache is None else cache.keys.get(layer)
-            key_sum = None if cache is None else cache.values.get(layer)
-            # Sum over the keys.
-            is_one_token = state is not None and q.shape[2] == 1
-            product = recurrent_product if is_one_token else chunked_product
-            numerator, state = product(*rotated, v.to(dtype), state)
-            summed = rotated if self.rotate_denominator else (q, k)
-            denominator, key_sum = running_dot(*summed, key_sum)
-            if cache is not None:
-                cache.keys[layer] = state
-                cache.values[layer] = key_sum
-            return (numerator / denominator[..., None]).to(v.dtype)
 
-    def check_call(self, cache, mask):
-        """Raise UserError for what a state cannot do."""
-        require(
-            mask.get("docs") is None,
-            "linear attention has one state for the whole text, so documents cannot be kept "
-            "separate, nor prompts of unequal length be one batch: leave out --separate_docs, or "
-            "give prompts one at a time",
-        )
-        if cache is not None and cache.fixed_shape:
-            # no UserError: on a GPU, where nobody has asked for it, sampling goes on without it
-            raise RuntimeError("linear attention has no decoding step of fixed shape")
+def merge_ranges(ranges):
+    """Return the range of several: smallest, closest to zero, and how many were negative."""
+    return {
+        "smallest": min(seen["smallest"] for seen in ranges),
+        "closest": min(seen["closest"] for seen in ranges),
+        "negative": sum(seen["negative"] for seen in ranges),
+        "number": sum(seen["number"] for seen in ranges),
+    }
+
+
+def measure_denominators(model, dataset, when):
+    """Return records of the denominators on at most 16 validation sequences of each length."""
+    records = []
+    for factor in (FACTORS[0], FACTORS[-1]):
+        length = factor * model.config.original_length
+        dataset.val.require_length(length)
+        n = min(16, int(dataset.val.n_sequences(length).sum()))
+        x = [dataset.val.sequence(i, length)[0] for i in range(n)]
+        model.pos.observe = Denominators()
+        with evaluation_mode(model, torch.float32) as device:
+            model(torch.stack([torch.from_numpy(row) for row in x]).to(device))
+        records.append({"when": when, "length": length, **model.pos.observe.ranges})
+        del model.pos.observe
+    return records
 
 
 # -----------------------------------------------------------------------------
-# The experiment: linear_attention_runs.py measures, linear_attention_report.py reports.
+# A run
 
 
-@dataclass
-class LinearConfig:
-    pos: tuple[str, ...] = ("nope", "rope")  # schemes, in softmax and in linear attention
-    budget: Literal["cpu", "try"] = "cpu"  # cpu: 0.5 M parameters, 64 tokens; try: seconds, a test
-    seeds: tuple[int, ...] = (1, 2, 3)  # seeds of the runs of each model
-    dataset: str = "python"  # text for training and evaluation
-    max_tokens: int = 65536  # tokens of validation text that are scored
-    runs: str = "out/linear_attention"  # folder for the models and for finished measurements
-    out_dir: str = ""  # folder of the report; default: that of the runs
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products outside attention
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+def train_run(model, train_config, dataset):
+    """Train a new model. Returns what is recorded: its losses by step, and its denominators."""
+    record = {"denominators": []}
+    is_linear = hasattr(model.pos, "observe")
+    if is_linear:
+        model.to(pick_device(train_config.device))
+        record["denominators"] += measure_denominators(model, dataset, "untrained")
+        seen = model.pos.observe = Denominators()
+    try:
+        if train(model, train_config)["stopped"]:
+            raise KeyboardInterrupt
+    except FloatingPointError as error:
+        record["diverged"] = str(error).partition(":")[0]
+    log = (Path(train_config.out_dir) / "log.jsonl").read_text(encoding="utf-8")
+    steps = [json.loads(line) for line in log.splitlines()]
+    record["training_losses"] = [round(step["loss"], 4) for step in steps if "loss" in step]
+    if is_linear:
+        del model.pos.observe
+        length = model.config.block_size
+        record["denominators"].append({"when": "in training", "length": length, **seen.ranges})
+        record["denominators"] += measure_denominators(model, dataset, "trained")
+    return record
 
-    def __post_init__(self):
-        require(self.pos, "pos is empty: give schemes, as in --pos=nope,rope")
-        for pos in self.pos:
-            check_pos(pos)
-        require(self.seeds, "seeds is empty: give seeds, as in --seeds=1,2,3")
-        for seed in self.seeds:
-            require(seed >= 1, f"seed {seed} is too small: give at least 1")
+
+def score(model, cfg, lengths, protocols, max_tokens):
+    """Return records of the loss at each length by each protocol, or of why it is refused."""
+    evaluate_config = EvaluateConfig(
+        dataset=cfg.dataset, max_tokens=max_tokens, dtype=cfg.dtype, protocol=protocols
+    )
+    kept = ("protocol", "length", "loss", "refused")
+    records = measure_losses({"": model}, evaluate_config, lengths)
+    return [{key: record[key] for key in kept if key in record} for record in records]
+
+
+def score_extensions(model, cfg):
+    """Extend the model by every method, without fine-tuning, and score it at the target."""
+    records = []
+    target = EXTENSION * model.config.block_size
+    for method in METHODS:
+        options = {}
+        if method == "longrope":  # which has no table of its own
+            options["long_factor"] = [float(EXTENSION)] * len(model.pos.inv_freq)
+        extended = copy.deepcopy(model)
+        try:
+            extended.extend(method, EXTENSION, **options)
+        except UserError as error:
+            records.append({"method": method, "refused": str(error)})
+            continue
+        scored = score(extended, cfg, [target], ("last-quarter",), cfg.max_tokens // 2)
+        records.append({"method": method, **scored[0]})
+    return records
+
+
+def run_model(name, settings, seed, cfg, dataset, folder):
+    """Train and evaluate one run, or read what it has left in its file: its record."""
+    budget = BUDGETS[cfg.budget]
+    config = GPTConfig(**budget["model"], **settings, vocab_size=dataset.vocab_size)
+    train_config = TrainConfig(
+        dataset=cfg.dataset,
+        seed=seed,
+        learning_rate=3e-3,
+        eval_interval=10**9,
+        eval_iters=8,
+        log_interval=1,
+        compile=False,
+        device=cfg.device,
+        dtype=cfg.dtype,
+        **budget["training"],
+    )
+    torch.manual_seed(seed)
+    model = GPT(config)
+    identity = identify(model, train_config, dataset)
+    key = {
+        **identity,
+        "max_tokens": cfg.max_tokens,
+        "experiment": hash_code([run_model, loss_by_position]),
+    }
+    run = folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}"
+    file = run.with_suffix(".json")
+    finished = load_finished_run(file, key)
+    if finished:
+        print(f"taken from {file}")
+        return finished["record"]
+
+    start = time.perf_counter()
+    train_config.out_dir = str(run)
+    train_config.overwrite = True  # of a run that was stopped: the whole of it is observed
+    record = {"model": name, "seed": seed, "commit": current_commit()}
+    record |= train_run(model, train_config, dataset)
+    record["training_seconds"] = round(time.perf_counter() - start)
+    model.meta["bos"] = dataset.bos  # a model that was not loaded does not know it
+    lengths = [factor * config.block_size for factor in FACTORS]
+    record["losses"] = score(model, cfg, lengths, ("chunked", "last-quarter"), cfg.max_tokens)
+    if name in ("softmax rope", "linear rope"):
+        record["extensions"] = score_extensions(model, cfg)
+    record["seconds"] = round(time.perf_counter() - start)
+    write_json(file, {"key": key, "record": record})
+    return read_json(file)["record"]  # a loss that is not finite is None
+
+
+# -----------------------------------------------------------------------------
+# Time
+
+
+def time_steps(models, cfg, dataset, rounds=7):
+    """Time forward and backward passes at several lengths, all models in turn in every round.
+
+    Returns records of the median milliseconds, and of the median ratio to the first model.
+    """
+    budget = BUDGETS[cfg.budget]
+    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, device)
+    tokens = budget["training"]["batch_size"] * budget["model"]["block_size"]
+    made = {}
+    for name, settings in models.items():
+        config = GPTConfig(**budget["model"], **settings, vocab_size=dataset.vocab_size)
+        config.block_size *= TIMED_FACTORS[-1]
+        made[name] = GPT(config).to(device)
+    records = []
+    for factor in TIMED_FACTORS:
+        length = factor * budget["model"]["block_size"]
+        tokens_x = torch.randint(0, 256, (max(1, tokens // length), length), device=device)
+        times = {name: [] for name in made}
+        for _ in range(rounds + 1):
+            for name, model in made.items():
+                synchronize(device)
+                start = time.perf_counter()
+                with autocast(device, dtype):
+                    loss = model(tokens_x, tokens_x)
+                loss.backward()
+                model.zero_grad()
+                synchronize(device)
+                times[name].append(1000 * (time.perf_counter() - start))
+        baseline = next(iter(times.values()))[1:]  # the first round is a warm-up
+        for name, milliseconds in times.items():
+            ratios = [a / b for a, b in zip(milliseconds[1:], baseline, strict=True)]
+            record = {"model": name, "length": length, "ratio": statistics.median(ratios)}
+            record["milliseconds"] = statistics.median(milliseconds[1:])
+            records.append(record)
+    return records
+
+
+def measure(cfg):
+    """Run all models with all seeds: what linear_attention.json holds and the report needs."""
+    models = model_settings(cfg.pos)
+    if cfg.dataset in ("python", "shakespeare") and not data.dataset_exists(cfg.dataset):
+        prepare(cfg.dataset)
+    dataset = data.Dataset(cfg.dataset)
+    budget = BUDGETS[cfg.budget]
+    length = budget["model"]["block_size"]
+    folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    records = []
+    for seed in dict.fromkeys(cfg.seeds):
+        for name, settings in models.items():
+            print(f"\n== {name}, seed {seed}", flush=True)
+            records.append(run_model(name, settings, seed, cfg, dataset, folder))
+    timed = {name: models[name] for name in models if "both" not in name}
+    config = GPTConfig(**budget["model"], pos="nope", vocab_size=dataset.vocab_size)
+    note = (
+        f"{provenance(pick_device(cfg.device), [record['commit'] for record in records])}; "
+        f"{cfg.dataset} {dataset.hash}, {cfg.max_tokens:,} tokens scored, spread over the "
+        "validation text, "
+        f"{count(len(set(cfg.seeds)), 'seed')}"
+    )
+    return {
+        "command": command_line("experiments/papers/linear_attention.py"),
+        "note": note,
+        "model": budget["model"],
+        "training": budget["training"],
+        "parameters": sum(p.numel() for p in GPT(config).parameters()),
+        "unigram_loss": unigram_loss("causal", dataset, length, cfg.max_tokens),
+        "steps": time_steps(timed, cfg, dataset),
+        "records": records,
+    }
+
+
+# -----------------------------------------------------------------------------
+# The report
+
+ROPE, NOPE, BOTH = "linear rope", "linear nope", "linear rope, both rotated"
+
+
+def select_losses(records, name, protocol, length):
+    """Return seed -> loss, None where it is not finite."""
+    losses = {}
+    for record in records:
+        if record["model"] == name:
+            for scored in record["losses"]:
+                if (scored["protocol"], scored["length"]) == (protocol, length):
+                    losses[record["seed"]] = scored.get("loss")
+    return losses
+
+
+def names_of(records):
+    """Return the names of the models."""
+    return list(dict.fromkeys(record["model"] for record in records))
+
+
+def format_losses(losses):
+    """Return a table's cell: the mean and interval of those that are finite."""
+    finite = [loss for loss in losses if loss is not None]
+    if not finite:
+        return "not finite"
+    text = format_interval(finite)
+    missing = len(losses) - len(finite)
+    return f"{text} ({missing} not finite)" if missing else text
+
+
+def loss_table(board, protocol):
+    """Return a Markdown table: a line per model, a column per length."""
+    L = board["model"]["block_size"]
+    lengths = [factor * L for factor in FACTORS]
+    header = ["", *(f"{n:,} ({n // L}x)" for n in lengths), "seconds of a run"]
+    rows = []
+    for name in names_of(board["records"]):
+        row = [name]
+        for length in lengths:
+            losses = select_losses(board["records"], name, protocol, length)
+            row.append(format_losses(list(losses.values())))
+        seconds = [r["training_seconds"] for r in board["records"] if r["model"] == name]
+        rows.append([*row, f"{statistics.fmean(seconds):.0f}"])
+    return markdown_table(header, rows)
+
+
+def denominator_table(board):
+    """Return a Markdown table: a line per model, time and length; the ranges are over all seeds."""
+    groups = {}
+    for record in board["records"]:
+        for measured in record["denominators"]:
+            key = (record["model"], measured["when"], measured["length"])
+            for kind in ("unrotated", "rotated"):
+                if kind in measured:
+                    groups.setdefault(key, {}).setdefault(kind, []).append(measured[kind])
+    header = ["model", "when", "tokens", "unrotated: smallest"]
+    header += ["rotated: smallest", "rotated: closest to 0", "rotated: negative"]
+    rows = []
+    for (name, when, length), kinds in groups.items():
+        plain = merge_ranges(kinds["unrotated"])
+        rotated = merge_ranges(kinds["rotated"])
+        row = [name, when, f"{length:,}", f"{plain['smallest']:.3g}"]
+        row += [f"{rotated['smallest']:,.3f}", f"{rotated['closest']:.1e}"]
+        rows.append([*row, f"{rotated['negative'] / rotated['number']:.2%}"])
+    return markdown_table(header, rows)
+
+
+def divergence_table(board):
+    """Return a Markdown table of the training of BOTH: a line per seed."""
+    header = ["seed", "first loss", "lowest", "at step", "last", "ended"]
+    rows = []
+    for record in board["records"]:
+        if record["model"] != BOTH:
+            continue
+        losses = record["training_losses"]
+        ended = record.get("diverged", f"after all {len(losses)} steps")
+        cells = ["–"] * 4
+        if losses:
+            lowest = min(losses)
+            at_step = str(losses.index(lowest) + 1)
+            cells = [f"{losses[0]:.3f}", f"{lowest:.3f}", at_step, f"{losses[-1]:.3f}"]
+        rows.append([str(record["seed"]), *cells, ended])
+    return markdown_table(header, rows)
+
+
+def extension_table(board):
+    """Return a Markdown table: a line per method, a column per model, the reasons at the end."""
+    cells, reasons = {}, {}
+    for record in board["records"]:
+        for scored in record.get("extensions", ()):
+            by_model = cells.setdefault(scored["method"], {})
+            if "refused" in scored:
+                reasons[record["model"], scored["method"]] = scored["refused"]
+            by_model.setdefault(record["model"], []).append(scored.get("loss"))
+    models = [name for name in ("softmax rope", ROPE) if any(name in row for row in cells.values())]
+    rows = []
+    for method, by_model in cells.items():
+        row = [method]
+        for name in models:
+            refused = (name, method) in reasons
+            row.append("refused" if refused else format_losses(by_model[name]))
+        rows.append(row)
+    lines = markdown_table(["method", *models], rows)
+    for (name, method), reason in reasons.items():
+        lines += ["", f"- {name}, `{method}`: {reason}"]
+    return lines
+
+
+def compare(records, text, a, b, length, above=None, below=None):
+    """Return a Claim about the losses of model a minus those of b, paired by seed, or None.
+
+    b: a name, or a number. Seeds whose loss is not finite are left out.
+    """
+    losses = select_losses(records, a, "chunked", length)
+    others = dict.fromkeys(losses, b)
+    if isinstance(b, str):
+        others = select_losses(records, b, "chunked", length)
+    differences = []
+    for seed, loss in losses.items():
+        if loss is not None and others.get(seed) is not None:
+            differences.append(loss - others[seed])
+    if not differences:
+        return None
+    return Claim(text, *confidence_interval(differences), above, below)
+
+
+def judge(board):
+    """Return the claims that could be judged."""
+    records = board["records"]
+    L = board["model"]["block_size"]
+    pairs = (
+        ("linear rope below linear nope", ROPE, NOPE, None, 0),
+        ("softmax rope below linear rope", "softmax rope", ROPE, None, 0),
+        ("both rotated above linear rope by 0.1", BOTH, ROPE, 0.1, None),
+        ("both rotated above byte frequencies", BOTH, board["unigram_loss"], 0, None),
+    )
+    where = f"whole sequences of {L}"
+    claims = [compare(records, f"{pair[0]}, {where}", *pair[1:3], L, *pair[3:]) for pair in pairs]
+    return [claim for claim in claims if claim is not None]
+
+
+def step_table(board):
+    """Return a Markdown table of the times of a training step."""
+    lengths = list(dict.fromkeys(step["length"] for step in board["steps"]))
+    rows = []
+    for name in dict.fromkeys(step["model"] for step in board["steps"]):
+        row = [name]
+        for step in (step for step in board["steps"] if step["model"] == name):
+            row.append(f"{step['milliseconds']:.0f} ms ({step['ratio']:.2f})")
+        rows.append(row)
+    return markdown_table(["", *(f"{length:,} tokens" for length in lengths)], rows)
+
+
+def describe_memory(board):
+    """Return a sentence with the bytes of the state of one text, and of a KV cache, computed."""
+    model = board["model"]
+    D = model["n_embd"] // model["n_head"]
+    heads = model["n_layer"] * model["n_head"]
+    state = 4 * heads * (D * D + D)
+    token = 4 * heads * 2 * D
+    return (
+        f"In generation the state takes {heads} x ({D} x {D} + {D}) float32, {state:,} bytes for "
+        f"a text of any length; a KV cache takes {token:,} bytes per token, as much as the state "
+        f"at {state / token:.1f} tokens and {token * 512 / state:.0f} times as much at 512. "
+        "Computed, not measured; the ids of the tokens are not counted."
+    )
+
+
+ABOUT_DENOMINATORS = (
+    "Over all heads, layers, tokens and seeds. The model with both rotated divides by the rotated "
+    "ones, the others by the unrotated ones; the other columns are what they would be."
+)
+ABOUT_TIME = (
+    "Forward and backward pass of as many tokens as a step has, not compiled: the median of 7 "
+    "rounds, in each of which all models are timed in turn, and in brackets that of the ratios to "
+    "the first one."
+)
+WHY_BOTH_FAIL = (
+    "phi(q) and phi(k) have positive entries only, so their products, and any sum of them, are "
+    "positive. A rotation R turns some entries negative, so that phi(q)^T R phi(k) has any sign: "
+    "the sum over the keys may come close to zero or below, and the quotient is then of any size."
+)
+ABOUT_METHODS = (
+    f"The RoPE models are extended {EXTENSION} times without fine-tuning; loss in the last quarter "
+    "at the target length. The frequencies are those of softmax attention, as they are. A factor "
+    "on cos and sin (yarn, longrope, resonance) is a temperature in softmax attention; here it "
+    "multiplies the numerator alone, and so the output of attention, by its square. `longrope` has "
+    "no table of its own: here it divides every pair by the factor."
+)
+ABOUT_ALONE = (
+    "That RoPE alone of the relative schemes works in linear attention is the sources' claim. It "
+    "holds for the schemes as they are defined, with a term inside the exponent of softmax. The "
+    "differences of positions in alibi and the cosines in sandwich and xl could be kept in a "
+    "state, but in the denominator they may be negative; in the exponent, alibi would be a decay "
+    "of the state, which is another architecture. None of that was tried. learned and sinusoidal "
+    "are no relative schemes: they leave attention alone, so nothing keeps them from working."
+)
+
+
+def report_lines(board):
+    """Return the report as a list of lines."""
+    model = ", ".join(f"{key}={value}" for key, value in board["model"].items())
+    L, steps = board["model"]["block_size"], board["training"]["max_iters"]
+    tokens = board["training"]["batch_size"] * L
+    lines = ["# RoPE in linear attention", "", f"`{board['command']}`: {board['note']}.", ""]
+    lines += [
+        "o_m = sum_{n <= m} (R_m phi(q_m))^T (R_n phi(k_n)) v_n / sum_{n <= m} phi(q_m)^T phi(k_n),"
+        " with phi = elu + 1 (Su et al. 2021, section 3.3). `both rotated`: the denominator, too. "
+        f"Each model has {board['parameters'] / 1e6:.2f} M parameters ({model}) and trains for "
+        f"{steps} steps of {tokens:,} tokens, on the same batches for all. Losses are in nats per "
+        "token of held-out text: the mean over the seeds and its 95 % interval. A model of byte "
+        f"frequencies alone has {board['unigram_loss']:.3f}.",
+        "",
+    ]
+    table = loss_table(board, "last-quarter")
+    lines += ["## Loss in the last quarter of the sequence", "", *table, ""]
+    lines += ["![loss by length, and in training](linear_attention.png)", ""]
+    lines += ["## Loss over whole sequences", "", *loss_table(board, "chunked"), ""]
+    claims = [f"- {claim}" for claim in judge(board)]
+    rule = f"Differences in nats, paired by seed, over finite losses. {RULE}"
+    if steps < 500:
+        claims, rule = [], f"Not judged: models trained for {steps} steps say nothing about them."
+    lines += ["## Claims", "", rule, "", *claims, ""]
+    if any(record["denominators"] for record in board["records"]):
+        lines += ["## Denominators", "", ABOUT_DENOMINATORS, "", *denominator_table(board), ""]
+    if BOTH in names_of(board["records"]):
+        lines += ["## Both rotated", "", WHY_BOTH_FAIL, "", *divergence_table(board), ""]
+    if any("extensions" in record for record in board["records"]):
+        lines += ["## Extension methods", "", ABOUT_METHODS, "", *extension_table(board), ""]
+    lines += ["## Time and memory", "", ABOUT_TIME, "", *step_table(board), ""]
+    lines += [describe_memory(board), "", "## Refused schemes", "", ABOUT_ALONE, ""]
+    lines += [f"- `{pos}`: {reason}" for pos, reason in REFUSED.items()]
+    return lines
+
+
+def write_report(board, out_dir):
+    """Write linear_attention.md, .json and .png, and print the report."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_json(out_dir / "linear_attention.json", board, indent=1)
+    text = "\n".join(report_lines(board)) + "\n"
+    (out_dir / "linear_attention.md").write_text(text, encoding="utf-8")
+    print("\n" + text)
+    plot(board, out_dir / "linear_attention.png")
+
+
+def plot(board, file):
+    """Plot the last-quarter loss by length, and the training loss by step, of all models."""
+    plt = import_pyplot(file)
+    if plt is None:
+        return
+    figure, (by_length, by_step) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    L = board["model"]["block_size"]
+    lengths = [factor * L for factor in FACTORS]
+    for number, name in enumerate(names_of(board["records"])):
+        color = f"C{number}"
+        points = []
+        for length in lengths:
+            losses = select_losses(board["records"], name, "last-quarter", length).values()
+            finite = [loss for loss in losses if loss is not None]
+            if finite:
+                points.append((length, *confidence_interval(finite)))
+        x, mean, half_width = zip(*points, strict=True) if points else ((), (), ())
+        error = [0 if math.isnan(width) else width for width in half_width]
+        by_length.errorbar(x, mean, error, marker="o", capsize=3, color=color, label=name)
+        for record in board["records"]:
+            if record["model"] == name:
+                by_step.plot(record["training_losses"], color=color, linewidth=0.7, alpha=0.7)
+    for axis, title in ((by_length, "Last quarter of the sequence"), (by_step, "In training")):
+        axis.set(title=title, ylabel="loss (nats per token)")
+        axis.axhline(board["unigram_loss"], color="gray", linestyle=":")
+        axis.grid(alpha=0.3)
+        axis.set_ylim(top=min(axis.get_ylim()[1], 8))  # a failing model must not flatten the others
+    by_length.set(xscale="log", xlabel="context length (tokens); trained at the shortest")
+    by_length.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    by_length.minorticks_off()
+    by_step.set_xlabel("step, a curve per seed")
+    by_length.legend(fontsize=8, title="dotted: byte frequencies", title_fontsize=8)
+    figure.supxlabel(board["note"], fontsize=6, color="gray")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+    print(f"wrote {file}")
 
 
 def main():
-    from experiments.papers.linear_attention_report import write_report
-    from experiments.papers.linear_attention_runs import measure
-
     cfg, *_ = cli.parse(LinearConfig, about=__doc__)
     write_report(measure(cfg), Path(cfg.out_dir or cfg.runs))
     return 0

@@ -21,23 +21,48 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-from dataclasses import dataclass
+import json
+import math
+import statistics
+import time
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 
 import data
 from data.prepare import prepare
-from experiments.papers.recurrence_report import write_report
-from experiments.papers.recurrence_runs import Run
-from experiments.papers.segment_memory import RecurrentGPT, check_memory, generate
-from experiments.report import command_line, count
+from evaluate import evaluation_mode
+from experiments.papers.segment_memory import (
+    RecurrentGPT,
+    SegmentMemory,
+    Streams,
+    check_memory,
+    generate,
+)
+from experiments.report import (
+    RULE,
+    Claim,
+    command_line,
+    confidence_interval,
+    count,
+    format_interval,
+    load_finished_run,
+    markdown_table,
+)
 from model import GPTConfig
 from nanolong import cli
-from nanolong.devices import pick_device
-from nanolong.provenance import provenance
-from nanolong.strict_json import write_json
+from nanolong.devices import pick_device, prepare_device
+from nanolong.errors import UserError
+from nanolong.optim import get_lr, make_optimizers, update_weights
+from nanolong.plots import import_pyplot
+from nanolong.provenance import current_commit, provenance
+from nanolong.run import checkpoint
+from nanolong.run import folder as folder_of_runs
+from nanolong.strict_json import to_json, write_json
+from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
 from nanolong.validate import require
+from train import TrainConfig
 
 # Settings of model, training and evaluation, the same for all runs.
 BUDGETS = {
@@ -215,6 +240,524 @@ def make_sample(runs, prompt, device):
     )
     text = tokenizer.decode(new_tokens[0].tolist()).decode("utf-8", "replace")
     return {"name": run.name, "text": prompt + text}
+
+
+# -----------------------------------------------------------------------------
+# A run: training that resumes, and evaluation
+
+
+N_GROUPS = 8  # of positions in a segment, each with a mean loss of its own
+
+
+def memory_of(mode):
+    """The length of the memory in training, in segments."""
+    return int(mode.removeprefix("memory-")) if mode.startswith("memory-") else 0
+
+
+class Run:
+    """
+    A scheme that is trained in one mode from one seed: shuffled, streams or memory-SEGMENTS.
+
+    cfg: a RecurrenceConfig, budget: one of BUDGETS. Raises UserError for texts that do not fit.
+    """
+
+    def __init__(self, cfg, budget, dataset, pos, mode, seed):
+        self.pos, self.mode, self.seed = pos, mode, seed
+        self.dataset, self.budget = dataset, budget
+        self.segment = cfg.segment or budget["segment"]
+        self.n_memory = memory_of(mode)  # segments
+        self.name = f"{pos}-{mode}-{seed}"
+        self.folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}" / self.name
+        # The tables of shaw, nezha and t5 follow block_size. It is the longest context in training,
+        # memory included, so that every scheme has the tables that its own rule gives for it. With
+        # the same seed, all weights outside the scheme start the same.
+        self.config = GPTConfig(
+            pos=pos,
+            **budget["model"],
+            block_size=self.segment * (1 + self.n_memory),
+            vocab_size=dataset.vocab_size,
+        )
+        training = dict(budget["training"])
+        training["max_iters"] = cfg.steps or training["max_iters"]
+        training["batch_size"] = cfg.batch_size or training["batch_size"]
+        self.training = TrainConfig(dataset=cfg.dataset, seed=seed, dtype="float32", **training)
+        batch_size = self.training.batch_size
+        self.text = Streams(dataset.train, dataset.bos, batch_size, self.segment, cfg.train_tokens)
+        self.val_text = Streams(dataset.val, dataset.bos, budget["val_streams"], self.segment)
+        needed = max(budget["evaluated"]) + budget["val_segments"]
+        require(
+            self.val_text.n_segments >= needed,
+            f"the validation text has {self.val_text.n_segments} segments a stream, and {needed} "
+            "are evaluated: give a lower --segment or more text",
+        )
+        # Shuffled models know neither a memory nor the order of segments: one length is enough.
+        self.evaluated = budget["evaluated"][: 2 if mode == "shuffled" else None]
+        self.seconds = 0.0  # of training so far
+
+    def key(self):
+        """Return what decides the results, as JSON has it."""
+        evaluation = [self.evaluated, self.budget["val_streams"], self.budget["val_segments"]]
+        key = {
+            "memory": self.n_memory * self.segment,
+            "mode": self.mode,
+            "model": asdict(self.config),
+            "training": asdict(self.training),
+            "text": [self.dataset.hash, self.text.n_segments, self.segment],
+            "evaluation": evaluation,
+        }
+        return json.loads(to_json(key))
+
+    # Training
+
+    def batch(self, step):
+        """Read the batch of a training step."""
+        if self.mode == "shuffled":
+            return self.text.shuffled_batch(step, self.seed, self.training.max_iters)
+        return self.text.batch(step)
+
+    def start(self, device):
+        """Return a new model, its optimizers, its memory or None, and 0, the steps so far."""
+        torch.manual_seed(self.seed)
+        model = RecurrentGPT(self.config).to(device)
+        return model, make_optimizers(model, self.training), self.make_memory(model), 0
+
+    def make_memory(self, model):
+        return SegmentMemory(model, self.n_memory * self.segment) if self.n_memory else None
+
+    def resume(self, device):
+        """Return what start() does, from the newest checkpoint. Raises UserError."""
+        folder = folder_of_runs.list_steps(self.folder)[-1]
+        meta = checkpoint.read_meta(folder)
+        saved_key = meta.get("run") or {}
+        changed = [name for name, value in self.key().items() if saved_key.get(name) != value]
+        require(
+            not changed,
+            f"{folder} was trained with other settings ({', '.join(changed)}): give the same, or "
+            "choose another --runs",
+        )
+        model = RecurrentGPT.load(folder).to(device)
+        optimizers, memory = make_optimizers(model, self.training), self.make_memory(model)
+        if meta["step"] < self.training.max_iters:  # of a finished run, only the model is kept
+            file = folder / "optim.safetensors"
+            checkpoint.verify(file, meta)
+            checkpoint.load_optimizers(model, optimizers, file)
+            if memory is not None:
+                file = folder / "memory.safetensors"
+                checkpoint.verify(file, meta)
+                memory.load_state(read_tensors(file, device))
+        self.seconds = meta["seconds"]
+        return model, optimizers, memory, meta["step"]
+
+    def save(self, model, optimizers, memory, step):
+        """Write a checkpoint of a step, whole or not at all; of a finished run, only the model."""
+        finished = step == self.training.max_iters
+        tensors = {"model": dict(model.named_parameters())}
+        if not finished:
+            tensors["optim"] = checkpoint.optimizer_tensors(model, optimizers)
+        if not finished and memory is not None:
+            tensors["memory"] = memory.state()
+        tokenizer = self.dataset.tokenizer
+        meta = {
+            **checkpoint.settings_record("config", self.config),
+            **checkpoint.settings_record("train", self.training),
+            "step": step,
+            "seconds": self.seconds,
+            "bos": self.dataset.bos,
+            "tokenizer": tokenizer.to_json() if tokenizer else None,
+            "data_hash": self.dataset.hash,
+            "run": self.key(),
+        }
+        checkpoint.write_checkpoint(self.folder / f"step-{step:06d}", tensors, meta)
+        folder_of_runs.prune(self.folder, None)
+        if finished:
+            for earlier in folder_of_runs.list_steps(self.folder)[:-1]:
+                folder_of_runs.remove(earlier)
+
+    def train(self, device):
+        """Train what is left to train; return the model."""
+        prepare_device(device)
+        begin = self.resume if folder_of_runs.list_steps(self.folder) else self.start
+        model, optimizers, memory, start = begin(device)
+        cfg = self.training
+        clock_start = time.perf_counter() - self.seconds
+        model.train()
+        for step in range(start, cfg.max_iters):
+            x, y = self.batch(step)
+            if memory is not None and step % self.text.n_segments == 0:
+                memory.clear()  # the streams start, again perhaps
+            # Forward and backward.
+            loss = model(x.to(device), y.to(device), cache=memory)
+            loss.backward()
+            update_weights(model, optimizers, get_lr(cfg, step), cfg.grad_clip)
+            if (step + 1) % cfg.eval_interval == 0 or step + 1 == cfg.max_iters:
+                self.seconds = time.perf_counter() - clock_start
+                self.save(model, optimizers, memory, step + 1)
+        return model
+
+    # Evaluation
+
+    def evaluate(self, model):
+        """Compute the losses with each length of the memory: float32 (lengths, B, S, T)."""
+        first = max(self.budget["evaluated"])  # so many segments are context only, for all
+        n_segments = self.budget["val_segments"]
+        losses = []
+        for n_memory in self.evaluated:
+            # The memory is full, and each layer's has passed on what the layer below has seen.
+            burn_in = min(first, max(n_memory, model.config.n_layer)) if n_memory else 0
+            capacity = n_memory * self.segment
+            steps = range(first - burn_in, first + n_segments)
+            losses.append(stream_losses(model, self.val_text, capacity, steps)[:, burn_in:])
+        return torch.stack(losses)
+
+    def measure(self, device):
+        """Train and evaluate, or read what that has left in the run folder: a record."""
+        file = self.folder / "record.json"
+        finished = load_finished_run(file, self.key())
+        if finished:
+            return finished["record"]
+        model = self.train(device)
+        start = time.perf_counter()
+        losses = self.evaluate(model)
+        evaluation_seconds = time.perf_counter() - start
+        means = losses.double().nanmean((1, 2, 3)).tolist()
+        if not math.isfinite(sum(means)):
+            raise UserError(f"{self.name}: the loss is not finite: try another number of --steps")
+        groups = losses.double().tensor_split(min(N_GROUPS, self.segment), -1)
+        by_position = torch.stack([group.nanmean((1, 2, 3)) for group in groups], 1)
+        stream = TensorStream({"losses": losses}, [("losses", losses)])
+        write_tensors(self.folder / "losses.safetensors", stream)
+        record = {
+            "pos": self.pos,
+            "mode": self.mode,
+            "seed": self.seed,
+            "evaluated": self.evaluated,
+            "losses": means,
+            "by_position": by_position.tolist(),
+            "scored": int(losses[0].isfinite().sum()),
+            "training_seconds": self.seconds,
+            "seconds": self.seconds + evaluation_seconds,
+            "commit": current_commit(),
+        }
+        write_json(file, {"key": self.key(), "record": record})
+        return record
+
+    def token_losses(self):
+        """Return what evaluate() has computed, of a measured run."""
+        return read_tensor(self.folder / "losses.safetensors", "losses")
+
+
+def stream_losses(model, text, capacity, steps):
+    """
+    Compute the losses of these steps of Streams in nats: float32 (B, steps, T), nan where none is.
+
+    capacity: of the memory in tokens, which is empty at first; 0: every segment by itself.
+    """
+    memory = SegmentMemory(model, capacity) if capacity else None
+    losses = []
+    with evaluation_mode(model, torch.float32) as device:
+        for step in steps:
+            x, y = text.batch(step)
+            loss = model(x.to(device), y.to(device), cache=memory, reduction="none")
+            losses.append(loss.cpu().masked_fill(y < 0, math.nan))
+    return torch.stack(losses, 1)
+
+
+def read_tensors(file, device):
+    """Read all tensors of a file, by name."""
+    names = read_header(file)
+    return {name: read_tensor(file, name).to(device, copy=True) for name in names}
+
+
+# -----------------------------------------------------------------------------
+# The report
+
+
+class Losses:
+    """The records of a board, by scheme and mode."""
+
+    def __init__(self, board):
+        self.board = board
+        self.records = {}  # (pos, mode) -> {seed: record}
+        for record in board["records"]:
+            by_seed = self.records.setdefault((record["pos"], record["mode"]), {})
+            by_seed[record["seed"]] = record
+        self.schemes = list(dict.fromkeys(pos for pos, _ in self.records))
+        self.modes = list(dict.fromkeys(mode for _, mode in self.records))
+
+    def select(self, pos, mode, memory=None, groups=None):
+        """Return seed -> mean loss, or {} of what was not measured.
+
+        memory: in evaluation, in segments; None: as in training. groups: a slice of the groups of
+        positions; None: all of the segment.
+        """
+        losses = {}
+        memory = memory_of(mode) if memory is None else memory
+        for seed, record in self.records.get((pos, mode), {}).items():
+            if memory not in record["evaluated"]:
+                continue
+            row = list(record["evaluated"]).index(memory)
+            if groups is None:
+                losses[seed] = record["losses"][row]
+            else:
+                losses[seed] = statistics.fmean(record["by_position"][row][groups])
+        return losses
+
+    def differences(self, a, b):
+        """Return the differences a - b of two results of select(), paired by seed."""
+        return [loss - b[seed] for seed, loss in a.items() if seed in b]
+
+    def gain_at(self, pos, groups):
+        """Return seed -> memory-1 - streams in some groups of positions."""
+        without = self.select(pos, "streams", groups=groups)
+        with_memory = self.select(pos, "memory-1", groups=groups)
+        return {seed: x - without[seed] for seed, x in with_memory.items() if seed in without}
+
+
+def cell(losses, digits=3):
+    """Return the mean and interval of a list, or of the values of select()."""
+    values = list(losses.values()) if isinstance(losses, dict) else losses
+    return format_interval(values, digits) if values else "–"
+
+
+# -----------------------------------------------------------------------------
+# Tables
+
+
+def main_table(losses):
+    """Return the table of the modes: a line per scheme."""
+    header = ["", *losses.modes, "memory-1 - streams", "streams - shuffled"]
+    rows = []
+    for pos in losses.schemes:
+        by_mode = {mode: losses.select(pos, mode) for mode in ("shuffled", "streams", "memory-1")}
+        row = [pos, *(cell(losses.select(pos, mode)) for mode in losses.modes)]
+        row.append(cell(losses.differences(by_mode["memory-1"], by_mode["streams"])))
+        row.append(cell(losses.differences(by_mode["streams"], by_mode["shuffled"])))
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def memory_table(losses):
+    """Return the table by the memory in evaluation: a line per scheme and mode."""
+    lengths = losses.board["evaluated"]
+    rows = []
+    for pos, mode in losses.records:
+        row = [pos, mode]
+        row += [cell(losses.select(pos, mode, length)) for length in lengths]
+        rows.append(row)
+    return markdown_table(["", "trained", *(f"{length}" for length in lengths)], rows)
+
+
+def position_table(losses):
+    """Return the gain of a memory by position: a line per scheme, and the first quarter's share."""
+    n_groups = len(losses.board["records"][0]["by_position"][0])
+    size = losses.board["segment"] / n_groups
+    header = ["", *(f"{round(i * size)}–{round((i + 1) * size) - 1}" for i in range(n_groups))]
+    rows = []
+    for pos in losses.schemes:
+        gains = [losses.gain_at(pos, slice(i, i + 1)) for i in range(n_groups)]
+        if not gains[0]:
+            continue
+        means = [statistics.fmean(by_seed.values()) for by_seed in gains]
+        share = f"{sum(means[: n_groups // 4]) / sum(means):.0%}" if sum(means) < 0 else "–"
+        rows.append([pos, *(cell(by_seed) for by_seed in gains), share])
+    return markdown_table([*header, "the first quarter's share"], rows)
+
+
+def context_table(losses):
+    """Return the table of relative effective context lengths, in tokens of memory."""
+    segment = losses.board["segment"]
+    fractions = list(dict.fromkeys(record["fraction"] for record in losses.board["contexts"]))
+    header = ["", "trained", *(f"r = {fraction:g}" for fraction in fractions)]
+    rows = []
+    for pos, mode in losses.records:
+        row = [pos, mode]
+        for fraction in fractions:
+            found = select_contexts(losses.board, pos, mode, fraction)
+            row.append(cell({seed: segment * n for seed, n in found.items()}, digits=0))
+        if any(text != "–" for text in row[2:]):
+            rows.append(row)
+    return markdown_table(header, rows)
+
+
+def select_contexts(board, pos, mode, fraction):
+    """Return seed -> relative effective context length in segments."""
+    wanted = (pos, mode, fraction)
+    found = {}
+    for record in board["contexts"]:
+        if (record["pos"], record["mode"], record["fraction"]) == wanted:
+            found[record["seed"]] = record["segments"]
+    return found
+
+
+def time_table(losses):
+    """Return the table of the seconds of training: a line per scheme, a column per mode.
+
+    Of the fastest seed: the other cores may have been busy during some runs.
+    """
+    rows = []
+    for pos in losses.schemes:
+        row = [pos]
+        for mode in losses.modes:
+            records = losses.records.get((pos, mode), {}).values()
+            seconds = [record["training_seconds"] for record in records]
+            row.append(f"{min(seconds):.1f}" if seconds else "–")
+        rows.append(row)
+    return markdown_table(["", *losses.modes], rows)
+
+
+# -----------------------------------------------------------------------------
+# Orderings
+
+
+def judge(losses):
+    """Return the claims of Dai et al. (2019), by topic; what was not measured is left out."""
+    topics = {}
+
+    def compare(topic, text, a, b, **bound):
+        differences = losses.differences(a, b)
+        if differences:
+            claim = Claim(text, *confidence_interval(differences), **bound)
+            topics.setdefault(topic, []).append(claim)
+
+    select = losses.select
+    for pos in losses.schemes:
+        text = f"{pos}: a memory of one segment below streams without"
+        compare("Recurrence", text, select(pos, "memory-1"), select(pos, "streams"), below=0)
+    for pos in losses.schemes:
+        # Gains are negative differences.
+        quarter = len(losses.board["records"][0]["by_position"][0]) // 4
+        early = losses.gain_at(pos, slice(0, quarter))
+        late = losses.gain_at(pos, slice(-quarter, None))
+        text = f"{pos}: the first quarter of a segment gains more than the last"
+        compare("Where the gain lies", text, early, late, below=0)
+    for mode in losses.modes:
+        if memory_of(mode):
+            xl, shaw = select("xl", mode), select("shaw", mode)
+            compare("Encodings", f"{mode}: xl below shaw", xl, shaw, below=0)
+    for (pos, mode), memory in ((key, memory_of(key[1])) for key in losses.records):
+        lengths = [n for n in losses.board["evaluated"] if n > memory][:2] if memory else []
+        for length in lengths:
+            text = f"{pos}, {mode}: a memory of {length} below one of {memory} in evaluation"
+            longer, own = select(pos, mode, length), select(pos, mode, memory)
+            compare("Longer memories in evaluation", text, longer, own, below=0)
+    for pos in losses.schemes:
+        with_memory = select_contexts(losses.board, pos, "memory-1", 0.1)
+        without = select_contexts(losses.board, pos, "streams", 0.1)
+        text = f"{pos}: RECL in segments (r = 0.1) above that of streams without"
+        compare("Effective context", text, with_memory, without, above=0)
+    return topics
+
+
+def judge_orderings(losses):
+    """Return the lines of the section on the paper's orderings."""
+    if not losses.board["judged"]:
+        return [
+            f"Not judged: models trained for {losses.board['steps']} steps say nothing about them."
+        ]
+    lines = [f"Differences in nats, or in segments for contexts, paired by seed. {RULE}"]
+    for topic, claims in judge(losses).items():
+        lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims)]
+    return lines
+
+
+# -----------------------------------------------------------------------------
+# The report
+
+
+def describe_runs(board):
+    """Return the paragraph that says what was trained and measured."""
+    model = ", ".join(f"{name}={value}" for name, value in board["model"].items())
+    tokens = board["steps"] * board["batch_size"] * board["segment"]
+    fastest = {}  # seed, of each kind of run: other work may slow a machine down for a while
+    for record in board["records"]:
+        kind = record["pos"], record["mode"]
+        fastest[kind] = min(record["seconds"], fastest.get(kind, math.inf))
+    return (
+        f"Each run ({model}) trains on {tokens:,} tokens: {board['steps']} steps of "
+        f"{board['batch_size']} segments of {board['segment']} tokens with AdamW, the same tokens "
+        "for all. `shuffled`: in random order; `streams`: in the order of the text; `memory-N`: as "
+        "streams, with a memory of N segments. Losses are in nats per token of held-out text, on "
+        "the same tokens for all: the mean over the seeds and its 95 % interval. In evaluation a "
+        "memory is full before the first scored token, and tokens early in a segment have only "
+        "the memory before them. The longest context in training, memory included, sets the tables "
+        f"of shaw, nezha and t5. The {len(fastest)} runs of a seed take "
+        f"{sum(fastest.values()) / 60:.1f} minutes of one process, evaluation included: each of "
+        "them by its fastest seed."
+    )
+
+
+def write_report(board, out_dir):
+    """Write recurrence.md and recurrence.png, and print the text."""
+    losses = Losses(board)
+    sections = {
+        "Loss with the memory of training": main_table(losses),
+        "Loss by the memory in evaluation, in segments": memory_table(losses),
+        "memory-1 - streams, by position in the segment": position_table(losses),
+        "Relative effective context, in tokens of memory": [
+            "As Dai et al. (2019) define it, for the group of all models of a seed in this table, "
+            "in the steps of the memories above. The definition counts what improves and not what "
+            "gets worse, so a model whose losses scatter with a memory that it never saw gains, "
+            "too.",
+            "",
+            *context_table(losses),
+        ],
+        "Seconds of training, of the fastest seed": time_table(losses),
+        "Orderings": judge_orderings(losses),
+    }
+    lines = ["# Segment-level recurrence", "", f"`{board['command']}`: {board['note']}.", ""]
+    lines += [describe_runs(board), "", "![losses](recurrence.png)"]
+    for title, content in sections.items():
+        lines += ["", f"## {title}", "", *content]
+    if board["sample"]:
+        text = board["sample"]["text"].splitlines()
+        lines += ["", f"## A sample of {board['sample']['name']}", "", *("    " + t for t in text)]
+    text = "\n".join(lines) + "\n"
+    (out_dir / "recurrence.md").write_text(text, encoding="utf-8")
+    print("\n" + text)
+    plot_losses(losses, out_dir / "recurrence.png")
+
+
+def plot_losses(losses, file):
+    """Plot the loss by position and by the memory in evaluation: the means of the seeds."""
+    plt = import_pyplot(file)
+    if plt is None:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
+    n_groups = len(losses.board["records"][0]["by_position"][0])
+    centres = [(i + 0.5) * losses.board["segment"] / n_groups for i in range(n_groups)]
+    lengths = losses.board["evaluated"]
+    shown = []  # the losses that the limits of the right panel follow
+    for i, pos in enumerate(losses.schemes):
+        for mode, style in (("streams", "--"), ("memory-1", "-")):
+            by_group = [losses.select(pos, mode, groups=slice(g, g + 1)) for g in range(n_groups)]
+            if not by_group[0]:
+                continue
+            label = f"{pos}, {mode}"
+            means = [statistics.fmean(by_seed.values()) for by_seed in by_group]
+            left.plot(centres, means, style, color=f"C{i}", marker=".", label=label)
+            by_memory = [losses.select(pos, mode, length) for length in lengths]
+            means = [statistics.fmean(by_seed.values()) for by_seed in by_memory]
+            right.plot(range(len(lengths)), means, style, color=f"C{i}", marker=".")
+            # Without a memory in training, all but the first may be far above the others.
+            shown += means if memory_of(mode) else means[:1]
+    if shown:
+        margin = 0.06 * (max(shown) - min(shown)) + 1e-3
+        right.set_ylim(min(shown) - margin, max(shown) + margin)
+    left.set(title="With the memory of training", xlabel="position in the segment (tokens)")
+    right.set(title="With other memories", xlabel="memory in evaluation (segments)")
+    right.set_xticks(range(len(lengths)), lengths)
+    left.set_ylabel("loss (nats per token)")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.supxlabel(losses.board["note"], fontsize=7, color="gray")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+    print(f"wrote {file}")
+
+
+# -----------------------------------------------------------------------------
+# The command line
 
 
 def main():

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 
 import data
-from experiments.papers import claims, claims_report
+from experiments.papers import claims
 from experiments.reproduce import SeedRun
 from nanolong.errors import UserError
 
@@ -137,7 +137,7 @@ def test_without_seeds_there_is_nothing_to_measure():
 
 def test_needles_by_depth_are_those_of_reproduce_json():
     board = json.loads((ROOT / "results/reproduce.json").read_text())
-    lines = claims_report.report_needles(board)
+    lines = claims.report_needles(board)
     window = next(line for line in lines if line.startswith("| window |"))
     accuracies = []
     for records in board["needles"]:

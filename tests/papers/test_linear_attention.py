@@ -1,4 +1,4 @@
-"""papers/linear_attention.py against its formula, written out in float64, and its report."""
+"""Linear attention against its formula, written out in float64, and its experiment."""
 
 import json
 
@@ -8,14 +8,13 @@ import torch.nn.functional as F
 from conftest import BUILT_IN, ROOT, TINY
 
 import rope_scaling
-from experiments.papers import linear_attention as linear
-from experiments.papers import linear_attention_report as report
-from experiments.papers import linear_attention_runs as runs
+from examples.schemes import linear_attention as linear
+from experiments.papers import linear_attention as experiment
 from model import GPT, POSITIONS
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
 
-ENTRY = f"--entry={ROOT}/experiments/papers/linear_attention.py"
+ENTRY = f"--entry={ROOT}/examples/schemes/linear_attention.py"
 MASK = {"window": 0, "sinks": 0, "scale": 0.3, "docs": None, "positions": None}
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -27,7 +26,7 @@ def schemes():
     before = dict(POSITIONS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    runs.model_settings(["nope", "rope"])
+    experiment.model_settings(["nope", "rope"])
     yield
     POSITIONS.clear()
     POSITIONS.update(before)
@@ -216,7 +215,7 @@ def test_denominators_are_positive_unless_they_are_rotated(make):
     inputs = 4 * q.detach(), 4 * k.detach(), v.detach()
     for name, both in (("linear_attention", False), ("linear_attention_both", True)):
         model = make(pos=name, n_embd=64)
-        seen = model.pos.observe = runs.Denominators()
+        seen = model.pos.observe = experiment.Denominators()
         y = model.pos.attend(*inputs, pos, 0, None, **MASK)
         expected, denominator = formula(*inputs, pos, inv_freq, both=both)
         measured = seen.ranges["rotated" if both else "unrotated"]
@@ -232,13 +231,13 @@ def test_denominators_are_positive_unless_they_are_rotated(make):
 
 
 def test_each_other_scheme_is_refused_with_its_reason():
-    assert linear.refusal("nope") is None and linear.refusal("rope") is None
-    assert set(linear.REFUSED) == set(BUILT_IN) - {"nope", "rope"}
-    for pos in linear.REFUSED:
+    assert experiment.refusal("nope") is None and experiment.refusal("rope") is None
+    assert set(experiment.REFUSED) == set(BUILT_IN) - {"nope", "rope"}
+    for pos in experiment.REFUSED:
         with pytest.raises(UserError, match=f"{pos} is not used in linear .*: use nope or rope$"):
-            linear.check_pos(pos)
+            experiment.check_pos(pos)
     with pytest.raises(UserError, match="no position scheme 'ropey'"):
-        linear.check_pos("ropey")
+        experiment.check_pos("ropey")
 
 
 @pytest.mark.parametrize(
@@ -308,9 +307,9 @@ def test_scripts_take_the_scheme_as_it_is(call, text_data, tmp_path):
 
 
 def test_experiment_continues_and_reports(call, text_data, tmp_path, monkeypatch):
-    monkeypatch.setitem(runs.BUDGETS["try"]["training"], "max_iters", 3)
-    monkeypatch.setattr(runs, "METHODS", ("none", "yarn", "self-extend"))
-    monkeypatch.setattr(runs, "TIMED_FACTORS", (1, 2))
+    monkeypatch.setitem(experiment.BUDGETS["try"]["training"], "max_iters", 3)
+    monkeypatch.setattr(experiment, "METHODS", ("none", "yarn", "self-extend"))
+    monkeypatch.setattr(experiment, "TIMED_FACTORS", (1, 2))
     words = [
         "experiments/papers/linear_attention.py",
         "--budget=try",
@@ -327,7 +326,7 @@ def test_experiment_continues_and_reports(call, text_data, tmp_path, monkeypatch
     text = (tmp_path / "runs/linear_attention.md").read_text()
     assert "- linear rope, `self-extend`: method 'self-extend' replaces attention" in text
     with monkeypatch.context() as patched:
-        patched.setattr(runs, "train", None)
+        patched.setattr(experiment, "train", None)
         assert call(*words, "--seeds=1", cwd=tmp_path).returncode == 0
     again = json.loads((tmp_path / "runs/linear_attention.json").read_text())
     assert again["records"] == board["records"]
@@ -337,9 +336,9 @@ def test_experiment_continues_and_reports(call, text_data, tmp_path, monkeypatch
 
 def test_divergence_is_recorded(make, text_data, tmp_path, monkeypatch):
     """The first step that is not finite, and the losses before it."""
-    dataset = runs.data.Dataset(text_data)
+    dataset = experiment.data.Dataset(text_data)
     model = make(pos="linear_attention_both", vocab_size=257)
-    config = runs.TrainConfig(
+    config = experiment.TrainConfig(
         dataset=str(text_data),
         out_dir=str(tmp_path / "run"),
         batch_size=2,
@@ -358,7 +357,7 @@ def test_divergence_is_recorded(make, text_data, tmp_path, monkeypatch):
         return factor * attend(self, *arguments, **mask)
 
     monkeypatch.setattr(type(model.pos), "attend", overflow)
-    record = runs.train_run(model, config, dataset)
+    record = experiment.train_run(model, config, dataset)
     assert "step 3" in record["diverged"] and "not finite" in record["diverged"]
     assert len(record["training_losses"]) == 2
     assert [seen["when"] for seen in record["denominators"]][2] == "in training"
@@ -366,15 +365,15 @@ def test_divergence_is_recorded(make, text_data, tmp_path, monkeypatch):
 
 def test_claims_leave_out_losses_that_are_not_finite():
     losses = {"linear rope": (2.0, 2.1, 2.2), "linear nope": (2.5, 2.6, None)}
-    losses |= {report.BOTH: (None, None, None), "softmax rope": (1.9, 2.0, 2.0)}
+    losses |= {experiment.BOTH: (None, None, None), "softmax rope": (1.9, 2.0, 2.0)}
     records = []
     for name, by_seed in losses.items():
         for seed, loss in enumerate(by_seed, 1):
             scored = [{"protocol": "chunked", "length": 16, "loss": loss}]
             records.append({"model": name, "seed": seed, "losses": scored})
     board = {"records": records, "model": {"block_size": 16}, "unigram_loss": 3.0}
-    first, second = report.judge(board)
+    first, second = experiment.judge(board)
     assert first.mean == pytest.approx(-0.5) and first.passed
     assert "softmax rope below linear rope" in second.text
-    assert report.format_losses([2.0, None]) == "2.000 (1 not finite)"
-    assert report.format_losses([None]) == "not finite"
+    assert experiment.format_losses([2.0, None]) == "2.000 (1 not finite)"
+    assert experiment.format_losses([None]) == "not finite"

@@ -9,8 +9,7 @@ import torch
 import data
 from evaluate import evaluation_mode
 from experiments.papers import recurrence
-from experiments.papers.recurrence_report import Losses, judge
-from experiments.papers.recurrence_runs import Run
+from experiments.papers.recurrence import Losses, Run, judge
 from experiments.papers.segment_memory import SegmentMemory, Streams
 from nanolong.errors import UserError
 from nanolong.run.folder import list_steps
