@@ -374,10 +374,10 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
     Where a loss cannot be measured, its record has "refused" with the reason.
     """
     split = text.val
-    placement = (protocols[0], cfg.stride, lengths)
+    placement = {"protocol": protocols[0], "stride": cfg.stride, "lengths": lengths}
     settings = {"protocols": protocols, **fields}
     try:
-        settings["sequences"] = find_sequences(split, length, cfg.max_tokens, *placement)
+        settings["sequences"] = find_sequences(split, length, cfg.max_tokens, **placement)
     except UserError as error:
         settings["refused"] = str(error)
     n_sequences = len(settings.get("sequences", ()))
@@ -386,12 +386,12 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
         dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
         try:
             loss_sum, n_scored = loss_by_position(
-                model, split, length, cfg.max_tokens, dtype, *placement
+                model, split, length, cfg.max_tokens, dtype, **placement
             )
         except UserError as error:
             refused = {**fields, "refused": str(error)}
             return [loss_record(name, protocol, length, **refused) for protocol in protocols]
-        n_bytes = bytes_by_position(text, length, cfg.max_tokens, *placement)
+        n_bytes = bytes_by_position(text, length, cfg.max_tokens, **placement)
         counted = {**fields, "sequences": n_sequences}
         return make_records(name, loss_sum, n_scored, protocols, n_bytes, **counted)
 

@@ -19,7 +19,7 @@ import copy
 import difflib
 import json
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -148,32 +148,13 @@ def run_suffix(given):
     return suffix
 
 
-# Not inherited: extend.py has its own defaults for these, or they are for one run only.
-OWN_SETTINGS = {
-    "compile",
-    "entry",
-    "eval_interval",
-    "eval_length",
-    "factor",
-    "init_from",
-    "learning_rate",
-    "max_iters",
-    "method",
-    "min_doc",
-    "min_lr",
-    "options",
-    "out_dir",
-    "overwrite",
-    "parallel",
-    "plot",
-    "pose",
-    "pose_window",
-    "sequence_parallel",
-    "text",
-    "upsample_docs",
-    "warmup_iters",
-    "weight_decay",
-}
+# What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
+INHERITED_SETTINGS = (
+    *("dataset", "bos", "separate_docs", "passkey"),
+    *("batch_size", "gradient_accumulation_steps", "optimizer", "lr_schedule"),
+    *("beta1", "beta2", "grad_clip", "eval_iters", "log_interval", "wandb"),
+    *("device", "dtype", "checkpoint_activations", "seed"),
+)
 
 
 def inherited_settings(meta, given, path):
@@ -187,8 +168,7 @@ def inherited_settings(meta, given, path):
                 "--max_iters=0 to only extend it"
             )
         return {"bos": meta.get("bos") is not None}
-    names = [field.name for field in fields(TrainConfig) if field.name in parent]
-    settings = {name: parent[name] for name in names if name not in OWN_SETTINGS}
+    settings = {name: parent[name] for name in INHERITED_SETTINGS if name in parent}
     factor = given.get("factor", ExtendConfig.factor)
     if not 1 <= factor <= 1e6:
         return settings  # refused by the range check

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT, POSITIONS
 from nanolong import cli, entry, run
 from nanolong.errors import UserError
 from nanolong.hub import exporting, gguf_import, importing
@@ -56,7 +56,7 @@ def main():
         if "store" in given:
             raise UserError("--store is for import: leave it out")
         entry.load_entries(cfg.entry, POSITIONS)
-        model = run.open_model(GPT, GPTConfig, POSITIONS, source, cfg.best)
+        model = run.open_model(GPT, source, cfg.best)
         exporting.export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
         return
     for name in sorted(given - {"store"}):
@@ -64,7 +64,7 @@ def main():
     read = importing.import_checkpoint
     if source.lower().endswith(".gguf") or Path(source).is_file():
         read = gguf_import.import_gguf
-    read(GPT, GPTConfig, POSITIONS, source, target, cfg.store)
+    read(GPT, source, target, cfg.store)
 
 
 if __name__ == "__main__":

@@ -763,6 +763,9 @@ def check_config(config):
 
 
 class GPT(nn.Module):
+    config_class = GPTConfig  # these two for what has the class alone: nanolong/
+    schemes = POSITIONS
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         check_config(config)
@@ -891,8 +894,7 @@ class GPT(nn.Module):
         if not explicit:
             positions = torch.arange(start, end, device=tokens.device)
         else:
-            # To read positions makes the CPU wait for a GPU, and breaks a compiled graph in two:
-            # it is done where dynamic tables need it, or where it costs nothing.
+            # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.
             costs_nothing = positions.is_cpu and not torch.compiler.is_compiling()
             if self.pos.is_dynamic or costs_nothing:
                 end = self.check_positions(positions, docs)
@@ -1092,4 +1094,4 @@ class GPT(nn.Module):
         """
         from nanolong.run import checkpoint
 
-        return checkpoint.load_model(cls, GPTConfig, POSITIONS, path, best, dtype, weights)
+        return checkpoint.load_model(cls, path, best, dtype, weights)

@@ -45,7 +45,7 @@ from experiments.report import (
     markdown_table,
     replace_section,
 )
-from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from model import GPT, ContextLengthWarning
 from nanolong import cli
 from nanolong.errors import UserError
 from nanolong.hub.exporting import export_checkpoint
@@ -376,7 +376,7 @@ def extend_and_export(run, method, factor, export):
 
 
 def export_quietly(run, export, method="none", factor=1.0):
-    model = open_model(GPT, GPTConfig, POSITIONS, run)
+    model = open_model(GPT, run)
     if factor > 1:
         model.extend(method, factor)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -413,7 +413,7 @@ def compare_gguf(run, make, inputs, cfg, place):
     export_quietly(run, export)
     theirs = make(export, gguf, cfg)
     with contextlib.redirect_stdout(io.StringIO()):
-        import_gguf(GPT, GPTConfig, POSITIONS, gguf, imported)
+        import_gguf(GPT, gguf, imported)
     model = GPT.load(imported)
     return compare_client("llama.cpp", model, theirs, inputs, cfg, place / "ours.safetensors")
 

@@ -43,7 +43,7 @@ from experiments.interchange_cases import (
     VOCAB_SIZE,
 )
 from experiments.report import CLIENTS_SECTION, MEMORY_SECTION, markdown_table, read_section
-from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.errors import UserError
 from nanolong.hub.exporting import export_checkpoint
@@ -271,7 +271,7 @@ def capture_output(function, *arguments, **options):
 
 
 def import_quietly(source, target):
-    return capture_output(import_checkpoint, GPT, GPTConfig, POSITIONS, source, target)
+    return capture_output(import_checkpoint, GPT, source, target)
 
 
 def export_quietly(run, target):
@@ -280,7 +280,7 @@ def export_quietly(run, target):
 
 def open_run(run):
     """Return a model as export_checkpoint() takes it."""
-    return open_model(GPT, GPTConfig, POSITIONS, run)
+    return open_model(GPT, run)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from test_gguf_tokenizer import DIGITS, HARD_TEXT, build_tokenizer, encode_by_merges, train
 
 from experiments import interchange
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import gguf_file
 from nanolong.hub.gguf_file import read_header
@@ -300,7 +300,7 @@ def write_model(file, name="llama", edit=None, seed=0):
 
 def import_file(file, target):
     """Import a file; return what is printed, as lines."""
-    return interchange.capture_output(import_gguf, GPT, GPTConfig, POSITIONS, file, target)
+    return interchange.capture_output(import_gguf, GPT, file, target)
 
 
 def check_weights(model, meant):

@@ -62,10 +62,10 @@ LAYER_NAMES = {
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def import_gguf(GPT, GPTConfig, POSITIONS, file, target, store="float32"):
+def import_gguf(GPT, file, target, store="float32"):
     """Write a GGUF file as the first checkpoint of a run folder; return its folder.
 
-    The first three arguments are model.py's. store: the dtype of the weights in the checkpoint,
+    GPT: the class of model.py. store: the dtype of the weights in the checkpoint,
     float32 or bfloat16. Raises UserError, with nothing written.
     """
     file, target = Path(file), Path(target)
@@ -74,8 +74,8 @@ def import_gguf(GPT, GPTConfig, POSITIONS, file, target, store="float32"):
     check_unused(target)
     header = read_header(file)
     values = config_values(file, header)
-    config = validate.coerce(GPTConfig, read_settings(file, values), str(file))
-    validate.check_model(config, POSITIONS)
+    config = validate.coerce(GPT.config_class, read_settings(file, values), str(file))
+    validate.check_model(config, GPT.schemes)
 
     stored = weight_tensors(header)
     shapes = parameter_shapes(GPT, config, file, stored)

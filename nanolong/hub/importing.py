@@ -29,10 +29,10 @@ from nanolong.run import folder as folder_of_runs
 from nanolong.tensor_file import TensorStream, read_header, read_tensor
 
 
-def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target, store="float32"):
+def import_checkpoint(GPT, source, target, store="float32"):
     """Write a Hugging Face directory as the first checkpoint of a run folder; return its folder.
 
-    The first three arguments are model.py's. store: the dtype of the weights in the checkpoint,
+    GPT: the class of model.py. store: the dtype of the weights in the checkpoint,
     float32 or bfloat16. Raises UserError, with nothing written.
     """
     source, target = Path(source), Path(target)
@@ -42,8 +42,8 @@ def import_checkpoint(GPT, GPTConfig, POSITIONS, source, target, store="float32"
             "to this machine"
         )
     check_unused(target)
-    config = validate.coerce(GPTConfig, read_config(source), str(source / "config.json"))
-    validate.check_model(config, POSITIONS)
+    config = validate.coerce(GPT.config_class, read_config(source), str(source / "config.json"))
+    validate.check_model(config, GPT.schemes)
     stored = read_headers(source)
     shapes = parameter_shapes(GPT, config, source / "config.json", stored)
     layout = match_layout(config, stored)

@@ -314,22 +314,16 @@ def verify(file, meta):
         raise damaged(file, "its checksum is not the one in meta.json")
 
 
-def load_model(
-    model_class, config_class, positions, path, best=False, dtype=torch.float32, weights=True
-):
-    """
-    Do what GPT.load() promises.
-
-    positions: the position schemes by name. Raises UserError that names the file and a way out.
-    """
+def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
+    """Do what GPT.load() promises. Raises UserError that names the file and a way out."""
     assert dtype in (None, *STORED_DTYPES.values()), "weights are float32 or bfloat16"
-    model = open_model(model_class, config_class, positions, path, best)
+    model = open_model(GPT, path, best)
     load_weights(model, dtype or model.stored_dtype, "" if weights else "pos.")
     model.check_scheme()
     return model.eval()
 
 
-def open_model(model_class, config_class, positions, path, best=False):
+def open_model(GPT, path, best=False):
     """
     Return the model of a checkpoint, checked, with its parameters on the meta device.
 
@@ -339,16 +333,16 @@ def open_model(model_class, config_class, positions, path, best=False):
     folder = find_checkpoint(path, best)
     meta = read_meta(folder)
     file = folder / "meta.json"
-    settings = known_settings(file, meta, "config", config_class)
+    settings = known_settings(file, meta, "config", GPT.config_class)
     for name in ("config", "config_defaults"):
         meta.pop(name, None)
-    check_scheme(file, settings.get("pos"), positions, meta.pop("entry", None))
-    check_method(file, settings, positions)
+    check_scheme(file, settings.get("pos"), GPT.schemes, meta.pop("entry", None))
+    check_method(file, settings, GPT.schemes)
     try:
-        config = validate.coerce(config_class, settings, str(file))
-        validate.check_model(config, positions)
+        config = validate.coerce(GPT.config_class, settings, str(file))
+        validate.check_model(config, GPT.schemes)
         with torch.device("meta"):  # shapes without memory
-            parameters = model_class(config).named_parameters()
+            parameters = GPT(config).named_parameters()
         shapes = {name: tuple(p.shape) for name, p in parameters}
         if (meta.get("bos") or 0) >= config.vocab_size:
             raise ValueError(f"bos {meta['bos']} is outside the vocabulary")
@@ -362,15 +356,15 @@ def open_model(model_class, config_class, positions, path, best=False):
     ) as error:
         raise damaged(file, error) from None
     stored_dtype = check_weights(folder / "model.safetensors", meta, shapes)
-    note_other_entry(positions[config.pos], meta.get("entry_hash"), folder)
-    model = build_without_weights(model_class, config)
+    note_other_entry(GPT.schemes[config.pos], meta.get("entry_hash"), folder)
+    model = build_without_weights(GPT, config)
     model.meta = meta
     model.folder = folder
     model.stored_dtype = stored_dtype
     return model
 
 
-def build_without_weights(model_class, config):
+def build_without_weights(GPT, config):
     """Build a model whose parameters are on the meta device, and whose constants are not."""
 
     def move_to_meta(module, name, parameter):
@@ -380,7 +374,7 @@ def build_without_weights(model_class, config):
 
     hook = register_module_parameter_registration_hook(move_to_meta)
     try:
-        return model_class(config)
+        return GPT(config)
     finally:
         hook.remove()
 

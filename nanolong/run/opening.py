@@ -45,7 +45,7 @@ def check_same_start(given, *configs):
     )
 
 
-def resume_run(model_class, cfg, model_config, given):
+def resume_run(GPT, cfg, model_config, given):
     """
     Load the model of the run to resume, or return None where there is none to resume.
 
@@ -88,7 +88,7 @@ def resume_run(model_class, cfg, model_config, given):
         if rank == 0:
             print(f"{run} holds no checkpoint yet: starting from the beginning")
         return None
-    model = model_class.load(run, weights=cfg.parallel != "fsdp")
+    model = GPT.load(run, weights=cfg.parallel != "fsdp")
     needed = {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}
     if not model.meta.keys() >= needed:
         raise UserError(
