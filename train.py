@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 import data
-from data.prepare import prepare
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli, devices, entry, memory, optim, parallel, run, validate
 from nanolong.errors import UserError
@@ -489,22 +488,18 @@ def main():
         GPTConfig, TrainConfig, about=__doc__, presets=True, defaults=run_defaults
     )
     entry.load_entries(cfg.entry, POSITIONS)
-    rank, world = parallel.join_processes(cfg.device)
+    parallel.join_processes(cfg.device)
     run.check_same_start(given, cfg, model_config)
     run.ignore_overwrite_of_preset(cfg)
     model = run.resume_run(GPT, cfg, model_config, given)
     if model is None:
         validate.check_model(model_config, POSITIONS)
         validate.check_scheme_flags(model_config.pos, cli.flag_names(), POSITIONS)
-    if cfg.dataset in ("python", "shakespeare"):
-        if rank == 0 and not data.dataset_exists(cfg.dataset):
-            prepare(cfg.dataset)
-        if world > 1:
-            dist.barrier()
+    run.prepare_dataset(cfg.dataset)
     if model is None:
         torch.manual_seed(cfg.seed)
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)
-        devices.require_memory(memory.weight_bytes(model_config))
+        memory.require_weights(model_config)
         model = GPT(model_config)
     return train_and_sample(model, cfg)
 

@@ -31,7 +31,7 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 import numpy as np
 
-from data.dataset import dataset_folder, open_tokens, write_tokens
+from data.dataset import dataset_exists, dataset_folder, open_tokens, write_tokens
 from data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -88,6 +88,12 @@ def prepare(dataset, name="", shards=10, **options):
         f"there is no dataset {dataset!r} to prepare: choose python, shakespeare or fineweb10B, or "
         "give a file or folder of text"
     )
+
+
+def prepare_missing(dataset):
+    """Make one of the small datasets, python or shakespeare, if it is named and not there yet."""
+    if dataset in ("python", "shakespeare") and not dataset_exists(dataset):
+        prepare(dataset)
 
 
 def standard_library():
@@ -333,9 +339,9 @@ def make_tokenizer(name, texts, train, vocab_size):
         return BPETokenizer.named(name)
 
     # It imports torch, which nothing else here needs.
-    from nanolong import run
+    from nanolong.run import checkpoint
 
-    spec = run.read_meta(run.find_checkpoint(name)).get("tokenizer")
+    spec = checkpoint.read_meta(checkpoint.find_checkpoint(name)).get("tokenizer")
     if spec is None:
         raise UserError(
             f"the model in {name} works on token ids and has no tokenizer: prepare its token files "

@@ -36,7 +36,7 @@ import torch
 
 import data
 import rope_scaling
-from data.prepare import prepare
+from data.prepare import prepare_missing
 from evaluate import EvaluateConfig, loss_by_position, measure_losses
 from experiments.report import (
     RULE,
@@ -335,8 +335,7 @@ def synchronize(device):
 def measure(cfg):
     """Run all entries with all seeds; return what leaderboard.json holds and the report needs."""
     names = choose_entries(cfg)
-    if cfg.dataset in ("python", "shakespeare") and not data.dataset_exists(cfg.dataset):
-        prepare(cfg.dataset)
+    prepare_missing(cfg.dataset)
     dataset = data.Dataset(cfg.dataset)
     folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}"
     records = []

@@ -258,20 +258,3 @@ def synchronize(device):
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-
-
-def require_memory(size):
-    """
-    Raise UserError when the machine has less memory than `size` bytes, which the weights take.
-
-    Linux grants memory that it does not have; a process that then uses it is killed without a word.
-    """
-    try:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows
-        return
-    if size > available:
-        raise UserError(
-            f"the weights alone take {size / 2**30:,.0f} GiB, and this machine has "
-            f"{available / 2**30:,.0f} GiB: lower --n_layer or --n_embd"
-        )

@@ -6,7 +6,10 @@ tests/simulated_gpu/test_memory.py.
 """
 
 import math
+import os
 from dataclasses import dataclass
+
+from nanolong.errors import UserError
 
 
 @dataclass
@@ -228,3 +231,25 @@ def weight_bytes(c):
     mlp = (3 if c.mlp == "swiglu" else 2) * c.mlp_dim
     embeddings = (2 - c.tie_embeddings) * c.vocab_size
     return 4 * c.n_embd * (c.n_layer * (attention + mlp) + embeddings)
+
+
+def require_weights(config):
+    """Raise UserError when the machine has less memory than the weights of a model take."""
+    require_memory(weight_bytes(config))
+
+
+def require_memory(size):
+    """
+    Raise UserError when the machine has less memory than `size` bytes, which the weights take.
+
+    Linux grants memory that it does not have; a process that then uses it is killed without a word.
+    """
+    try:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return
+    if size > available:
+        raise UserError(
+            f"the weights alone take {size / 2**30:,.0f} GiB, and this machine has "
+            f"{available / 2**30:,.0f} GiB: lower --n_layer or --n_embd"
+        )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from nanolong import devices, provenance
+from nanolong import devices, memory, provenance
 from nanolong.errors import UserError
 from nanolong.parallel import processes
 from nanolong.run import lock, signals
@@ -100,10 +100,10 @@ def test_peak_flops_of_known_gpus(monkeypatch):
 
 
 def test_more_memory_than_there_is_cannot_be_required():
-    devices.require_memory(2**20)
+    memory.require_memory(2**20)
     if hasattr(os, "sysconf"):
         with pytest.raises(UserError, match="GiB, and this machine has"):
-            devices.require_memory(2**60)
+            memory.require_memory(2**60)
 
 
 def test_provenance_names_commit_hardware_version_and_date():

@@ -155,8 +155,8 @@ def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
 
 def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
     meta = {"tokenizer": data.CharTokenizer("abc").to_json()}
-    monkeypatch.setattr("nanolong.run.find_checkpoint", lambda path: Path(path))
-    monkeypatch.setattr("nanolong.run.read_meta", lambda folder: meta)
+    monkeypatch.setattr("nanolong.run.checkpoint.find_checkpoint", lambda path: Path(path))
+    monkeypatch.setattr("nanolong.run.checkpoint.read_meta", lambda folder: meta)
     (tmp_path / "t.txt").write_text("ccab" * 10)
     dataset = data.Dataset(prepare_text(tmp_path / "t.txt", "mine", tokenizer=str(tmp_path)))
     assert dataset.train.tokens[0][:4].tolist() == [2, 2, 0, 1]

@@ -12,7 +12,7 @@ import model as model_module
 from evaluate import EvaluateConfig
 from experiments.leaderboard import LeaderboardConfig
 from extend import ExtendConfig
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT, GPTConfig
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
 from rope_scaling import METHODS, OPTIONS
@@ -25,11 +25,10 @@ FOLDERS = ("config", "data", "docs", "examples", "experiments", "kernels", "nano
 
 
 @pytest.fixture
-def log_bias(monkeypatch):
+def log_bias(entries_do_not_stay):
     """The scheme of the README, in POSITIONS for one test."""
     code = re.search(r"```python\n(class .*?)```", README, re.S)[1]
     assert len([line for line in code.splitlines() if line.strip()]) < 20
-    monkeypatch.setattr(model_module, "POSITIONS", dict(POSITIONS))
     names = dict(vars(model_module))
     exec(code, names)
     return names["LogBias"]

@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 
 import data
-from data.prepare import prepare
+from data.prepare import prepare_missing
 from evaluate import EvaluateConfig, evaluation_mode, loss_by_position, measure_losses
 from examples.schemes.linear_attention import LinearAttention, running_dot
 from experiments.leaderboard import identify, synchronize
@@ -356,8 +356,7 @@ def time_steps(models, cfg, dataset, rounds=7):
 def measure(cfg):
     """Run all models with all seeds: what linear_attention.json holds and the report needs."""
     models = model_settings(cfg.pos)
-    if cfg.dataset in ("python", "shakespeare") and not data.dataset_exists(cfg.dataset):
-        prepare(cfg.dataset)
+    prepare_missing(cfg.dataset)
     dataset = data.Dataset(cfg.dataset)
     budget = BUDGETS[cfg.budget]
     length = budget["model"]["block_size"]

@@ -36,7 +36,7 @@ import torch
 
 import data
 import kernels
-from data.prepare import prepare
+from data.prepare import prepare_missing
 from experiments.report import (
     RULE,
     Claim,
@@ -343,8 +343,7 @@ def describe_runs(cfg, dataset):
 
 def main():
     cfg, *_ = cli.parse(MaskedConfig, about=__doc__)
-    if cfg.dataset in ("python", "shakespeare") and not data.dataset_exists(cfg.dataset):
-        prepare(cfg.dataset)
+    prepare_missing(cfg.dataset)
     dataset = data.Dataset(cfg.dataset)
     length = BUDGETS[cfg.budget]["model"]["block_size"]
     dataset.train.require_length(length)

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 
 import data
-from data.prepare import prepare
+from data.prepare import prepare_missing
 from evaluate import loss_by_position
 from experiments.report import (
     command_line,
@@ -225,8 +225,7 @@ def run_all(cfg):
 def main():
     cfg, *_ = cli.parse(NopeConfig, about=__doc__)
     for name in cfg.datasets:
-        if name in ("python", "shakespeare") and not data.dataset_exists(name):
-            prepare(name)
+        prepare_missing(name)
         data.find_dataset(name)  # or say at once that there is none
     out_dir = Path(cfg.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)

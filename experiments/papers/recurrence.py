@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 
 import data
-from data.prepare import prepare
+from data.prepare import prepare_missing
 from evaluate import evaluation_mode
 from experiments.papers.segment_memory import (
     RecurrentGPT,
@@ -762,8 +762,7 @@ def plot_losses(losses, file):
 
 def main():
     cfg, *_ = cli.parse(RecurrenceConfig, about=__doc__)
-    if cfg.dataset in ("python", "shakespeare") and not data.dataset_exists(cfg.dataset):
-        prepare(cfg.dataset)
+    prepare_missing(cfg.dataset)
     dataset = data.Dataset(cfg.dataset)
     runs = list_runs(cfg, dataset)
     device = pick_device(cfg.device)

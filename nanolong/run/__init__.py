@@ -26,6 +26,7 @@ from nanolong.run.opening import (
     lock_run,
     open_dataset,
     open_run,
+    prepare_dataset,
     release_folder,
     release_run,
     replace_run,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import data
+from data.prepare import prepare_missing
 from nanolong import cli
 from nanolong.entry import hash_sources
 from nanolong.errors import UserError
@@ -138,6 +139,14 @@ def tidy_finished_run(model, cfg):
     run = Path(cfg.out_dir)
     prune(run, model.meta["best"], model.meta.get("kept", []), finished=True)
     unlock(run)  # locked by resume_run()
+
+
+def prepare_dataset(name):
+    """Make one of the small datasets if it is named and missing; in every process of a run."""
+    if rank_and_world()[0] == 0:
+        prepare_missing(name)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def open_dataset(model, cfg, train_length):
