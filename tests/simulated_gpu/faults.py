@@ -52,9 +52,9 @@ FAULTS = {
         "test_devices.py -k rope",
     ),
     "a batch is copied from pageable memory": Fault(
-        "train.py",
-        "part.pin_memory().to(device, non_blocking=True)",
-        "part.to(device, non_blocking=True)",
+        "nanolong/devices.py",
+        "x.pin_memory().to(device, non_blocking=True)",
+        "x.to(device, non_blocking=True)",
         "test_counts.py -k a_step_waits and window",
     ),
     "a step reads the loss": Fault(
@@ -102,8 +102,8 @@ FAULTS = {
     ),
     "gradients are not summed over processes": Fault(
         "train.py",
-        "set_gradient_sync(forward, micro_batch + world >= accumulation)",
-        "set_gradient_sync(forward, False)",
+        "parallel.set_gradient_sync(forward, micro_batch + world >= accumulation)",
+        "parallel.set_gradient_sync(forward, False)",
         "test_distributed.py -k resumes and ddp",
     ),
     "NCCL guesses the device of a process": Fault(
@@ -120,10 +120,10 @@ FAULTS = {
         RACE,
     ),
     "pinned memory is reused before it is copied": Fault(
-        "train.py",
-        "return part.pin_memory().to(device, non_blocking=True)",
-        "pinned = part.pin_memory()\n    copy = pinned.to(device, non_blocking=True)\n"
-        "    del pinned\n    torch.zeros_like(part).pin_memory()\n    return copy",
+        "nanolong/devices.py",
+        "return x.pin_memory().to(device, non_blocking=True)",
+        "pinned = x.pin_memory()\n    copy = pinned.to(device, non_blocking=True)\n"
+        "    del pinned\n    torch.zeros_like(x).pin_memory()\n    return copy",
         "test_programs.py -k training",
         RACE,
     ),
