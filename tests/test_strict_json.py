@@ -40,7 +40,7 @@ MAY_WRITE_NAN = {
 def test_json_is_written_strictly():
     files = [*ROOT.glob("*.py")]
     for folder in ("data", "nanolong", "experiments"):
-        files += (ROOT / folder).glob("*.py")
+        files += (ROOT / folder).rglob("*.py")
     for file in files:
         if file.relative_to(ROOT).as_posix() in MAY_WRITE_NAN:
             continue

@@ -723,7 +723,7 @@ def check_source():
     """No pickle, no eval or exec, no shell, in what the scripts consist of."""
     files = [*ROOT.glob("*.py")]
     for folder in ("nanolong", "data", "kernels"):
-        files += (ROOT / folder).glob("*.py")
+        files += (ROOT / folder).rglob("*.py")
     assert len(files) > 20, "the source was not found"
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
