@@ -35,16 +35,16 @@ export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,rope)
-	$(PY) extend.py $(DEMO)/rope --method=none --factor=4 --max_iters=60 --out_dir=$(DEMO)/rope-none4 \
-		$(call RESUME,rope-none4)
+	$(PY) extend.py $(DEMO)/rope --method=none --factor=4 --max_iters=60 --max_tokens=16384 \
+		--out_dir=$(DEMO)/rope-none4 $(call RESUME,rope-none4)
 	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=0 --out_dir=$(DEMO)/rope-yarn4-zero \
 		$(call RESUME,rope-yarn4-zero)
-	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=60 --out_dir=$(DEMO)/rope-yarn4 \
-		$(call RESUME,rope-yarn4)
+	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=60 --max_tokens=16384 \
+		--out_dir=$(DEMO)/rope-yarn4 $(call RESUME,rope-yarn4)
 	$(PY) sample.py $(DEMO)/rope-yarn4 --start="def " --max_new_tokens=800
 	$(PY) evaluate.py "baseline=$(DEMO)/rope" "baseline + fine-tuning=$(DEMO)/rope-none4" \
 		"YaRN, zero-shot=$(DEMO)/rope-yarn4-zero" "YaRN + fine-tuning=$(DEMO)/rope-yarn4" \
-		--lengths=256,512,1024,2048 --protocol=last-quarter \
+		--lengths=256,512,1024,2048 --protocol=last-quarter --max_tokens=32768 \
 		--plot=$(DEMO)/length.png --json=$(DEMO)/length.json
 
 test: .venv/test
