@@ -1,4 +1,4 @@
-# make demo        install, train, extend, evaluate and sample: five to eight minutes on two cores
+# make demo        install, train, extend, evaluate and sample: five to nine minutes on two cores
 # make test        install and run the tests;  make test-all  the slow ones too, and those of tools/
 # make lint        check format and style
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
