@@ -876,7 +876,7 @@ class GPT(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 block = kernels.selective_checkpoint(block)
             x = block(x, scheme, pos, cache, mask)
-        # The last T: where the tables have changed, all tokens of the cache were computed again.
+        # Keep the new tokens: if the tables have changed, x holds the whole text again.
         return self.norm(x)[:, -T:]
 
     def prepare_inputs(self, tokens, positions, docs, cache):

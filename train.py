@@ -165,8 +165,8 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     The validation loss, over all processes; None if a stop signal came.
 
     Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} where the tokenizer is known.
-    Sequences do not overlap. eval_iters=0 scores all of them, n the same n * batch_size evenly
-    spaced ones at every step and for every number of processes.
+    Sequences do not overlap. eval_iters=n scores n * batch_size sequences, evenly spaced and always
+    the same; 0 scores all.
     """
     rank, world = parallel.data_rank_and_world()
     T = cfg.eval_length or model.config.block_size

@@ -429,9 +429,9 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
 class _LinearCrossEntropy(torch.autograd.Function):
     """The losses (N,), or, with grads_in_forward, their sum (1,).
 
-    For a sum all tokens have the same factor in what follows. So their gradients can be computed
-    while a chunk's logits exist, and the backward pass only multiplies them by that factor.
-    Otherwise the backward pass recomputes the logits.
+    The gradient of a sum is known up to one factor, so it is computed while a chunk's logits are in
+    memory, and the backward pass multiplies it by that factor. Otherwise the backward pass computes
+    the logits again.
     """
 
     @staticmethod

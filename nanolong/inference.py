@@ -396,7 +396,7 @@ def compile_step(step):
 
 
 def tables_change(model, short, long):
-    """Whether the first `short` tokens are computed differently as the start of `long` tokens."""
+    """Whether the scheme's tables change between `short` and `long` tokens."""
     return model.pos.is_dynamic or model.pos.set_length(short) != model.pos.set_length(long)
 
 

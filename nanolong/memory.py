@@ -153,8 +153,7 @@ def count_last_gradients(config, accumulation, shards):
 def count_loss(config, N, e):
     """The bytes of the logits that exist at a time, of their inputs, and of the head's gradient.
 
-    Of each chunk of tokens there are first the logits and their softmax, and then the softmax and
-    the chunk's part of the gradient, which is added to that of the chunks before it.
+    A chunk holds logits and softmax first, then the softmax and its share of the head's gradient.
     """
     V, C = config.vocab_size, config.n_embd
     R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time

@@ -134,8 +134,8 @@ def _store_of_this_start(store, rank, world):
     The part of torchrun's store that only the processes of this start use.
 
     torchrun keeps its store over restarts, so it may still hold the addresses of dead processes.
-    Rank 0 therefore names a new group, and tells the name to each process that has said hello with
-    a token of its own.
+    Rank 0 makes a fresh name for the group and hands it to every rank that announced itself in this
+    launch.
 
     The count of restarts may differ between machines. All processes take the highest one, so that
     all of them resume or none does.

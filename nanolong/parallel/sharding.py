@@ -74,7 +74,7 @@ def shard(model, device):
         scheme.to(device)  # its tables
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    # by itself: gathering it frees the weights of the last block before the loss
+    # sharded on its own, so that its all-gather frees the last block before the loss
     fully_shard(model.norm, mesh=mesh)
     # The head's gradient is computed in the forward pass, and the embedding's needs no weights, so
     # the weights of both are freed before the backward pass.

@@ -112,7 +112,7 @@ def write_checkpoint(folder, tensors, meta):
         meta = {**meta, "format": FORMAT, "checksums": checksums, "torch": torch.__version__}
         write_meta(tmp, meta)
         os.rename(tmp, folder)
-    except BaseException as error:  # of what makes the tensors of a stream, too
+    except BaseException as error:  # also one raised while the tensors are produced
         shutil.rmtree(tmp, ignore_errors=True)
         if not parent_existed:
             with contextlib.suppress(OSError):

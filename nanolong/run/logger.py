@@ -207,7 +207,7 @@ def describe_run(loader, dtype):
     if compiles:
         report("compiling the forward and backward pass: about a minute at the first time")
     if loader.device.type == "cuda" and peak_flops(loader.device) is None:
-        report("MFU: unknown, for the peak of this device is not in the table")
+        report("MFU: unknown (add this GPU to PEAK_FLOPS in nanolong/devices.py)")
 
 
 def describe_scheme(config):
