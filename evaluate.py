@@ -119,7 +119,7 @@ class EvaluateConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # dtype of the weights in memory; auto: as stored where --dtype is bfloat16, else float32; with
+    # dtype of the weights in memory; auto: as stored if --dtype is bfloat16, else float32; with
     # bfloat16 products both give the same numbers
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
 
@@ -307,7 +307,7 @@ def bytes_by_position(
 ):
     """Count the bytes of text that the scored targets at each position stand for: int64 (length,).
 
-    The targets are those of loss_by_position(). dataset: a Dataset or TextFile. Returns None where
+    The targets are those of loss_by_position(). dataset: a Dataset or TextFile. Returns None if
     the tokenizer, or what its tokens stand for, is unknown.
     """
     if dataset.tokenizer is None:
@@ -342,7 +342,7 @@ def loss_record(name, protocol, length, **fields):
 def make_records(name, loss_sum, n_scored, protocols, n_bytes=None, **fields):
     """Turn the sums by position at one length into records: one for each protocol.
 
-    `position` makes one for each part of the sequence. n_bytes: of bytes_by_position(), None where
+    `position` makes one for each part of the sequence. n_bytes: of bytes_by_position(), None if
     they are unknown. `fields` are added to every record.
     """
     length = len(loss_sum)
@@ -402,7 +402,7 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
 def measure_losses(models, cfg, lengths, texts=None, log=None):
     """Measure every checkpoint (name -> GPT, on its device) at every length, by every protocol.
 
-    texts: of open_texts(), where they are open already; log: an EvaluationLog, or None to print
+    texts: of open_texts(), if they are open already; log: an EvaluationLog, or None to print
     nothing. Returns a list of records. Where a loss cannot be measured, the record has "refused"
     with the reason in place of "loss" and "tokens".
     """
@@ -462,7 +462,7 @@ def check_text_length(text, lengths):
 
 
 def warn_if_data_changed(what, meta, dataset):
-    """Warn where a dataset has changed since a checkpoint was trained on it.
+    """Warn if a dataset has changed since a checkpoint was trained on it.
 
     What is validation text now may have been training text then. meta: the checkpoint's.
     """
@@ -592,7 +592,7 @@ def load_models(paths, best, device, dtype=torch.float32):
 
 
 def check_datasets(models, cfg):
-    """Raise UserError where neither a checkpoint nor the command line names the text to score."""
+    """Raise UserError if neither a checkpoint nor the command line names the text to score."""
     for name, model in models.items():
         if not (model.meta.get("dataset") or cfg.dataset or cfg.text):
             raise UserError(
@@ -603,7 +603,7 @@ def check_datasets(models, cfg):
 
 
 def note_different_texts(models, cfg):
-    """Print a note where the losses of the checkpoints cannot be compared."""
+    """Print a note if the losses of the checkpoints cannot be compared."""
     texts = {cfg.text or cfg.dataset or model.meta.get("dataset") for model in models.values()}
     if len(texts) > 1 or have_different_vocabularies(models):
         print(
@@ -614,7 +614,7 @@ def note_different_texts(models, cfg):
 
 
 def note_few_sequences(records, lengths):
-    """Print a note where lengths differ by the text that they score rather than by the context."""
+    """Print a note if lengths differ by the text that they score rather than by the context."""
     for protocol in ("last-quarter", "position"):  # the others score the same text at all lengths
         few = {}
         for record in records:
@@ -642,7 +642,7 @@ def have_different_vocabularies(models):
 
 
 def check_writable(file):
-    """Raise OSError where a file cannot be written: before the work, not after it."""
+    """Raise OSError if a file cannot be written: before the work, not after it."""
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     existed = path.exists()

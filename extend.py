@@ -121,7 +121,7 @@ def read_options(file):
 
 
 def run_defaults(given, paths):
-    """The defaults that depend on what is given. Raises UserError where there is no run."""
+    """The defaults that depend on what is given. Raises UserError if there is no run."""
     if len(paths) != 1:
         raise UserError(
             "extend.py extends one run folder: name it, as in "
@@ -246,7 +246,7 @@ def text_to_fit(model, cfg, given):
 
 
 def open_dataset(model, cfg):
-    """The data.Dataset to train on. Raises UserError where its tokens are not the model's."""
+    """The data.Dataset to train on. Raises UserError if its tokens are not the model's."""
     reader = (model.folder, model.config.vocab_size, model.meta.get("tokenizer"))
     return data.Dataset(cfg.dataset, cfg.bos, reader)
 
@@ -276,7 +276,7 @@ def fit_scale(model, cfg, options, split, rank=0):
 
 
 def check_same_extension(model, parent, cfg):
-    """Raise UserError where a run to resume was made with another parent or method."""
+    """Raise UserError if a run to resume was made with another parent or method."""
     extension = model.config.extension or {}
     options = cfg.method_options()
     if fits_scale(cfg.method, options):
@@ -331,7 +331,7 @@ def save_extended(model, cfg):
 
 
 def exact_dtype(model):
-    """The dtype in which the parent's weights are stored, or float32 where that would round.
+    """The dtype in which the parent's weights are stored, or float32 if that would round.
 
     A learned table is interpolated; all other weights are the parent's.
     """
@@ -346,7 +346,7 @@ def exact_dtype(model):
 
 def print_summary(model, cfg, before):
     """
-    Print the lengths and what will be trained; plot the wavelengths where that is asked for.
+    Print the lengths and what will be trained; plot the wavelengths if that is asked for.
 
     before: inverse frequencies (R/2,) of the model that was extended, None for other schemes.
     """

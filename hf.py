@@ -35,7 +35,7 @@ class HFConfig:
     store: Literal["float32", "bfloat16"] = "float32"
     # export: copy the tokenizer files of this Hugging Face directory instead of the model's own
     tokenizer: str = ""
-    # export: let transformers, where it is installed, load what was written, and compare logits
+    # export: let transformers, if it is installed, load what was written, and compare logits
     verify: bool = True
     # export: of a run folder take the checkpoint with the best validation loss, not the newest
     best: bool = False

@@ -63,7 +63,7 @@ class GPTConfig:
     window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
     sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
     # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
-    # auto: F, or W where there is a window
+    # auto: F, or W if there is a window
     layer_pattern: str | None = None
     attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
     # train on sorted random positions below this (Ruoss et al. 2023); 0: off
@@ -940,7 +940,7 @@ class GPT(nn.Module):
         return int(positions.max()) + 1
 
     def check_length(self, end):
-        """Warn beyond the context length; raise UserError where the scheme ends."""
+        """Warn beyond the context length; raise UserError for a scheme that ends there."""
         limit = self.config.max_positions
         if torch.compiler.is_compiling() or end <= limit:
             return
@@ -1005,7 +1005,7 @@ class GPT(nn.Module):
         """
         The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
 
-        They are those of the extended model, and infinite where a pair is not rotated. Raises
+        They are those of the extended model, and infinite if a pair is not rotated. Raises
         UserError for a scheme without RoPE.
         """
         if not isinstance(self.pos, RoPE):
@@ -1090,7 +1090,7 @@ class GPT(nn.Module):
         dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
         weights: False leaves all but the position scheme's on the meta device.
         Returns the model in eval mode on the CPU; model.meta holds the rest of meta.json. Raises
-        UserError where there is no checkpoint or it is damaged.
+        UserError if there is no checkpoint or it is damaged.
         """
         from nanolong.run import checkpoint
 

@@ -57,7 +57,7 @@ class SampleConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products; auto: float32 for small models on a CPU
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # dtype of the weights in memory; auto: as stored where --dtype is bfloat16, else float32; with
+    # dtype of the weights in memory; auto: as stored if --dtype is bfloat16, else float32; with
     # bfloat16 products both give the same numbers
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool = False  # torch.compile the decoding step; pays for long texts only
@@ -90,7 +90,7 @@ def encode_start(cfg, tokenizer, bos):
 
 
 def note_special_tokens(start, tokenizer):
-    """Print a note where a prompt has the text of a special token, which is plain text there."""
+    """Print a note if a prompt has the text of a special token, which is plain text there."""
     found = [text for text in hub_tokenizer.special_tokens(tokenizer) if text in start]
     if not found:
         return
@@ -101,7 +101,7 @@ def note_special_tokens(start, tokenizer):
 
 
 def check_length(model, folder, prompt_length, max_new_tokens):
-    """Print a note where the text will exceed the context length; refuse an absurd prompt."""
+    """Print a note if the text will exceed the context length; refuse an absurd prompt."""
     config = model.config
     context = config.max_positions
     if prompt_length > 64 * context:
@@ -121,7 +121,7 @@ def check_length(model, folder, prompt_length, max_new_tokens):
 
 
 def note_rounding(cfg, dtype):
-    """Print a note where greedy decoding rounds, which the user has not asked for."""
+    """Print a note if greedy decoding rounds, which the user has not asked for."""
     is_greedy = cfg.temperature == 0 or cfg.top_k == 1
     if is_greedy and cfg.dtype == "auto" and dtype != torch.float32:
         print(

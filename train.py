@@ -71,7 +71,7 @@ class TrainConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products; weights and sums are float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # torch.compile; auto: where it works and the run is long enough to gain from it
+    # torch.compile; auto: if it works and the run is long enough to gain from it
     compile: bool | None = None
     checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
     # each process keeps the whole model (ddp), or its share of weights, gradients, moments (fsdp)
@@ -164,7 +164,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     """
     The validation loss, over all processes; None if a stop signal came.
 
-    Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} where the tokenizer is known.
+    Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} if the tokenizer is known.
     Sequences do not overlap. eval_iters=n scores n * batch_size sequences, evenly spaced and always
     the same; 0 scores all.
     """

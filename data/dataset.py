@@ -323,7 +323,7 @@ class Dataset:
     """A dataset by name or path.
 
     train, val   Split
-    tokenizer    None where the token files do not say which
+    tokenizer    None if the token files do not say which
     vocab_size   the model's, which may be larger than the tokenizer's
     bos          the id that is put before every sequence, or None
     separator    the id that starts a document, or None
@@ -376,7 +376,7 @@ class Dataset:
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None) -> None:
         """Raise UserError unless a model can read this text.
 
-        what: the model's name in messages. tokenizer: its to_json(), or None where it is unknown.
+        what: the model's name in messages. tokenizer: its to_json(), or None if it is unknown.
         """
         if self.vocab_size != vocab_size:
             raise UserError(
@@ -474,7 +474,7 @@ class Dataset:
         return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
 
     def count_bytes(self, targets: np.ndarray) -> int | None:
-        """Count the bytes of text of the scored targets; None where the tokenizer is unknown."""
+        """Count the bytes of text of the scored targets; None if the tokenizer is unknown."""
         if self.tokenizer is None:
             return None
         targets = targets[targets >= 0]
@@ -488,7 +488,7 @@ class TextFile:
     """A text file in the tokens of a model: what a model is measured on in place of a Dataset.
 
     name, val, tokenizer, bos, separator and hash are those of a Dataset; the text has no separator
-    in it. Raises UserError where the file cannot be read or encoded.
+    in it. Raises UserError if the file cannot be read or encoded.
     """
 
     def __init__(self, file, tokenizer, vocab_size: int, bos: int | None):

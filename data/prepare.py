@@ -229,7 +229,7 @@ def build(
 
 
 def check_vocab_size(tokenizer, vocab_size):
-    """Raise UserError for a vocab_size, None where it is not given, that cannot be."""
+    """Raise UserError for a vocab_size, None if it is not given, that cannot be."""
     if vocab_size is None:
         return
     if tokenizer != "bpe":
@@ -247,7 +247,7 @@ def check_vocab_size(tokenizer, vocab_size):
 def read_texts(files, source, as_bytes, binary):
     """Read the files that hold text: name -> bytes, or str unless as_bytes.
 
-    Raises UserError where there is none, and where the only file is not UTF-8.
+    Raises UserError if there is none, and if the only file is not UTF-8.
     """
     texts = {}
     for name, path in sorted(files.items()):
@@ -351,7 +351,7 @@ def make_tokenizer(name, texts, train, vocab_size):
 
 
 def train_vocabulary(texts, vocab_size):
-    """Train a tokenizer on texts, and print a note where they give fewer tokens."""
+    """Train a tokenizer on texts, and print a note if they give fewer tokens."""
     tokenizer = train_bpe(texts, vocab_size)
     if tokenizer.vocab_size < vocab_size:
         print(
@@ -451,7 +451,7 @@ def download(url, file, sha256, instruction):
 
 
 def download_part(url, part):
-    """Download url to part. Raises OSError where the connection ends too early."""
+    """Download url to part. Raises OSError if the connection ends too early."""
     with urllib.request.urlopen(url, timeout=30) as response, open(part, "wb") as f:
         shutil.copyfileobj(response, f, 1 << 20)
         size = response.headers.get("Content-Length")

@@ -17,7 +17,7 @@ def passkey(tokenizer, length, depth, rng, bos=None, hidden=True):
     answer can only be guessed.
 
     Returns inputs and targets, int64 (length,) each. The last DIGITS targets are the answer.
-    Raises UserError where length is too short, or the vocabulary lacks the characters.
+    Raises UserError if length is too short, or the vocabulary lacks the characters.
     """
 
     def encode(text):

@@ -6,7 +6,7 @@ Every tokenizer has
     decode(ids)     the bytes that ids stand for; special tokens stand for none
     vocab_size      the number of ids, which is the model's where its vocabulary is padded
     bos             the id that starts a document, or None
-    eos             the id that ends one; None where there is none, or where it is bos
+    eos             the id that ends one; None if there is none, or if it is bos
     byte_lengths    (vocab_size,) how many bytes each id stands for
     added_bytes     how many bytes encode() puts before a text: 1 where that is a space
     to_json()       a dict from which tokenizer_from_json() makes the tokenizer again
@@ -161,7 +161,7 @@ def reason_of(error) -> str:
 
 
 def import_tokenizers():
-    """Return the tokenizers package. Raises UserError where it is missing."""
+    """Return the tokenizers package. Raises UserError if it is missing."""
     try:
         import tokenizers
     except ImportError:
@@ -258,7 +258,7 @@ class ImportedTokenizer:
         return [*parts, text[start:]]
 
     def _find_split(self, text, start):
-        """Return where a text can be split, at or after start; None where no place is found."""
+        """Return where a text can be split, at or after start; None if no place is found."""
         encode = functools.partial(self._encode_by, self.package_tokenizer)
         for match in itertools.islice(SPLITS.finditer(text, start), 100):
             middle = match.start()
@@ -433,7 +433,7 @@ def byte_level_alphabet():
 def tokenizer_from_json(spec):
     """Make the tokenizer that to_json() described; None, of token files alone, makes None.
 
-    Raises UserError where the description is damaged or of an unknown kind.
+    Raises UserError if the description is damaged or of an unknown kind.
     """
     if spec is None:
         return None
@@ -549,7 +549,7 @@ def same_vocabulary(one, other) -> bool:
 def encode_prompt(tokenizer, bos, text: str) -> list[int]:
     """Encode the text that a model is to continue, after <bos> where there is one.
 
-    An empty text without <bos> becomes a newline, or id 0 where the vocabulary has no newline: a
+    An empty text without <bos> becomes a newline, or id 0 if the vocabulary has no newline: a
     model needs one token to continue.
     """
     ids = [int(i) for i in tokenizer.encode(text)]

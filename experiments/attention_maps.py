@@ -213,7 +213,7 @@ def head_divergences(maps, other_maps):
 
 
 def check_comparable(name, model, dataset, other_name, other_model, other_dataset):
-    """Raise UserError where two checkpoints differ in depth or text."""
+    """Raise UserError if two checkpoints differ in depth or text."""
     n_layer = model.config.n_layer
     other_n_layer = other_model.config.n_layer
     if n_layer != other_n_layer:

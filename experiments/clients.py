@@ -474,7 +474,7 @@ def continue_prompt(run, cfg, folder):
 
 
 def continue_by(client, export, cfg):
-    """Return what a client continues PROMPT with. Raises RuntimeError where it fails."""
+    """Return what a client continues PROMPT with. Raises RuntimeError if it fails."""
     if client == "mlx-lm":
         words = ["--model", export, "--prompt", PROMPT, "--ignore-chat-template"]
         words += ["--max-tokens", 8, "--temp", 0, "--verbose", "False"]

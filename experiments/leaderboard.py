@@ -497,7 +497,7 @@ class Orderings:
 
 
 def select_losses(records, name, protocol, length):
-    """Return the losses of all seeds; an empty list where the scheme refuses this length."""
+    """Return the losses of all seeds; an empty list if the scheme refuses this length."""
     key = (name, protocol, length)
     losses = []
     for record in records:

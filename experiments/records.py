@@ -120,7 +120,7 @@ def check_record(json_file, cfg):
 
 
 def check_agreement(name, factor, recorded, new):
-    """Raise UserError where the 95 % intervals of two differences do not meet."""
+    """Raise UserError if the 95 % intervals of two differences do not meet."""
     (mean, half_width), (new_mean, new_half_width) = map(confidence_interval, (recorded, new))
     if abs(mean - new_mean) > half_width + new_half_width or not math.isfinite(new_mean):
         raise UserError(

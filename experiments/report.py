@@ -68,7 +68,7 @@ class Claim:
 
     @property
     def passed(self):
-        return self.margin > self.half_width  # False where the half-width is nan
+        return self.margin > self.half_width  # False if the half-width is nan
 
     def verdict(self):
         """Return "pass", or "FAIL" and why, in the words of RULE."""
@@ -124,9 +124,9 @@ def read_json(file):
 
 
 def load_finished_run(file, key):
-    """Return what a finished run wrote into this file, or None where there is no such file.
+    """Return what a finished run wrote into this file, or None if there is no such file.
 
-    key: the settings and data of the run, as JSON has them. Raises UserError where the file was
+    key: the settings and data of the run, as JSON has them. Raises UserError if the file was
     written by a run with another key.
     """
     if not file.is_file():
@@ -141,7 +141,7 @@ def load_finished_run(file, key):
 
 
 def load_board(file):
-    """Return what an experiment measured, for --redraw. Raises UserError where it is not there."""
+    """Return what an experiment measured, for --redraw. Raises UserError if it is not there."""
     require(
         file.is_file(), f"--redraw needs {file}, which does not exist: measure first, without it"
     )

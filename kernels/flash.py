@@ -1354,7 +1354,7 @@ def _attention_backward(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """The backward pass: dq, dqr, dk, dv, dbias, drel_v, empty where there is none."""
+    """The backward pass: dq, dqr, dk, dv, dbias, drel_v, empty if there is none."""
     grads = _empty_grads(q, qr, k, v, bias if bias_grad else None, rel_v if bias_grad else None)
     dq, dqr, dk, dv, dbias, drel_v = grads
     if not out.numel():
@@ -1488,7 +1488,7 @@ def _sum_by_distance(grad, partial, last, d0, BM, causal):
 
 
 def _empty_grads(q, qr, k, v, bias, rel_v):
-    """Empty dq, dqr, dk, dv, dbias (float32) and drel_v (float32); of size 0 where x is None."""
+    """Empty dq, dqr, dk, dv, dbias (float32) and drel_v (float32); of size 0 if x is None."""
 
     def empty_float32(x):
         shape = (0,) if x is None else x.shape

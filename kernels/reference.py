@@ -113,7 +113,7 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
 
     x (N, C), weight (V, C), targets (N,) int64; negative targets are ignored. Returns nats: the
     mean over the targets that are not ignored (nan if there are none), their "sum", or with
-    reduction="none" the loss of each (N,), 0 where ignored.
+    reduction="none" the loss of each (N,), 0 if ignored.
     """
     targets = targets.where(targets >= 0, -1)
     return F.cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction=reduction)

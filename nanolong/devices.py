@@ -41,7 +41,7 @@ def pick_device(name):
     """
     The torch.device for "auto" or for a name, tried out.
 
-    Raises UserError where the device cannot be used. A GPU that is there but does not work is an
+    Raises UserError if the device cannot be used. A GPU that is there but does not work is an
     error, too, and never a reason to use the CPU instead.
     """
     try:
@@ -123,7 +123,7 @@ def settle_weights(model, name, dtype):
     """
     Make a model's weights float32, unless its matrix products have the dtype bfloat16.
 
-    name: of --weights. Raises UserError where that asks for bfloat16 with other products.
+    name: of --weights. Raises UserError if that asks for bfloat16 with other products.
     """
     if dtype == torch.bfloat16:
         return

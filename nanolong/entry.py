@@ -102,7 +102,7 @@ def entry_hash(scheme):
 def note_other_entry(scheme, trained_with, folder):
     """Say on stderr that weights were trained with another file than that of their scheme now.
 
-    trained_with: the entry_hash() of meta.json, None where it is unknown.
+    trained_with: the entry_hash() of meta.json, None if it is unknown.
     """
     known = trained_with is not None and scheme in _sources
     if known and entry_hash(scheme) != trained_with and os.environ.get("RANK", "0") == "0":

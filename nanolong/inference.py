@@ -305,7 +305,7 @@ def pad_prompts(model, tokens, lengths, total, capacity):
     """
     Stack what read_prompts() returned, padded on the left: tokens (B, T), and for the whole text
     that will be there, positions (capacity,) or (B, capacity), on the CPU, and documents
-    (B, capacity), or None where positions count from 0 and there is one document.
+    (B, capacity), or None if positions count from 0 and there is one document.
 
     A pad token is a document of its own, so that no text attends to it.
     """
@@ -370,7 +370,7 @@ def sample_token(logits, temperature, top_k, top_p, generator):
 
 
 def make_decoding_step(model, cache, pos, docs, compiled):
-    """A function from tokens (B, 1) to logits (B, V), or None where steps have no fixed shape."""
+    """A function from tokens (B, 1) to logits (B, V), or None if steps have no fixed shape."""
     if cache.tokens.device.type == "cuda":
         with torch.cuda.device(cache.tokens.device):  # of the streams and the capture
             return capture_graph(model, cache, pos, docs, compiled)

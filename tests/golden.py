@@ -280,7 +280,7 @@ def deliberate_reason(entry):
 
 
 def entry_gap(key, old, new):
-    """How far an entry is apart in two results: 0 where identical, inf where not comparable."""
+    """How far an entry is apart in two results: 0 if identical, inf if not comparable."""
     if key.endswith(" | failed") or key not in old or key not in new:
         return math.inf  # a case that fails in both is not identical: it shows nothing
     gap = value_gap(old[key], new[key])

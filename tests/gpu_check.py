@@ -4,7 +4,7 @@
     python tests/gpu_check.py --only=tests,checks  some of the parts
 
 The parts: `tests`, all tests of the kernels, compiled; `checks`, the self-check of each score term,
-timed; `sanitizer`, NVIDIA's compute-sanitizer over some of the tests, where it is installed;
+timed; `sanitizer`, NVIDIA's compute-sanitizer over some of the tests, if it is installed;
 `bench`, the benchmark, with the prediction of results/predicted.json next to each time.
 
 The report is report.md in --out_dir. Nothing is sent. Exit status: 0 if all is well, 1 if a test

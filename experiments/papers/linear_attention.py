@@ -394,7 +394,7 @@ ROPE, NOPE, BOTH = "linear rope", "linear nope", "linear rope, both rotated"
 
 
 def select_losses(records, name, protocol, length):
-    """Return seed -> loss, None where it is not finite."""
+    """Return seed -> loss, None if it is not finite."""
     losses = {}
     for record in records:
         if record["model"] == name:

@@ -434,7 +434,7 @@ def claim_above(text, above, below):
 
 
 def judge(records, tasks, schemes):
-    """Return the claim of the paper, or None where its schemes or tasks were not run.
+    """Return the claim of the paper, or None if its schemes or tasks were not run.
 
     NoPE and T5 lie above RoPE and learned positions beyond the training length, on average over the
     paper's tasks; the differences are paired by seed.

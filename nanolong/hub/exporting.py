@@ -230,7 +230,7 @@ def choose_rope(model, uses_rope):
 
 
 def choose_architecture(config, uses_rope):
-    """Return the model_type that has these layers. Raises UserError where there is none."""
+    """Return the model_type that has these layers. Raises UserError if there is none."""
     check_layers_without_rope(config, uses_rope)
     n_window = sum(config.uses_window(layer) for layer in range(config.n_layer))
     if config.qk_norm:

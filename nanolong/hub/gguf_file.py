@@ -61,7 +61,7 @@ class GGUFHeader(NamedTuple):
 
 
 def gguf_package():
-    """Return the gguf package. Raises UserError where it is not installed."""
+    """Return the gguf package. Raises UserError if it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -205,7 +205,7 @@ def make_tensor(name, dimensions, type_number, offset, start):
 
 
 def check_places(tensors, n_bytes):
-    """Raise ValueError where a tensor is outside of a file of n_bytes, or two overlap.
+    """Raise ValueError if a tensor is outside of a file of n_bytes, or two overlap.
 
     So all tensors together take no more memory than the file's size allows.
     """
@@ -223,7 +223,7 @@ def check_places(tensors, n_bytes):
 
 
 def check_types(file, tensors):
-    """Raise UserError where the gguf package cannot dequantise one of these tensors."""
+    """Raise UserError if the gguf package cannot dequantise one of these tensors."""
     quants = gguf_package().quants
     for name, tensor in tensors.items():
         block = np.zeros((1, bytes_of_block(tensor.type)), np.uint8)

@@ -357,7 +357,7 @@ def llama3_divisors(base, n_pairs, factor):
     frequencies = base ** -(torch.arange(n_pairs, dtype=torch.float64) / n_pairs)
     rotations = LLAMA3_ROPE["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
-    # 0 where a pair is interpolated, 1 where it stays as it is
+    # 0 if a pair is interpolated, 1 if it stays as it is
     unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - unscaled) / factor + unscaled)
 

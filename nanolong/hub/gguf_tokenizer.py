@@ -55,7 +55,7 @@ SPECIAL_TOKENS = {
 
 
 def text_obstacle(metadata):
-    """Return why text cannot be encoded for a GGUF with this metadata; empty where it can."""
+    """Return why text cannot be encoded for a GGUF with this metadata; empty if it can."""
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
         return "the file has no tokenizer"
@@ -75,7 +75,7 @@ def text_obstacle(metadata):
 def tokenizer_json_of(file, metadata):
     """Return the tokenizer of a GGUF without a text_obstacle(): file name -> its text.
 
-    file: for the error messages. Raises UserError where the metadata are damaged.
+    file: for the error messages. Raises UserError if the metadata are damaged.
     """
     try:
         vocabulary = read_vocabulary(metadata)

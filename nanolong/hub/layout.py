@@ -156,7 +156,7 @@ class ConfigFields:
         return value
 
     def list_per_layer(self, key, n_layer, choices):
-        """Return a list with one of the choices for each layer, or None where there is no list."""
+        """Return a list with one of the choices for each layer, or None if there is no list."""
         value = self.values.get(key)
         if value is None:
             return None

@@ -54,7 +54,7 @@ def read_tokenizer(folder, vocab_size: int):
     """Read the tokenizer of a Hugging Face directory, for a model with so many ids.
 
     Returns the tokenizer or None, the id that starts every text or None, and a note for the user
-    that may be empty. Raises UserError where a file is damaged or belongs to another model.
+    that may be empty. Raises UserError if a file is damaged or belongs to another model.
     """
     if not (folder / "tokenizer.json").is_file():
         note = f"note: there is no tokenizer.json in {folder}: the model works on token ids only"
@@ -122,7 +122,7 @@ def make_tokenizer(files, settings, model_config, vocab_size):
 
     files: name -> bytes. settings: tokenizer_config.json, or {}. model_config: bos_token_id and
     eos_token_id, where it has them. vocab_size: the model's; None: that of the files. Raises
-    UserError where the files are damaged or belong to another model.
+    UserError if the files are damaged or belong to another model.
     """
     try:
         tokenizer = ImportedTokenizer(files, None, None, vocab_size)
@@ -171,7 +171,7 @@ def count_ids(package_tokenizer):
 
 
 def first_number(value):
-    """Return an id of config.json, where it may be in a list; None where there is none."""
+    """Return an id of config.json, where it may be in a list; None if there is none."""
     if isinstance(value, list) and value:
         value = value[0]
     return value if type(value) is int else None
@@ -213,7 +213,7 @@ def write_tokenizer(folder, tokenizer, adds_bos: bool, length: int) -> None:
     """Write the files that a tokenizer came with, or those of one of our own; none for None.
 
     adds_bos: whether bos is put before every text. length: the model's context length. Raises
-    UserError where a tokenizer.json would encode text otherwise than the tokenizer.
+    UserError if a tokenizer.json would encode text otherwise than the tokenizer.
     """
     if tokenizer is None:
         return
@@ -253,7 +253,7 @@ def tokenizer_config(tokenizer, adds_bos, length):
 def build_tokenizer(tokenizer, adds_bos):
     """Return the ImportedTokenizer that does what a tokenizer of our own does.
 
-    Raises UserError where there is none, as for some patterns of a BPETokenizer.
+    Raises UserError if there is none, as for some patterns of a BPETokenizer.
     """
     try:
         files = {"tokenizer.json": build_tokenizer_json(tokenizer, adds_bos).encode()}

@@ -194,7 +194,7 @@ def compare_ids(ids, tokenizer):
 def peak_of_children():
     """Return the most memory that a child process of this one has had, in bytes.
 
-    None where the system does not say.
+    None if the system does not say.
     """
     try:
         import resource

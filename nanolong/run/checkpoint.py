@@ -218,7 +218,7 @@ def find_checkpoint(path, best=False):
     The checkpoint folder that a run folder or checkpoint folder stands for.
 
     Of a run folder the newest, or with best=True the one with the lowest validation loss. Raises
-    UserError where there is none.
+    UserError if there is none.
     """
     path = Path(path)
     if (path / "meta.json").is_file():

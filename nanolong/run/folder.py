@@ -119,7 +119,7 @@ def run_items(run):
 
 
 def check_only_run(run):
-    """Raise UserError where a folder holds files that are no part of a run."""
+    """Raise UserError if a folder holds files that are no part of a run."""
     unknown = []
     for item in sorted(Path(run).iterdir()):
         if is_step(item):

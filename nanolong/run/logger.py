@@ -171,7 +171,7 @@ def start_wandb(project, name, settings):
 
 
 def check_wandb(project):
-    """Raise UserError where a project is named and the package is missing."""
+    """Raise UserError if a project is named and the package is missing."""
     if project and importlib.util.find_spec("wandb") is None:
         raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb out")
 

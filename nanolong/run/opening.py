@@ -48,7 +48,7 @@ def check_same_start(given, *configs):
 
 def resume_run(GPT, cfg, model_config, given):
     """
-    Load the model of the run to resume, or return None where there is none to resume.
+    Load the model of the run to resume, or return None if there is none to resume.
 
     given: the names of the settings that the user has set; one that contradicts the checkpoint
     raises UserError.
@@ -106,7 +106,7 @@ def resume_run(GPT, cfg, model_config, given):
 
 
 def check_same_settings(model, model_config, given):
-    """Raise UserError where a given setting of the model differs from the checkpoint's."""
+    """Raise UserError if a given setting of the model differs from the checkpoint's."""
     for name in sorted(given & {field.name for field in fields(model_config)}):
         asked, saved = getattr(model_config, name), getattr(model.config, name)
         if asked != saved:

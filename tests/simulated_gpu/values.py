@@ -227,7 +227,7 @@ def attention_backward(
     dout, dlse, out, lse, q, qr, k, v, bias, rel_v, positions, docs,
     window, sinks, causal, scale, bias_grad,
 ):  # fmt: skip
-    """dq, dqr, dk, dv, dbias, drel_v, empty where there is none."""
+    """dq, dqr, dk, dv, dbias, drel_v, empty if there is none."""
     inputs = (q, qr, k, v, bias, rel_v)
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():

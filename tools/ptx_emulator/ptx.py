@@ -52,7 +52,7 @@ class Instruction(NamedTuple):
 class Block(NamedTuple):
     """Instructions without a branch among them, and the one that ends the block.
 
-    end is a branch, a barrier or ret, or None where the next block is the target of a branch.
+    end is a branch, a barrier or ret, or None if the next block is the target of a branch.
     """
 
     instructions: tuple
