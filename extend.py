@@ -457,6 +457,31 @@ def check_window(parent, cfg):
         )
 
 
+def load_extended(parent, cfg, model_config, given, rank):
+    """The model of the run to resume, or the parent, extended. Raises UserError."""
+    model = run.resume_run(GPT, cfg, model_config, set())
+    if model is not None:
+        check_same_extension(model, parent, cfg)
+        return model
+    if run.list_steps(cfg.out_dir) and not cfg.overwrite:
+        raise run.existing_run(cfg.out_dir)
+    extend_model(parent, cfg, given, rank)
+    return parent
+
+
+def fine_tune(model, cfg, rank):
+    """Evaluate, train, evaluate. Returns the exit status."""
+    if rank == 0 and "step" not in model.meta:
+        report(with_weights(model), cfg, "before")
+    status = train_and_sample(model, cfg, *training_lengths(model, cfg))
+    finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.max_iters:06d}"
+    if rank == 0 and finished:
+        if cfg.parallel == "fsdp":
+            model = GPT.load(cfg.out_dir)  # this process alone has no whole model
+        report(model, cfg, "after")
+    return status
+
+
 def main():
     cfg, model_config, given, paths = cli.parse(
         ExtendConfig,
@@ -469,40 +494,23 @@ def main():
     entry.load_entries(cfg.entry, POSITIONS)
     rank, _ = parallel.join_processes(cfg.device)
     run.check_same_start(given, cfg, model_config)
-    # Load the checkpoint to extend, or the run to resume.
+    run.ignore_overwrite_of_preset(cfg)
+    # Load the checkpoint, and extend it.
     parent = GPT.load(paths[0], weights=not trains_in_shards(cfg))
     run.check_same_settings(parent, model_config, given)
     check_request(parent, cfg)
     before = getattr(parent.pos, "inv_freq", None)
-    run.ignore_overwrite_of_preset(cfg)
-    model = run.resume_run(GPT, cfg, model_config, set())
-    if model is not None:
-        check_same_extension(model, parent, cfg)
-    elif run.list_steps(cfg.out_dir) and not cfg.overwrite:
-        raise run.existing_run(cfg.out_dir)
-    else:
-        # Extend.
-        model = parent
-        extend_model(model, cfg, given, rank)
+    model = load_extended(parent, cfg, model_config, given, rank)
     if rank == 0:
         print_summary(model, cfg, before)
+    if cfg.max_iters:
+        return fine_tune(model, cfg, rank)
     # Without fine-tuning no dataset is opened, but to evaluate on it.
-    if not cfg.max_iters:
-        if rank == 0:
-            save_extended(model, cfg)
-            if cfg.text or "dataset" in given:
-                report(model, cfg, "extended")
-        return 0
-    # Evaluate, train, evaluate.
-    if rank == 0 and "step" not in model.meta:
-        report(with_weights(model), cfg, "before")
-    status = train_and_sample(model, cfg, *training_lengths(model, cfg))
-    finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.max_iters:06d}"
-    if rank == 0 and finished:
-        if cfg.parallel == "fsdp":
-            model = GPT.load(cfg.out_dir)  # this process alone has no whole model
-        report(model, cfg, "after")
-    return status
+    if rank == 0:
+        save_extended(model, cfg)
+        if cfg.text or "dataset" in given:
+            report(model, cfg, "extended")
+    return 0
 
 
 if __name__ == "__main__":
