@@ -742,7 +742,7 @@ def main():
     positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
     cfg, given, paths = cli.parse(EvaluateConfig, about=__doc__, paths=positional)
     rank, world = parallel.join_processes(cfg.device)
-    run.check_same_start(given, cfg)
+    run.check_processes_agree(given, cfg)
     validate.require(
         world in (1, cfg.sequence_parallel),
         f"evaluate.py runs in {world} processes, which share every sequence: give "

@@ -459,7 +459,7 @@ def check_window(parent, cfg):
 
 def load_extended(parent, cfg, model_config, given, rank):
     """The model of the run to resume, or the parent, extended. Raises UserError."""
-    model = run.resume_run(GPT, cfg, model_config, set())
+    model = run.load_resumed(GPT, cfg, model_config, set())
     if model is not None:
         check_same_extension(model, parent, cfg)
         return model
@@ -493,7 +493,7 @@ def main():
     )
     entry.load_entries(cfg.entry, POSITIONS)
     rank, _ = parallel.join_processes(cfg.device)
-    run.check_same_start(given, cfg, model_config)
+    run.check_processes_agree(given, cfg, model_config)
     run.ignore_overwrite_of_preset(cfg)
     # Load the checkpoint, and extend it.
     parent = GPT.load(paths[0], weights=not trains_in_shards(cfg))

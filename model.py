@@ -242,7 +242,7 @@ class NoPE(nn.Module):
         super()._apply(fn, recurse)
         for name in self.__dict__.get("_constants", []):
             table = getattr(self, name)
-            # where fn moves a tensor from the table's device: float() leaves it there
+            # fn is that of .to(), .cuda() or .float(): try it, and take over only the device
             device = fn(torch.empty(1, device=table.device)).device
             no_float64 = device.type == "mps" and table.dtype == torch.float64
             setattr(self, name, table.to(device, torch.float32 if no_float64 else table.dtype))
@@ -499,7 +499,7 @@ class RoPE(NoPE):
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", None)
         self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
-        self.extend("none", 1.0)
+        self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
 
     def rotate(self, q, k, pos, layer):
         return kernels.rope(q, k, *self.cos_sin(pos))
@@ -763,7 +763,7 @@ def check_config(config):
 
 
 class GPT(nn.Module):
-    config_class = GPTConfig  # these two for what has the class alone: nanolong/
+    config_class = GPTConfig  # for nanolong/, which is given this class and cannot import the file
     schemes = POSITIONS
 
     def __init__(self, config: GPTConfig):

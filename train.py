@@ -69,7 +69,7 @@ class TrainConfig:
     # resume: go on from the newest checkpoint of out_dir
     init_from: Literal["scratch", "resume"] = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products; weights and sums are float32
+    # dtype of matrix products; weights and sums are float32; auto: bfloat16 if the hardware has it
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # torch.compile; auto: if it works and the run is long enough to gain from it
     compile: bool | None = None
@@ -90,11 +90,11 @@ class TrainState:
     step: int = 0
     tokens: int = 0  # seen so far
     best: list | None = None  # [step, val_loss]
-    kept: list = field(default_factory=list)  # steps that were best on other validation sequences
+    kept: list = field(default_factory=list)  # steps that were best before validation changed
     val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
-    kernels: str = ""  # what computes attention: see check_kernels()
+    kernels: str = ""  # what computes attention: run/warmup.py
 
 
 class BatchLoader:
@@ -123,7 +123,7 @@ class BatchLoader:
     def prepare(self, index):
         """Micro-batch `index`: arguments of the model by name, its scored tokens, and its seed."""
         cfg = self.cfg
-        seed = ((cfg.seed << 40) + index) % (1 << 63)
+        seed = ((cfg.seed << 40) + index) % (1 << 63)  # of dropout, and of random positions
         parts = self.dataset.batch(
             index, cfg.batch_size, self.train_length, cfg.seed, self.max_position, cfg.passkey
         )
@@ -190,6 +190,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
         pos = model.sample_positions(len(x), T, batch[0])
         docs = devices.to_device(dataset.document_ids(x), device)
+        # not the compiled model: without gradients it would be compiled a second time
         with devices.autocast(device, dtype):
             loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum")
         n_targets = (y[:, part] >= 0).sum()
@@ -321,6 +322,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     dataset = run.open_dataset(model, cfg, train_length)
     folder = Path(cfg.out_dir)
     state = TrainState()
+    # first, for it sets which data this process reads; without --sequence_parallel it does nothing
     parallel.share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
     run.open_run(folder, model, cfg, state, dataset, dtype)
     forward, optimizers = set_up(model, cfg, device)
@@ -328,9 +330,9 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     logger = None
     with run.catch_signals() as stop_signals, run.explaining_out_of_memory(loader, dtype):
         try:
-            # Nothing is written yet, so a stop signal may end the process at any point.
+            # No checkpoint or log is written yet, so a stop signal ends the process at any point.
             with stop_signals.ending_at_once(lambda: run.release_folder(folder)):
-                run.warm_up(forward, optimizers, loader, state, dtype)
+                run.check_and_compile(forward, optimizers, loader, state, dtype)
                 metrics = None
                 if state.val_loss is None and is_due(state.step, cfg):
                     metrics = estimate_loss(model, dataset, cfg, dtype)
@@ -365,14 +367,14 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
         sums, losses = forward_backward(forward, loader, state, dtype)
         grads = gradients(model)
         grad_norm = parallel.gather(torch.nn.utils.get_total_norm(grads))
-        loader.wait()  # the next batch is on its way before this process waits for the device
+        loader.wait()  # the thread queues its copy before this process blocks on the device
         loss_sum, n_targets, n_signals, grad_norm = reduce_and_read(sums, stop_signals, grad_norm)
 
         # clip and update; to_mean: from nominal to scored tokens, without the loss scale
         to_mean = loader.tokens_per_step / max(n_targets, 1) / state.loss_scale
         grad_norm *= to_mean
         if has_diverged(loss_sum, grad_norm, state, dtype):
-            raise run.describe_divergence(folder, state, cfg, loss_sum, losses)
+            raise run.divergence_error(folder, state, cfg, loss_sum, losses)
         optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype)
         state.step += 1
         state.tokens += loader.tokens_per_step
@@ -402,6 +404,7 @@ def set_up(model, cfg, device):
     """Move the model to the device. Returns what is called for training, and the optimizers."""
     devices.prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")
     compiles, _ = devices.pick_compile(cfg.compile, device, cfg.max_iters)
+    # moved, compiled, and wrapped for several processes
     forward = parallel.distribute(model.train(), cfg.parallel, device, compiles)
     model.activation_checkpointing = cfg.checkpoint_activations
     optimizers = optim.make_optimizers(model, cfg)
@@ -428,7 +431,7 @@ def run_defaults(given, paths):
     """The defaults that depend on what is given: the run folder, and on resume all settings."""
     dataset = Path(given.get("dataset", "python")).name
     entry_names = [Path(file).stem for file in given.get("entry", ())]
-    pos = given.get("pos") or [GPTConfig.pos, *entry_names][-1]
+    pos = given.get("pos") or (entry_names[-1] if entry_names else GPTConfig.pos)
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
     resumed = given.get("init_from") == "resume" or run.is_elastic_restart(out_dir)
     settings = {}
@@ -489,9 +492,9 @@ def main():
     )
     entry.load_entries(cfg.entry, POSITIONS)
     parallel.join_processes(cfg.device)
-    run.check_same_start(given, cfg, model_config)
+    run.check_processes_agree(given, cfg, model_config)
     run.ignore_overwrite_of_preset(cfg)
-    model = run.resume_run(GPT, cfg, model_config, given)
+    model = run.load_resumed(GPT, cfg, model_config, given)
     if model is None:
         validate.check_model(model_config, POSITIONS)
         validate.check_scheme_flags(model_config.pos, cli.flag_names(), POSITIONS)
@@ -499,7 +502,7 @@ def main():
     if model is None:
         torch.manual_seed(cfg.seed)
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)
-        memory.require_weights(model_config)
+        memory.check_weights_fit(model_config)
         model = GPT(model_config)
     return train_and_sample(model, cfg)
 

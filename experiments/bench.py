@@ -135,7 +135,7 @@ class Benchmark:
             times.append(1000 * (time.perf_counter() - start))
         return statistics.median(times)
 
-    def warm_up(self, run, row):
+    def check_and_compile(self, run, row):
         """Call run() once to compile it; on a GPU once more to measure its memory."""
         run()
         if not self.is_gpu:
@@ -166,7 +166,7 @@ class Benchmark:
                 row.note = run
                 continue
             try:
-                self.warm_up(run, row)
+                self.check_and_compile(run, row)
                 times[name] = []
             except Exception as error:  # this implementation cannot compute the case
                 row.note = first_line(error)

@@ -232,7 +232,7 @@ def weight_bytes(c):
     return 4 * c.n_embd * (c.n_layer * (attention + mlp) + embeddings)
 
 
-def require_weights(config):
+def check_weights_fit(config):
     """Raise UserError when the machine has less memory than the weights of a model take."""
     require_memory(weight_bytes(config))
 

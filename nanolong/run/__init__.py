@@ -18,11 +18,12 @@ from nanolong.run.lock import unlock
 from nanolong.run.logger import device_name, report
 from nanolong.run.opening import (
     begin_run,
+    check_processes_agree,
     check_same_settings,
-    check_same_start,
     existing_run,
     ignore_overwrite_of_preset,
     is_finished,
+    load_resumed,
     lock_run,
     open_dataset,
     open_run,
@@ -30,9 +31,8 @@ from nanolong.run.opening import (
     release_folder,
     release_run,
     replace_run,
-    resume_run,
     tidy_finished_run,
 )
-from nanolong.run.saving import describe_divergence, hint_after_divergence, save
+from nanolong.run.saving import divergence_error, hint_after_divergence, save
 from nanolong.run.signals import catch_signals
-from nanolong.run.warmup import explaining_out_of_memory, warm_up
+from nanolong.run.warmup import check_and_compile, explaining_out_of_memory

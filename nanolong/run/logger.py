@@ -176,7 +176,7 @@ def check_wandb(project):
         raise UserError("--wandb needs the wandb package: pip install wandb, or leave --wandb out")
 
 
-def describe_run(loader, dtype):
+def print_header(loader, dtype):
     """Print what is about to be trained, and on what."""
     model, cfg, dataset = loader.model, loader.cfg, loader.dataset
     parameters = sum(p.numel() for p in model.parameters())

@@ -30,7 +30,7 @@ from nanolong.run.lock import held, lock, unlock
 from nanolong.run.logger import Logger, check_wandb, report
 
 
-def check_same_start(given, *configs):
+def check_processes_agree(given, *configs):
     """
     Check that code, torch, newest checkpoint and settings are the same in all processes.
 
@@ -46,7 +46,7 @@ def check_same_start(given, *configs):
     )
 
 
-def resume_run(GPT, cfg, model_config, given):
+def load_resumed(GPT, cfg, model_config, given):
     """
     Load the model of the run to resume, or return None if there is none to resume.
 
@@ -138,7 +138,7 @@ def tidy_finished_run(model, cfg):
     """Remove what a crash has left between the last checkpoint of a run and the end."""
     run = Path(cfg.out_dir)
     prune(run, model.meta["best"], model.meta.get("kept", []), finished=True)
-    unlock(run)  # locked by resume_run()
+    unlock(run)  # locked by load_resumed()
 
 
 def prepare_dataset(name):

@@ -57,7 +57,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
         dist.barrier()
 
 
-def describe_divergence(run, state, cfg, loss_sum, losses):
+def divergence_error(run, state, cfg, loss_sum, losses):
     """
     The error for a step whose loss or gradient is not finite.
 

@@ -14,21 +14,21 @@ from nanolong.errors import LocalError
 from nanolong.memory import count_memory
 from nanolong.parallel.processes import rank_and_world
 from nanolong.parallel.sharding import free_gathered, is_sharded, needs_trial_sum, set_gradient_sync
-from nanolong.run.logger import describe_run, report
+from nanolong.run.logger import print_header, report
 
 # Floating-point operations a second in training, to tell steps that take seconds from others.
 EXPECTED_SPEED = {"cpu": 1e11, "mps": 2e12, "cuda": 2e14}
 EXPENSIVE_STEP = 1.0  # seconds; what such a step costs is printed before the first one
 
 
-def warm_up(forward, optimizers, loader, state, dtype):
+def check_and_compile(forward, optimizers, loader, state, dtype):
     """
     Before the first step, check the kernels and compile the passes that it needs, and print what a
     step costs: an expensive one, and with CUDA any one. Nothing of it stays.
     """
     if dist.is_initialized():
         dist.barrier()  # all processes watch for signals before the first one says that it trains
-    describe_run(loader, dtype)
+    print_header(loader, dtype)
     state.kernels = check_kernels(loader, dtype)
     cfg = loader.cfg
     if state.step >= cfg.max_iters:
@@ -38,7 +38,7 @@ def warm_up(forward, optimizers, loader, state, dtype):
     if measures_step:
         report(describe_estimate(loader, dtype))
     # the first batch compiles kernels
-    if compiles or measures_step and loader.device.type != "cpu":
+    if compiles or (measures_step and loader.device.type != "cpu"):
         try_batch(forward, loader, dtype)
     if measures_step:
         cost = measure_batch(forward, optimizers, loader, dtype)
