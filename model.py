@@ -73,7 +73,6 @@ class GPTConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
-        assert self.head_dim or self.n_embd % self.n_head == 0, "n_embd is divisible by n_head"
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if not self.mlp_dim and self.mlp == "swiglu":
             self.mlp_dim = -(-8 * self.n_embd // (3 * 32)) * 32  # rounded up to a multiple of 32
