@@ -49,6 +49,7 @@ from experiments.report import (
     markdown_table,
     read_json,
 )
+from kernels import definition
 from model import GPT, POSITIONS, Block, GPTConfig, RoPE
 from nanolong import cli
 from nanolong.devices import autocast, pick_compile, pick_device, pick_dtype
@@ -229,11 +230,12 @@ def identify(model, train_config, dataset):
     code = [type(model.pos), *TRAINING_CODE]
     if isinstance(model.pos, RoPE):
         code.append(rope_scaling.none)
+    operators = [definition.hash_definition(name) for name in ("attention", "linear_cross_entropy")]
     return {
         **settings_record("model", model.config),
         **settings_record("training", train_config),
         "data": dataset.hash,
-        "code": hash_code(code),
+        "code": " ".join((hash_code(code), *operators)),
     }
 
 
