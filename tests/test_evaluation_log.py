@@ -37,12 +37,17 @@ def measured(monkeypatch):
     for name in ("loss_by_position", "find_needle"):
         original = getattr(evaluate, name)
 
-        def counted(model, text, length, *args, original=original):
+        def counted(model, text, length, *args, original=original, **named):
             calls.append(length)
-            return original(model, text, length, *args)
+            return original(model, text, length, *args, **named)
 
         monkeypatch.setattr(evaluate, name, counted)
     return calls
+
+
+def unexpected(done):
+    """What is on stderr besides the note that a model never saw a passkey."""
+    return [line for line in done.stderr.splitlines() if "not trained on passkey" not in line]
 
 
 def lines_of(done):
@@ -104,7 +109,7 @@ def test_a_measurement_costs_its_tokens_and_their_attention(make, text_data, mon
 @pytest.mark.parametrize(("words", "count"), [(LOSS, 8), (NEEDLE, 12)])
 def test_every_measurement_prints_what_it_found_and_the_time_left(words, count, runs, call):
     done = call("evaluate.py", *runs, *words)
-    assert done.returncode == 0 and not done.stderr
+    assert done.returncode == 0 and not unexpected(done)
     lines = lines_of(done)
     assert len(lines) == count
     for number, line in enumerate(lines, 1):
@@ -131,10 +136,10 @@ def test_a_stopped_evaluation_goes_on_with_the_same_records(
         for name in ("loss_by_position", "find_needle"):
             original = getattr(evaluate, name)
 
-            def stopped(*args, original=original):
+            def stopped(*args, original=original, **named):
                 if len(measured) == 5:
                     raise KeyboardInterrupt
-                return original(*args)
+                return original(*args, **named)
 
             patch.setattr(evaluate, name, stopped)
         assert call("evaluate.py", *runs, *words, f"--json={file}").returncode == 130
@@ -144,7 +149,7 @@ def test_a_stopped_evaluation_goes_on_with_the_same_records(
 
     measured.clear()
     done = call("evaluate.py", *runs, *words, f"--json={file}")
-    assert done.returncode == 0 and not done.stderr
+    assert done.returncode == 0 and not unexpected(done)
     assert f"reused: 5 of {count} measurements, from {file}\n" in done.stdout
     assert len(measured) == count - 5 == len(lines_of(done))
     assert json.loads(file.read_text()) == expected
