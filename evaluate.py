@@ -794,9 +794,8 @@ def evaluate(cfg, given, paths, writes):
         print()
         plotted, unit = losses_to_plot(records, models)
         # where a token is a byte, bits per byte would say nothing new
-        in_bits = bool(cfg.text) or any(
-            record.get("bytes") not in (None, record.get("tokens")) for record in records
-        )
+        has_words = any(r.get("bytes") not in (None, r.get("tokens")) for r in records)
+        in_bits = bool(cfg.text) or unit == "bits per byte" or has_words
         print_losses(records, lengths, in_bits, plotted, unit)
         note_few_sequences(records, lengths)
     else:

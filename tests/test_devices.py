@@ -185,6 +185,19 @@ def test_where_nothing_is_written_a_signal_ends_the_process_at_once(number):
     assert err.decode() == "\nstopped before the first step; the run folder is as it was\n"
 
 
+def test_a_clean_up_that_fails_still_ends_the_process():
+    code = (
+        "import signal, time\n"
+        "from nanolong.run.signals import catch_signals\n"
+        "with catch_signals() as stop_signals:\n"
+        "    with stop_signals.ending_at_once(lambda: open('/no/such/folder/file')):\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "        time.sleep(30)\n"
+    )
+    words = [sys.executable, "-c", code]
+    assert subprocess.run(words, cwd=ROOT, timeout=20).returncode == 130
+
+
 def test_after_it_signals_are_noted_again(capfd):
     with signals.catch_signals() as stop_signals:
         with stop_signals.ending_at_once(lambda: None):

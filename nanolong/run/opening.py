@@ -1,5 +1,6 @@
 """Open the folder of a run: new, resumed or replaced; and release it in the end."""
 
+import contextlib
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -302,9 +303,10 @@ def release_folder(folder):
     if folder not in held:
         return
     settle_replaced(folder)
-    if [item.name for item in folder.iterdir()] == ["lock"]:
-        (folder / "lock").unlink()
-        folder.rmdir()
+    with contextlib.suppress(OSError):  # a mount point, or a folder that is gone
+        if [item.name for item in folder.iterdir()] == ["lock"]:
+            (folder / "lock").unlink()
+            folder.rmdir()
     unlock(folder)
 
 

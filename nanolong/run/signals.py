@@ -48,9 +48,11 @@ class StopSignals:
         def wait_for_signal():
             for number in iter(lambda: os.read(read_end, 1), b""):
                 if number[0] in SIGNALS:
-                    clean_up()
-                    write("stopped before the first step; the run folder is as it was")
-                    os._exit(130)
+                    try:
+                        clean_up()
+                        write("stopped before the first step; the run folder is as it was")
+                    finally:  # also if the disk has gone
+                        os._exit(130)
 
         thread = threading.Thread(target=wait_for_signal, daemon=True)
         thread.start()
