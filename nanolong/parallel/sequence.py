@@ -171,9 +171,8 @@ class Exchange:
         parts = [x.unflatten(1, (N, -1)).movedim(1, 0) for x in (q, k, v)]
         received = all_to_all(torch.cat(parts, 2))  # (N senders, B, heads, T / N, D)
         # Each is a copy of its own: v must not keep the memory of q and k, which RoPE replaces.
-        q, k, v = (
-            x.movedim(0, 2).flatten(2, 3) for x in received.split(heads, 2)
-        )  # (B, heads, T, D)
+        parts = received.split(heads, 2)
+        q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in parts)  # (B, heads, T, D)
         return q, k, v.to(dtype)
 
     def heads_to_tokens(self, y):
