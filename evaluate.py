@@ -208,7 +208,7 @@ def token_losses(model, x, y, positions):
     if model.own_tokens(length) != slice(None):  # other processes compute the other tokens
         return parallel.gather_tokens(model(x, y, positions, reduction="none"))
     # A method whose tables depend on the length has to see the whole sequence at once.
-    if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
+    if length <= CHUNK or model.set_length(CHUNK) != model.set_length(length):
         return model(x, y, positions, reduction="none")
     cache = inference.KVCache(capacity=length)
     losses = []

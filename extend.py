@@ -21,6 +21,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -47,6 +48,9 @@ class ExtendConfig(TrainConfig):
     method: str = "yarn"
     factor: float = 4.0  # how many times longer the context gets
     options: str = ""  # of the method: ramp=paper,beta_fast=16 for example, or a .json file of them
+    # of a model with RoPE and layers with and without a window: extend those without one, or all;
+    # by default as it was extended before, or full
+    layers: Literal["auto", "full", "all"] = "auto"
     pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
     pose_window: int = 0  # tokens of a PoSE sequence; 0: the original length
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
@@ -67,6 +71,10 @@ class ExtendConfig(TrainConfig):
 
     def __post_init__(self):
         validate.check_extend(self)
+
+    def chosen_layers(self):
+        """The layers as GPT.extend() takes them."""
+        return "" if self.layers == "auto" else self.layers
 
     def method_options(self):
         """The options as a dict of numbers, booleans and text; of a file, whatever JSON it has."""
@@ -201,7 +209,7 @@ def relative_length(settings, factor, original_length):
 
 
 # Entries of meta.json that hold for the extended model, too.
-INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "entry_hash")
+INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "entry_hash", "family")
 
 
 def extend_model(model, cfg, given, rank):
@@ -213,7 +221,7 @@ def extend_model(model, cfg, given, rank):
     if fits_scale(cfg.method, options):
         split = text_to_fit(model, cfg, given)
         options["scale"] = fit_scale(model, cfg, options, split, rank)
-    model.extend(cfg.method, cfg.factor, **options)
+    model.extend(cfg.method, cfg.factor, cfg.chosen_layers(), **options)
     if cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY:
         raise UserError(f"method {cfg.method!r} is not for training: give --max_iters=0")
     no_positions = model.pos.by_index or type(model.pos) is NoPE
@@ -257,7 +265,7 @@ def fit_scale(model, cfg, options, split, rank=0):
     sequences of the extended length. The model is a trial: it is extended for each candidate.
     """
     trial = GPT.load(model.folder).to(devices.pick_device(cfg.device))
-    trial.extend(cfg.method, cfg.factor, **{**options, "scale": 1.0})
+    trial.extend(cfg.method, cfg.factor, cfg.chosen_layers(), **{**options, "scale": 1.0})
     length = trial.config.block_size
     losses = {}
     for eighth in range(-4, 13):
@@ -290,7 +298,9 @@ def check_same_extension(model, parent, cfg):
         "factor": factor,
         "options": options,
     }
-    saved = {**extension, "parent": Path(model.meta.get("parent", "")).parent.name}
+    if cfg.layers != "auto":
+        asked["layers"] = cfg.layers
+    saved = {"layers": "all", **extension, "parent": Path(model.meta.get("parent", "")).parent.name}
     for name, value in asked.items():
         if saved.get(name) != value:
             raise UserError(
@@ -352,7 +362,8 @@ def print_summary(model, cfg, before):
     """
     config = model.config
     lengths = f"{config.original_length} -> {config.block_size} tokens"
-    print(f"context length: {lengths} ({cfg.method})")
+    layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
+    print(f"context length: {lengths} ({cfg.method}{layers})")
     if cfg.plot:
         plot_extension(model, cfg, before)
     if not cfg.max_iters:

@@ -7,7 +7,7 @@ A GPT whose position scheme is a flag: the position schemes and the transformer,
     loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Contents: GPTConfig, 12 position schemes, Attention, SwiGLU and GeluMLP, Block, GPT.
+Contents: GPTConfig, 12 position schemes, Attention, GatedMLP and GeluMLP, Block, GPT.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, V vocab_size.
 """
@@ -15,7 +15,8 @@ Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_d
 import math
 import operator
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -44,22 +45,33 @@ class GPTConfig:
     n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
     n_embd: int = 192  # embedding size
     head_dim: int = 0  # channels of a head; 0: n_embd / n_head
-    mlp_dim: int = 0  # hidden channels of the MLP; 0: about 8/3 n_embd (swiglu), 4 n_embd (gelu)
-    norm: str = "rmsnorm"  # rmsnorm, or layernorm (GPT-2)
-    mlp: str = "swiglu"  # swiglu, or gelu (GPT-2)
-    bias: str = "none"  # linear layers that have a bias: none, qkv (Qwen2) or all (GPT-2)
+    mlp_dim: int = 0  # hidden channels of the MLP; 0: about 8/3 n_embd (gated), 4 n_embd (gelu)
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    # norms before attention and MLP, after them (Olmo 2), or both (Gemma 3); parallel: before, and
+    # attention and MLP are computed from the same hidden states (Pythia)
+    norm_position: Literal["pre", "post", "both", "parallel"] = "pre"
+    # the first two have a gate; gelu: by tanh (GPT-2), gelu_exact: by erf (Pythia)
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact"] = "swiglu"
+    bias: Literal["none", "qkv", "all"] = "none"  # linear layers that have a bias
     norm_eps: float = 1e-5  # added to the variance in the norms
-    qk_norm: bool = False  # RMSNorm on queries and keys, before they are rotated
+    # RMSNorm on queries and keys before they are rotated: of each head (Qwen3), or all (Olmo 2)
+    qk_norm: Literal["none", "head", "all"] = "none"
     tie_embeddings: bool = True  # the output layer shares the embedding's weights
+    embed_scale: float = 1.0  # multiplies the embeddings, not the output layer's weights (Gemma)
     dropout: float = 0.0  # fraction of activations dropped in training
     # [position]
     # the scheme: nope, learned, sinusoidal, shaw, nezha, xl, t5, alibi, kerple, kerple-power,
     # sandwich or rope
     pos: str = "rope"
     rope_base: float = 10000.0  # rope: wavelengths run from 2 pi to about 2 pi rope_base tokens
+    # rope: the base in layers with a window, if others have none (Gemma 3); 0: rope_base
+    rope_local_base: float = 0.0
     # rope: fraction of a head's channels that is rotated; the exponent runs over these alone, as
     # with partial_rotary_factor; not p-RoPE
     rope_fraction: float = 1.0
+    # rope: fraction of a head's pairs that is rotated, the fastest, at the frequencies of the whole
+    # head (p-RoPE, Barbero et al. 2024)
+    p_rope: float = 1.0
     window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
     sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
     # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
@@ -68,17 +80,29 @@ class GPTConfig:
     attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
     # train on sorted random positions below this (Ruoss et al. 2023); 0: off
     random_positions: int = 0
-    # set by GPT.extend(): method, factor, options, original_length
+    # set by GPT.extend(): method, factor, options, original_length, and layers if not all
     extension: dict | None = None
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if not self.mlp_dim and self.mlp == "swiglu":
+        if not self.mlp_dim and self.is_gated:
             self.mlp_dim = -(-8 * self.n_embd // (3 * 32)) * 32  # rounded up to a multiple of 32
         self.mlp_dim = self.mlp_dim or 4 * self.n_embd
+        if isinstance(self.qk_norm, bool):  # as it once was
+            self.qk_norm = "head" if self.qk_norm else "none"
         if self.layer_pattern is None:
             self.layer_pattern = "W" if self.window else "F"
+
+    @property
+    def is_gated(self):
+        """Whether the MLP has a gate."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def is_hybrid(self):
+        """Whether some layers have a window and others attend to the whole text."""
+        return len({self.uses_window(layer) for layer in range(self.n_layer)}) == 2
 
     @property
     def original_length(self):
@@ -124,8 +148,13 @@ class NoPE(nn.Module):
         if "bias" in vars(cls) or "relative" in vars(cls):
             cls.by_index = True  # both count distances between indices
 
+    @classmethod
+    def check(cls, config):
+        """Raise UserError for settings that the scheme cannot have."""
+
     def __init__(self, config):
         super().__init__()
+        self.check(config)
         self.config = config
         self.position_scale = 1.0  # positions, or distances, are divided by this
         self.score_scale = 1.0  # attention scores are multiplied by this
@@ -277,6 +306,15 @@ class Learned(NoPE):
         self.table = nn.Parameter(torch.lerp(table[low], table[high], weight))
 
 
+def check_even(name, config):
+    """Raise UserError unless a number of channels is even: sines and cosines take turns."""
+    if getattr(config, name) % 2:
+        raise UserError(
+            f"{name}={getattr(config, name)} is odd: --pos={config.pos} pairs channels, so give an "
+            "even one"
+        )
+
+
 def sinusoid_frequencies(dim):
     """The inverse frequencies of Vaswani et al. (2017): float64 (dim / 2,)."""
     return 10000.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -293,9 +331,12 @@ class Sinusoidal(NoPE):
     methods = {"none": (), "pi": ()}
     scale = 0.02 * math.sqrt(2)  # the size of fresh token embeddings; unit sinusoids would dominate
 
+    @classmethod
+    def check(cls, config):
+        check_even("n_embd", config)
+
     def __init__(self, config):
         super().__init__(config)
-        assert config.n_embd % 2 == 0, "sin and cos take turns, so n_embd must be even"
         self.register_constant("inv_freq", sinusoid_frequencies(config.n_embd))
 
     def embed(self, x, pos):
@@ -331,9 +372,12 @@ class NEZHA(NoPE):
     methods = {"none": (), "pi": ()}
     max_distance = 64
 
+    @classmethod
+    def check(cls, config):
+        check_even("head_dim", config)
+
     def __init__(self, config):
         super().__init__(config)
-        assert config.head_dim % 2 == 0, "sin and cos take turns, so head_dim must be even"
         self.max_distance = min(self.max_distance, max(1, config.original_length // 2))
         self.register_constant("inv_freq", sinusoid_frequencies(config.head_dim))
 
@@ -355,10 +399,13 @@ class TransformerXL(NoPE):
 
     methods = {"none": (), "pi": (), "clamp": ()}
 
+    @classmethod
+    def check(cls, config):
+        check_even("n_embd", config)
+
     def __init__(self, config):
         super().__init__(config)
         H, D, C = config.n_head, config.head_dim, config.n_embd
-        assert C % 2 == 0, "sin and cos come in pairs, so n_embd must be even"
         self._clamped = False
         self.register_constant("inv_freq", sinusoid_frequencies(C))
         self.u = nn.Parameter(torch.zeros(H, D))
@@ -491,10 +538,19 @@ class RoPE(NoPE):
 
     methods = rope_scaling.OPTIONS
 
+    @classmethod
+    def check(cls, config):
+        check_even("head_dim", config)
+        rotary_dim = int(config.rope_fraction * config.head_dim)
+        if rotary_dim % 2:
+            raise UserError(
+                f"rope_fraction={config.rope_fraction} rotates {rotary_dim} of {config.head_dim} "
+                "channels, which is odd: rotations pair channels, so give another fraction"
+            )
+
     def __init__(self, config):
         super().__init__(config)
         self.rotary_dim = int(config.rope_fraction * config.head_dim)
-        assert config.head_dim % 2 == 0 and self.rotary_dim % 2 == 0, "RoPE pairs channels"
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", None)
         self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
@@ -544,9 +600,13 @@ class RoPE(NoPE):
     def frequencies(self, method, factor, options):
         """Compute inverse frequencies, float64 (R/2,), and the factor on cos and sin: a hook."""
         config = self.config
-        return rope_scaling.frequencies(
+        inv_freq, attention_factor = rope_scaling.frequencies(
             method, config.rope_base, self.rotary_dim, config.original_length, factor, **options
         )
+        if config.p_rope < 1:
+            n_rotated = int(config.p_rope * self.rotary_dim // 2)
+            inv_freq = inv_freq * (torch.arange(len(inv_freq)) < n_rotated)
+        return inv_freq, attention_factor
 
     def _set_frequencies(self, method, factor, options):
         """Returns whether the table has changed; True while torch.compile traces."""
@@ -631,6 +691,32 @@ POSITIONS = {
 }
 
 
+def make_local_scheme(config, extension):
+    """
+    The RoPE of window layers if it differs from that of full layers, else None.
+
+    It differs by its base, or because the extension is of full layers only.
+    """
+    extends_all = extension.get("layers", "all") == "all"
+    if extends_all and not config.rope_local_base:
+        return None
+    local_config = replace(
+        config,
+        rope_base=config.rope_local_base or config.rope_base,
+        block_size=config.original_length,
+        extension=None,
+    )
+    scheme = POSITIONS[config.pos](local_config)
+    if any(True for _ in scheme.parameters()):
+        raise UserError(
+            f"--pos={config.pos} has weights, which layers with and without a window share: leave "
+            "out --rope_local_base, or extend with --layers=all"
+        )
+    if extends_all:
+        scheme.extend(extension["method"], extension["factor"], **extension["options"])
+    return scheme
+
+
 def scheme_class(pos, method):
     """The class of a scheme; two extension methods of RoPE replace attention, in subclasses."""
     if POSITIONS[pos] is RoPE:
@@ -676,23 +762,29 @@ class Attention(nn.Module):
         self.window = config.window if config.uses_window(layer) else 0
         self.sinks = config.sinks if self.window else 0
         self.attn_scale = config.attn_scale
-        self.qk_norm = config.qk_norm
         qkv_bias = config.bias in ("qkv", "all")
         self.q = Linear(config.n_embd, self.n_head * self.head_dim, bias=qkv_bias)
         self.k = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
         self.v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
         self.o = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias == "all")
-        if self.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm != "none":
+            norms_all = self.qk_norm == "all"
+            q_width = self.n_head * self.head_dim if norms_all else self.head_dim
+            k_width = self.n_kv_head * self.head_dim if norms_all else self.head_dim
+            self.q_norm = RMSNorm(q_width, config.norm_eps)
+            self.k_norm = RMSNorm(k_width, config.norm_eps)
 
     def forward(self, x, scheme, pos, cache, mask):
         B, T, _ = x.shape
         # Project to queries, keys and values.
-        q = self.q(x).view(B, T, self.n_head, self.head_dim)
-        k = self.k(x).view(B, T, self.n_kv_head, self.head_dim)
-        v = self.v(x).view(B, T, self.n_kv_head, self.head_dim)
-        if self.qk_norm:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.view(B, T, self.n_head, self.head_dim)
+        k = k.view(B, T, self.n_kv_head, self.head_dim)
+        v = v.view(B, T, self.n_kv_head, self.head_dim)
+        if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or Hk, T, D)
         # Attend, with the scheme's rotation or bias. Processes that share a sequence exchange their
@@ -708,54 +800,68 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 
-class SwiGLU(nn.Module):
-    """The gated MLP of Llama (Shazeer 2020)."""
+class GatedMLP(nn.Module):
+    """The MLP of Llama, SwiGLU, and of Gemma, GEGLU (Shazeer 2020)."""
 
     def __init__(self, config):
         super().__init__()
         bias = config.bias == "all"
+        self.uses_silu = config.mlp == "swiglu"
         self.gate = Linear(config.n_embd, config.mlp_dim, bias=bias)
         self.up = Linear(config.n_embd, config.mlp_dim, bias=bias)
         self.down = Linear(config.mlp_dim, config.n_embd, bias=bias)
 
     def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate = self.gate(x)
+        gate = F.silu(gate) if self.uses_silu else F.gelu(gate, approximate="tanh")
+        return self.down(gate * self.up(x))
 
 
 class GeluMLP(nn.Module):
-    """The MLP of GPT-2."""
+    """The MLP of GPT-2, and with the exact GELU that of Pythia."""
 
     def __init__(self, config):
         super().__init__()
         bias = config.bias == "all"
+        self.approximate = "none" if config.mlp == "gelu_exact" else "tanh"
         self.up = Linear(config.n_embd, config.mlp_dim, bias=bias)
         self.down = Linear(config.mlp_dim, config.n_embd, bias=bias)
 
     def forward(self, x):
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
 class Block(nn.Module):
+    """Attention and MLP, with norms before them, after them, or both."""
+
     def __init__(self, config, layer):
         super().__init__()
-        self.attention_norm = make_norm(config)
+        norms_inputs = config.norm_position != "post"
+        norms_outputs = config.norm_position in ("post", "both")
+        self.is_parallel = config.norm_position == "parallel"
+        self.attention_norm = make_norm(config) if norms_inputs else nn.Identity()
         self.attention = Attention(config, layer)
-        self.mlp_norm = make_norm(config)
-        self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GeluMLP(config)
+        self.attention_post_norm = make_norm(config) if norms_outputs else nn.Identity()
+        self.mlp_norm = make_norm(config) if norms_inputs else nn.Identity()
+        self.mlp = GatedMLP(config) if config.is_gated else GeluMLP(config)
+        self.mlp_post_norm = make_norm(config) if norms_outputs else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, scheme, pos, cache, mask):
-        x = x + self.dropout(self.attention(self.attention_norm(x), scheme, pos, cache, mask))
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return x
+        attended = self.attention(self.attention_norm(x), scheme, pos, cache, mask)
+        if self.is_parallel:
+            return x + self.dropout(attended) + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.dropout(self.attention_post_norm(attended))
+        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
 
 
 def check_config(config):
     """Assert what nanolong/validate.py refuses with a clear error, for models made in Python."""
     assert config.pos in POSITIONS, f"pos is one of {', '.join(POSITIONS)}"
-    assert config.norm in ("rmsnorm", "layernorm"), "norm is rmsnorm or layernorm"
-    assert config.mlp in ("swiglu", "gelu"), "mlp is swiglu or gelu"
-    assert config.bias in ("none", "qkv", "all"), "bias is none, qkv or all"
+    for name, hint in get_type_hints(GPTConfig).items():
+        choices = get_args(hint)
+        if str in map(type, choices):  # a Literal
+            assert getattr(config, name) in choices, f"{name} is one of {', '.join(choices)}"
     assert config.layer_pattern and set(config.layer_pattern) <= set("FWNS"), "letters F W N S"
     windows = any(config.uses_window(layer) for layer in range(config.n_layer))
     assert config.window or not windows, "the letters W and S need a window"
@@ -780,12 +886,23 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.init_weights()
         # Created last: with the same seed, all schemes start from the same other weights.
-        method = config.extension["method"] if config.extension else "none"
-        self.pos = scheme_class(config.pos, method)(config)
-        self.nope = NoPE(config)  # for layers without positions
+        extension = config.extension or {"method": "none", "factor": 1.0, "options": {}}
+        self.pos = scheme_class(config.pos, extension["method"])(config)
         if config.extension:
-            self.pos.extend(method, config.extension["factor"], **config.extension["options"])
+            self.pos.extend(extension["method"], extension["factor"], **extension["options"])
+        self.nope = NoPE(config)  # for layers without positions
+        self.local = make_local_scheme(config, extension)  # for layers with a window; None: pos
         self.check_scheme()
+
+    def position_schemes(self):
+        """The position schemes of all layers, each once."""
+        return [scheme for scheme in (self.pos, self.local, self.nope) if scheme is not None]
+
+    def scheme_of(self, layer):
+        """The position scheme of a layer."""
+        if not self.config.uses_positions(layer):
+            return self.nope
+        return self.local if self.local and self.config.uses_window(layer) else self.pos
 
     def check_scheme(self):
         """Check once what the scheme's hooks return, and what it sets. Raises UserError."""
@@ -796,8 +913,9 @@ class GPT(nn.Module):
             problem = kernels.describe_wrong_terms(bias, relative, n, *shape)
             if problem:
                 raise UserError(f"{type(self.pos).__name__}.{problem}")
-        if isinstance(self.pos, RoPE) and not self.pos.inv_freq.is_meta:
-            self.pos._check_frequencies()
+        for scheme in (self.pos, self.local):
+            if isinstance(scheme, RoPE) and not scheme.inv_freq.is_meta:
+                scheme._check_frequencies()
 
     @torch.no_grad()
     def init_weights(self):
@@ -806,7 +924,7 @@ class GPT(nn.Module):
 
         embed, head:       normal, std 0.02
         q, k, v, gate, up: normal, std 0.5 / sqrt(fan_in)
-        o, down:           zero (they feed the residual stream)
+        o, down:           zero (they feed the residual stream); if a norm follows, as the others
         norms: one; biases: zero
         """
         for name, p in self.named_parameters():
@@ -817,10 +935,10 @@ class GPT(nn.Module):
                 p.normal_(std=0.02)
             elif module.endswith("norm"):
                 p.fill_(1)
-            elif module in ("q", "k", "v", "gate", "up"):
-                p.normal_(std=0.5 / math.sqrt(p.shape[1]))
-            elif module in ("o", "down"):
+            elif module in ("o", "down") and self.config.norm_position in ("pre", "parallel"):
                 p.zero_()
+            elif module in ("q", "k", "v", "o", "gate", "up", "down"):
+                p.normal_(std=0.5 / math.sqrt(p.shape[1]))
             else:
                 raise RuntimeError(f"init_weights() has no rule for {name}: add one")
 
@@ -868,10 +986,12 @@ class GPT(nn.Module):
         own = self.own_tokens(T)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
         x = self.embed(tokens[:, own]).to(self.norm.weight.dtype)
+        if self.config.embed_scale != 1:
+            x = x * self.config.embed_scale
         x = self.dropout(self.pos.embed(x, pos[..., own]))
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
-            scheme = self.pos if self.config.uses_positions(layer) else self.nope
+            scheme = self.scheme_of(layer)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 block = kernels.selective_checkpoint(block)
             x = block(x, scheme, pos, cache, mask)
@@ -899,11 +1019,16 @@ class GPT(nn.Module):
                 end = self.check_positions(positions, docs)
             positions = positions.to(tokens.device, non_blocking=True)
         self.check_length(end)
-        tables_version = self.pos.set_length(end)
+        tables_version = self.set_length(end)
         if cache is not None:
             tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
             return tokens, positions, cache.mask()
         return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
+
+    def set_length(self, length):
+        """Set the schemes' tables for an input of this many tokens. Returns their version."""
+        version = self.pos.set_length(length)
+        return version if self.local is None else (version, self.local.set_length(length))
 
     def check_inputs(self, tokens, **others):
         """Raise UserError unless tokens are ids (B, T), and the others, if given, are as long."""
@@ -965,10 +1090,12 @@ class GPT(nn.Module):
         noise = torch.rand(batch_size, max(length, n), generator=generator)
         return noise.topk(length).indices.sort().values
 
-    def extend(self, method: str, factor: float, **options) -> None:
+    def extend(self, method: str, factor: float, layers: str = "", **options) -> None:
         """
         Extend the context length by factor, in place; weights change for learned embeddings only.
 
+        layers: "full", of a hybrid with RoPE only layers without a window, or "all". By default as
+        before, and at first full where that is possible: a window hides what lies farther away.
         A second extension replaces the method and multiplies the factors; base and original length
         stay. Raises UserError, with nothing changed, for what the scheme cannot do.
         """
@@ -984,32 +1111,61 @@ class GPT(nn.Module):
             )
         if method in rope_scaling.EVALUATION_ONLY and config.window:
             raise UserError(f"method {method!r} has a window of its own: use it without --window")
-        original_length = config.original_length
-        total = factor * (config.extension["factor"] if config.extension else 1.0)
+        extension = {
+            "method": method,
+            "factor": factor * (config.extension["factor"] if config.extension else 1.0),
+            "options": options,
+            "original_length": config.original_length,
+        }
+        if self.layers_to_extend(layers) == "full":
+            extension["layers"] = "full"
+        device = self.embed.weight.device
+        local = make_local_scheme(config, extension)  # raises before anything has changed
         scheme = self.pos
         if type(scheme) is not scheme_class(config.pos, method):
-            scheme = scheme_class(config.pos, method)(config).to(self.embed.weight.device)
-        scheme.extend(method, total, **options)  # raises before anything has changed
+            scheme = scheme_class(config.pos, method)(config).to(device)
+        scheme.extend(method, extension["factor"], **options)
         self.pos = scheme
+        self.local = None if local is None else local.to(device)
         self.check_scheme()
-        config.block_size = round(original_length * total)
-        config.extension = {
-            "method": method,
-            "factor": total,
-            "options": options,
-            "original_length": original_length,
-        }
+        config.block_size = round(extension["original_length"] * extension["factor"])
+        config.extension = extension
 
-    def rope_wavelengths(self) -> torch.Tensor:
+    def layers_to_extend(self, layers):
+        """Choose between "full" and "all", or check a choice. Raises UserError."""
+        config = self.config
+        has_weights = any(True for _ in self.pos.parameters())
+        can_differ = isinstance(self.pos, RoPE) and config.is_hybrid and not has_weights
+        if layers not in ("", "full", "all"):
+            raise UserError(f"layers={layers!r} is unknown: give full or all")
+        if layers == "full" and not can_differ:
+            raise UserError(
+                "--layers=full is for rope, without weights of its own, in layers with and without "
+                "a window: leave it out"
+            )
+        if not layers and config.extension:
+            layers = config.extension.get("layers", "all")
+        elif not layers:
+            layers = "full" if can_differ else "all"
+        full = (layer for layer in range(config.n_layer) if not config.uses_window(layer))
+        if layers == "full" and not any(config.uses_positions(layer) for layer in full):
+            raise UserError(
+                "the layers without a window have no positions, so there is nothing to extend in "
+                "them: give --layers=all"
+            )
+        return layers
+
+    def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
         """
         The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
 
-        They are those of the extended model, and infinite if a pair is not rotated. Raises
-        UserError for a scheme without RoPE.
+        They are those of the extended model, and infinite if a pair is not rotated. window: those
+        of the layers with a window, which may differ. Raises UserError for a scheme without RoPE.
         """
-        if not isinstance(self.pos, RoPE):
+        scheme = self.local if window and self.local else self.pos
+        if not isinstance(scheme, RoPE):
             raise UserError(f"--pos={self.config.pos} has no wavelengths: use a model with rope")
-        return 2 * math.pi / self.pos.inv_freq.cpu().double()
+        return 2 * math.pi / scheme.inv_freq.cpu().double()
 
     def flops_per_token(self, length: int | None = None) -> int:
         """

@@ -164,7 +164,7 @@ def note_slow_tokens(model, n_tokens, seconds):
     """Print a note if every new token takes these seconds, since no keys can be cached."""
     if seconds < SLOW_PROMPT:
         return
-    versions = {model.pos.set_length(n_tokens + i) for i in range(3)}
+    versions = {model.set_length(n_tokens + i) for i in range(3)}
     if len(versions) == 3:  # a cache is refilled at every token
         print(
             f"note: every new token computes the whole text again, about {seconds:.0f} s each: "

@@ -397,7 +397,7 @@ def compile_step(step):
 
 def tables_change(model, short, long):
     """Whether the scheme's tables change between `short` and `long` tokens."""
-    return model.pos.is_dynamic or model.pos.set_length(short) != model.pos.set_length(long)
+    return model.pos.is_dynamic or model.set_length(short) != model.set_length(long)
 
 
 class FixedShapeStep:

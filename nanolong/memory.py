@@ -178,21 +178,22 @@ def count_block_matrices(config):
     A = config.n_head * config.head_dim
     K = config.n_kv_head * config.head_dim
     attention = config.n_embd * (A + 2 * K) + A * config.n_embd
-    n_mlp = 3 if config.mlp == "swiglu" else 2
+    n_mlp = 3 if config.is_gated else 2
     return config.n_layer * (attention + n_mlp * config.n_embd * config.mlp_dim)
 
 
 def count_other_parameters(config):
     """The parameters of embeddings, head, norms, biases and learned positions."""
     embeddings = config.vocab_size * (1 if config.tie_embeddings else 2)
-    norms = (2 * config.n_layer + 1) * (1 if config.norm == "rmsnorm" else 2)
+    norms_per_block = 4 if config.norm_position == "both" else 2
+    norms = (norms_per_block * config.n_layer + 1) * (1 if config.norm == "rmsnorm" else 2)
     positions = config.max_positions if config.pos == "learned" else 0
     # one for each row of a block's matrices
     A = config.n_head * config.head_dim
     K = config.n_kv_head * config.head_dim
     biases = A + 2 * K if config.bias != "none" else 0
     if config.bias == "all":
-        n_mlp = 2 if config.mlp == "swiglu" else 1
+        n_mlp = 2 if config.is_gated else 1
         biases += 2 * config.n_embd + n_mlp * config.mlp_dim
     return config.n_embd * (embeddings + norms + positions) + config.n_layer * biases
 
@@ -218,7 +219,7 @@ def block_bytes_per_token(config, T, e, device):
     if is_autocast and device == "cpu" and T < 512:
         attention = (2 * A + 2 * K) * 4 + A * e
     attention += 4 * C + (3 * e if is_autocast else 4) * C + 4 * config.n_head
-    n_inputs, n_hidden = (2, 4) if config.mlp == "swiglu" else (1, 2)
+    n_inputs, n_hidden = (2, 4) if config.is_gated else (1, 2)
     mlp = 4 * C + (n_inputs * e if is_autocast else 4) * C + n_hidden * config.mlp_dim * e
     dropout = 8 * C if config.dropout else 0
     return norms + attention + mlp + dropout
@@ -227,7 +228,7 @@ def block_bytes_per_token(config, T, e, device):
 def weight_bytes(c):
     """About how many bytes a model's weights take."""
     attention = 2 * (c.n_head + c.n_kv_head) * c.head_dim
-    mlp = (3 if c.mlp == "swiglu" else 2) * c.mlp_dim
+    mlp = (3 if c.is_gated else 2) * c.mlp_dim
     embeddings = (2 - c.tie_embeddings) * c.vocab_size
     return 4 * c.n_embd * (c.n_layer * (attention + mlp) + embeddings)
 

@@ -46,6 +46,10 @@ TYPE_NAMES = {
 }
 
 
+# settings that were true or false once, in presets and checkpoints of then
+OLD_VALUES = {"qk_norm": {"true": "head", "false": "none"}}
+
+
 def coerce(cls, values, where):
     """
     Make a settings dataclass of values of any type, a dict by name.
@@ -81,6 +85,7 @@ def convert(name, value, hint, where):
     if optional and (value is None or str(value).lower() in ("none", "auto")):
         return None
     if typing.get_origin(kind) is typing.Literal:
+        value = OLD_VALUES.get(name, {}).get(str(value).lower(), value)
         choices = typing.get_args(kind)
         valid = isinstance(value, str) and value in choices
         require(valid, f"{where}: {name} must be one of {', '.join(choices)}")
@@ -187,6 +192,9 @@ RANGES = {
     # positions
     "rope_base": Range(above=1),
     "rope_fraction": Range(least=0, most=1),
+    "rope_local_base": Range(least=0),
+    "p_rope": Range(least=0, most=1),
+    "embed_scale": Range(above=0),
     "window": Range(least=0),
     "sinks": Range(least=0),
     "random_positions": Range(least=0, most=2**24),
@@ -272,7 +280,8 @@ def check_model(config, positions):
         "of your own with --entry=FILE.py",
     )
     check_architecture(config)
-    check_channels(config, positions)
+    positions[config.pos].check(config)
+    check_rope(config, positions)
     check_layer_pattern(config, positions)
     check_random_positions(config, positions)
     check_extension(config)
@@ -284,14 +293,6 @@ def check_architecture(config):
         f"n_head={config.n_head} is not divisible by n_kv_head={config.n_kv_head}: "
         "choose a divisor of n_head",
     )
-    for name, choices in (
-        ("norm", ("rmsnorm", "layernorm")),
-        ("mlp", ("swiglu", "gelu")),
-        ("bias", ("none", "qkv", "all")),
-    ):
-        value = getattr(config, name)
-        require(value in choices, f"{name}={value} is unknown: choose one of {', '.join(choices)}")
-
     block_parameters = config.n_embd * (config.n_head * config.head_dim + config.mlp_dim)
     embedding_parameters = config.n_embd * config.vocab_size
     require(
@@ -301,28 +302,23 @@ def check_architecture(config):
     )
 
 
-def check_channels(config, positions):
-    """Sines and cosines, and rotations, take channels in pairs."""
-    scheme = positions[config.pos]
-    if issubclass(scheme, (positions["sinusoidal"], positions["xl"])):
-        require(
-            config.n_embd % 2 == 0,
-            f"n_embd={config.n_embd} is odd: --pos={config.pos} pairs channels, "
-            "so give an even one",
-        )
-    if issubclass(scheme, (positions["nezha"], positions["rope"])):
-        require(
-            config.head_dim % 2 == 0,
-            f"head_dim={config.head_dim} is odd: --pos={config.pos} pairs channels, "
-            "so give an even one",
-        )
-    if issubclass(scheme, positions["rope"]):
-        rotary_dim = int(config.rope_fraction * config.head_dim)
-        require(
-            rotary_dim % 2 == 0,
-            f"rope_fraction={config.rope_fraction} rotates {rotary_dim} of {config.head_dim} "
-            "channels, which is odd: rotations pair channels, so give another fraction",
-        )
+def check_rope(config, positions):
+    """Rules of the settings that RoPE alone has."""
+    is_rope = issubclass(positions[config.pos], positions["rope"])
+    require(
+        not config.rope_local_base or (is_rope and config.is_hybrid),
+        f"rope_local_base={config.rope_local_base:g} is of rope in layers with a window, next to "
+        "layers without one: give a --layer_pattern of both, such as WWWF, and --window=N",
+    )
+    require(
+        config.rope_local_base == 0 or config.rope_local_base > 1,
+        f"rope_local_base={config.rope_local_base:g} is out of range: it must be above 1",
+    )
+    require(
+        config.p_rope == 1 or config.rope_fraction == 1,
+        f"p_rope={config.p_rope} and rope_fraction={config.rope_fraction} both leave channels "
+        "unrotated, at different frequencies: give one of them",
+    )
 
 
 def check_layer_pattern(config, positions):
@@ -374,7 +370,8 @@ def check_scheme_flags(pos, flags, positions):
     scheme = positions.get(pos, positions["rope"])
     is_ours = scheme.__module__ == positions["nope"].__module__
     if is_ours and not issubclass(scheme, positions["rope"]):
-        for name in sorted({"rope_base", "rope_fraction"} & set(flags)):
+        of_rope = {"rope_base", "rope_fraction", "rope_local_base", "p_rope"}
+        for name in sorted(of_rope & set(flags)):
             raise UserError(
                 f"--{name} is a setting of rope, and --pos={pos} has none: leave it out"
             )
@@ -406,6 +403,8 @@ def check_extension(config):
     if config.extension is None:
         return
     advice = "use an undamaged checkpoint, or extend the original model again"
+    layers = config.extension.get("layers", "full")
+    require(layers == "full", f"the model's extension has layers={layers!r:.60}: {advice}")
     kinds = {"method": str, "factor": (int, float), "options": dict, "original_length": int}
     for name, kind in kinds.items():
         value = config.extension.get(name)

@@ -80,8 +80,8 @@ def test_presets_stack_and_flags_win(presets):
 
 
 def test_a_flag_alone_means_true():
-    config, cfg, *_ = parse("--qk_norm", "--compile", "--bos", "false", "--seed", "3")
-    assert config.qk_norm is True
+    config, cfg, *_ = parse("--qk_norm=true", "--compile", "--bos", "false", "--seed", "3")
+    assert config.qk_norm == "head"  # as it was once
     assert cfg.compile is True
     assert cfg.bos is False
     assert cfg.seed == 3

@@ -411,12 +411,11 @@ def test_constants_stay_on_their_device_when_the_dtype_changes(pos, make):
         {"pos": "nezha", "head_dim": 7},
         {"pos": "sinusoidal", "n_embd": 33, "head_dim": 8},
         {"pos": "xl", "n_embd": 33, "head_dim": 8},
-        {"n_head": 4, "n_kv_head": 3},
     ],
     ids=str,
 )
-def test_the_model_asserts_what_its_arithmetic_needs(settings, make):
-    with pytest.raises(AssertionError):
+def test_schemes_refuse_channels_that_they_cannot_pair(settings, make):
+    with pytest.raises(UserError, match="odd"):
         make(**settings)
 
 
@@ -555,7 +554,8 @@ def test_the_base_class_keeps_its_state_under_names_of_its_own(make):
     assert public <= {"config", "is_dynamic", "position_scale", "score_scale", "training"}
     methods = {name for name in vars(NoPE) if not name.startswith("_")}
     assert methods == {
-        *("embed", "rotate", "bias", "relative", "attend", "extend", "bounded", "by_index"),
+        *("embed", "rotate", "bias", "relative", "attend", "check", "extend", "bounded"),
+        *("by_index",),
         *("methods", "check_method", "set_length", "update_tables", "distance_index"),
         *("register_constant", "needs_whole_text", "exchange"),
     }

@@ -197,7 +197,7 @@ def test_script_settings_have_ranges(config, settings, words):
         ({"n_embd": 100}, "n_embd=100 is not divisible by n_head=3: .*give head_dim"),
         ({"n_kv_head": 2}, "n_head=3 is not divisible by n_kv_head=2"),
         ({"norm": "batchnorm"}, "rmsnorm, layernorm"),
-        ({"mlp": "relu"}, "swiglu, gelu"),
+        ({"mlp": "relu"}, "swiglu, geglu, gelu"),
         ({"bias": "some"}, "none, qkv, all"),
         ({"n_layer": 4096, "n_embd": 2**22, "n_head": 64}, "more than 2\\^40 parameters"),
         ({"pos": "rope", "n_embd": 99}, "head_dim=33 is odd"),

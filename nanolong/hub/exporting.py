@@ -148,7 +148,7 @@ def check_blocks(config):
             "what can be exported is rmsnorm and swiglu with --bias=none or qkv, and GPT-2 "
             "(layernorm, gelu, all)",
         )
-    elif config.qk_norm and config.bias == "qkv":
+    elif config.qk_norm != "none" and config.bias == "qkv":
         raise no_equivalent("--qk_norm with --bias=qkv", "train without one of them to export")
 
 
@@ -158,7 +158,7 @@ def check_gpt2(config):
         "--pos=learned": config.pos == "learned",
         "--head_dim=0": config.n_head * config.head_dim == config.n_embd,
         "--n_kv_head=0": config.n_kv_head == config.n_head,
-        "--qk_norm=false": not config.qk_norm,
+        "--qk_norm=false": config.qk_norm == "none",
         "--window=0": not config.window,
     }
     missing = [setting for setting, holds in requirements.items() if not holds]
@@ -221,7 +221,7 @@ def choose_rope(model, uses_rope):
     config = model.config
     if any(uses_rope):
         return write_rope(model)
-    if config.qk_norm:
+    if config.qk_norm != "none":
         # Qwen3 has RoPE in all layers
         parameters = unrotated_rope(config.block_size, config.head_dim)
     else:
@@ -233,7 +233,7 @@ def choose_architecture(config, uses_rope):
     """Return the model_type that has these layers. Raises UserError if there is none."""
     check_layers_without_rope(config, uses_rope)
     n_window = sum(config.uses_window(layer) for layer in range(config.n_layer))
-    if config.qk_norm:
+    if config.qk_norm != "none":
         model_type = "qwen3"
     elif config.bias == "qkv":
         model_type = "qwen2"
@@ -257,7 +257,7 @@ def check_layers_without_rope(config, uses_rope):
 
     QK-norm in a model without any RoPE is possible: a Qwen3 whose RoPE rotates nothing.
     """
-    if config.qk_norm and any(uses_rope) and not all(uses_rope):
+    if config.qk_norm != "none" and any(uses_rope) and not all(uses_rope):
         other = "--qk_norm"
     elif config.bias == "qkv" and not all(uses_rope):
         other = "--bias=qkv"
@@ -417,7 +417,7 @@ def export_parameter(model, rope, name):
     layer = int(block.removeprefix("blocks."))
     config = model.config
     reorders = reorders_channels(model, rope, layer)
-    scaled = ("q_norm.weight",) if config.qk_norm else ("q.weight", "q.bias")
+    scaled = ("q_norm.weight",) if config.qk_norm != "none" else ("q.weight", "q.bias")
     if last_name in scaled:
         tensor = scale_channels(tensor, query_scale(model, layer, rope))
     if reorders and last_name in ROTATED_PARAMETERS:

@@ -209,7 +209,7 @@ def read_llama_config(fields, model_type):
         "head_dim": head_dim,
         "n_embd": n_embd,
         "vocab_size": fields.integer("vocab_size"),
-        "qk_norm": model_type == "qwen3",
+        "qk_norm": "head" if model_type == "qwen3" else "none",
         "bias": "qkv" if model_type == "qwen2" else "none",
         "tie_embeddings": fields.flag("tie_word_embeddings"),
         "norm_eps": fields.real("rms_norm_eps", 1e-30, 0.1),

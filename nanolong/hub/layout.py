@@ -271,7 +271,7 @@ def llama_layout(config):
     layer_table = dict(LLAMA_LAYER)
     if config.bias == "qkv":
         layer_table |= QKV_BIAS
-    if config.qk_norm:
+    if config.qk_norm != "none":
         layer_table |= QK_NORM
     layout = {name: HFTensor(parameters) for name, parameters in LLAMA_MODEL.items()}
     for layer in range(config.n_layer):

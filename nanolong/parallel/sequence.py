@@ -37,7 +37,9 @@ def share_sequences(model, size, lengths):
     if size == 1:
         return
     check_model(model, lengths, size)
-    model.pos.exchange = model.nope.exchange = Exchange()
+    exchange = Exchange()
+    for scheme in model.position_schemes():
+        scheme.exchange = exchange
 
 
 def _form_groups(size):
@@ -61,7 +63,8 @@ def _form_groups(size):
 
 def stop_sharing(model):
     """Let each process compute whole sequences again, as the first one does after training."""
-    model.pos.exchange = model.nope.exchange = None
+    for scheme in model.position_schemes():
+        scheme.exchange = None
     _leave_group()
 
 

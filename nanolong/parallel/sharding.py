@@ -70,7 +70,7 @@ def shard(model, device):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for scheme in (model.pos, model.nope):
+    for scheme in model.position_schemes():
         scheme.to(device)  # its tables
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
