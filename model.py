@@ -74,6 +74,8 @@ class GPTConfig:
     p_rope: float = 1.0
     window: int = 0  # sliding-window attention: tokens that a query sees; 0: all
     sinks: int = 0  # attention sinks: with a window, the first tokens stay visible
+    # learned sinks: a score for each head that takes part in the softmax and has no value (gpt-oss)
+    sink_scores: bool = False
     # a letter per layer, repeated: F full attention, W window, N and S the same without positions;
     # auto: F, or W if there is a window
     layer_pattern: str | None = None
@@ -768,6 +770,7 @@ class Attention(nn.Module):
         self.v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
         self.o = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias == "all")
         self.qk_norm = config.qk_norm
+        self.sink_scores = nn.Parameter(torch.zeros(self.n_head)) if config.sink_scores else None
         if self.qk_norm != "none":
             norms_all = self.qk_norm == "all"
             q_width = self.n_head * self.head_dim if norms_all else self.head_dim
@@ -793,11 +796,23 @@ class Attention(nn.Module):
             q, k, v = scheme.exchange.tokens_to_heads(q, k, v)
         scale = self.attn_scale * scheme.score_scale / math.sqrt(self.head_dim)
         limits = {"window": self.window, "sinks": self.sinks, "scale": scale}
-        y = scheme.attend(q, k, v, pos, self.layer, cache, **limits, **mask)  # (B, H, T, D)
+        if self.sink_scores is None:
+            y = scheme.attend(q, k, v, pos, self.layer, cache, **limits, **mask)  # (B, H, T, D)
+        else:
+            limits["return_lse"] = True
+            y, lse = scheme.attend(q, k, v, pos, self.layer, cache, **limits, **mask)
+            y = self.add_sinks(y, lse, scheme.exchange)
         if scheme.exchange:
             y = scheme.exchange.heads_to_tokens(y)
         # Concatenate the heads and project back.
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
+
+    def add_sinks(self, y, lse, exchange):
+        """Let a score without a value take part in each softmax; lse (B, H, T): of the others."""
+        scores = self.sink_scores
+        if exchange:
+            scores, _ = exchange.own_terms(scores, None, y.shape[1])
+        return (y * torch.sigmoid(lse - scores[:, None])[..., None]).to(y.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -925,11 +940,11 @@ class GPT(nn.Module):
         embed, head:       normal, std 0.02
         q, k, v, gate, up: normal, std 0.5 / sqrt(fan_in)
         o, down:           zero (they feed the residual stream); if a norm follows, as the others
-        norms: one; biases: zero
+        norms: one; biases, scores of sinks: zero
         """
         for name, p in self.named_parameters():
             module = name.split(".")[-2]
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sink_scores")):
                 p.zero_()
             elif module in ("embed", "head"):
                 p.normal_(std=0.02)
@@ -1109,8 +1124,11 @@ class GPT(nn.Module):
                 f"this model was trained on positions below {config.random_positions} and needs no "
                 "extension up to there: train with a larger --random_positions to go on"
             )
-        if method in rope_scaling.EVALUATION_ONLY and config.window:
-            raise UserError(f"method {method!r} has a window of its own: use it without --window")
+        if method in rope_scaling.EVALUATION_ONLY and (config.window or config.sink_scores):
+            raise UserError(
+                f"method {method!r} has a window of its own, and no learned sinks: use it without "
+                "--window and --sink_scores"
+            )
         extension = {
             "method": method,
             "factor": factor * (config.extension["factor"] if config.extension else 1.0),

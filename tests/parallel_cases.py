@@ -41,6 +41,10 @@ def cases():
         yield f"{pos} positions", {"pos": pos, "random_positions": 80}, {"positions": True}
     yield "layers without positions", {"pos": "rope", "layer_pattern": "FN"}, {}
     yield "qk norm", {"pos": "rope", "qk_norm": True, "bias": "qkv"}, {}
+    both_kinds = {"layer_pattern": "WF", "window": 7, "rope_local_base": 50.0}
+    yield "qk norm of all heads", {"qk_norm": "all", "norm_position": "both", **both_kinds}, {}
+    yield "hybrid yarn", both_kinds, {"extension": ("yarn", {})}
+    yield "learned sinks", {"pos": "t5", "sink_scores": True, "n_kv_head": 2}, {}
     yield "gpt2", {"pos": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all"}, {}
     for method in rope_scaling.METHODS:
         options = LONGROPE if method == "longrope" else {}

@@ -1,0 +1,352 @@
+"""Layers that differ: RoPE by kind of layer, p-RoPE, and the shapes of a block."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig, RoPE
+from nanolong import cli, validate
+from nanolong.errors import UserError
+from nanolong.inference import KVCache
+
+HYBRID = {
+    "n_layer": 4,
+    "layer_pattern": "WWF",
+    "window": 5,
+    "rope_base": 5e4,
+    "rope_local_base": 300.0,
+    "block_size": 16,
+}
+
+
+def plain_frequencies(base, dim):
+    return [base ** (-2 * k / dim) for k in range(dim // 2)]
+
+
+def rotate(x, inv_freq, factor=1.0):
+    """Rotate x (B, H, T, D) at positions 0..T-1 by RoPE's formula, in float64."""
+    T, D = x.shape[-2:]
+    y = x.double().clone()
+    for k, frequency in enumerate(inv_freq):
+        angle = torch.arange(T, dtype=torch.float64) * frequency
+        a, b = x[..., k].double(), x[..., k + D // 2].double()
+        y[..., k] = (a * angle.cos() - b * angle.sin()) * factor
+        y[..., k + D // 2] = (b * angle.cos() + a * angle.sin()) * factor
+    return y
+
+
+def rotated(model, layer, T):
+    """What a layer makes of random queries, and these."""
+    config = model.config
+    q = torch.randn(2, config.n_head, T, config.head_dim)
+    pos = torch.arange(T)
+    model.set_length(T)
+    return q, model.scheme_of(layer).rotate(q, q, pos, layer)[0]
+
+
+@pytest.mark.parametrize("layers", ["", "full", "all"])
+def test_each_kind_of_layer_is_rotated_by_its_own_base_and_method(make, layers):
+    model = make(**HYBRID)
+    D = model.config.head_dim
+    model.extend("pi", 4.0, layers)
+    # beyond the window, and beyond the original length
+    T = 50
+    divisor = 4 if layers == "all" else 1
+    local = [f / divisor for f in plain_frequencies(300.0, D)]
+    full = [f / 4 for f in plain_frequencies(5e4, D)]
+    for layer, inv_freq in enumerate((local, local, full, local)):
+        q, found = rotated(model, layer, T)
+        torch.testing.assert_close(found.double(), rotate(q, inv_freq), rtol=0, atol=1e-5)
+
+
+def test_only_the_full_layers_have_the_attention_factor_of_yarn(make):
+    model = make(**HYBRID)
+    model.extend("yarn", 8.0)
+    q, found = rotated(model, 0, 40)
+    torch.testing.assert_close(found.norm(dim=-1), q.norm(dim=-1))
+    q, found = rotated(model, 2, 40)
+    torch.testing.assert_close(found.norm(dim=-1), q.norm(dim=-1) * (0.1 * math.log(8) + 1))
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic-ntk", "drope"])
+@pytest.mark.parametrize("layers", ["full", "all"])
+def test_a_cached_forward_pass_of_a_hybrid_equals_a_whole_one(make, method, layers):
+    model = make(**HYBRID).eval()
+    model.extend(method, 4.0, layers)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 45))
+    cache = KVCache()
+    parts = [model(part, cache=cache) for part in tokens.split((7, 20, 1, 17), 1)]
+    last = model(tokens)[:, -17:]
+    torch.testing.assert_close(parts[-1], last, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hybrid_survives_its_checkpoint(make, tmp_path):
+    model = make(**HYBRID, p_rope=0.5).eval()
+    model.extend("yarn", 4.0)
+    model.save(tmp_path / "step-000000")
+    loaded = GPT.load(tmp_path)
+    assert loaded.config == model.config
+    assert loaded.config.extension["layers"] == "full"
+    tokens = torch.randint(0, model.config.vocab_size, (1, 60))
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
+def test_a_second_extension_is_of_the_same_layers(make):
+    first = make(**HYBRID)
+    first.extend("pi", 2.0, "all")
+    first.extend("pi", 2.0)
+    assert "layers" not in first.config.extension
+    second = make(**HYBRID)
+    second.extend("pi", 2.0)
+    second.extend("pi", 2.0)
+    assert second.config.extension["layers"] == "full"
+    torch.testing.assert_close(second.rope_wavelengths(), first.rope_wavelengths())
+    torch.testing.assert_close(
+        second.rope_wavelengths(window=True) * 4, first.rope_wavelengths(window=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, layers",
+    [
+        ({"layer_pattern": "F"}, "all"),
+        ({"layer_pattern": "W", "window": 5}, "all"),
+        ({"layer_pattern": "FN"}, "all"),
+        ({"layer_pattern": "FW", "window": 5}, "full"),
+        ({"layer_pattern": "FW", "window": 5, "pos": "alibi"}, "all"),
+    ],
+    ids=str,
+)
+def test_full_is_the_default_of_a_hybrid_with_rope(make, settings, layers):
+    model = make(**{"n_layer": 2, **settings})
+    model.extend("pi", 2.0)
+    assert model.config.extension.get("layers", "all") == layers
+    if layers == "all":
+        with pytest.raises(UserError, match="--layers=full is for rope"):
+            model.extend("pi", 2.0, "full")
+
+
+def test_full_layers_without_positions_leave_nothing_to_extend(make):
+    model = make(n_layer=4, layer_pattern="WWWN", window=5)
+    before = model.rope_wavelengths(window=True)
+    with pytest.raises(UserError, match="--layers=all"):
+        model.extend("yarn", 4.0)
+    assert model.config.extension is None
+    model.extend("yarn", 4.0, "all")
+    assert (model.rope_wavelengths(window=True) > before * 1.5).any()
+
+
+class Learned(RoPE):
+    """A scheme with a weight, as a user may write it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+
+def test_a_scheme_with_weights_is_shared_by_all_layers(monkeypatch, make):
+    monkeypatch.setitem(GPT.schemes, "learned-rope", Learned)
+    model = make(pos="learned-rope", n_layer=2, layer_pattern="FW", window=5)
+    model.extend("pi", 2.0)
+    assert model.local is None
+    with pytest.raises(UserError, match="has weights"):
+        make(pos="learned-rope", **HYBRID)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"rope_local_base": 1e4}, "layer_pattern of both"),
+        ({"rope_local_base": 1e4, "window": 5}, "layer_pattern of both"),
+        ({**HYBRID, "pos": "alibi"}, "layer_pattern of both"),
+        ({**HYBRID, "rope_local_base": 0.5}, "must be above 1"),
+        ({"p_rope": 0.5, "rope_fraction": 0.5}, "give one of them"),
+        ({"p_rope": 1.5}, "at most 1"),
+        ({"norm_position": "after"}, "pre, post, both, parallel"),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        config = validate.coerce(GPTConfig, settings, "the test")
+        validate.check_model(config, GPT.schemes)
+
+
+def test_a_true_qk_norm_of_older_checkpoints_is_that_of_each_head():
+    assert validate.coerce(GPTConfig, {"qk_norm": True}, "meta.json").qk_norm == "head"
+    assert validate.coerce(GPTConfig, {"qk_norm": False}, "meta.json").qk_norm == "none"
+    assert cli.parse(GPTConfig, argv=["--qk_norm=true"])[0].qk_norm == "head"
+
+
+# -----------------------------------------------------------------------------
+# p-RoPE
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.4, 0.75])
+@pytest.mark.parametrize("method", ["none", "pi", "ntk", "yarn", "llama3", "resonance", "abf"])
+def test_p_rope_rotates_the_fastest_pairs_at_the_frequencies_of_the_whole_head(make, p, method):
+    whole = make(head_dim=20)
+    part = make(head_dim=20, p_rope=p)
+    for model in (whole, part):
+        model.extend(method, 4.0)
+    n = int(p * 20 // 2)
+    expected = whole.pos.inv_freq.clone()
+    expected[n:] = 0
+    assert torch.equal(part.pos.inv_freq, expected)
+    assert part.rope_wavelengths()[n:].isinf().all()
+    assert part.pos.attention_factor == whole.pos.attention_factor
+
+
+# -----------------------------------------------------------------------------
+# The shapes of a block, by their formulas
+
+
+def rms_norm(x, norm):
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+
+def randomize(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.3 + (p.dim() == 1))
+    return model.eval()
+
+
+@pytest.mark.parametrize("position", ["pre", "post", "both", "parallel"])
+@pytest.mark.parametrize("mlp", ["swiglu", "geglu", "gelu", "gelu_exact"])
+def test_a_block_is_computed_by_its_formula(make, position, mlp):
+    model = randomize(make(n_layer=1, norm_position=position, mlp=mlp, embed_scale=2.5).double())
+    block = model.blocks[0]
+    tokens = torch.randint(0, model.config.vocab_size, (2, 9))
+    pos = torch.arange(9)
+
+    def attend(x):
+        return block.attention(x, model.pos, pos, None, {})
+
+    def feed(x):
+        m = block.mlp
+        up = x @ m.up.weight.T
+        if mlp == "swiglu":
+            up = up * F.silu(x @ m.gate.weight.T)
+        elif mlp == "geglu":
+            up = up * F.gelu(x @ m.gate.weight.T, approximate="tanh")
+        else:
+            up = F.gelu(up, approximate="tanh" if mlp == "gelu" else "none")
+        return up @ m.down.weight.T
+
+    x = 2.5 * model.embed.weight[tokens]
+    if position == "parallel":
+        h = attend(rms_norm(x, block.attention_norm)) + feed(rms_norm(x, block.mlp_norm))
+        x = x + h
+    else:
+        for norm, f, post_norm in (
+            (block.attention_norm, attend, block.attention_post_norm),
+            (block.mlp_norm, feed, block.mlp_post_norm),
+        ):
+            h = f(x if position == "post" else rms_norm(x, norm))
+            x = x + (h if position == "pre" else rms_norm(h, post_norm))
+    logits = rms_norm(x, model.norm) @ model.head.weight.T
+    torch.testing.assert_close(model(tokens), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["head", "all"])
+def test_queries_and_keys_are_normed_by_head_or_all_at_once(make, kind):
+    model = randomize(make(n_layer=1, pos="nope", n_head=4, n_kv_head=2, qk_norm=kind))
+    attention = model.blocks[0].attention
+    D = model.config.head_dim
+    x = torch.randn(1, 7, model.config.n_embd)
+    heads = []
+    for linear, norm in ((attention.q, attention.q_norm), (attention.k, attention.k_norm)):
+        y = linear(x)
+        if kind == "all":
+            heads.append(rms_norm(y, norm).unflatten(-1, (-1, D)))
+        else:
+            heads.append(rms_norm(y.unflatten(-1, (-1, D)), norm))
+    q, k = (y.transpose(1, 2) for y in heads)
+    v = attention.v(x).unflatten(-1, (-1, D)).transpose(1, 2)
+    k, v = (y.repeat_interleave(2, 1) for y in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected = attention.o(y.transpose(1, 2).flatten(2))
+    found = attention(x, model.pos, torch.arange(7), None, {})
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", ["post", "both"])
+def test_a_new_model_whose_outputs_are_normed_has_gradients_of_usual_size(make, position):
+    model = make(norm_position=position)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 12))
+    model(tokens, tokens).backward()
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    assert max(norms) < 100
+    assert model.blocks[0].attention.o.weight.abs().max() > 0
+
+
+def test_a_copied_config_keeps_a_local_base():
+    config = GPTConfig(**{"n_head": 3, "n_embd": 48, **HYBRID})
+    assert replace(config).rope_local_base == 300
+
+
+# -----------------------------------------------------------------------------
+# Learned sinks
+
+
+def attend_with_sinks(model, x):
+    """The first attention of a model with nope, by the softmax over the keys and the sink."""
+    attention = model.blocks[0].attention
+    q, k, v = (
+        linear(x).unflatten(-1, (-1, model.config.head_dim)).transpose(1, 2)
+        for linear in (attention.q, attention.k, attention.v)
+    )
+    k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], 1) for y in (k, v))
+    T = x.shape[1]
+    scores = q @ k.mT / math.sqrt(model.config.head_dim)
+    bias = model.pos.bias(T, 0)
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    if bias is not None and bias.dim() == 1:
+        scores = scores - bias[:, None, None] * distance
+    elif bias is not None:
+        scores = scores + bias[:, distance.clamp(0, bias.shape[1] - 1)]
+    hidden = (distance < 0) | (distance >= (model.config.window or T))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    sink = attention.sink_scores[:, None, None].expand(len(x), -1, T, 1)
+    p = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return attention.o((p @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("pos", ["nope", "alibi", "t5"])
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_learned_sink_takes_part_in_the_softmax(make, pos, window):
+    settings = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "window": window}
+    model = randomize(make(pos=pos, sink_scores=True, **settings).double())
+    attention = model.blocks[0].attention
+    x = torch.randn(2, 11, model.config.n_embd, dtype=torch.float64)
+    found = attention(x, model.pos, torch.arange(11), None, {})
+    expected = attend_with_sinks(model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    weights = [attention.sink_scores, attention.q.weight, attention.v.weight]
+    grads = torch.autograd.grad(found.square().sum(), weights)
+    expected_grads = torch.autograd.grad(expected.square().sum(), weights)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pos", ["rope", "t5", "xl", "shaw"])
+def test_decoding_with_learned_sinks_equals_a_whole_forward_pass(make, pos):
+    model = randomize(make(pos=pos, sink_scores=True, window=7, sinks=2))
+    tokens = torch.randint(0, model.config.vocab_size, (2, 20))
+    cache = KVCache(capacity=20)
+    parts = [model(part, cache=cache) for part in tokens.split((9, 1, 10), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-3, atol=1e-4)
+    new = list(model.generate(tokens, 4, temperature=0))
+    text = tokens
+    for token in new:
+        assert torch.equal(token, model(text)[:, -1].argmax(-1, keepdim=True))
+        text = torch.cat((text, token), 1)
+
+
+@pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
+def test_methods_that_replace_attention_refuse_learned_sinks(make, method):
+    with pytest.raises(UserError, match="--sink_scores"):
+        make(sink_scores=True).extend(method, 2.0)
