@@ -16,7 +16,7 @@ import math
 import operator
 import warnings
 from dataclasses import dataclass, replace
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -27,8 +27,10 @@ import rope_scaling
 
 try:
     from nanolong.errors import UserError
-except ImportError:  # this file was copied into another project
+    from nanolong.validate import check_model
+except ImportError:  # this file was copied into another project: settings are not checked
     UserError = ValueError
+    check_model = None
 
 
 class ContextLengthWarning(UserWarning):
@@ -140,6 +142,7 @@ class NoPE(nn.Module):
     n is the number of keys. A distance is the index of the query minus the index of the key.
     """
 
+    pairs = ""  # the channels that are paired, n_embd or head_dim: an even number
     bounded = False  # True: nothing can be computed at positions from max_positions on
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
@@ -150,13 +153,8 @@ class NoPE(nn.Module):
         if "bias" in vars(cls) or "relative" in vars(cls):
             cls.by_index = True  # both count distances between indices
 
-    @classmethod
-    def check(cls, config):
-        """Raise UserError for settings that the scheme cannot have."""
-
     def __init__(self, config):
         super().__init__()
-        self.check(config)
         self.config = config
         self.position_scale = 1.0  # positions, or distances, are divided by this
         self.score_scale = 1.0  # attention scores are multiplied by this
@@ -308,15 +306,6 @@ class Learned(NoPE):
         self.table = nn.Parameter(torch.lerp(table[low], table[high], weight))
 
 
-def check_even(name, config):
-    """Raise UserError unless a number of channels is even: sines and cosines take turns."""
-    if getattr(config, name) % 2:
-        raise UserError(
-            f"{name}={getattr(config, name)} is odd: --pos={config.pos} pairs channels, so give an "
-            "even one"
-        )
-
-
 def sinusoid_frequencies(dim):
     """The inverse frequencies of Vaswani et al. (2017): float64 (dim / 2,)."""
     return 10000.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -330,12 +319,9 @@ def interleave_sin_cos(angle):
 class Sinusoidal(NoPE):
     """Fixed sinusoidal position embeddings (Vaswani et al. 2017)."""
 
+    pairs = "n_embd"
     methods = {"none": (), "pi": ()}
     scale = 0.02 * math.sqrt(2)  # the size of fresh token embeddings; unit sinusoids would dominate
-
-    @classmethod
-    def check(cls, config):
-        check_even("n_embd", config)
 
     def __init__(self, config):
         super().__init__(config)
@@ -371,12 +357,9 @@ class Shaw(NoPE):
 class NEZHA(NoPE):
     """Shaw's scheme with fixed sinusoidal vectors (Wei et al. 2019)."""
 
+    pairs = "head_dim"
     methods = {"none": (), "pi": ()}
     max_distance = 64
-
-    @classmethod
-    def check(cls, config):
-        check_even("head_dim", config)
 
     def __init__(self, config):
         super().__init__(config)
@@ -399,11 +382,8 @@ class TransformerXL(NoPE):
     "clamp" uses the last distance seen in training for all greater ones.
     """
 
+    pairs = "n_embd"
     methods = {"none": (), "pi": (), "clamp": ()}
-
-    @classmethod
-    def check(cls, config):
-        check_even("n_embd", config)
 
     def __init__(self, config):
         super().__init__(config)
@@ -538,17 +518,8 @@ class Sandwich(NoPE):
 class RoPE(NoPE):
     """Rotary position embeddings (Su et al. 2021): channel c is paired with c + rotary_dim / 2."""
 
+    pairs = "head_dim"
     methods = rope_scaling.OPTIONS
-
-    @classmethod
-    def check(cls, config):
-        check_even("head_dim", config)
-        rotary_dim = int(config.rope_fraction * config.head_dim)
-        if rotary_dim % 2:
-            raise UserError(
-                f"rope_fraction={config.rope_fraction} rotates {rotary_dim} of {config.head_dim} "
-                "channels, which is odd: rotations pair channels, so give another fraction"
-            )
 
     def __init__(self, config):
         super().__init__(config)
@@ -694,26 +665,12 @@ POSITIONS = {
 
 
 def make_local_scheme(config, extension):
-    """
-    The RoPE of window layers if it differs from that of full layers, else None.
-
-    It differs by its base, or because the extension is of full layers only.
-    """
-    extends_all = extension.get("layers", "all") == "all"
+    """The RoPE of window layers, if it differs by its base or is not extended; else None."""
+    extends_all = extension.get("layers") != "full"
     if extends_all and not config.rope_local_base:
         return None
-    local_config = replace(
-        config,
-        rope_base=config.rope_local_base or config.rope_base,
-        block_size=config.original_length,
-        extension=None,
-    )
-    scheme = POSITIONS[config.pos](local_config)
-    if any(True for _ in scheme.parameters()):
-        raise UserError(
-            f"--pos={config.pos} has weights, which layers with and without a window share: leave "
-            "out --rope_local_base, or extend with --layers=all"
-        )
+    base, length = config.rope_local_base or config.rope_base, config.original_length
+    scheme = RoPE(replace(config, rope_base=base, block_size=length, extension=None))
     if extends_all:
         scheme.extend(extension["method"], extension["factor"], **extension["options"])
     return scheme
@@ -756,7 +713,6 @@ class Attention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        assert config.n_head % config.n_kv_head == 0, "query heads share key/value heads evenly"
         self.layer = layer
         self.n_head = config.n_head
         self.n_kv_head = config.n_kv_head
@@ -769,39 +725,32 @@ class Attention(nn.Module):
         self.k = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
         self.v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
         self.o = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias == "all")
-        self.qk_norm = config.qk_norm
+        self.qk_norm = config.qk_norm != "none"
+        if config.qk_norm != "none":  # over the channels of a head, or of all heads
+            n_heads = (1, 1) if config.qk_norm == "head" else (self.n_head, self.n_kv_head)
+            self.q_norm = RMSNorm(n_heads[0] * self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(n_heads[1] * self.head_dim, config.norm_eps)
         self.sink_scores = nn.Parameter(torch.zeros(self.n_head)) if config.sink_scores else None
-        if self.qk_norm != "none":
-            norms_all = self.qk_norm == "all"
-            q_width = self.n_head * self.head_dim if norms_all else self.head_dim
-            k_width = self.n_kv_head * self.head_dim if norms_all else self.head_dim
-            self.q_norm = RMSNorm(q_width, config.norm_eps)
-            self.k_norm = RMSNorm(k_width, config.norm_eps)
 
     def forward(self, x, scheme, pos, cache, mask):
         B, T, _ = x.shape
         # Project to queries, keys and values.
         q, k, v = self.q(x), self.k(x), self.v(x)
-        if self.qk_norm == "all":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = q.view(B, T, self.n_head, self.head_dim)
-        k = k.view(B, T, self.n_kv_head, self.head_dim)
-        v = v.view(B, T, self.n_kv_head, self.head_dim)
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or Hk, T, D)
+        if self.qk_norm:
+            q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
+            k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
+        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))
         # Attend, with the scheme's rotation or bias. Processes that share a sequence exchange their
         # tokens of all heads for all tokens of some heads, and back.
         if scheme.exchange:
             q, k, v = scheme.exchange.tokens_to_heads(q, k, v)
         scale = self.attn_scale * scheme.score_scale / math.sqrt(self.head_dim)
-        limits = {"window": self.window, "sinks": self.sinks, "scale": scale}
+        options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
         if self.sink_scores is None:
-            y = scheme.attend(q, k, v, pos, self.layer, cache, **limits, **mask)  # (B, H, T, D)
+            y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
         else:
-            limits["return_lse"] = True
-            y, lse = scheme.attend(q, k, v, pos, self.layer, cache, **limits, **mask)
-            y = self.add_sinks(y, lse, scheme.exchange)
+            y = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
+            y = self.add_sinks(*y, scheme.exchange)
         if scheme.exchange:
             y = scheme.exchange.heads_to_tokens(y)
         # Concatenate the heads and project back.
@@ -870,25 +819,14 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
 
 
-def check_config(config):
-    """Assert what nanolong/validate.py refuses with a clear error, for models made in Python."""
-    assert config.pos in POSITIONS, f"pos is one of {', '.join(POSITIONS)}"
-    for name, hint in get_type_hints(GPTConfig).items():
-        choices = get_args(hint)
-        if str in map(type, choices):  # a Literal
-            assert getattr(config, name) in choices, f"{name} is one of {', '.join(choices)}"
-    assert config.layer_pattern and set(config.layer_pattern) <= set("FWNS"), "letters F W N S"
-    windows = any(config.uses_window(layer) for layer in range(config.n_layer))
-    assert config.window or not windows, "the letters W and S need a window"
-
-
 class GPT(nn.Module):
     config_class = GPTConfig  # for nanolong/, which is given this class and cannot import the file
     schemes = POSITIONS
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        check_config(config)
+        if check_model:
+            check_model(config, POSITIONS)
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
         self.activation_checkpointing = False  # recompute blocks in the backward pass
@@ -1152,21 +1090,16 @@ class GPT(nn.Module):
     def layers_to_extend(self, layers):
         """Choose between "full" and "all", or check a choice. Raises UserError."""
         config = self.config
-        has_weights = any(True for _ in self.pos.parameters())
-        can_differ = isinstance(self.pos, RoPE) and config.is_hybrid and not has_weights
-        if layers not in ("", "full", "all"):
-            raise UserError(f"layers={layers!r} is unknown: give full or all")
-        if layers == "full" and not can_differ:
+        can_differ = POSITIONS[config.pos] is RoPE and config.is_hybrid
+        if not layers:
+            before = config.extension or {"layers": "full"}
+            layers = before.get("layers", "all") if can_differ else "all"
+        if layers not in ("full", "all") or (layers == "full" and not can_differ):
             raise UserError(
-                "--layers=full is for rope, without weights of its own, in layers with and without "
-                "a window: leave it out"
+                f"--layers={layers} is not possible: give full, for --pos=rope in layers with and "
+                "without a window, or all"
             )
-        if not layers and config.extension:
-            layers = config.extension.get("layers", "all")
-        elif not layers:
-            layers = "full" if can_differ else "all"
-        full = (layer for layer in range(config.n_layer) if not config.uses_window(layer))
-        if layers == "full" and not any(config.uses_positions(layer) for layer in full):
+        if layers == "full" and "F" not in map(config.layer_kind, range(config.n_layer)):
             raise UserError(
                 "the layers without a window have no positions, so there is nothing to extend in "
                 "them: give --layers=all"

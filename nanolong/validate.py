@@ -280,7 +280,7 @@ def check_model(config, positions):
         "of your own with --entry=FILE.py",
     )
     check_architecture(config)
-    positions[config.pos].check(config)
+    check_channels(config, positions)
     check_rope(config, positions)
     check_layer_pattern(config, positions)
     check_random_positions(config, positions)
@@ -293,6 +293,14 @@ def check_architecture(config):
         f"n_head={config.n_head} is not divisible by n_kv_head={config.n_kv_head}: "
         "choose a divisor of n_head",
     )
+    for name, hint in typing.get_type_hints(type(config)).items():
+        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+        value = getattr(config, name)
+        require(
+            not choices or value in choices,
+            f"{name}={value} is unknown: choose one of {', '.join(choices)}",
+        )
+
     block_parameters = config.n_embd * (config.n_head * config.head_dim + config.mlp_dim)
     embedding_parameters = config.n_embd * config.vocab_size
     require(
@@ -302,11 +310,27 @@ def check_architecture(config):
     )
 
 
+def check_channels(config, positions):
+    """Sines and cosines, and rotations, take channels in pairs."""
+    name = positions[config.pos].pairs
+    n = getattr(config, name, 0)
+    require(
+        n % 2 == 0, f"{name}={n} is odd: --pos={config.pos} pairs channels, so give an even one"
+    )
+
+
 def check_rope(config, positions):
     """Rules of the settings that RoPE alone has."""
     is_rope = issubclass(positions[config.pos], positions["rope"])
+    rotary_dim = int(config.rope_fraction * config.head_dim)
     require(
-        not config.rope_local_base or (is_rope and config.is_hybrid),
+        not is_rope or rotary_dim % 2 == 0,
+        f"rope_fraction={config.rope_fraction} rotates {rotary_dim} of {config.head_dim} "
+        "channels, which is odd: rotations pair channels, so give another fraction",
+    )
+    is_plain = positions[config.pos] is positions["rope"]
+    require(
+        not config.rope_local_base or (is_plain and config.is_hybrid),
         f"rope_local_base={config.rope_local_base:g} is of rope in layers with a window, next to "
         "layers without one: give a --layer_pattern of both, such as WWWF, and --window=N",
     )

@@ -125,7 +125,7 @@ def test_full_is_the_default_of_a_hybrid_with_rope(make, settings, layers):
     model.extend("pi", 2.0)
     assert model.config.extension.get("layers", "all") == layers
     if layers == "all":
-        with pytest.raises(UserError, match="--layers=full is for rope"):
+        with pytest.raises(UserError, match="--layers=full is not possible"):
             model.extend("pi", 2.0, "full")
 
 
@@ -139,21 +139,17 @@ def test_full_layers_without_positions_leave_nothing_to_extend(make):
     assert (model.rope_wavelengths(window=True) > before * 1.5).any()
 
 
-class Learned(RoPE):
-    """A scheme with a weight, as a user may write it."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.weight = torch.nn.Parameter(torch.ones(()))
+class OwnRoPE(RoPE):
+    """A scheme of a user's, which may have weights and choose frequencies by layer."""
 
 
-def test_a_scheme_with_weights_is_shared_by_all_layers(monkeypatch, make):
-    monkeypatch.setitem(GPT.schemes, "learned-rope", Learned)
-    model = make(pos="learned-rope", n_layer=2, layer_pattern="FW", window=5)
+def test_a_scheme_of_ones_own_is_shared_by_all_layers(monkeypatch, make):
+    monkeypatch.setitem(GPT.schemes, "own", OwnRoPE)
+    model = make(pos="own", n_layer=2, layer_pattern="FW", window=5)
     model.extend("pi", 2.0)
     assert model.local is None
-    with pytest.raises(UserError, match="has weights"):
-        make(pos="learned-rope", **HYBRID)
+    with pytest.raises(UserError, match="layer_pattern of both"):
+        validate.check_model(GPTConfig(**{"pos": "own", **HYBRID}), GPT.schemes)
 
 
 @pytest.mark.parametrize(

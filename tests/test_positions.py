@@ -414,7 +414,7 @@ def test_constants_stay_on_their_device_when_the_dtype_changes(pos, make):
     ],
     ids=str,
 )
-def test_schemes_refuse_channels_that_they_cannot_pair(settings, make):
+def test_channels_that_cannot_be_paired_are_refused(settings, make):
     with pytest.raises(UserError, match="odd"):
         make(**settings)
 
@@ -554,7 +554,7 @@ def test_the_base_class_keeps_its_state_under_names_of_its_own(make):
     assert public <= {"config", "is_dynamic", "position_scale", "score_scale", "training"}
     methods = {name for name in vars(NoPE) if not name.startswith("_")}
     assert methods == {
-        *("embed", "rotate", "bias", "relative", "attend", "check", "extend", "bounded"),
+        *("embed", "rotate", "bias", "relative", "attend", "extend", "bounded", "pairs"),
         *("by_index",),
         *("methods", "check_method", "set_length", "update_tables", "distance_index"),
         *("register_constant", "needs_whole_text", "exchange"),
