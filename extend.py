@@ -1,5 +1,4 @@
-"""
-Extend the context of a trained checkpoint, fine-tune it briefly, and measure what that bought.
+"""Extend the context of a trained checkpoint, fine-tune it briefly, and measure what that bought.
 
     python extend.py out/python-rope --method=yarn --factor=4    writes out/python-rope-yarn4
     python extend.py out/python-rope --method=pi --factor=2 --max_iters=0         only extends
@@ -260,8 +259,7 @@ def open_dataset(model, cfg):
 
 
 def fit_scale(model, cfg, options, split, rank=0):
-    """
-    Find the factor on the scores, 0.71 to 2.83, with the lowest loss in the last quarter of
+    """Find the factor on the scores, 0.71 to 2.83, with the lowest loss in the last quarter of
     sequences of the extended length. The model is a trial: it is extended for each candidate.
     """
     trial = GPT.load(model.folder).to(devices.pick_device(cfg.device))
@@ -355,8 +353,7 @@ def exact_dtype(model):
 
 
 def print_summary(model, cfg, before):
-    """
-    Print the lengths and what will be trained; plot the wavelengths if that is asked for.
+    """Print the lengths and what will be trained; plot the wavelengths if that is asked for.
 
     before: inverse frequencies (R/2,) of the model that was extended, None for other schemes.
     """

@@ -1,5 +1,4 @@
-"""
-A GPT whose position scheme is a flag: the position schemes and the transformer, in one file.
+"""A GPT whose position scheme is a flag: the position schemes and the transformer, in one file.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(pos="rope", vocab_size=257))
@@ -135,8 +134,7 @@ class GPTConfig:
 
 
 class NoPE(nn.Module):
-    """
-    No position information; the causal mask alone (Haviv et al. 2022). The base of all schemes.
+    """No position information; the causal mask alone (Haviv et al. 2022). The base of all schemes.
 
     In the hooks, pos holds position ids, (T,) or (B, T) int64; layer is the index of the layer;
     n is the number of keys. A distance is the index of the query minus the index of the key.
@@ -172,15 +170,13 @@ class NoPE(nn.Module):
         return q, k
 
     def bias(self, n, layer):
-        """
-        Add to the scores by distance: None, float32 slopes (H,) for -slope * distance, or a
+        """Add to the scores by distance: None, float32 slopes (H,) for -slope * distance, or a
         float32 table (H, m), m <= n, whose last entry holds for all greater distances.
         """
         return None
 
     def relative(self, n, layer):
-        """
-        Add vectors to keys and values by distance: None, or (keys, values, offsets).
+        """Add vectors to keys and values by distance: None, or (keys, values, offsets).
 
         keys: (H or 1, m, D), m <= n, the last holds for all greater distances; values: the same
         shape or None; offsets: two (H, D) added to the queries, or None. See kernels/reference.py.
@@ -244,8 +240,7 @@ class NoPE(nn.Module):
         self._tables_version = length
 
     def distance_index(self, n, size, device=None):
-        """
-        Index a table of `size` distances by the distances 0..n-1, divided by position_scale.
+        """Index a table of `size` distances by the distances 0..n-1, divided by position_scale.
 
         Returns a slice or int64 (m,), m <= n: it ends where the table's last entry is reached.
         device: the table's; to index on a GPU by an index on the CPU, the CPU waits for the GPU.
@@ -333,8 +328,7 @@ class Sinusoidal(NoPE):
 
 
 class Shaw(NoPE):
-    """
-    Learned vectors by distance, added to keys and values (Shaw et al. 2018); zero at first.
+    """Learned vectors by distance, added to keys and values (Shaw et al. 2018); zero at first.
 
     All distances from max_distance on share the last vector. That is at most half the original
     length, so that training uses the last vector often: it stands for everything farther away.
@@ -375,8 +369,7 @@ class NEZHA(NoPE):
 
 
 class TransformerXL(NoPE):
-    """
-    Scores (q + u) k + (q + v) W_R R(distance), R sinusoidal (Transformer-XL, Dai et al. 2019).
+    """Scores (q + u) k + (q + v) W_R R(distance), R sinusoidal (Transformer-XL, Dai et al. 2019).
 
     u and v (H, D) are shared by all layers; every layer has its own W_R (H D, C). The method
     "clamp" uses the last distance seen in training for all greater ones.
@@ -410,8 +403,7 @@ class TransformerXL(NoPE):
 
 
 class T5(NoPE):
-    """
-    A learned score by head and bucket of distances, shared by all layers (Raffel et al. 2020).
+    """A learned score by head and bucket of distances, shared by all layers (Raffel et al. 2020).
 
     Half of the buckets hold one distance each, the others grow logarithmically to max_distance.
     """
@@ -533,8 +525,7 @@ class RoPE(NoPE):
         return kernels.rope(q, k, *self.cos_sin(pos))
 
     def cos_sin(self, pos):
-        """
-        Compute cos and sin of position x frequency: float32 (T, R/2) or (B, T, R/2).
+        """Compute cos and sin of position x frequency: float32 (T, R/2) or (B, T, R/2).
 
         All layers of a forward pass share one computation; a compiler shares it by itself.
         """
@@ -872,8 +863,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """
-        Initialize every parameter by its name; a position scheme initializes its own.
+        """Initialize every parameter by its name; a position scheme initializes its own.
 
         embed, head:       normal, std 0.02
         q, k, v, gate, up: normal, std 0.5 / sqrt(fan_in)
@@ -898,8 +888,7 @@ class GPT(nn.Module):
     def forward(
         self, tokens, targets=None, positions=None, docs=None, cache=None, reduction="mean"
     ):
-        """
-        Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
+        """Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
 
         The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
         "none" (B, T). The logits (B, T, V) are never built for it.
@@ -952,8 +941,7 @@ class GPT(nn.Module):
         return self.norm(x)[:, -T:]
 
     def prepare_inputs(self, tokens, positions, docs, cache):
-        """
-        Check the inputs, set the scheme's tables and enter the tokens into the cache.
+        """Check the inputs, set the scheme's tables and enter the tokens into the cache.
 
         Returns the tokens to compute, their position ids, and the mask: keyword arguments of
         kernels.attention that hold for all layers.
@@ -1107,8 +1095,7 @@ class GPT(nn.Module):
         return layers
 
     def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
-        """
-        The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
+        """The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
 
         They are those of the extended model, and infinite if a pair is not rotated. window: those
         of the layers with a window, which may differ. Raises UserError for a scheme without RoPE.
@@ -1144,8 +1131,7 @@ class GPT(nn.Module):
         generator=None,
         compiled: bool = False,
     ):
-        """
-        Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
+        """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
         Computes in evaluation mode, and leaves every module in its own mode between two tokens.
         Warns once beyond the context length; raises UserError, at once, for what cannot be done.
@@ -1190,8 +1176,7 @@ class GPT(nn.Module):
 
     @classmethod
     def load(cls, path, best=False, dtype=torch.float32, weights=True) -> "GPT":
-        """
-        Load the newest (or best) checkpoint of a run folder, or a checkpoint folder.
+        """Load the newest (or best) checkpoint of a run folder, or a checkpoint folder.
 
         dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
         weights: False leaves all but the position scheme's on the meta device.

@@ -1,5 +1,4 @@
-"""
-How RoPE's context is extended: one pure function for each method.
+"""How RoPE's context is extended: one pure function for each method.
 
     from rope_scaling import METHODS
     inv_freq, attention_factor = METHODS["yarn"](10000.0, 64, 1024, 4.0)
@@ -107,8 +106,7 @@ def yarn(
 
 
 def abf(base, rotary_dim, original_length, factor, new_base=None):
-    """
-    A larger base (Xiong et al. 2023; Llama 3), to be fine-tuned: new_base, by default 500,000 or
+    """A larger base (Xiong et al. 2023; Llama 3), to be fine-tuned: new_base, by default 500,000 or
     what makes the longest wavelength reach the target length.
     """
     check_pairs("abf", rotary_dim)
@@ -122,8 +120,7 @@ def abf(base, rotary_dim, original_length, factor, new_base=None):
 
 
 def llama3(base, rotary_dim, original_length, factor, low_freq_factor=1.0, high_freq_factor=4.0):
-    """
-    Llama 3.1: pairs with more than high_freq_factor rotations in the original length stay, those
+    """Llama 3.1: pairs with more than high_freq_factor rotations in the original length stay, those
     with less than low_freq_factor are interpolated; between them linear in the rotations.
     """
     return ntk_parts(
@@ -137,8 +134,7 @@ def dynamic_pi(base, rotary_dim, original_length, factor, length=None):
 
 
 def dynamic_ntk(base, rotary_dim, original_length, factor, length=None):
-    """
-    NTK-aware for the input at hand, as in transformers: scaled by
+    """NTK-aware for the input at hand, as in transformers: scaled by
     factor * length / original_length - (factor - 1), so that inputs up to the original length
     are computed as in training.
     """
@@ -157,8 +153,7 @@ def ntk_frozen(base, rotary_dim, original_length, factor, multiplier=2.0, length
 
 
 def ntk_lceg(base, rotary_dim, original_length, factor, multiplier=None, length=None):
-    """
-    The fine-tuned NTK of Lu et al. (2024): dynamic-ntk with its factor at multiplier (by default
+    """The fine-tuned NTK of Lu et al. (2024): dynamic-ntk with its factor at multiplier (by default
     half of factor), whose base stays that of the target length for all inputs up to there.
     """
     target = original_length * factor
@@ -184,8 +179,7 @@ def longrope(
     attention_factor=None,
     length=None,
 ):
-    """
-    LongRoPE (Ding et al. 2024): frequencies divided by the table long_factor beyond the original
+    """LongRoPE (Ding et al. 2024): frequencies divided by the table long_factor beyond the original
     length, by short_factor, if given, up to there. cos and sin are multiplied by
     sqrt(1 + ln(factor) / ln(original_length)). experiments/search.py searches for a table.
     """
@@ -209,8 +203,7 @@ def resonance(base, rotary_dim, original_length, factor, of="yarn"):
 
 
 def drope(base, rotary_dim, original_length, factor, scale=1.0):
-    """
-    DroPE (Gelberg et al. 2025): no rotation; scores multiplied by scale. The model is fine-tuned
+    """DroPE (Gelberg et al. 2025): no rotation; scores multiplied by scale. The model is fine-tuned
     at its original length and then used beyond it. Changes factor 1 too.
     """
     return torch.zeros(rotary_dim // 2, dtype=torch.float64), math.sqrt(float(scale))
@@ -391,8 +384,7 @@ def check_pairs(method, rotary_dim):
 
 
 def lm_infinite(q, k, v, rotate, original_length, scale, sinks=10):
-    """
-    Attend to keys nearer than the original length and to the first `sinks`, at a distance of at
+    """Attend to keys nearer than the original length and to the first `sinks`, at a distance of at
     most the original length (Han et al. 2024).
     """
     T = q.shape[2]
@@ -438,8 +430,7 @@ def self_extend_sizes(original_length, factor, window=None, group=None):
 
 
 def self_extend(q, k, v, rotate, window, group, scale):
-    """
-    Keep distances below the window, group greater ones by `group` tokens (Jin et al. 2024):
+    """Keep distances below the window, group greater ones by `group` tokens (Jin et al. 2024):
     floor(i / group) + window - floor(window / group) - floor(j / group).
     """
     T = q.shape[2]
@@ -457,8 +448,7 @@ def self_extend(q, k, v, rotate, window, group, scale):
 
 
 def merge_attention(near, far, start):
-    """
-    Merge attention over two sets of keys from (output, log-sum-exp) of each: (B, H, T, D).
+    """Merge attention over two sets of keys from (output, log-sum-exp) of each: (B, H, T, D).
 
     far belongs to the queries from `start` on.
     """

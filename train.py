@@ -1,5 +1,4 @@
-"""
-Train a GPT, on one process or many.
+"""Train a GPT, on one process or many.
 
     python train.py --pos=rope          trains the demo's model on the built-in dataset
     python train.py config/shakespeare.toml --pos=learned
@@ -98,8 +97,7 @@ class TrainState:
 
 
 class BatchLoader:
-    """
-    The micro-batches of this process in order, each prepared by a thread while the one before it
+    """The micro-batches of this process in order, each prepared by a thread while the one before it
     is computed.
 
     train_length: tokens of a sequence. max_position: position ids skip up to there, for PoSE
@@ -161,8 +159,7 @@ class BatchLoader:
 
 @torch.no_grad()
 def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
-    """
-    The validation loss, over all processes; None if a stop signal came.
+    """The validation loss, over all processes; None if a stop signal came.
 
     Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} if the tokenizer is known.
     Sequences do not overlap. eval_iters=n scores n * batch_size sequences, evenly spaced and always
@@ -216,8 +213,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
 
 
 def forward_backward(forward, loader, state, dtype):
-    """
-    Forward and backward of this process's micro-batches of a step.
+    """Forward and backward of this process's micro-batches of a step.
 
     Returns the sums of losses and of scored tokens, float64 (2,) on the device, and the loss of
     each micro-batch by index.
@@ -272,8 +268,7 @@ def reduce_and_read(sums, stop_signals, grad_norm):
 
 
 def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
-    """
-    Clip the gradients, update the weights and clear the gradients.
+    """Clip the gradients, update the weights and clear the gradients.
 
     to_mean: the factor from the gradients to those of the mean loss; grad_norm: their norm then.
     """
@@ -308,8 +303,7 @@ def has_diverged(loss_sum, grad_norm, state, dtype):
 
 
 def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int = 0) -> dict:
-    """
-    Train in place, writing the run folder cfg.out_dir; SIGTERM and SIGINT save and return early.
+    """Train in place, writing the run folder cfg.out_dir; SIGTERM and SIGINT save and return early.
 
     train_length: tokens of a sequence, by default the context length; max_position: of PoSE. To
     resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
@@ -343,8 +337,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
 
 
 def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype):
-    """
-    The loop: take steps until the last one or a stop signal, evaluate and save.
+    """The loop: take steps until the last one or a stop signal, evaluate and save.
 
     metrics: of an evaluation before the first step, or None. Returns what train() returns.
     """
