@@ -34,7 +34,7 @@ def rope(q, k, cos, sin):
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None,
+    causal=True, scale=None, return_lse=False, length=None, return_probabilities=False,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v.
 
@@ -60,6 +60,8 @@ def attention(
                 (float64 if q is), with gradient.
     length      int64 (1,): the valid length of a cache of fixed capacity; only the first `length`
                 keys exist. Without gradient.
+
+    return_probabilities, which the kernels do not have: return also the softmax, (B, H, Tq, Tk).
     """
     if length is not None:
         n = int(length)
@@ -90,8 +92,9 @@ def attention(
     u, w = (x[:, None] for x in offsets) if offsets else (0, 0)
     score = (q + u) @ k.mT
     if keys is not None:
-        by_distance = keys[:, distance.clamp(max=keys.shape[1] - 1)]  # (H or 1, Tq, Tk, D)
-        score = score + ((q + w)[:, :, :, None] * by_distance).sum(-1)
+        clipped = distance.clamp(max=keys.shape[1] - 1).expand(B, H, Tq, Tk)
+        by_distance = (q + w) @ keys.mT  # (B, H, Tq, m)
+        score = score + by_distance.gather(-1, clipped)
     score = score * scale
     if bias is not None and bias.dim() == 1:
         score = score + (-bias[:, None, None] * distance).to(score.dtype)
@@ -103,8 +106,10 @@ def attention(
     p = score.softmax(-1)
     y = p @ v
     if values is not None:
-        by_distance = values[:, distance.clamp(max=values.shape[1] - 1)]
-        y = y + (p[..., None] * by_distance).sum(-2)
+        by_distance = p.new_zeros(B, H, Tq, values.shape[1]).scatter_add(-1, clipped, p)
+        y = y + by_distance @ values
+    if return_probabilities:
+        return y, p
     return (y, score.logsumexp(-1)) if return_lse else y
 
 
