@@ -38,13 +38,11 @@ models know the format only from training: use train.py --passkey=0.1.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
-import math
 import shlex
-import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -52,14 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data import (
-    DIGITS,
-    Dataset,
-    TextFile,
-    passkey,
-    same_vocabulary,
-    tokenizer_from_json,
-)
+import data
 from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import (
     cli,
@@ -71,9 +62,10 @@ from nanolong import (
     plots,
     provenance,
     run,
+    scoring,
     validate,
 )
-from nanolong.errors import UserError
+from nanolong.errors import UserError, note
 
 Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
 
@@ -128,56 +120,6 @@ class EvaluateConfig:
 
 
 # -----------------------------------------------------------------------------
-# Protocols: which sequences are evaluated, and which of their tokens are scored.
-
-
-def aligned_stride(stride, lengths):
-    """Return the scored tokens of a token-aligned sequence: at most half the shortest length."""
-    return min(stride, max(1, min(lengths) // 2))
-
-
-def place_sequences(protocol, length, stop, stride=256, lengths=(), start=0):
-    """Place sequences of `length` targets that score the targets from `start` to `stop` of a text.
-
-    Returns a list of (start, n_context): the first n_context targets of a sequence are context
-    only and are not scored. token-aligned needs all `lengths` that are to be compared.
-    """
-    if protocol == "token-aligned":
-        # Sequences of the longest length lie end to end; shorter ones end where these end.
-        longest = max(lengths)
-        n_context = length - aligned_stride(stride, lengths)
-        return [(end - length, n_context) for end in range(start + longest, stop + 1, longest)]
-
-    step = length
-    first_end = start + length
-    if protocol == "sliding":
-        step = min(stride, length)
-        first_end = max(length, start + step)  # what comes before `start` is context, too
-    ends = [*range(first_end, stop, step), stop]
-    sequences = []
-    for previous_end, end in pairwise([start, *ends]):
-        n_new = end - previous_end
-        sequences.append((end - length, length - n_new))
-    return sequences
-
-
-def group_protocols(cfg, lengths):
-    """Group the protocols that share their forward passes, with the extra fields of their records.
-
-    Returns a list of (protocols, fields).
-    """
-    separate = ("sliding", "token-aligned")
-    shared = tuple(protocol for protocol in cfg.protocol if protocol not in separate)
-    groups = [(shared, {})] if shared else []
-    for protocol in cfg.protocol:
-        if protocol == "sliding":
-            groups.append(((protocol,), {"stride": cfg.stride}))
-        elif protocol == "token-aligned":
-            groups.append(((protocol,), {"stride": aligned_stride(cfg.stride, lengths)}))
-    return groups
-
-
-# -----------------------------------------------------------------------------
 # Loss
 
 
@@ -219,82 +161,22 @@ def token_losses(model, x, y, positions):
     return torch.cat(losses, 1)
 
 
-def fitting_lengths(split, lengths, max_tokens):
-    """Return those of `lengths` of which some file of `split` holds a sequence."""
-    return [n for n in lengths if n <= max_tokens and split.n_sequences(n).any()]
-
-
-def find_spans(split, longest, max_tokens):
-    """Choose the text that is scored: spans (file, start, stop) of at most max_tokens targets.
-
-    They are sequences of `longest` targets, evenly spaced over all files as in train.py's
-    validation. A text of at most max_tokens is scored as a whole, but for files that are shorter.
-    """
-    sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
-    if sum(sizes) <= max_tokens:
-        return [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
-    indices = split.spaced(max_tokens // longest, longest)
-    starts = [split.locate(index, longest) for index in indices]
-    return [(file, start, start + longest) for file, start in starts]
-
-
-def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=256, lengths=()):
-    """Place the sequences of a protocol in the text that is scored.
-
-    lengths: all that are to be compared, which score the same text. Returns a list of
-    (file, start, n_context): the index of a file in `split`, and what place_sequences() returns.
-    Raises UserError when the text is too short.
-    """
-    fitting = fitting_lengths(split, (*lengths, length), max_tokens)
-    if length not in fitting:
-        n_targets = max(len(tokens) - split.extra_tokens for tokens in split.tokens)
-        raise UserError(
-            f"a sequence of {length} tokens is longer than the {min(max_tokens, n_targets)} that "
-            "are scored: raise --max_tokens, or give a longer validation text"
-        )
-    sequences = []
-    for file, start, stop in find_spans(split, max(fitting), max_tokens):
-        placed = place_sequences(protocol, length, stop, stride, fitting, start)
-        sequences += [(file, *place) for place in placed]
-    return sequences
-
-
-def read_sequence(split, file, start, length, n_context):
-    """Read a sequence: inputs and targets, (length,).
-
-    Targets of -1 are not scored: here those that are context only, in the text <bos>.
-    """
-    inputs, targets = split.sequence_at(file, start, length)
-    return inputs, np.where(np.arange(length) < n_context, -1, targets)
-
-
-def loss_by_position(
-    model,
-    split,
-    length,
-    max_tokens=65536,
-    dtype=torch.float32,
-    protocol="chunked",
-    stride=256,
-    lengths=(),
-):
+def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32, **placement):
     """Sum the loss at each position of sequences of `length` tokens.
 
     Returns two float64 tensors (length,): the summed loss in nats and the number of scored tokens.
-    The sequences are those of find_sequences(): give all `lengths` that are to be compared. The
-    model computes on the device of its weights. Raises UserError when the text or the context of
-    the model is too short.
+    placement: the protocol, stride and all `lengths` that are to be compared, which are arguments
+    of scoring.find_sequences(). The model computes on the device of its weights. Raises UserError
+    when the text or the context of the model is too short.
     """
-    sequences = find_sequences(split, length, max_tokens, protocol, stride, lengths)
+    sequences = scoring.find_sequences(split, length, max_tokens, **placement)
     loss_sum = torch.zeros(length, dtype=torch.float64)
     n_scored = torch.zeros(length, dtype=torch.float64)
     batch_size = max(1, BATCH_TOKENS // length)
     with evaluation_mode(model, dtype) as device:
         for i in range(0, len(sequences), batch_size):
             batch = sequences[i : i + batch_size]
-            pairs = [read_sequence(split, file, start, length, n) for file, start, n in batch]
-            x = torch.from_numpy(np.stack([inputs for inputs, _ in pairs]))
-            y = torch.from_numpy(np.stack([targets for _, targets in pairs]))
+            x, y = scoring.read_sequences(split, length, batch)
             positions = model.sample_positions(len(x), length, batch[0][1])
             losses = token_losses(model, x.to(device), y.to(device), positions).cpu().double()
             loss_sum += losses.sum(0)
@@ -302,82 +184,16 @@ def loss_by_position(
     return loss_sum, n_scored
 
 
-def bytes_by_position(
-    dataset, length, max_tokens=65536, protocol="chunked", stride=256, lengths=()
-):
-    """Count the bytes of text that the scored targets at each position stand for: int64 (length,).
-
-    The targets are those of loss_by_position(). dataset: a Dataset or TextFile. Returns None if
-    the tokenizer, or what its tokens stand for, is unknown.
-    """
-    if dataset.tokenizer is None:
-        return None
-    try:
-        byte_lengths = torch.from_numpy(dataset.tokenizer.byte_lengths)
-        added_bytes = dataset.tokenizer.added_bytes
-    except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
-        return None
-    split = dataset.val
-    sequences = find_sequences(split, length, max_tokens, protocol, stride, lengths)
-    n_bytes = torch.zeros(length, dtype=torch.int64)
-    for file, start, n_context in sequences:
-        sequence = read_sequence(split, file, start, length, n_context)
-        inputs, targets = map(torch.from_numpy, sequence)
-        scored = targets >= 0
-        n_bytes[scored] += byte_lengths[targets[scored]]
-        if added_bytes:
-            # What the tokenizer has put before a document is not the document's.
-            starts_document = inputs == dataset.separator
-            if split.bos is not None:
-                starts_document[0] = start == 0
-            n_bytes[scored & starts_document] -= added_bytes
-    return n_bytes
-
-
-def loss_record(name, protocol, length, **fields):
-    """Return a record of a loss, as it is written to the JSON file."""
-    return {"checkpoint": name, "task": "loss", "protocol": protocol, "length": length, **fields}
-
-
-def make_records(name, loss_sum, n_scored, protocols, n_bytes=None, **fields):
-    """Turn the sums by position at one length into records: one for each protocol.
-
-    `position` makes one for each part of the sequence. n_bytes: of bytes_by_position(), None if
-    they are unknown. `fields` are added to every record.
-    """
-    length = len(loss_sum)
-    records = []
-    for protocol in protocols:
-        if protocol == "position":
-            edges = sorted({length * i // 16 for i in range(17)})
-        elif protocol == "last-quarter":
-            edges = [length * 3 // 4, length]
-        else:
-            edges = [0, length]
-        for start, end in pairwise(edges):
-            count = int(n_scored[start:end].sum())
-            loss = loss_sum[start:end].sum().item()
-            record = loss_record(name, protocol, length, **fields)
-            if protocol == "position":
-                record["position"] = [start, end]
-            record["loss"] = loss / count if count else math.nan
-            record["tokens"] = count
-            if n_bytes is not None:
-                record["bytes"] = int(n_bytes[start:end].sum())
-            records.append(record)
-    return records
-
-
 def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
     """Return the Measurement of protocols that share their forward passes, at one length.
 
-    Where a loss cannot be measured, its record has "refused" with the reason.
+    If a loss cannot be measured, its record has "refused" with the reason.
     """
     split = text.val
     placement = {"protocol": protocols[0], "stride": cfg.stride, "lengths": lengths}
     settings = {"protocols": protocols, **fields}
     try:
-        settings["sequences"] = find_sequences(split, length, cfg.max_tokens, **placement)
+        settings["sequences"] = scoring.find_sequences(split, length, cfg.max_tokens, **placement)
     except UserError as error:
         settings["refused"] = str(error)
     n_sequences = len(settings.get("sequences", ()))
@@ -385,15 +201,13 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
     def measure():
         dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
         try:
-            loss_sum, n_scored = loss_by_position(
-                model, split, length, cfg.max_tokens, dtype, **placement
-            )
+            sums = loss_by_position(model, split, length, cfg.max_tokens, dtype, **placement)
         except UserError as error:
             refused = {**fields, "refused": str(error)}
-            return [loss_record(name, protocol, length, **refused) for protocol in protocols]
-        n_bytes = bytes_by_position(text, length, cfg.max_tokens, **placement)
+            return [scoring.loss_record(name, word, length, **refused) for word in protocols]
+        n_bytes = scoring.bytes_by_position(text, length, cfg.max_tokens, **placement)
         counted = {**fields, "sequences": n_sequences}
-        return make_records(name, loss_sum, n_scored, protocols, n_bytes, **counted)
+        return scoring.make_records(name, *sums, protocols, n_bytes, **counted)
 
     flops = n_sequences * length * model.flops_per_token(length)
     return evaluation_log.Measurement(name, length, settings, flops, measure)
@@ -402,79 +216,19 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
 def measure_losses(models, cfg, lengths, texts=None, log=None):
     """Measure every checkpoint (name -> GPT, on its device) at every length, by every protocol.
 
-    texts: of open_texts(), if they are open already; log: an EvaluationLog, or None to print
-    nothing. Returns a list of records. Where a loss cannot be measured, the record has "refused"
+    texts: of scoring.open_texts(), if they are open; log: an EvaluationLog, None to print nothing.
+    Returns a list of records. Where a loss cannot be measured, the record has "refused"
     with the reason in place of "loss" and "tokens".
     """
-    texts = texts or open_texts(models, cfg, lengths)
+    texts = texts or scoring.open_texts(models, cfg, lengths)
     if cfg.sequence_parallel > 1:
         parallel.check_same_everywhere(data=[text.hash for text in texts.values()])
+    groups = scoring.group_protocols(cfg.protocol, cfg.stride, lengths)
     measurements = []
-    for name, length, group in product(models, lengths, group_protocols(cfg, lengths)):
+    for name, length, group in product(models, lengths, groups):
         what = (name, models[name], texts[name], cfg, lengths, length)
         measurements.append(plan_loss(*what, *group))
     return evaluation_log.measure_all(measurements, log)
-
-
-def open_texts(models, cfg, lengths):
-    """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile."""
-    datasets = {}
-    texts = {}
-    for name, model in models.items():
-        if cfg.text:
-            texts[name] = read_text(model, cfg.text)
-            check_text_length(texts[name], lengths)
-            continue
-        key = (cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None)
-        what = getattr(model, "folder", name)
-        reader = (what, model.config.vocab_size, model.meta.get("tokenizer"))
-        if key not in datasets:
-            datasets[key] = Dataset(*key, reader)
-        texts[name] = datasets[key]
-        texts[name].check_model(*reader)
-        warn_if_data_changed(what, model.meta, texts[name])
-    longest = max(len(text.val) for text in texts.values())
-    if cfg.text and longest > cfg.max_tokens and have_different_vocabularies(models):
-        print(
-            f"note: {cfg.max_tokens} tokens are another part of the text in each vocabulary: "
-            f"to compare bits per byte on all of it, give --max_tokens={longest}",
-            file=sys.stderr,
-        )
-    return texts
-
-
-def read_text(model, file):
-    """Read a text file as a TextFile in the tokens of the model. Raises UserError."""
-    tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
-    if tokenizer is None:
-        what = getattr(model, "folder", "the model")
-        raise UserError(f"the tokenizer of {what} is unknown: give --dataset, not --text")
-    return TextFile(file, tokenizer, model.config.vocab_size, model.meta.get("bos"))
-
-
-def check_text_length(text, lengths):
-    """Raise UserError for a text that is too short for a sequence of any length."""
-    if not text.val.n_sequences(min(lengths)).any():
-        raise UserError(
-            f"--text={text.name} holds {len(text.val)} tokens, too few for a sequence of "
-            f"{min(lengths)}: give a longer text, or shorter --lengths"
-        )
-
-
-def warn_if_data_changed(what, meta, dataset):
-    """Warn if a dataset has changed since a checkpoint was trained on it.
-
-    What is validation text now may have been training text then. meta: the checkpoint's.
-    """
-    if dataset.name != meta.get("dataset"):
-        return
-    trained_on = meta.get("data_hash", dataset.hash)
-    if trained_on != dataset.hash:
-        print(
-            f"note: dataset {dataset.name} is now {dataset.hash}, and {what} was trained on "
-            f"{trained_on}: the model may have seen in training what is scored here",
-            file=sys.stderr,
-        )
 
 
 # -----------------------------------------------------------------------------
@@ -496,7 +250,7 @@ def find_needle(
         )
     entropy = [seed, length, round(depth * 1e6), hidden]
     rng = np.random.Generator(np.random.PCG64(entropy))
-    prompts = [passkey(tokenizer, length, depth, rng, bos, hidden) for _ in range(trials)]
+    prompts = [data.passkey(tokenizer, length, depth, rng, bos, hidden) for _ in range(trials)]
     batch_size = max(1, BATCH_TOKENS // length)
     n_found = 0
     loss_sum = 0.0
@@ -508,14 +262,14 @@ def find_needle(
             positions = model.sample_positions(len(x), length, seed)
             # Only the answer needs logits: the last digits of the targets.
             hidden_states = model.hidden_states(x, positions)
-            hidden_states = parallel.gather_tokens(hidden_states[:, -DIGITS:])[:, -DIGITS:]
-            logits = model.head(hidden_states).float()  # (B, DIGITS, V)
-            answer = y[:, -DIGITS:]
+            last = parallel.gather_tokens(hidden_states[:, -data.DIGITS :])[:, -data.DIGITS :]
+            logits = model.head(last).float()  # (B, DIGITS, V)
+            answer = y[:, -data.DIGITS :]
             correct = logits.argmax(-1) == answer
             n_found += int(correct.all(1).sum())
             loss = F.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="sum")
             loss_sum += loss.item()
-    return n_found / trials, loss_sum / trials / DIGITS
+    return n_found / trials, loss_sum / trials / data.DIGITS
 
 
 def plan_needle(name, model, tokenizer, cfg, length, depth):
@@ -551,17 +305,16 @@ def measure_needles(models, cfg, lengths, log=None):
     depths = [i / max(1, cfg.depths - 1) for i in range(cfg.depths)]
     measurements = []
     for name, model in models.items():
-        tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
+        tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
         if tokenizer is None:
             raise UserError(
                 f"{name} has no tokenizer, so it cannot be asked in text: "
                 "use one that was trained on a text prepared by data/prepare.py"
             )
         if not (model.meta.get("train") or {}).get("passkey"):
-            print(
-                f"note: {name} was not trained on passkey documents (train.py --passkey=0.5), so "
-                "it may not know the question",
-                file=sys.stderr,
+            note(
+                f"{name} was not trained on passkey documents (train.py --passkey=0.5), so "
+                "it may not know the question"
             )
         for length, depth in product(lengths, (*depths, None)):
             measurements.append(plan_needle(name, model, tokenizer, cfg, length, depth))
@@ -605,11 +358,10 @@ def check_datasets(models, cfg):
 def note_different_texts(models, cfg):
     """Print a note if the losses of the checkpoints cannot be compared."""
     texts = {cfg.text or cfg.dataset or model.meta.get("dataset") for model in models.values()}
-    if len(texts) > 1 or have_different_vocabularies(models):
-        print(
-            "note: these checkpoints are scored on different texts or vocabularies, so their "
-            "losses per token cannot be compared",
-            file=sys.stderr,
+    if len(texts) > 1 or scoring.have_different_vocabularies(models):
+        note(
+            "these checkpoints are scored on different texts or vocabularies, so their "
+            "losses per token cannot be compared"
         )
 
 
@@ -622,23 +374,10 @@ def note_few_sequences(records, lengths):
             if record["protocol"] == protocol and n < MIN_SEQUENCES:
                 few[record["length"]] = f"{n} at {record['length']}"
         if few and len(lengths) > 1:
-            print(
-                f"note: {protocol} has few sequences ({', '.join(few.values())} tokens), and each "
-                "length scores other text: compare lengths by token-aligned, or raise --max_tokens",
-                file=sys.stderr,
+            note(
+                f"{protocol} has few sequences ({', '.join(few.values())} tokens), and each "
+                "length scores other text: compare lengths by token-aligned, or raise --max_tokens"
             )
-
-
-def have_different_vocabularies(models):
-    """Return whether a token stands for different text in some of the checkpoints."""
-    first, *others = models.values()
-    for model in others:
-        if model.config.vocab_size != first.config.vocab_size:
-            return True
-        tokenizers = [tokenizer_from_json(m.meta.get("tokenizer")) for m in (first, model)]
-        if None not in tokenizers and not same_vocabulary(*tokenizers):
-            return True
-    return False
 
 
 def check_writable(file):
@@ -655,31 +394,28 @@ def check_writable(file):
 def origins(models, texts, dtype, device):
     """Return what the records of each checkpoint came from: a dict of fields by its name.
 
-    texts: of open_texts(), {} where no text was scored.
+    texts: of scoring.open_texts(), {} where no text was scored.
     """
     fields = {
         "dtype": str(dtype).removeprefix("torch."),
         "device": run.device_name(device),
         "commit": provenance.current_commit(),
     }
-    found = {}
-    for name, model in models.items():
-        found[name] = {"folder": str(model.folder), **fields}
-        if name in texts:
-            found[name]["data_hash"] = texts[name].hash
+    found = {name: {"folder": str(model.folder), **fields} for name, model in models.items()}
+    for name, text in texts.items():
+        found[name]["data_hash"] = text.hash
     return found
 
 
 def losses_to_plot(records, models):
     """Return the records to plot and their unit, which all vocabularies must have in common."""
-    if not have_different_vocabularies(models):
+    if not scoring.have_different_vocabularies(models):
         return records, "nats per token"
     in_bits = plots.bits_per_byte(records)
     if not in_bits:
-        print(
-            "note: nothing is plotted, for a loss per token means something else in each "
-            "vocabulary: bits per byte need --protocol=chunked and checkpoints with a tokenizer",
-            file=sys.stderr,
+        note(
+            "nothing is plotted, for a loss per token means something else in each "
+            "vocabulary: bits per byte need --protocol=chunked and checkpoints with a tokenizer"
         )
     return in_bits, "bits per byte"
 
@@ -703,39 +439,17 @@ def print_losses(records, lengths, in_bits, plotted, unit):
 def plot_records(records, models, cfg, lengths, scored, unit):
     """Write the figure of either task, with what it was measured on in its title and note.
 
-    scored: of describe_scored(); unit: of losses_to_plot().
+    scored: of scoring.describe_scored(); unit: of losses_to_plot().
     """
     original = sorted({model.config.original_length for model in models.values()})
     trained_at = " or ".join(f"{length:,}" for length in original)
     title = f"Trained at {trained_at} tokens, evaluated at up to {max(lengths):,}"
     if cfg.task == "needle":
-        chance = 10**-DIGITS
-        note = f"{cfg.trials} prompts per cell, teacher-forced; chance is {chance}"
-        plots.plot_needle_heatmaps(records, lengths, cfg.plot, note, title=title)
+        chance = 10**-data.DIGITS
+        caption = f"{cfg.trials} prompts per cell, teacher-forced; chance is {chance}"
+        plots.plot_needle_heatmaps(records, lengths, cfg.plot, caption, title=title)
     elif records:
         plots.plot_losses(records, lengths, cfg.plot, scored[0], title=title, unit=unit)
-
-
-def describe_scored(texts, lengths, max_tokens):
-    """Say which part of each different text is scored: a list of lines.
-
-    texts: of open_texts().
-    """
-    lines = []
-    for text in texts.values():
-        fitting = fitting_lengths(text.val, lengths, max_tokens)
-        spans = find_spans(text.val, max(fitting), max_tokens) if fitting else []
-        n_tokens = sum(stop - start for _, start, stop in spans)
-        names = [text.val.files[file].name for file in sorted({file for file, _, _ in spans})]
-        files = ", ".join(names)
-        if len(names) > 3:
-            files = f"{len(names)} of {len(text.val.files)} files"
-        pieces = "1 piece" if len(spans) == 1 else f"{len(spans)} pieces"
-        lines.append(
-            f"{n_tokens:,} of {len(text.val):,} tokens of {text.name}, {pieces} of "
-            f"{files or 'it'}, data {text.hash}"
-        )
-    return list(dict.fromkeys(lines))
 
 
 def main():
@@ -757,11 +471,10 @@ def evaluate(cfg, given, paths, writes):
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
-    parallel.check_same_everywhere(
-        checkpoint=[run.weights_hash(model) for model in models.values()]
-    )
+    parallel.check_same_everywhere(checkpoint=list(map(run.weights_hash, models.values())))
+    dtype = devices.pick_dtype(cfg.dtype, device)
     for model in models.values():
-        devices.settle_weights(model, cfg.weights, devices.pick_dtype(cfg.dtype, device))
+        devices.settle_weights(model, cfg.weights, dtype)
     if cfg.task == "loss":
         check_datasets(models, cfg)
         note_different_texts(models, cfg)
@@ -781,14 +494,13 @@ def evaluate(cfg, given, paths, writes):
 
     scored, texts, unit = [], {}, ""
     if cfg.task == "loss":
-        texts = open_texts(models, cfg, lengths)
-        scored = describe_scored(texts, lengths, cfg.max_tokens)
+        texts = scoring.open_texts(models, cfg, lengths)
+        scored = scoring.describe_scored(texts, lengths, cfg.max_tokens)
         print("\n".join(f"scored: {line}" for line in scored), flush=True)
-    origin = origins(models, texts, devices.pick_dtype(cfg.dtype, device), device)
-    code = entry.hash_sources(cfg.entry)
-    processes = cfg.sequence_parallel
+    origin = origins(models, texts, dtype, device)
+    facts = {"code": entry.hash_sources(cfg.entry), "processes": cfg.sequence_parallel}
     file = cfg.json if writes else ""
-    log = evaluation_log.EvaluationLog(file, saved, models, origin, code=code, processes=processes)
+    log = evaluation_log.EvaluationLog(file, saved, models, origin, **facts)
     if cfg.task == "loss":
         records = measure_losses(models, cfg, lengths, texts, log)
         print()

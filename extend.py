@@ -26,16 +26,9 @@ import torch
 
 import data
 import rope_scaling
-from evaluate import (
-    EvaluateConfig,
-    describe_scored,
-    loss_by_position,
-    measure_losses,
-    open_texts,
-    read_text,
-)
+from evaluate import EvaluateConfig, loss_by_position, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
-from nanolong import cli, devices, entry, parallel, plots, run, validate
+from nanolong import cli, devices, entry, parallel, plots, run, scoring, validate
 from nanolong.errors import UserError
 from train import TrainConfig, train_and_sample
 
@@ -243,7 +236,7 @@ def fits_scale(method, options):
 def text_to_fit(model, cfg, given):
     """The data.Split that a scale is fitted on: the text, or the training data."""
     if cfg.text:
-        return read_text(model, cfg.text).val
+        return scoring.read_text(model, cfg.text).val
     if not cfg.max_iters and "dataset" not in given:
         raise UserError(
             f"method {cfg.method!r} needs a scale, or text to fit it on: give "
@@ -404,8 +397,8 @@ def report(model, cfg, when):
         text=cfg.text,
         dtype=cfg.dtype,
     )
-    texts = open_texts({when: model}, settings, lengths)
-    for line in describe_scored(texts, lengths, cfg.max_tokens):
+    texts = scoring.open_texts({when: model}, settings, lengths)
+    for line in scoring.describe_scored(texts, lengths, cfg.max_tokens):
         print(f"scored: {line}")
     records = measure_losses({when: model}, settings, lengths, texts)
     print(plots.format_loss_table(records, lengths), flush=True)
@@ -447,7 +440,7 @@ def check_request(parent, cfg):
     check_window(parent, cfg)
     if cfg.text:
         length = cfg.eval_length or round(parent.config.block_size * cfg.factor)
-        read_text(parent, cfg.text).val.require_length(length)
+        scoring.read_text(parent, cfg.text).val.require_length(length)
 
 
 def check_window(parent, cfg):

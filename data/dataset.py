@@ -274,16 +274,6 @@ class Split:
         offset, order = _epoch_order(self, length, seed, epoch)
         return self.locate(int(order[i]), length, offset)
 
-    def batch(self, index: int, batch_size: int, length: int, seed: int):
-        """Read micro-batch `index` of a training run: inputs and targets, (batch_size, length)."""
-        first = index * batch_size
-        sequences = []
-        for i in range(first, first + batch_size):
-            file, start = self.training_location(i, length, seed)
-            sequences.append(self.sequence_at(file, start, length))
-        inputs, targets = zip(*sequences, strict=True)
-        return np.stack(inputs), np.stack(targets)
-
 
 # What follows is the same for many sequences, so it is cached.
 
@@ -378,19 +368,21 @@ class Dataset:
 
         what: the model's name in messages. tokenizer: its to_json(), or None if it is unknown.
         """
+        remedy = (
+            "choose the --dataset that it was trained on, or prepare the text with the model's own "
+            "tokenizer (--tokenizer=RUN)"
+        )
         if self.vocab_size != vocab_size:
             raise UserError(
                 f"dataset {self.name} has a vocabulary of {self.vocab_size} and {what} one of "
-                f"{vocab_size}: choose the --dataset that it was trained on, or prepare the text "
-                "with the model's own tokenizer (--tokenizer=RUN)"
+                f"{vocab_size}: {remedy}"
             )
         if not tokenizer or not self.tokenizer:
             return
         if not same_vocabulary(self.tokenizer, tokenizer_from_json(tokenizer)):
             raise UserError(
                 f"the tokens of dataset {self.name} stand for other text than those of {what}: "
-                "choose the --dataset that it was trained on, or prepare the text with the model's "
-                "own tokenizer (--tokenizer=RUN)"
+                f"{remedy}"
             )
 
     def select(self, length: int, min_doc=0, upsample=1, separate=False) -> None:
@@ -440,16 +432,15 @@ class Dataset:
         Returns inputs and targets, int64 (batch_size, length), positions or None, and document ids
         or None.
         """
-        first = index * batch_size
-        sequences = [
-            self._training_sequence(i, length, seed, max_position, passkey_fraction)
-            for i in range(first, first + batch_size)
-        ]
+        sequences = []
+        for i in range(index * batch_size, (index + 1) * batch_size):
+            sequences.append(
+                self._training_sequence(i, length, seed, max_position, passkey_fraction)
+            )
         inputs, targets, positions = zip(*sequences, strict=True)
         x = np.stack(inputs)
-        y = np.stack(targets)
         positions = np.stack(positions) if max_position else None
-        return x, y, positions, self.document_ids(x)
+        return x, np.stack(targets), positions, self.document_ids(x)
 
     def _training_sequence(self, index, length, seed, max_position, passkey_fraction):
         """Read sequence `index` of a training run: inputs, targets, positions or None."""

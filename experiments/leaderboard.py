@@ -45,6 +45,7 @@ from experiments.report import (
     confidence_interval,
     count,
     format_interval,
+    hash_code,
     load_board,
     markdown_table,
     read_json,
@@ -53,12 +54,13 @@ from kernels import definition
 from model import GPT, POSITIONS, Block, GPTConfig, RoPE
 from nanolong import cli
 from nanolong.devices import autocast, pick_compile, pick_device, pick_dtype
-from nanolong.entry import hash_code, load_entries
+from nanolong.entry import load_entries
 from nanolong.optim import get_lr, make_optimizers
 from nanolong.plots import import_pyplot, terminal_plot
 from nanolong.provenance import provenance
 from nanolong.run.checkpoint import settings_record
 from nanolong.run.folder import list_steps
+from nanolong.scoring import find_sequences
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from train import TrainConfig, forward_backward, optimizer_step, train
@@ -186,7 +188,7 @@ def run_entry(name, seed, cfg, dataset, folder):
     identity = identify(model, train_config, dataset)
     run = choose_run_folder(folder, f"{name}-{seed}", identity)
     scores = run / "scores.json"
-    key = {"max_tokens": cfg.max_tokens, "scored": hash_code([loss_by_position])}
+    key = {"max_tokens": cfg.max_tokens, "scored": hash_code([loss_by_position, find_sequences])}
     if scores.is_file() and key.items() <= read_json(scores).items():
         print(f"taken from {run}: remove it to train again")
         return read_json(scores)["records"]
@@ -296,7 +298,7 @@ def measure_throughput(names, cfg, dataset, rounds=7, steps=4):
     def train_steps(name):
         for step in range(steps):
             batch_size = budget["training"]["batch_size"]
-            x, y = dataset.train.batch(step, batch_size, budget["model"]["block_size"], 0)
+            x, y, *_ = dataset.batch(step, batch_size, budget["model"]["block_size"], 0)
             x = torch.from_numpy(x).to(device)
             y = torch.from_numpy(y).to(device)
             positions = models[name].sample_positions(len(x), x.shape[1], step)

@@ -36,7 +36,7 @@ import torch
 
 import data
 from data.prepare import build, standard_library
-from evaluate import evaluation_mode, loss_by_position, read_text
+from evaluate import evaluation_mode, loss_by_position
 from experiments.public_report import write_report
 from experiments.report import command_line, read_json
 from extend import ExtendConfig
@@ -47,6 +47,7 @@ from nanolong.errors import UserError
 from nanolong.provenance import current_commit, provenance
 from nanolong.run.checkpoint import read_meta
 from nanolong.run.folder import list_steps
+from nanolong.scoring import read_text
 from nanolong.strict_json import to_json, write_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY

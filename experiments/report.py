@@ -1,11 +1,17 @@
 """What the experiments share: finished runs, confidence intervals, claims and tables."""
 
+import ast
+import hashlib
+import inspect
 import json
 import math
 import statistics
 import sys
+import textwrap
 from dataclasses import dataclass
 
+from kernels.definition import dump_code
+from nanolong.entry import entry_hash
 from nanolong.strict_json import to_json
 from nanolong.validate import require
 
@@ -173,3 +179,37 @@ def replace_section(file, heading, lines):
     file.parent.mkdir(parents=True, exist_ok=True)
     text = text[:start] + section + text[end:]
     file.write_text(text.lstrip("\n"), encoding="utf-8")
+
+
+def hash_code(objects):
+    """
+    Hash the code of classes and functions, of what they inherit, and of what they name of their
+    own modules. Of a class from --entry it is the whole file.
+    """
+    found = {}
+    for item in objects:
+        _collect(item, found)
+    digest = hashlib.sha256()
+    for name in sorted(found):
+        digest.update(f"{name}: {found[name]}\n".encode())
+    return digest.hexdigest()
+
+
+def _collect(item, found):
+    """Put the code of a class or function, and of what it uses, into `found`, by name."""
+    key = f"{item.__module__}.{item.__qualname__}"
+    if key in found or item.__module__.partition(".")[0] in ("torch", "builtins"):
+        return
+    found[key] = entry_hash(item)
+    for base in getattr(item, "__bases__", ()):
+        _collect(base, found)
+    if found[key] is not None:
+        return
+    tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
+    found[key] = dump_code(tree)
+    module = vars(inspect.getmodule(item))
+    for node in ast.walk(tree):
+        used = module.get(node.id) if isinstance(node, ast.Name) else None
+        is_code = inspect.isfunction(used) or inspect.isclass(used)
+        if is_code and used.__module__ == item.__module__:
+            _collect(used, found)

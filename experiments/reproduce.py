@@ -44,7 +44,7 @@ import torch
 
 import data
 from data.prepare import prepare
-from evaluate import evaluation_mode, find_needle, find_sequences
+from evaluate import evaluation_mode, find_needle
 from experiments.attention_maps import distances
 from experiments.probe import probe, shuffled_prefix
 from experiments.report import (
@@ -52,6 +52,7 @@ from experiments.report import (
     Claim,
     command_line,
     count,
+    hash_code,
     load_board,
     markdown_table,
     read_json,
@@ -59,12 +60,12 @@ from experiments.report import (
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.devices import autocast, pick_device, pick_dtype
-from nanolong.entry import hash_code
 from nanolong.errors import UserError
 from nanolong.optim import make_optimizers, update_weights
 from nanolong.plots import import_pyplot, plot_needle_heatmaps
 from nanolong.provenance import current_commit, provenance
 from nanolong.run.folder import list_steps
+from nanolong.scoring import find_sequences
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY, METHODS

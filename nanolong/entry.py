@@ -9,14 +9,11 @@ import ast
 import functools
 import hashlib
 import importlib.util
-import inspect
-import os
 import sys
-import textwrap
 from pathlib import Path
 
 from kernels.definition import dump_code
-from nanolong.errors import UserError
+from nanolong.errors import UserError, note
 from nanolong.validate import require
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,31 +97,16 @@ def entry_hash(scheme):
 
 @functools.cache  # once for each checkpoint
 def note_other_entry(scheme, trained_with, folder):
-    """Say on stderr that weights were trained with another file than that of their scheme now.
+    """Print a note if weights were trained with another file than that of their scheme now.
 
     trained_with: the entry_hash() of meta.json, None if it is unknown.
     """
     known = trained_with is not None and scheme in _sources
-    if known and entry_hash(scheme) != trained_with and os.environ.get("RANK", "0") == "0":
-        print(
-            f"note: {entry_file(scheme)} has changed since the weights of {folder} were trained, "
-            "so this is another model",
-            file=sys.stderr,
+    if known and entry_hash(scheme) != trained_with:
+        note(
+            f"{entry_file(scheme)} has changed since the weights of {folder} were trained, so this "
+            "is another model"
         )
-
-
-def hash_code(objects):
-    """
-    Hash the code of classes and functions, of what they inherit, and of what they name of their
-    own modules. Of a class from load_entry() it is the whole file.
-    """
-    found = {}
-    for item in objects:
-        _collect(item, found)
-    digest = hashlib.sha256()
-    for name in sorted(found):
-        digest.update(f"{name}: {found[name]}\n".encode())
-    return digest.hexdigest()
 
 
 def hash_sources(entry=()):
@@ -134,21 +116,3 @@ def hash_sources(entry=()):
     for file in [*files, *map(Path, entry)]:
         digest.update(f"{file.name}: ".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
-
-
-def _collect(item, found):
-    """Put the code of a class or function, and of what it uses, into `found`, by name."""
-    key = f"{item.__module__}.{item.__qualname__}"
-    if key in found or item.__module__.partition(".")[0] in ("torch", "builtins"):
-        return
-    source = _sources.get(item) or inspect.getsource(item)
-    tree = ast.parse(textwrap.dedent(source))
-    found[key] = dump_code(tree)
-    for base in getattr(item, "__bases__", ()):
-        _collect(base, found)
-    module = vars(inspect.getmodule(item)) if inspect.getmodule(item) else {}
-    for node in ast.walk(tree):
-        used = module.get(node.id) if isinstance(node, ast.Name) else None
-        is_code = inspect.isfunction(used) or inspect.isclass(used)
-        if is_code and used.__module__ == item.__module__:
-            _collect(used, found)

@@ -1,4 +1,7 @@
-"""The errors that a user can fix."""
+"""The errors that a user can fix, and notes."""
+
+import os
+import sys
 
 
 class UserError(ValueError):
@@ -7,3 +10,9 @@ class UserError(ValueError):
 
 class LocalError(UserError):
     """A UserError that one process of several may meet alone, so that it prints it itself."""
+
+
+def note(text):
+    """Print a note on stderr, in the first process."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"note: {text}", file=sys.stderr)

@@ -73,52 +73,58 @@ def bits_per_byte(records):
 
 def format_lengths(records, lengths, unit="nats per token"):
     """Return the lines of one protocol's table: the loss of each checkpoint at each length."""
-    names = unique(records, "checkpoint")
-    name_width = max(10, *map(len, names))
     protocol = records[0]["protocol"]
     title = f"{protocol} ({SCORED_TOKENS[protocol]})"
     if "stride" in records[0]:
         title += f", stride {records[0]['stride']}"
-    header = "".join(f"{length:>10}" for length in lengths)
-    lines = [f"{title}, {unit}, by context length", " " * name_width + header]
-    for name in names:
-        cells = {r["length"]: r for r in records if r["checkpoint"] == name}
-        line = name.ljust(name_width)
-        for length in lengths:
-            cell = cells.get(length, {})
-            if "loss" in cell:
-                line += f"{cell['loss']:>10.4f}"
-            else:
-                line += f"{'refused' if cell else 'unknown':>10}"
-        lines.append(line)
+    rows = {"": lengths, **loss_cells(records, lengths)}
     n_sequences = {r["length"]: r["sequences"] for r in records if "sequences" in r}
     if n_sequences:
-        cells = "".join(f"{n_sequences.get(length, ''):>10}" for length in lengths)
-        lines.append("sequences".ljust(name_width) + cells)
+        rows["sequences"] = [n_sequences.get(length, "") for length in lengths]
+    return [f"{title}, {unit}, by context length", *align(rows, 10)]
+
+
+def loss_cells(records, lengths, digits=4):
+    """Return the losses of one protocol as text: checkpoint -> a cell for each length."""
+    rows = {}
+    for record in records:
+        row = rows.setdefault(record["checkpoint"], dict.fromkeys(lengths, "unknown"))
+        cell = "refused"
+        if "loss" in record:
+            cell = f"{record['loss']:.{digits}f}"
+        row[record["length"]] = cell
+    return {name: list(row.values()) for name, row in rows.items()}
+
+
+def align(rows, width):
+    """Return the lines of a table: name -> cells, aligned on the right of columns this wide."""
+    name_width = max(10, *map(len, rows))
+    lines = []
+    for name, cells in rows.items():
+        line = name.ljust(name_width)
+        for cell in cells:
+            line += f"{cell:>{width}}"
+        lines.append(line)
     return lines
 
 
 def format_positions(records, length):
     """Return the lines of a table by position: the loss in each part of sequences of one length."""
-    names = unique(records, "checkpoint")
-    name_width = max(10, *map(len, names))
-    records = [record for record in records if record["length"] == length]
-    ends = sorted({record["position"][1] for record in records if "position" in record})
-    header = "".join(f"{end:>7}" for end in ends)
-    n_sequences = [record["sequences"] for record in records if "sequences" in record]
-    counted = f" ({n_sequences[0]} sequences)" if n_sequences else ""
-    lines = [
-        f"position, nats per token, in sequences of {length} tokens, up to position{counted}",
-        " " * name_width + header,
-    ]
-    for name in names:
-        parts = [record for record in records if record["checkpoint"] == name]
-        if "loss" in parts[0]:
-            cells = "".join(f"{part['loss']:>7.3f}" for part in parts)
-        else:
-            cells = "   refused"
-        lines.append(name.ljust(name_width) + cells)
-    return lines
+    rows = {"": []}
+    counted = ""
+    for record in records:
+        if record["length"] != length:
+            continue
+        cell = "   refused"
+        if "loss" in record:
+            cell = f"{record['loss']:.3f}"
+            rows[""].append(record["position"][1])
+        if "sequences" in record:
+            counted = f" ({record['sequences']} sequences)"
+        rows.setdefault(record["checkpoint"], []).append(cell)
+    rows[""] = sorted(set(rows[""]))
+    title = f"position, nats per token, in sequences of {length} tokens, up to position{counted}"
+    return [title, *align(rows, 7)]
 
 
 def format_needle_table(records, lengths):
@@ -265,6 +271,13 @@ def import_pyplot(file):
     return plt
 
 
+def save_figure(plt, figure, file, dpi):
+    """Write a figure to a PNG file and free its memory."""
+    figure.savefig(file, dpi=dpi)
+    plt.close(figure)
+    print(f"wrote {file}")
+
+
 def label_lengths(axis, lengths):
     """Put a tick at each length of a log x axis, and label those whose labels do not touch."""
     lengths = sorted(lengths)
@@ -310,9 +323,7 @@ def plot_losses(records, lengths, file, note, title="", unit="nats per token"):
         axes[0][0].legend(fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.supxlabel(note, fontsize=7, color="gray")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    print(f"wrote {file}")
+    save_figure(plt, figure, file, dpi=120)
 
 
 def draw_losses(axis, records, protocol, names, lengths, unit):
@@ -336,13 +347,9 @@ def draw_losses(axis, records, protocol, names, lengths, unit):
 
 def draw_loss_table(axis, records, protocol, names, lengths):
     """Draw the losses of one protocol as numbers: a row for each checkpoint."""
-    cells = {}
-    for record in records:
-        if record["protocol"] == protocol:
-            text = f"{record['loss']:.3f}" if "loss" in record else "refused"
-            cells[record["checkpoint"], record["length"]] = text
+    cells = loss_cells([r for r in records if r["protocol"] == protocol], lengths, digits=3)
     table = axis.table(
-        [[name, *(cells[name, length] for length in lengths)] for name in names],
+        [[name, *cells[name]] for name in names],
         colLabels=["", *(f"{length:,}" for length in lengths)],
         loc="center",
         cellLoc="center",
@@ -382,9 +389,7 @@ def plot_needle_heatmaps(records, lengths, file, note, title=""):
     colorbar.set_label("fraction of passkeys found", fontsize=8)
     figure.suptitle(title, fontsize=9, wrap=True)
     figure.supxlabel(note, fontsize=7, color="gray")
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-    print(f"wrote {file}")
+    save_figure(plt, figure, file, dpi=110)
 
 
 def draw_heatmap(axis, records, name, lengths):
@@ -397,7 +402,8 @@ def draw_heatmap(axis, records, name, lengths):
     image = axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     for i, row in enumerate(cells):
         for j, value in enumerate(row):
-            axis.text(j, i, short_fraction(value), ha="center", va="center", fontsize=7)
+            text = f"{value:.2f}".lstrip("0")
+            axis.text(j, i, text, ha="center", va="center", fontsize=7)
 
     known = [value for row in cells for value in row if not math.isnan(value)]
     mean = f"mean {sum(known) / len(known):.2f}" if known else "refused"
@@ -412,15 +418,6 @@ def draw_heatmap(axis, records, name, lengths):
     axis.set_xticks(range(len(lengths))[shown], labels[shown], fontsize=7)
     axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
     return image
-
-
-def short_fraction(value):
-    """Return a fraction from 0 to 1 in at most three characters."""
-    if math.isnan(value):
-        return "–"
-    if value >= 1:
-        return "1"
-    return f"{value:.2f}".lstrip("0")
 
 
 def describe_wavelengths(before, after, original_length):
@@ -475,6 +472,4 @@ def plot_wavelengths(before, after, original_length, target_length, file, note):
     axis.set_title(note)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    print(f"wrote {file}")
+    save_figure(plt, figure, file, dpi=120)

@@ -47,9 +47,9 @@ def test_token_files_have_the_documented_forms(tmp_path):
     assert np.fromfile(tmp_path / "b.bin", "<i4", 3).tolist() == [20240801, 7, 2]
     assert (tmp_path / "c.bin").stat().st_size == 1800
 
-    assert data.open_tokens(tmp_path / "a.bin").tolist() == ids
-    assert data.open_tokens(tmp_path / "b.bin").tolist() == [70000, 5]
-    assert data.open_tokens(tmp_path / "c.bin").tolist() == ids
+    assert data.dataset.open_tokens(tmp_path / "a.bin").tolist() == ids
+    assert data.dataset.open_tokens(tmp_path / "b.bin").tolist() == [70000, 5]
+    assert data.dataset.open_tokens(tmp_path / "c.bin").tolist() == ids
 
 
 def test_damaged_token_files_are_refused(tmp_path):
@@ -69,7 +69,7 @@ def test_damaged_token_files_are_refused(tmp_path):
     for damaged in damaged_files:
         (tmp_path / "b.bin").write_bytes(damaged)
         with pytest.raises(UserError, match="b.bin"):
-            data.open_tokens(tmp_path / "b.bin")
+            data.dataset.open_tokens(tmp_path / "b.bin")
 
 
 def test_token_files_are_not_written_with_what_they_cannot_hold(tmp_path):
@@ -86,9 +86,9 @@ def test_token_files_are_not_written_with_what_they_cannot_hold(tmp_path):
 
 def test_the_hash_depends_on_every_byte_of_a_small_file(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 1000)
-    before = data.hash_files([tmp_path / "a"])
+    before = data.dataset.hash_files([tmp_path / "a"])
     (tmp_path / "a").write_bytes(b"x" * 999 + b"y")
-    assert data.hash_files([tmp_path / "a"]) != before
+    assert data.dataset.hash_files([tmp_path / "a"]) != before
 
 
 def test_the_hash_of_a_large_file_depends_on_its_size_and_ends(tmp_path):
@@ -97,14 +97,14 @@ def test_the_hash_of_a_large_file_depends_on_its_size_and_ends(tmp_path):
     with open(file, "wb") as f:
         # sparse: the file takes no space on disk
         f.truncate(70_000_000)
-        hashes.append(data.hash_files([file]))
+        hashes.append(data.dataset.hash_files([file]))
         f.truncate(70_000_001)
-        hashes.append(data.hash_files([file]))
+        hashes.append(data.dataset.hash_files([file]))
         for position in (0, 70_000_000):
             f.seek(position)
             f.write(b"x")
             f.flush()
-            hashes.append(data.hash_files([file]))
+            hashes.append(data.dataset.hash_files([file]))
     assert len(set(hashes)) == 4
 
 
@@ -159,7 +159,10 @@ def test_an_epoch_visits_every_sequence_once(tmp_path, bos):
     orders = []
     for epoch in range(3):
         indices = range(epoch * n, (epoch + 1) * n)
-        starts = [int(split.batch(index, 1, length, seed=5)[1][0, 0]) for index in indices]
+        starts = []
+        for index in indices:
+            place = split.training_location(index, length, seed=5)
+            starts.append(int(split.sequence_at(*place, length)[1][0]))
         assert len(set(starts)) == n
         # all from the same offset
         assert len({start % length for start in starts}) == 1
@@ -172,21 +175,21 @@ def test_an_epoch_visits_every_sequence_once(tmp_path, bos):
 
 def test_batches_depend_on_seed_and_index_alone(text_data):
     dataset = data.Dataset(text_data)
-    x, y = dataset.train.batch(3, 6, 32, seed=1)
+    x, y, *_ = dataset.batch(3, 6, 32, seed=1)
     assert x.dtype == y.dtype == np.int64
     assert x.shape == y.shape == (6, 32)
     assert (x[:, 0] == 256).all()
     assert not (y == 256).any()
 
-    again_x, again_y = data.Dataset(text_data).train.batch(3, 6, 32, seed=1)
+    again_x, again_y, *_ = data.Dataset(text_data).batch(3, 6, 32, seed=1)
     assert np.array_equal(x, again_x)
     assert np.array_equal(y, again_y)
     # the same sequences in micro-batches of another size
-    halves = [dataset.train.batch(index, 3, 32, seed=1)[0] for index in (6, 7)]
+    halves = [dataset.batch(index, 3, 32, seed=1)[0] for index in (6, 7)]
     assert np.array_equal(np.concatenate(halves), x)
-    assert not np.array_equal(dataset.train.batch(3, 6, 32, seed=2)[0], x)
+    assert not np.array_equal(dataset.batch(3, 6, 32, seed=2)[0], x)
     # a far epoch costs no more than the first
-    assert dataset.train.batch(10**9, 2, 32, seed=1)[0].shape == (2, 32)
+    assert dataset.batch(10**9, 2, 32, seed=1)[0].shape == (2, 32)
 
 
 @pytest.mark.parametrize("bos", [None, 999])
@@ -235,7 +238,7 @@ def test_pose_sequences_skip_text_and_positions_independently(bos, tmp_path):
 
 
 def char_tokenizer():
-    characters = set(data.FILLER + data.NEEDLE + "0123456789")
+    characters = set(data.synthetic.FILLER + data.synthetic.NEEDLE + "0123456789")
     return data.CharTokenizer("".join(sorted(characters)), bos=True)
 
 
@@ -260,7 +263,7 @@ def test_a_passkey_is_hidden_at_the_depth_and_asked_for_at_the_end(make_tokenize
             n_filler = len(text) - len("key 123. key 123")
             assert hidden.start() == round(depth * n_filler)
             rest = text.replace(hidden[0] + ". ", "", 1)[: -len("key 123")]
-            assert set(rest) <= set(data.FILLER)
+            assert set(rest) <= set(data.synthetic.FILLER)
 
 
 def test_a_passkey_can_be_left_out():
@@ -286,7 +289,7 @@ def test_batches_hold_passkeys_whose_digits_alone_are_scored(text_data):
     is_passkey = (y >= 0).sum(1) == data.DIGITS
     assert 30 <= is_passkey.sum() <= 70
     # the other sequences are those of a run without passkeys
-    plain, _ = dataset.train.batch(0, 200, 64, 7)
+    plain, *_ = dataset.batch(0, 200, 64, 7)
     assert np.array_equal(x[~is_passkey], plain[~is_passkey])
     for inputs, targets in zip(x[is_passkey], y[is_passkey], strict=True):
         scored = np.flatnonzero(targets >= 0)

@@ -11,8 +11,9 @@ import torch
 from conftest import ROOT, TINY
 
 import data
+from experiments.report import hash_code
 from model import GPT, POSITIONS
-from nanolong.entry import entry_file, hash_code, load_entries, load_entry
+from nanolong.entry import entry_file, load_entries, load_entry
 from nanolong.errors import UserError
 from nanolong.run.checkpoint import read_meta
 from nanolong.run.folder import list_steps

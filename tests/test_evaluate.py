@@ -15,6 +15,7 @@ import data
 import evaluate
 import train
 from model import GPT, POSITIONS
+from nanolong import scoring
 from nanolong.errors import UserError
 from nanolong.provenance import current_commit
 
@@ -57,7 +58,7 @@ def losses_of(model, x, y):
 def test_chunked_and_sliding_score_each_target_of_the_span_once(length, span, stride):
     for protocol in ("chunked", "sliding"):
         scored = []
-        for start, n_context in evaluate.place_sequences(protocol, length, span, stride):
+        for start, n_context in scoring.place_sequences(protocol, length, span, stride):
             assert 0 <= start <= span - length
             assert 0 <= n_context < length
             scored += range(start + n_context, start + length)
@@ -66,14 +67,14 @@ def test_chunked_and_sliding_score_each_target_of_the_span_once(length, span, st
 
 @pytest.mark.parametrize(("length", "span", "stride"), [(16, 100, 5), (30, 100, 1), (8, 100, 300)])
 def test_sliding_gives_scored_tokens_at_least_length_minus_stride_of_context(length, span, stride):
-    sequences = evaluate.place_sequences("sliding", length, span, stride)
+    sequences = scoring.place_sequences("sliding", length, span, stride)
     assert sequences[0] == (0, 0)
     for _, n_context in sequences[1:]:
         assert length - stride <= n_context < length
 
 
 def test_token_aligned_scores_at_most_half_the_shortest_length():
-    sequences = evaluate.place_sequences("token-aligned", 20, 650, 256, (20, 60, 200))
+    sequences = scoring.place_sequences("token-aligned", 20, 650, 256, (20, 60, 200))
     assert sequences == [(180, 10), (380, 10), (580, 10)]
 
 
@@ -139,7 +140,7 @@ def test_all_lengths_score_the_same_tokens_once(lengths, max_tokens, protocol, s
     val = split(files=3)
     found = []
     for length in lengths:
-        places = evaluate.find_sequences(val, length, max_tokens, protocol, 10, lengths)
+        places = scoring.find_sequences(val, length, max_tokens, protocol, 10, lengths)
         scored = []
         for file, start, n_context in places:
             assert 0 <= start <= len(val.tokens[file]) - 1 - length
@@ -161,7 +162,7 @@ def test_the_scored_text_is_spread_over_the_files_in_proportion(split):
     val.tokens[1] = val.tokens[1][:500]
     pieces = [len(tokens) * 10 / sum(map(len, val.tokens)) for tokens in val.tokens]
     for length in (8, 32):
-        places = evaluate.find_sequences(val, length, 320, lengths=(8, 32))
+        places = scoring.find_sequences(val, length, 320, lengths=(8, 32))
         scored = [sum(length for file, *_ in places if file == i) for i in range(3)]
         assert all(abs(n / 32 - share) <= 1 for n, share in zip(scored, pieces, strict=True))
         for i, tokens in enumerate(val.tokens):
@@ -226,7 +227,7 @@ def test_a_text_too_short_for_a_sequence_is_refused(make, split):
         evaluate.loss_by_position(
             make(), val, 200, 150, protocol="token-aligned", lengths=(20, 60, 200)
         )
-    places = evaluate.find_sequences(val, 20, 150, "token-aligned", 7, (20, 60, 200))
+    places = scoring.find_sequences(val, 20, 150, "token-aligned", 7, (20, 60, 200))
     assert [start for _, start, _ in places] == [40, 520]  # those of 60 targets end there, too
 
 
@@ -325,7 +326,7 @@ def test_records_of_each_protocol():
     loss_sum = torch.arange(10, dtype=torch.float64)
     n_scored = torch.tensor([1.0] * 9 + [0.0])
     protocols = ("chunked", "last-quarter", "position")
-    chunked, last_quarter, *parts = evaluate.make_records("x", loss_sum, n_scored, protocols)
+    chunked, last_quarter, *parts = scoring.make_records("x", loss_sum, n_scored, protocols)
     assert chunked == {
         "checkpoint": "x",
         "task": "loss",
@@ -342,7 +343,7 @@ def test_records_of_each_protocol():
 
 
 def test_position_makes_sixteen_records():
-    parts = evaluate.make_records("x", torch.ones(256), torch.ones(256), ("position",))
+    parts = scoring.make_records("x", torch.ones(256), torch.ones(256), ("position",))
     assert len(parts) == 16
     assert parts[-1]["position"] == [240, 256]
 
@@ -475,14 +476,14 @@ def test_what_was_scored_is_said(text_file, split):
     two = types.SimpleNamespace(name="a/two", val=data.Split(files, 50, None), hash="0a1b")
     texts = {"x": text, "y": text, "z": two, "w": five}
     scored = f"96 of {len(TEXT.encode())} tokens of {text_file}, 2 pieces of text.txt"
-    assert evaluate.describe_scored(texts, (24, 48, 960), 99) == [
-        f"{scored}, data {data.hash_files([text_file])}",
+    assert scoring.describe_scored(texts, (24, 48, 960), 99) == [
+        f"{scored}, data {data.dataset.hash_files([text_file])}",
         "96 of 1,990 tokens of a/two, 2 pieces of 0.bin, 1.bin, data 0a1b",
         "96 of 4,900 tokens of five, 2 pieces of 0.bin, 2.bin, data 2c3d",
     ]
-    (line,) = evaluate.describe_scored({"w": five}, (24,), 99)
+    (line,) = scoring.describe_scored({"w": five}, (24,), 99)
     assert line == "96 of 4,900 tokens of five, 4 pieces of 4 of 5 files, data 2c3d"
-    (line,) = evaluate.describe_scored({"w": five}, (5000,), 9999)
+    (line,) = scoring.describe_scored({"w": five}, (5000,), 9999)
     assert line.startswith("0 of 4,900 tokens of five")
 
 
@@ -567,8 +568,8 @@ def test_bytes_that_nobody_knows_are_left_out(make, text_data):
     """Of token files without a tokenizer."""
     dataset = data.Dataset(text_data)
     dataset.tokenizer = None
-    assert evaluate.bytes_by_position(dataset, 24) is None
-    records = evaluate.make_records("m", torch.ones(4), torch.ones(4), ("chunked",), None)
+    assert scoring.bytes_by_position(dataset, 24) is None
+    records = scoring.make_records("m", torch.ones(4), torch.ones(4), ("chunked",), None)
     assert "bytes" not in records[0]
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 import data
 import evaluate
 from model import GPT
-from nanolong import evaluation_log
+from nanolong import evaluation_log, scoring
 from nanolong.evaluation_log import EvaluationLog, Measurement
 
 LOSS = ["--lengths=24,48", "--max_tokens=960", "--protocol=last-quarter,sliding", "--stride=12"]
@@ -75,7 +75,7 @@ def test_the_time_left_follows_from_the_flops_of_each_checkpoint(make, monkeypat
 
             def measure(name=name, length=length, seconds=flops * seconds_per_flop):
                 clock.now += seconds
-                return [evaluate.loss_record(name, "chunked", length, loss=1.5)]
+                return [scoring.loss_record(name, "chunked", length, loss=1.5)]
 
             measurements.append(Measurement(name, length, {}, flops, measure))
     models = {name: make() for name in "ab"}

@@ -92,13 +92,14 @@ def tiny(**settings):
 # The update.
 
 
-def batches_of_step(split, step, accumulation):
+def batches_of_step(dataset, step, accumulation):
     """The micro-batches of a step as one batch of inputs and targets."""
-    parts = [split.batch(step * accumulation + i, 2, 16, 1337) for i in range(accumulation)]
+    indices = range(step * accumulation, (step + 1) * accumulation)
+    parts = [dataset.batch(index, 2, 16, 1337)[:2] for index in indices]
     return (torch.cat([torch.from_numpy(x) for x in part]) for part in zip(*parts, strict=True))
 
 
-def adamw_by_hand(weights, split, n_steps, lr, decay, clip):
+def adamw_by_hand(weights, dataset, n_steps, lr, decay, clip):
     """AdamW in float64, written out. Updates weights in place and returns the loss of each step."""
     model = tiny().double()
     mean = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -109,7 +110,7 @@ def adamw_by_hand(weights, split, n_steps, lr, decay, clip):
             for name, p in model.named_parameters():
                 p.copy_(weights[name])
         model.zero_grad()
-        x, y = batches_of_step(split, step, 3)
+        x, y = batches_of_step(dataset, step, 3)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
         loss.backward()
         step_losses.append(loss.item())
@@ -140,7 +141,7 @@ def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, text_data):
     )
     weights = {name: p.detach().clone().double() for name, p in model.named_parameters()}
     start = {name: w.clone() for name, w in weights.items()}
-    expected = adamw_by_hand(weights, data.Dataset(text_data).train, 2, 1e-2, 0.3, 0.5)
+    expected = adamw_by_hand(weights, data.Dataset(text_data), 2, 1e-2, 0.3, 0.5)
     train.train(model, settings)
     for name, p in model.named_parameters():
         way = (weights[name] - start[name]).norm()

@@ -40,6 +40,7 @@ from experiments.report import (
     confidence_interval,
     count,
     format_interval,
+    hash_code,
     load_finished_run,
     markdown_table,
     read_json,
@@ -47,10 +48,11 @@ from experiments.report import (
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
 from nanolong.devices import autocast, pick_device, pick_dtype
-from nanolong.entry import hash_code, load_entry
+from nanolong.entry import load_entry
 from nanolong.errors import UserError
 from nanolong.plots import import_pyplot
 from nanolong.provenance import current_commit, provenance
+from nanolong.scoring import find_sequences
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import METHODS
@@ -286,7 +288,7 @@ def run_model(name, settings, seed, cfg, dataset, folder):
     key = {
         **identity,
         "max_tokens": cfg.max_tokens,
-        "experiment": hash_code([run_model, loss_by_position]),
+        "experiment": hash_code([run_model, loss_by_position, find_sequences]),
     }
     run = folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}"
     file = run.with_suffix(".json")

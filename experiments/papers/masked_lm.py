@@ -170,8 +170,8 @@ def train(model, objective, dataset, cfg, device, dtype):
     model.to(device).train()
     optimizers = make_optimizers(model, cfg)
     for step in range(cfg.max_iters):
-        batch = dataset.train.batch(step, cfg.batch_size, model.config.block_size, cfg.seed)
-        x, y = make_examples(objective, *batch, dataset, (cfg.seed << 40) + step)
+        x, y, *_ = dataset.batch(step, cfg.batch_size, model.config.block_size, cfg.seed)
+        x, y = make_examples(objective, x, y, dataset, (cfg.seed << 40) + step)
         with attention_of(objective):
             with autocast(device, dtype):
                 loss = model(x.to(device), y.to(device))

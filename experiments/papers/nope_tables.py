@@ -33,15 +33,16 @@ from experiments.report import (
     confidence_interval,
     count,
     format_interval,
+    hash_code,
     load_finished_run,
     markdown_table,
 )
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
 from nanolong.devices import pick_device, pick_dtype
-from nanolong.entry import hash_code
 from nanolong.provenance import provenance
 from nanolong.run.folder import list_steps
+from nanolong.scoring import find_sequences
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from train import TrainConfig, train
@@ -161,7 +162,7 @@ def run_model(cfg, name, pos, length, size, seed):
         "seed": seed,
         "max_iters": budget["max_iters"],
         "max_tokens": cfg.max_tokens,
-        "scored": hash_code([loss_by_position]),
+        "scored": hash_code([loss_by_position, find_sequences]),
     }
     finished = load_finished_run(run / "score.json", key)
     if finished:
