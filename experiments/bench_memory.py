@@ -13,6 +13,7 @@ sends is counted by count_sent_bytes(). No plan has been run.
 """
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ import torch
 from model import GPT, GPTConfig
 from nanolong.devices import PEAK_FLOPS, autocast
 from nanolong.errors import UserError
-from nanolong.memory import count_flops, count_memory, count_sent_bytes
+from nanolong.memory import count_block_matrices, count_memory, count_other_parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304}
@@ -87,6 +88,51 @@ PLANS = (
 
 # -----------------------------------------------------------------------------
 # From the count.
+
+
+def count_sent_bytes(
+    config,
+    B,
+    T,
+    dtype="bfloat16",
+    checkpointing=False,
+    processes=1,
+    parts=1,
+    parallel="ddp",
+    accumulation=1,
+):
+    """Count the bytes that a process sends in a training step of GPT(config): (gradients, tokens).
+
+    B sequences of T tokens in a micro-batch; processes: all of them; parts: those that share a
+    sequence; accumulation: micro-batches of a process in a step. The first number is what ddp or
+    fsdp sends for weights and gradients, in float32; the second what attention exchanges. Of n
+    processes each sends (n - 1) / n of a tensor that is gathered or scattered, and twice that to
+    sum one.
+    """
+    weights = 4 * (count_block_matrices(config) + count_other_parameters(config))
+    to_others = (processes - 1) / processes
+    # ddp sums gradients; fsdp gathers weights forward and backward, and scatters gradients
+    times = 2 if parallel == "ddp" else 2 * accumulation + 1
+    of_weights = times * weights * to_others
+
+    # q, k and v to other heads, the output back; keys and values repeated to divide the heads
+    e = 4 if dtype == "float32" else 2
+    repeated = math.lcm(config.n_kv_head, parts)
+    channels = (2 * config.n_head + 2 * repeated) * config.head_dim
+    passes = 3 if checkpointing else 2  # forward, backward, and forward again
+    exchanged = passes * config.n_layer * B * T // parts * channels * e
+    of_tokens = accumulation * exchanged * (parts - 1) / parts
+    return round(of_weights), round(of_tokens)
+
+
+def count_flops(config, N, T):
+    """
+    The floating-point operations that a step computes, to expect its time.
+
+    Causal attention computes half of what MFU counts by convention: see GPT.flops_per_token().
+    """
+    weights = count_block_matrices(config) + config.vocab_size * config.n_embd
+    return 6 * weights * N + 6 * config.n_layer * config.n_head * config.head_dim * T * N
 
 
 def count_plan(plan):
@@ -223,7 +269,7 @@ def count_card(name):
             {
                 "length": T,
                 "peak": memory.peak,
-                "seconds": memory.flops / PEAK_FLOPS[name] / EXPECTED_MFU,
+                "seconds": count_flops(GPTConfig(**GPT2), T, T) / PEAK_FLOPS[name] / EXPECTED_MFU,
                 "fits": memory.peak <= available,
             }
         )

@@ -5,7 +5,6 @@ fixed shape that can be compiled and, on a GPU, captured as a CUDA graph.
 GPT.generate() in model.py is how to call it.
 """
 
-import numbers
 import warnings
 
 import torch
@@ -223,9 +222,16 @@ def read_prompts(model, tokens):
 
     Returns a tensor (B, T), or a list of tensors (T,) of unequal lengths. Raises UserError.
     """
-    rows = read_list(tokens) if isinstance(tokens, list | tuple) else read_batch(tokens)
+    if not isinstance(tokens, list | tuple):
+        tokens = torch.atleast_1d(read_ids(tokens))
+    rows = [read_ids(row) for row in tokens]
     vocab_size = model.config.vocab_size
     for row in rows:
+        if row.dim() != 1:
+            raise UserError(
+                f"a prompt has the shape {tuple(row.shape)}, not (T,): give tokens (B, T) or a "
+                "list of prompts; a single one is tokens[None] or [tokens]"
+            )
         outside = row[(row < 0) | (row >= vocab_size)]
         if len(outside):
             raise UserError(
@@ -235,31 +241,6 @@ def read_prompts(model, tokens):
     rows = [row.to(model.embed.weight.device) for row in rows]
     have_one_length = len({len(row) for row in rows}) == 1
     return torch.stack(rows) if have_one_length else rows
-
-
-def read_batch(tokens):
-    """Tokens (B, T) as a list of tensors (T,). Raises UserError for another shape."""
-    tokens = read_ids(tokens)
-    if tokens.dim() == 1:
-        raise UserError("tokens are one prompt without a batch dimension: give tokens[None]")
-    if tokens.dim() != 2:
-        raise UserError(
-            f"tokens have the shape {tuple(tokens.shape)}: give (B, T), or a list of B prompts"
-        )
-    return list(tokens)
-
-
-def read_list(prompts):
-    """A list of prompts as a list of tensors (T,). Raises UserError for another list."""
-    if any(isinstance(prompt, numbers.Integral) for prompt in prompts):
-        raise UserError("tokens are one prompt, not a list of prompts: give [tokens]")
-    rows = [read_ids(prompt) for prompt in prompts]
-    for row in rows:
-        if row.dim() != 1:
-            raise UserError(
-                f"a prompt in the list has the shape {tuple(row.shape)}: give each as (T,)"
-            )
-    return rows
 
 
 def read_ids(ids):

@@ -1,11 +1,10 @@
-"""The memory of a training step, and what its processes send each other, counted from shapes.
+"""The memory of a training step, counted from shapes.
 
 The model is not compiled: torch.compile changes which tensors exist. Measured by
 experiments/bench_memory.py, bench_sharding.py, tests/test_sequence_parallel.py and
 tests/simulated_gpu/test_memory.py.
 """
 
-import math
 import os
 from dataclasses import dataclass
 
@@ -14,14 +13,12 @@ from nanolong.errors import UserError
 
 @dataclass
 class Memory:
-    """The memory of a training step in bytes, estimated by counting, and its FLOPs."""
+    """The memory of a training step in bytes, estimated by counting."""
 
     parameters: int  # gradients take as much
     optimizer: int
-    activations: int
     peak: int
     peak_at: str
-    flops: int
 
 
 def count_memory(
@@ -79,46 +76,9 @@ def count_memory(
     return Memory(
         parameters=4 * parameters // shards,
         optimizer=moments // shards,
-        activations=activations,
         peak=(4 * parameters + moments) // shards + candidates[peak_at],
         peak_at=peak_at,
-        flops=count_flops(config, N, T),
     )
-
-
-def count_sent_bytes(
-    config,
-    B,
-    T,
-    dtype="bfloat16",
-    checkpointing=False,
-    processes=1,
-    parts=1,
-    parallel="ddp",
-    accumulation=1,
-):
-    """Count the bytes that a process sends in a training step of GPT(config): (gradients, tokens).
-
-    B sequences of T tokens in a micro-batch; processes: all of them; parts: those that share a
-    sequence; accumulation: micro-batches of a process in a step. The first number is what ddp or
-    fsdp sends for weights and gradients, in float32; the second what attention exchanges. Of n
-    processes each sends (n - 1) / n of a tensor that is gathered or scattered, and twice that to
-    sum one.
-    """
-    weights = 4 * (count_block_matrices(config) + count_other_parameters(config))
-    to_others = (processes - 1) / processes
-    # ddp sums gradients; fsdp gathers weights forward and backward, and scatters gradients
-    times = 2 if parallel == "ddp" else 2 * accumulation + 1
-    of_weights = times * weights * to_others
-
-    # q, k and v to other heads, the output back; keys and values repeated to divide the heads
-    e = 4 if dtype == "float32" else 2
-    repeated = math.lcm(config.n_kv_head, parts)
-    channels = (2 * config.n_head + 2 * repeated) * config.head_dim
-    passes = 3 if checkpointing else 2  # forward, backward, and forward again
-    exchanged = passes * config.n_layer * B * T // parts * channels * e
-    of_tokens = accumulation * exchanged * (parts - 1) / parts
-    return round(of_weights), round(of_tokens)
 
 
 def count_candidates(config, N, e, kept, recomputed, device):
@@ -161,16 +121,6 @@ def count_loss(config, N, e):
     of_other_chunks = 4 * V * C if N > R else 0
     part = (4 + e if e < 4 else 4) * V * C
     return head_copy + R * C * e + of_other_chunks + max(R * V * (4 + e), R * V * e + part)
-
-
-def count_flops(config, N, T):
-    """
-    The floating-point operations that a step computes, to expect its time.
-
-    Causal attention computes half of what MFU counts by convention: see GPT.flops_per_token().
-    """
-    weights = count_block_matrices(config) + config.vocab_size * config.n_embd
-    return 6 * weights * N + 6 * config.n_layer * config.n_head * config.head_dim * T * N
 
 
 def count_block_matrices(config):
@@ -225,17 +175,9 @@ def block_bytes_per_token(config, T, e, device):
     return norms + attention + mlp + dropout
 
 
-def weight_bytes(c):
-    """About how many bytes a model's weights take."""
-    attention = 2 * (c.n_head + c.n_kv_head) * c.head_dim
-    mlp = (3 if c.is_gated else 2) * c.mlp_dim
-    embeddings = (2 - c.tie_embeddings) * c.vocab_size
-    return 4 * c.n_embd * (c.n_layer * (attention + mlp) + embeddings)
-
-
 def check_weights_fit(config):
     """Raise UserError when the machine has less memory than the weights of a model take."""
-    require_memory(weight_bytes(config))
+    require_memory(4 * (count_block_matrices(config) + count_other_parameters(config)))
 
 
 def require_memory(size):

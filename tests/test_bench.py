@@ -216,7 +216,7 @@ def test_counted_parameters_and_flops_are_those_of_the_model(settings):
     assert memory.optimizer == 2 * memory.parameters
     # causal: half of attention
     causal = model.flops_per_token(128) - 6 * 3 * 64 * 128
-    assert memory.flops == 2 * 128 * causal
+    assert bench_memory.count_flops(config, 2 * 128, 128) == 2 * 128 * causal
 
 
 def test_the_longest_context_fits_and_the_next_does_not():

@@ -14,7 +14,7 @@ import kernels
 import train
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
-from nanolong.memory import weight_bytes
+from nanolong import memory
 
 
 class RecordedOperators(TorchDispatchMode):
@@ -202,7 +202,9 @@ def test_attention_in_chunks_keeps_no_scores_for_the_backward_pass(pos, make, mo
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
-def test_the_bytes_of_the_weights_are_those_of_the_model(mlp):
+def test_the_bytes_of_the_weights_are_those_of_the_model(mlp, monkeypatch):
+    required = []
+    monkeypatch.setattr(memory, "require_memory", required.append)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=257, mlp=mlp))
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    assert weight_bytes(model.config) == 4 * sum(p.numel() for p in matrices)
+    memory.check_weights_fit(model.config)
+    assert required == [4 * sum(p.numel() for p in model.parameters())]

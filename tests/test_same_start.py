@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT, TINY
 from flags import last_of_each_flag
 
-from data import open_tokens, write_tokens
+from data import write_tokens
+from data.dataset import open_tokens
 from nanolong.entry import SOURCES, hash_sources
 from nanolong.run.checkpoint import find_checkpoint, read_meta, verify
 

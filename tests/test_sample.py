@@ -135,7 +135,7 @@ class Clock:
 
     def __init__(self, monkeypatch, seconds):
         self.now = 0.0
-        monkeypatch.setattr("sample.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("nanolong.prompts.time.perf_counter", lambda: self.now)
         original = Block.forward
 
         def forward(block, *args):

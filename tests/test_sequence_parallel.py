@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import TINY
 
+from experiments.bench_memory import count_sent_bytes
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.errors import UserError
-from nanolong.memory import count_sent_bytes
 from nanolong.parallel import sequence
 from nanolong.run.checkpoint import find_checkpoint, read_meta
 from rope_scaling import METHODS
