@@ -1,5 +1,4 @@
-"""
-The probabilities of attention, which the kernels never keep.
+"""The probabilities of attention, which the kernels never keep.
 
     maps = attention_maps(model, tokens)  # (B, T) -> a list of (B, H, T, T), one for each layer
 

@@ -1,5 +1,4 @@
-"""
-The command line: settings from dataclasses, presets in TOML, --help, and errors in one line.
+"""The command line: settings from dataclasses, presets in TOML, --help, and errors in one line.
 
     gpt_config, cfg, given, paths = cli.parse(GPTConfig, TrainConfig, about=__doc__, presets=True)
 
@@ -102,8 +101,7 @@ class Setting:
 
 
 def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=None, accepted=()):
-    """
-    Read the command line into one instance of each dataclass.
+    """Read the command line into one instance of each dataclass.
 
     Takes --name=value, --name value, and --name alone for a true bool.
 
@@ -173,8 +171,7 @@ def settings_of(cls):
 
 
 def read_flag(word, following, settings):
-    """
-    The name and converted value of a flag.
+    """The name and converted value of a flag.
 
     word: "--name=value" or "--name"; following: the words after it, from which a value is taken.
     """
@@ -375,8 +372,7 @@ def comment_of(lines, first, last):
 
 
 def run_main(main):
-    """
-    Run a script's main() and exit with the status that it returns.
+    """Run a script's main() and exit with the status that it returns.
 
     Exit status 2, with one line on stderr: UserError, a file that cannot be used, out of memory.
     Status 1: another process of the run was lost. 130: interrupted from the keyboard. 0: whoever

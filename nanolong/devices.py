@@ -38,8 +38,7 @@ PEAK_FLOPS = {
 
 
 def pick_device(name):
-    """
-    The torch.device for "auto" or for a name, tried out.
+    """The torch.device for "auto" or for a name, tried out.
 
     Raises UserError if the device cannot be used. A GPU that is there but does not work is an
     error, too, and never a reason to use the CPU instead.
@@ -94,8 +93,7 @@ def _device_of_this_process(device):
 
 
 def pick_dtype(name, device):
-    """
-    The torch.dtype of matrix products, for "auto" or for a name.
+    """The torch.dtype of matrix products, for "auto" or for a name.
 
     auto: bfloat16 where the processor or GPU multiplies it natively, float16 on other GPUs, else
     float32.
@@ -120,8 +118,7 @@ def weights_to_load(name):
 
 
 def settle_weights(model, name, dtype):
-    """
-    Make a model's weights float32, unless its matrix products have the dtype bfloat16.
+    """Make a model's weights float32, unless its matrix products have the dtype bfloat16.
 
     name: of --weights. Raises UserError if that asks for bfloat16 with other products.
     """
@@ -152,8 +149,7 @@ def autocast(device, dtype):
 
 
 def pick_compile(wanted, device, steps):
-    """
-    Whether to use torch.compile, and the reason, in words, why not, or None.
+    """Whether to use torch.compile, and the reason, in words, why not, or None.
 
     wanted: True, False or None for auto: on a GPU, and on a CPU where the run is long enough to pay
     for the compilation. steps: of the run.
@@ -211,8 +207,7 @@ def peak_flops(device):
 
 
 def prepare_device(device, keep_freed_memory=True):
-    """
-    Make runs repeatable to the bit, at some cost in speed on a GPU.
+    """Make runs repeatable to the bit, at some cost in speed on a GPU.
 
     keep_freed_memory: on a CPU, for speed; else return it to the system at once.
     """
@@ -226,8 +221,7 @@ def prepare_device(device, keep_freed_memory=True):
 
 
 def set_malloc_options(keep_freed_memory):
-    """
-    Have glibc keep freed memory for later tensors, or return it to Linux.
+    """Have glibc keep freed memory for later tensors, or return it to Linux.
 
     Faulting in fresh pages for every temporary tensor costs 7 % of a small model's step. Keeping
     them takes up to twice the memory where the sizes of tensors differ, as with --parallel=fsdp.

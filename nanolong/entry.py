@@ -1,5 +1,4 @@
-"""
-Position schemes from files of the user: --entry=my_scheme.py adds the scheme my_scheme.
+"""Position schemes from files of the user: --entry=my_scheme.py adds the scheme my_scheme.
 
 Such a file holds one class that derives from model.NoPE, and its imports. It is Python code and is
 run, so it is only ever taken from the command line, never from a checkpoint.

@@ -1,5 +1,4 @@
-"""
-The progress of an evaluation: a line for each measurement, and a JSON file of its records, from
+"""The progress of an evaluation: a line for each measurement, and a JSON file of its records, from
 which the same command goes on after it was stopped.
 """
 
@@ -40,8 +39,7 @@ def measure_all(measurements, log=None):
 
 
 def read_records(file):
-    """
-    The records that an earlier evaluation wrote; [] where there is no such file.
+    """The records that an earlier evaluation wrote; [] where there is no such file.
 
     Raises UserError for a file of another kind, which would be overwritten.
     """
@@ -73,8 +71,7 @@ def describe_model(model):
 
 
 class EvaluationLog:
-    """
-    Print a line for each measurement when it is done, and write all records so far to a file.
+    """Print a line for each measurement when it is done, and write all records so far to a file.
 
     A record has a key: a hash of all that it depends on, which are the model, the fields that say
     what it came from (but for the commit), the settings and the code. Records of `saved` with the
@@ -161,8 +158,7 @@ class EvaluationLog:
         self.speeds[measurement.checkpoint] = (flops + measurement.flops, total + seconds)
 
     def seconds_left(self, waiting):
-        """
-        The time that the waiting measurements will take, as the end of a line, or "".
+        """The time that the waiting measurements will take, as the end of a line, or "".
 
         A checkpoint goes on at its own speed in FLOP/s, and one that was not measured yet at that
         of all others together.

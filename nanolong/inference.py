@@ -1,5 +1,4 @@
-"""
-Fast sampling: the cache of keys and values, prompts of unequal length, and a decoding step of
+"""Fast sampling: the cache of keys and values, prompts of unequal length, and a decoding step of
 fixed shape that can be compiled and, on a GPU, captured as a CUDA graph.
 
 GPT.generate() in model.py is how to call it.
@@ -16,8 +15,7 @@ from nanolong.errors import UserError
 
 
 class KVCache:
-    """
-    Keys and values of the tokens computed so far, with those tokens and their positions.
+    """Keys and values of the tokens computed so far, with those tokens and their positions.
 
     capacity: tokens to allocate memory for; 0: the memory doubles when it is full. With a capacity,
     the scheme's biases are computed once for all of it, not at every step.
@@ -44,8 +42,7 @@ class KVCache:
         return self.write_index is not None
 
     def append(self, tokens, pos, docs, tables_version, explicit_positions):
-        """
-        Append tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None.
+        """Append tokens (B, T), positions (T,) or (B, T) and documents (B, T) or None.
 
         Returns the tokens and positions to compute: these, or all so far where the scheme's tables
         have changed. Cached keys cannot be kept then, even unrotated: those of deeper layers were
@@ -139,8 +136,7 @@ def generate(
 
 @torch.no_grad()
 def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
-    """
-    Yield the new tokens (B, 1) one at a time.
+    """Yield the new tokens (B, 1) one at a time.
 
     tokens: what read_prompts() returned; sampling: arguments of sample_token() after the logits.
     """
@@ -184,8 +180,7 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
 
 
 class EvaluationMode:
-    """
-    Switch off, inside `with`, what modules do in training only, such as dropout, and the
+    """Switch off, inside `with`, what modules do in training only, such as dropout, and the
     deterministic algorithms that training asks torch for.
 
     Decoding is repeatable without them, and with them a GPU sorts the indices of index_copy_().
@@ -217,8 +212,7 @@ def check_setting(name, value, kind):
 
 
 def read_prompts(model, tokens):
-    """
-    The prompts that generate() was given, int64 on the model's device.
+    """The prompts that generate() was given, int64 on the model's device.
 
     Returns a tensor (B, T), or a list of tensors (T,) of unequal lengths. Raises UserError.
     """
@@ -283,8 +277,7 @@ def check_request(model, lengths, max_new_tokens):
 
 
 def pad_prompts(model, tokens, lengths, total, capacity):
-    """
-    Stack what read_prompts() returned, padded on the left: tokens (B, T), and for the whole text
+    """Stack what read_prompts() returned, padded on the left: tokens (B, T), and for the whole text
     that will be there, positions (capacity,) or (B, capacity), on the CPU, and documents
     (B, capacity), or None if positions count from 0 and there is one document.
 
@@ -322,8 +315,7 @@ def compute_logits(model, tokens, pos, docs, cache):
 
 
 def sample_token(logits, temperature, top_k, top_p, generator):
-    """
-    Sample a token for each row of logits (B, V), float32: int64 (B, 1).
+    """Sample a token for each row of logits (B, V), float32: int64 (B, 1).
 
     generator: one, or a list of one for each row. Only top_p without top_k sorts the vocabulary.
     """
@@ -382,8 +374,7 @@ def tables_change(model, short, long):
 
 
 class FixedShapeStep:
-    """
-    A decoding step whose shapes do not change as the text grows.
+    """A decoding step whose shapes do not change as the text grows.
 
     Where the next token is written is a tensor on the device, so that the step can be compiled
     once, and captured. Under autocast the weights are cast once, here.

@@ -181,8 +181,7 @@ def check_weights_fit(config):
 
 
 def require_memory(size):
-    """
-    Raise UserError when the machine has less memory than `size` bytes, which the weights take.
+    """Raise UserError when the machine has less memory than `size` bytes, which the weights take.
 
     Linux grants memory that it does not have; a process that then uses it is killed without a word.
     """

@@ -23,8 +23,7 @@ def get_lr(cfg, step):
 
 
 def make_optimizers(model, cfg):
-    """
-    One or two optimizers whose groups hold every parameter exactly once.
+    """One or two optimizers whose groups hold every parameter exactly once.
 
     Norms, biases and a scheme's own parameters have no weight decay.
     """

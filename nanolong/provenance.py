@@ -11,8 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def provenance(device, commits=()):
-    """
-    Commit, hardware, torch version and date, as a line of text.
+    """Commit, hardware, torch version and date, as a line of text.
 
     commits: those of which measurements were kept, where they are not of this call alone.
     """

@@ -1,5 +1,4 @@
-"""
-What settings may be: their types, their ranges, and the rules that tie several together.
+"""What settings may be: their types, their ranges, and the rules that tie several together.
 
     config = validate.coerce(GPTConfig, {"n_layer": "4"}, "meta.json")  # types and ranges
     validate.check_model(config, POSITIONS)                             # rules across settings
@@ -51,8 +50,7 @@ OLD_VALUES = {"qk_norm": {"true": "head", "false": "none"}}
 
 
 def coerce(cls, values, where):
-    """
-    Make a settings dataclass of values of any type, a dict by name.
+    """Make a settings dataclass of values of any type, a dict by name.
 
     where: what the values come from, for the error message. Fields without a value take their
     default; values that are no field are refused.
@@ -71,8 +69,7 @@ def coerce(cls, values, where):
 
 
 def convert(name, value, hint, where):
-    """
-    Convert one value to the type `hint`.
+    """Convert one value to the type `hint`.
 
     hint: bool, int, float, str, dict, list, a Literal, tuple[T, ...], or one of these | None.
     where: the beginning of the error message.

@@ -1,7 +1,6 @@
-"""
-Several processes, started by torchrun: joining them, and noticing that one of them is lost.
+"""Several processes, started by torchrun: joining them, and noticing that one of them is lost.
 
-    torchrun --standalone --nproc_per_node=8 train.py ...
+torchrun --standalone --nproc_per_node=8 train.py ...
 """
 
 import atexit
@@ -34,8 +33,7 @@ def rank_and_world():
 
 
 def join_processes(device):
-    """
-    Join the process group when torchrun started this process. Returns (rank, number of processes).
+    """Join the process group if torchrun started this process. Returns (rank, number of them).
 
     GPUs communicate by NCCL, CPUs by gloo; the processes of a machine divide its cores.
     A process that waits for another longer than collective_timeout() ends itself.
@@ -55,7 +53,8 @@ def join_processes(device):
         backend = "nccl"
     else:
         processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, _available_cores() // processes_here))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // processes_here))
         backend = "gloo"
     timeout = datetime.timedelta(seconds=collective_timeout())
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
@@ -80,8 +79,7 @@ def _leave_group():
 
 
 def check_same_everywhere(**facts):
-    """
-    Raise LocalError in every process if a fact, compared as text, differs between processes.
+    """Raise LocalError in every process if a fact, compared as text, differs between processes.
 
     Only the first that differs is named: pass causes before their consequences.
     """
@@ -109,12 +107,6 @@ def broadcast(value):
     return values[0]
 
 
-def _available_cores():
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def collective_timeout():
     """Seconds that a process waits for the others: NANOLONG_TIMEOUT, 600 by default."""
     text = os.environ.get("NANOLONG_TIMEOUT", "600")
@@ -130,8 +122,7 @@ def collective_timeout():
 
 
 def _store_of_this_start(store, rank, world):
-    """
-    The part of torchrun's store that only the processes of this start use.
+    """The part of torchrun's store that only the processes of this start use.
 
     torchrun keeps its store over restarts, so it may still hold the addresses of dead processes.
     Rank 0 makes a fresh name for the group and hands it to every rank that announced itself in this

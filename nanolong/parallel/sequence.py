@@ -1,5 +1,4 @@
-"""
-Sequence parallelism: N processes share every sequence, and each computes T / N of its tokens.
+"""Sequence parallelism: N processes share every sequence, and each computes T / N of its tokens.
 
     torchrun --standalone --nproc_per_node=4 train.py --pos=alibi --sequence_parallel=4
 
@@ -26,8 +25,7 @@ _group = None
 
 
 def share_sequences(model, size, lengths):
-    """
-    Let `size` consecutive ranks share every sequence; called in every process.
+    """Let `size` consecutive ranks share every sequence; called in every process.
 
     Calls of the model that compute a part of a text then exchange tokens for heads. lengths: tokens
     of the sequences that will be shared; 0: the context length. Raises UserError for what cannot be
@@ -159,8 +157,7 @@ class Exchange:
         return own_heads(bias, n_heads), relative
 
     def tokens_to_heads(self, q, k, v):
-        """
-        (B, H, T / N, D) of all heads -> (B, H / N, T, D) of the heads of this process.
+        """(B, H, T / N, D) of all heads -> (B, H / N, T, D) of the heads of this process.
 
         Keys and values have Hk heads. Where N does not divide Hk, heads are repeated until it does.
         """
@@ -186,8 +183,7 @@ class Exchange:
 
 
 def own_heads(x, n_heads):
-    """
-    Cut (n_head, ...) to the n_heads of this process: all of them without sequence parallelism.
+    """Cut (n_head, ...) to the n_heads of this process: all of them without sequence parallelism.
 
     A term that all heads share, and None, are left as they are. For schemes whose rotate() has
     something for each head.

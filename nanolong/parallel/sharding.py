@@ -1,5 +1,4 @@
-"""
-Sharded training: each of N processes keeps 1 / N of the weights, gradients and moments (FSDP).
+"""Sharded training: each of N processes keeps 1 / N of the weights, gradients and moments (FSDP).
 
     torchrun --standalone --nproc_per_node=4 train.py --pos=alibi --parallel=fsdp
 
@@ -34,8 +33,7 @@ def check_parallel(parallel):
 
 
 def distribute(model, parallel, device, use_compile):
-    """
-    Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if `use_compile`.
+    """Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if `use_compile`.
 
     Returns the module to call in training.
     """
@@ -59,8 +57,7 @@ def distribute(model, parallel, device, use_compile):
 
 
 def shard(model, device):
-    """
-    Keep only this process's rows of every parameter, on the device. Returns the model.
+    """Keep only this process's rows of every parameter, on the device. Returns the model.
 
     Blocks are moved one at a time. Of parameters on the meta device each process reads its own rows
     from the model's checkpoint.
@@ -125,8 +122,7 @@ def free_gathered(model):
 
 
 def read_part(file, name, like):
-    """
-    Read this process's rows of a tensor in a file.
+    """Read this process's rows of a tensor in a file.
 
     like: a tensor of its whole shape, which gives sharding, device and dtype.
     """
@@ -161,8 +157,7 @@ def set_gradient_sync(forward, enabled):
 
 
 def needs_trial_sum(forward):
-    """
-    Whether to sum gradients once before the first step, for the same bits in a resumed run.
+    """Whether to sum gradients once before the first step, for the same bits in a resumed run.
 
     DDP changes the order of gradients in its buckets after the first sum, and the order in which
     processes add depends on the place in a bucket. The sum of two does not depend on their order.
@@ -176,8 +171,7 @@ def needs_trial_sum(forward):
 
 
 class ShardedMuon(torch.optim.Muon):
-    """
-    Muon for matrices in shards.
+    """Muon for matrices in shards.
 
     The momentum is updated row by row. The Newton-Schulz iteration needs a whole matrix: one
     process, its owner, collects the rows, computes it, and sends the rows back. The owners take

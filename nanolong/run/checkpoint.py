@@ -1,7 +1,6 @@
-"""
-Checkpoints that are whole or absent: how the files of a step folder are written, checked, loaded.
+"""Checkpoints, whole or absent: how the files of a step folder are written, checked and loaded.
 
-GPT.save() and GPT.load() are what most callers want; the folders are described in run_folder.py.
+GPT.save() and GPT.load() are what most callers want; the folders are described in folder.py.
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from nanolong import tokenizer_files, validate
 from nanolong.entry import entry_file, entry_hash, note_other_entry
-from nanolong.errors import UserError
+from nanolong.errors import UserError, note
 from nanolong.parallel.sharding import gather, read_part
 from nanolong.run.folder import (
     damaged_steps,
@@ -39,10 +37,11 @@ STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 def save_model(model, folder, optim=None, dtype=torch.float32, writes=True, **meta):
-    """
-    Write a checkpoint folder. optim: a dict of tensors; dtype: of the weights in the file, float32
-    or bfloat16; meta: what JSON can hold. All processes call it for a model in shards, and the one
-    that `writes` gathers one tensor at a time; the others only take part in that.
+    """Write a checkpoint folder.
+
+    optim: a dict of tensors; dtype: of the weights in the file, float32 or bfloat16; meta: what
+    JSON can hold. All processes call it for a model in shards, and the one that `writes` gathers
+    one tensor at a time; the others only take part in that.
 
     meta.json also keeps what the model was loaded with, and of `config` and `train`, dataclasses,
     the names of the settings that stand at their default. Raises UserError when the folder exists.
@@ -86,8 +85,7 @@ def settings_record(name, settings):
 
 
 def write_checkpoint(folder, tensors, meta):
-    """
-    Write into .tmp-*, sync it to disk, and publish it by one rename.
+    """Write into .tmp-*, sync it to disk, and publish it by one rename.
 
     tensors: file stem -> dict of tensors, or TensorStream. Raises UserError when the folder exists,
     and OSError when the disk is full; then nothing of it is left.
@@ -176,8 +174,7 @@ def sync(path):
 
 
 def read_meta(folder):
-    """
-    Read meta.json: its format, its own checksum and its types are checked. Raises UserError.
+    """Read meta.json: its format, its own checksum and its types are checked. Raises UserError.
 
     An imported tokenizer's files, which are in the folder too, become part of the result.
     """
@@ -214,8 +211,7 @@ def damaged(file, reason):
 
 
 def find_checkpoint(path, best=False):
-    """
-    The checkpoint folder that a run folder or checkpoint folder stands for.
+    """The checkpoint folder that a run folder or checkpoint folder stands for.
 
     Of a run folder the newest, or with best=True the one with the lowest validation loss. Raises
     UserError if there is none.
@@ -239,8 +235,8 @@ def find_checkpoint(path, best=False):
         )
     newest = found[-1]
     for folder in damaged_steps(newest.parent):
-        if step_number(folder) > step_number(newest) and int(os.environ.get("RANK", 0)) == 0:
-            print(f"note: {folder} has no meta.json: {newest} is used instead", file=sys.stderr)
+        if step_number(folder) > step_number(newest):
+            note(f"{folder} has no meta.json: {newest} is used instead")
     if not best:
         return newest
     # of those that were validated on the same sequences as the newest
@@ -324,8 +320,7 @@ def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
 
 
 def open_model(GPT, path, best=False):
-    """
-    Return the model of a checkpoint, checked, with its parameters on the meta device.
+    """Return the model of a checkpoint, checked, with its parameters on the meta device.
 
     All else of it is there: config, meta, folder, the tables of its position scheme, and
     stored_dtype, that of the weights in the file. Raises UserError.
@@ -380,8 +375,7 @@ def build_without_weights(GPT, config):
 
 
 def known_settings(file, meta, name, cls):
-    """
-    The settings meta[name] of a checkpoint that are fields of `cls`, as this checkout has it.
+    """The settings meta[name] of a checkpoint that are fields of `cls`, as this checkout has it.
 
     One that is no field, as on another branch, is left out if it stood at its default there, and
     else refused: it may have changed what was computed.
@@ -436,19 +430,13 @@ def check_method(file, settings, positions):
 
 
 def check_weights(file, meta, shapes):
-    """
-    Verify a file of weights, and that it holds tensors of exactly these shapes.
+    """Verify a file of weights, and that it holds tensors of exactly these shapes.
 
     Returns their dtype, float32 or bfloat16.
     """
-    from safetensors import SafetensorError
-
     verify(file, meta)
     hint = hint_other_checkpoints(file.parent)
-    try:
-        stored = read_header(file)
-    except SafetensorError as error:
-        raise UserError(f"{file} is not a whole safetensors file ({error}): {hint}") from None
+    stored = stored_tensors(file)
     found = {name: tensor.shape for name, tensor in stored.items()}
     for name in {**shapes, **found}:
         if shapes.get(name) != found.get(name):
@@ -466,9 +454,19 @@ def check_weights(file, meta, shapes):
     return STORED_DTYPES[dtypes.pop()]
 
 
+def stored_tensors(file):
+    """The StoredTensors of a file, by name. Raises UserError for a file that is not whole."""
+    from safetensors import SafetensorError
+
+    try:
+        return read_header(file)
+    except SafetensorError as error:
+        hint = hint_other_checkpoints(file.parent)
+        raise UserError(f"{file} is not a whole safetensors file ({error}): {hint}") from None
+
+
 def load_weights(model, dtype, prefix=""):
-    """
-    Replace the parameters of a model from open_model() by those of its file, one at a time.
+    """Replace the parameters of a model from open_model() by those of its file, one at a time.
 
     prefix: of the names of those to replace, where they are on the meta device.
 
@@ -508,13 +506,7 @@ def optimizer_tensors(model, optimizers):
 
 def load_optimizers(model, optimizers, file):
     """Put the tensors of optim.safetensors back. Raises UserError when they do not fit."""
-    from safetensors import SafetensorError
-
-    try:
-        stored = read_header(file)
-    except SafetensorError as error:
-        hint = hint_other_checkpoints(file.parent)
-        raise UserError(f"{file} is not a whole safetensors file ({error}): {hint}") from None
+    stored = stored_tensors(file)
     optimizer_of = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,11 +1,10 @@
-"""
-Run folders: their checkpoints step-NNNNNN/, and which of them are kept.
+"""Run folders: their checkpoints step-NNNNNN/, and which of them are kept.
 
-    out/rope/step-000500/model.safetensors   weights, a tied head stored once
-    out/rope/step-000500/optim.safetensors   keys <parameter>.<moment>
-    out/rope/step-000500/meta.json           configs, step, tokenizer, data hash, checksums, parent
-    out/rope/step-000500/tokenizer.json      of an imported model, with its other tokenizer files
-    out/rope/log.jsonl                       a line per logged step or evaluation
+out/rope/step-000500/model.safetensors   weights, a tied head stored once
+out/rope/step-000500/optim.safetensors   keys <parameter>.<moment>
+out/rope/step-000500/meta.json           configs, step, tokenizer, data hash, checksums, parent
+out/rope/step-000500/tokenizer.json      of an imported model, with its other tokenizer files
+out/rope/log.jsonl                       a line per logged step or evaluation
 """
 
 import os
@@ -42,8 +41,7 @@ def step_number(folder):
 
 
 def prune(run, best, kept=(), finished=False):
-    """
-    Keep the last two checkpoints of a run, the best, [step, loss] or None, and the steps `kept`.
+    """Keep the last two checkpoints of a run, the best, [step, loss] or None, and the steps `kept`.
 
     Removes the others, what a crash has left half-written or half-removed, and the run that this
     one replaces, once this one has trained or is finished.
@@ -79,8 +77,7 @@ def readable_steps(run):
 
 
 def set_aside(run):
-    """
-    Move the run in a locked folder aside; settle_replaced() ends it, also after a crash.
+    """Move the run in a locked folder aside; settle_replaced() ends it, also after a crash.
 
     check_only_run() comes first: a folder may hold more than a run.
     """

@@ -1,5 +1,4 @@
-"""
-The lock of a run folder: one process at a time writes to it.
+"""The lock of a run folder: one process at a time writes to it.
 
 It is a record lock of the operating system, which ends with the process that holds it, however that
 process ends. The file `lock` itself means nothing; it only names the process for the error message.
@@ -14,8 +13,7 @@ held = {}  # folder -> the open file that holds its lock
 
 
 def lock(folder):
-    """
-    Hold a folder's lock until unlock(folder); holding it twice is holding it once.
+    """Hold a folder's lock until unlock(folder); holding it twice is holding it once.
 
     Raises UserError when another process holds it.
     """

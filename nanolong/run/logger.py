@@ -23,8 +23,7 @@ ONE_COMMAND = ("entry", "init_from", "overwrite", "plot", "text")
 
 
 class Logger:
-    """
-    Write the log of a run from a step on, and show its progress, in the first process.
+    """Write the log of a run from a step on, and show its progress, in the first process.
 
     Records past the step that a run resumes from are dropped: the log agrees with the weights.
     """
@@ -49,7 +48,11 @@ class Logger:
         disable = not sys.stderr.isatty()
         total, step = cfg.max_iters, state.step
         self.bar = tqdm(total=total, initial=step, unit="step", disable=disable, leave=False)
-        self.wandb = start_wandb(cfg.wandb, folder.name, asdict(cfg)) if cfg.wandb else None
+        self.wandb = None
+        if cfg.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project=cfg.wandb, name=folder.name, config=asdict(cfg))
         if is_resumed(model, cfg):
             self.record_changes(state, model)
 
@@ -162,12 +165,6 @@ def kept_lines(file, step, evaluated):
             if before or at_step:
                 kept.append(line)
     return kept
-
-
-def start_wandb(project, name, settings):
-    import wandb
-
-    return wandb.init(project=project, name=name, config=settings)
 
 
 def check_wandb(project):

@@ -32,8 +32,7 @@ from nanolong.run.logger import Logger, check_wandb, report
 
 
 def check_processes_agree(given, *configs):
-    """
-    Check that code, torch, newest checkpoint and settings are the same in all processes.
+    """Check that code, torch, newest checkpoint and settings are the same in all processes.
 
     given: the names of the settings that the user has set. Raises LocalError.
     """
@@ -48,8 +47,7 @@ def check_processes_agree(given, *configs):
 
 
 def load_resumed(GPT, cfg, model_config, given):
-    """
-    Load the model of the run to resume, or return None if there is none to resume.
+    """Load the model of the run to resume, or return None if there is none to resume.
 
     given: the names of the settings that the user has set; one that contradicts the checkpoint
     raises UserError.
@@ -87,8 +85,7 @@ def load_resumed(GPT, cfg, model_config, given):
             "before it"
         )
     if not list_steps(run):
-        if rank == 0:
-            print(f"{run} holds no checkpoint yet: starting from the beginning")
+        report(f"{run} holds no checkpoint yet: starting from the beginning")
         return None
     model = GPT.load(run, weights=cfg.parallel != "fsdp")
     needed = {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}
@@ -118,8 +115,7 @@ def check_same_settings(model, model_config, given):
 
 
 def ignore_overwrite_of_preset(cfg):
-    """
-    Ignore a preset's overwrite when the run is resumed, and in another folder than the preset's.
+    """Ignore a preset's overwrite when the run is resumed, and in another folder than the preset's.
 
     The flag --overwrite is always followed.
     """
@@ -151,8 +147,7 @@ def prepare_dataset(name):
 
 
 def open_dataset(model, cfg, train_length):
-    """
-    The dataset of a run, checked against the model, the settings and what other processes have.
+    """The dataset of a run, checked against the model, the settings and what other processes have.
 
     Raises UserError.
     """
@@ -179,8 +174,7 @@ def open_dataset(model, cfg, train_length):
 
 
 def open_run(folder, model, cfg, state, dataset, dtype):
-    """
-    Take the run folder for this process, and on resume fill in the state. Raises UserError.
+    """Take the run folder for this process, and on resume fill in the state. Raises UserError.
 
     state: a new TrainState of train.py. release_run() gives the folder back.
     """
@@ -220,8 +214,7 @@ def restore_state(folder, model, cfg, state, dataset, dtype):
 
 
 def take_folder(folder, resumed_from, overwrite):
-    """
-    Make and lock the folder of a run, and check that it holds what it held before.
+    """Make and lock the folder of a run, and check that it holds what it held before.
 
     resumed_from: the step folder that the run resumes from, or None.
     """
@@ -251,11 +244,10 @@ def restart_best(run, state):
     state.kept = [*state.kept, state.best[0]]
     state.best = None
     state.val_loss = None
-    if rank_and_world()[0] == 0:
-        print(
-            "validation scores other sequences than before, so the best loss starts over; "
-            f"{run}/step-{state.kept[-1]:06d}, the best so far, is kept"
-        )
+    report(
+        "validation scores other sequences than before, so the best loss starts over; "
+        f"{run}/step-{state.kept[-1]:06d}, the best so far, is kept"
+    )
 
 
 def lock_run(run):
@@ -283,8 +275,7 @@ def check_replaceable(run):
 
 
 def replace_run(folder):
-    """
-    Set the old run of a locked folder aside until the new one has trained: see release_folder().
+    """Set the old run of a locked folder aside until the new one has trained: see release_folder().
 
     Raises UserError if the folder holds anything else.
     """
@@ -295,8 +286,7 @@ def replace_run(folder):
 
 
 def release_folder(folder):
-    """
-    Settle what replace_run() has begun and unlock the folder, if this process holds it.
+    """Settle what replace_run() has begun and unlock the folder, if this process holds it.
 
     A folder in which nothing was written is removed.
     """
@@ -311,8 +301,7 @@ def release_folder(folder):
 
 
 def begin_run(folder, model, cfg, state, loader):
-    """
-    From here on the run is written: set an old one aside, and open the log.
+    """From here on the run is written: set an old one aside, and open the log.
 
     Returns the logger, or None but in the first process.
     """

@@ -58,8 +58,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
 
 
 def divergence_error(run, state, cfg, loss_sum, losses):
-    """
-    The error for a step whose loss or gradient is not finite.
+    """The error for a step whose loss or gradient is not finite.
 
     losses: of this process's micro-batches by index; the first bad one of all processes is named.
     """

@@ -32,8 +32,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def ending_at_once(self, clean_up):
-        """
-        A context in which a signal ends the process: clean_up() is called, and the status is 130.
+        """A context in which a signal ends the process with status 130, after clean_up().
 
         Python calls a signal's handler between two operations of the main thread, and here one may
         take a minute, as compilation does. So another thread waits for what Python writes to a pipe
@@ -77,8 +76,7 @@ def write(message):
 
 @contextlib.contextmanager
 def catch_signals():
-    """
-    A context in which SIGTERM and SIGINT are only noted, in the StopSignals that it yields.
+    """A context in which SIGTERM and SIGINT are only noted, in the StopSignals that it yields.
 
         with catch_signals() as stop_signals:
             while not stop_signals: ...

@@ -22,9 +22,9 @@ EXPENSIVE_STEP = 1.0  # seconds; what such a step costs is printed before the fi
 
 
 def check_and_compile(forward, optimizers, loader, state, dtype):
-    """
-    Before the first step, check the kernels and compile the passes that it needs, and print what a
-    step costs: an expensive one, and with CUDA any one. Nothing of it stays.
+    """Before the first step, check the kernels and compile the passes that it needs.
+
+    Prints what a step costs: an expensive one, and with CUDA any one. Nothing of it stays.
     """
     if dist.is_initialized():
         dist.barrier()  # all processes watch for signals before the first one says that it trains
@@ -36,7 +36,10 @@ def check_and_compile(forward, optimizers, loader, state, dtype):
     compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
     measures_step = loader.device.type == "cuda" or expected_seconds(loader) > EXPENSIVE_STEP
     if measures_step:
-        report(describe_estimate(loader, dtype))
+        estimate = format_bytes(estimate_memory(loader, dtype))
+        report(
+            f"memory of a step: {estimate} of tensors, counted from shapes without torch.compile"
+        )
     # the first batch compiles kernels
     if compiles or (measures_step and loader.device.type != "cpu"):
         try_batch(forward, loader, dtype)
@@ -48,8 +51,7 @@ def check_and_compile(forward, optimizers, loader, state, dtype):
 
 
 def check_kernels(loader, dtype):
-    """
-    Check the kernels that training needs, before anything is compiled: the verdict, for the log.
+    """Check the kernels that training needs, before anything is compiled: the verdict, for the log.
 
     A kernel that has failed in one process is replaced by plain PyTorch in all of them.
     """
@@ -78,8 +80,7 @@ def expected_seconds(loader):
 
 
 def try_batch(forward, loader, dtype, sync=False, keep_gradients=False):
-    """
-    Forward and backward of the next micro-batch, which stays the next, without any effect.
+    """Forward and backward of the next micro-batch, which stays the next, without any effect.
 
     sync: sum the gradients over the processes, all of which then take part. keep_gradients: for
     the next call to add to, as in a step of several micro-batches.
@@ -105,8 +106,7 @@ class Cost:
 
 
 def measure_batch(forward, optimizers, loader, dtype):
-    """
-    Measure the Cost of a micro-batch.
+    """Measure the Cost of a micro-batch.
 
     With CUDA, all that a later step finds in memory is there: tensors like the moments that the
     optimizers make in their first step, and the gradients of the micro-batches before.
@@ -163,12 +163,6 @@ def estimate_memory(loader, dtype):
         cfg.sequence_parallel,
     )
     return memory.peak
-
-
-def describe_estimate(loader, dtype):
-    """One line: the memory of a step, before one is tried."""
-    estimate = format_bytes(estimate_memory(loader, dtype))
-    return f"memory of a step: {estimate} of tensors, estimated from shapes without torch.compile"
 
 
 def describe_step(loader, cost, n_steps):
