@@ -26,11 +26,11 @@ import textwrap
 import time
 import tomllib
 import typing
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 from nanolong import validate
-from nanolong.errors import LocalError, UserError
+from nanolong.errors import LocalError, UserError, discard_stdout
 from nanolong.strict_json import write_json
 
 PRESETS = Path(__file__).resolve().parent.parent / "config"
@@ -81,23 +81,12 @@ OTHER_NAMES = {
 # Reading the command line.
 
 
-@dataclass
-class Setting:
+class Setting(typing.NamedTuple):
     """A field of a settings dataclass."""
 
     name: str
     type: object
     default: object
-
-    @property
-    def is_bool(self):
-        """Whether --name alone means true."""
-        return validate.without_none(self.type) is bool
-
-    @property
-    def example(self):
-        """The default as one would type it."""
-        return format_value(self.default) or "TEXT"
 
 
 def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=None, accepted=()):
@@ -180,12 +169,14 @@ def read_flag(word, following, settings):
     setting = find_setting(name, settings, word)
     if not has_value:
         next_is_bool = bool(following) and following[0].lower() in validate.BOOLS
-        if setting.is_bool and not next_is_bool:
+        is_bool = validate.without_none(setting.type) is bool
+        if is_bool and not next_is_bool:
             text = "true"
         elif following:
             text = following.pop(0)
         else:
-            raise UserError(f"--{name} has no value: give one, as in --{name}={setting.example}")
+            example = format_value(setting.default) or "TEXT"
+            raise UserError(f"--{name} has no value: give one, as in --{name}={example}")
     return name, validate.convert(name, text, setting.type, f"--{name}={text:.60}")
 
 
@@ -335,36 +326,24 @@ def own_comments(cls):
     source = textwrap.dedent(inspect.getsource(cls))
     lines = [line.strip() for line in source.splitlines()]
     comments = {}
+    group = ""
+    end = 0  # of the field before
     for node in ast.parse(source).body[0].body:
-        if isinstance(node, ast.AnnAssign):
-            group = group_above(lines, node.lineno - 1)
-            comments[node.target.id] = (group, comment_of(lines, node.lineno, node.end_lineno))
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        above = []
+        for line in lines[end : node.lineno - 1]:
+            if line.startswith("# [") and line.endswith("]"):
+                group = line.removeprefix("# [").removesuffix("]")
+                above = []
+            elif line.startswith("# "):
+                above.append(line.removeprefix("# "))
+            else:
+                above = []
+        end = node.end_lineno
+        trailing = lines[end - 1].partition("  # ")[2]
+        comments[node.target.id] = (group, trailing or " ".join(above))
     return comments
-
-
-def group_above(lines, index):
-    """The name in the last line `# [name]` before lines[index], or ""."""
-    for line in reversed(lines[:index]):
-        if is_group(line):
-            return line.removeprefix("# [").removesuffix("]")
-    return ""
-
-
-def is_group(line):
-    return line.startswith("# [") and line.endswith("]")
-
-
-def comment_of(lines, first, last):
-    """The comment at the end of a field's lines (numbers from 1), or the lines above them."""
-    trailing = lines[last - 1].partition("  # ")[2]
-    if trailing:
-        return trailing
-    above = []
-    for line in reversed(lines[: first - 1]):
-        if not line.startswith("# ") or is_group(line):
-            break
-        above.insert(0, line.removeprefix("# "))
-    return " ".join(above)
 
 
 # -----------------------------------------------------------------------------
@@ -429,11 +408,6 @@ def silent(condition):
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             yield
-
-
-def discard_stdout():
-    """Send further output nowhere; Python would otherwise complain when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe_os_error(error):

@@ -13,7 +13,7 @@ import torch
 
 from nanolong.devices import peak_flops, pick_compile
 from nanolong.entry import entry_hash
-from nanolong.errors import UserError
+from nanolong.errors import UserError, discard_stdout
 from nanolong.optim import get_lr
 from nanolong.parallel.processes import rank_and_world
 from nanolong.run.checkpoint import is_resumed
@@ -148,7 +148,7 @@ def report(text):
         tqdm.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has gone: the run goes on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
 
 
 def kept_lines(file, step, evaluated):

@@ -38,7 +38,7 @@ def check_and_compile(forward, optimizers, loader, state, dtype):
     if measures_step:
         estimate = format_bytes(estimate_memory(loader, dtype))
         report(
-            f"memory of a step: {estimate} of tensors, counted from shapes without torch.compile"
+            f"memory of a step: {estimate} of tensors, estimated from shapes without torch.compile"
         )
     # the first batch compiles kernels
     if compiles or (measures_step and loader.device.type != "cpu"):
