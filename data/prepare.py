@@ -78,12 +78,18 @@ def prepare(dataset, name="", shards=10, **options):
     """
     name = name or dataset
     check_name(name)
+    folder = dataset_folder(name)
     if dataset == "python":
-        return prepare_python(name, **options)
+        source = f"standard library of Python {platform.python_version()}"
+        return build(name, standard_library(), source, **options)
     if dataset == "shakespeare":
-        return prepare_shakespeare(name, **options)
+        folder.mkdir(exist_ok=True)
+        instruction = f"run python data/prepare.py FILE --tokenizer=char --name={shlex.quote(name)}"
+        text = download(SHAKESPEARE, folder / "input.txt", SHAKESPEARE_SHA256, instruction)
+        options = {"tokenizer": "char", **options}
+        return build(name, {"input.txt": text}, SHAKESPEARE, **options)
     if dataset == "fineweb10B":
-        return prepare_fineweb(name, shards)
+        return download_fineweb(folder, shards)
     raise UserError(
         f"there is no dataset {dataset!r} to prepare: choose python, shakespeare or fineweb10B, or "
         "give a file or folder of text"
@@ -97,7 +103,10 @@ def prepare_missing(dataset):
 
 
 def standard_library():
-    """Return the files of the standard library's source: name -> path. Raises UserError."""
+    """Return the files of the standard library's source, which differs between Python versions.
+
+    Returns name -> path. Raises UserError.
+    """
     skipped = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
     root = Path(sysconfig.get_path("stdlib"))
     files = {}
@@ -113,26 +122,8 @@ def standard_library():
     return files
 
 
-def prepare_python(name, **options):
-    """Make a dataset of the standard library's source, which differs between Python versions."""
-    files = standard_library()
-    source = f"standard library of Python {platform.python_version()}"
-    return build(name, files, source, **options)
-
-
-def prepare_shakespeare(name, **options):
-    """Download tinyshakespeare and make a dataset of it, by characters."""
-    folder = dataset_folder(name)
-    folder.mkdir(exist_ok=True)
-    instruction = f"run python data/prepare.py FILE --tokenizer=char --name={shlex.quote(name)}"
-    text = download(SHAKESPEARE, folder / "input.txt", SHAKESPEARE_SHA256, instruction)
-    options = {"tokenizer": "char", **options}
-    return build(name, {"input.txt": text}, SHAKESPEARE, **options)
-
-
-def prepare_fineweb(name, shards):
-    """Download shards of FineWeb that are tokens of GPT-2's already."""
-    folder = dataset_folder(name)
+def download_fineweb(folder, shards):
+    """Download shards of FineWeb that are tokens of GPT-2 already. Returns their folder."""
     folder.mkdir(exist_ok=True)
     training = [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
     for file_name in ["fineweb_val_000000.bin", *training]:
@@ -328,7 +319,14 @@ def make_tokenizer(name, texts, train, vocab_size):
         characters = "".join(sorted(set().union(*texts.values())))
         return CharTokenizer(characters, bos=len(texts) > 1)
     if name == "bpe":
-        return train_vocabulary(train, vocab_size or PrepareConfig.vocab_size)
+        vocab_size = vocab_size or PrepareConfig.vocab_size
+        tokenizer = train_bpe(train, vocab_size)
+        if tokenizer.vocab_size < vocab_size:
+            print(
+                f"note: the training text gives only {tokenizer.vocab_size:,} of {vocab_size:,} "
+                "tokens: no other pair of tokens occurs twice"
+            )
+        return tokenizer
 
     path = Path(name)
     # a checkpoint has both, a dataset only the first, a Hugging Face directory only the second
@@ -348,17 +346,6 @@ def make_tokenizer(name, texts, train, vocab_size):
             "with your own program, or choose another --tokenizer"
         )
     return tokenizer_from_json(spec)
-
-
-def train_vocabulary(texts, vocab_size):
-    """Train a tokenizer on texts, and print a note if they give fewer tokens."""
-    tokenizer = train_bpe(texts, vocab_size)
-    if tokenizer.vocab_size < vocab_size:
-        print(
-            f"note: the training text gives only {tokenizer.vocab_size:,} of {vocab_size:,} tokens:"
-            " no other pair of tokens occurs twice"
-        )
-    return tokenizer
 
 
 def encode_documents(tokenizer, documents):

@@ -4,7 +4,6 @@ which the same command goes on after it was stopped.
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from nanolong.errors import UserError
+from nanolong.errors import UserError, note
 from nanolong.parallel.processes import broadcast
 from nanolong.run.checkpoint import weights_hash
+from nanolong.run.warmup import format_time
 from nanolong.strict_json import to_json, write_json
 
 TASKS = {"loss", "needle"}
@@ -111,11 +111,10 @@ class EvaluationLog:
             seconds = time.perf_counter() - start
             self.save(keys, found)
             self.note_speed(measurement, found[key], seconds)
-            pairs = zip(keys, measurements, strict=True)
-            left = self.seconds_left([waiting for key, waiting in pairs if key not in found])
+            left = self.seconds_left(measurements[i + 1 :], keys[i + 1 :], found)
             print(
                 f"measured {i + 1} of {len(keys)}: {measurement.checkpoint} at "
-                f"{measurement.length}: {summarise(found[key])} ({format_seconds(seconds)}{left})",
+                f"{measurement.length}: {summarise(found[key])} ({format_time(seconds)}{left})",
                 flush=True,
             )
         self.save(keys, found, finished=True)
@@ -127,17 +126,20 @@ class EvaluationLog:
         for record in self.saved:
             if record.get("key") in keys:
                 found.setdefault(record["key"], []).append(record)
-        return {key: records for key, records in found.items() if not any(map(is_null, records))}
+        for key, records in list(found.items()):
+            for record in records:
+                if None in (record.get("loss", 0), record.get("nll", 0)):
+                    found.pop(key, None)
+        return found
 
     def print_reused(self, keys, found):
         n_others = sum(record.get("key") not in keys for record in self.saved)
         if found:
             print(f"reused: {len(found)} of {len(keys)} measurements, from {self.file}", flush=True)
         if n_others:
-            print(
-                f"note: {self.file} has {n_others} records that other settings, weights, data or "
-                "code gave: they are not used, and replaced",
-                file=sys.stderr,
+            note(
+                f"{self.file} has {n_others} records that other settings, weights, data or code "
+                "gave: they are not used, and replaced"
             )
 
     def save(self, keys, found, finished=False):
@@ -157,24 +159,19 @@ class EvaluationLog:
         flops, total = self.speeds.get(measurement.checkpoint, (0, 0))
         self.speeds[measurement.checkpoint] = (flops + measurement.flops, total + seconds)
 
-    def seconds_left(self, waiting):
-        """The time that the waiting measurements will take, as the end of a line, or "".
+    def seconds_left(self, measurements, keys, found):
+        """The time that what is not found yet will take, as the end of a line, or "".
 
         A checkpoint goes on at its own speed in FLOP/s, and one that was not measured yet at that
         of all others together.
         """
-        if not (waiting and self.speeds):
-            return ""
         of_all = [sum(column) for column in zip(*self.speeds.values(), strict=True)]
         left = 0.0
-        for measurement in waiting:
-            flops, seconds = self.speeds.get(measurement.checkpoint, of_all)
-            left += measurement.flops * seconds / flops
-        return f", about {format_seconds(left)} left"
-
-
-def is_null(record):
-    return None in (record.get("loss", 0), record.get("nll", 0))
+        for key, measurement in zip(keys, measurements, strict=True):
+            if key not in found and self.speeds:
+                flops, seconds = self.speeds.get(measurement.checkpoint, of_all)
+                left += measurement.flops * seconds / flops
+        return f", about {format_time(left)} left" if left else ""
 
 
 def summarise(records):
@@ -193,13 +190,3 @@ def summarise(records):
         of_last_part = f" to {values[-1]:.4f}" if len(values) > 1 else ""
         words.append(f"{protocol} {values[0]:.4f}{of_last_part}")
     return f"{', '.join(words)} nats per token"
-
-
-def format_seconds(seconds):
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

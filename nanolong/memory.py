@@ -117,10 +117,20 @@ def count_loss(config, N, e):
     """
     V, C = config.vocab_size, config.n_embd
     R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time
-    head_copy = e * V * C if e < 4 else 0
-    of_other_chunks = 4 * V * C if N > R else 0
-    part = (4 + e if e < 4 else 4) * V * C
-    return head_copy + R * C * e + of_other_chunks + max(R * V * (4 + e), R * V * e + part)
+    head = V * C
+    head_copy = 0
+    part = 4 * head
+    # autocast multiplies by a copy of the head, and so has a copy of its gradient
+    if e < 4:
+        head_copy = e * head
+        part = (4 + e) * head
+    # the sum of the gradients of the chunks before
+    of_other_chunks = 0
+    if N > R:
+        of_other_chunks = 4 * head
+    forward = R * V * (4 + e)
+    backward = R * V * e + part
+    return head_copy + R * C * e + of_other_chunks + max(forward, backward)
 
 
 def count_block_matrices(config):

@@ -50,7 +50,9 @@ def group_protocols(protocols, stride, lengths):
     """
     strides = {"sliding": stride, "token-aligned": aligned_stride(stride, lengths)}
     shared = tuple(protocol for protocol in protocols if protocol not in strides)
-    groups = [(shared, {})] if shared else []
+    groups = []
+    if shared:
+        groups.append((shared, {}))
     for protocol in protocols:
         if protocol in strides:
             groups.append(((protocol,), {"stride": strides[protocol]}))
@@ -71,9 +73,11 @@ def find_spans(split, longest, max_tokens):
     sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
     if sum(sizes) <= max_tokens:
         return [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
-    indices = split.spaced(max_tokens // longest, longest)
-    starts = [split.locate(index, longest) for index in indices]
-    return [(file, start, start + longest) for file, start in starts]
+    spans = []
+    for index in split.spaced(max_tokens // longest, longest):
+        file, start = split.locate(index, longest)
+        spans.append((file, start, start + longest))
+    return spans
 
 
 def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=256, lengths=()):
@@ -102,11 +106,15 @@ def read_sequences(split, length, sequences):
 
     Targets of -1 are not scored: here those that are context only, in the text <bos>.
     """
-    pairs = []
+    inputs, targets = [], []
     for file, start, n_context in sequences:
-        inputs, targets = split.sequence_at(file, start, length)
-        pairs.append((inputs, np.where(np.arange(length) < n_context, -1, targets)))
-    return [torch.from_numpy(np.stack(column)) for column in zip(*pairs, strict=True)]
+        x, y = split.sequence_at(file, start, length)
+        is_context = np.arange(length) < n_context
+        inputs.append(x)
+        targets.append(np.where(is_context, -1, y))
+    x = torch.from_numpy(np.stack(inputs))
+    y = torch.from_numpy(np.stack(targets))
+    return x, y
 
 
 def bytes_by_position(dataset, length, max_tokens=65536, **placement):
@@ -161,14 +169,18 @@ def make_records(name, loss_sum, n_scored, protocols, n_bytes=None, **fields):
         elif protocol == "last-quarter":
             edges = [length * 3 // 4, length]
         for start, end in pairwise(edges):
-            count = int(n_scored[start:end].sum())
+            part = slice(start, end)
+            count = int(n_scored[part].sum())
+            loss = math.nan
+            if count:
+                loss = loss_sum[part].sum().item() / count
             record = loss_record(name, protocol, length, **fields)
             if protocol == "position":
                 record["position"] = [start, end]
-            record["loss"] = loss_sum[start:end].sum().item() / count if count else math.nan
+            record["loss"] = loss
             record["tokens"] = count
             if n_bytes is not None:
-                record["bytes"] = int(n_bytes[start:end].sum())
+                record["bytes"] = int(n_bytes[part].sum())
             records.append(record)
     return records
 
@@ -257,16 +269,21 @@ def describe_scored(texts, lengths, max_tokens):
     """Say which part of each different text is scored: a list of lines. texts: of open_texts()."""
     lines = []
     for text in texts.values():
-        fitting = fitting_lengths(text.val, lengths, max_tokens)
-        spans = find_spans(text.val, max(fitting), max_tokens) if fitting else []
+        split = text.val
+        spans = []
+        fitting = fitting_lengths(split, lengths, max_tokens)
+        if fitting:
+            spans = find_spans(split, max(fitting), max_tokens)
         n_tokens = sum(stop - start for _, start, stop in spans)
-        names = [text.val.files[file].name for file in sorted({file for file, _, _ in spans})]
-        files = ", ".join(names)
-        if len(names) > 3:
-            files = f"{len(names)} of {len(text.val.files)} files"
-        pieces = "1 piece" if len(spans) == 1 else f"{len(spans)} pieces"
+        pieces = f"{len(spans)} pieces"
+        if len(spans) == 1:
+            pieces = "1 piece"
+        used = sorted({file for file, _, _ in spans})
+        files = ", ".join(split.files[file].name for file in used)
+        if len(used) > 3:
+            files = f"{len(used)} of {len(split.files)} files"
         lines.append(
-            f"{n_tokens:,} of {len(text.val):,} tokens of {text.name}, {pieces} of "
-            f"{files or 'it'}, data {text.hash}"
+            f"{n_tokens:,} of {len(split):,} tokens of {text.name}, {pieces} of {files or 'it'}, "
+            f"data {text.hash}"
         )
     return list(dict.fromkeys(lines))

@@ -53,8 +53,7 @@ def join_processes(device):
         backend = "nccl"
     else:
         processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // processes_here))
+        torch.set_num_threads(max(1, _available_cores() // processes_here))
         backend = "gloo"
     timeout = datetime.timedelta(seconds=collective_timeout())
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
@@ -76,6 +75,12 @@ def _leave_group():
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # a model in shards refers to it too, and is part of reference cycles
+
+
+def _available_cores():
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def check_same_everywhere(**facts):
@@ -128,8 +133,9 @@ def _store_of_this_start(store, rank, world):
     Rank 0 makes a fresh name for the group and hands it to every rank that announced itself in this
     launch.
 
-    The count of restarts may differ between machines. All processes take the highest one, so that
-    all of them resume or none does.
+    The count of restarts may differ between machines, where torch's own prefix of the store fails
+    (tests/stress/elastic.py: two launchers, one of which loses its worker). All processes take the
+    highest one, so that all of them resume or none does.
     """
     token = os.urandom(8).hex()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -14,8 +14,7 @@ from nanolong.run.checkpoint import (
     weights_hash,
 )
 from nanolong.run.folder import latest_run, list_steps, readable_steps, settle_replaced
-from nanolong.run.lock import unlock
-from nanolong.run.logger import device_name, report
+from nanolong.run.logger import device_name
 from nanolong.run.opening import (
     begin_run,
     check_processes_agree,
