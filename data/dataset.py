@@ -339,7 +339,13 @@ class Dataset:
         if reader:
             self.check_model(*reader)
         if bos and meta["bos"] is None:
-            raise self.no_bos(reader)
+            advice = ": leave --bos out, or prepare it with --tokenizer=bytes"
+            if reader:
+                advice = (
+                    f", with which {reader[0]} was trained: choose another --dataset, or prepare "
+                    "the text with the model's own tokenizer (--tokenizer=RUN)"
+                )
+            raise UserError(f"dataset {name} has no <bos>{advice}")
         if bos is None:
             bos = meta["bos_default"]
         self.bos = meta["bos"] if bos else None
@@ -350,18 +356,6 @@ class Dataset:
         self.train = Split(train_files, used_vocabulary, self.bos)
         self.val = Split(val_files, used_vocabulary, self.bos)
         self.hash = hash_files(train_files + val_files)
-
-    def no_bos(self, reader):
-        """Return the UserError for sequences that cannot start with <bos>."""
-        if reader is None:
-            return UserError(
-                f"dataset {self.name} has no <bos>: leave --bos out, or prepare it with "
-                "--tokenizer=bytes"
-            )
-        return UserError(
-            f"dataset {self.name} has no <bos>, with which {reader[0]} was trained: choose another "
-            "--dataset, or prepare the text with the model's own tokenizer (--tokenizer=RUN)"
-        )
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None) -> None:
         """Raise UserError unless a model can read this text.

@@ -39,7 +39,7 @@ from data.tokenizer import (
     tokenizer_from_json,
     train_bpe,
 )
-from nanolong import cli, tokenizer_files
+from nanolong import cli, tokenizer_files, validate
 from nanolong.errors import UserError
 from nanolong.hub import tokenizer as hub_tokenizer
 
@@ -190,11 +190,7 @@ def build(
     """
     check_name(name)
     check_vocab_size(tokenizer, vocab_size)
-    if not 0 < val_fraction < 1:
-        raise UserError(
-            f"--val_fraction={val_fraction} is not a fraction: choose one between 0 and 1, such as "
-            "0.1"
-        )
+    validate.check_ranges({"val_fraction": val_fraction})
     folder = dataset_folder(name)
     if list(folder.glob("*.bin")):
         raise UserError(f"{folder} exists already: choose another --name, or remove it first")

@@ -442,12 +442,16 @@ def tokenizer_from_json(spec):
         if kind == "bytes":
             return ByteTokenizer()
         if kind == "char":
-            return _char_from_json(spec)
+            if not isinstance(spec["characters"], str) or not isinstance(spec["bos"], bool):
+                raise TypeError("characters must be text, and bos true or false")
+            return CharTokenizer(spec["characters"], spec["bos"])
         _check_ids(spec)
         if kind == "bpe":
             return _bpe_from_json(spec)
         if kind == "imported":
-            return _imported_from_json(spec)
+            if spec["vocab_size"] is None:
+                raise TypeError("vocab_size must be a number")
+            return ImportedTokenizer(spec["files"], spec["bos"], spec["eos"], spec["vocab_size"])
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
@@ -463,18 +467,6 @@ def _check_ids(spec):
         value = spec.get(key)
         if value is not None and not (type(value) is int and 0 <= value < MAX_ID):
             raise ValueError(f"{key} cannot be {value!r}")
-
-
-def _char_from_json(spec):
-    if not isinstance(spec["characters"], str) or not isinstance(spec["bos"], bool):
-        raise TypeError("characters must be text, and bos true or false")
-    return CharTokenizer(spec["characters"], spec["bos"])
-
-
-def _imported_from_json(spec):
-    if spec["vocab_size"] is None:
-        raise TypeError("vocab_size must be a number")
-    return ImportedTokenizer(spec["files"], spec["bos"], spec["eos"], spec["vocab_size"])
 
 
 def _bpe_from_json(spec):

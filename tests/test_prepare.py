@@ -280,7 +280,7 @@ def test_a_dataset_is_not_overwritten(tmp_path, data_folder):
         ("short.txt", {}, "too short"),
         ("gone.txt", {}, "no file"),
         ("good.txt", {"tokenizer": "gpt7"}, "gpt7"),
-        ("good.txt", {"val_fraction": 0.0}, "between 0 and 1"),
+        ("good.txt", {"val_fraction": 0.0}, "above 0 and below 1"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 256}, "at least 257"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 0}, "at least 257"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 1 << 30}, "at most 1048576"),

@@ -133,9 +133,9 @@ def _store_of_this_start(store, rank, world):
     Rank 0 makes a fresh name for the group and hands it to every rank that announced itself in this
     launch.
 
-    The count of restarts may differ between machines, where torch's own prefix of the store fails
-    (tests/stress/elastic.py: two launchers, one of which loses its worker). All processes take the
-    highest one, so that all of them resume or none does.
+    The count of restarts may differ between machines, and then torch's own prefix of the store does
+    not serve (tests/stress/elastic.py: two launchers, one of which loses its worker). All processes
+    take the highest one, so that all of them resume or none does.
     """
     token = os.urandom(8).hex()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

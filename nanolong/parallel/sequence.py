@@ -119,7 +119,8 @@ def any_process(condition, everywhere=False):
     group = dist.group.WORLD if everywhere else _group
     if group is None:
         return bool(condition)
-    flag = torch.tensor(int(bool(condition)), device=_device_of(group))
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    flag = torch.tensor(int(bool(condition)), device=device)
     dist.all_reduce(flag, group=group)
     return flag.item() > 0
 
@@ -131,10 +132,6 @@ def gather_tokens(x):
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(_group))]
     dist.all_gather(parts, x.contiguous(), group=_group)
     return torch.cat(parts, 1)
-
-
-def _device_of(group):
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 # -----------------------------------------------------------------------------
