@@ -44,33 +44,31 @@ OUT_OF_MEMORY = (
 )
 
 
-# setting -> what else it might be called, as other programs do. Where a name could mean several
-# settings, the first one that the script has is suggested.
+# setting -> other programs' names of it that similar_setting() does not find by their spelling. If
+# a name could mean several settings, the first one that the script has is suggested.
 LENGTH = ("length", "context", "context_length", "ctx", "n_ctx", "seq_len", "max_length")
 OTHER_NAMES = {
     "lengths": LENGTH,
     "factor": (*LENGTH, "scale", "scaling", "ratio"),
     "block_size": LENGTH,
-    "max_new_tokens": ("tokens", "n_tokens", "num_tokens", "max_tokens", "length", "max_length"),
-    "max_tokens": ("tokens", "n_tokens", "num_tokens"),
+    "max_new_tokens": ("max_tokens", "max_length"),
     "pos": ("position", "positions", "position_embedding", "scheme"),
-    "n_layer": ("layers", "num_layers", "depth"),
+    "n_layer": ("depth",),
     "n_head": ("heads", "num_heads"),
-    "n_kv_head": ("kv_heads", "num_kv_heads"),
+    "n_kv_head": ("num_kv_heads",),
     "n_embd": ("embed", "embed_dim", "hidden_size", "d_model", "dim", "width"),
     "rope_base": ("base", "theta", "rope_theta"),
     "learning_rate": ("lr", "max_lr"),
-    "max_iters": ("steps", "max_steps", "num_steps", "iters", "iterations"),
-    "batch_size": ("batch", "bs"),
-    "gradient_accumulation_steps": ("accumulation", "grad_accum", "gradient_accumulation"),
-    "warmup_iters": ("warmup", "warmup_steps"),
+    "max_iters": ("steps", "num_steps", "iters", "iterations"),
+    "batch_size": ("bs",),
+    "gradient_accumulation_steps": ("grad_accum",),
     "weight_decay": ("wd",),
-    "optimizer": ("optim", "optimiser"),
+    "optimizer": ("optim",),
     "init_from": ("resume", "load", "checkpoint", "ckpt"),
-    "num_samples": ("n", "samples", "n_samples"),
+    "num_samples": ("n",),
     "start": ("prompt", "text", "input"),
     "temperature": ("temp",),
-    "out_dir": ("out", "output", "output_dir", "run", "checkpoint", "ckpt"),
+    "out_dir": ("output_dir", "run", "checkpoint", "ckpt"),
     "name": ("out", "output", "out_dir"),
     "dataset": ("data",),
     "tokenizer": ("vocab", "encoding"),
