@@ -130,14 +130,10 @@ def evaluation_mode(model, dtype):
     Yields the device of the model. Leaves the model in the mode in which it was.
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), devices.autocast(device, dtype), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ContextLengthWarning)
+    with torch.no_grad(), devices.autocast(device, dtype), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContextLengthWarning)
+        with inference.EvaluationMode(model):
             yield device
-    finally:
-        model.train(was_training)
 
 
 def token_losses(model, x, y, positions):

@@ -13,6 +13,7 @@ import torch
 import kernels
 from kernels import reference
 from nanolong.errors import UserError
+from nanolong.inference import EvaluationMode
 
 
 def dense_attention(q, k, v, *, relative=None, **options):
@@ -68,14 +69,9 @@ def attention_maps(model, tokens, seed=0):
     seed: of the positions, for a model of random positions. Raises UserError for a scheme or a
     method that replaces softmax attention, or merges it from parts.
     """
-    was_training = model.training
     device = next(model.parameters()).device
-    model.eval()
-    try:
-        with record_attention() as maps:
-            model.hidden_states(tokens.to(device), model.sample_positions(*tokens.shape, seed))
-    finally:
-        model.train(was_training)
+    with EvaluationMode(model), record_attention() as maps:
+        model.hidden_states(tokens.to(device), model.sample_positions(*tokens.shape, seed))
     if len(maps) != model.config.n_layer:
         extension = model.config.extension
         name = f"--pos={model.config.pos}" + (f", {extension['method']}," if extension else "")
