@@ -222,8 +222,8 @@ def measure_losses(models, cfg, lengths, texts=None, log=None):
     groups = scoring.group_protocols(cfg.protocol, cfg.stride, lengths)
     measurements = []
     for name, length, group in product(models, lengths, groups):
-        what = (name, models[name], texts[name], cfg, lengths, length)
-        measurements.append(plan_loss(*what, *group))
+        planned = plan_loss(name, models[name], texts[name], cfg, lengths, length, *group)
+        measurements.append(planned)
     return evaluation_log.measure_all(measurements, log)
 
 

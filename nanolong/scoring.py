@@ -15,7 +15,8 @@ from nanolong.errors import UserError, note
 
 def aligned_stride(stride, lengths):
     """Return the scored tokens of a token-aligned sequence: at most half the shortest length."""
-    return min(stride, max(1, min(lengths) // 2))
+    half_shortest = max(1, min(lengths) // 2)
+    return min(stride, half_shortest)
 
 
 def place_sequences(protocol, length, stop, stride=256, lengths=(), start=0):
@@ -61,7 +62,11 @@ def group_protocols(protocols, stride, lengths):
 
 def fitting_lengths(split, lengths, max_tokens):
     """Return those of `lengths` of which some file of `split` holds a sequence."""
-    return [n for n in lengths if n <= max_tokens and split.n_sequences(n).any()]
+    fitting = []
+    for length in lengths:
+        if length <= max_tokens and split.n_sequences(length).any():
+            fitting.append(length)
+    return fitting
 
 
 def find_spans(split, longest, max_tokens):
