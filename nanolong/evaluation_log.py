@@ -110,7 +110,9 @@ class EvaluationLog:
             found[key] = [{**record, **origin} for record in measurement.measure()]
             seconds = time.perf_counter() - start
             self.save(keys, found)
-            self.note_speed(measurement, found[key], seconds)
+            if "refused" not in found[key][0]:
+                flops, total = self.speeds.get(measurement.checkpoint, (0, 0))
+                self.speeds[measurement.checkpoint] = (flops + measurement.flops, total + seconds)
             left = self.seconds_left(measurements[i + 1 :], keys[i + 1 :], found)
             print(
                 f"measured {i + 1} of {len(keys)}: {measurement.checkpoint} at "
@@ -152,12 +154,6 @@ class EvaluationLog:
             write_json(path.resolve(), records, indent=1)  # of a link, what it leads to
         elif finished:
             path.write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
-
-    def note_speed(self, measurement, records, seconds):
-        if "refused" in records[0]:
-            return
-        flops, total = self.speeds.get(measurement.checkpoint, (0, 0))
-        self.speeds[measurement.checkpoint] = (flops + measurement.flops, total + seconds)
 
     def seconds_left(self, measurements, keys, found):
         """The time that what is not found yet will take, as the end of a line, or "".

@@ -207,12 +207,13 @@ def open_texts(models, cfg, lengths):
             check_text_length(texts[name], lengths)
             continue
         key = (cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None)
-        reader = (name_of(model, name), model.config.vocab_size, model.meta.get("tokenizer"))
+        folder = getattr(model, "folder", name)
+        reader = (folder, model.config.vocab_size, model.meta.get("tokenizer"))
         if key not in datasets:
             datasets[key] = Dataset(*key, reader)
         texts[name] = datasets[key]
         texts[name].check_model(*reader)
-        note_changed_data(reader[0], model.meta, texts[name])
+        note_changed_data(folder, model.meta, texts[name])
     longest = max(len(text.val) for text in texts.values())
     if cfg.text and longest > cfg.max_tokens and have_different_vocabularies(models):
         note(
@@ -222,16 +223,11 @@ def open_texts(models, cfg, lengths):
     return texts
 
 
-def name_of(model, default):
-    """The folder of a model that was loaded from one, for messages."""
-    return getattr(model, "folder", default)
-
-
 def read_text(model, file):
     """Read a text file as a TextFile in the tokens of the model. Raises UserError."""
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
     if tokenizer is None:
-        what = name_of(model, "the model")
+        what = getattr(model, "folder", "the model")
         raise UserError(f"the tokenizer of {what} is unknown: give --dataset, not --text")
     return TextFile(file, tokenizer, model.config.vocab_size, model.meta.get("bos"))
 
