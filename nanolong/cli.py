@@ -97,7 +97,7 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
     presets: whether *.toml files may be given; they stack in order, and flags win. A bare name is
         looked up in config/ too.
     paths: what other positional arguments are, in words, for --help; None: there are none.
-    defaults: a function of what was given (name -> value) and of the positional arguments; returns
+    defaults: a function of the given values by name and of the positional arguments; returns
         values that replace the dataclasses' defaults, by name. Names that are no settings are
         ignored.
     argv: the words to read, sys.argv[1:] by default.
@@ -128,15 +128,15 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
             ways = "--name=value or config/NAME.toml" if presets else "--name=value"
             raise UserError(f"{word!r} is not a setting: give {ways}; --help lists the settings")
 
-    given = {**from_presets, **from_flags}
-    values = given
+    given_values = {**from_presets, **from_flags}
+    values = given_values
     if defaults is not None:
-        values = convert_defaults(defaults(given, positional), settings) | given
+        values = convert_defaults(defaults(given_values, positional), settings) | given_values
     instances = []
     for cls in (*classes, *accepted):
         own_values = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         instances.append(validate.build(cls, own_values))
-    return *instances, set(given), positional
+    return *instances, set(given_values), positional
 
 
 def flag_names():
