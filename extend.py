@@ -15,8 +15,6 @@ Extending again multiplies the factors and replaces the method.
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import copy
-import difflib
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ import data
 import rope_scaling
 from evaluate import EvaluateConfig, loss_by_position, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
-from nanolong import cli, devices, entry, parallel, plots, run, scoring, validate
+from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring, validate
 from nanolong.errors import UserError
 from train import TrainConfig, train_and_sample
 
@@ -67,53 +65,6 @@ class ExtendConfig(TrainConfig):
     def chosen_layers(self):
         """The layers as GPT.extend() takes them."""
         return "" if self.layers == "auto" else self.layers
-
-    def method_options(self):
-        """The options as a dict of numbers, booleans and text; of a file, whatever JSON it has."""
-        if self.options.endswith(".json"):
-            return read_options(self.options)
-        options = {}
-        for item in filter(None, self.options.split(",")):
-            name, equals, value = item.partition("=")
-            if name in ("method", "factor"):
-                raise UserError(
-                    f"--options={self.options} sets {name}, which is no option of a method: give "
-                    f"--{name}={value}"
-                )
-            if not equals or not name.isidentifier() or name in RESERVED:
-                raise UserError(
-                    f"--options={self.options} is malformed: give NAME=VALUE,NAME=VALUE, or the "
-                    "name of a .json file"
-                )
-            if name in options:
-                raise UserError(f"--options={self.options} gives {name} twice: give it once")
-            options[name] = parse_option(value)
-        return options
-
-
-RESERVED = {"self", "method", "factor"}  # no names of options
-
-
-def parse_option(value):
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    try:
-        return float(value)
-    except ValueError:
-        return value
-
-
-def read_options(file):
-    try:
-        options = json.loads(Path(file).read_text(encoding="utf-8"))
-        if not isinstance(options, dict) or RESERVED & options.keys():
-            raise ValueError("it holds no object of options")
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"--options={file} cannot be read ({error}): give a JSON file such as "
-            '{"long_factor": [...]}'
-        ) from None
-    return options
 
 
 # -----------------------------------------------------------------------------
@@ -206,11 +157,11 @@ INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "entry_hash", "family")
 
 def extend_model(model, cfg, given, rank):
     """Extend a loaded model in place, by the settings. Raises UserError."""
-    options = cfg.method_options()
+    options = extension.read_options(cfg.options)
     old = model.config.extension
     if rank == 0 and old and model.meta.get("step") and old["method"] != cfg.method:
         print(f"note: {cfg.method} replaces {old['method']}, for which the weights were tuned")
-    if fits_scale(cfg.method, options):
+    if extension.fits_scale(cfg.method, options):
         split = text_to_fit(model, cfg, given)
         options["scale"] = fit_scale(model, cfg, options, split, rank)
     model.extend(cfg.method, cfg.factor, cfg.chosen_layers(), **options)
@@ -226,11 +177,6 @@ def extend_model(model, cfg, given, rank):
         "pretraining_tokens": meta.get("pretraining_tokens") or meta.get("tokens", 0),
         **{name: meta.get(name) for name in INHERITED},
     }
-
-
-def fits_scale(method, options):
-    """Whether the factor on the scores is to be fitted, not given."""
-    return options.get("scale") == "fit" or (method == "scale" and "scale" not in options)
 
 
 def text_to_fit(model, cfg, given):
@@ -272,32 +218,6 @@ def fit_scale(model, cfg, options, split, rank=0):
             f"{losses[best]:.4f} nats per token instead of {losses[1.0]:.4f}"
         )
     return best
-
-
-def check_same_extension(model, parent, cfg):
-    """Raise UserError if a run to resume was made with another parent or method."""
-    extension = model.config.extension or {}
-    options = cfg.method_options()
-    if fits_scale(cfg.method, options):
-        options["scale"] = extension.get("options", {}).get("scale")
-    factor = cfg.factor
-    if parent.config.extension:
-        factor *= parent.config.extension["factor"]
-    asked = {
-        "parent": parent.folder.parent.name,
-        "method": cfg.method,
-        "factor": factor,
-        "options": options,
-    }
-    if cfg.layers != "auto":
-        asked["layers"] = cfg.layers
-    saved = {"layers": "all", **extension, "parent": Path(model.meta.get("parent", "")).parent.name}
-    for name, value in asked.items():
-        if saved.get(name) != value:
-            raise UserError(
-                f"{model.folder} was made with {name} {saved.get(name) or 'none'}, not "
-                f"{value or 'none'}: leave the setting out, or choose another --out_dir"
-            )
 
 
 def training_lengths(model, cfg):
@@ -418,51 +338,11 @@ def with_weights(model):
     return model
 
 
-def check_request(parent, cfg):
-    """Refuse, before any work, a misspelt method and what cannot be plotted or evaluated."""
-    if not any(cfg.method in scheme.methods for scheme in POSITIONS.values()):
-        methods = POSITIONS[parent.config.pos].methods
-        similar = difflib.get_close_matches(cfg.method, methods, n=1)
-        advice = (
-            f"did you mean {similar[0]!r}?" if similar else f"use --method={', '.join(methods)}"
-        )
-        raise UserError(f"there is no extension method {cfg.method!r}: {advice}")
-    if cfg.plot and not getattr(parent.pos, "rotary_dim", 0):
-        raise UserError(
-            f"--plot shows the wavelengths of rope, and --pos={parent.config.pos} has none: "
-            "leave it out"
-        )
-    if cfg.overwrite and Path(cfg.out_dir).resolve() == parent.folder.parent.resolve():
-        raise UserError(
-            f"--overwrite would remove {parent.folder}, which is to be extended: choose another "
-            "--out_dir"
-        )
-    check_window(parent, cfg)
-    if cfg.text:
-        length = cfg.eval_length or round(parent.config.block_size * cfg.factor)
-        scoring.read_text(parent, cfg.text).val.require_length(length)
-
-
-def check_window(parent, cfg):
-    """Refuse a length of PoSE's sequences that they cannot have, or without PoSE."""
-    original_length = parent.config.original_length
-    if cfg.pose_window and not cfg.pose:
-        raise UserError(
-            f"pose_window={cfg.pose_window} is the length of PoSE's sequences, and pose is off: "
-            "give --pose=true too, or leave it out"
-        )
-    if cfg.pose_window > original_length:
-        raise UserError(
-            f"pose_window={cfg.pose_window} is longer than the original context of "
-            f"{original_length} tokens: give at most that"
-        )
-
-
 def load_extended(parent, cfg, model_config, given, rank):
     """The model of the run to resume, or the parent, extended. Raises UserError."""
     model = run.load_resumed(GPT, cfg, model_config, set())
     if model is not None:
-        check_same_extension(model, parent, cfg)
+        extension.check_same(model, parent, cfg)
         return model
     if run.list_steps(cfg.out_dir) and not cfg.overwrite:
         raise run.existing_run(cfg.out_dir)
@@ -499,7 +379,7 @@ def main():
     # Load the checkpoint, and extend it.
     parent = GPT.load(paths[0], weights=not trains_in_shards(cfg))
     run.check_same_settings(parent, model_config, given)
-    check_request(parent, cfg)
+    extension.check_request(parent, cfg, POSITIONS)
     before = getattr(parent.pos, "inv_freq", None)
     model = load_extended(parent, cfg, model_config, given, rank)
     if rank == 0:

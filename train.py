@@ -13,7 +13,6 @@ the same on any number of processes, and a run that was stopped resumes with the
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import math
-import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -348,7 +347,7 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
     while True:
         # save, with the evaluation that belongs to the step
         if metrics:
-            last_eval = record_evaluation(folder, state, metrics, logger)
+            last_eval = run.record_evaluation(folder, state, metrics, logger)
         if evaluates or stopped:
             run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
         if stopped or state.step >= cfg.max_iters:
@@ -406,20 +405,6 @@ def set_up(model, cfg, device):
     return forward, optimizers
 
 
-def record_evaluation(folder, state, metrics, logger):
-    """Put an evaluation into the state and the log. Returns it with its step."""
-    val_loss = metrics["val_loss"]
-    if not math.isfinite(val_loss):
-        message = f"the validation loss at step {state.step} is {val_loss}"
-        raise FloatingPointError(f"{message}: {run.hint_after_divergence(folder)}")
-    if state.best is None or val_loss < state.best[1]:
-        state.best = [state.step, val_loss]
-    state.val_loss = val_loss
-    if logger:
-        logger.evaluation(state.step, **metrics)
-    return {"step": state.step, **metrics}
-
-
 def run_defaults(given, paths):
     """The defaults that depend on what is given: the run folder, and on resume all settings."""
     dataset = Path(given.get("dataset", "python")).name
@@ -440,10 +425,7 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample of 300 tokens from an empty prompt. Returns the exit status."""
     rank, _ = parallel.rank_and_world()
     if run.is_finished(model, cfg):
-        if rank == 0:
-            step = model.meta["step"]
-            run.tidy_finished_run(model, cfg)
-            print(f"{model.folder} is finished: to train beyond step {step}, raise --max_iters")
+        run.tidy_finished_run(model, cfg)
         return 0
     try:
         result = train(model, cfg, train_length, max_position)
@@ -451,32 +433,9 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
-    if rank:
-        return 0
-    folder = run.find_checkpoint(cfg.out_dir)
-    if result["stopped"]:
-        print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
-        return 0
-    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
-    meta = run.read_meta(folder)
-    tokenizer = data.tokenizer_from_json(meta.get("tokenizer"))
-    if cfg.max_iters and tokenizer:
-        print("a sample:\n")
-        if parallel.is_sharded(model):  # which needs all processes
-            model = GPT.load(folder).to(devices.pick_device(cfg.device))
-        print_sample(model, tokenizer, meta.get("bos"), cfg.seed)
+    if rank == 0:
+        run.report_end(model, cfg, result["stopped"])
     return 0
-
-
-def print_sample(model, tokenizer, bos, seed):
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    prompt = torch.tensor([data.encode_prompt(tokenizer, bos, "")], device=device)
-    n = min(300, model.config.block_size)
-    tokens = model.generate(prompt, n, temperature=0.8, top_k=200, generator=generator)
-    for text in data.decode_stream((token.item() for token in tokens), tokenizer):
-        print(text, end="", flush=True)
-    print()
 
 
 def main():

@@ -21,6 +21,7 @@ import rope_scaling
 import train
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
+from nanolong.extension import read_options
 from nanolong.run.checkpoint import read_meta
 from nanolong.run.folder import list_steps
 
@@ -532,8 +533,8 @@ def test_the_fine_tuning_of_an_extension_is_resumed_with_its_factor(trained, ext
 
 def test_options_are_numbers_booleans_or_text():
     cfg = extend.ExtendConfig(options="ramp=paper,beta_fast=16,truncate=True")
-    assert cfg.method_options() == {"ramp": "paper", "beta_fast": 16.0, "truncate": True}
-    assert extend.ExtendConfig().method_options() == {}
+    assert read_options(cfg.options) == {"ramp": "paper", "beta_fast": 16.0, "truncate": True}
+    assert read_options("") == {}
 
 
 @pytest.mark.parametrize(
@@ -555,11 +556,11 @@ def test_options_may_come_from_a_file(tmp_path):
     file = tmp_path / "options.json"
     file.write_text(json.dumps({"long_factor": [1.0, 2.0]}))
     cfg = extend.ExtendConfig(options=str(file))
-    assert cfg.method_options() == {"long_factor": [1.0, 2.0]}
+    assert read_options(cfg.options) == {"long_factor": [1.0, 2.0]}
     for text in ("[1]", "{", '{"factor": 2}', "[" * 100_000):
         file.write_text(text)
         with pytest.raises(UserError, match="cannot be read"):
-            cfg.method_options()
+            read_options(cfg.options)
 
 
 def test_the_first_fine_tuning_lowers_the_learning_rate_and_later_ones_keep_it(trained):

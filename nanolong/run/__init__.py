@@ -32,6 +32,6 @@ from nanolong.run.opening import (
     replace_run,
     tidy_finished_run,
 )
-from nanolong.run.saving import divergence_error, hint_after_divergence, save
+from nanolong.run.saving import divergence_error, record_evaluation, report_end, save
 from nanolong.run.signals import catch_signals
 from nanolong.run.warmup import check_and_compile, explaining_out_of_memory

@@ -133,9 +133,13 @@ def is_finished(model, cfg):
 
 def tidy_finished_run(model, cfg):
     """Remove what a crash has left between the last checkpoint of a run and the end."""
+    if rank_and_world()[0]:
+        return
     run = Path(cfg.out_dir)
     prune(run, model.meta["best"], model.meta.get("kept", []), finished=True)
     unlock(run)  # locked by load_resumed()
+    step = model.meta["step"]
+    print(f"{model.folder} is finished: to train beyond step {step}, raise --max_iters")
 
 
 def prepare_dataset(name):

@@ -1,16 +1,20 @@
-"""Save a step of training, and say what to do when training diverges."""
+"""Save a step of training, say what to do when it diverges, and what the end of it is."""
 
 import math
 import os
+import shlex
 
 import torch
 import torch.distributed as dist
 
+import data
+from nanolong import devices
 from nanolong.entry import entry_hash
 from nanolong.parallel.processes import rank_and_world
 from nanolong.parallel.sequence import any_process
 from nanolong.parallel.sharding import is_sharded
 from nanolong.run.checkpoint import (
+    find_checkpoint,
     optimizer_tensors,
     read_meta,
     save_model,
@@ -57,6 +61,20 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
         dist.barrier()
 
 
+def record_evaluation(folder, state, metrics, logger):
+    """Put an evaluation into the state and the log. Returns it with its step."""
+    val_loss = metrics["val_loss"]
+    if not math.isfinite(val_loss):
+        message = f"the validation loss at step {state.step} is {val_loss}"
+        raise FloatingPointError(f"{message}: {hint_after_divergence(folder)}")
+    if state.best is None or val_loss < state.best[1]:
+        state.best = [state.step, val_loss]
+    state.val_loss = val_loss
+    if logger:
+        logger.evaluation(state.step, **metrics)
+    return {"step": state.step, **metrics}
+
+
 def divergence_error(run, state, cfg, loss_sum, losses):
     """The error for a step whose loss or gradient is not finite.
 
@@ -83,3 +101,27 @@ def hint_after_divergence(run):
     return (
         f"stopped before the update, and {newest}; try a lower --learning_rate, or check the data"
     )
+
+
+def report_end(model, cfg, stopped):
+    """Print where the run was saved, and a sample of 300 tokens from an empty prompt."""
+    folder = find_checkpoint(cfg.out_dir)
+    if stopped:
+        print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
+        return
+    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
+    meta = read_meta(folder)
+    tokenizer = data.tokenizer_from_json(meta.get("tokenizer"))
+    if not (cfg.max_iters and tokenizer):
+        return
+    print("a sample:\n")
+    if is_sharded(model):  # which needs all processes
+        model = type(model).load(folder).to(devices.pick_device(cfg.device))
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(cfg.seed)
+    prompt = torch.tensor([data.encode_prompt(tokenizer, meta.get("bos"), "")], device=device)
+    n = min(300, model.config.block_size)
+    tokens = model.generate(prompt, n, temperature=0.8, top_k=200, generator=generator)
+    for text in data.decode_stream((token.item() for token in tokens), tokenizer):
+        print(text, end="", flush=True)
+    print()
