@@ -20,6 +20,7 @@ import extend
 import rope_scaling
 import train
 from model import GPT, GPTConfig
+from nanolong import scoring
 from nanolong.errors import UserError
 from nanolong.extension import read_options
 from nanolong.run.checkpoint import read_meta
@@ -104,7 +105,7 @@ def no_data(monkeypatch):
         raise AssertionError("a dataset was opened")
 
     monkeypatch.setattr(data, "Dataset", opened)
-    monkeypatch.setattr(evaluate, "Dataset", opened)
+    monkeypatch.setattr(scoring, "Dataset", opened)
 
 
 def test_extending_alone_opens_no_dataset(trained, extend_run, no_data, tmp_path):
