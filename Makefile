@@ -1,5 +1,6 @@
 # make demo        install, train, extend, evaluate and sample: five to nine minutes on two cores
 # make test        install and run the tests;  make test-all  the slow ones too, and those of tools/
+# make kernels-all every case of the kernels' tests: run it when kernels/ changes
 # make lint        check format and style
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
@@ -30,8 +31,8 @@ PUBLIC ?= out/smollm2
 # where it is there, the slow tests use it
 export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
-.PHONY: demo test test-all lint golden bench aot simulated-gpu simulated-gpu-all gpu-check smollm2 \
-	public
+.PHONY: demo test test-all kernels-all lint golden bench aot simulated-gpu simulated-gpu-all \
+	gpu-check smollm2 public
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,rope)
@@ -52,6 +53,11 @@ test: .venv/test
 
 test-all: .venv/test
 	$(PY) -m pytest -q tests tools -n $(JOBS) --dist=worksteal --all
+
+# Triton's interpreter and its compiler cannot live in one process.
+kernels-all: .venv/test
+	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/interpreted -n $(JOBS) --dist=worksteal --exhaustive
+	$(PY) -m pytest -q tests/compiled -n $(JOBS) --dist=worksteal --exhaustive
 
 lint: .venv/test
 	$(PY) -m ruff check .

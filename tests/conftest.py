@@ -74,11 +74,14 @@ TINY = [
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="the slow tests too")
+    parser.addoption("--exhaustive", action="store_true", help="also all cases of the kernels")
 
 
 def pytest_configure(config):
     """NANOLONG_ENTRY=FILE.py,... adds schemes to those that the tests over all schemes run on."""
     config.addinivalue_line("markers", "slow: only with --all")
+    config.addinivalue_line("markers", "exhaustive: only with --exhaustive")
+    config.option.all |= config.option.exhaustive
     try:
         load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
     except UserError as error:
@@ -86,10 +89,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
-        slow = [item for item in items if "slow" in item.keywords]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    for option, mark in (("--all", "slow"), ("--exhaustive", "exhaustive")):
+        if not config.getoption(option):
+            left_out = [item for item in items if mark in item.keywords]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in left_out]
     # The longest tests go first, one at the start of each of two workers' share.
     in_children = ("under_the_interpreter", "on_the_emulator")
     longest = [item for item in items if any(name in item.nodeid for name in in_children)]

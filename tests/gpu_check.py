@@ -130,7 +130,7 @@ def run_tests(folder, cfg):
     workers = []
     if importlib.util.find_spec("xdist"):  # most of the time is Triton's compiler
         workers = ["-n", str(min(8, os.cpu_count()))]
-    done = run([sys.executable, *TESTS, "--all", *workers], folder / "tests.txt")
+    done = run([sys.executable, *TESTS, "--exhaustive", *workers], folder / "tests.txt")
     return report_tests(done), done.status == 0
 
 

@@ -5,12 +5,32 @@ their compiled code on an emulator. Both compare outputs and gradients with refe
 """
 
 import itertools
+import math
 import random
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from kernels import eager, reference
+
+# When a case runs: always, with --all, or only with --exhaustive (make kernels-all).
+LEVELS = {"fast": (), "slow": pytest.mark.slow, "exhaustive": pytest.mark.exhaustive}
+
+
+def at_level(level, *values, id=None):
+    """The parameters of a test that runs at one of LEVELS."""
+    return pytest.param(*values, marks=LEVELS[level], id=id)
+
+
+def in_levels(cases, n_fast, n_slow):
+    """Cases as parameters: the first n_fast, then n_slow, and the rest only with --exhaustive."""
+    params = []
+    for i, case in enumerate(cases):
+        level = "fast" if i < n_fast else "slow" if i < n_fast + n_slow else "exhaustive"
+        values = case if type(case) is tuple else (case,)  # of several parameters, or of one
+        params.append(at_level(level, *values))
+    return params
 
 
 class Comparison(NamedTuple):
@@ -126,6 +146,17 @@ def bias_leaves(bias, H, m, D, dtype):
     return []
 
 
+def bias_arguments(bias, leaves):
+    """The arguments of attention for a kind of bias with these parameters."""
+    if bias in ("slopes", "table"):
+        return {"bias": leaves[0]}
+    if bias == "shaw":
+        return {"relative": (*leaves, None)}
+    if bias == "xl":
+        return {"relative": (leaves[0], None, tuple(leaves[1:]))}
+    return {}
+
+
 def mask_options(mask, B, Tk):
     """The arguments of a kind of mask; a dict is taken as it is."""
     if isinstance(mask, dict):
@@ -167,14 +198,7 @@ def random_inputs(T, cached, heads, D, m, bias, mask, dtype, B=0, layout="model"
     leaves += bias_leaves(bias, H, m, D, dtype)
 
     def build(q, k, v, *rest):
-        arguments = {}
-        if bias in ("slopes", "table"):
-            arguments["bias"] = rest[0]
-        elif bias == "shaw":
-            arguments["relative"] = (*rest, None)
-        elif bias == "xl":
-            arguments["relative"] = (rest[0], None, rest[1:])
-        return (q, k, v), arguments
+        return (q, k, v), bias_arguments(bias, rest)
 
     return [x.requires_grad_() for x in leaves], build, mask_options(mask, B, Tk)
 
@@ -299,6 +323,59 @@ def clipped_tail_error(attention, H, T, D, fraction=0.3, vectors=False):
     uncorrected = uncorrected.sum((0, 2))
     found = float((grad[:, -1] - expected[:, -1]).norm())
     return Comparison("last entries of the bias", found, fraction * float(uncorrected.norm()))
+
+
+def table_gradient_errors(attention, T, D, m, dtype):
+    """A constant in the table changes only the log-sum-exp, so its gradient sums to zero.
+
+    A delta from a rounded output would leave percents: the gradient of the output has the signs of
+    the rounding errors, so that they do not cancel, whatever the random inputs.
+    """
+    q, k, v = (torch.randn(1, 2, T, D).to(dtype).requires_grad_() for _ in range(3))
+    table = torch.randn(2, m, requires_grad=True)
+    y, lse = attention(q, k, v, bias=table, return_lse=True)
+    exact = reference.attention(q.double(), k.double(), v.double(), bias=table.double())
+    dy = (y.detach().double() - exact.detach()).sign() * torch.rand(y.shape)
+    (grad,) = torch.autograd.grad(y, table, dy.to(dtype))
+    assert grad.abs().sum() > 1
+    sums = (grad.sum(1).abs() / grad.abs().sum(1).clamp(min=1)).max()
+    half = dtype == torch.float16
+    yield Comparison("sum of the gradient of the bias", float(sums), 2e-4 if half else 2e-6)
+    with torch.no_grad():
+        shifted, shifted_lse = attention(q, k, v, bias=table + 3, return_lse=True)
+    yield Comparison("y", float((shifted - y).abs().max()), 4e-3 if half else 1e-5)
+    yield Comparison("lse", float((shifted_lse - lse - 3).abs().max()), 1e-4)
+
+
+def valid_length_errors(decode_attention, mask, n, dtype, D=16, capacity=150):
+    """decode's length, a tensor: later keys do not exist, whatever is in their memory.
+
+    mask: "none", "sinks", or "all", which adds positions and documents.
+    """
+    q = torch.randn(2, 4, 1, D).to(dtype)
+    k, v = (torch.randn(2, 2, capacity, D).to(dtype) for _ in range(2))
+    cache = [torch.cat((x[:, :, :n], torch.full_like(x[:, :, n:], math.nan)), 2) for x in (k, v)]
+    index = torch.arange(capacity)
+    options = {} if mask == "none" else {"window": 16, "sinks": 2}
+    per_key = {}
+    if mask == "all":
+        per_key["docs"] = (20 - index).clamp(min=0).expand(2, capacity)
+        per_key["positions"] = torch.stack(((index - 20).clamp(min=0), index))
+    shorter = {name: x[:, :n] for name, x in per_key.items()}
+    wide = [x.double() for x in (q, k[:, :, :n], v[:, :, :n])]
+    for bias in ("none", "slopes", "table", "shaw", "xl"):
+        leaves = bias_leaves(bias, 4, 30 if bias == "shaw" else capacity, D, dtype)
+        y, lse = decode_attention(
+            q, *cache, **bias_arguments(bias, leaves), **options, **per_key,
+            length=torch.tensor([n]), return_lse=True,
+        )  # fmt: skip
+        wide_bias = bias_arguments(bias, [x.double() for x in leaves])
+        exact, exact_lse = reference.attention(
+            *wide, **wide_bias, **options, **shorter, return_lse=True
+        )
+        bound = 1e-6 if dtype == torch.float32 else 1.2e-2
+        yield Comparison("decoded y", error(y, exact), bound)
+        yield Comparison("decoded lse", error(lse, exact_lse), bound)
 
 
 # -----------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_everything_is_run_and_reported(fake_machine, call, tmp_path):
         "memcheck": (MEMCHECK, 0),
         "racecheck": (RACECHECK, 1),
         "synccheck": (MEMCHECK, 0),
-        "--all": (FAILED, 1),
+        "--exhaustive": (FAILED, 1),
         "bench.py": (rows, 0),
     }
     commands = fake_machine(canned, "python", "compute-sanitizer")
@@ -212,7 +212,9 @@ def test_everything_is_run_and_reported(fake_machine, call, tmp_path):
     tests, *sanitizer, bench = commands()
     variables = {"NANOLONG_GPU": "1", "NANOLONG_CHECK": "0"}
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"]
-    assert tests[:2][0] == "python" and tests[1][:7] == [*words, "--all"] and tests[2] == variables
+    name, arguments, environment = tests
+    assert name == "python" and arguments[:7] == [*words, "--exhaustive"]
+    assert environment == variables
     for tool, (name, arguments, environment) in zip(gpu_check.TOOLS, sanitizer, strict=True):
         assert name == "compute-sanitizer" and arguments[:2] == ["--tool", tool]
         at = arguments.index(str(tmp_path / "bin/python"))
@@ -240,7 +242,7 @@ def test_everything_is_run_and_reported(fake_machine, call, tmp_path):
 
 
 def test_without_the_sanitizer_it_goes_on(fake_machine, call, monkeypatch, tmp_path):
-    fake_machine({"--all": (PASSED, 0)}, "python")
+    fake_machine({"--exhaustive": (PASSED, 0)}, "python")
     monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
     done = call("gpu_check.py", f"--out_dir={tmp_path}", "--only=tests,sanitizer")
     assert done.returncode == 0, done.stderr

@@ -25,17 +25,13 @@ def environment(**variables):
     return {**{k: v for k, v in os.environ.items() if k not in decisive}, **variables}
 
 
-def pytest_generate_tests(metafunc):
-    """With --all, the tests of a child take minutes: in two halves two workers can share them."""
-    if "selection" in metafunc.fixturenames:
-        halves = ["against_float64", "not against_float64"]
-        metafunc.parametrize("selection", halves if metafunc.config.getoption("--all") else [""])
+def run_tests(folder, request, **variables):
+    """Run the tests of a folder in a child process, and assert that they pass.
 
-
-def run_tests(folder, selection, request, **variables):
-    """Run the tests of a folder in a child process, and assert that they pass."""
+    With --all a sample of the slow ones; make kernels-all runs all of them.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [ROOT / "tests" / folder, "-k", selection]
+    command.append(ROOT / "tests" / folder)
     if request.config.getoption("--all"):
         command.append("--all")
     env = environment(OMP_NUM_THREADS="1", **variables)
@@ -47,14 +43,14 @@ def run_tests(folder, selection, request, **variables):
 
 
 @needs_triton
-def test_numbers_under_the_interpreter(selection, request):
-    run_tests("interpreted", selection, request, TRITON_INTERPRET="1")
+def test_numbers_under_the_interpreter(request):
+    run_tests("interpreted", request, TRITON_INTERPRET="1")
 
 
 @needs_triton
-def test_compiled_kernels_on_the_emulator(selection, request):
-    """The emulator's own tests too, and the faults that the checks have to find."""
-    run_tests("compiled", selection, request)
+def test_compiled_kernels_on_the_emulator(request):
+    """And the faults that the checks have to find."""
+    run_tests("compiled", request)
 
 
 def load_aot():

@@ -1,11 +1,10 @@
 """What is checked of the compiled kernels: CHECKS, by name.
 
-The fast checks run in `make test`, the others with --all. tests/compiled/mutations.py runs the same
-checks on kernels with a fault in them.
+Their levels (see kernel_cases.py) say when they run. test_mutations.py runs the same checks on
+kernels with a fault in them.
 """
 
 import itertools
-import math
 from unittest import mock
 
 import execution
@@ -23,6 +22,8 @@ from kernel_cases import (
     rotary_errors,
     rotate_by_complex_numbers,
     small_case,
+    table_gradient_errors,
+    valid_length_errors,
 )
 
 from kernels import reference
@@ -30,7 +31,7 @@ from kernels import reference
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 
 
-def attention_check(target, fast=False, sweep_programs=512, splits=None, **changes):
+def attention_check(target, level="slow", sweep_programs=512, splits=None, **changes):
     """A case of attention. splits: over how many programs decoding splits the keys."""
     case = small_case(**{"D": 64, "cached": 0, "dtype": "bfloat16", **changes})
 
@@ -43,7 +44,7 @@ def attention_check(target, fast=False, sweep_programs=512, splits=None, **chang
     if splits:
         number_of_splits = lambda *_: splits  # noqa: E731
         compare = execution.with_setting("decode", "number_of_splits", number_of_splits, compare)
-    return Check(target, compare, fast)
+    return Check(target, compare, level)
 
 
 # -----------------------------------------------------------------------------
@@ -54,36 +55,37 @@ def fast_checks():
     """Name -> Check. Tiles have up to 128 queries and 128 keys, so 150 tokens are two blocks."""
     return {
         "none, float16, sm_90": attention_check(
-            "sm_90", True, T=150, cached=37, dtype="float16", layout="contiguous", gradient="sliced"
+            "sm_90", "fast", T=150, cached=37, dtype="float16", layout="contiguous",
+            gradient="sliced",
         ),
         "slopes, grouped queries, sm_80": attention_check(
-            "sm_80", True, T=150, bias="slopes", D=40, heads=(4, 2), layout="sliced"
+            "sm_80", "fast", T=150, bias="slopes", D=40, heads=(4, 2), layout="sliced"
         ),
         "table, one sweep, sm_80": attention_check(
-            "sm_80", True, T=208, bias="table", m="3", dtype="float16", sweep_programs=1, B=2
+            "sm_80", "fast", T=208, bias="table", m="3", dtype="float16", sweep_programs=1, B=2
         ),
         "table, window, sinks and documents, sm_90": attention_check(
-            "sm_90", True, T=150, cached=20, bias="table", m="T", mask="sinks and docs"
+            "sm_90", "fast", T=150, cached=20, bias="table", m="T", mask="sinks and docs"
         ),
         "xl, forward, sm_80": attention_check(
-            "sm_80", True, T=100, bias="xl", m="40", dtype="float16", backward=False
+            "sm_80", "fast", T=100, bias="xl", m="40", dtype="float16", backward=False
         ),
         "decode, table, sm_80": attention_check(
-            "sm_80", True, T=2, cached=400, bias="table", heads=(4, 2), B=2, splits=3,
+            "sm_80", "fast", T=2, cached=400, bias="table", heads=(4, 2), B=2, splits=3,
             layout="expanded", backward=False,
         ),
-        "rotary, bfloat16, sm_80": rotary_check("sm_80", True, (2, 5, 1, 37, 64, 64)),
+        "rotary, bfloat16, sm_80": rotary_check("sm_80", "fast", (2, 5, 1, 37, 64, 64)),
         "rotary, float32, sm_90": rotary_check(
-            "sm_90", True, (1, 3, 3, 19, 40, 10), dtype=torch.float32, layout="odd"
+            "sm_90", "fast", (1, 3, 3, 19, 40, 10), dtype=torch.float32, layout="odd"
         ),
     }  # fmt: skip
 
 
-def rotary_check(target, fast, shape, dtype=torch.bfloat16, per_sequence=True, layout="model"):
+def rotary_check(target, level, shape, dtype=torch.bfloat16, per_sequence=True, layout="model"):
     def compare(modules):
         return rotary_errors(shape, dtype, per_sequence, modules.rotary.rope, layout)
 
-    return Check(target, compare, fast)
+    return Check(target, compare, level)
 
 
 # -----------------------------------------------------------------------------
@@ -100,8 +102,8 @@ def model_checks():
     for target, bias in itertools.product(("sm_80", "sm_90"), MODEL_BIASES):
         case = {"bias": bias, "m": MODEL_BIASES[bias], "heads": (2, 2), "B": 2}
         checks[f"training, {bias}, {target}"] = attention_check(target, T=144, **case)
-        is_fast = target == "sm_80"
-        checks[f"decoding, {bias}, {target}"] = Check(target, decoding_a_token(**case), is_fast)
+        level = "fast" if target == "sm_80" else "slow"
+        checks[f"decoding, {bias}, {target}"] = Check(target, decoding_a_token(**case), level)
     return checks
 
 
@@ -160,14 +162,19 @@ def is_affordable(case):
     return cost <= MAX_COST
 
 
+PAIRWISE = list(pairwise_cases(FACTORS, allowed=is_affordable))
+N_PAIRWISE = 14  # with --all; the first cases have the most new pairs
+
+
 def pairwise_checks():
     checks = {}
-    for case in pairwise_cases(FACTORS, allowed=is_affordable):
+    for case in PAIRWISE:
         name = " ".join(str(x).replace(" ", "") for x in case.values())
         n_sequences = 2 if case["T"] < 100 else 1
         if case["T"] == 1:  # with few numbers, a sum of them may cancel by chance
             n_sequences = 16 if case["heads"][0] * case["D"] <= 128 else 4
-        checks[name] = attention_check(**case, B=n_sequences)
+        level = "slow" if len(checks) < N_PAIRWISE else "exhaustive"
+        checks[name] = attention_check(**case, B=n_sequences, level=level)
     return checks
 
 
@@ -180,7 +187,7 @@ def rotary_checks():
         target, layout = next(targets), next(layouts)
         per_sequence = len(checks) % 2 == 0
         name = f"rotary {shape} {str(dtype)[6:]} {per_sequence} {layout} {target}"
-        checks[name] = rotary_check(target, False, shape, dtype, per_sequence, layout)
+        checks[name] = rotary_check(target, "exhaustive", shape, dtype, per_sequence, layout)
     return checks
 
 
@@ -193,19 +200,7 @@ def random_queries_keys_values(B, H, T, D, dtype):
 
 
 def table_gradient_sums_to_zero(modules):
-    """A constant in the table changes only the log-sum-exp, so its gradient sums to zero.
-
-    A delta from a rounded output would leave percents: the gradient of the output has the signs of
-    the rounding errors, so that they do not cancel, whatever the random inputs.
-    """
-    q, k, v = random_queries_keys_values(1, 2, 200, 64, torch.float16)
-    table = torch.randn(2, 5, requires_grad=True)
-    y = modules.flash.attention(q, k, v, bias=table)
-    exact = reference.attention(q.double(), k.double(), v.double(), bias=table.double())
-    dy = (y.detach().double() - exact.detach()).sign() * torch.rand(y.shape)
-    (grad,) = torch.autograd.grad(y, table, dy.to(y.dtype))
-    sums = (grad.sum(1).abs() / grad.abs().sum(1).clamp(min=1)).max()
-    yield Comparison("sum of the gradient of the bias", float(sums), 2e-4)
+    return table_gradient_errors(modules.flash.attention, 200, 64, 5, torch.float16)
 
 
 def clipped_tail(modules):
@@ -253,23 +248,8 @@ def rounds_to_nearest(modules):
 
 
 def decoding_with_a_valid_length(modules):
-    """Keys past the valid length do not exist, whatever is in their memory."""
-    capacity, n, D = 150, 67, 64
-    q = torch.randn(2, 4, 1, D).bfloat16()
-    k, v = (torch.randn(2, 2, capacity, D).bfloat16() for _ in range(2))
-    cache = [torch.cat((x[:, :, :n], torch.full_like(x[:, :, n:], math.nan)), 2) for x in (k, v)]
-    wide = [x.double() for x in (q, k[:, :, :n], v[:, :, :n])]
-    for bias in ({}, {"bias": torch.rand(4)}, {"bias": torch.randn(4, capacity)}):
-        for options in ({}, {"window": 16, "sinks": 2}):
-            y, lse = modules.decode.attention(
-                q, *cache, **bias, **options, length=torch.tensor([n]), return_lse=True
-            )
-            wide_bias = {name: x.double() for name, x in bias.items()}
-            expected, expected_lse = reference.attention(
-                *wide, **wide_bias, **options, return_lse=True
-            )
-            yield Comparison("decoded y", error(y, expected), 1.2e-2)
-            yield Comparison("decoded lse", error(lse, expected_lse), 1e-2)
+    for mask in ("none", "sinks"):
+        yield from valid_length_errors(modules.decode.attention, mask, 67, torch.bfloat16, D=64)
 
 
 def decoding_over_many_splits(modules):
@@ -377,7 +357,7 @@ def property_checks():
         "odd rows, sm_90": attention_check(
             "sm_90", T=131, cached=1, D=128, dtype="float16", layout="odd", gradient="transposed"
         ),
-        "rotary, every channel, sm_90": rotary_check("sm_90", False, (1, 3, 3, 19, 80, 80)),
+        "rotary, every channel, sm_90": rotary_check("sm_90", "slow", (1, 3, 3, 19, 80, 80)),
         "keys far apart in memory, sm_80": Check("sm_80", keys_far_apart),
         "results far apart in memory, sm_80": Check("sm_80", results_far_apart),
         "heads far apart in memory, sm_80": Check("sm_80", heads_far_apart),

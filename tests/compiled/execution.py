@@ -11,10 +11,9 @@ write is NaN.
 The process must not have TRITON_INTERPRET set.
 """
 
-import collections
 import contextlib
+import functools
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -50,63 +49,6 @@ class WrongOrder(AssertionError):
     """A launch gives other bits when its programs run in another order."""
 
 
-# Which kernel computes a result, by the last word of its name.
-KERNEL_OF = {"y": "forward", "lse": "forward", "q": "dq", "k": "dkdv", "v": "dkdv", "bias": "sweep"}
-
-
-def kernel_of(check, name):
-    """The kernel that computes the result `name` of a check."""
-    if check.startswith("rotary"):
-        return "rotate"
-    if name.startswith("decoded"):
-        return "split"
-    if name == "bias" and "slopes" in check:  # there is no sweep
-        return "dkdv"
-    return KERNEL_OF.get(name.split()[-1], "other")
-
-
-class Record:
-    """What was executed: launches, and the largest error as a fraction of its bound."""
-
-    def __init__(self):
-        self.launches = collections.Counter()  # (architecture, kernel) -> launches
-        self.checks = collections.Counter()  # architecture -> checks
-        self.worst = {}  # (architecture, kernel) -> (error / bound, error, bound, what)
-        self.start = time.monotonic()
-
-    def compare(self, target, check, comparison):
-        """Keep a comparison, and raise where the error is above its bound or NaN."""
-        name, error, bound = comparison
-        if not error <= bound:
-            raise WrongNumber(f"{check}: {name}: error {error:.3g}, bound {bound:.3g}")
-        key = target, kernel_of(check, name)
-        found = (error / bound, error, bound, f"{check}: {name}")
-        self.worst[key] = max(self.worst.get(key, found), found)
-
-    def summary(self):
-        """The record as JSON."""
-        kernels = []
-        fields = ("error_over_bound", "error", "bound", "what")
-        for target, kernel in sorted({*self.launches, *self.worst}):
-            row = {
-                "architecture": target,
-                "kernel": kernel,
-                "launches": self.launches[target, kernel],
-            }
-            worst = self.worst.get((target, kernel))
-            if worst:
-                row.update(zip(fields, worst, strict=True))
-            kernels.append(row)
-        return {
-            "checks": dict(sorted(self.checks.items())),
-            "kernels": kernels,
-            "seconds": round(time.monotonic() - self.start, 1),
-        }
-
-
-RECORD = Record()  # of this process
-
-
 # -----------------------------------------------------------------------------
 # A launch, twice
 
@@ -124,26 +66,17 @@ def storage_bytes(tensors):
 class TwiceLauncher:
     """Launches a kernel, restores its memory, launches it in another order and compares."""
 
-    def __init__(self, launcher, target, name, record):
+    def __init__(self, launcher, name):
         self.launcher = launcher
-        self.target = target
         self.name = name
-        self.record = record
-        self.again = True
 
     def __getitem__(self, grid):
-        def launch(*args, **kwargs):
-            self.launch(grid, args, kwargs)
+        return functools.partial(self.launch, grid)
 
-        return launch
-
-    def launch(self, grid, args, kwargs):
+    def launch(self, grid, *args, **kwargs):
         memory = storage_bytes([x for x in args if isinstance(x, torch.Tensor)])
         before = [x.clone() for x in memory]
         self.launcher[grid](*args, **kwargs)
-        self.record.launches[self.target, self.name] += 1
-        if not self.again:
-            return
         after = [x.clone() for x in memory]
         for x, old in zip(memory, before, strict=True):
             x.copy_(old)
@@ -157,7 +90,7 @@ class TwiceLauncher:
 
 
 @contextlib.contextmanager
-def emulated(target, modules=PROJECT, record=RECORD):
+def emulated(target, modules=PROJECT):
     """Until the end of the block the kernels are those compiled for target, emulated.
 
     Yields their launchers by name.
@@ -170,7 +103,7 @@ def emulated(target, modules=PROJECT, record=RECORD):
         for module in modules:
             for name, launcher in install(module, target).items():
                 kernel = name.removeprefix("_").removesuffix("_kernel")
-                launchers[kernel] = TwiceLauncher(launcher, target, kernel, record)
+                launchers[kernel] = TwiceLauncher(launcher, kernel)
                 setattr(module, name, launchers[kernel])
         yield launchers
     finally:
@@ -188,17 +121,17 @@ class Check(NamedTuple):
 
     target: str
     compare: object
-    fast: bool = False
+    level: str = "slow"  # of kernel_cases.py: when it runs
 
 
-def perform(name, check, modules=PROJECT, record=RECORD, edits=None):
+def perform(name, check, modules=PROJECT, edits=None):
     """Run a check. edits: kernel -> a function that changes its PTX before it runs."""
-    with emulated(check.target, modules, record) as launchers:
+    with emulated(check.target, modules) as launchers:
         for kernel, edit in (edits or {}).items():
             launchers[kernel].launcher.edit = edit
-        for comparison in check.compare(modules):
-            record.compare(check.target, name, comparison)
-    record.checks[check.target] += 1
+        for result, error, bound in check.compare(modules):
+            if not error <= bound:  # also if it is NaN
+                raise WrongNumber(f"{name}: {result}: error {error:.3g}, bound {bound:.3g}")
 
 
 def with_setting(module_name, setting, value, compare):

@@ -1,4 +1,4 @@
-"""The faults that tests/compiled/mutations.py puts into the kernels: MUTATIONS."""
+"""The faults that test_mutations.py puts into the kernels: MUTATIONS."""
 
 from typing import NamedTuple
 
@@ -15,13 +15,11 @@ class Mutation(NamedTuple):
 
     name: str
     check: str  # a name in checks.py: what is expected to find it
-    file: str  # in kernels/
     old: str
     new: str
     occurrence: int | None = None  # counted from 0
-    kernel: str | None = None  # the one whose PTX is changed
-    equivalent: str = ""  # why the fault changes nothing, where that is so
-    fast: bool = False  # tried by `make test`
+    file: str = ""  # in kernels/: whose source is changed
+    kernel: str = ""  # or the kernel whose PTX is changed
 
 
 # -----------------------------------------------------------------------------
@@ -257,20 +255,6 @@ FAST = {
 }
 
 
-def in_source(file, mutations):
-    for name, check, old, new, *occurrence in mutations:
-        yield Mutation(
-            name,
-            check,
-            file,
-            old,
-            new,
-            occurrence=occurrence[0] if occurrence else None,
-            equivalent=EQUIVALENT.get(name, ""),
-            fast=name in FAST,
-        )
-
-
 # -----------------------------------------------------------------------------
 # Faults in the PTX
 
@@ -342,28 +326,9 @@ PTX = (
      r"@(%p\d+) (bra \t\$L__BB0_2;)", r"@!\1 \2"),
 )  # fmt: skip
 
-
-def in_ptx(mutations):
-    for name, kernel, check, old, new, *occurrence in mutations:
-        file = "flash.py"
-        if kernel in ("split", "combine", "rotate"):
-            file = "rotary.py" if kernel == "rotate" else "decode.py"
-        yield Mutation(
-            name,
-            check,
-            file,
-            old,
-            new,
-            occurrence=occurrence[0] if occurrence else None,
-            kernel=kernel,
-            equivalent=EQUIVALENT.get(name, ""),
-            fast=name in FAST,
-        )
-
-
 MUTATIONS = (
-    *in_source("flash.py", FLASH),
-    *in_source("decode.py", DECODE),
-    *in_source("rotary.py", ROTARY),
-    *in_ptx(PTX),
+    *(Mutation(*row, file="flash.py") for row in FLASH),
+    *(Mutation(*row, file="decode.py") for row in DECODE),
+    *(Mutation(*row, file="rotary.py") for row in ROTARY),
+    *(Mutation(name, *row, kernel=kernel) for name, kernel, *row in PTX),
 )

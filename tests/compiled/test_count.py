@@ -1,7 +1,6 @@
 """The counts of compiled kernels, compared with what can be worked out without them."""
 
 import count
-import predict
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -47,6 +46,43 @@ def test_scores_of_a_thread_at_one_distance_share_a_load_of_the_bias():
         assert loop.instructions["shared"] - clipped.instructions["shared"] <= 34 + 2
 
 
+# The turns of each program: what _key_blocks(), _query_blocks() and _sweep() of flash.py compute,
+# for causal attention with a table, without windows and documents.
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+def key_turns(block, T, BM, BN, B, m):
+    """Tiles of a query block: masked, whole, clipped."""
+    i0 = block * BM
+    hi = ceil_div(min(i0 + BM, T), BN)
+    right = min(T // BN, (i0 + 1) // BN, hi)
+    near = min(max(i0 - m + 2, 0) // B * B // BN, right)
+    return hi - right, right - near, near
+
+
+def query_turns(block, T, BM, BN, m):
+    """Tiles of a key block: masked, masked at the last queries, whole, clipped."""
+    n0 = block * BN
+    n1 = n0 + BN - 1
+    hi = ceil_div(T, BM)
+    lo = n0 // BM
+    left = hi
+    if n1 < T:
+        left = min(ceil_div(n1, BM), hi)
+    right = max(min(T // BM, hi), left)
+    near = min(max(ceil_div(n1 + m - 1, BM), left), right)
+    return left - lo, hi - right, near - left, right - near
+
+
+def sweep_turns(T, BM, m, B):
+    """Tiles of each program of the sweep of one head: each takes a diagonal of B sequences."""
+    n_diagonals = min(ceil_div(T, BM) - 1, (m - 2 + BM - 1) // BM) + 1
+    return [(B * (ceil_div(T, BM) - diagonal),) for diagonal in range(n_diagonals)]
+
+
 @pytest.mark.parametrize("kernel", count.KERNELS)
 def test_turns_are_those_that_the_emulator_executes(counts, kernel):
     counted = counts[kernel]
@@ -56,18 +92,14 @@ def test_turns_are_those_that_the_emulator_executes(counts, kernel):
     m = T // 2 + 1
     BM, BN = counted.tile[:2]
     if kernel == "sweep":
-        programs = predict.sweep_turns(T, BM, m, 2, 1, 1)
+        programs = sweep_turns(T, BM, m, 2)
+    elif kernel == "dkdv":
+        programs = [query_turns(block, T, BM, BN, m) for block in range(ceil_div(T, BN))] * 2
     else:
-        sweep_side = counts["sweep"].tile[0]
-        programs = predict.turns_of(kernel, counted.tile, (2, 1, T, 64), m, sweep_side)
+        side = counts["sweep"].tile[0] if kernel == "dq" else BN
+        programs = [key_turns(block, T, BM, BN, side, m) for block in range(ceil_div(T, BM))] * 2
     assert len(programs) == counted.programs
     for loop, turns in zip(counted.loops, zip(*programs, strict=True), strict=True):
         # the compiler may peel the first turn of a loop
         peeled = sum(turn > 0 for turn in turns) if counted.outside.instructions["tensor"] else 0
         assert loop.turns in (sum(turns), sum(turns) - peeled), loop.name
-
-
-def test_programs_go_to_the_first_free_multiprocessor():
-    assert predict.schedule([1.0] * 5, 2) == 3
-    assert predict.schedule([3.0, 1.0, 1.0, 1.0], 2) == 3
-    assert predict.schedule([1.0, 1.0, 1.0, 3.0], 2) == 4

@@ -84,31 +84,3 @@ def test_unsupported_arguments_are_rejected():
     ):
         with pytest.raises(ValueError, match=words):
             rotary(*arguments)
-
-
-@pytest.mark.slow
-def test_model_trains_and_generates_with_the_kernel(make, rng, monkeypatch):
-    """The model's own dispatch takes the kernel: gradients and text are the reference's."""
-    device = torch.get_default_device()
-    assert kernels.triton_runs(device)
-    model = make(pos="rope", n_kv_head=2, rope_fraction=0.5, head_dim=16)
-    tokens = torch.randint(0, 50, (2, 20))
-
-    def train_and_generate():
-        model.zero_grad()
-        model(tokens, tokens).backward()
-        text = torch.cat(list(model.generate(tokens, 5, temperature=0)), 1)
-        return text, [p.grad.clone() for p in model.parameters()]
-
-    text, grads = train_and_generate()
-    calls = []
-
-    def triton_runs(*device):
-        calls.append(device)
-        return False
-
-    monkeypatch.setattr(kernels, "_triton_runs", triton_runs)
-    expected_text, expected = train_and_generate()
-    assert calls and torch.equal(text, expected_text)
-    for a, b in zip(grads, expected, strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)

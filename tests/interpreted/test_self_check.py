@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from kernel_cases import in_levels
 
 import kernels
 from kernels import eager, first_contact, flash, rotary
@@ -26,15 +27,18 @@ CASES = [
     Case("decoding", torch.float16, 40, 3, "vectors with values", "length"),
 ]
 TERMS = ("no term", "slopes", "table", "vectors with values", "vectors by head with offsets")
-SLOW_CASES = [
+MASKS = (
+    (torch.float32, "documents"),
+    (torch.float16, "window over positions"),
+    (torch.bfloat16, "all keys"),
+)
+# the first third has every kernel with every term and every mask
+MORE_CASES = [
     Case(kernel, dtype, 24, 2, term, mask)
+    for i in range(3)
     for kernel in ("attention", "decoding")
-    for term in TERMS
-    for dtype, mask in (
-        (torch.float32, "documents"),
-        (torch.float16, "window over positions"),
-        (torch.bfloat16, "all keys"),
-    )
+    for j, term in enumerate(TERMS)
+    for dtype, mask in MASKS[(i + j) % 3 :][:1]
 ]
 
 
@@ -48,9 +52,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(first_contact, "_sources", lambda kernel: {"sources": "broken"})
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=slow) for case in SLOW_CASES)], ids=str
-)
+@pytest.mark.parametrize("case", in_levels([*CASES, *MORE_CASES], n_fast=4, n_slow=10), ids=str)
 def test_kernels_pass_their_check(case):
     assert find_fault(case, DEVICE) == ""
 

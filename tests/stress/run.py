@@ -135,7 +135,7 @@ def read_results(folder):
 
 
 def write_results(folder, results):
-    """Write trust.json and trust.md: our sections, then those of tests/compiled/trust.py."""
+    """Write trust.json and trust.md: our sections, then those of the kernels."""
     ordered = {section: results[section] for section in SECTIONS if section in results}
     ordered.update({name: result for name, result in results.items() if name not in SECTIONS})
     (folder / "trust.json").write_text(json.dumps(ordered, indent=1) + "\n")
