@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flags import TINY as TINY
 from flags import last_of_each_flag
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -52,24 +53,6 @@ def pytest_ignore_collect(collection_path, config):
     if name == "papers":
         named = named or config.getoption("--all")
     return True if name in ("compiled", "papers", "simulated_gpu") and not named else None
-
-
-# the settings of a run that takes a second or two
-TINY = [
-    "--n_layer=2",
-    "--n_head=2",
-    "--n_embd=32",
-    "--block_size=32",
-    "--batch_size=4",
-    "--max_iters=8",
-    "--warmup_iters=2",
-    "--eval_interval=4",
-    "--eval_iters=2",
-    "--log_interval=1",
-    "--compile=false",
-    "--dtype=float32",
-    "--device=cpu",
-]
 
 
 def pytest_addoption(parser):

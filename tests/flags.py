@@ -1,5 +1,22 @@
 """Commands of tests, which replace some flags of a common list: scripts take a flag only once."""
 
+# the settings of a run that takes a second or two
+TINY = [
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=32",
+    "--block_size=32",
+    "--batch_size=4",
+    "--max_iters=8",
+    "--warmup_iters=2",
+    "--eval_interval=4",
+    "--eval_iters=2",
+    "--log_interval=1",
+    "--compile=false",
+    "--dtype=float32",
+    "--device=cpu",
+]
+
 
 def last_of_each_flag(words):
     """Drop every --name=value that a later one replaces."""

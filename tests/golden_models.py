@@ -3,20 +3,17 @@
 import copy
 import math
 import warnings
+import zlib
 from dataclasses import asdict
 
 import torch
-from golden_names import (
-    fill,
-    find,
-    make_model,
-    random_tokens,
-)
 
-POSITIONS = find("model.POSITIONS")
-GPT = find("model.GPT")
-KVCache = find("nanolong.inference.KVCache")
+import rope_scaling
+from kernels import eager, linear_cross_entropy
+from model import GPT, POSITIONS, GPTConfig
+from nanolong.inference import KVCache
 
+SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 61}
 SHAPES = {
     "plain": {},
     "window": {"window": 7},
@@ -33,7 +30,28 @@ GPT2 = {"pos": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all"}
 
 
 # -------------------------------------------------------------------------------------------------
-# What is recorded of a model.
+# Models, and what is recorded of them.
+
+
+@torch.no_grad()
+def fill(model):
+    """Give every parameter random values that depend on its name alone, none of them zero."""
+    for name, p in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        std = 1.0 if name.startswith("pos.") else 0.3
+        p.copy_(torch.randn(p.shape, generator=generator) * std)
+    return model.eval()
+
+
+def make_model(**settings):
+    """A small model in eval mode with weights that are the same in every checkout."""
+    return fill(GPT(GPTConfig(**{**SMALL, **settings})))
+
+
+def random_tokens(rows, length, vocab_size=61, seed=0):
+    """Token ids (rows, length), int64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (rows, length), generator=generator)
 
 
 def record_pass(found, model, tokens, name="", **inputs):
@@ -90,7 +108,6 @@ def record_cached(found, model, tokens, pieces, **inputs):
 
 def kernels(record, folder):
     """The operators where the model does not take them: masks, biases and lengths of all kinds."""
-    operators = find("kernels.eager")
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -120,19 +137,19 @@ def kernels(record, folder):
                 name = f"attention, {bias_name}, {mask_name}, {n_queries} queries"
                 with record.case(name) as found:
                     inputs = random(2, 4, n_queries, 8), random(2, 2, 20, 8), random(2, 2, 20, 8)
-                    record_operator(found, operators.attention, inputs, **bias, **mask)
+                    record_operator(found, eager.attention, inputs, **bias, **mask)
     for half in (4, 2):
         with record.case(f"rope, {half} pairs") as found:
             angle = torch.arange(20)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])[:half]
             inputs = random(2, 4, 20, 8), random(2, 2, 20, 8)
-            record_operator(found, operators.rope, inputs, cos=angle.cos(), sin=angle.sin())
+            record_operator(found, eager.rope, inputs, cos=angle.cos(), sin=angle.sin())
     for reduction in ("mean", "sum", "none"):
         with record.case(f"linear_cross_entropy, {reduction}") as found:
             targets = random_tokens(1, 40)[0]
             targets[5:9] = -1
-            operator = find("kernels.linear_cross_entropy")
             inputs = random(40, 32), random(61, 32)
-            record_operator(found, operator, inputs, targets=targets, reduction=reduction)
+            options = {"targets": targets, "reduction": reduction}
+            record_operator(found, linear_cross_entropy, inputs, **options)
 
 
 def record_operator(found, operator, inputs, **options):
@@ -292,9 +309,8 @@ def fresh_cases(record):
 
 
 def record_fresh(found, **settings):
-    small = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 61}
     torch.manual_seed(3)
-    for name, p in GPT(find("model.GPTConfig")(**{**small, **settings})).named_parameters():
+    for name, p in GPT(GPTConfig(**{**SMALL, **settings})).named_parameters():
         found[name] = p
     found["next random number"] = torch.rand(1)
 
@@ -343,11 +359,11 @@ OPTIONS = {
 
 def extension(record, folder):
     """Every method's table, and every scheme's model extended by every method that it takes."""
-    for method in find("rope_scaling.METHODS"):
+    for method in rope_scaling.METHODS:
         for size in SIZES:
             for options in method_options(method, size[1] // 2):
                 with record.case(f"table of {method}, {size}, {options}") as found:
-                    table = find("rope_scaling.frequencies")(method, *size, **options)
+                    table = rope_scaling.frequencies(method, *size, **options)
                     found["inv_freq"], found["attention_factor"] = table
     for pos in POSITIONS:
         model = make_model(pos=pos)
@@ -373,7 +389,7 @@ def extension(record, folder):
 
 def method_options(method, n_pairs):
     """The options that a method's table is computed with: none first."""
-    signature = find("model.POSITIONS")["rope"].methods[method]
+    signature = POSITIONS["rope"].methods[method]
     options = [{}, *OPTIONS.get(method, ())]
     if method == "longrope":
         long = [1.0 + i for i in range(n_pairs)]
@@ -437,7 +453,7 @@ def extended_cases(record, pos, method):
             record_extended(found, model)
             record_lengths(found, model)
         with record.case(f"{name}, made of its configuration") as found:
-            same = GPT(type(model.config)(**copy.deepcopy(asdict(model.config))))
+            same = GPT(GPTConfig(**copy.deepcopy(asdict(model.config))))
             tokens = random_tokens(2, 48)
             found["logits"] = fill(same)(tokens)
         with record.case(f"{name}, documents") as found:

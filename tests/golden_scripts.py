@@ -17,30 +17,26 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from golden_models import GPT2, model_options, record_extended
-from golden_names import ROOT, find, flags, make_model, random_tokens
+from flags import TINY, last_of_each_flag
+from golden_models import GPT2, make_model, model_options, random_tokens, record_extended
 from safetensors.torch import load_file
 
+from data import (
+    ByteTokenizer,
+    CharTokenizer,
+    Dataset,
+    decode_stream,
+    encode_prompt,
+    passkey,
+    tokenizer_from_json,
+)
+from model import GPT, POSITIONS
+from rope_scaling import METHODS
+
+ROOT = Path.cwd()
 DATASET = ROOT / "data" / "golden"
 TEXT = ROOT.parent.parent / "text"
 HF_GPT2 = ROOT.parent.parent / "gpt2"
-
-# The settings of a run of seconds; those of a case follow, and the last value of a name wins.
-TINY = [
-    "--n_layer=2",
-    "--n_head=2",
-    "--n_embd=32",
-    "--block_size=32",
-    "--batch_size=4",
-    "--max_iters=20",
-    "--warmup_iters=4",
-    "--eval_interval=10",
-    "--eval_iters=2",
-    "--log_interval=1",
-    "--compile=false",
-    "--dtype=float32",
-    "--device=cpu",
-]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -51,7 +47,7 @@ def call_script(script, *words):
     """Run a script in this process as `python SCRIPT WORDS` does: (exit status, stdout, stderr)."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     argv, status = sys.argv, 0
-    sys.argv = [script, *flags(words)]
+    sys.argv = [script, *last_of_each_flag(words)]
     try:
         with redirect_stdout(out), redirect_stderr(err):
             runpy.run_path(script, run_name="__main__")
@@ -79,7 +75,8 @@ def run_script(script, *words, processes=0):
     launch = [sys.executable]
     if processes:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run([*launch, script, *flags(words)], capture_output=True, text=True)
+    command = [*launch, script, *last_of_each_flag(words)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(map(str, words))}: {done.stderr[-2000:]}")
     return done.stdout
@@ -96,8 +93,7 @@ def trained(folder, name, *words):
     """A run folder of eight steps, trained when it is first asked for."""
     run = folder / "runs" / name
     if not run.is_dir():
-        settings = [*TINY, "--max_iters=8", f"--dataset={dataset()}", f"--out_dir={run}", *words]
-        must_call("train.py", *settings)
+        must_call("train.py", *TINY, f"--dataset={dataset()}", f"--out_dir={run}", *words)
     return run
 
 
@@ -160,7 +156,7 @@ def data(record, folder):
             meta = json.loads((ROOT / "data" / name / "meta.json").read_text(encoding="utf-8"))
             found["meta.json"] = {key: meta[key] for key in ("tokenizer", "vocab_size", "bos")}
         with record.case(f"dataset {name}") as found:
-            record_dataset(found, find("data.Dataset")(str(ROOT / "data" / name)))
+            record_dataset(found, Dataset(str(ROOT / "data" / name)))
     for case, select, batch in (
         ("plain", (), ()),
         ("long documents", (20000, 3, True), ()),
@@ -170,7 +166,7 @@ def data(record, folder):
     ):
         for bos in (None, False):
             with record.case(f"batches, {case}, bos {bos}") as found:
-                chosen = find("data.Dataset")(str(dataset()), bos)
+                chosen = Dataset(str(dataset()), bos)
                 chosen.select(32, *select)
                 for index in (0, 1, 5000, 20001):
                     batches = chosen.batch(index, 4, 32, 1337, *batch)
@@ -200,84 +196,63 @@ def record_dataset(found, dataset):
 def tokenizer_cases(record):
     """Tokenizers: ids, text, prompts, passkeys."""
     for name, tokenizer in (
-        ("bytes", find("data.ByteTokenizer")()),
-        ("char", find("data.CharTokenizer")("\n .0123456789abcdefghijklmnopqrstuvwxyzé", bos=True)),
+        ("bytes", ByteTokenizer()),
+        ("char", CharTokenizer("\n .0123456789abcdefghijklmnopqrstuvwxyzé", bos=True)),
     ):
         with record.case(f"tokenizer {name}") as found:
-            again = find("data.tokenizer_from_json")(tokenizer.to_json())
+            again = tokenizer_from_json(tokenizer.to_json())
             ids = list(map(int, again.encode("café au lait 12.\n")))
             found["ids"] = ids
             found["text"] = list(again.decode(ids))
-            found["stream"] = list(find("data.decode_stream")(ids, again))
+            found["stream"] = list(decode_stream(ids, again))
             found["prompts"] = [
-                find("data.encode_prompt")(again, bos, text)
-                for bos in (None, again.bos)
-                for text in ("", "abc")
+                encode_prompt(again, bos, text) for bos in (None, again.bos) for text in ("", "abc")
             ]
         for length, depth, hidden in ((64, 0.0, True), (80, 0.4, True), (80, 1.0, False)):
             with record.case(f"passkey, {name}, {length}, {depth}, {hidden}") as found:
                 rng = np.random.default_rng(3)
-                made = find("data.passkey")(tokenizer, length, depth, rng, tokenizer.bos, hidden)
+                made = passkey(tokenizer, length, depth, rng, tokenizer.bos, hidden)
                 found["inputs"], found["targets"] = made
         with record.case(f"passkey, {name}, too short"):
-            find("data.passkey")(tokenizer, 10, 0.5, np.random.default_rng(3))
+            passkey(tokenizer, 10, 0.5, np.random.default_rng(3))
 
 
 # -------------------------------------------------------------------------------------------------
 # Training.
 
 TRAINED = {  # each a process of its own, or two
-    "AdamW": [],
-    "Muon": ["--optimizer=muon"],
-    "AdamW, default dtype": ["--dtype=auto"],
-    "Muon, default dtype, accumulation": [
-        "--optimizer=muon",
-        "--dtype=auto",
-        "--gradient_accumulation_steps=3",
-    ],
-    "AdamW, two processes": ["--gradient_accumulation_steps=2"],
-    "Muon, default dtype, two processes": [
-        "--optimizer=muon",
-        "--dtype=auto",
-        "--gradient_accumulation_steps=4",
-    ],
+    "AdamW": "",
+    "Muon": "--optimizer=muon",
+    "AdamW, default dtype": "--dtype=auto",
+    "Muon, default dtype, accumulation": "--optimizer=muon --dtype=auto "
+    "--gradient_accumulation_steps=3",
+    "AdamW, two processes": "--gradient_accumulation_steps=2",
+    "Muon, default dtype, two processes": "--optimizer=muon --dtype=auto "
+    "--gradient_accumulation_steps=4",
 }
 QUICK = {  # in this process
-    "float16": ["--dtype=float16"],
-    "random positions": ["--random_positions=64"],
-    "passkeys": ["--block_size=64", "--passkey=0.3"],
-    "long documents": ["--min_doc=20000", "--upsample_docs=3", "--separate_docs=true"],
-    "every shape": [
-        "--n_kv_head=1",
-        "--qk_norm=true",
-        "--tie_embeddings=false",
-        "--dropout=0.1",
-        "--window=8",
-        "--sinks=2",
-        "--attn_scale=1.2",
-        "--checkpoint_activations=true",
-    ],
-    "hybrid": ["--layer_pattern=FN"],
-    "hybrid with a window": ["--layer_pattern=WN", "--window=8"],
-    "cosine": ["--lr_schedule=cosine", "--min_lr=1e-4", "--grad_clip=0", "--beta1=0.8"],
-    "constant, everything evaluated": [
-        "--lr_schedule=constant",
-        "--eval_iters=0",
-        "--eval_interval=20",
-        "--log_interval=5",
-        "--block_size=512",
-        "--weight_decay=0",
-    ],
-    "no bos": ["--bos=false", "--seed=7", "--rope_base=500", "--rope_fraction=0.5"],
+    "float16": "--dtype=float16",
+    "random positions": "--random_positions=64",
+    "passkeys": "--block_size=64 --passkey=0.3",
+    "long documents": "--min_doc=20000 --upsample_docs=3 --separate_docs=true",
+    "every shape": "--n_kv_head=1 --qk_norm=true --tie_embeddings=false --dropout=0.1 --window=8 "
+    "--sinks=2 --attn_scale=1.2 --checkpoint_activations=true",
+    "hybrid": "--layer_pattern=FN",
+    "hybrid with a window": "--layer_pattern=WN --window=8",
+    "cosine": "--lr_schedule=cosine --min_lr=1e-4 --grad_clip=0 --beta1=0.8",
+    "constant, everything evaluated": "--lr_schedule=constant --eval_iters=0 --eval_interval=20 "
+    "--log_interval=5 --block_size=512 --weight_decay=0",
+    "no bos": "--bos=false --seed=7 --rope_base=500 --rope_fraction=0.5",
 }
 
 
 def training(record, folder):
     """Runs by the command line: what their logs say, and the tensors of their last steps."""
+    longer = [*TINY, "--max_iters=20", "--eval_interval=10", f"--dataset={dataset()}"]
     for name, words in TRAINED.items():
         with record.case(name) as found:
             run = folder / "runs" / name
-            words = [*TINY, *words, f"--dataset={dataset()}", f"--out_dir={run}"]
+            words = [*longer, *words.split(), f"--out_dir={run}"]
             out = run_script("train.py", *words, processes=2 if "two" in name else 0)
             record_run(found, run)
             found["end of the sample"] = out.strip()[-12:]
@@ -289,23 +264,17 @@ def training(record, folder):
             words = [f"--out_dir={run}", "--init_from=resume"]
             run_script("train.py", *words, processes=2 if "two" in name else 0)
             record_run(found, run)
-    for name, words in QUICK.items():
+    for name, words in {**QUICK, **{f"scheme {pos}": f"--pos={pos}" for pos in POSITIONS}}.items():
         with record.case(name) as found:
-            run = folder / "runs" / name
-            words = [*TINY, *words, f"--dataset={dataset()}", f"--out_dir={run}"]
-            must_call("train.py", *words)
-            record_run(found, run)
-    for pos in find("model.POSITIONS"):
-        with record.case(f"scheme {pos}") as found:
-            record_run(found, trained(folder, pos, f"--pos={pos}"))
+            record_run(found, trained(folder, name, *words.split()))
     with record.case("more steps than at first") as found:
         run = trained(folder, "more steps")
         must_call("train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=14")
         record_run(found, run)
     with record.case("compiled training") as found:
         run = folder / "runs" / "compiled"
-        words = [*TINY, "--max_iters=4", "--eval_interval=4", "--compile=true"]
-        run_script("train.py", *words, f"--dataset={dataset()}", f"--out_dir={run}")
+        words = ["--max_iters=4", "--compile=true", f"--out_dir={run}"]
+        run_script("train.py", *longer, *words)
         record_run(found, run)
 
 
@@ -313,24 +282,24 @@ def training(record, folder):
 # Extending.
 
 EXTENDED = {  # name: (the run that is extended, the settings)
-    "yarn": ("rope", ["--method=yarn", "--factor=4", "--max_iters=4"]),
-    "options": ("rope", ["--method=ntk-parts", "--options=ramp=paper,beta_fast=16", "--factor=2"]),
-    "PoSE": ("rope", ["--factor=4", "--pose=true"]),
-    "drope": ("rope", ["--method=drope", "--factor=2"]),
-    "dynamic-ntk": ("rope", ["--method=dynamic-ntk", "--factor=2"]),
-    "longrope": ("rope", ["--method=longrope", "--factor=2", "--options={table}"]),
-    "Muon": ("muon", ["--method=pi", "--factor=2", "--dtype=auto"]),
-    "hybrid": ("hybrid", ["--factor=2", "--passkey=0.3", "--learning_rate=1e-3"]),
-    "fitted scale": ("nope", ["--method=scale", "--factor=2"]),
-    "fitted drope": ("rope", ["--method=drope", "--factor=2", "--options=scale=fit"]),
-    "alibi": ("alibi", ["--method=dynamic-pi", "--factor=2"]),
-    "learned": ("learned", ["--method=pi", "--factor=2"]),
-    "xl": ("xl", ["--method=clamp", "--factor=2"]),
-    "long documents": ("rope", ["--factor=2", "--min_doc=20000", "--upsample_docs=2"]),
-    "extended again": ("yarn", ["--method=ntk", "--factor=2", "--max_iters=2"]),
-    "extended only, lm-infinite": ("rope", ["--method=lm-infinite", "--max_iters=0"]),
-    "extended only, resonance": ("rope", ["--method=resonance", "--max_iters=0"]),
-    "extended only, alibi": ("alibi", ["--method=pi", "--factor=2", "--max_iters=0"]),
+    "yarn": ("rope", "--method=yarn --factor=4 --max_iters=4"),
+    "options": ("rope", "--method=ntk-parts --options=ramp=paper,beta_fast=16 --factor=2"),
+    "PoSE": ("rope", "--factor=4 --pose=true"),
+    "drope": ("rope", "--method=drope --factor=2"),
+    "dynamic-ntk": ("rope", "--method=dynamic-ntk --factor=2"),
+    "longrope": ("rope", "--method=longrope --factor=2 --options={table}"),
+    "Muon": ("muon", "--method=pi --factor=2 --dtype=auto"),
+    "hybrid": ("hybrid", "--factor=2 --passkey=0.3 --learning_rate=1e-3"),
+    "fitted scale": ("nope", "--method=scale --factor=2"),
+    "fitted drope": ("rope", "--method=drope --factor=2 --options=scale=fit"),
+    "alibi": ("alibi", "--method=dynamic-pi --factor=2"),
+    "learned": ("learned", "--method=pi --factor=2"),
+    "xl": ("xl", "--method=clamp --factor=2"),
+    "long documents": ("rope", "--factor=2 --min_doc=20000 --upsample_docs=2"),
+    "extended again": ("yarn", "--method=ntk --factor=2 --max_iters=2"),
+    "extended only, lm-infinite": ("rope", "--method=lm-infinite --max_iters=0"),
+    "extended only, resonance": ("rope", "--method=resonance --max_iters=0"),
+    "extended only, alibi": ("alibi", "--method=pi --factor=2 --max_iters=0"),
 }
 
 
@@ -347,7 +316,7 @@ def extending(record, folder):
     table = folder / "table.json"
     table.write_text(json.dumps({"long_factor": [1 + i / 2 for i in range(8)]}))
     for name, (parent, words) in EXTENDED.items():
-        words = [word.format(table=table) for word in words]
+        words = words.format(table=table).split()
         if not any(word.startswith("--max_iters") for word in words):
             words.append("--max_iters=3")
         with record.case(name) as found:
@@ -355,7 +324,7 @@ def extending(record, folder):
             source = parent_run(folder, parent)
             must_call("extend.py", source, *words, f"--out_dir={run}")
             record_run(found, run)
-            record_extended(found, find("model.GPT").load(run))
+            record_extended(found, GPT.load(run))
             settings = last_meta(run)["train"]
             for key in ("batch_size", "gradient_accumulation_steps", "learning_rate"):
                 found[f"meta {key}"] = settings[key]
@@ -416,8 +385,8 @@ def sampling(record, folder):
         found["text"] = must_call("sample.py", run, "--best=true", "--max_new_tokens=40")
 
 
-# Of evaluate.py's records; earlier versions did not have them.
-NEW_KEYS = ("bytes", "sequences", "folder", "dtype", "device", "commit", "data_hash", "key")
+# Of evaluate.py's records: where they were computed, and of which commit.
+NOT_COMPARED = ("folder", "commit", "key")
 
 
 def evaluation(record, folder):
@@ -441,7 +410,7 @@ def evaluation(record, folder):
             must_call("evaluate.py", *words, f"--json={file}")
             for i, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
                 row["checkpoint"] = Path(row["checkpoint"]).name
-                for key in NEW_KEYS:
+                for key in NOT_COMPARED:
                     row.pop(key, None)
                 found[f"row {i}"] = {**row, "refused": "refused" in row}
 
@@ -475,7 +444,7 @@ EXPORTED = {
 def hf(record, folder):
     """What is exported, and what an import makes of it again."""
     exported = {name: {"n_layer": 4, **settings} for name, settings in EXPORTED.items()}
-    for method in find("rope_scaling.METHODS"):
+    for method in METHODS:
         exported[f"method {method}"] = {"method": method}
     for name, settings in exported.items():
         settings = {"pos": "rope", **settings}
@@ -492,11 +461,11 @@ def hf(record, folder):
             target = folder / "exported" / "gpt2"
             export_and_record(found, folder / "imported" / "gpt2", target)
         with record.case("GPT-2, extended") as found:
-            model = find("model.GPT").load(folder / "imported" / "gpt2")
+            model = GPT.load(folder / "imported" / "gpt2")
             model.extend("pi", 2.0)
             found["logits"] = model(random_tokens(2, 48))
             model.save(folder / "saved" / "extended gpt2")
-            again = find("model.GPT").load(folder / "saved" / "extended gpt2")
+            again = GPT.load(folder / "saved" / "extended gpt2")
             found["logits of what was saved"] = again(random_tokens(2, 48))
     with record.case("GPT-2's shape") as found:
         step = saved(folder, "hf GPT-2's shape", mlp_dim=128, **GPT2)
@@ -519,7 +488,7 @@ def export_and_record(found, source, target):
 
 def import_and_record(found, source, target):
     must_call("hf.py", "import", source, target)
-    model = find("model.GPT").load(target)
+    model = GPT.load(target)
     for name, p in model.named_parameters():
         found[f"imported {name}"] = p
     found["bos, tokenizer"] = [model.meta.get("bos"), model.meta.get("tokenizer")]

@@ -5,7 +5,7 @@
 
 The parts: `tests`, all tests of the kernels, compiled; `checks`, the self-check of each score term,
 timed; `sanitizer`, NVIDIA's compute-sanitizer over some of the tests, if it is installed;
-`bench`, the benchmark, with the prediction of results/predicted.json next to each time.
+`bench`, the benchmark.
 
 The report is report.md in --out_dir. Nothing is sent. Exit status: 0 if all is well, 1 if a test
 failed or the sanitizer found something, 2 without a GPU or what Triton needs.
@@ -39,29 +39,12 @@ TERMS = (
     *("no term", "slopes", "table", "vectors", "vectors with values"),
     *("vectors by head", "vectors by head with offsets"),
 )
-# What predicted.json calls the rows of the benchmark, and cards by the end of their name.
-PREDICTED_TERMS = {
-    "ours, no term": "none",
-    "ours, fixed slopes": "slopes",
-    "ours, trained slopes": "slopes",
-    "ours, table of T": "table of T",
-    "ours, Shaw's vectors": "vectors of 129",
-    "ours, Transformer-XL's": "xl of T",
-}
-PREDICTED_CARDS = {
-    "A100-SXM4-80GB": "A100-SXM 80GB",
-    "H100 80GB HBM3": "H100-SXM",
-    "RTX 3090": "RTX 3090",
-    "RTX 4090": "RTX 4090",
-    "RTX 5090": "RTX 5090",
-}
 
 
 @dataclass
 class CheckConfig:
     only: tuple[str, ...] = PARTS  # of tests, checks, sanitizer, bench
-    # attention's tokens in the benchmark; predicted.json has these
-    lengths: tuple[int, ...] = (2048, 8192)
+    lengths: tuple[int, ...] = (2048, 8192)  # attention's tokens in the benchmark
     minutes: float = 20.0  # the benchmark starts no case after so many
     out_dir: str = "out/gpu-check"  # of the report, the benchmark's files and all output
 
@@ -212,7 +195,7 @@ def report_sanitizer(done):
 
 
 def run_bench(folder, cfg):
-    """The benchmark, and what was predicted."""
+    """The benchmark."""
     (folder / "bench.json").unlink(missing_ok=True)
     command = [sys.executable, "experiments/bench.py", f"--out_dir={folder}"]
     command += [f"--minutes={cfg.minutes}", f"--lengths={','.join(map(str, cfg.lengths))}"]
@@ -220,57 +203,13 @@ def run_bench(folder, cfg):
     if done.status or not (folder / "bench.json").exists():
         return [f"exit status {done.status}", "", *fenced(done.text, 60)], False
     rows = json.loads((folder / "bench.json").read_text())["rows"]
-    predictions = []
-    if (ROOT / "results/predicted.json").exists():
-        predictions = json.loads((ROOT / "results/predicted.json").read_text())
-    return report_bench(rows, predictions, torch.cuda.get_device_name()), True
-
-
-def report_bench(rows, predictions, device):
-    """A table of what was measured; times in ms. predictions: rows of predicted.json."""
-    lines = ["| | case | | ms | rate | predicted ms | |", "|---|---|---|---|---|---|---|"]
+    lines = ["| | case | | ms | rate |", "|---|---|---|---|---|"]
     for row in rows:
         measured = f"{row['ms']:.3f}" if row["ms"] else row["note"] or "not measured"
         rate = f"{row['rate']:.4g} {row['unit']}" if row["rate"] else ""
-        expected, verdict = "", ""
-        prediction = predicted(row, predictions, device)
-        if prediction:
-            low, high = prediction
-            expected = f"{low:.3f} to {high:.3f}"
-            verdict = compare(row["ms"], low, high)
-        cells = [row["section"], row["case"], row["name"], measured, rate, expected, verdict]
+        cells = [row["section"], row["case"], row["name"], measured, rate]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def predicted(row, predictions, device):
-    """What predicted.json has for a row of the benchmark: the least and the most ms, or None."""
-    case = re.fullmatch(r"(forward|forward \+ backward) D(\d+) T(\d+) B(\d+) H(\d+)", row["case"])
-    term = PREDICTED_TERMS.get(row["name"])
-    cards = [card for end, card in PREDICTED_CARDS.items() if device.endswith(end)]
-    if not case or not term or not cards:
-        return None
-    D, T, B, H = map(int, case.groups()[1:])
-    kernels = [f"{direction}, {term}" for direction in case[1].split(" + ")]
-    found = [
-        prediction
-        for prediction in predictions
-        if prediction["kernel"] in kernels
-        and prediction["shape"] == [B, H, T, D]
-        and prediction["card"] == cards[0]
-    ]
-    if len(found) < len(kernels):
-        return None
-    return sum(row["ms_low"] for row in found), sum(row["ms_high"] for row in found)
-
-
-def compare(ms, low, high):
-    """How a time lies to the range that was predicted, in words."""
-    if not ms:
-        return ""
-    if low <= ms <= high:
-        return "within"
-    return f"{ms / low:.2f} of the least" if ms < low else f"{ms / high:.2f} of the most"
+    return lines, True
 
 
 # -----------------------------------------------------------------------------

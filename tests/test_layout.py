@@ -341,7 +341,6 @@ ANY_WORD = None
 ALLOWED_WORDS = {
     "tests/private_words.txt": ANY_WORD,
     "tests/test_layout.py": ANY_WORD,  # tests whether they are found
-    "tests/golden_names.py": ANY_WORD,  # compares with the code before the renaming
     "CHANGELOG.md": ANY_WORD,  # says what was renamed
     "experiments/bench_train.py": {"from config import"},  # measures old checkouts, too
     # commands of the commits that measured

@@ -1,7 +1,6 @@
 """Compile the Triton kernels that a model launches, without a GPU, and read off what they cost.
 
     python tests/compiled/aot.py            60 compilations, for seven architectures
-    python tests/compiled/aot.py --quick    8 compilations: each kernel and each kind of bias
     python tests/compiled/aot.py --all      every head dimension, dtype, bias and mask: 1,722
     python tests/compiled/aot.py --all --report    also writes results/aot.md
 
@@ -215,30 +214,11 @@ def bias_arguments(bias, D, dtype):
 
 
 def cases(scope=""):
-    """All cases of a scope, "", "--quick" or "--all": (target, function that makes it, arguments).
+    """All cases of a scope, "" or "--all": (target, function that makes it, arguments).
 
     They are made in the process that compiles them.
     """
-    if scope == "--quick":
-        yield from quick_cases()
-    elif scope == "--all":
-        yield from all_cases()
-    else:
-        yield from usual_cases()
-
-
-def quick_cases():
-    yield "gfx942", rope_case, (64, 64, False)
-    for kernel, bias in (
-        ("forward", "none"),
-        ("forward", "slopes"),
-        ("forward", "table"),
-        ("dq", "xl"),
-        ("dkdv", "slopes"),
-        ("sweep", "table"),
-        ("decode", "vectors"),
-    ):
-        yield "sm_90", attention_case, (kernel, 64, bias)
+    yield from all_cases() if scope == "--all" else usual_cases()
 
 
 def usual_cases():
@@ -423,24 +403,15 @@ def loop_report(rows):
     return lines
 
 
-def compile_all(cases, processes):
-    """Compile the cases, in processes of their own if there are several."""
-    if processes == 1:
-        yield from map(compile_case, cases)
-        return
+def main(words):
+    scope = next((word for word in words if word == "--all"), "")
+    rows = []
     # An executor, because a multiprocessing.Pool waits for ever if a worker is killed.
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawn) as executor:
-        yield from executor.map(compile_case, cases, chunksize=4)
-
-
-def main(words):
-    scope = next((word for word in words if word in ("--quick", "--all")), "")
-    rows = []
-    # a few cases do not pay for the start of two processes
-    for row in compile_all(list(cases(scope)), processes=1 if scope == "--quick" else 2):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+    with ProcessPoolExecutor(2, mp_context=spawn) as executor:
+        for row in executor.map(compile_case, cases(scope), chunksize=4):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     if "--report" in words:
         report(rows)
 

@@ -15,6 +15,7 @@ from kernel_cases import (
     ROTARY_SHAPES,
     Comparison,
     attention_errors,
+    bias_arguments,
     clipped_tail_error,
     error,
     pairwise_cases,
@@ -211,20 +212,29 @@ def clipped_tail_of_vectors(modules):
     yield clipped_tail_error(modules.flash.attention, H=4, T=200, D=64, fraction=0.1, vectors=True)
 
 
+def results_and_exact(attention, leaves):
+    """The output and the gradients of attention: (name, found, in float64) of each.
+
+    leaves: queries, keys, values, and perhaps a table.
+    """
+    dy = torch.randn_like(leaves[0])
+
+    def run(attention, leaves):
+        q, k, v, *table = leaves
+        y = attention(q, k, v, **bias_arguments("table" if table else "none", table))
+        return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
+
+    exact = run(reference.attention, [x.detach().double().requires_grad_() for x in leaves])
+    names = ("y", "q", "k", "v", "bias")
+    return list(zip(names, run(attention, leaves), exact, strict=False))
+
+
 def large_constant_in_the_table(modules):
     """Scores of 200: 2^288 overflows, so queries past the last must not count, not even as 0."""
-    T = 70
-    leaves = [*random_queries_keys_values(1, 2, T, 64, torch.bfloat16), torch.randn(2, 7)]
-    leaves[3] = (leaves[3] + 200).requires_grad_()
-    y = modules.flash.attention(*leaves[:3], bias=leaves[3])
-    dy = torch.randn_like(y)
-    grads = torch.autograd.grad(y, leaves, dy)
-    copies = [x.detach().double().requires_grad_() for x in leaves]
-    expected = reference.attention(*copies[:3], bias=copies[3])
-    expected_grads = torch.autograd.grad(expected, copies, dy.double())
-    names = ("y", "q", "k", "v", "bias")
-    for name, x, exact in zip(names, (y, *grads), (expected, *expected_grads), strict=True):
-        yield Comparison(name, error(x, exact.detach()), 2e-2)
+    table = (torch.randn(2, 7) + 200).requires_grad_()
+    leaves = [*random_queries_keys_values(1, 2, 70, 64, torch.bfloat16), table]
+    for name, x, exact in results_and_exact(modules.flash.attention, leaves):
+        yield Comparison(name, error(x, exact), 2e-2)
 
 
 def rounds_to_nearest(modules):
@@ -232,18 +242,11 @@ def rounds_to_nearest(modules):
 
     Rounding towards zero, of probabilities or of the output, would make all of them smaller.
     """
-    q, k, v = random_queries_keys_values(1, 4, 150, 64, torch.bfloat16)
-    y = modules.flash.attention(q, k, v)
-    dy = torch.randn_like(y)
-    grads = torch.autograd.grad(y, (q, k, v), dy)
-    copies = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = reference.attention(*copies)
-    expected_grads = torch.autograd.grad(expected, copies, dy.double())
-    for name, x, exact in zip("yqkv", (y, *grads), (expected, *expected_grads), strict=True):
-        exact = exact.detach()
+    leaves = random_queries_keys_values(1, 4, 150, 64, torch.bfloat16)
+    for name, x, exact in results_and_exact(modules.flash.attention, leaves):
         large = exact.abs() > 0.3 * exact.square().mean().sqrt()  # small ones are differences
         last_place = 2.0 ** (exact.abs().log2().floor() - 7)
-        growth = (x.detach().double() - exact) * exact.sign() / last_place
+        growth = (x.double() - exact) * exact.sign() / last_place
         yield Comparison(f"mean growth of {name}", abs(float(growth[large].mean())), 0.05)
 
 
@@ -270,48 +273,43 @@ def sparse_memory(elements):
     return memory
 
 
-def keys_far_apart(modules):
-    """Tokens 2^23 elements apart: the offsets of the last ones pass 2^31."""
-    T, stride = 270, 1 << 23
-    q, k = (torch.randn(1, 1, T, 16).bfloat16() for _ in range(2))
-    far = sparse_memory(T * stride).as_strided(k.shape, (0, 0, stride, 1)).copy_(k)
+def far_apart(modules, q, k, far_q, far_k):
+    """Compare with float64: far_q and far_k are copies of q and k with large strides."""
     with torch.no_grad():
-        y = modules.flash.attention(q, far, far)
-        few = modules.decode.attention(q[:, :, -1:], far, far)
+        y = modules.flash.attention(far_q, far_k, far_k)
+        few = modules.decode.attention(far_q[:, :, -1:], far_k, far_k)
     expected = reference.attention(*(x.double() for x in (q, k, k)))
     yield Comparison("y", error(y, expected), 1.2e-2)
     yield Comparison("decoded y", error(few, expected[:, :, -1:]), 1.2e-2)
 
 
-def results_far_apart(modules):
-    """Outputs and gradients whose tokens are 2^23 elements apart."""
+def keys_far_apart(modules):
+    """Tokens 2^23 elements apart: the offsets of the last ones pass 2^31."""
     T, stride = 270, 1 << 23
-    q, k, v = random_queries_keys_values(1, 1, T, 16, torch.bfloat16)
-
-    def far_output(x):
-        return sparse_memory(T * stride).as_strided(x.shape, (0, 0, stride, 1))
-
-    with mock.patch.object(modules.flash, "_empty_output", far_output):
-        y = modules.flash.attention(q, k, v)
-        dy = torch.randn(1, 1, T, 16).bfloat16()
-        grads = torch.autograd.grad(y, (q, k, v), dy)
-    copies = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = reference.attention(*copies)
-    expected_grads = torch.autograd.grad(expected, copies, dy.double())
-    for name, x, exact in zip("yqkv", (y, *grads), (expected, *expected_grads), strict=True):
-        yield Comparison(name, error(x, exact.detach()), 2e-2)
+    q, k = (torch.randn(1, 1, T, 16).bfloat16() for _ in range(2))
+    far = sparse_memory(T * stride).as_strided(k.shape, (0, 0, stride, 1)).copy_(k)
+    return far_apart(modules, q, k, q, far)
 
 
 def heads_far_apart(modules):
     """Heads 2^30 elements apart."""
     near = torch.randn(1, 3, 40, 16).bfloat16()
     far = sparse_memory((2 << 30) + 640).as_strided(near.shape, (0, 1 << 30, 16, 1)).copy_(near)
-    with torch.no_grad():
-        y = modules.flash.attention(far, far, far)
-        few = modules.decode.attention(far[:, :, -1:], far, far)
-    expected = reference.attention(*([near.double()] * 3))
-    yield Comparison("y", error(y, expected), 1.2e-2)
-    yield Comparison("decoded y", error(few, expected[:, :, -1:]), 1.2e-2)
+    return far_apart(modules, near, near, far, far)
+
+
+def results_far_apart(modules):
+    """Outputs and gradients whose tokens are 2^23 elements apart."""
+    T, stride = 270, 1 << 23
+    leaves = random_queries_keys_values(1, 1, T, 16, torch.bfloat16)
+
+    def far_output(x):
+        return sparse_memory(T * stride).as_strided(x.shape, (0, 0, stride, 1))
+
+    with mock.patch.object(modules.flash, "_empty_output", far_output):
+        results = results_and_exact(modules.flash.attention, leaves)
+    for name, x, exact in results:
+        yield Comparison(name, error(x, exact), 2e-2)
 
 
 def rotary_far_apart(modules):

@@ -13,18 +13,13 @@ The process must not have TRITON_INTERPRET set.
 
 import contextlib
 import functools
-import sys
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).resolve().parent)]
+import torch
+from launchers import install
 
-import torch  # noqa: E402
-from launchers import install  # noqa: E402
-
-from kernels import decode, flash, rotary  # noqa: E402
+from kernels import decode, flash, rotary
 
 ANOTHER_ORDER = 1  # the seed of the order in which the programs run the second time
 SNAPSHOT_BYTES = 1 << 28  # larger storages are inputs, of which no copy is made

@@ -16,6 +16,7 @@ import pytest
 from checks import CHECKS
 from faults import EQUIVALENT, EVERY, FAST, MUTATIONS
 from kernel_cases import at_level
+from launchers import ROOT
 from ptx_emulator import Fault
 
 FOUND = (Fault, execution.WrongNumber, execution.WrongOrder)
@@ -35,7 +36,7 @@ def replace_occurrence(text, mutation):
 def faulty_modules(mutation, folder):
     """The project's files of kernels, one of them with the fault in it."""
     module = f"faulty_{re.sub(r'[^a-z0-9]+', '_', mutation.name.lower())}"
-    source = (execution.ROOT / "kernels" / mutation.file).read_text(encoding="utf-8")
+    source = (ROOT / "kernels" / mutation.file).read_text(encoding="utf-8")
     # operators of its own: a name can be registered only once
     source = replace_occurrence(source, mutation).replace('"nanolong::', f'"{module}::')
     path = folder / f"{module}.py"

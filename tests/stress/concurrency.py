@@ -8,7 +8,6 @@ import time
 from harness import (
     assert_same,
     assert_whole,
-    attempt,
     measure_workload,
     send_signal_at_evaluation,
     train_until_checkpoint,
@@ -30,7 +29,8 @@ def simultaneous_trainings(harness, training):
     def wait_a_moment():
         time.sleep(random.Random(os.getpid()).uniform(0, 0.05))
 
-    def trial(run, n_processes, resume):
+    def trial(run, resume):
+        n_processes = harness.rng.choice((2, 3, 4))
         if resume:
             train_until_checkpoint(harness, training.command(run), run, 2)
         command = training.command(run)
@@ -48,15 +48,14 @@ def simultaneous_trainings(harness, training):
         assert n_successful == 1 or (resume and n_successful > 0)
         assert_same(run, training.expected)
 
-    for resume in (False, True) * (2 if harness.cfg.fast else 15):
-        yield attempt(
-            "several trainings started at once in one folder: one writes, the others end with a "
-            "clear error; bit-exact",
-            trial,
-            harness.new_path(),
-            harness.rng.choice((2, 3, 4)),
-            resume,
-        )
+    yield from harness.repeat(
+        "several trainings started at once in one folder: one writes, the others end with a clear "
+        "error; bit-exact",
+        trial,
+        15,
+        fast=2,
+        cases=[(False,), (True,)],
+    )
 
 
 def check_rejection(output):
@@ -85,13 +84,12 @@ def locks_without_owner(harness, training):
         harness.run(training.command(run))
         assert_same(run, training.expected)
 
-    for stale_file in (True, False) * (1 if harness.cfg.fast else 10):
-        yield attempt(
-            "a lock whose owner is dead, or a lock file that nobody holds: does not block",
-            trial,
-            harness.new_path(),
-            stale_file,
-        )
+    yield from harness.repeat(
+        "a lock whose owner is dead, or a lock file that nobody holds: does not block",
+        trial,
+        10,
+        cases=[(True,), (False,)],
+    )
 
 
 def simultaneous_extensions(harness, parent):
@@ -103,9 +101,6 @@ def simultaneous_extensions(harness, parent):
         assert statuses == [0, 2] and "Traceback" not in output, output
         assert_whole(run)
 
-    for _ in range(1 if harness.cfg.fast else 10):
-        yield attempt(
-            "two extensions into one folder: one writes, the other ends with a clear error",
-            trial,
-            harness.new_path("extended"),
-        )
+    yield from harness.repeat(
+        "two extensions into one folder: one writes, the other ends with a clear error", trial, 10
+    )

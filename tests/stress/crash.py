@@ -90,9 +90,8 @@ def random_kills(harness, workload, script, n):
         resume_and_compare(harness, workload, run)
         shutil.rmtree(run)
 
-    for _ in range(n):
-        description = f"kill -9 of {script} at a random moment: resumed, bit-exact"
-        yield attempt(description, trial, harness.new_path())
+    description = f"kill -9 of {script} at a random moment: resumed, bit-exact"
+    yield from harness.repeat(description, trial, n, fast=n)
 
 
 def count_file_operations(counter, kill_at=None):
@@ -159,7 +158,7 @@ def kills_of_evaluation(harness, reference, n):
     records = json.loads(json_file.read_text())
     hashes = hash_tree(reference)
 
-    def trial():
+    def trial(_):
         child = harness.start(command)
         time.sleep(harness.rng.uniform(0, seconds))
         child.kill()
@@ -168,12 +167,13 @@ def kills_of_evaluation(harness, reference, n):
         assert json.loads(json_file.read_text()) == records
         assert hash_tree(reference) == hashes
 
-    for _ in range(n):
-        yield attempt(
-            "kill -9 of evaluate.py at a random moment: the run unchanged, and the same results "
-            "afterwards",
-            trial,
-        )
+    yield from harness.repeat(
+        "kill -9 of evaluate.py at a random moment: the run unchanged, and the same results "
+        "afterwards",
+        trial,
+        n,
+        fast=n,
+    )
 
 
 def kills_of_pairs(harness, n):
@@ -185,7 +185,7 @@ def kills_of_pairs(harness, n):
     expected = fingerprint(reference)
 
     def trial(run):
-        children = harness.start_pair(harness.train_command(run))
+        children = harness.start_ranks(harness.train_command(run))
         time.sleep(harness.rng.uniform(0, seconds * 1.02))
         harness.rng.shuffle(children)
         children[0].kill()
@@ -199,12 +199,12 @@ def kills_of_pairs(harness, n):
         assert_same(run, expected)
         shutil.rmtree(run)
 
-    for _ in range(n):
-        yield attempt(
-            "kill -9 of two processes that train together, at a random moment: resumed, bit-exact",
-            trial,
-            harness.new_path("pair"),
-        )
+    yield from harness.repeat(
+        "kill -9 of two processes that train together, at a random moment: resumed, bit-exact",
+        trial,
+        n,
+        fast=n,
+    )
 
 
 def kills_of_processes(harness, training, n):
@@ -224,12 +224,12 @@ def kills_of_processes(harness, training, n):
         assert_whole(run)
         resume_and_compare(harness, training, run)
 
-    for _ in range(n):
-        yield attempt(
-            "kill -9 of a whole process, imports included, at a random moment: resumed, bit-exact",
-            trial,
-            harness.new_path(),
-        )
+    yield from harness.repeat(
+        "kill -9 of a whole process, imports included, at a random moment: resumed, bit-exact",
+        trial,
+        n,
+        fast=n,
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def file_size_limits(harness, training, extension, reference):
     """Files may not grow beyond a limit somewhere below the largest file of a checkpoint."""
     sizes = [file.stat().st_size for file in list_steps(reference)[-1].iterdir()]
 
-    def trial(workload, run):
+    def trial(run, workload):
         limit = harness.rng.randrange(300, max(sizes) - 1)
         if harness.rng.random() < 0.5:  # a run that has checkpoints already
             n_checkpoints = harness.rng.choice((1, 2))
@@ -255,14 +255,13 @@ def file_size_limits(harness, training, extension, reference):
         assert_whole(run)
         resume_and_compare(harness, workload, run)
 
-    for workload in (training, extension) * (1 if harness.cfg.fast else 10):
-        yield attempt(
-            "no space for a file (RLIMIT_FSIZE): a clear error, nothing half-written; with space "
-            "again resumed, bit-exact",
-            trial,
-            workload,
-            harness.new_path(),
-        )
+    yield from harness.repeat(
+        "no space for a file (RLIMIT_FSIZE): a clear error, nothing half-written; with space again "
+        "resumed, bit-exact",
+        trial,
+        10,
+        cases=[(training,), (extension,)],
+    )
 
 
 def mount_small_disk(folder):
@@ -366,14 +365,13 @@ def read_only_folders(harness, training):
         set_writable(paths, True)
         resume_and_compare(harness, training, run)
 
-    for has_checkpoints in (True, False) * (1 if harness.cfg.fast else 5):
-        yield attempt(
-            "a read-only folder (as root: tried as nobody): a clear error, nothing changed; "
-            "writable again, bit-exact",
-            trial,
-            harness.new_path(),
-            has_checkpoints,
-        )
+    yield from harness.repeat(
+        "a read-only folder (as root: tried as nobody): a clear error, nothing changed; writable "
+        "again, bit-exact",
+        trial,
+        5,
+        cases=[(True,), (False,)],
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -418,14 +416,13 @@ def vanished_data(harness, training):
         harness.run(command())
         assert_same(run, training.expected)
 
-    for moment in ("start", "during", "resume") * (1 if harness.cfg.fast else 5):
-        yield attempt(
-            "a data file that vanishes or changes before, during or after training: a clear error, "
-            "or it is no longer needed; bit-exact",
-            trial,
-            harness.new_path(),
-            moment,
-        )
+    yield from harness.repeat(
+        "a data file that vanishes or changes before, during or after training: a clear error, or "
+        "it is no longer needed; bit-exact",
+        trial,
+        5,
+        cases=[("start",), ("during",), ("resume",)],
+    )
 
 
 def damage(content, rng):
@@ -467,15 +464,13 @@ def damaged_checkpoints(harness, training):
             newest.rename(run / "damaged")
         resume_and_compare(harness, training, run)
 
-    names = ("model.safetensors", "optim.safetensors", "meta.json")
-    for name in names * (1 if harness.cfg.fast else 20):
-        yield attempt(
-            "a truncated checkpoint, or one with a flipped bit: rejected by its checksum, the "
-            "earlier step named; resumed from there, bit-exact",
-            trial,
-            harness.new_path(),
-            name,
-        )
+    yield from harness.repeat(
+        "a truncated checkpoint, or one with a flipped bit: rejected by its checksum, the earlier "
+        "step named; resumed from there, bit-exact",
+        trial,
+        20,
+        cases=[("model.safetensors",), ("optim.safetensors",), ("meta.json",)],
+    )
 
 
 def jumping_clocks(harness, training):
@@ -496,10 +491,8 @@ def jumping_clocks(harness, training):
         harness.start(training.command(run), before=disturb_clock).expect()
         assert_same(run, training.expected)
 
-    for _ in range(1 if harness.cfg.fast else 10):
-        yield attempt(
-            "a clock that jumps by years, and files dated 1970 and 2096: killed, resumed, "
-            "bit-exact",
-            trial,
-            harness.new_path(),
-        )
+    yield from harness.repeat(
+        "a clock that jumps by years, and files dated 1970 and 2096: killed, resumed, bit-exact",
+        trial,
+        10,
+    )

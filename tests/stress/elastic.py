@@ -58,15 +58,14 @@ class Elastic:
 
     def killed_ranks(self):
         """kill -9 of a rank: torchrun restarts both, which resume from the newest checkpoint."""
-        for _ in range(1 if self.harness.cfg.fast else 4):
-            n_kills = 1 if self.harness.cfg.fast else self.harness.rng.choice((1, 2, 3))
-            yield attempt(
-                "kill -9 of a rank under torchrun --max-restarts: restarts by itself, bit-exact",
-                self.kill_ranks,
-                n_kills,
-            )
+        yield from self.harness.repeat(
+            "kill -9 of a rank under torchrun --max-restarts: restarts by itself, bit-exact",
+            self.kill_ranks,
+            4,
+        )
 
-    def kill_ranks(self, n_kills):
+    def kill_ranks(self, _):
+        n_kills = 1 if self.harness.cfg.fast else self.harness.rng.choice((1, 2, 3))
         n_done = 0
         while n_done == 0:  # the run may end before a rank can be killed
             run = self.harness.new_path("restarted")
@@ -91,13 +90,13 @@ class Elastic:
     # other numbers of processes
 
     def changing_numbers_of_processes(self):
-        for _ in range(2 if self.harness.cfg.fast else 20):
-            yield attempt(
-                "2 processes, killed, 1 process, killed, 2 processes: the same batches, losses "
-                "within 1e-5",
-                self.change_number_of_processes,
-                self.harness.new_path("pair"),
-            )
+        yield from self.harness.repeat(
+            "2 processes, killed, 1 process, killed, 2 processes: the same batches, losses within "
+            "1e-5",
+            self.change_number_of_processes,
+            20,
+            fast=2,
+        )
 
     def change_number_of_processes(self, run):
         """Train the 24 micro-batches of 12 steps as two processes, as one, and as two again."""
@@ -120,14 +119,11 @@ class Elastic:
     def train_recording(self, run, log, n_processes, stop_at=None):
         """Train, with each process recording its batches; kill all before micro-batch stop_at."""
 
-        def before(rank=0):
+        def before(rank):
             record_batches(log, stop_at)
 
         command = self.harness.train_command(run)
-        if n_processes == 2:
-            children = self.harness.start_pair(command, before=before)
-        else:
-            children = [self.harness.start(command, before=before)]
+        children = self.harness.start_ranks(command, n_processes, before=before)
         # a rank that is not killed itself loses its peer
         allowed = (0,) if stop_at is None else (-signal.SIGKILL, 1)
         for child in children:
@@ -139,13 +135,12 @@ class Elastic:
 
     def hanging_ranks(self):
         """SIGSTOP: a rank neither answers nor ends."""
-        for _ in range(1 if self.harness.cfg.fast else 5):
-            yield attempt(
-                "a rank that hangs (SIGSTOP): its peer ends after NANOLONG_TIMEOUT with a clear "
-                "error; resumed, bit-exact",
-                self.hang,
-                self.harness.new_path("pair"),
-            )
+        yield from self.harness.repeat(
+            "a rank that hangs (SIGSTOP): its peer ends after NANOLONG_TIMEOUT with a clear error; "
+            "resumed, bit-exact",
+            self.hang,
+            5,
+        )
 
     def hang(self, run):
         hanging_rank = self.harness.rng.randrange(2)
@@ -157,7 +152,7 @@ class Elastic:
 
         command = self.harness.train_command(run, *self.long_run)
         environment = {"NANOLONG_TIMEOUT": "3"}
-        children = self.harness.start_pair(command, env=environment, before=before)
+        children = self.harness.start_ranks(command, env=environment, before=before)
         try:
             children[hanging_rank].wait_until_stopped()
             start = time.monotonic()

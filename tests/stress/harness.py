@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib
 import inspect
@@ -44,25 +45,10 @@ from data import write_tokens
 from nanolong import cli
 from nanolong.run.checkpoint import read_meta, verify
 from nanolong.run.folder import list_steps
-from tests.flags import last_of_each_flag
+from tests.flags import TINY, last_of_each_flag
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TINY = [
-    "--n_layer=2",
-    "--n_head=2",
-    "--n_embd=32",
-    "--block_size=32",
-    "--batch_size=4",
-    "--gradient_accumulation_steps=2",
-    "--max_iters=12",
-    "--warmup_iters=2",
-    "--eval_interval=3",
-    "--eval_iters=2",
-    "--log_interval=1",
-    "--compile=false",
-    "--dtype=float32",
-    "--device=cpu",
-]
+TWELVE_STEPS = ["--gradient_accumulation_steps=2", "--max_iters=12", "--eval_interval=3"]
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal to get when the parent has ended
 TINY_EXTENSION = ["--method=yarn", "--factor=2", "--max_iters=6", "--eval_interval=2"]
 
@@ -212,10 +198,17 @@ class Harness:
         self.n_paths += 1
         return self.folder / f"{name}-{self.n_paths}"
 
+    def repeat(self, description, trial, n, fast=1, cases=((),)):
+        """Attempt trial(new path, *case) with each case, n times, or `fast` times in the tests."""
+        for _ in range(fast if self.cfg.fast else n):
+            for case in cases:
+                yield attempt(description, trial, self.new_path(), *case)
+
     def train_command(self, run, *flags):
         """The tiny training run; resumes where the folder exists."""
         files = [f"--dataset={self.dataset}", f"--out_dir={run}"]
-        return ["train.py", *last_of_each_flag([*TINY, *files, *flags]), *resume_flag(run)]
+        flags = last_of_each_flag([*TINY, *TWELVE_STEPS, *files, *flags])
+        return ["train.py", *flags, *resume_flag(run)]
 
     def extend_command(self, parent, run, *flags):
         """The tiny extension of a run; resumes where the folder exists."""
@@ -236,30 +229,28 @@ class Harness:
             run_child(command, output_file, self.folder, dict(env), before, cpus)
         return Child(pid, output_file)
 
-    def start_pair(self, command, env=(), before=None):
-        """Fork two ranks of one process group, each on one CPU. Returns a list of Child.
+    def start_ranks(self, command, n=2, env=(), before=None):
+        """Fork n ranks of one process group, each on one CPU. Returns a list of Child.
 
-        before: as above, but called with the rank.
+        before: as above, but called with the rank. One rank is an ordinary process.
         """
         cpus = sorted(os.sched_getaffinity(0))
         port = str(free_port())
         children = []
-        for rank in (0, 1):
+        for rank in range(n):
             group = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
+                "WORLD_SIZE": str(n),
+                "LOCAL_WORLD_SIZE": str(n),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "NANOLONG_TIMEOUT": "30",
-                **dict(env),
             }
-            before_rank = None
-            if before:
-                before_rank = with_argument(before, rank)
-            child = self.start(command, group, before_rank, {cpus[rank % len(cpus)]})
-            children.append(child)
+            own_env = {**(group if n > 1 else {}), **dict(env)}
+            own_cpus = {cpus[rank % len(cpus)]} if n > 1 else None
+            own_before = before and functools.partial(before, rank)
+            children.append(self.start(command, own_env, own_before, own_cpus))
         return children
 
     def run(self, command, status=0, seconds=60, **options):
@@ -268,7 +259,7 @@ class Harness:
 
     def run_pair(self, command, seconds=60):
         """Run two ranks to their end."""
-        for child in self.start_pair(command):
+        for child in self.start_ranks(command):
             child.expect(seconds=seconds)
 
     def launch(self, command, *torchrun, env=(), cpus=None):
@@ -292,11 +283,6 @@ class Harness:
                 preexec_fn=lambda: os.sched_setaffinity(0, cpus),
             )
         return process, output_file
-
-
-def with_argument(function, argument):
-    """The function without arguments that calls this one with one."""
-    return lambda: function(argument)
 
 
 def resume_flag(run):

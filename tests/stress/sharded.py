@@ -79,17 +79,16 @@ class Sharded:
     # other numbers of processes, in other layouts
 
     def changing_layouts(self):
-        for _ in range(1 if self.harness.cfg.fast else 5):
-            yield attempt(
-                "4 processes with fsdp, killed, 2 with fsdp, killed, 1, killed, 4 with fsdp and "
-                "sp: losses within 1e-5 of one process",
-                self.change_layouts,
-            )
+        yield from self.harness.repeat(
+            "4 processes with fsdp, killed, 2 with fsdp, killed, 1, killed, 4 with fsdp and sp: "
+            "losses within 1e-5 of one process",
+            self.change_layouts,
+            5,
+        )
 
-    def change_layouts(self):
+    def change_layouts(self, run):
         expected = self.harness.new_path("one")
         wait_for_launcher(*self.train(expected, 1, ()))
-        run = self.harness.new_path("changed")
         for processes, layout in CHANGES:
             # what is not given stays as it was in the run that is resumed
             flags = [] if "--parallel=fsdp" in layout else ["--parallel=ddp"]
