@@ -8,14 +8,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 import typing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flags import TINY as TINY
-from flags import last_of_each_flag
+from flags import SMALLEST, TINY, last_of_each_flag  # noqa: F401  (tests take them from here)
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -24,6 +27,7 @@ from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
+from nanolong.run.folder import list_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = tuple(POSITIONS)  # without those of NANOLONG_ENTRY
@@ -85,17 +89,109 @@ def pytest_collection_modifyitems(config, items):
     items[:] = longest[:1] + rest[:half] + longest[1:] + rest[half:]
 
 
+# -----------------------------------------------------------------------------
+# Scripts as processes, what they end with, and the runs that they leave.
+
+
+def assert_success(done):
+    """Exit status 0; returns what is given."""
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+    return done
+
+
+def assert_refused(done, *phrases):
+    """Exit status 2, and one line on stderr that has all the phrases; returns that line."""
+    assert done.returncode == 2, (done.returncode, done.stdout[-500:], done.stderr[-1500:])
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    for phrase in phrases:
+        assert phrase in lines[0], lines[0]
+    return lines[0]
+
+
+def command_of(script, *words, processes=0, launcher=()):
+    """The command of a script, which torchrun starts where it has processes."""
+    command = [sys.executable]
+    if processes:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [*command, *launcher, str(ROOT / script), *last_of_each_flag(words)]
+
+
+def start(script, *words, processes=0, launcher=(), env=None):
+    """Start a script, and do not wait for it."""
+    return subprocess.Popen(
+        command_of(script, *words, processes=processes, launcher=launcher),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def run_python(code, *words, cwd=ROOT, env=None, **options):
+    """Run code in a process of its own; returns it finished, with stdout and stderr as text.
+
+    Code that imports transformers runs outside the project, with env=OFFLINE.
+    """
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.time() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.time() < end, "too slow"
+        time.sleep(0.01)
+
+
+def newest(run):
+    """The folder of a run's last checkpoint."""
+    return list_steps(run)[-1]
+
+
+def logged(run, name=None):
+    """The rows of a run's log.jsonl, or the numbers of that name in them."""
+    rows = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
+    return rows if name is None else [row[name] for row in rows if name in row]
+
+
+def content(folder):
+    """Path -> bytes of all files but the lock, whose content is the last writer's number."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != "lock")
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
+
+
+def assert_same_bits(run, other):
+    """The newest checkpoints of two runs hold the same tensors, and their logs the same numbers."""
+    assert newest(run).name == newest(other).name
+    for file in ("model.safetensors", "optim.safetensors"):
+        x, y = load_file(newest(run) / file), load_file(newest(other) / file)
+        assert x.keys() == y.keys()
+        assert all(torch.equal(x[key], y[key]) for key in x), file
+    logs = [[row for row in logged(folder) if "changed" not in row] for folder in (run, other)]
+    for row in (*logs[0], *logs[1]):
+        row.pop("tokens_per_second", None)
+    assert logs[0] == logs[1]
+
+
 @pytest.fixture
 def run():
     """Run a script in a process of its own; returns it finished, with stdout and stderr as text."""
 
     def run(*words, cwd=ROOT, processes=0, env=None, **options):
-        launcher = [sys.executable]
-        if processes:
-            launcher += ["-m", "torch.distributed.run", "--standalone"]
-            launcher += [f"--nproc_per_node={processes}"]
         return subprocess.run(
-            [*launcher, str(ROOT / words[0]), *last_of_each_flag(words[1:])],
+            command_of(*words, processes=processes),
             cwd=cwd,
             env={**os.environ, **(env or {})},
             capture_output=True,
@@ -182,3 +278,38 @@ def rng():
     print("seed", seed)
     torch.manual_seed(seed)
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def save_run(make, tmp_path):
+    """A function that writes the run folder of an untrained model of bytes, and returns it."""
+
+    def save_run(name="run", meta=None, **settings):
+        model = make(**{"vocab_size": 257, **settings})
+        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256, "step": 1}
+        model.meta.update(meta or {})
+        model.save(tmp_path / name / "step-000001")
+        return tmp_path / name
+
+    return save_run
+
+
+@pytest.fixture
+def runs(save_run, text_data):
+    """Run folders of untrained models that name their data: RoPE, learned positions, ALiBi."""
+    meta = {"dataset": str(text_data), "data_hash": data.Dataset(str(text_data)).hash}
+    return [save_run(pos, meta, pos=pos) for pos in ("rope", "learned", "alibi")]
+
+
+class Operators(TorchDispatchMode):
+    """Inside `with`, list each operator that runs with the tensors that it takes and returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, result)) if torch.is_tensor(x)]
+        self.calls.append((operator.name(), tensors))
+        return result

@@ -17,6 +17,19 @@ TINY = [
     "--device=cpu",
 ]
 
+# the same for train.TrainConfig, and shorter still
+SMALLEST = {
+    "batch_size": 2,
+    "max_iters": 4,
+    "warmup_iters": 1,
+    "eval_interval": 2,
+    "eval_iters": 2,
+    "log_interval": 1,
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": False,
+}
+
 
 def last_of_each_flag(words):
     """Drop every --name=value that a later one replaces."""

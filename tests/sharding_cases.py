@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from flags import SMALLEST
 from torch.distributed.tensor import distribute_tensor
 
 from model import GPT, POSITIONS, GPTConfig
@@ -28,17 +29,12 @@ from train import TrainConfig, train
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "block_size": 32}
 SHORT = {
-    "batch_size": 2,
+    **SMALLEST,
     "gradient_accumulation_steps": 4,
     "max_iters": 20,
-    "warmup_iters": 2,
     "eval_interval": 10,
     "eval_iters": 7,  # not divisible by the number of processes
-    "log_interval": 1,
     "lr_schedule": "constant",
-    "device": "cpu",
-    "dtype": "float32",
-    "compile": False,
 }
 
 

@@ -1,13 +1,12 @@
 """Chat templates compared with transformers, and sample.py --chat."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from test_hf_tokenizer import HARD_TEXTS, training_texts
+from conftest import OFFLINE, assert_refused, assert_success, run_python
+from test_hf_tokenizer import HARD_TEXTS, make_byte_level, train_byte_level, training_texts
 
 import data
 from nanolong import chat
@@ -101,17 +100,8 @@ json.dump(answers, sys.stdout)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The folder of a tokenizer for each of TEMPLATES: name -> folder."""
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = byte_level(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=SPECIAL,
-        initial_alphabet=byte_level.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(training_texts(), trainer)
+    made, _ = make_byte_level("gpt2")
+    train_byte_level(made, training_texts(), 500, SPECIAL)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -133,15 +123,8 @@ def folders(tmp_path_factory):
 def test_templates_are_rendered_as_transformers_renders_them(folders, tmp_path):
     """Text and token ids, of conversations with and without the start of an answer."""
     conversations = [(messages, prompt) for messages in MESSAGES for prompt in (True, False)]
-    done = subprocess.run(
-        [sys.executable, "-c", TRANSFORMERS_SCRIPT, *folders.values()],
-        input=json.dumps(conversations),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr
+    options = {"cwd": tmp_path, "env": OFFLINE, "input": json.dumps(conversations)}
+    done = assert_success(run_python(TRANSFORMERS_SCRIPT, *folders.values(), **options))
     n_refused = 0
     for folder, answers in zip(folders.values(), json.loads(done.stdout), strict=True):
         tokenizer = read_tokenizer_json(folder)
@@ -251,8 +234,7 @@ def test_a_special_token_of_a_model_without_a_template_is_noted(call, make, tmp_
     done = call("sample.py", tmp_path / "run", "--start=<bos>a", "--max_new_tokens=1")
     note = "note: '<bos>' in the prompt is encoded as plain text, not as a special token\n"
     assert done.stderr == note
-    done = call("sample.py", tmp_path / "run", "--start=a", "--chat")
-    assert done.returncode == 2 and "no chat template" in done.stderr
+    assert_refused(call("sample.py", tmp_path / "run", "--start=a", "--chat"), "no chat template")
 
 
 @pytest.mark.parametrize(

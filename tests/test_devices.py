@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, assert_success, run_python
 
 from nanolong import devices, memory, provenance
 from nanolong.errors import UserError
@@ -64,15 +64,6 @@ def test_dtype_follows_the_device(monkeypatch):
         devices.pick_dtype("float16", MPS)
 
 
-def test_autocast_changes_the_dtype_of_matrix_products_only():
-    a = torch.ones(2, 2)
-    with devices.autocast(CPU, torch.bfloat16):
-        assert (a @ a).dtype == torch.bfloat16
-        assert (a + a).dtype == torch.float32
-    with devices.autocast(CPU, torch.float32):
-        assert (a @ a).dtype == torch.float32
-
-
 def test_compilation_is_left_out_with_a_reason(monkeypatch):
     assert devices.pick_compile(False, CPU, 10**6) == (False, None)
     assert "a run this short" in devices.pick_compile(None, CPU, 499)[1]
@@ -114,7 +105,9 @@ def test_provenance_names_commit_hardware_version_and_date():
     assert re.match(rf"{torch.get_num_threads()} threads? of ", parts[1])
 
 
-def test_signals_are_noted_and_handlers_restored():
+@pytest.mark.parametrize(("rank", "answer"), [("0", "stopping after this step"), ("1", "")])
+def test_signals_are_noted_and_answered_and_handlers_restored(rank, answer, capfd, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
     before = signal.getsignal(signal.SIGTERM)
     with signals.catch_signals() as stop_signals:
         assert not stop_signals
@@ -122,6 +115,7 @@ def test_signals_are_noted_and_handlers_restored():
         signal.raise_signal(signal.SIGINT)  # at once, as of an impatient terminal: noted, too
         assert len(stop_signals) == 2
     assert signal.getsignal(signal.SIGTERM) is before
+    assert answer in capfd.readouterr().err
 
 
 def test_a_second_signal_in_earnest_ends_the_process():
@@ -134,7 +128,7 @@ def test_a_second_signal_in_earnest_ends_the_process():
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    print('still here')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_python(code)
     assert done.returncode == -signal.SIGTERM and not done.stdout, done.stderr
 
 
@@ -149,15 +143,6 @@ def test_signals_can_be_caught_outside_the_main_thread():
     thread.start()
     thread.join()
     assert caught == [0]
-
-
-def test_the_first_signal_is_answered_at_once(capfd, monkeypatch):
-    for rank, expected in (("0", "stopping after this step"), ("1", "")):
-        monkeypatch.setenv("RANK", rank)
-        with signals.catch_signals():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        assert expected in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -194,8 +179,7 @@ def test_a_clean_up_that_fails_still_ends_the_process():
         "        signal.raise_signal(signal.SIGTERM)\n"
         "        time.sleep(30)\n"
     )
-    words = [sys.executable, "-c", code]
-    assert subprocess.run(words, cwd=ROOT, timeout=20).returncode == 130
+    assert run_python(code, timeout=20).returncode == 130
 
 
 def test_after_it_signals_are_noted_again(capfd):
@@ -217,13 +201,11 @@ def test_a_lock_is_held_once_and_released(tmp_path):
         "from nanolong.run.lock import lock\n"
         "lock(Path(sys.argv[1]))\n"
     )
-    words = [sys.executable, "-c", code, str(tmp_path)]
-    other = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    other = run_python(code, tmp_path)
     assert f"process {os.getpid()} is writing to {tmp_path}: wait for it" in other.stderr
     lock.unlock(tmp_path)
     lock.unlock(tmp_path)
-    other = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert other.returncode == 0, other.stderr
+    assert_success(run_python(code, tmp_path))
 
 
 def test_one_process_without_torchrun(monkeypatch):

@@ -2,12 +2,10 @@
 
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import assert_success, run_python
 
 import kernels
 from kernels import eager, reference
@@ -109,52 +107,6 @@ ATTENTION_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=case_name)
-def test_attention_matches_loops(case, rng):
-    B, H, Tk, D = 2, 6, 13, 7
-    Tq = case.get("Tq", Tk)
-    Hk = case.get("Hk", H)
-    q = torch.randn(B, H, Tq, D).double()
-    k = torch.randn(B, Hk, Tk, D).double()
-    v = torch.randn(B, Hk, Tk, D).double()
-    bias = case.get("bias")
-    if bias == "slopes":
-        bias = torch.rand(H).double()
-    elif bias is not None:
-        bias = torch.randn(H, bias).double()
-    positions = None
-    if case.get("positions") == "shared":
-        positions = sorted_positions(rng, Tk)
-    elif case.get("positions") == "per sequence":
-        positions = torch.stack([sorted_positions(rng, Tk) for _ in range(B)])
-    docs = None
-    if case.get("docs"):
-        docs = torch.tensor([sorted(rng.integers(0, 3, Tk)) for _ in range(B)])
-    options = {
-        "window": case.get("window", 0),
-        "sinks": case.get("sinks", 0),
-        "positions": positions,
-        "docs": docs,
-        "causal": case.get("causal", True),
-    }
-    expected = attention_by_loops(q, k, v, bias, scale=case.get("scale", D**-0.5), **options)
-
-    y = reference.attention(q, k, v, bias=bias, scale=case.get("scale"), **options)
-    assert (y - expected).abs().max() < 1e-12
-    y = kernels.attention(q, k, v, bias=bias, scale=case.get("scale"), **options)
-    # what is added to the scores is float32
-    assert (y - expected).abs().max() < (1e-12 if bias is None else 1e-6)
-    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
-        y = kernels.attention(
-            *(t.to(dtype) for t in (q, k, v)),
-            bias=None if bias is None else bias.float(),
-            scale=case.get("scale"),
-            **options,
-        )
-        assert y.dtype == dtype
-        assert (y.double() - expected).norm() / expected.norm() < limit
-
-
 RELATIVE_CASES = [
     {},
     {"heads": 1},
@@ -170,54 +122,66 @@ RELATIVE_CASES = [
     {"causal": False},
     {"causal": False, "m": 5, "offsets": True},
     {"window": 4, "sinks": 2},
-    {"window": 6, "positions": True, "Tq": 5, "m": 5},
+    {"window": 6, "positions": "per sequence", "Tq": 5, "m": 5},
     {"docs": True, "Hk": 3},
-    {"docs": True, "bias": True, "window": 3, "m": 5, "Tq": 6},
-    {"scale": 0.3, "bias": True, "offsets": True},
+    {"docs": True, "bias": 6, "window": 3, "m": 5, "Tq": 6},
+    {"scale": 0.3, "bias": 6, "offsets": True},
 ]
 
 
-@pytest.mark.parametrize("case", RELATIVE_CASES, ids=case_name)
-def test_relative_attention_and_its_gradients_match_loops(case, rng):
+RELATIVE_CASES = [{"vectors": True, **case} for case in RELATIVE_CASES]
+
+
+def random_mask(case, B, Tk, rng):
+    """The options of a case that say which keys a query sees."""
+    positions = docs = None
+    if case.get("positions") == "shared":
+        positions = sorted_positions(rng, Tk)
+    elif case.get("positions") == "per sequence":
+        positions = torch.stack([sorted_positions(rng, Tk) for _ in range(B)])
+    if case.get("docs"):
+        docs = torch.tensor([sorted(rng.integers(0, 3, Tk)) for _ in range(B)])
+    options = {"window": case.get("window", 0), "sinks": case.get("sinks", 0)}
+    return {**options, "positions": positions, "docs": docs, "causal": case.get("causal", True)}
+
+
+def random_bias(case, H):
+    bias = case.get("bias")
+    if bias is None:
+        return None
+    return torch.rand(H) if bias == "slopes" else torch.randn(H, bias)
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES + RELATIVE_CASES, ids=case_name)
+def test_attention_and_its_gradients_match_loops(case, rng):
     B, H, Tk, D = 2, 6, 13, 7
-    Tq = case.get("Tq", Tk)
-    Hk = case.get("Hk", H)
-    m = case.get("m", Tk)
+    Tq, Hk = case.get("Tq", Tk), case.get("Hk", H)
 
     def leaf(*shape):
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
-    q, k, v = leaf(B, H, Tq, D), leaf(B, Hk, Tk, D), leaf(B, Hk, Tk, D)
-    keys = leaf(case.get("heads", H), m, D)
-    values = leaf(*keys.shape) if case.get("values", True) else None
-    offsets = (leaf(H, D), leaf(H, D)) if case.get("offsets") else None
-    bias = torch.randn(H, 6) if case.get("bias") else None
-    positions = docs = None
-    if case.get("positions"):
-        positions = torch.stack((torch.arange(13), torch.arange(13) + 4))
-    if case.get("docs"):
-        docs = torch.tensor([sorted(rng.integers(0, 3, Tk)) for _ in range(B)])
-    options = {
-        "window": case.get("window", 0),
-        "sinks": case.get("sinks", 0),
-        "positions": positions,
-        "docs": docs,
-        "causal": case.get("causal", True),
-    }
-    expected = attention_by_loops(
-        q,
-        k,
-        v,
-        None if bias is None else bias.double(),
-        scale=case.get("scale", D**-0.5),
-        relative=(keys, values, offsets),
-        **options,
-    )
-    options = {**options, "bias": bias, "scale": case.get("scale")}
+    def low(t, dtype):
+        return None if t is None else t.detach().to(dtype)
 
-    for attention in (reference.attention, kernels.attention):
-        y = attention(q, k, v, relative=(keys, values, offsets), **options)
-        assert (y - expected).abs().max() < (1e-12 if bias is None else 1e-6)
+    q, k, v = leaf(B, H, Tq, D), leaf(B, Hk, Tk, D), leaf(B, Hk, Tk, D)
+    keys = values = offsets = None
+    if case.get("vectors"):
+        keys = leaf(case.get("heads", H), case.get("m", Tk), D)
+        values = leaf(*keys.shape) if case.get("values", True) else None
+        offsets = (leaf(H, D), leaf(H, D)) if case.get("offsets") else None
+    relative = None if keys is None else (keys, values, offsets)
+    bias = random_bias(case, H)
+    wide_bias = low(bias, torch.float64)
+    options = random_mask(case, B, Tk, rng)
+    scale = case.get("scale", D**-0.5)
+    expected = attention_by_loops(q, k, v, wide_bias, scale=scale, relative=relative, **options)
+
+    options["scale"] = case.get("scale")
+    y = reference.attention(q, k, v, bias=wide_bias, relative=relative, **options)
+    assert (y - expected).abs().max() < 1e-12
+    y = kernels.attention(q, k, v, bias=bias, relative=relative, **options)
+    # what is added to the scores is float32
+    assert (y - expected).abs().max() < (1e-12 if bias is None else 1e-6)
     leaves = [t for t in (q, k, v, keys, values, *(offsets or ())) if t is not None]
     dy = torch.randn_like(expected)
     expected_grads = torch.autograd.grad((expected * dy).sum(), leaves, allow_unused=True)
@@ -226,30 +190,14 @@ def test_relative_attention_and_its_gradients_match_loops(case, rng):
         expected_grad = 0 if expected_grad is None else expected_grad
         assert (grad - expected_grad).abs().max() < (1e-11 if bias is None else 1e-5)
 
-    def low(t, dtype):
-        return None if t is None else t.detach().to(dtype)
-
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
-        low_offsets = tuple(low(t, dtype) for t in offsets) if offsets else None
-        relative = (low(keys, dtype), low(values, dtype), low_offsets)
-        y = kernels.attention(*(low(t, dtype) for t in (q, k, v)), relative=relative, **options)
+        if relative:
+            low_offsets = tuple(low(t, dtype) for t in offsets) if offsets else None
+            relative = (low(keys, dtype), low(values, dtype), low_offsets)
+        inputs = [low(t, dtype) for t in (q, k, v)]
+        y = kernels.attention(*inputs, bias=bias, relative=relative, **options)
         assert y.dtype == dtype
         assert (y.double() - expected).norm() / expected.norm() < limit
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-@pytest.mark.parametrize("n_keys", [1, 2, 4, 9])
-def test_moving_distances_to_keys_is_a_gather(n, n_keys, rng):
-    """And moving keys to distances is its transpose, a scatter."""
-    x = torch.randn(2, n, n + n_keys - 1, dtype=torch.float64)
-    p = torch.randn(2, n, n_keys, dtype=torch.float64)
-    index = n - 1 - torch.arange(n)[:, None] + torch.arange(n_keys)
-    index = index.expand(2, n, n_keys)
-    to_keys = eager._distances_to_keys(x, n_keys)
-    to_distances = eager._keys_to_distances(p)
-    assert torch.equal(to_keys, x.gather(2, index))
-    assert torch.equal(to_distances, torch.zeros_like(x).scatter(2, index, p))
-    assert ((to_keys * p).sum() - (x * to_distances).sum()).abs() < 1e-12
 
 
 def test_relative_attention_in_chunks_of_queries_is_the_same(rng):
@@ -266,35 +214,6 @@ def test_relative_attention_in_chunks_of_queries_is_the_same(rng):
             kernels.attention(q[:, :, i:end], k[:, :, :end], v[:, :, :end], relative=relative)
         )
     assert (torch.cat(parts, 2) - whole).abs().max() < 1e-4
-
-
-def test_attention_in_chunks_of_queries_is_the_same(monkeypatch, rng):
-    """A long context is computed a chunk of queries at a time."""
-    q, k, v = (torch.randn(1, 2, 600, 8) for _ in range(3))
-    bias = torch.randn(2, 9)
-    whole = kernels.attention(q, k, v, bias=bias, window=100)
-    sizes = []
-    attention_mask = eager._attention_mask
-
-    def recorded(n, *rest):
-        sizes.append(n)
-        return attention_mask(n, *rest)
-
-    monkeypatch.setattr(eager, "_attention_mask", recorded)
-    n = 64  # the same call with queries cut manually
-    parts = []
-    for i in range(0, 576, n):
-        end = i + n
-        parts.append(
-            eager.attention(q[:, :, i:end], k[:, :, :end], v[:, :, :end], bias=bias, window=100)
-        )
-    assert max(sizes) == n
-    assert (torch.cat(parts, 2) - whole[:, :, :576]).abs().max() < 1e-5
-
-    sizes.clear()
-    long = torch.randn(1, 1, 1, 8).expand(1, 1, 5000, 8)
-    eager.attention(long, long, long, bias=torch.zeros(1))
-    assert len(sizes) == 2 and sum(sizes) == 5000
 
 
 @pytest.mark.parametrize("n_queries", [37, 5, 1])
@@ -543,6 +462,5 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 linear_cross_entropy(x, weight, targets).backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = assert_success(run_python(code))
     assert float(done.stdout) < 700, f"{done.stdout} MB"

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, assert_success
 
 import data
 from experiments.report import hash_code
@@ -126,8 +126,7 @@ def test_an_entry_goes_from_training_to_sampling(entry, call, text_data, tmp_pat
         assert refused.returncode == 2, words
         assert f"--entry='{entry}'" in refused.stderr and "damaged" not in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
-        done = call_anew(*words, f"--entry={entry}")
-        assert done.returncode == 0, done.stderr
+        assert_success(call_anew(*words, f"--entry={entry}"))
     extended = call_anew("sample.py", f"{run}-none4", f"--entry={entry}", "--max_new_tokens=3")
     assert extended.returncode == 0, extended.stderr
 
@@ -186,8 +185,7 @@ def test_an_edited_entry_is_named_with_old_weights(entry, call, text_data, tmp_p
 
     def call_anew(*words):
         POSITIONS.pop("my decay", None)  # as in a process of its own
-        done = call(*words, f"--entry={entry}")
-        assert done.returncode == 0, done.stderr
+        done = assert_success(call(*words, f"--entry={entry}"))
         return done
 
     call_anew("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={run}")

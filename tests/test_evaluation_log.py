@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, assert_success
 
-import data
 import evaluate
 from model import GPT
 from nanolong import evaluation_log, scoring
@@ -19,15 +18,9 @@ NEEDLE = ["--task=needle", "--lengths=24,48", "--depths=2", "--trials=2"]
 
 
 @pytest.fixture
-def runs(make, text_data, tmp_path):
-    """Two run folders of untrained models."""
-    meta = {"dataset": str(text_data), "data_hash": data.Dataset(str(text_data)).hash}
-    meta |= {"bos": 256, "tokenizer": data.ByteTokenizer().to_json(), "step": 1}
-    for pos in ("rope", "alibi"):
-        model = make(pos=pos, vocab_size=257)
-        model.meta = meta
-        model.save(tmp_path / pos / "step-000001")
-    return tmp_path / "rope", tmp_path / "alibi"
+def runs(runs):
+    """Those that are not bounded by their context."""
+    return runs[0], runs[2]
 
 
 @pytest.fixture
@@ -91,33 +84,6 @@ def test_the_time_left_follows_from_the_flops_of_each_checkpoint(make, monkeypat
     ]
 
 
-def test_a_measurement_costs_its_tokens_and_their_attention(make, text_data, monkeypatch):
-    """6 FLOPs per weight, and 12 per layer, channel and key; the same text at both lengths."""
-    planned = []
-    monkeypatch.setattr(evaluation_log, "measure_all", lambda plan, log: planned.extend(plan))
-    model = make(vocab_size=257)
-    model.meta = {"dataset": str(text_data), "bos": 256}
-    cfg = evaluate.EvaluateConfig(max_tokens=960, protocol=("chunked",))
-    evaluate.measure_losses({"m": model}, cfg, (24, 48))
-    weights = 2 * (4 * 32 * 32 + 3 * 32 * model.config.mlp_dim) + 32 * 257
-    for measurement in planned:
-        expected = 960 * (6 * weights + 12 * 2 * 32 * measurement.length)
-        assert measurement.flops == expected
-    assert [measurement.length for measurement in planned] == [24, 48]
-
-
-@pytest.mark.parametrize(("words", "count"), [(LOSS, 8), (NEEDLE, 12)])
-def test_every_measurement_prints_what_it_found_and_the_time_left(words, count, runs, call):
-    done = call("evaluate.py", *runs, *words)
-    assert done.returncode == 0 and not unexpected(done)
-    lines = lines_of(done)
-    assert len(lines) == count
-    for number, line in enumerate(lines, 1):
-        assert line.startswith(f"measured {number} of {count}: ")
-        assert ("s, about " in line and " left)" in line) == (number < count)
-        assert "nats per token" in line or "passkey" in line
-
-
 # -----------------------------------------------------------------------------
 # Stopping and going on
 
@@ -127,8 +93,13 @@ def test_a_stopped_evaluation_goes_on_with_the_same_records(
     words, count, runs, call, measured, tmp_path, monkeypatch
 ):
     whole, file = tmp_path / "whole.json", tmp_path / "a.json"
-    assert call("evaluate.py", *runs, *words, f"--json={whole}").returncode == 0
-    assert len(measured) == count
+    done = call("evaluate.py", *runs, *words, f"--json={whole}")
+    assert done.returncode == 0 and not unexpected(done)
+    assert len(measured) == len(lines_of(done)) == count
+    for number, line in enumerate(lines_of(done), 1):
+        assert line.startswith(f"measured {number} of {count}: ")
+        assert ("s, about " in line and " left)" in line) == (number < count)
+        assert "nats per token" in line or "passkey" in line
     measured.clear()
 
     # Ctrl-C in the sixth measurement: five are in the file, and nothing else is.
@@ -216,8 +187,7 @@ def test_what_depends_on_something_else_is_measured_again(runs, call, measured, 
 
     def n_measured(*words):
         measured.clear()
-        done = call("evaluate.py", rope, *words, f"--json={file}", "--device=cpu")
-        assert done.returncode == 0, done.stderr
+        assert_success(call("evaluate.py", rope, *words, f"--json={file}", "--device=cpu"))
         return len(measured)
 
     loss = ["--lengths=24,48", "--max_tokens=960", "--dtype=float32", "--protocol=last-quarter"]
@@ -260,19 +230,6 @@ def test_other_code_measures_again_and_says_so(runs, call, measured, monkeypatch
     assert done.stderr.startswith(f"note: {tmp_path}/a.json has 6 records that other settings, ")
 
 
-def test_a_loss_that_is_no_number_is_measured_again(runs, call, measured, tmp_path):
-    """null in the file may have been an infinity."""
-    model = GPT.load(runs[0])
-    model.norm.weight.data.fill_(float("nan"))
-    model.meta.pop("checksums")
-    model.save(tmp_path / "bad/step-000001")
-    words = [tmp_path / "bad", "--lengths=24", "--max_tokens=48", f"--json={tmp_path}/a.json"]
-    for _ in range(2):
-        measured.clear()
-        done = call("evaluate.py", *words)
-        assert done.returncode == 0 and len(measured) == 1 and "reused" not in done.stdout
-
-
 @pytest.mark.parametrize(
     "content", ["my notes", '{"task": "loss"}', "[1, 2]", '[{"task": "probe"}]', "[[]]", '"loss"']
 )
@@ -290,8 +247,7 @@ def test_links_and_devices_are_written_not_replaced(runs, call, tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "a.json")
     (tmp_path / "null").symlink_to("/dev/null")
     for name in ("link.json", "null"):
-        done = call(*words, f"--json={tmp_path / name}")
-        assert done.returncode == 0, done.stderr
+        assert_success(call(*words, f"--json={tmp_path / name}"))
         assert (tmp_path / name).is_symlink()
     assert len(json.loads((tmp_path / "a.json").read_text())) == 2
     assert not (tmp_path / "null").is_file()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, assert_success
 
 from model import GPT, POSITIONS
 from nanolong.attention_maps import attention_maps
@@ -136,8 +136,7 @@ def test_a_scheme_goes_from_training_to_sampling(name, call, text_data, tmp_path
 
     def call_anew(*words):
         POSITIONS.pop(name)  # as in a process of its own
-        done = call(*words, f"--entry={FILES[name]}")
-        assert done.returncode == 0, done.stderr
+        done = assert_success(call(*words, f"--entry={FILES[name]}"))
         return done
 
     runs = [tmp_path / run for run in ("trained", "yarn", "dynamic")]

@@ -10,7 +10,7 @@ import tempfile
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 matplotlib.use("Agg")
 
@@ -62,11 +62,6 @@ def test_notebooks_run(notebook, text_data, tmp_path, monkeypatch, entries_do_no
     assert len(shown) == code.count("plt.show()") and all(shown)
 
 
-def run_python(code, folder):
-    words = [sys.executable, "-c", code]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True)
-
-
 @pytest.mark.skipif(not shutil.which("git"), reason="there is no git")
 def test_a_notebook_that_is_alone_fetches_the_repository(tmp_path):
     """From the address in its first cell, which is the same in all notebooks."""
@@ -75,7 +70,7 @@ def test_a_notebook_that_is_alone_fetches_the_repository(tmp_path):
     code = first_cells.pop() + "\nprint(root)"
     alone = tmp_path / "elsewhere" / "downloads"
     alone.mkdir(parents=True)
-    done = run_python(code.replace('REPOSITORY = "', 'REPOSITORY = ""  # "'), alone)
+    done = run_python(code.replace('REPOSITORY = "', 'REPOSITORY = ""  # "'), cwd=alone)
     assert "put the address of its repository into REPOSITORY" in done.stderr
 
     source = tmp_path / "source"
@@ -86,6 +81,6 @@ def test_a_notebook_that_is_alone_fetches_the_repository(tmp_path):
         subprocess.run([*git, *words], check=True)
     code = re.sub('REPOSITORY = ".*?"', f"REPOSITORY = {source.as_uri()!r}", code)
     for _ in range(2):  # the second time it is there
-        done = run_python(code, alone)
+        done = run_python(code, cwd=alone)
         assert done.stdout.strip() == str(alone / "nanoLong"), done.stderr
         assert (alone / "nanoLong" / "model.py").is_file()

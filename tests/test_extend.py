@@ -11,8 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
+from conftest import ROOT, SMALLEST, assert_refused, assert_same_bits, assert_success, newest
 
 import data
 import evaluate
@@ -26,15 +25,7 @@ from nanolong.extension import read_options
 from nanolong.run.checkpoint import read_meta
 from nanolong.run.folder import list_steps
 
-SETTINGS = {
-    "batch_size": 4,
-    "max_iters": 2,
-    "warmup_iters": 1,
-    "eval_iters": 1,
-    "device": "cpu",
-    "dtype": "float32",
-    "compile": False,
-}
+SETTINGS = {**SMALLEST, "batch_size": 4, "max_iters": 2, "eval_iters": 1}
 # the heading of a table of losses
 REPORT = "last-quarter (the last quarter of each sequence), nats per token"
 TEXT = (ROOT / "LICENSE").read_bytes()
@@ -54,19 +45,6 @@ def trained(text_data, tmp_path_factory):
 
 
 @pytest.fixture
-def untrained(make, tmp_path):
-    """A function that saves a model without a record of its training, and returns its folder."""
-
-    def untrained(**settings):
-        model = make(vocab_size=257, **settings)
-        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
-        model.save(tmp_path / "untrained" / "step-000001")
-        return tmp_path / "untrained"
-
-    return untrained
-
-
-@pytest.fixture
 def extend_run(call, tmp_path):
     """A function that runs extend.py; by default it writes the folder extended of tmp_path."""
 
@@ -74,23 +52,6 @@ def extend_run(call, tmp_path):
         return call("extend.py", run, f"--out_dir={tmp_path}/extended", "--device=cpu", *words)
 
     return extend_run
-
-
-def assert_success(done):
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def assert_refused(done, *phrases):
-    """Exit status 2, and one line on stderr that has all the phrases."""
-    assert done.returncode == 2, done.stdout
-    assert len(done.stderr.splitlines()) == 1
-    for phrase in phrases:
-        assert phrase in done.stderr
-
-
-def newest(run):
-    return list_steps(run)[-1]
 
 
 # -----------------------------------------------------------------------------
@@ -131,64 +92,26 @@ def test_extending_alone_opens_no_dataset(trained, extend_run, no_data, tmp_path
     assert model.meta["pretraining_tokens"] == parent.meta["tokens"] == 2 * 4 * 32
 
 
-def test_extending_alone_works_where_the_dataset_is_gone(extend_run, text_data, tmp_path):
-    dataset = tmp_path / "dataset"
-    shutil.copytree(text_data, dataset)
-    run = train_run(dataset, tmp_path / "run")
-    shutil.rmtree(dataset)
-    assert_success(extend_run(run, "--max_iters=0"))
-    assert newest(tmp_path / "extended").name == "step-000000"
-    done = extend_run(run, "--max_iters=1", f"--out_dir={tmp_path}/trained")
-    assert_refused(done, str(dataset))
-
-
-def test_extending_alone_needs_no_record_of_training(untrained, extend_run, no_data, tmp_path):
+def test_extending_alone_needs_no_record_of_training(save_run, extend_run, no_data, tmp_path):
     """Such as an imported checkpoint, which has neither data nor a learning rate."""
-    run = untrained()
+    run = save_run()
     assert_refused(extend_run(run), "no record", "--dataset", "--learning_rate", "--max_iters=0")
     assert_success(extend_run(run, "--max_iters=0"))
     assert read_meta(newest(tmp_path / "extended"))["train"] == {}
 
 
-def test_an_imported_model_is_extended_without_data_and_measured_on_a_text(
-    make, extend_run, no_data, tmp_path
-):
-    model = make(vocab_size=PADDED_VOCAB_SIZE, n_layer=1)
-    model.meta = {"tokenizer": import_tokenizer("smollm2").to_json(), "bos": None}
-    model.save(tmp_path / "imported" / "step-000000")
-    done = assert_success(extend_run(tmp_path / "imported", "--max_iters=0", "--factor=2"))
-    assert REPORT not in done.stdout
-    words = ["--max_iters=0", "--factor=2", f"--text={ROOT}/LICENSE", "--overwrite"]
-    done = assert_success(extend_run(tmp_path / "imported", *words))
-    assert done.stdout.count(REPORT) == 1
-    for length in (24, 48):
-        assert f"position, nats per token, in sequences of {length} tokens" in done.stdout
-
-
-def test_an_extension_is_named_after_its_run_method_and_factor(untrained, call):
-    run = untrained()
+def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
+    run = save_run()
     for words, name in (([], "yarn4"), (["--method=pi", "--factor=2.5"], "pi2.5")):
         assert_success(call("extend.py", run, "--max_iters=0", *words))
         assert list_steps(f"{run}-{name}")
     assert_refused(call("extend.py", run, "--max_iters=0"), "yarn4", "--init_from=resume")
 
 
-def test_the_command_to_go_on_with_can_be_pasted(untrained, call, tmp_path):
+def test_the_command_to_go_on_with_can_be_pasted(save_run, call, tmp_path):
     out = tmp_path / "my run"
-    done = assert_success(call("extend.py", untrained(), "--max_iters=0", f"--out_dir={out}"))
+    done = assert_success(call("extend.py", save_run(), "--max_iters=0", f"--out_dir={out}"))
     assert done.stdout.endswith(f"sample from it with python sample.py '{out}'\n")
-
-
-def test_a_second_extension_multiplies_the_factors(trained, extend_run, tmp_path):
-    words = ["--method=yarn", "--max_iters=0"]
-    assert_success(extend_run(trained, *words, "--factor=2", f"--out_dir={tmp_path}/by2"))
-    assert_success(extend_run(tmp_path / "by2", *words, "--factor=4", f"--out_dir={tmp_path}/by8"))
-    assert_success(extend_run(trained, *words, "--factor=8"))
-    twice, once = GPT.load(tmp_path / "by8"), GPT.load(tmp_path / "extended")
-    assert twice.config == once.config
-    assert twice.config.extension["factor"] == 8
-    assert torch.equal(twice.pos.inv_freq, once.pos.inv_freq)
-    assert twice.meta["pretraining_tokens"] == once.meta["pretraining_tokens"]
 
 
 # -----------------------------------------------------------------------------
@@ -243,6 +166,7 @@ def test_fine_tuning_is_measured_on_the_text_before_and_after(trained, extend_ru
     done = assert_success(extend_run(trained, "--max_iters=1", "--factor=2", f"--text={text}"))
     first, second = (done.stdout.split(REPORT)[i] for i in (1, 2))
     assert "before" in first and "after" in second
+    assert "50.00%" in done.stdout  # one step of the two of pretraining
 
 
 def test_texts_that_cannot_be_evaluated_are_refused(trained, extend_run, make, tmp_path):
@@ -254,20 +178,6 @@ def test_texts_that_cannot_be_evaluated_are_refused(trained, extend_run, make, t
     done = extend_run(tmp_path / "nameless", "--max_iters=0", f"--text={short}")
     assert_refused(done, "tokenizer", "--dataset")
     assert not (tmp_path / "extended").exists()
-
-
-def test_a_dataset_of_another_vocabulary_is_named_as_the_cause(
-    trained, extend_run, character_data, tmp_path
-):
-    """Of characters, without <bos>; the sentence names the checkpoint, and no row of a table."""
-    folder = character_data
-    checkpoint = newest(trained)
-    expected = f"dataset {folder} has a vocabulary of 3 and {checkpoint} one of 257: choose"
-    for number in (0, 1):
-        words = [f"--dataset={folder}", f"--max_iters={number}", f"--out_dir={tmp_path}/{number}"]
-        done = extend_run(trained, *words)
-        assert_refused(done, expected)
-        assert "--bos" not in done.stderr
 
 
 def test_a_warning_says_when_no_document_is_long_enough(trained, extend_run, text_data, tmp_path):
@@ -304,7 +214,7 @@ def test_plot_shows_the_wavelengths_before_and_after(trained, extend_run, tmp_pa
 
 
 def test_the_wavelengths_before_are_those_of_the_model_that_is_extended(
-    untrained, extend_run, tmp_path, monkeypatch
+    save_run, extend_run, tmp_path, monkeypatch
 ):
     """Not plain RoPE's: of a RoPE with other frequencies, and of an extended model."""
     plots = []
@@ -317,7 +227,7 @@ def test_the_wavelengths_before_are_those_of_the_model_that_is_extended(
     real = rope_scaling.frequencies
     monkeypatch.setattr(rope_scaling, "frequencies", frequencies)
     monkeypatch.setattr(extend.plots, "plot_wavelengths", lambda *args: plots.append(args))
-    run = untrained(n_embd=16, n_head=2)
+    run = save_run(n_embd=16, n_head=2)
     words = ["--method=pi", "--max_iters=0", f"--plot={tmp_path}/w.png"]
     assert_success(extend_run(run, "--factor=2", *words))
     assert_success(extend_run(tmp_path / "extended", *words, f"--out_dir={tmp_path}/again"))
@@ -325,13 +235,6 @@ def test_the_wavelengths_before_are_those_of_the_model_that_is_extended(
     for (before, after, *_), expected in zip(plots, ((1, 1 / 2), (1 / 2, 1 / 8)), strict=True):
         assert torch.allclose(before, plain * expected[0], rtol=1e-12)
         assert torch.allclose(after, plain * expected[1], rtol=1e-12)
-
-
-def test_only_rope_has_wavelengths_to_plot(untrained, extend_run, tmp_path):
-    run = untrained(pos="alibi")
-    done = extend_run(run, "--method=none", "--max_iters=0", f"--plot={tmp_path}/w.png")
-    assert_refused(done, "--plot", "--pos=alibi")
-    assert not (tmp_path / "w.png").exists() and not (tmp_path / "extended").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -412,8 +315,8 @@ def test_the_fitted_scale_has_the_lowest_loss_of_all_candidates(make, tmp_path, 
     assert f"{losses[fitted]:.4f} nats" in capsys.readouterr().out
 
 
-def test_a_scale_is_given_or_fitted_on_text(untrained, extend_run, no_data, tmp_path):
-    run = untrained(pos="nope")
+def test_a_scale_is_given_or_fitted_on_text(save_run, extend_run, no_data, tmp_path):
+    run = save_run(pos="nope")
     words = ["--method=scale", "--factor=2", "--max_iters=0"]
     done = extend_run(run, *words)
     assert_refused(done, "--options=scale=NUMBER", "--text=FILE", "--dataset=NAME")
@@ -431,9 +334,9 @@ def test_a_scale_is_given_or_fitted_on_text(untrained, extend_run, no_data, tmp_
     assert math.log2(scale) * 8 == pytest.approx(round(math.log2(scale) * 8))
 
 
-def test_a_dataset_named_on_the_command_line_fits_a_scale(untrained, extend_run, text_data):
+def test_a_dataset_named_on_the_command_line_fits_a_scale(save_run, extend_run, text_data):
     words = ["--method=scale", "--factor=2", "--max_iters=0", f"--dataset={text_data}"]
-    run = untrained(pos="nope", n_layer=1, n_head=2, n_embd=16)
+    run = save_run(pos="nope", n_layer=1, n_head=2, n_embd=16)
     done = assert_success(extend_run(run, *words))
     assert "the best of 17" in done.stdout and REPORT in done.stdout
 
@@ -442,28 +345,29 @@ def test_a_dataset_named_on_the_command_line_fits_a_scale(untrained, extend_run,
 # Resuming.
 
 
-def test_resuming_an_extension_without_fine_tuning_trains_it(trained, extend_run, tmp_path):
-    """To the same bits as extending and fine-tuning at once."""
-    words = ["--method=pi", "--factor=2"]
-    once = tmp_path / "once"
+@pytest.mark.parametrize("max_iters", [0, 3])
+def test_a_resumed_extension_has_the_same_bits(max_iters, trained, extend_run, tmp_path):
+    """As one that was not stopped: before the first step, or before its last checkpoint."""
+    words = ["--method=pi", "--factor=2", "--eval_interval=2"]
+    once, run = tmp_path / "once", tmp_path / "extended"
     assert_success(extend_run(trained, *words, "--max_iters=3", f"--out_dir={once}"))
-    assert_success(extend_run(trained, *words, "--max_iters=0"))
+    assert_success(extend_run(trained, *words, f"--max_iters={max_iters}"))
+    if max_iters:
+        shutil.rmtree(newest(run))
     resumed = [*words, "--init_from=resume", "--max_iters=3"]
     done = assert_success(extend_run(trained, *resumed))
     assert "fine-tuning on 384 tokens" in done.stdout  # 3 steps of 4 x 32
-    run = tmp_path / "extended"
-    assert newest(run).name == newest(once).name == "step-000003"
-    for file in ("model.safetensors", "optim.safetensors"):
-        assert (newest(run) / file).read_bytes() == (newest(once) / file).read_bytes()
+    assert newest(run).name == "step-000003"
+    assert_same_bits(run, once)
     meta, expected = read_meta(newest(run)), read_meta(newest(once))
     for name in ("parent", "pretraining_tokens", "tokens", "val_loss", "best"):
         assert meta[name] == expected[name]
 
 
 def test_an_imported_model_is_extended_alone_and_then_fine_tuned(
-    untrained, extend_run, text_data, tmp_path
+    save_run, extend_run, text_data, tmp_path
 ):
-    run = untrained(n_layer=1)
+    run = save_run(n_layer=1)
     assert_success(extend_run(run, "--factor=2", "--max_iters=0"))
     words = ["--factor=2", "--init_from=resume", "--max_iters=1"]
     assert_refused(extend_run(run, *words), "--dataset and --learning_rate")
@@ -483,13 +387,15 @@ def test_resuming_an_extension_without_more_steps_changes_nothing(trained, exten
 
 
 def test_resuming_a_fine_tuning_without_more_steps_changes_nothing(trained, extend_run, tmp_path):
-    """A first checkpoint that has been pruned is not written again."""
+    """A first checkpoint that has been pruned is not written again, and no plot."""
+    plot = tmp_path / "w.png"
     words = ["--factor=2", "--eval_interval=1"]
-    assert_success(extend_run(trained, *words, "--max_iters=4"))
+    assert_success(extend_run(trained, *words, "--max_iters=4", f"--plot={plot}"))
     before = list_steps(tmp_path / "extended")
     assert before[0].name != "step-000000"
+    plot.unlink()
     assert_success(extend_run(trained, *words, "--max_iters=0", "--init_from=resume"))
-    assert list_steps(tmp_path / "extended") == before
+    assert list_steps(tmp_path / "extended") == before and not plot.exists()
 
 
 @pytest.mark.parametrize(
@@ -547,8 +453,8 @@ def test_options_are_numbers_booleans_or_text():
         ("w=0.3,w=0.4", "gives w twice: give it once"),
     ],
 )
-def test_malformed_options_are_refused(options, message, untrained, extend_run, tmp_path):
-    done = extend_run(untrained(), "--max_iters=0", f"--options={options}")
+def test_malformed_options_are_refused(options, message, save_run, extend_run, tmp_path):
+    done = extend_run(save_run(), "--max_iters=0", f"--options={options}")
     assert_refused(done, f"--options={options} {message}")
     assert not (tmp_path / "extended").exists()
 

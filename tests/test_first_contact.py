@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, assert_success
 
 import kernels
 from kernels import definition, eager, first_contact
@@ -507,7 +507,7 @@ def test_processes_agree_on_the_worst_verdict(tmp_path):
 def test_a_run_records_its_verdict(device, call, text_data, tmp_path):
     """A resume under another verdict says so in one line."""
     words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}", "--pos=t5"]
-    assert call("train.py", *words, "--max_iters=4").returncode == 0
+    assert_success(call("train.py", *words, "--max_iters=4"))
 
     def verdict(step):
         meta = json.loads((tmp_path / f"run/step-{step:06d}/meta.json").read_text())
@@ -556,8 +556,7 @@ def test_two_ranks_train_on_the_worst_verdict(run, text_data, tmp_path):
     entry = tmp_path / "mine.py"
     entry.write_text(ENTRY.format(tests=str(ROOT / "tests"), cache=str(tmp_path / "cache")))
     words = [*TINY, f"--dataset={text_data}", f"--entry={entry}", "--gradient_accumulation_steps=2"]
-    done = run("train.py", *words, f"--out_dir={tmp_path / 'run'}", processes=2)
-    assert done.returncode == 0, done.stderr
+    done = assert_success(run("train.py", *words, f"--out_dir={tmp_path / 'run'}", processes=2))
     assert "attention (float32, head dimension 16, table) is off on card 1" in done.stderr
     assert "is off on card 0" not in done.stderr
     meta = json.loads((tmp_path / "run/step-000008/meta.json").read_text())

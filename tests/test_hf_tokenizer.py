@@ -91,17 +91,22 @@ def training_texts():
     return [*texts, hub_tokenizer.SAMPLE.replace("\x01", "") * 3]
 
 
+def train_byte_level(tokenizer, texts, vocab_size, special, n_bytes=256):
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=byte_level_characters(n_bytes),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+
+
 @functools.cache
 def train_bpe(kind):
     """Train byte-level BPE by the tokenizers package, of one of BYTE_LEVEL."""
     tokenizer, special = make_byte_level(kind)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=special,
-        initial_alphabet=byte_level_characters(235 if kind == "smollm2" else 256),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(training_texts(), trainer)
+    n_bytes = 235 if kind == "smollm2" else 256
+    train_byte_level(tokenizer, training_texts(), VOCAB_SIZE, special, n_bytes)
     if kind == "llama3":
         begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(

@@ -3,34 +3,24 @@
 What nanolong/memory.py counts is tested in test_bench.py.
 """
 
-import json
-
 import pytest
 import torch
-from conftest import TINY
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import SMALLEST, Operators, logged
 
-import kernels
 import train
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import memory
 
 
-class RecordedOperators(TorchDispatchMode):
-    """Records the names of the operators that run."""
+def count(operators, part):
+    """How many operators of the forward pass have this in their name."""
+    return sum(part in name and "backward" not in name for name, _ in operators.calls)
 
-    def __init__(self):
-        super().__init__()
-        self.names = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-    def count(self, part):
-        """How many operators of the forward pass have this in their name."""
-        return sum(part in name and "backward" not in name for name in self.names)
+def losses(run):
+    """(step, training or validation loss) of every line of a run's log."""
+    return [(row["step"], row.get("loss", row.get("val_loss"))) for row in logged(run)]
 
 
 def gradients_of(model):
@@ -51,9 +41,9 @@ def backward(model, tokens, checkpointing):
     model.activation_checkpointing = checkpointing
     model.zero_grad()
     torch.manual_seed(5)  # of dropout
-    with RecordedOperators() as forward_operators:
+    with Operators() as forward_operators:
         loss = model(tokens, tokens, reduction="sum")
-    with RecordedOperators() as backward_operators:
+    with Operators() as backward_operators:
         loss.backward()
     return [loss.detach(), *gradients_of(model)], forward_operators, backward_operators
 
@@ -71,24 +61,10 @@ def test_checkpointing_recomputes_blocks_and_keeps_every_bit(pos, make):
     results, forward, recomputed = backward(model, tokens, True)
     for a, b in zip(results, expected, strict=True):
         assert torch.equal(a, b)
-    assert (plain.count("silu"), recomputed.count("silu")) == (0, 2)  # one in each of two blocks
+    assert (count(plain, "silu"), count(recomputed, "silu")) == (0, 2)  # one in each of two blocks
     if pos in FUSED:
-        assert forward.count("dot_product") == 2
-        assert recomputed.count("dot_product") == 0
-
-
-def test_nothing_is_checkpointed_where_nothing_is_differentiated(make, monkeypatch):
-    def selective_checkpoint(block):
-        raise AssertionError("a block was checkpointed")
-
-    monkeypatch.setattr(kernels, "selective_checkpoint", selective_checkpoint)
-    model = make()
-    model.activation_checkpointing = True
-    tokens = torch.randint(0, 50, (2, 24))
-    with torch.no_grad():
-        model(tokens)
-    with pytest.raises(AssertionError, match="checkpointed"):
-        model(tokens)
+        assert count(forward, "dot_product") == 2
+        assert count(recomputed, "dot_product") == 0
 
 
 @pytest.mark.parametrize("n_layer", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -109,51 +85,19 @@ def test_checkpointed_blocks_can_be_compiled(n_layer, make):
     assert_all_close(*results, rtol=1e-5, atol=1e-6)
 
 
-def read_losses(run):
-    """(step, training or validation loss) of every line of a run's log."""
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [(row["step"], row.get("loss", row.get("val_loss"))) for row in rows]
-
-
 def test_a_run_with_checkpointing_logs_the_same_losses(text_data, tmp_path):
     logs = []
     for checkpointing in (False, True):
         out = tmp_path / f"checkpointing-{checkpointing}"
-        cfg = train.TrainConfig(
-            dataset=str(text_data),
-            out_dir=str(out),
-            batch_size=2,
-            gradient_accumulation_steps=2,
-            max_iters=4,
-            warmup_iters=1,
-            eval_iters=1,
-            log_interval=1,
-            device="cpu",
-            dtype="float32",
-            compile=False,
-            checkpoint_activations=checkpointing,
-        )
+        places = {"dataset": str(text_data), "out_dir": str(out)}
+        settings = {"gradient_accumulation_steps": 2, "checkpoint_activations": checkpointing}
+        cfg = train.TrainConfig(**SMALLEST, **places, **settings)
         torch.manual_seed(0)
         model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, dropout=0.2))
         train.train(model, cfg)
         assert model.activation_checkpointing == checkpointing
-        logs.append(read_losses(out))
+        logs.append(losses(out))
     assert logs[0] == logs[1]
-
-
-@pytest.mark.slow
-def test_two_processes_with_checkpointing_train_as_one_without(run, text_data, tmp_path):
-    words = [*TINY, f"--dataset={text_data}", "--gradient_accumulation_steps=2", "--dropout=0.1"]
-    logs = []
-    for flags, processes in (([], 0), (["--checkpoint_activations=true"], 2)):
-        out = tmp_path / f"processes-{processes}"
-        env = {"OMP_NUM_THREADS": "1"}
-        done = run("train.py", *words, *flags, f"--out_dir={out}", processes=processes, env=env)
-        assert done.returncode == 0, done.stderr
-        logs.append(read_losses(out))
-    for (step, loss), (expected_step, expected_loss) in zip(*logs, strict=True):
-        assert step == expected_step
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
 # -----------------------------------------------------------------------------

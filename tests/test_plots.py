@@ -123,15 +123,6 @@ def test_terminal_plot_marks_points_by_letters():
     assert lines[-2:] == ["  A one", "  B two"]
 
 
-def test_terminal_plot_drops_tick_labels_that_would_touch():
-    lengths = range(512, 8192, 512)
-    text = plots.terminal_plot({"one": [(length, 1.0) for length in lengths]})
-    labels = text.splitlines()[-2].split()
-    assert labels[0] == "512"
-    assert 3 < len(labels) < len(lengths)
-    assert {int(label) for label in labels} < set(lengths)
-
-
 @pytest.mark.parametrize(
     "lengths, shown",
     [
@@ -161,14 +152,6 @@ def test_terminal_plot_of_more_curves_than_letters():
     lines = plots.terminal_plot(series).splitlines()
     assert lines[-4] == "  A curve 26"
     assert len([line for line in lines if "curve" in line]) == 30
-
-
-def test_figures_are_png_files(losses, needles, tmp_path, capsys):
-    plots.plot_losses(losses, (64, 128), str(tmp_path / "a.png"), "note", title="title")
-    plots.plot_needle_heatmaps(needles, (64, 128), str(tmp_path / "b.png"), "note")
-    assert is_png(tmp_path / "a.png")
-    assert is_png(tmp_path / "b.png")
-    assert capsys.readouterr().out.count("wrote") == 2
 
 
 def test_figures_where_everything_is_refused(tmp_path):

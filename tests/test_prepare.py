@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import assert_success
 
 import data
-from data.prepare import build, download, prepare, prepare_text
+from data.prepare import download, prepare, prepare_text
 from nanolong.errors import UserError
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
@@ -202,18 +203,10 @@ def test_documents_in_bpe_are_separated(tmp_path, data_folder):
 
 def write_tokenizer_json(folder, special, settings=None):
     """Byte-level BPE of 260 tokens and more, by the tokenizers package itself."""
-    tokenizers = pytest.importorskip("tokenizers")
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = byte_level(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=260,
-        special_tokens=special,
-        initial_alphabet=byte_level.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([TEXT], trainer)
+    from test_hf_tokenizer import make_byte_level, train_byte_level  # it skips without tokenizers
+
+    made, _ = make_byte_level("gpt2")
+    train_byte_level(made, [TEXT], 260, special)
     folder.mkdir()
     made.save(str(folder / "tokenizer.json"))
     if settings is not None:
@@ -331,14 +324,6 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypat
     assert not list(data_folder.iterdir())
 
 
-def test_a_refusal_leaves_nothing_in_the_real_data_folder(tmp_path):
-    (tmp_path / "a").write_bytes(b"")
-    before = set(DATA.iterdir())
-    with pytest.raises(UserError, match="no text"):
-        build("x-test", {"a": tmp_path / "a"}, "a")
-    assert set(DATA.iterdir()) == before
-
-
 def test_the_standard_library_is_a_dataset(data_folder):
     dataset = data.Dataset(prepare("python"))
     meta = json.loads((data_folder / "python" / "meta.json").read_text())
@@ -437,21 +422,8 @@ def test_prepare_runs_as_a_script_from_anywhere(tmp_path):
 @pytest.mark.parametrize("name, quoted", [("mine", "mine"), ("my text", "'my text'")])
 def test_the_command_to_train_can_be_pasted(name, quoted, call, tmp_path, data_folder):
     (tmp_path / "t.txt").write_bytes(TEXT.encode())
-    done = call("data/prepare.py", tmp_path / "t.txt", f"--name={name}")
-    assert done.returncode == 0, done.stderr
+    done = assert_success(call("data/prepare.py", tmp_path / "t.txt", f"--name={name}"))
     assert done.stdout.endswith(f"train on it with python train.py --dataset={quoted}\n")
-
-
-def test_the_size_of_a_vocabulary_is_given_on_the_command_line(call, tmp_path, data_folder):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "t.txt").write_bytes(TEXT.encode())
-    words = [tmp_path / "t.txt", "--name=mine", "--vocab_size=270"]
-    done = call("data/prepare.py", *words)
-    assert done.returncode == 2 and "give --tokenizer=bpe too" in done.stderr
-    done = call("data/prepare.py", *words, "--tokenizer=bpe")
-    assert done.returncode == 0, done.stderr
-    assert "vocabulary 270" in done.stdout
-    assert data.Dataset("mine").vocab_size == 270
 
 
 def test_no_module_of_data_has_the_name_of_an_installed_package():

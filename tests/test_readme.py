@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from conftest import BUILT_IN, ROOT, TINY
+from conftest import BUILT_IN, ROOT, TINY, assert_success
 
 import model as model_module
 from evaluate import EvaluateConfig
@@ -83,7 +83,7 @@ def test_the_blocks_of_the_page_on_python_run(call, text_data, tmp_path, capfd):
     assert len(blocks) == page.count("```") // 2 == 7
     words = [*TINY, "--block_size=256", f"--dataset={text_data}", "--out_dir=out/rope"]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    assert call("train.py", *words, cwd=tmp_path).returncode == 0
+    assert_success(call("train.py", *words, cwd=tmp_path))
     capfd.readouterr()
     names = {}
     printed = []

@@ -2,14 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import ROOT
+from conftest import OFFLINE, ROOT, assert_success, run_python
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
 import rope_scaling
@@ -164,13 +162,8 @@ def test_resonance_rounds_wavelengths_to_whole_tokens(of):
     assert torch.allclose(wavelengths, (2 * math.pi / inv_freq).round(), rtol=1e-12)
     assert wavelengths[0] == pytest.approx(6 if of != "pi" else 25)  # of 2 pi, or of 8 pi
     assert same_factor == attention_factor
-
-
-def test_resonance_rounds_yarn_by_default():
-    default, attention_factor = rope_scaling.resonance(1e4, 64, 1024, 4.0)
-    yarn, same_factor = rope_scaling.resonance(1e4, 64, 1024, 4.0, of="yarn")
-    assert torch.equal(default, yarn)
-    assert attention_factor == same_factor
+    default, _ = rope_scaling.resonance(1e4, 64, 1024, 4.0)
+    assert torch.equal(default, rounded) == (of == "yarn")
 
 
 LONGROPE_TABLES = {
@@ -191,26 +184,10 @@ def test_longrope_divides_by_the_table_for_the_length(length, table):
     assert attention_factor == pytest.approx((1 + math.log(4) / math.log(333)) ** 0.5)
 
 
-def test_longrope_can_hold_the_table_of_any_static_method():
-    yarn, attention_factor = rope_scaling.yarn(1e4, 24, 333, 4.0)
-    table = (rope_scaling.none(1e4, 24, 333, 1.0)[0] / yarn).tolist()
-    inv_freq, same_factor = rope_scaling.longrope(
-        1e4, 24, 333, 4.0, long_factor=table, attention_factor=attention_factor
-    )
-    assert torch.allclose(inv_freq, yarn, rtol=1e-14)
-    assert same_factor == attention_factor
-
-
 def test_drope_has_no_rotation():
     inv_freq, attention_factor = rope_scaling.drope(1e4, 24, 333, 4.0, scale=1.44)
     assert inv_freq.tolist() == [0.0] * 12
     assert attention_factor == pytest.approx(1.2)  # of queries and of keys
-
-
-def test_drope_and_pose_train_at_the_original_length():
-    assert rope_scaling.trains_at_original_length("drope", pose=False)
-    assert rope_scaling.trains_at_original_length("yarn", pose=True)
-    assert not rope_scaling.trains_at_original_length("yarn", pose=False)
 
 
 # -----------------------------------------------------------------------------
@@ -268,14 +245,8 @@ print(json.dumps(results))
 
 def compute_in_transformers(requests, folder):
     """(inv_freq, attention_factor) for each (rope_type, *size, length, parameters)."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPUTE_IN_TRANSFORMERS],
-        cwd=folder,
-        input=json.dumps(requests),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    options = {"cwd": folder, "env": OFFLINE, "input": json.dumps(requests)}
+    done = assert_success(run_python(COMPUTE_IN_TRANSFORMERS, **options))
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -456,17 +427,6 @@ def test_extending_again_changes_the_class_with_the_method(make):
     assert torch.equal(model(tokens), direct(tokens))
 
 
-def test_a_checkpoint_brings_the_class_of_its_method(make, tmp_path):
-    model = make(pos="rope")
-    tokens = torch.randint(0, 50, (1, 60))
-    for method, kind in (("lm-infinite", LMInfinite), ("self-extend", SelfExtend), ("pi", RoPE)):
-        model.extend(method, 2)
-        model.save(tmp_path / method)
-        loaded = GPT.load(tmp_path / method)
-        assert type(loaded.pos) is kind
-        assert torch.equal(loaded(tokens), model(tokens))
-
-
 def test_a_refused_method_keeps_the_class(make):
     model = make(pos="rope")
     model.extend("lm-infinite", 2)
@@ -559,36 +519,6 @@ def test_extended_models_generate_as_without_a_cache(method, make):
     assert torch.equal(cached, plain)
 
 
-def test_options_survive_a_checkpoint(make, tmp_path):
-    model = make(pos="rope", block_size=512)
-    model.extend("yarn", 4, ramp="paper", attention_factor=1.25)
-    model.save(tmp_path / "step-000000")
-    loaded = GPT.load(tmp_path)
-    assert torch.equal(loaded.pos.inv_freq, model.pos.inv_freq)
-    assert loaded.pos.attention_factor == 1.25
-
-
-def test_the_original_length_is_the_context_before_any_extension(make):
-    assert GPTConfig(block_size=64).original_length == 64
-    model = make(block_size=64)
-    model.extend("pi", 2)
-    assert model.config.original_length == 64
-
-
-def test_yarns_attention_factor_multiplies_queries_and_keys(make):
-    """So the scores are multiplied by its square."""
-    model = make(pos="rope", block_size=256)
-    x = torch.randn(1, 4, 9, 8)
-    scores = {}
-    model.extend("ntk-parts", 4.0)
-    for method in ("ntk-parts", "yarn"):
-        model.extend(method, 1.0)
-        q, k = model.pos.rotate(x, x, torch.arange(9), 0)
-        scores[method] = q @ k.mT
-    squared = torch.tensor((0.1 * math.log(4) + 1) ** 2)
-    assert torch.allclose(scores["yarn"] / scores["ntk-parts"], squared, rtol=1e-4)
-
-
 def test_drope_equals_nope_with_the_same_weights(make):
     rope, nope = make(pos="rope"), make(pos="nope")
     tokens = torch.randint(0, 50, (2, 60))
@@ -677,43 +607,51 @@ def test_a_variant_of_rope_keeps_its_frequencies_at_every_length(method, make, t
     check_cached_equals_whole(model, tokens, [7] * 13 + [5])
 
 
-class MasksInExtend(RoPE):
-    def extend(self, method, factor, **options):
-        super().extend(method, factor, **options)
-        self.inv_freq[2:] = 0
+def variant(place, change):
+    """A class derived from RoPE that changes its frequencies at the end of one of its methods."""
+
+    def method(self, *args, **options):
+        getattr(RoPE, place)(self, *args, **options)
+        change(self, *args)
+
+    return type("Mine", (RoPE,), {place: method})
 
 
-class MasksInInit(RoPE):
-    def __init__(self, config):
-        super().__init__(config)
-        self.inv_freq[2:] = 0
+def mask_pairs(scheme, *args):
+    scheme.inv_freq[2:] = 0
 
 
-class ScalesInExtend(RoPE):
-    def extend(self, method, factor, **options):
-        super().extend(method, factor, **options)
-        self.attention_factor = 1.1
+def mask_pairs_of_dynamic_ntk(scheme, method, *args):
+    if method == "dynamic-ntk":
+        mask_pairs(scheme)
 
 
-class MasksDynamicNTK(RoPE):
-    def extend(self, method, factor, **options):
-        super().extend(method, factor, **options)
-        if method == "dynamic-ntk":
-            self.inv_freq[2:] = 0
+def scale_scores(scheme, *args):
+    scheme.attention_factor = 1.1
 
 
-@pytest.mark.parametrize("scheme", [MasksInExtend, MasksInInit, ScalesInExtend])
-def test_a_variant_of_rope_whose_frequencies_would_be_lost_is_refused(scheme, make, monkeypatch):
-    monkeypatch.setitem(POSITIONS, "mine", scheme)
-    with pytest.raises(UserError, match=f"{scheme.__name__} sets .* override frequencies"):
-        make(pos="mine")
-
-
-def test_a_variant_that_loses_its_frequencies_by_one_method_is_refused_there(make, monkeypatch):
-    monkeypatch.setitem(POSITIONS, "mine", MasksDynamicNTK)
+@pytest.mark.parametrize(
+    "place, change",
+    [
+        ("extend", mask_pairs),
+        ("__init__", mask_pairs),
+        ("extend", scale_scores),
+        ("extend", mask_pairs_of_dynamic_ntk),
+    ],
+)
+def test_a_variant_of_rope_whose_frequencies_would_be_lost_is_refused(
+    place, change, make, monkeypatch
+):
+    """When it is made; or, if it loses them by one method, when it is extended by that."""
+    monkeypatch.setitem(POSITIONS, "mine", variant(place, change))
+    message = "Mine sets .* override frequencies"
+    if change is not mask_pairs_of_dynamic_ntk:
+        with pytest.raises(UserError, match=message):
+            make(pos="mine")
+        return
     model = make(pos="mine")
     model.extend("yarn", 2)
-    with pytest.raises(UserError, match="MasksDynamicNTK sets .* override frequencies"):
+    with pytest.raises(UserError, match=message):
         model.extend("dynamic-ntk", 2)
     assert model.config.extension["method"] == "yarn"
 
@@ -943,6 +881,7 @@ def test_transformer_xls_clamp_uses_the_last_distance_of_training(make):
         ("yarm", 2, {}, "--pos=rope has no extension method 'yarm': use --method=none, pi"),
         ("yarn", 0.5, {}, "factor=0.5 does not extend the context: give a number of at least 1"),
         ("yarn", float("nan"), {}, "factor=nan does not extend"),
+        ("yarn", "four", {}, "factor='four' does not extend"),
         ("yarn", math.inf, {}, "factor=inf does not extend"),
         ("yarn", 2, {"beta": 3}, "method 'yarn' of --pos=rope has no option 'beta': use beta_fast"),
         ("pi", 2, {"ramp": "paper"}, "has no option 'ramp': leave it out"),

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from conftest import TINY, assert_refused, assert_success, content, newest
 
 import train
 from model import GPT
@@ -38,12 +38,6 @@ def old_run(tmp_path):
     return run
 
 
-def content(folder):
-    """Path -> bytes of all files but the lock, whose content is the last writer's number."""
-    files = (file for file in folder.rglob("*") if file.is_file() and file.name != "lock")
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
-
-
 def new_checkpoint(run, step=5):
     (run / "log.jsonl").write_text("new\n")
     (run / f"step-{step:06d}").mkdir()
@@ -52,15 +46,13 @@ def new_checkpoint(run, step=5):
 
 def test_a_newest_step_without_its_meta_is_named(words, call):
     """sample.py takes the step before it; training does not, which would write over it."""
-    assert call(*words).returncode == 0
+    assert_success(call(*words))
     run = words[-1].partition("=")[2]
     (Path(run) / "step-000008/meta.json").unlink()
-    sampled = call("sample.py", run, "--max_new_tokens=2")
-    assert sampled.returncode == 0
+    sampled = assert_success(call("sample.py", run, "--max_new_tokens=2"))
     assert "note" in sampled.stderr and "step-000008 has no meta.json" in sampled.stderr
     assert "step-000004 is used" in sampled.stderr
-    refused = call(*words, "--init_from=resume")
-    assert refused.returncode == 2 and "step-000008 is damaged" in refused.stderr
+    assert_refused(call(*words, "--init_from=resume"), "step-000008 is damaged")
 
 
 # -----------------------------------------------------------------------------
@@ -177,11 +169,9 @@ def test_the_newest_run_is_none_that_is_being_replaced(old_run):
 
 def test_overwrite_replaces_a_run_whole(call, words, tmp_path):
     run = tmp_path / "run"
-    assert call(*words).returncode == 0
-    refused = call(*words, "--pos=alibi")
-    assert refused.returncode == 2 and "--overwrite" in refused.stderr
-    done = call(*words, "--pos=alibi", "--max_iters=4", "--overwrite")
-    assert done.returncode == 0, done.stderr
+    assert_success(call(*words))
+    assert_refused(call(*words, "--pos=alibi"), "--overwrite")
+    assert_success(call(*words, "--pos=alibi", "--max_iters=4", "--overwrite"))
     assert [step.name for step in list_steps(run)] == ["step-000000", "step-000004"]
     assert GPT.load(run).config.pos == "alibi"
     assert sorted(item.name for item in run.iterdir()) == [
@@ -191,12 +181,12 @@ def test_overwrite_replaces_a_run_whole(call, words, tmp_path):
         "step-000004",
     ]
     # also where there is nothing to replace
-    assert call(*words, "--overwrite", f"--out_dir={tmp_path}/new").returncode == 0
+    assert_success(call(*words, "--overwrite", f"--out_dir={tmp_path}/new"))
 
 
 def test_a_start_that_fails_leaves_the_old_run_as_it_was(call, words, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    assert call(*words).returncode == 0
+    assert_success(call(*words))
     before = content(run)
     failing = ["--overwrite", "--learning_rate=0.1"]
 
@@ -215,36 +205,34 @@ def test_a_start_that_fails_leaves_the_old_run_as_it_was(call, words, tmp_path, 
 
 def test_after_a_crash_while_replacing_the_old_run_is_read_and_resumed(call, words, tmp_path):
     run = tmp_path / "run"
-    assert call(*words, "--learning_rate=1e-4").returncode == 0
+    assert_success(call(*words, "--learning_rate=1e-4"))
     set_aside(run)
     new_checkpoint(run, step=0)
-    assert call("sample.py", run, "--max_new_tokens=2").returncode == 0
+    assert_success(call("sample.py", run, "--max_new_tokens=2"))
     resumed = call("train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=9")
     assert resumed.returncode == 0, resumed.stderr
     assert "changed since the checkpoint: max_iters 8 -> 9\n" in resumed.stdout
-    assert list_steps(run)[-1].name == "step-000009"
+    assert newest(run).name == "step-000009"
 
 
 def test_resuming_wins_over_a_preset_that_overwrites(call, words, tmp_path):
     words = ["train.py", "config/debug.toml", *words[1:]]
-    assert call(*words).returncode == 0
-    done = call(*words, "--init_from=resume", "--max_iters=9")
-    assert done.returncode == 0, done.stderr
+    assert_success(call(*words))
+    assert_success(call(*words, "--init_from=resume", "--max_iters=9"))
     assert '"step": 1,' in (tmp_path / "run/log.jsonl").read_text()
 
 
 def test_a_preset_that_overwrites_does_so_in_its_own_folder_only(call, words, tmp_path):
     """config/debug.toml names out/debug: a finished run elsewhere is not replaced."""
-    assert call(*words).returncode == 0
+    assert_success(call(*words))
     before = content(tmp_path / "run")
-    refused = call("train.py", "config/debug.toml", *words[1:])
-    assert refused.returncode == 2 and "holds a run already" in refused.stderr
+    assert_refused(call("train.py", "config/debug.toml", *words[1:]), "holds a run already")
     assert content(tmp_path / "run") == before
 
 
 def test_overwrite_is_refused_where_it_would_lose_something(call, words, text_data, tmp_path):
     run = tmp_path / "run"
-    assert call(*words).returncode == 0
+    assert_success(call(*words))
     before = content(run)
     refused = call(*words, "--overwrite", "--init_from=resume")
     assert refused.returncode == 2 and "leave one of them out" in refused.stderr
@@ -252,15 +240,14 @@ def test_overwrite_is_refused_where_it_would_lose_something(call, words, text_da
     refused = call(*extend, f"--out_dir={run}")
     assert refused.returncode == 2 and "which is to be extended" in refused.stderr
     (run / "notes.txt").write_text("mine")
-    refused = call(*words, "--overwrite")
-    assert refused.returncode == 2 and "notes.txt" in refused.stderr
+    assert_refused(call(*words, "--overwrite"), "notes.txt")
     (run / "notes.txt").unlink()
     assert content(run) == before
 
     # An extension may be replaced, and is named after its options too.
     for _ in range(2):
-        assert call(*extend).returncode == 0
-    assert call(*extend, "--max_iters=2").returncode == 0
+        assert_success(call(*extend))
+    assert_success(call(*extend, "--max_iters=2"))
     done = call("extend.py", run, "--max_iters=0", "--options=beta_fast=16,ramp=paper")
     assert done.returncode == 0, done.stderr
     assert list_steps(tmp_path / "run-yarn4-beta_fast=16-ramp=paper")
@@ -268,20 +255,18 @@ def test_overwrite_is_refused_where_it_would_lose_something(call, words, text_da
 
 
 def test_a_restart_by_torchrun_resumes_and_replaces_nothing(call, words, tmp_path, monkeypatch):
-    assert call(*words).returncode == 0
+    assert_success(call(*words))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    done = call(*words, "--max_iters=10", "--overwrite")
-    assert done.returncode == 0, done.stderr
+    assert_success(call(*words, "--max_iters=10", "--overwrite"))
     log = (tmp_path / "run/log.jsonl").read_text()
     assert '"step": 1,' in log and '"step": 10,' in log
 
 
 def test_a_finished_run_says_so(call, words, tmp_path):
-    assert call(*words).returncode == 0
+    assert_success(call(*words))
     before = content(tmp_path / "run")
     for more in ([], ["--max_iters=3"], ["--learning_rate=1e-4"]):
-        done = call(*words, "--init_from=resume", *more)
-        assert done.returncode == 0
+        done = assert_success(call(*words, "--init_from=resume", *more))
         assert done.stdout.splitlines() == [
             f"{tmp_path}/run/step-000008 is finished: to train beyond step 8, raise --max_iters"
         ]
@@ -291,9 +276,9 @@ def test_a_finished_run_says_so(call, words, tmp_path):
 def test_a_finished_run_is_tidied(call, words, tmp_path):
     """A crash may have come between the last checkpoint and the removal of older ones."""
     run = tmp_path / "run"
-    assert call(*words).returncode == 0
+    assert_success(call(*words))
     before = content(run)
     shutil.copytree(list_steps(run)[0], run / "step-000001")
     shutil.copytree(list_steps(run)[0], run / ".tmp-step-000003")
-    assert call(*words, "--init_from=resume").returncode == 0
+    assert_success(call(*words, "--init_from=resume"))
     assert content(run) == before

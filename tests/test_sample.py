@@ -2,33 +2,9 @@
 
 import os
 
-import pytest
+from conftest import assert_refused, assert_success
 
-import data
 from model import Block
-
-
-@pytest.fixture
-def save_run(make, tmp_path):
-    """A function that writes a run folder of an untrained model and returns it."""
-
-    def save_run(name="run", meta=None, **settings):
-        model = make(vocab_size=257, **settings)
-        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256, "step": 1}
-        model.meta.update(meta or {})
-        run = tmp_path / name
-        model.save(run / "step-000001")
-        return run
-
-    return save_run
-
-
-def one_line(done, *phrases):
-    """A refusal: exit status 2, and one line on stderr that has all the phrases."""
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    for phrase in phrases:
-        assert phrase in done.stderr
 
 
 def test_the_same_seed_gives_the_same_text(call, save_run):
@@ -72,8 +48,7 @@ def test_the_prompt_may_come_from_a_file(call, save_run, tmp_path):
     run = save_run()
     (tmp_path / "prompt.txt").write_bytes(b"caf\xc3\xa9 \xff <|endoftext|>")
     words = ["--start=FILE:prompt.txt", f"--out_dir={run}", "--max_new_tokens=3"]
-    done = call("sample.py", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = assert_success(call("sample.py", *words, cwd=tmp_path))
     assert done.stdout.startswith("café \ufffd <|endoftext|>")
 
 
@@ -95,39 +70,26 @@ def test_beyond_the_context_length_a_note_says_how_to_extend_it(call, save_run):
     assert "extend.py" not in alibi.stderr
 
 
-def test_a_scheme_without_further_positions_refuses(call, save_run):
-    run = save_run(pos="learned")
-    one_line(call("sample.py", run, "--max_new_tokens=60"), "--max_new_tokens=24")
-
-
 def test_without_a_folder_the_newest_run_is_used(call, save_run, tmp_path):
-    one_line(call("sample.py", cwd=tmp_path), "train.py")
+    assert_refused(call("sample.py", cwd=tmp_path), "train.py")
     for name, seconds in (("out/a", 2), ("out/deep/b", 1)):
         meta = save_run(name) / "step-000001/meta.json"
         os.utime(meta, (10**9 + seconds, 10**9 + seconds))
-    done = call("sample.py", "--max_new_tokens=40", cwd=tmp_path)
-    assert done.returncode == 0
+    done = assert_success(call("sample.py", "--max_new_tokens=40", cwd=tmp_path))
     assert "extend.py out/a " in done.stderr
 
 
 def test_errors_say_what_to_do(call, save_run, tmp_path):
     run = save_run()
-    one_line(call("sample.py", run, tmp_path), "one")
-    one_line(call("sample.py", run, f"--out_dir={run}"), "one")
-    one_line(call("sample.py", tmp_path / "gone"), "gone")
-    one_line(call("sample.py", run, "--top_p=0"), "top_p")
-    one_line(call("sample.py", run, "--temperature=nan"), "temperature")
-    one_line(call("sample.py", run, "--start=FILE:gone.txt"), "gone.txt", "--start=FILE:PATH")
-    one_line(call("sample.py", run, "--start=" + "a" * 1600), "1601 tokens", "extend.py")
+    assert_refused(call("sample.py", run, tmp_path), "one")
+    assert_refused(call("sample.py", run, f"--out_dir={run}"), "one")
+    assert_refused(call("sample.py", tmp_path / "gone"), "gone")
+    assert_refused(call("sample.py", run, "--top_p=0"), "top_p")
+    assert_refused(call("sample.py", run, "--temperature=nan"), "temperature")
+    assert_refused(call("sample.py", run, "--start=FILE:gone.txt"), "gone.txt", "--start=FILE:PATH")
+    assert_refused(call("sample.py", run, "--start=" + "a" * 1600), "1601 tokens", "extend.py")
     bare = save_run("bare", {"tokenizer": None})
-    one_line(call("sample.py", bare), "tokenizer", "another checkpoint")
-
-
-def test_help_lists_every_setting(call):
-    done = call("sample.py", "--help")
-    assert done.returncode == 0
-    for name in ("start", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "best"):
-        assert f"--{name}=" in done.stdout
+    assert_refused(call("sample.py", bare), "tokenizer", "another checkpoint")
 
 
 class Clock:
@@ -164,8 +126,7 @@ def test_a_method_without_cached_keys_says_what_every_token_costs(call, save_run
     Clock(monkeypatch, 4)
     for method, is_slow in (("self-extend", True), ("yarn", False), ("dynamic-ntk", False)):
         run = save_run(method, n_layer=2, extension=extension(method))
-        done = call("sample.py", run, "--start=abc", "--max_new_tokens=2")
-        assert done.returncode == 0
+        done = assert_success(call("sample.py", run, "--start=abc", "--max_new_tokens=2"))
         note = "note: every new token computes the whole text again, about 8 s each"
         assert (note in done.stderr) == is_slow, method
 

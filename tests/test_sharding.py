@@ -1,17 +1,24 @@
-"""--parallel=fsdp: processes that keep a part of the weights each compute what one computes."""
+"""Processes that keep a part of the weights each, or of the tokens, train as one process does."""
 
 import json
 import os
-import random
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
+import conftest
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import (
+    ROOT,
+    TINY,
+    assert_refused,
+    assert_same_bits,
+    assert_success,
+    logged,
+    newest,
+    wait_for,
+)
 from safetensors.torch import load_file, save_file
 from sharding_cases import train_case
 
@@ -27,42 +34,26 @@ SOME = [
     {"pos": "t5", "n_head": 2},  # its table has fewer rows than there are processes of four
     {"pos": "rope", "window": 9, "sinks": 2, "tie_embeddings": False},
 ]
+TWO_PARTS = {"sequence_parallel": 2}
+IN_PARTS = [{"pos": "rope"}, {"pos": "alibi"}, {"pos": "rope", "random_positions": 99}]
 OTHERS = [{"pos": pos} for pos in sorted(POSITIONS)]
-
-
-def numbers(run, name):
-    lines = (Path(run) / "log.jsonl").read_text().splitlines()
-    return [record[name] for record in map(json.loads, lines) if name in record]
-
-
-def tensors(run, file="model.safetensors"):
-    return load_file(list_steps(run)[-1] / file)
 
 
 def assert_close(one, several, limit, weight_limit):
     """Two runs have the same losses, and the same weights, relative to their norm."""
     for name in ("loss", "val_loss", "val_bits_per_byte"):
-        expected = numbers(one, name)
+        expected = logged(one, name)
         assert len(expected) >= 2
-        assert numbers(several, name) == pytest.approx(expected, abs=limit, rel=0), name
-    assert numbers(several, "tokens") == numbers(one, "tokens")
+        assert logged(several, name) == pytest.approx(expected, abs=limit, rel=0), name
+    assert logged(several, "tokens") == logged(one, "tokens")
     for file in ("model.safetensors", "optim.safetensors"):
-        a, b = tensors(one, file), tensors(several, file)
+        a, b = (load_file(newest(run) / file) for run in (one, several))
         assert a.keys() == b.keys()
         for name in a:
             assert (a[name].shape, a[name].dtype) == (b[name].shape, b[name].dtype)
-    a, b = tensors(one), tensors(several)
+    a, b = (load_file(newest(run) / "model.safetensors") for run in (one, several))
     for name in a:
         assert (a[name] - b[name]).norm() <= weight_limit * a[name].norm(), name
-
-
-def assert_same_bits(one, other):
-    for file in ("model.safetensors", "optim.safetensors"):
-        a, b = tensors(one, file), tensors(other, file)
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in a), file
-    for name in ("loss", "val_loss"):
-        assert numbers(one, name) == numbers(other, name)
 
 
 @pytest.fixture
@@ -75,8 +66,7 @@ def train_cases(text_data, tmp_path, run):
     def train_cases(cases, processes):
         file = tmp_path / "cases.json"
         file.write_text(json.dumps(cases))
-        done = run("tests/sharding_cases.py", file, processes=processes)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = assert_success(run("tests/sharding_cases.py", file, processes=processes))
         facts = json.loads(done.stdout)
         assert facts["muon_error"] == 0
         return facts["runs"]
@@ -96,30 +86,41 @@ def case(text_data, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "models", "settings"),
     [
-        (2, SOME, {}),
-        pytest.param(2, SOME[:1], {"optimizer": "muon"}, marks=slow),
-        pytest.param(2, OTHERS, {}, marks=slow),
-        pytest.param(2, SOME, {"checkpoint_activations": True}, marks=slow),
-        pytest.param(4, OTHERS, {}, marks=slow),
-        pytest.param(4, SOME, {"optimizer": "muon"}, marks=slow),
-        pytest.param(4, OTHERS, {"sequence_parallel": 2}, marks=slow),
-        pytest.param(4, SOME[1:], {"sequence_parallel": 2, "optimizer": "muon"}, marks=slow),
+        (2, SOME, FSDP),
+        pytest.param(2, SOME[:1], {**FSDP, "optimizer": "muon"}, marks=slow),
+        pytest.param(2, OTHERS, FSDP, marks=slow),
+        pytest.param(2, SOME, {**FSDP, "checkpoint_activations": True}, marks=slow),
+        pytest.param(4, OTHERS, FSDP, marks=slow),
+        pytest.param(4, SOME, {**FSDP, "optimizer": "muon"}, marks=slow),
+        pytest.param(4, OTHERS, {**FSDP, **TWO_PARTS}, marks=slow),
+        pytest.param(4, SOME[1:], {**FSDP, **TWO_PARTS, "optimizer": "muon"}, marks=slow),
+        pytest.param(2, IN_PARTS, TWO_PARTS, marks=slow),
+        pytest.param(4, IN_PARTS[:1], {**TWO_PARTS, "separate_docs": True}, marks=slow),
+        pytest.param(4, [{"pos": "xl"}], {"sequence_parallel": 4}, marks=slow),
+        pytest.param(2, SOME[:1], {**TWO_PARTS, "optimizer": "muon"}, marks=slow),
+        pytest.param(2, SOME[1:], {**TWO_PARTS, "checkpoint_activations": True}, marks=slow),
+        pytest.param(2, IN_PARTS[:1], {**TWO_PARTS, "compile": True}, marks=slow),
     ],
 )
 def test_training_is_that_of_one_process(processes, models, settings, case, train_cases):
     singles = []
     shared = []
     for i, model in enumerate(models):
-        one = {name: value for name, value in settings.items() if name != "sequence_parallel"}
+        several = ("parallel", "sequence_parallel")
+        one = {name: value for name, value in settings.items() if name not in several}
         singles.append(case(f"one{i}", model, **one))
-        shared.append(case(f"shared{i}", model, **settings, **FSDP))
+        shared.append(case(f"shared{i}", model, **settings))
     # Muon rounds to bfloat16 what it orthogonalizes, so that rounding errors grow
     is_muon = settings.get("optimizer") == "muon"
     limits = (1e-3, 0.1) if is_muon else (1e-5, 1e-4)
+    if settings.get("compile"):
+        limits = (1e-4, 1e-2)
     facts = train_cases(shared, processes)
     for single, several, (n_orthogonalized, n_kept) in zip(singles, shared, facts, strict=True):
         model = train_case(single)
         assert_close(single["train"]["out_dir"], several["train"]["out_dir"], *limits)
+        if "parallel" not in settings:
+            continue
         # a matrix that has no whole number of rows for each process, and that of few rows
         assert n_kept <= sum(p.numel() for p in model.parameters()) / processes * 1.05 + 500
         n_matrices = sum(p.dim() == 2 for p in model.blocks.parameters())
@@ -129,7 +130,7 @@ def test_training_is_that_of_one_process(processes, models, settings, case, trai
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=slow)])
 def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
-    """One process, fsdp 2, ddp 2, one process: a checkpoint does not know how it was computed."""
+    """Alone, fsdp, ddp, in parts, and alone: a checkpoint does not know how it was computed."""
     model = {"pos": "t5"}
     straight = case("straight", model, optimizer=optimizer)
     train_case(straight)
@@ -138,13 +139,14 @@ def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
         return case("legs", model, optimizer=optimizer, max_iters=max_iters, **settings)
 
     train_case(leg(5))
-    legs = [leg(10, init_from="resume", **FSDP), leg(15, init_from="resume")]
+    legs = [leg(10, init_from="resume", **FSDP), leg(13, init_from="resume")]
+    legs += [leg(16, init_from="resume", **TWO_PARTS)]
     train_cases(legs, 2)
     train_case(leg(20, init_from="resume"))
     one, several = straight["train"]["out_dir"], leg(20)["train"]["out_dir"]
     limit = 1e-3 if optimizer == "muon" else 1e-5
-    assert len(numbers(several, "loss")) == 20
-    assert numbers(several, "loss") == pytest.approx(numbers(one, "loss"), abs=limit, rel=0)
+    assert len(logged(several, "loss")) == 20
+    assert logged(several, "loss") == pytest.approx(logged(one, "loss"), abs=limit, rel=0)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_products_of_half_precision_train(settings, case, train_cases):
     train_case(one)
     train_cases([shared], 2)
     a, b = one["train"]["out_dir"], shared["train"]["out_dir"]
-    assert numbers(a, "loss") == pytest.approx(numbers(b, "loss"), abs=0.02, rel=0)
+    assert logged(a, "loss") == pytest.approx(logged(b, "loss"), abs=0.02, rel=0)
 
 
 @slow
@@ -185,14 +187,12 @@ def test_compiled_blocks_train_as_others_do(case, train_cases):
     cases = [case("plain", model, **FSDP), case("compiled", model, compile=True, **FSDP)]
     train_cases(cases, 2)
     a, b = (case["train"]["out_dir"] for case in cases)
-    assert numbers(a, "loss") == pytest.approx(numbers(b, "loss"), abs=1e-4, rel=0)
+    assert logged(a, "loss") == pytest.approx(logged(b, "loss"), abs=1e-4, rel=0)
 
 
 def test_fsdp_of_one_process_is_refused(call, text_data, tmp_path):
     words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run", "--parallel=fsdp"]
-    done = call("train.py", *words)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "there is one" in done.stderr
+    assert_refused(call("train.py", *words), "there is one")
     assert not (tmp_path / "run").exists()
 
 
@@ -211,27 +211,6 @@ def test_a_process_reads_the_rows_that_torch_gives_it(n, world, tmp_path):
 # The scripts: stop signals, lost processes, a full disk, extend.py.
 
 
-def start(*words, processes=2, launcher=(), env=None):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}", *launcher]
-    return subprocess.Popen(
-        [*command, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-    )
-
-
-def wait_for(condition, process, seconds=120):
-    end = time.time() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.time() < end, "too slow"
-        time.sleep(0.01)
-
-
 def ranks_of(launcher):
     """The process ids of the ranks that a launcher has started."""
     listed = subprocess.run(
@@ -240,24 +219,15 @@ def ranks_of(launcher):
     return [int(pid) for pid in listed.stdout.split()]
 
 
+def start(*words, launcher=()):
+    env = {"OMP_NUM_THREADS": "1"}
+    return conftest.start(*words, processes=2, launcher=launcher, env=env)
+
+
 @pytest.fixture
 def words(text_data, tmp_path):
-    long = [word for word in TINY if not word.startswith(("--max_iters", "--eval_interval"))]
-    long += ["--max_iters=120", "--eval_interval=10", "--gradient_accumulation_steps=2"]
+    long = [*TINY, "--max_iters=120", "--eval_interval=10", "--gradient_accumulation_steps=2"]
     return ["train.py", *long, f"--dataset={text_data}", "--parallel=fsdp", "--pos=t5"]
-
-
-@slow
-def test_a_killed_process_is_restarted_to_the_same_bits(words, tmp_path):
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert start(*words, f"--out_dir={straight}").wait(200) == 0
-    process = start(*words, f"--out_dir={killed}", launcher=["--max-restarts=3"])
-    wait_for(lambda: killed.is_dir() and len(list_steps(killed)) > 1, process)
-    time.sleep(random.uniform(0, 0.5))
-    os.kill(random.choice(ranks_of(process)), signal.SIGKILL)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output[-2000:]
-    assert_same_bits(straight, killed)
 
 
 @slow
@@ -268,11 +238,11 @@ def test_a_stop_signal_in_one_process_saves(moment, words, tmp_path):
     words = [*words, f"--out_dir={run}"]
     if moment == "evaluation":
         words += ["--eval_iters=4000", "--eval_interval=5"]
-        process = start(*words, launcher=[])
+        process = start(*words)
         wait_for(lambda: (run / "log.jsonl").is_file(), process)
         time.sleep(1)
     else:
-        process = start(*words, launcher=[])
+        process = start(*words)
         wait_for(lambda: list_steps(run), process)
     os.kill(ranks_of(process)[-1], signal.SIGTERM)
     output, _ = process.communicate(timeout=100)
@@ -286,7 +256,7 @@ def test_a_full_disk_ends_all_processes(words, tmp_path):
     """The first process goes on taking part in what the others wait for, and then says it."""
     code = (
         "import os, sys, errno, runpy\n"
-        "from nanolong import checkpoint\n"
+        "from nanolong.run import checkpoint\n"
         "def full(file, stream):\n"
         "    next(iter(stream.pairs))\n"
         "    raise OSError(errno.ENOSPC, 'No space left on device')\n"
@@ -309,16 +279,13 @@ def test_a_full_disk_ends_all_processes(words, tmp_path):
 def test_an_extension_is_that_of_one_process(pos, words, run, tmp_path):
     source, one, shared = tmp_path / "source", tmp_path / "one", tmp_path / "shared"
     words = [word for word in words if not word.startswith(("--parallel", "--pos"))]
-    done = run(*words, f"--pos={pos}", "--max_iters=4", f"--out_dir={source}")
-    assert done.returncode == 0, done.stderr
+    done = assert_success(run(*words, f"--pos={pos}", "--max_iters=4", f"--out_dir={source}"))
     method = "--method=yarn" if pos == "rope" else "--method=pi"
     command = ["extend.py", source, method, "--max_iters=10", "--max_tokens=512", "--factor=2"]
     command += ["--dtype=float32", "--log_interval=1", "--compile=false"]
-    expected = run(*command, f"--out_dir={one}")
-    assert expected.returncode == 0, expected.stderr
-    done = run(*command, f"--out_dir={shared}", "--parallel=fsdp", processes=2)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert numbers(shared, "loss") == pytest.approx(numbers(one, "loss"), abs=1e-5, rel=0)
+    expected = assert_success(run(*command, f"--out_dir={one}"))
+    done = assert_success(run(*command, f"--out_dir={shared}", "--parallel=fsdp", processes=2))
+    assert logged(shared, "loss") == pytest.approx(logged(one, "loss"), abs=1e-5, rel=0)
     # the tables of losses before and after
     tables = [[line for line in x.stdout.splitlines() if "|" in line] for x in (expected, done)]
     assert tables[0] == tables[1]

@@ -9,11 +9,11 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEVICE, ROOT
+from conftest import DEVICE, OFFLINE, assert_success, command_of, run_python
+from test_gguf_tokenizer import HARD_TEXT
 
 from data import tokenizer_from_json
 from nanolong.chat import encode_chat
@@ -82,11 +82,8 @@ def real_run(tmp_path_factory):
 
 
 def run_script(script, *words):
-    done = subprocess.run(
-        [sys.executable, ROOT / script, *map(str, words)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = command_of(script, *words)
+    return assert_success(subprocess.run(command, capture_output=True, text=True)).stdout
 
 
 def test_it_continues_a_sentence_as_text(real_run):
@@ -112,18 +109,13 @@ print(json.dumps([tokenizer.apply_chat_template(turns, **words) for turns in con
 def test_a_conversation_is_encoded_as_transformers_does(real_run, tmp_path):
     """By the template and the tokenizer that it reads from the file itself."""
     pairs = [("What is the capital of France?", ""), (" x<|im_end|>\n  é <b>&", "Be brief.\n")]
+    pairs += [(HARD_TEXT, "")]
     conversations = []
     for message, system in pairs:
         turns = [{"role": "system", "content": system}] if system else []
         conversations.append([*turns, {"role": "user", "content": message}])
-    done = subprocess.run(
-        [sys.executable, "-c", CHAT_SCRIPT, REAL_FILE, json.dumps(conversations)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr
+    words = [REAL_FILE, json.dumps(conversations)]
+    done = assert_success(run_python(CHAT_SCRIPT, *words, cwd=tmp_path, env=OFFLINE))
     meta = read_meta(find_checkpoint(real_run / "run"))
     tokenizer = tokenizer_from_json(meta["tokenizer"])
     encoded = [encode_chat(tokenizer, message, system) for message, system in pairs]
@@ -143,18 +135,9 @@ def test_loss_and_bits_per_byte_are_those_of_transformers(real_run, tmp_path):
     run_script("evaluate.py", real_run / "run", *words, f"--json={tmp_path}/records.json")
     records = json.loads((tmp_path / "records.json").read_text())
 
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            *(sys.executable, "script.py", REAL_FILE, real_run / "exported" / "tokenizer.json"),
-            *(TEXT_FILE, json.dumps(LENGTHS), str(MAX_TOKENS), "answers.json"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-    )
-    assert done.returncode == 0, done.stderr
+    words = [REAL_FILE, real_run / "exported" / "tokenizer.json", TEXT_FILE]
+    words += [json.dumps(LENGTHS), MAX_TOKENS, "answers.json"]
+    assert_success(run_python(SCRIPT, *words, cwd=tmp_path, env=OFFLINE))
     answers = json.loads((tmp_path / "answers.json").read_text())
     for record in records:
         theirs = answers[str(record["length"])]
