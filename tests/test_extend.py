@@ -362,6 +362,8 @@ def test_a_resumed_extension_has_the_same_bits(max_iters, trained, extend_run, t
     meta, expected = read_meta(newest(run)), read_meta(newest(once))
     for name in ("parent", "pretraining_tokens", "tokens", "val_loss", "best"):
         assert meta[name] == expected[name]
+    done = extend_run(run, "--method=yarn", "--max_iters=0", f"--out_dir={tmp_path}/again")
+    assert "note: yarn replaces pi, for which the weights were tuned" in done.stdout
 
 
 def test_an_imported_model_is_extended_alone_and_then_fine_tuned(

@@ -154,6 +154,16 @@ def test_terminal_plot_of_more_curves_than_letters():
     assert len([line for line in lines if "curve" in line]) == 30
 
 
+def test_figures_are_png_files(losses, needles, tmp_path, capsys):
+    losses += [loss(name, 66, 1.0, "chunked") for name in ("rope", "learned")]  # labels would touch
+    losses += [loss(name, 66, 1.0, "sliding", stride=8) for name in ("rope", "learned")]
+    plots.plot_losses(losses, (64, 66, 128), str(tmp_path / "a.png"), "note", title="title")
+    plots.plot_needle_heatmaps(needles, (64, 128), str(tmp_path / "b.png"), "note")
+    assert is_png(tmp_path / "a.png")
+    assert is_png(tmp_path / "b.png")
+    assert capsys.readouterr().out.count("wrote") == 2
+
+
 def test_figures_where_everything_is_refused(tmp_path):
     records = [loss("learned", length, "too long") for length in (64, 128)]
     plots.plot_losses(records, (64, 128), str(tmp_path / "a.png"), "note")

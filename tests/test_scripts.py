@@ -137,6 +137,11 @@ def test_an_error_is_one_line_and_writes_nothing(case, call, request, text_data,
     assert files_of(tmp_path) == before
 
 
+def test_an_error_of_a_process_is_one_line_too(run, tmp_path):
+    """As the cases above, from a shell."""
+    assert_refused(run("extend.py", "gone", cwd=tmp_path), "gone")
+
+
 def test_an_existing_run_is_not_overwritten(call, trained, text_data):
     before = {path: path.stat().st_mtime_ns for path in files_of(trained)}
     advice = ("--init_from=resume", "--out_dir")
