@@ -333,6 +333,37 @@ def test_steps_of_fixed_shape_work_under_autocast(pos, settings, make):
     assert (logits - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_decoding_after_training_does_not_use_deterministic_algorithms(mode, make, monkeypatch):
+    """With them, on a GPU, index_copy_() sorts its indices: ten more kernels a layer and token."""
+    modes_of_copies = []
+    real = torch.Tensor.index_copy_
+
+    def index_copy_(self, *args):
+        modes_of_copies.append(torch.get_deterministic_debug_mode())
+        return real(self, *args)
+
+    def make_decoding_step(model, cache, pos, docs, compiled):
+        return inference.FixedShapeStep(model, cache, pos, docs).run
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", index_copy_)
+    monkeypatch.setattr(inference, "make_decoding_step", make_decoding_step)
+    model = make(pos="rope", n_layer=2)
+    expected = generate(model, torch.tensor([[1, 2]]), 4, temperature=0)
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        modes_between = []
+        tokens = []
+        for token in model.generate(torch.tensor([[1, 2]]), 4, temperature=0):
+            modes_between.append(torch.get_deterministic_debug_mode())
+            tokens.append(token)
+    finally:
+        torch.set_deterministic_debug_mode(0)
+    assert torch.equal(torch.cat(tokens, 1), expected)
+    assert modes_between == [mode] * 4
+    assert modes_of_copies == [0] * 2 * 2 * 2 * 3  # twice, keys and values, 2 layers, 3 steps
+
+
 # -----------------------------------------------------------------------------
 # CUDA graphs, without a GPU: what surrounds the capture.
 

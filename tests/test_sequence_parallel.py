@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from conftest import TINY, assert_refused, assert_success, logged
 
 from experiments.bench_memory import count_sent_bytes
@@ -23,6 +24,35 @@ def test_losses_and_gradients_are_those_of_one_process(processes, run):
     for name, (loss_error, gradient_error) in errors.items():
         assert loss_error < 1e-12, name
         assert gradient_error < 1e-9, name
+
+
+def test_values_do_not_keep_the_memory_of_queries_and_keys(monkeypatch):
+    """RoPE makes new queries and keys: the old ones are then freed."""
+    monkeypatch.setattr(sequence, "sequence_rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr(sequence, "all_to_all", lambda x: x)
+    q, k = torch.randn(1, 4, 8, 6), torch.randn(1, 2, 8, 6)
+    for x in sequence.Exchange().tokens_to_heads(q, k, k):
+        assert x.shape[2] == 16
+        assert x.untyped_storage().nbytes() == x.nbytes
+
+
+def test_tokens_are_exchanged_between_compiled_graphs(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(sequence, "exchange", lambda x: x.flip(0))
+    operators = []
+
+    def backend(graph, inputs):
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        operators.append({node.name for part in parts for node in part.graph.nodes})
+        return graph.forward
+
+    def attend(x):
+        return sequence.all_to_all(x * 2) + 1
+
+    x = torch.randn(2, 3, requires_grad=True)
+    y = torch.compile(attend, backend=backend)(x)
+    assert torch.equal(y, x.flip(0) * 2 + 1)
+    assert [names & {"mul", "flip", "add"} for names in operators] == [{"mul"}, {"add"}]
 
 
 @pytest.fixture
