@@ -5,14 +5,13 @@
     python experiments/bench.py --lengths=1024,4096    attention at these lengths
     python experiments/bench.py train --nanogpt=PATH   training runs, compared with nanoGPT's
     python experiments/bench.py sample                 generation, compared with transformers
-    python experiments/bench.py memory                 memory of a training step
     python experiments/bench.py train sample --baseline=PATH   compared with a checkout of ours
-    python experiments/bench.py memory --redraw=true   rewrite the table from its JSON
+    python experiments/bench.py train --redraw=true    rewrite the table from its JSON
 
-train, sample and memory (bench_train.py, bench_sample.py, bench_memory.py) take a few minutes each
-and write train.md, sample.md and memory.md with their JSON to --out_dir. The operators go
-to bench.md, bench.json and bench.png. Times are medians. `speedup` is the time of the first row of
-a case divided by this row's: above 1 is faster. An alternative that is not installed has no row;
+train and sample (bench_train.py, bench_sample.py) take a few minutes each and write train.md and
+sample.md with their JSON to --out_dir. The operators go to bench.md, bench.json and bench.png.
+Times are medians. `speedup` is the time of the first row of a case divided by this row's: above 1
+is faster. An alternative that is not installed has no row;
 one that cannot compute a case has the reason. On a GPU the L2 cache is flushed between runs; on a
 CPU the implementations take turns. Attention FLOPs are counted as in FlashAttention's paper:
 causal, 4 T^2 D / 2 per head forward, and 2.5 times that backward.
@@ -37,7 +36,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from experiments import bench_memory, bench_sample, bench_train
+from experiments import bench_sample, bench_train
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli, validate
@@ -48,12 +47,12 @@ from nanolong.provenance import provenance
 from nanolong.strict_json import to_json
 
 OPERATORS = ("ceilings", "rope", "attention", "decode", "loss", "step")
-WHOLE_RUNS = {"train": bench_train, "sample": bench_sample, "memory": bench_memory}
+WHOLE_RUNS = {"train": bench_train, "sample": bench_sample}
 
 
 @dataclass
 class BenchConfig:
-    # ceilings, rope, attention, decode, loss, step (default: these), train, sample, memory
+    # ceilings, rope, attention, decode, loss, step (default: these), train, sample
     only: tuple[str, ...] = ()
     # attention lengths in tokens; default: 1k to 128k on a GPU, 256 and 1024 on a CPU
     lengths: tuple[int, ...] = ()
@@ -711,7 +710,7 @@ def bench_operators(cfg, device, sections, folder):
 
 
 def bench_whole_run(section, cfg, device, folder):
-    """Measure train, sample or memory, or read what was measured; write its .md and .json."""
+    """Measure train or sample, or read what was measured; write its .md and .json."""
     module = WHOLE_RUNS[section]
     file = folder / f"{section}.json"
     if cfg.redraw:
@@ -720,7 +719,7 @@ def bench_whole_run(section, cfg, device, folder):
         command = f"python experiments/bench.py {section}"
         if section == "train" and cfg.nanogpt:
             command += " --nanogpt=PATH"
-        if section != "memory" and cfg.baseline:
+        if cfg.baseline:
             command += " --baseline=PATH"
         result = {"provenance": provenance(device), "command": command, "device": device.type}
         result |= module.measure(cfg, device)

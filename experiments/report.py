@@ -15,10 +15,6 @@ from nanolong.entry import entry_hash
 from nanolong.strict_json import to_json
 from nanolong.validate import require
 
-# Sections of results/interchange.md that have a script of their own: clients.py, bench_files.py
-CLIENTS_SECTION = "## Clients"
-MEMORY_SECTION = "## Memory"
-
 # Student's t, two-sided 95 %, by degrees of freedom.
 T95 = {
     1: 12.706,
@@ -152,33 +148,6 @@ def load_board(file):
         file.is_file(), f"--redraw needs {file}, which does not exist: measure first, without it"
     )
     return read_json(file)
-
-
-def find_section(text, heading):
-    """Return where a section of a report starts and ends, with its empty line before; or None."""
-    place = f"\n\n{text}".find(f"\n\n{heading}\n")
-    if place < 0:
-        return None
-    start = max(0, place - 1)
-    end = text.find("\n## ", start + len(heading))
-    return start, end if end >= 0 else len(text)
-
-
-def read_section(file, heading):
-    """Return the section of a report with this heading, or "" where there is none."""
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    place = find_section(text, heading)
-    return text[slice(*place)] if place else ""
-
-
-def replace_section(file, heading, lines):
-    """Write a section of a report, and keep the others. A new one is the last."""
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    start, end = find_section(text, heading) or (len(text), len(text))
-    section = "\n".join(["", heading, "", *lines]) + "\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = text[:start] + section + text[end:]
-    file.write_text(text.lstrip("\n"), encoding="utf-8")
 
 
 def hash_code(objects):

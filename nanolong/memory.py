@@ -1,7 +1,7 @@
 """The memory of a training step, counted from shapes.
 
 The model is not compiled: torch.compile changes which tensors exist. Measured by
-experiments/bench_memory.py, bench_sharding.py, tests/test_sequence_parallel.py and
+tests/test_counted_memory.py, tests/test_sequence_parallel.py and
 tests/simulated_gpu/test_memory.py.
 """
 

@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-from experiments import bench, bench_memory, bench_train
-from model import GPT, GPTConfig
-
-SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 256, "vocab_size": 20000}
-GROUPED = {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 128, "block_size": 128}
-GROUPED["vocab_size"] = 300
-GPT2 = {"pos": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all"}
+from experiments import bench, bench_train
 
 
 @pytest.fixture
@@ -71,7 +65,7 @@ def test_the_losses_that_are_timed_agree():
         assert torch.allclose(bench.torch_loss(x, weight, targets), expected)
 
 
-@pytest.mark.parametrize("section", ["bench", "train", "sample", "memory"])
+@pytest.mark.parametrize("section", ["bench", "train", "sample"])
 def test_redraw_writes_the_report_of_the_json(section, call, tmp_path):
     """And the reports in results/ are those of their JSON."""
     folder = ROOT / "results" / "cpu"
@@ -97,7 +91,7 @@ def test_redraw_writes_the_report_of_the_json(section, call, tmp_path):
         (["train", "--nanogpt=nowhere"], "nowhere has no train.py"),
         (["train", "--iterations=3"], "at least 8"),
         (["sample", "--baseline=nowhere"], "nowhere has no model.py"),
-        (["memory", "--redraw=true"], "memory.json does not exist"),
+        (["train", "--redraw=true"], "train.json does not exist"),
     ],
 )
 def test_bad_settings_are_rejected(flags, words, call, tmp_path):
@@ -157,71 +151,3 @@ def test_a_training_that_fails_is_reported(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit('no data')")
     with pytest.raises(bench_train.UserError, match="no data"):
         bench_train.time_nanogpt(tmp_path, {}, False, 12, tmp_path)
-
-
-# -----------------------------------------------------------------------------
-# bench_memory.py
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        bench_memory.Case({**GROUPED, "dropout": 0.1}, 8, "bfloat16"),
-        # few tokens, so that the gradients of earlier micro-batches count
-        bench_memory.Case({**GROUPED, "block_size": 64}, 1, "float32", accumulation=3),
-        pytest.param(
-            bench_memory.Case({**SMALL, "pos": "learned"}, 4, "float32"), marks=pytest.mark.slow
-        ),
-        pytest.param(bench_memory.Case({**SMALL, **GPT2}, 4, "float32"), marks=pytest.mark.slow),
-        # neither (T, T) scores nor (T, V) logits
-        pytest.param(
-            bench_memory.Case({**SMALL, "block_size": 4096, "vocab_size": 60}, 1, "float32", True),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["bfloat16 and dropout", "accumulation", "large vocabulary", "GPT-2", "checkpointing"],
-)
-def test_counted_memory_is_near_the_measured_peak(case):
-    config = GPTConfig(**case.config)
-    B, T = case.batch_size, config.block_size
-    counted = bench_memory.count_memory(
-        config,
-        B,
-        T,
-        case.dtype,
-        case.checkpointing,
-        device="cpu",
-        accumulation=case.accumulation,
-    )
-    measured = bench_memory.measure_in_child(case, "cpu")
-    assert abs(counted.peak / measured - 1) < bench_memory.GOAL
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"n_kv_head": 2, "tie_embeddings": False},
-        GPT2,
-        {"bias": "qkv", "n_kv_head": 2},
-        {"bias": "all"},
-    ],
-    ids=["llama", "gpt2", "qwen", "biases"],
-)
-def test_counted_parameters_and_flops_are_those_of_the_model(settings):
-    shape = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 128, "vocab_size": 300}
-    config = GPTConfig(**{**shape, "pos": "learned", **settings})
-    model = GPT(config)
-    memory = bench_memory.count_memory(config, 2, 128)
-    assert memory.parameters == 4 * sum(p.numel() for p in model.parameters())
-    assert memory.optimizer == 2 * memory.parameters
-    # causal: half of attention
-    causal = model.flops_per_token(128) - 6 * 3 * 64 * 128
-    assert bench_memory.count_flops(config, 2 * 128, 128) == 2 * 128 * causal
-
-
-def test_the_longest_context_fits_and_the_next_does_not():
-    T = bench_memory.longest_context(bench_memory.GPT2, 24e9)
-    for length, fits in ((T, True), (T + 1024, False)):
-        config = GPTConfig(**bench_memory.GPT2, block_size=length)
-        assert (bench_memory.count_memory(config, 1, length).peak <= 24e9) == fits
-    assert bench_memory.longest_context(bench_memory.GPT2, 24e9, checkpointing=True) > 3 * T

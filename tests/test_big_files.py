@@ -5,14 +5,15 @@ import json
 import os
 import sys
 
+import interchange
 import pytest
+import test_gguf
 import torch
-from conftest import OFFLINE, assert_success, run_python
+from conftest import OFFLINE, ROOT, assert_success, run_python
 from safetensors.torch import load_file
 from test_gguf import import_file, write_model
 from test_hf import check_weights, save_and_open, write_directory
 
-from experiments import bench_files, interchange
 from model import GPT
 from nanolong import tensor_file
 from nanolong.hub import exporting
@@ -228,12 +229,51 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, rng):
     assert len(read) == len(set(read)) == 2 * n_tensors
 
 
+# Runs hf.py and prints its peak memory since the end of its imports, in bytes. The peak of the
+# process is read from /proc, because ru_maxrss of a new process starts at that of its parent.
+PEAK_SCRIPT = """
+import hf
+from nanolong import cli
+
+def peak():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return 1024 * int(line.split()[1])
+
+after_imports = peak()
+try:
+    cli.run_main(hf.main)
+finally:
+    print("peak:", peak() - after_imports)
+"""
+LARGE = {"vocab_size": 128256, "hidden_size": 1024, "intermediate_size": 4096}
+LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 4}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-def test_memory_is_at_most_two_tensors_and_300_mb(tmp_path):
+def test_memory_is_at_most_two_tensors_and_300_mb(tmp_path, monkeypatch):
     """At 150 M parameters, of which the embedding has 131 M: 0.5 GB in float32."""
-    cfg = bench_files.BenchConfig(n_layer=2, n_embd=1024, verify=False)
-    records = bench_files.measure(cfg, tmp_path)
-    assert len(records) == 5
-    for record in records:
-        assert record["peak"] <= 2 * bench_files.largest_bytes(cfg) + 300e6, record
+    write_directory(tmp_path / "hf", torch.bfloat16, **LARGE)
+    monkeypatch.setattr(test_gguf, "VOCAB_SIZE", LARGE["vocab_size"])
+    monkeypatch.setitem(test_gguf.MODELS, "large", ("llama", "Q8_0", {**LARGE, "head_dim": 64}))
+    write_model(tmp_path / "model.gguf", "large")
+    limit = 2 * 4 * LARGE["vocab_size"] * LARGE["hidden_size"] + 300e6
+    for words in (
+        ("import", "hf", "float32"),
+        ("import", "hf", "bfloat16", "--store=bfloat16"),
+        ("import", "model.gguf", "gguf"),
+        ("export", "float32", "exported-float32", "--verify=false"),
+        ("export", "bfloat16", "exported-bfloat16", "--verify=false"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK_SCRIPT, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        peak = int(done.stdout.rpartition("peak: ")[2])
+        print(f"hf.py {' '.join(words)}: {peak / 1e6:.0f} MB")
+        assert peak <= limit, words

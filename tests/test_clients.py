@@ -1,183 +1,273 @@
-"""experiments/clients.py, as far as it goes without the clients."""
+"""Exports in the programs that people run: transformers, mlx-lm and llama.cpp.
 
-import math
+    NANOLONG_CONVERTER=llama.cpp/convert_hf_to_gguf.py PYTHONPATH=CLIENTS \\
+        python -m pytest tests/test_clients.py --all
+
+SmolLM2-135M-Instruct (NANOLONG_SMOLLM2, as in test_smollm2.py) is extended by every method that can
+be exported, without training. Each client encodes a text by the tokenizer of the export, and
+computes logits in float32 at the last positions of a short sequence and of one beyond the original
+context. llama.cpp reads the GGUF file that its own converter makes. CLIENTS is a folder with
+mlx-lm and llama-cpp-python, whose source distribution has the converter. What a client computes
+otherwise, and why: results/interchange.md.
+"""
+
+import _pydecimal
+import importlib.util
+import json
+import os
+import subprocess
 import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
 
+import interchange
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from experiments import clients, interchange
-from experiments.report import CLIENTS_SECTION, read_section, replace_section
-from nanolong.errors import UserError
+from data import tokenizer_from_json
+from model import GPT, ContextLengthWarning
+from nanolong.hub.exporting import export_checkpoint
+from nanolong.hub.gguf_import import import_gguf
 
-TEXT = "Ab cd. " * 20
+REAL_FILE = os.environ.get("NANOLONG_SMOLLM2", "")
+CONVERTER = os.environ.get("NANOLONG_CONVERTER", "")
+TEXT = Path(_pydecimal.__file__).read_text(encoding="utf-8")[:20_000]
+PROMPT = "The capital of France is"
+CONTEXT = 1024  # the original context of a model of a few layers, which computes a long sequence
+LENGTHS = (400, CONTEXT + 512)
+COMPARED = 400  # positions whose logits are compared, the last of a sequence
+METHODS = ("yarn", "ntk-parts", "llama3", "pi", "ntk", "resonance", "abf", "ntk-lceg")
+CLIENTS = {"transformers": "transformers", "mlx-lm": "mlx_lm", "llama.cpp": "llama_cpp"}
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not REAL_FILE, reason="it needs SmolLM2's file: make smollm2, and set NANOLONG_SMOLLM2"
+    ),
+]
 
-@pytest.fixture
-def inputs():
-    return clients.Inputs("ab", [1, 2, 3, 0, 1, 2], [3, 6], 2)
+# -----------------------------------------------------------------------------
+# The clients, each in a process of its own, outside of this project: transformers would take our
+# kernels/ for a package that it looks for.
 
+START = """
+import json, os, sys
+import numpy as np
+from safetensors.numpy import save_file
 
-def make_record(inputs, **changes):
-    """A record of a client that computes the same as we do."""
-    logits = {"3": torch.eye(4)[:2], "6": torch.eye(4)[2:]}
-    record = {"method": "yarn", "factor": 2.0, "client": "mlx-lm", "rope": "yarn"}
-    found = {"version": "mlx-lm 1.0", "seconds": 1.0, "same_ids": True}
-    lengths = clients.compare(logits, logits, inputs)
-    return {**record, "obstacle": None, **found, "lengths": lengths, **changes}
+checkpoint, request = sys.argv[1], json.loads(sys.argv[2])
+lengths, compared = request["lengths"], request["compared"]
+"""
+TRANSFORMERS = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+ids = AutoTokenizer.from_pretrained(checkpoint)(request["text"], add_special_tokens=False).input_ids
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
-def test_two_scripts_keep_each_others_section(tmp_path):
-    file = tmp_path / "report.md"
-    file.write_text("# Title\n\ntext\n")
-    replace_section(file, CLIENTS_SECTION, ["first"])
-    assert file.read_text() == "# Title\n\ntext\n\n## Clients\n\nfirst\n"
-    replace_section(file, CLIENTS_SECTION, ["second", "", "### Part"])
-    assert file.read_text() == "# Title\n\ntext\n\n## Clients\n\nsecond\n\n### Part\n"
-    assert read_section(file, CLIENTS_SECTION) == "\n## Clients\n\nsecond\n\n### Part\n"
-    assert read_section(tmp_path / "other.md", CLIENTS_SECTION) == ""
-    replace_section(tmp_path / "new" / "report.md", CLIENTS_SECTION, ["first"])
-    assert (tmp_path / "new" / "report.md").read_text() == "## Clients\n\nfirst\n"
-    replace_section(tmp_path / "new" / "report.md", CLIENTS_SECTION, ["second"])
-    assert (tmp_path / "new" / "report.md").read_text() == "## Clients\n\nsecond\n"
+@torch.no_grad()
+def compute_logits(ids):
+    return model(torch.tensor([ids]), logits_to_keep=compared, use_cache=False).logits[0].numpy()
+"""
+MLX_LM = """
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.models.cache import make_prompt_cache
 
+model, tokenizer = mlx_lm.load(checkpoint)
+ids = tokenizer.encode(request["text"], add_special_tokens=False)
 
-def test_interchange_keeps_the_section_of_the_clients(tmp_path, monkeypatch):
-    file = tmp_path / "interchange.md"
-    file.write_text("# Old\n\n## Clients\n\nkept\n")
-    for name in ("make_cases", "run_transformers", "compare_exports"):
-        monkeypatch.setattr(interchange, name, lambda *arguments: [])
-    monkeypatch.setattr(interchange, "compare_imports", lambda *arguments: ([], []))
-    monkeypatch.setattr(interchange, "export_ours", lambda *arguments: ([], []))
-    monkeypatch.setattr(interchange, "list_refusals", lambda folder: [])
-    monkeypatch.setattr(interchange, "format_report", lambda *arguments: ["# New"])
-    monkeypatch.setattr(sys, "argv", ["interchange.py", f"--out={file}"])
-    interchange.main()
-    assert file.read_text() == "# New\n\n## Clients\n\nkept\n"
+def compute_logits(ids):
+    cache = make_prompt_cache(model)
+    for start in range(0, len(ids) - compared, 256):
+        end = min(start + 256, len(ids) - compared)
+        model(mx.array([ids[start:end]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+    return np.array(model(mx.array([ids[-compared:]]), cache=cache)[0])
+"""
+# What the file says holds, as in llama-cli: llama_cpp.Llama has values of its own for YaRN.
+# type_k and type_v: a cache in float32.
+LLAMA_CPP = """
+import llama_cpp
 
-
-def test_a_comparison_has_the_largest_difference_and_both_perplexities(inputs):
-    ours = {"3": torch.zeros(2, 4), "6": torch.zeros(2, 4)}
-    theirs = {"3": torch.zeros(2, 4), "6": torch.tensor([[0.0, 0, 3, 0], [0, -0.5, 0, 0]])}
-    found = clients.compare(ours, theirs, inputs)
-    assert found["3"]["difference"] == 0
-    assert found["3"]["perplexity"] == pytest.approx(4)
-    assert found["6"]["difference"] == 3
-    assert found["6"]["same_argmax"] == 0.5
-    assert found["6"]["our_perplexity"] == pytest.approx(4)
-    # the last logits have no target; those before them predict token 2
-    assert found["6"]["perplexity"] == pytest.approx((3 + math.exp(3)) / math.exp(3))
-
-
-def test_the_table_names_what_was_not_run(inputs):
-    records = [
-        make_record(inputs, client="transformers", obstacle="not installed", lengths={}),
-        make_record(inputs),
-        make_record(inputs, client="llama.cpp", error="ValueError: it fails", lengths={}),
-    ]
-    header, _, within, beyond = clients.client_table(records, inputs)
-    assert "transformers | mlx-lm | llama.cpp" in header
-    assert "not run: not installed" in within
-    assert "0.0e+00, 100 %" in beyond
-    assert "fails: ValueError: it fails" in beyond
-
-
-def test_other_token_ids_are_named(inputs):
-    records = [make_record(inputs), make_record(inputs, client="llama.cpp", same_ids=False)]
-    assert "other token ids in llama.cpp" in clients.tokenizer_summary(records)
-    assert "to the same token ids" in clients.tokenizer_summary(records[:1])
-
-
-def test_an_absent_client_is_an_obstacle(monkeypatch):
-    cfg = clients.ClientsConfig(text="text.txt")
-    monkeypatch.setitem(clients.PACKAGES, "mlx-lm", "no_such_package")
-    assert clients.obstacle("mlx-lm", cfg) == "not installed"
-    monkeypatch.setitem(clients.PACKAGES, "llama.cpp", "json")
-    assert clients.obstacle("llama.cpp", cfg) == "no --converter"
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["run"], "give --text=FILE"),
-        (["--text=a.txt"], "name its folder"),
-        (["--text=a.txt", "--compared=1", "run"], "give at least 2"),
-        (["--text=a.txt", "--long_layers=-1", "run"], "give 0 for all layers"),
-        (["--text=a.txt", "run"], "error: there is no"),
-    ],
+model = llama_cpp.Llama(
+    checkpoint,
+    n_ctx=max(lengths),
+    n_batch=256,
+    n_ubatch=256,
+    type_k=llama_cpp.GGML_TYPE_F32,
+    type_v=llama_cpp.GGML_TYPE_F32,
+    yarn_attn_factor=-1.0,
+    yarn_beta_fast=-1.0,
+    yarn_beta_slow=-1.0,
+    verbose=False,
 )
-def test_wrong_calls_are_refused_in_one_sentence(words, message, call, tmp_path):
-    done = call("experiments/clients.py", *words, f"--work={tmp_path}/work", cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+ids = model.tokenize(request["text"].encode(), add_bos=False, special=False)
+
+def compute_logits(ids):
+    context, n_vocab = model.ctx, model.n_vocab()
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+    batch = llama_cpp.llama_batch_init(256, 0, 1)
+    rows = []
+    for start in range(0, len(ids), 256):
+        part = ids[start : start + 256]
+        batch.n_tokens = len(part)
+        for i, token in enumerate(part):
+            batch.token[i], batch.pos[i] = token, start + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = start + i >= len(ids) - compared
+        assert llama_cpp.llama_decode(context, batch) == 0
+        for i in range(len(part)):
+            if batch.logits[i]:
+                row = llama_cpp.llama_get_logits_ith(context, i)
+                rows.append(np.ctypeslib.as_array(row, (n_vocab,)).copy())
+    return np.stack(rows)
+"""
+CONTINUE = """
+answer = model(request["prompt"], max_tokens=8, temperature=0.0)
+print(answer["choices"][0]["text"], end="")
+"""
+END = """
+answers = {str(length): compute_logits(ids[:length]) for length in lengths}
+save_file({"ids": np.array(ids), **answers}, "answers")
+"""
+SCRIPTS = {"transformers": TRANSFORMERS, "mlx-lm": MLX_LM, "llama.cpp": LLAMA_CPP}
+# arguments: a GGUF file, the file to write, and its type, as llama.h names it
+QUANTIZE = """
+import sys, llama_cpp
+
+source, target, file_type = sys.argv[1:]
+options = llama_cpp.llama_model_quantize_default_params()
+options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{file_type}")
+options.allow_requantize = True
+assert llama_cpp.llama_model_quantize(source.encode(), target.encode(), options) == 0
+"""
 
 
-def test_a_short_text_is_refused(tmp_path, make):
-    model = make(block_size=32)
-    model.folder = tmp_path
-    file = tmp_path / "text.txt"
-    file.write_text(TEXT)
-    cfg = clients.ClientsConfig(text=str(file), beyond=1000)
-    with pytest.raises(UserError, match="tokenizer .* is unknown"):
-        clients.make_inputs(model, cfg)
-    model.meta["tokenizer"] = {"kind": "bytes"}
-    with pytest.raises(UserError, match="give a longer text"):
-        clients.make_inputs(model, cfg)
+def run_child(words, folder):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.fixture
-def arguments(tmp_path, make, monkeypatch):
-    """The command line for a small run with a tokenizer, and short sequences."""
-    monkeypatch.setattr(clients, "SHORT", 12)
-    model = make(vocab_size=257)
-    model.meta["tokenizer"] = {"kind": "bytes"}
-    model.save(tmp_path / "run" / "step-000000")
-    (tmp_path / "text.txt").write_text(TEXT)
-    words = [f"--text={tmp_path}/text.txt", f"--work={tmp_path}/work", f"--out={tmp_path}/r.md"]
-    methods = ["--methods=yarn,ntk-parts", "--beyond=9", "--compared=8", "--long_layers=1"]
-    return ["clients.py", str(tmp_path / "run"), *words, *methods]
+def run_client(client, checkpoint, lengths, folder, end=END):
+    """Return what a client prints about a checkpoint; END leaves its answers in the folder."""
+    request = {"text": TEXT, "lengths": lengths, "compared": COMPARED, "prompt": PROMPT}
+    words = ["-c", START + SCRIPTS[client] + end, checkpoint, json.dumps(request)]
+    return run_child(words, folder)
 
 
-def test_a_report_without_any_client_says_so(tmp_path, arguments, monkeypatch):
-    monkeypatch.setattr(clients, "PACKAGES", dict.fromkeys(clients.PACKAGES, "no_such_package"))
-    monkeypatch.setattr(sys, "argv", arguments)
-    clients.main()
-    report = (tmp_path / "r.md").read_text()
-    assert "transformers: not run, mlx-lm: not run, llama.cpp: not run" in report
-    assert report.count("not run: not installed") == 2 * 2 * 2 * 3
-    assert "vLLM: not run" in report
+def skip_without(client):
+    if importlib.util.find_spec(CLIENTS[client]) is None:
+        pytest.skip(f"{client} is not installed")
+    if client == "llama.cpp" and not CONVERTER:
+        pytest.skip("it needs NANOLONG_CONVERTER, llama.cpp's convert_hf_to_gguf.py")
 
 
-def test_comparisons_are_saved_and_drawn_again(tmp_path, arguments, monkeypatch):
-    """The client is our own import of the export."""
-    calls = []
+def convert(export):
+    """Let llama.cpp make a GGUF file of an export, with float32 weights; return it."""
+    file = export.with_suffix(".gguf")
+    run_child([CONVERTER, export, "--outfile", file, "--outtype", "f32"], export.parent)
+    return file
 
-    def read_export(client, checkpoint, inputs, place):
-        calls.append(client)
-        run = place / "imported"
-        interchange.import_quietly(checkpoint, run)
-        model = clients.GPT.load(run)
-        return {"ids": torch.tensor(inputs.ids), **clients.our_logits(model, inputs)}, "ours 1.0"
 
-    packages = {**dict.fromkeys(clients.PACKAGES, "no_such_package"), "mlx-lm": "json"}
-    monkeypatch.setattr(clients, "PACKAGES", packages)
-    monkeypatch.setattr(clients, "client_logits", read_export)
-    monkeypatch.setattr(clients, "continue_prompt", lambda *arguments: {})
-    monkeypatch.setattr(sys, "argv", arguments)
-    clients.main()
-    report = (tmp_path / "r.md").read_text()
-    assert calls == ["mlx-lm"] * 2 * 2 * 2
-    assert "the last 8 of 33 tokens, through the first 1 layer of the model" in report
-    assert clients.GPT.load(tmp_path / "work" / "run-1-layers").config.n_layer == 1
-    rows = [line for line in report.splitlines() if line.startswith(("| yarn", "| ntk-parts"))]
-    assert len(rows) == 2 * 2 * 2
-    for row in rows:
-        assert "not run: not installed" in row
-        assert float(row.split("|")[7].split(",")[0]) < 1e-4
-        assert ", 100 %, " in row
+# -----------------------------------------------------------------------------
+# Our side
 
-    monkeypatch.setattr(sys, "argv", [*arguments, "--redraw"])
-    clients.main()
-    assert len(calls) == 2 * 2 * 2
-    assert (tmp_path / "r.md").read_text().count(", 100 %, ") == 2 * 2 * 2
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """SmolLM2, and its first layers, which predict nothing but compute all that a client may."""
+    folder = tmp_path_factory.mktemp("clients")
+    interchange.capture_output(import_gguf, GPT, Path(REAL_FILE), folder / "whole")
+    model = GPT.load(folder / "whole")
+    model.blocks = model.blocks[:4]
+    model.config = replace(model.config, n_layer=4, block_size=CONTEXT)
+    model.save(folder / "layers" / "step-000000")
+    return folder
+
+
+def extend_and_export(run, export, method="none", factor=1.0):
+    """Extend and export a run, as extend.py --max_iters=0 and hf.py do; return the model."""
+    stored, model = interchange.open_run(run), GPT.load(run)
+    for extended in (stored, model):
+        if factor > 1:
+            extended.extend(method, factor)
+    interchange.capture_output(export_checkpoint, stored, export, verify=False)
+    return model
+
+
+@torch.no_grad()
+def compare(client, model, checkpoint, lengths, folder):
+    """Return, by length, the largest difference relative to the largest logit, and same argmax."""
+    run_client(client, checkpoint, lengths, folder)
+    answers = load_file(folder / "answers")
+    ids = list(tokenizer_from_json(model.meta["tokenizer"]).encode(TEXT))
+    assert answers["ids"].tolist() == ids
+    found = []
+    for length in lengths:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ContextLengthWarning)
+            x = model.hidden_states(torch.tensor([ids[:length]]))
+        ours, theirs = model.head(x[0, -COMPARED:]), answers[str(length)].float()
+        difference = (ours - theirs).abs().max() / ours.abs().max()
+        same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
+        print(f"{client}, {length}: {difference:.1e}, {same:.2%}")
+        found.append((difference.item(), same.item()))
+    return found
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("factor", [4.0, 2.0])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("part", ["layers", "whole"])
+def test_an_export_computes_the_same(part, method, factor, client, runs, tmp_path):
+    """llama.cpp has no tables for a Llama: it computes plain RoPE for `resonance`."""
+    skip_without(client)
+    if part == "whole" and (client, method, factor) != (client, "yarn", 4.0):
+        pytest.skip("of the whole model one is enough")
+    model = extend_and_export(runs / part, tmp_path / "export", method, factor)
+    is_gguf = client == "llama.cpp"
+    checkpoint = convert(tmp_path / "export") if is_gguf else tmp_path / "export"
+    lengths = LENGTHS if part == "layers" else LENGTHS[:1]
+    for difference, same in compare(client, model, checkpoint, lengths, tmp_path):
+        agrees = difference < 1e-3 and same > 0.99
+        assert agrees == ((client, method) != ("llama.cpp", "resonance"))
+
+
+@pytest.mark.parametrize("dequantized, limit, least_same", [(False, 0.1, 0.9), (True, 1e-4, 0.99)])
+def test_a_gguf_file_is_read_as_llama_cpp_does(dequantized, limit, least_same, runs, tmp_path):
+    """Of Q4_K_M llama.cpp rounds activations to 8 bits; dequantised by itself, it does not."""
+    skip_without("llama.cpp")
+    extend_and_export(runs / "whole", tmp_path / "export")
+    quantized, read = tmp_path / "quantized.gguf", tmp_path / "dequantized.gguf"
+    words = [convert(tmp_path / "export"), quantized, "MOSTLY_Q4_K_M"]
+    run_child(["-c", QUANTIZE, *words], tmp_path)
+    run_child(["-c", QUANTIZE, quantized, read, "ALL_F32"], tmp_path)
+    interchange.capture_output(import_gguf, GPT, quantized, tmp_path / "run")
+    checkpoint = read if dequantized else quantized
+    model = GPT.load(tmp_path / "run")
+    ((difference, same),) = compare("llama.cpp", model, checkpoint, LENGTHS[:1], tmp_path)
+    assert difference < limit and same > least_same
+
+
+@pytest.mark.parametrize("client", ["mlx-lm", "llama.cpp"])
+def test_a_client_continues_a_prompt(client, runs, tmp_path):
+    skip_without(client)
+    extend_and_export(runs / "whole", tmp_path / "export", "yarn", 4.0)
+    if client == "mlx-lm":
+        words = ["--model", tmp_path / "export", "--prompt", PROMPT, "--ignore-chat-template"]
+        words += ["--max-tokens", 8, "--temp", 0, "--verbose", "False"]
+        text = run_child(["-m", "mlx_lm", "generate", *words], tmp_path)
+    else:
+        text = run_client(client, convert(tmp_path / "export"), LENGTHS, tmp_path, CONTINUE)
+    assert "Paris" in text

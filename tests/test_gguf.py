@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import interchange
 import pytest
 import torch
 from conftest import OFFLINE, assert_success, run_python
@@ -17,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from test_gguf_tokenizer import train
 from test_hf import shapes_of
 
-from experiments import interchange
 from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import gguf_file

@@ -1,7 +1,7 @@
 """hf.py compared with transformers, which runs in processes of its own (see requirements-dev.txt).
 
 By default every architecture and every RoPE type occurs once; all combinations run with --all, and
-experiments/interchange.py reports them.
+results/interchange.md has a report of them.
 """
 
 import json
@@ -9,6 +9,7 @@ import math
 import sys
 from dataclasses import replace
 
+import interchange
 import pytest
 import torch
 from conftest import OFFLINE, ROOT, TINY, assert_refused, assert_success, run_python
@@ -17,7 +18,6 @@ from test_hf_tokenizer import tokenizers, train_bpe, train_sentencepiece
 
 import data
 from data.prepare import prepare_text
-from experiments import interchange
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub import exporting, verify
@@ -164,7 +164,7 @@ PATTERNS = {
 
 
 def pattern_models():
-    """An extended model of each pattern, as experiments/interchange.py exports them."""
+    """An extended model of each pattern, as interchange.py exports them."""
     models = {}
     for pattern in PATTERNS:
         settings = {"layer_pattern": pattern, "n_layer": len(pattern) + 1}

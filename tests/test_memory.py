@@ -1,6 +1,6 @@
 """Training in less memory: activation checkpointing, and attention in chunks of queries.
 
-What nanolong/memory.py counts is tested in test_bench.py.
+What nanolong/memory.py counts is tested in test_counted_memory.py.
 """
 
 import pytest

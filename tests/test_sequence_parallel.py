@@ -1,14 +1,15 @@
 """nanolong/parallel/sequence.py: processes that share a text compute what one process computes."""
 
 import json
+import math
 
 import pytest
 import torch
 from conftest import TINY, assert_refused, assert_success, logged
 
-from experiments.bench_memory import count_sent_bytes
 from model import POSITIONS, GPTConfig
 from nanolong.errors import UserError
+from nanolong.memory import count_block_matrices, count_other_parameters
 from nanolong.parallel import sequence
 from rope_scaling import METHODS
 
@@ -53,6 +54,41 @@ def test_tokens_are_exchanged_between_compiled_graphs(monkeypatch):
     y = torch.compile(attend, backend=backend)(x)
     assert torch.equal(y, x.flip(0) * 2 + 1)
     assert [names & {"mul", "flip", "add"} for names in operators] == [{"mul"}, {"add"}]
+
+
+def count_sent_bytes(
+    config,
+    B,
+    T,
+    dtype="bfloat16",
+    checkpointing=False,
+    processes=1,
+    parts=1,
+    parallel="ddp",
+    accumulation=1,
+):
+    """Count the bytes that a process sends in a training step of GPT(config): (gradients, tokens).
+
+    B sequences of T tokens in a micro-batch; processes: all of them; parts: those that share a
+    sequence; accumulation: micro-batches of a process in a step. The first number is what ddp or
+    fsdp sends for weights and gradients, in float32; the second what attention exchanges. Of n
+    processes each sends (n - 1) / n of a tensor that is gathered or scattered, and twice that to
+    sum one.
+    """
+    weights = 4 * (count_block_matrices(config) + count_other_parameters(config))
+    to_others = (processes - 1) / processes
+    # ddp sums gradients; fsdp gathers weights forward and backward, and scatters gradients
+    times = 2 if parallel == "ddp" else 2 * accumulation + 1
+    of_weights = times * weights * to_others
+
+    # q, k and v to other heads, the output back; keys and values repeated to divide the heads
+    e = 4 if dtype == "float32" else 2
+    repeated = math.lcm(config.n_kv_head, parts)
+    channels = (2 * config.n_head + 2 * repeated) * config.head_dim
+    passes = 3 if checkpointing else 2  # forward, backward, and forward again
+    exchanged = passes * config.n_layer * B * T // parts * channels * e
+    of_tokens = accumulation * exchanged * (parts - 1) / parts
+    return round(of_weights), round(of_tokens)
 
 
 @pytest.fixture
