@@ -32,37 +32,27 @@ from dataclasses import dataclass
 
 import torch
 
-from evaluate import check_writable, evaluation_mode
+from evaluate import evaluation_mode
 from experiments.probe import (
-    load_checkpoints,
+    CheckpointsConfig,
+    run_on_checkpoints,
     sample_sequences,
-    select,
     shortest_context,
 )
+from experiments.report import line_style, save_figure, select
 from nanolong import cli, validate
 from nanolong.attention_maps import attention_maps, dense_attention
-from nanolong.devices import pick_device
 from nanolong.errors import UserError
-from nanolong.plots import format_refusals, import_pyplot, unique
-from nanolong.provenance import provenance
-from nanolong.strict_json import to_json
+from nanolong.plots import format_refusals, unique
 
 
 @dataclass
-class MapsConfig:
-    lengths: tuple[int, ...] = ()  # sequence lengths; default: the shortest original context length
+class MapsConfig(CheckpointsConfig):
     windows: int = 32  # sequences of validation text
     bins: int = 10  # bins of the histogram
-    dataset: str = ""  # default: the one each checkpoint was trained on
-    plot: str = ""  # write a figure to this PNG (needs matplotlib)
-    json: str = ""  # write the records to this file
-    # Python files, each with one scheme of your own, for checkpoints that were trained with it
-    entry: tuple[str, ...] = ()
-    best: bool = False  # load the step with the lowest validation loss, not the newest
-    seed: int = 1337  # of the choice of sequences
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
+        super().__post_init__()
         validate.require(
             min(self.windows, self.bins) >= 1,
             "windows and bins must be at least 1: raise the one that is not",
@@ -71,7 +61,6 @@ class MapsConfig:
             min(self.lengths, default=2) >= 2,
             "the first query sees only itself: give lengths of at least 2",
         )
-        validate.check_png("plot", self.plot)
 
 
 # -----------------------------------------------------------------------------
@@ -348,7 +337,7 @@ def divergence_lines(pairs):
     return lines
 
 
-def format_table(records, bins):
+def format_table(records, cfg):
     """The records as text: per length the summary, heads, slopes and divergences."""
     width = max(10, *(len(record["checkpoint"]) for record in records))
     lines = []
@@ -356,7 +345,7 @@ def format_table(records, bins):
         at_length = select(records, length=length)
         measured = [record for record in at_length if "distance" in record]
         names = unique(measured, "checkpoint")
-        lines += summary_lines(measured, length, names, bins, width)
+        lines += summary_lines(measured, length, names, cfg.bins, width)
         for name in names:
             heads = select(measured, checkpoint=name)
             lines += ["", *head_lines(heads, name)]
@@ -375,11 +364,6 @@ def format_table(records, bins):
 # Figure.
 
 
-def line_style(i):
-    """Colour and marker of the i-th checkpoint."""
-    return {"color": f"C{i % 10}", "marker": "osD^vP*X"[i % 8], "markersize": 4}
-
-
 def plot_histograms(axes, records, names, length, bins):
     """Draw the probability by normalised distance, a line per checkpoint."""
     centres = [(b + 0.5) / bins for b in range(bins)]
@@ -392,7 +376,6 @@ def plot_histograms(axes, records, names, length, bins):
     axes.set_title(f"where attention looks, sequences of {length}")
     axes.set_xlabel("normalised distance, (t - n + 1) / t")
     axes.set(ylabel="fraction of the probability", ylim=(0, None))
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 
 
@@ -409,7 +392,6 @@ def plot_head_distances(axes, records, names, length, bins):
     axes.set(xlabel="layer", ylabel="mean distance in tokens", yscale="log")
     axes.set_title("mean distance of every head")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
 
 
 def plot_slopes(axes, records, names, length):
@@ -430,7 +412,6 @@ def plot_slopes(axes, records, names, length):
     axes.plot(ends, ends, color="gray", linestyle=":", label="distance = 1/m")
     axes.set(xscale="log", yscale="log", xlabel="1/m", ylabel="mean distance in tokens")
     axes.set_title("a head's slope m and its range")
-    axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))  # each label once
     axes.legend(by_label.values(), by_label.keys(), fontsize=8)
@@ -443,6 +424,7 @@ def plot_divergences(figure, axes, pairs, names):
         a = names.index(record["checkpoint"])
         b = names.index(record["with"])
         matrix[a, b] = matrix[b, a] = record["divergence"]
+    axes.grid(False)
     image = axes.imshow(matrix.numpy(), cmap="viridis_r", vmin=0)
     half = matrix.nan_to_num().max() / 2
     for a, b in (matrix > 0).nonzero().tolist():
@@ -455,41 +437,35 @@ def plot_divergences(figure, axes, pairs, names):
     figure.colorbar(image, ax=axes, shrink=0.8)
 
 
-def plot_records(records, bins, file, note):
+def plot_records(records, cfg, note):
     """Draw a PNG with a row per length.
 
     Panels: the histograms, the mean distance of every head, the slopes where there are any, and the
     divergences where there are two checkpoints.
     """
-    plt = import_pyplot(file)
     measured = [record for record in records if "distance" in record]
-    if plt is None or not measured:
+    if not measured:
         return
     lengths = unique(measured, "length")
     names = unique(records, "checkpoint")
     has_slopes = any("slope" in record for record in records)
     has_pairs = any("divergence" in record for record in records)
     n_columns = 2 + has_slopes + has_pairs
-    figure, axes = plt.subplots(
-        len(lengths),
-        n_columns,
-        figsize=(5.6 * n_columns, 4.4 * len(lengths)),
-        squeeze=False,
-        layout="constrained",
-    )
-    for row, length in zip(axes, lengths, strict=True):
-        heads = select(measured, length=length)
-        plot_histograms(row[0], heads, names, length, bins)
-        plot_head_distances(row[1], heads, names, length, bins)
-        if has_slopes:
-            plot_slopes(row[2], heads, names, length)
-        if has_pairs:
-            pairs = [r for r in select(records, length=length) if "divergence" in r]
-            plot_divergences(figure, row[-1], pairs, names)
-    figure.supxlabel(note.replace("; ", "\n"), fontsize=7, color="gray")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    print(f"wrote {file}")
+
+    def draw(figure, *axes):
+        for i, length in enumerate(lengths):
+            row = axes[i * n_columns : (i + 1) * n_columns]
+            heads = select(measured, length=length)
+            plot_histograms(row[0], heads, names, length, cfg.bins)
+            plot_head_distances(row[1], heads, names, length, cfg.bins)
+            if has_slopes:
+                plot_slopes(row[2], heads, names, length)
+            if has_pairs:
+                pairs = [r for r in select(records, length=length) if "divergence" in r]
+                plot_divergences(figure, row[-1], pairs, names)
+
+    size = (5.6 * n_columns, 4.4 * len(lengths))
+    save_figure(cfg.plot, draw, size, note, panels=(len(lengths), n_columns))
 
 
 # -----------------------------------------------------------------------------
@@ -511,28 +487,7 @@ def measure(loaded, length, cfg):
 
 
 def main():
-    cfg, _, paths = cli.parse(
-        MapsConfig, about=__doc__, paths="run folders or step folders; NAME=FOLDER gives a name"
-    )
-    for file in filter(None, (cfg.plot, cfg.json)):
-        check_writable(file)
-    loaded = load_checkpoints(paths, cfg)
-    records = []
-    for length in cfg.lengths or (shortest_context(loaded),):
-        records += measure(loaded, length, cfg)
-    print(format_table(records, cfg.bins))
-
-    first_dataset = next(iter(loaded.values()))[1]
-    note = (
-        f"{provenance(pick_device(cfg.device))}; {first_dataset.name} {first_dataset.hash}, "
-        f"{cfg.windows} sequences, seed {cfg.seed}"
-    )
-    print(f"\n{note}")
-    if cfg.json:
-        Path(cfg.json).write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
-    if cfg.plot:
-        plot_records(records, cfg.bins, cfg.plot, note)
-    return 0
+    return run_on_checkpoints(MapsConfig, measure, format_table, plot_records)
 
 
 if __name__ == "__main__":

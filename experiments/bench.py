@@ -25,7 +25,6 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 import functools
 import gc
 import importlib.util
-import json
 import re
 import statistics
 import time
@@ -37,14 +36,15 @@ import torch.nn.functional as F
 
 import kernels
 from experiments import bench_sample, bench_train
+from experiments.report import load_board, markdown_table, save_figure
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli, validate
 from nanolong.devices import pick_device
 from nanolong.errors import UserError
-from nanolong.plots import import_pyplot
+from nanolong.plots import unique
 from nanolong.provenance import provenance
-from nanolong.strict_json import to_json
+from nanolong.strict_json import write_json
 
 OPERATORS = ("ceilings", "rope", "attention", "decode", "loss", "step")
 WHOLE_RUNS = {"train": bench_train, "sample": bench_sample}
@@ -600,12 +600,11 @@ def format_rate(row):
     return f"{row.rate:.3f} {row.unit}"
 
 
-def table_line(row):
+def table_row(row):
     time = f"{row.ms:.3f}" if row.ms else row.note or "not measured"
     peak = "" if row.peak_mb is None else f"{row.peak_mb:,.0f}"
     speedup = f"{row.speedup:.2f}" if row.speedup else ""
-    cells = [row.case, row.name, time, format_rate(row), peak, speedup]
-    return "| " + " | ".join(cells) + " |"
+    return [row.case, row.name, time, format_rate(row), peak, speedup]
 
 
 def format_report(result, has_plot):
@@ -632,8 +631,9 @@ def format_report(result, has_plot):
     for section in dict.fromkeys(row.section for row in rows):
         description = " ".join(SECTIONS[section].__doc__.split())
         lines += [f"## {section}", "", description, ""]
-        lines += ["| case | | ms | rate | peak MB | speedup |", "|---|---|---|---|---|---|"]
-        lines += [table_line(row) for row in rows if row.section == section]
+        header = ["case", "", "ms", "rate", "peak MB", "speedup"]
+        of_section = [table_row(row) for row in rows if row.section == section]
+        lines += markdown_table(header, of_section)
         lines.append("")
     return "\n".join(lines)
 
@@ -650,48 +650,31 @@ def plot_attention(result, file):
     rows = [r for r in rows if r.case.startswith("forward + backward")]
     if not rows:
         return False
-    plt = import_pyplot(str(file))
-    if plt is None:
-        return False
     head_dims = sorted({case_number(row, "D") for row in rows})
-    size = (7 * len(head_dims), 4.5)
-    figure, axes = plt.subplots(1, len(head_dims), figsize=size, squeeze=False)
-    for panel, D in zip(axes[0], head_dims, strict=True):
-        of_panel = [row for row in rows if case_number(row, "D") == D]
-        for name in dict.fromkeys(row.name for row in of_panel):
-            points = sorted(
-                (case_number(row, "T"), row.rate) for row in of_panel if row.name == name
-            )
-            style = "o-" if name.startswith("ours") else "s--"
-            x, y = zip(*points, strict=True)
-            panel.plot(x, y, style, label=name, markersize=4, linewidth=1.2)
-        panel.set_xscale("log", base=2)
-        panel.set_title(f"attention forward + backward, D = {D}")
-        panel.set(xlabel="tokens", ylabel=rows[0].unit, ylim=(0, None))
-        panel.legend(fontsize=7)
-        panel.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
-    return True
 
+    def draw(figure, *panels):
+        for panel, D in zip(panels, head_dims, strict=True):
+            of_panel = [row for row in rows if case_number(row, "D") == D]
+            for name in unique([vars(row) for row in of_panel], "name"):
+                points = sorted(
+                    (case_number(row, "T"), row.rate) for row in of_panel if row.name == name
+                )
+                style = "o-" if name.startswith("ours") else "s--"
+                x, y = zip(*points, strict=True)
+                panel.plot(x, y, style, label=name, markersize=4, linewidth=1.2)
+            panel.set_xscale("log", base=2)
+            panel.set_title(f"attention forward + backward, D = {D}")
+            panel.set(xlabel="tokens", ylabel=rows[0].unit, ylim=(0, None))
+            panel.legend(fontsize=7)
 
-def write_json(file, result):
-    file.write_text(to_json(result, indent=1) + "\n")
-
-
-def read_json(file):
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{file} does not exist: measure it once without --redraw") from None
+    return save_figure(file, draw, (7 * len(head_dims), 4.5), panels=(1, len(head_dims)), dpi=130)
 
 
 def bench_operators(cfg, device, sections, folder):
     """Measure the operators, or read what was measured; write bench.md, .json and .png."""
     file = folder / "bench.json"
     if cfg.redraw:
-        result = read_json(file)
+        result = load_board(file)
     else:
         torch.manual_seed(0)
         bench = Benchmark(cfg, device)
@@ -703,7 +686,7 @@ def bench_operators(cfg, device, sections, folder):
             "device": device.type,
             "rows": [asdict(row) for row in bench.rows],
         }
-        write_json(file, result)
+        write_json(file, result, indent=1)
     has_plot = plot_attention(result, folder / "bench.png")
     (folder / "bench.md").write_text(format_report(result, has_plot))
     print(f"wrote {folder / 'bench.md'} and bench.json")
@@ -714,7 +697,7 @@ def bench_whole_run(section, cfg, device, folder):
     module = WHOLE_RUNS[section]
     file = folder / f"{section}.json"
     if cfg.redraw:
-        result = read_json(file)
+        result = load_board(file)
     else:
         command = f"python experiments/bench.py {section}"
         if section == "train" and cfg.nanogpt:
@@ -723,7 +706,7 @@ def bench_whole_run(section, cfg, device, folder):
             command += " --baseline=PATH"
         result = {"provenance": provenance(device), "command": command, "device": device.type}
         result |= module.measure(cfg, device)
-        write_json(file, result)
+        write_json(file, result, indent=1)
     lines = module.format_report(result)
     header = [f"# {section}", "", f"`{result['command']}`; {result['provenance']}.", ""]
     report = [*header, module.__doc__.partition("\n\n")[2].strip(), "", *lines, ""]

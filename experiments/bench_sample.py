@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from experiments.report import markdown_table
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 
@@ -354,11 +355,9 @@ def measure(cfg, device):
 
 def format_report(result):
     """The lines of Markdown for what measure() returned."""
-    lines = [
-        "| case | | ms per step | tokens/s | speedup | of memory bandwidth | same greedy tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["case", "", "ms per step", "tokens/s", "speedup", "of memory bandwidth"]
     rows = result["rows"]
+    cells = []
     for row in rows:
         measured = [row.get("note") or "not measured", "", ""]
         if row.get("speedup"):
@@ -369,8 +368,8 @@ def format_report(result):
             ]
         bandwidth = f"{row['bandwidth']:.0%}" if row.get("bandwidth") else ""
         same_greedy = {True: "yes", False: "no", None: ""}[row.get("same_greedy")]
-        cells = [row["case"], row["name"], *measured, bandwidth, same_greedy]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells.append([row["case"], row["name"], *measured, bandwidth, same_greedy])
+    lines = markdown_table([*header, "same greedy tokens"], cells)
     lines.append("")
     for case in dict.fromkeys(row["case"] for row in rows):
         if "batch 1" in case:

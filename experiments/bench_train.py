@@ -29,6 +29,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from data import find_dataset
+from data.prepare import prepare_missing
+from experiments.report import markdown_table
 from nanolong.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -263,16 +266,6 @@ def copy_nanogpt_data(path, folder):
     return folder
 
 
-def default_dataset():
-    """The folder of the embedded dataset, prepared where it is missing."""
-    from data import dataset_exists, find_dataset
-    from data.prepare import prepare
-
-    if not dataset_exists("python"):
-        prepare("python")
-    return find_dataset("python")
-
-
 def check_paths(cfg):
     """Raise UserError unless there is something to compare with."""
     if not cfg.nanogpt and not cfg.baseline:
@@ -294,34 +287,24 @@ def check_paths(cfg):
 def list_runs(case, cfg, dataset, steps, scratch):
     """The runs of a case: name -> a function without arguments that returns a Timing."""
     runs = {}
+
+    def add_ours(name, root, *flags):
+        words = (root, [case.preset, *flags], dataset, case.tokens_per_step, steps, scratch)
+        runs[name] = functools.partial(time_nanolong, *words)
+
     if cfg.nanogpt:
-        nanogpt = functools.partial(
-            time_nanogpt, Path(cfg.nanogpt).resolve(), case.nanogpt, steps=steps, scratch=scratch
-        )
-        runs["nanoGPT, CPU settings of its README"] = functools.partial(
-            nanogpt, compile_model=False
-        )
-        runs["nanoGPT, compiled"] = functools.partial(nanogpt, compile_model=True)
-    nanolong = functools.partial(
-        time_nanolong,
-        dataset=dataset,
-        tokens_per_step=case.tokens_per_step,
-        steps=steps,
-        scratch=scratch,
-    )
-    compiled = [case.preset, "--compile=true"]
+        path = Path(cfg.nanogpt).resolve()
+        for name, compiled in (("CPU settings of its README", False), ("compiled", True)):
+            words = (path, case.nanogpt, compiled, steps, scratch)
+            runs[f"nanoGPT, {name}"] = functools.partial(time_nanogpt, *words)
     if cfg.baseline:
         baseline = Path(cfg.baseline).resolve()
-        runs["baseline, compiled"] = functools.partial(nanolong, baseline, compiled)
-        runs["baseline, not compiled"] = functools.partial(
-            nanolong, baseline, [case.preset, "--compile=false"]
-        )
-    runs["ours, compiled"] = functools.partial(nanolong, ROOT, compiled)
-    runs["ours, not compiled"] = functools.partial(nanolong, ROOT, [case.preset, "--compile=false"])
+        add_ours("baseline, compiled", baseline, "--compile=true")
+        add_ours("baseline, not compiled", baseline, "--compile=false")
+    add_ours("ours, compiled", ROOT, "--compile=true")
+    add_ours("ours, not compiled", ROOT, "--compile=false")
     if case.optimizer != "adamw":
-        runs["ours, compiled, AdamW"] = functools.partial(
-            nanolong, ROOT, [*compiled, "--optimizer=adamw"]
-        )
+        add_ours("ours, compiled, AdamW", ROOT, "--compile=true", "--optimizer=adamw")
     return runs
 
 
@@ -388,7 +371,8 @@ def measure(cfg, device):
         if cfg.nanogpt:
             dataset = copy_nanogpt_data(cfg.nanogpt, Path(scratch, "data"))
         else:
-            dataset = default_dataset()
+            prepare_missing("python")
+            dataset = find_dataset("python")
         for case in CASES:
             rows += measure_case(case, cfg, dataset, scratch)
     return {"setup": describe_setup(cfg), "rows": rows}
@@ -452,13 +436,9 @@ def format_report(result):
     """The lines of Markdown for what measure() returned."""
     if result["device"] == "cuda":
         return format_gpu_report(result["rows"])
-    lines = [
-        result["setup"],
-        "",
-        "| case | | tokens/s | ms per step | speedup (lowest round) | first step after, s "
-        "| peak memory, MB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["case", "", "tokens/s", "ms per step", "speedup (lowest round)"]
+    header += ["first step after, s", "peak memory, MB"]
+    rows = []
     for row in result["rows"]:
         cells = [
             row["case"],
@@ -469,28 +449,19 @@ def format_report(result):
             f"{row['first_step_s']:.1f}",
             f"{row['peak_mb']:,.0f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        rows.append(cells)
+    return [result["setup"], "", *markdown_table(header, rows)]
 
 
 def format_gpu_report(rows):
-    lines = [
-        "MFU counts the FLOPs per token of our model for all, whose shapes are alike.",
-        "",
-        "| case | | tokens/s | MFU | peak memory, MB | |",
-        "|---|---|---|---|---|---|",
-    ]
+    forms = {"tokens_per_second": ",.0f", "mfu": ".1%", "peak_mb": ",.0f"}
+    lines = []
     for row in rows:
-        cells = [
-            row["case"],
-            row["name"],
-            format_measured(row["tokens_per_second"], ",.0f"),
-            format_measured(row["mfu"], ".1%"),
-            format_measured(row["peak_mb"], ",.0f"),
-            row["note"],
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        cells = [format_measured(row[name], form) for name, form in forms.items()]
+        lines.append([row["case"], row["name"], *cells, row["note"]])
+    header = ["case", "", "tokens/s", "MFU", "peak memory, MB", ""]
+    text = "MFU counts the FLOPs per token of our model for all, whose shapes are alike."
+    return [text, "", *markdown_table(header, lines)]
 
 
 def format_measured(value, form):

@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
+import functools
 import itertools
 import json
 import math
@@ -34,56 +35,54 @@ from typing import Literal
 
 import torch
 
-import data
 import rope_scaling
-from data.prepare import prepare_missing
 from evaluate import EvaluateConfig, loss_by_position, measure_losses
 from experiments.report import (
     RULE,
-    Claim,
-    command_line,
+    TextExperiment,
     confidence_interval,
     count,
+    count_parameters,
     format_interval,
+    format_settings,
     hash_code,
-    load_board,
+    length_axis,
     markdown_table,
+    not_judged,
+    paired_claim,
     read_json,
+    run_all,
+    run_experiment,
+    save_figure,
+    section,
+    select,
+    time_in_turns,
+    title,
+    topic_lines,
+    train_model,
 )
 from kernels import definition
 from model import GPT, POSITIONS, Block, GPTConfig, RoPE
 from nanolong import cli
-from nanolong.devices import autocast, pick_compile, pick_device, pick_dtype
+from nanolong.devices import autocast, pick_compile
 from nanolong.entry import load_entries
 from nanolong.optim import get_lr, make_optimizers
-from nanolong.plots import import_pyplot, terminal_plot
-from nanolong.provenance import provenance
+from nanolong.plots import terminal_plot
 from nanolong.run.checkpoint import settings_record
-from nanolong.run.folder import list_steps
 from nanolong.scoring import find_sequences
 from nanolong.strict_json import write_json
 from nanolong.validate import require
-from train import TrainConfig, forward_backward, optimizer_step, train
+from train import TrainConfig, forward_backward, optimizer_step
 
 
 @dataclass
-class LeaderboardConfig:
+class LeaderboardConfig(TextExperiment):
     # cpu: 0.5 M parameters, 64 tokens; gpu: 25 M, 256 tokens; try: seconds, to test an entry
     budget: Literal["cpu", "gpu", "try"] = "cpu"
     entries: tuple[str, ...] = ()  # names of the entries to run; default: all
     entry: tuple[str, ...] = ()  # Python files, each with one scheme class of your own
     seeds: int = 3  # runs of each entry
-    dataset: str = "python"  # text for training and evaluation
     max_tokens: int = 65536  # tokens of validation text that are scored
-    runs: str = "out/leaderboard"  # folder for the run folders
-    out_dir: str = "out/leaderboard"  # folder for leaderboard.md, .json and .png
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    redraw: bool = False  # write the tables and the figure from leaderboard.json; measure nothing
-
-    def __post_init__(self):
-        require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
 
 
 # Settings of model and training, the same for all entries.
@@ -149,14 +148,17 @@ def choose_entries(cfg):
     return sorted(names, key=lambda name: name != "rope")
 
 
+def model_settings(name, budget):
+    """Return the settings of GPTConfig of an entry, without vocab_size."""
+    settings = {**budget["model"], **HYBRIDS.get(name, {"pos": name})}
+    for key in {"window", "random_positions"} & settings.keys():
+        settings[key] = max(1, int(settings[key] * settings["block_size"]))
+    return settings
+
+
 def make_model(name, budget, vocab_size):
     """Return a new model of an entry."""
-    settings = HYBRIDS.get(name, {"pos": name})
-    settings = {**budget["model"], **settings, "vocab_size": vocab_size}
-    for key in ("window", "random_positions"):
-        if key in settings:
-            settings[key] = max(1, int(settings[key] * settings["block_size"]))
-    return GPT(GPTConfig(**settings))
+    return GPT(GPTConfig(**model_settings(name, budget), vocab_size=vocab_size))
 
 
 def evaluation_lengths(length):
@@ -168,7 +170,7 @@ def evaluation_lengths(length):
 # Measuring
 
 
-def run_entry(name, seed, cfg, dataset, folder):
+def run_entry(name, seed, cfg, dataset):
     """Train what is left of one run and evaluate it: evaluate.py's records.
 
     They stay in the run folder as scores.json, so that a finished run is not repeated.
@@ -186,7 +188,7 @@ def run_entry(name, seed, cfg, dataset, folder):
         **budget["training"],
     )
     identity = identify(model, train_config, dataset)
-    run = choose_run_folder(folder, f"{name}-{seed}", identity)
+    run = choose_run_folder(cfg.run_folder(), f"{name}-{seed}", identity)
     scores = run / "scores.json"
     key = {"max_tokens": cfg.max_tokens, "scored": hash_code([loss_by_position, find_sequences])}
     if scores.is_file() and key.items() <= read_json(scores).items():
@@ -195,12 +197,7 @@ def run_entry(name, seed, cfg, dataset, folder):
 
     start = time.perf_counter()
     train_config.out_dir = str(run)
-    if list_steps(run):
-        model = GPT.load(run)
-        train_config.init_from = "resume"
-    if train(model, train_config)["stopped"]:
-        raise KeyboardInterrupt
-    model.meta["bos"] = dataset.bos  # a model that was not loaded does not know it
+    model = train_model(model_settings(name, budget), train_config, dataset)
     evaluate_config = EvaluateConfig(
         dataset=cfg.dataset,
         max_tokens=cfg.max_tokens,
@@ -283,8 +280,7 @@ def measure_throughput(names, cfg, dataset, rounds=7, steps=4):
     the ratios to the first entry in the same round}.
     """
     budget = BUDGETS[cfg.budget]
-    device = pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, device)
+    device, dtype = cfg.pick_device()
     compiles, _ = pick_compile(budget["training"].get("compile"), device, 10**6)
     if compiles:
         torch._dynamo.config.recompile_limit = 4 * len(names)  # all models live in one process
@@ -309,15 +305,8 @@ def measure_throughput(names, cfg, dataset, rounds=7, steps=4):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-    seconds = {name: [] for name in names}
-    for _ in range(rounds + 1):
-        for name in names:
-            synchronize(device)
-            start = time.perf_counter()
-            train_steps(name)
-            synchronize(device)
-            seconds[name].append(time.perf_counter() - start)
-    seconds = {name: times[1:] for name, times in seconds.items()}  # the first round is a warm-up
+    functions = {name: functools.partial(train_steps, name) for name in names}
+    seconds = time_in_turns(functions, rounds, device)
     tokens = steps * budget["training"]["batch_size"] * budget["model"]["block_size"]
     return {name: summarize(tokens, seconds[names[0]], seconds[name]) for name in names}
 
@@ -331,46 +320,46 @@ def summarize(tokens, baseline, seconds):
     }
 
 
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def measure(cfg):
     """Run all entries with all seeds; return what leaderboard.json holds and the report needs."""
     names = choose_entries(cfg)
-    prepare_missing(cfg.dataset)
-    dataset = data.Dataset(cfg.dataset)
-    folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}"
-    records = []
-    for seed in range(1, cfg.seeds + 1):
-        for i, name in enumerate(names):
-            number = (seed - 1) * len(names) + i + 1
-            total = cfg.seeds * len(names)
-            print(f"\n== {name}, seed {seed} ({number} of {total})", flush=True)
-            records += run_entry(name, seed, cfg, dataset, folder)
-
-    device = pick_device(cfg.device)
+    dataset = cfg.load_dataset()
+    runs = [(name, seed) for seed in range(1, cfg.seeds + 1) for name in names]
     budget = BUDGETS[cfg.budget]
-    model = GPT(GPTConfig(**budget["model"], vocab_size=dataset.vocab_size))
     return {
-        "command": command_line("experiments/leaderboard.py"),
+        "records": run_all(runs, run_entry, cfg, dataset),
         "note": (
-            f"{provenance(device)}; {cfg.dataset} {dataset.hash}, "
-            f"{cfg.max_tokens:,} tokens scored, spread over the validation text, "
-            f"{count(cfg.seeds, 'seed')}"
+            f"{cfg.note(dataset)}, {cfg.max_tokens:,} tokens scored, spread over the validation "
+            f"text, {count(cfg.seeds, 'seed')}"
         ),
         "model": budget["model"],
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": count_parameters(budget["model"], dataset.vocab_size),
         "training": budget["training"],
-        "device": device.type,
+        "device": cfg.pick_device()[0].type,
         "throughput": measure_throughput(names, cfg, dataset),
-        "records": records,
     }
 
 
 # -----------------------------------------------------------------------------
 # The predictions of the literature
+
+
+PROTOCOLS = {"chunked": "whole sequences", "last-quarter": "last quarter"}
+# topic -> pairs of entries, of which the first has the lower loss
+AT_TRAINING_LENGTH = {
+    "At the training length": (
+        ("rope", "alibi"),
+        ("alibi", "t5"),
+        ("alibi", "sinusoidal"),
+        ("t5", "nope"),
+        ("sinusoidal", "nope"),
+    ),
+    "At the training length (Haviv et al. 2022)": (
+        ("alibi", "sinusoidal"),
+        ("sinusoidal", "learned"),
+        ("learned", "nope"),
+    ),
+}
 
 
 class Orderings:
@@ -390,110 +379,51 @@ class Orderings:
 
         a and b are (name, protocol, length). What was not measured is left out.
         """
-        if a not in self.losses or b not in self.losses:
-            return
-        differences = []
-        for seed, loss in self.losses[a].items():
-            if seed in self.losses[b]:
-                differences.append(loss - self.losses[b][seed])
-        claim = Claim(text, *confidence_interval(differences), above, below)
-        self.claims.setdefault(topic, []).append(claim)
+        if a in self.losses and b in self.losses:
+            claim = paired_claim(text, self.losses[a], self.losses[b], above, below)
+            self.claims.setdefault(topic, []).append(claim)
+
+    def order(self, topic, a, side, b, protocol, factor=1):
+        """Claim that entry a lies "above" or "below" entry b, at some training lengths."""
+        length = factor * self.length
+        place = "at L" if factor == 1 else f"{factor}L"
+        text = f"{a} {side} {b}, {PROTOCOLS[protocol]}, {place}"
+        self.compare(topic, text, (a, protocol, length), (b, protocol, length), **{side: 0})
+
+    def degrade(self, topic, name, protocol, factor, words, above=None, below=None):
+        """Claim how much an entry loses at some training lengths, compared with one."""
+        text = f"{name}, {PROTOCOLS[protocol]}, {factor}L against L: perplexity {words}"
+        longer = (name, protocol, factor * self.length)
+        self.compare(topic, text, longer, (name, protocol, self.length), above, below)
 
     def judge(self):
         """Return all claims, by topic."""
-        self.extrapolation()
-        self.at_training_length()
-        self.far_extrapolation()
-        return self.claims
-
-    def extrapolation(self):
         topic = "Extrapolation to 2, 4 and 8 times the training length"
-        L = self.length
-        self.compare(
-            topic,
-            "alibi, whole sequences, 8L against L: perplexity within 10 %",
-            ("alibi", "chunked", 8 * L),
-            ("alibi", "chunked", L),
-            below=math.log(1.1),
-        )
-        self.compare(
-            topic,
-            "sinusoidal, last quarter, 2L against L: perplexity more than doubled",
-            ("sinusoidal", "last-quarter", 2 * L),
-            ("sinusoidal", "last-quarter", L),
-            above=math.log(2),
-        )
+        ten_percent = math.log(1.1)
+        self.degrade(topic, "alibi", "chunked", 8, "within 10 %", below=ten_percent)
+        doubled = math.log(2)
+        self.degrade(topic, "sinusoidal", "last-quarter", 2, "more than doubled", above=doubled)
         for factor, times in ((2, 1.5), (4, 3)):
-            self.compare(
-                topic,
-                f"rope, last quarter, {factor}L against L: perplexity more than {times} times",
-                ("rope", "last-quarter", factor * L),
-                ("rope", "last-quarter", L),
-                above=math.log(times),
-            )
+            words = f"more than {times} times"
+            self.degrade(topic, "rope", "last-quarter", factor, words, above=math.log(times))
         for factor in (4, 8):
             for name in ("nope", "t5"):
-                entry = (name, "last-quarter", factor * L)
-                alibi = ("alibi", "last-quarter", factor * L)
-                rope = ("rope", "last-quarter", factor * L)
-                where = f"last quarter, {factor}L"
-                self.compare(topic, f"{name} above alibi, {where}", entry, alibi, above=0)
-                self.compare(topic, f"{name} below rope, {where}", entry, rope, below=0)
+                self.order(topic, name, "above", "alibi", "last-quarter", factor)
+                self.order(topic, name, "below", "rope", "last-quarter", factor)
 
-    def at_training_length(self):
-        pairs = {
-            "At the training length": (
-                ("rope", "alibi"),
-                ("alibi", "t5"),
-                ("alibi", "sinusoidal"),
-                ("t5", "nope"),
-                ("sinusoidal", "nope"),
-            ),
-            "At the training length (Haviv et al. 2022)": (
-                ("alibi", "sinusoidal"),
-                ("sinusoidal", "learned"),
-                ("learned", "nope"),
-            ),
-        }
-        for topic in pairs:
-            for a, b in pairs[topic]:
-                text = f"{a} below {b}, whole sequences, at L"
-                L = self.length
-                self.compare(topic, text, (a, "chunked", L), (b, "chunked", L), below=0)
+        for topic, pairs in AT_TRAINING_LENGTH.items():
+            for a, b in pairs:
+                self.order(topic, a, "below", b, "chunked")
 
-    def far_extrapolation(self):
         topic = "Extrapolation (Press et al. 2022)"
         L = self.length
-        ten_percent = math.log(1.1)
-        sinusoidal = ("sinusoidal", "chunked", L)
-        self.compare(
-            topic,
-            f"sinusoidal, whole sequences, L + 20 = {L + 20} against L: perplexity within 10 %",
-            ("sinusoidal", "chunked", L + 20),
-            sinusoidal,
-            below=ten_percent,
-        )
-        self.compare(
-            topic,
-            "sinusoidal, whole sequences, 2L against L: perplexity not within 10 %",
-            ("sinusoidal", "chunked", 2 * L),
-            sinusoidal,
-            above=ten_percent,
-        )
-        self.compare(
-            topic,
-            "alibi, whole sequences, 32L against L: perplexity within 10 %",
-            ("alibi", "chunked", 32 * L),
-            ("alibi", "chunked", L),
-            below=ten_percent,
-        )
-        self.compare(
-            topic,
-            "sinusoidal above alibi, last quarter, 32L",
-            ("sinusoidal", "last-quarter", 32 * L),
-            ("alibi", "last-quarter", 32 * L),
-            above=0,
-        )
+        text = f"sinusoidal, whole sequences, L + 20 = {L + 20} against L: perplexity within 10 %"
+        entries = [("sinusoidal", "chunked", length) for length in (L + 20, L)]
+        self.compare(topic, text, *entries, below=ten_percent)
+        self.degrade(topic, "sinusoidal", "chunked", 2, "not within 10 %", above=ten_percent)
+        self.degrade(topic, "alibi", "chunked", 32, "within 10 %", below=ten_percent)
+        self.order(topic, "sinusoidal", "above", "alibi", "last-quarter", 32)
+        return self.claims
 
 
 # -----------------------------------------------------------------------------
@@ -502,13 +432,8 @@ class Orderings:
 
 def select_losses(records, name, protocol, length):
     """Return the losses of all seeds; an empty list if the scheme refuses this length."""
-    key = (name, protocol, length)
-    losses = []
-    for record in records:
-        if (record["checkpoint"], record["protocol"], record["length"]) == key:
-            if "loss" in record:
-                losses.append(record["loss"])
-    return losses
+    found = select(records, checkpoint=name, protocol=protocol, length=length)
+    return [record["loss"] for record in found if "loss" in record]
 
 
 def rank_entries(records, length):
@@ -553,7 +478,7 @@ def loss_table(board, names, protocol):
 
 def describe_runs(board, names):
     """Return the paragraph that says what was trained and what the tables show."""
-    model = ", ".join(f"{key}={value}" for key, value in board["model"].items())
+    model = format_settings(board["model"])
     tokens = board["training"]["batch_size"] * board["model"]["block_size"]
     where = "a GPU"
     if board["device"] != "cuda":
@@ -574,48 +499,30 @@ def describe_runs(board, names):
 
 
 def judge_orderings(board):
-    """Return the lines of the section on the literature's predictions."""
+    """Return the parts of the section on the literature's predictions."""
     L, steps = board["model"]["block_size"], board["training"]["max_iters"]
     if steps < MIN_STEPS_TO_JUDGE:
-        return [f"Not judged: models trained for {steps} steps say nothing about them."]
-    lines = [
+        return [not_judged(steps)]
+    text = (
         "What the literature predicts, as differences in nats, paired by seed. L is the training "
         f"length, {L} tokens. {RULE}"
-    ]
-    for topic, claims in Orderings(board["records"], L).judge().items():
-        lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims)]
-    return lines
+    )
+    return [text, topic_lines(Orderings(board["records"], L).judge())]
 
 
-def write_report(board, out_dir):
-    """Write leaderboard.md and leaderboard.png, and print the tables."""
-    L = board["model"]["block_size"]
-    names = rank_entries(board["records"], L)
-    lines = [
-        "# The position leaderboard",
-        "",
-        f"`{board['command']}`: {board['note']}.",
+def report(board):
+    """Return the lines of leaderboard.md."""
+    names = rank_entries(board["records"], board["model"]["block_size"])
+    figure = "![loss by context length](leaderboard.png)"
+    quarter = loss_table(board, names, "last-quarter")
+    return [
+        *title(board, "The position leaderboard"),
         "",
         describe_runs(board, names),
-        "",
-        "## Loss in the last quarter of the sequence",
-        "",
-        *loss_table(board, names, "last-quarter"),
-        "",
-        "![loss by context length](leaderboard.png)",
-        "",
-        "## Loss over whole sequences",
-        "",
-        *loss_table(board, names, "chunked"),
-        "",
-        "## Orderings",
-        "",
-        *judge_orderings(board),
+        *section("Loss in the last quarter of the sequence", quarter, figure),
+        *section("Loss over whole sequences", loss_table(board, names, "chunked")),
+        *section("Orderings", *judge_orderings(board)),
     ]
-    text = "\n".join(lines) + "\n"
-    (out_dir / "leaderboard.md").write_text(text, encoding="utf-8")
-    print("\n" + text)
-    plot_losses(board, names, out_dir / "leaderboard.png")
 
 
 def loss_curves(board, names):
@@ -630,59 +537,40 @@ def loss_curves(board, names):
     return curves
 
 
-def plot_losses(board, names, file):
+def plot_losses(board, folder):
     """Plot the last-quarter loss by length, the intervals as bands, as a PNG and in characters."""
-    curves = loss_curves(board, names)
+    L = board["model"]["block_size"]
+    curves = loss_curves(board, rank_entries(board["records"], L))
     means = {name: [point[:2] for point in curve] for name, curve in curves.items()}
     print(terminal_plot(means, height=18))
-    plt = import_pyplot(file)
-    if plt is None:
-        return
-    figure, axes = plt.subplots(figsize=(9.5, 5.6), layout="constrained")
-    palette = plt.get_cmap("tab20").colors
-    palette = [*palette[::2], *palette[1::2]]  # the strong colours first
-    for i, (name, curve) in enumerate(curves.items()):
-        x, mean, half_width = (list(column) for column in zip(*curve, strict=True))
-        color = palette[i % len(palette)]
-        style = "--" if name in HYBRIDS else "-"
-        marker = "osD^vP*X"[i % 8]
-        axes.plot(x, mean, marker=marker, markersize=5, linestyle=style, color=color, label=name)
-        low = [m - h for m, h in zip(mean, half_width, strict=True)]
-        high = [m + h for m, h in zip(mean, half_width, strict=True)]
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
-    # The limits follow the means: a wide interval of one entry must not flatten all others.
-    losses = [loss for curve in means.values() for _, loss in curve]
-    margin = 0.06 * (max(losses) - min(losses)) + 1e-3
-    axes.set_ylim(min(losses) - margin, max(losses) + margin)
-    L = board["model"]["block_size"]
-    axes.set_title(f"Trained at {L} tokens, evaluated at up to {32 * L:,}")
-    axes.set_ylabel("nats per token, last quarter of the sequence")
-    axes.set_xlabel("context length in tokens")
-    axes.set_xscale("log")
-    ticks = [L * factor for factor in (1, 2, *FACTORS[1:])]
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, title="best mean first")
-    figure.supxlabel(board["note"], fontsize=7, color="gray")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    print(f"wrote {file}")
+    def draw(figure, axes):
+        from matplotlib import colormaps
+
+        palette = colormaps["tab20"].colors
+        palette = [*palette[::2], *palette[1::2]]  # the strong colours first
+        for i, (name, curve) in enumerate(curves.items()):
+            x, mean, half_width = (list(column) for column in zip(*curve, strict=True))
+            color = palette[i % len(palette)]
+            style = {"linestyle": "--" if name in HYBRIDS else "-", "marker": "osD^vP*X"[i % 8]}
+            axes.plot(x, mean, color=color, markersize=5, label=name, **style)
+            low = [m - h for m, h in zip(mean, half_width, strict=True)]
+            high = [m + h for m, h in zip(mean, half_width, strict=True)]
+            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        # The limits follow the means: a wide interval of one entry must not flatten all others.
+        losses = [loss for curve in means.values() for _, loss in curve]
+        margin = 0.06 * (max(losses) - min(losses)) + 1e-3
+        axes.set_ylim(min(losses) - margin, max(losses) + margin)
+        axes.set_title(f"Trained at {L} tokens, evaluated at up to {32 * L:,}")
+        axes.set_ylabel("nats per token, last quarter of the sequence")
+        length_axis(axes, [L * factor for factor in (1, 2, *FACTORS[1:])])
+        figure.legend(loc="outside right upper", fontsize=8, title="best mean first")
+
+    save_figure(folder / "leaderboard.png", draw, (9.5, 5.6), board["note"])
 
 
 def main():
-    cfg, *_ = cli.parse(LeaderboardConfig, about=__doc__)
-    out_dir = Path(cfg.out_dir)
-    file = out_dir / "leaderboard.json"
-    if cfg.redraw:
-        board = load_board(file)
-    else:
-        board = measure(cfg)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        write_json(file, board, indent=1)
-    write_report(board, out_dir)
-    return 0
+    return run_experiment(LeaderboardConfig, measure, report, plot_losses)
 
 
 if __name__ == "__main__":

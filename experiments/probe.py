@@ -33,36 +33,47 @@ import torch.nn.functional as F
 
 from data import Dataset
 from evaluate import check_writable, load_models
+from experiments.report import line_style, save_figure, select
 from model import POSITIONS, ContextLengthWarning
 from nanolong import cli, validate
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
-from nanolong.plots import format_refusals, import_pyplot, unique
+from nanolong.plots import format_refusals, unique
 from nanolong.provenance import provenance
-from nanolong.strict_json import to_json
+from nanolong.strict_json import write_json
 
 TOKENS_PER_BATCH = 16384
 
 
 @dataclass
-class ProbeConfig:
+class CheckpointsConfig:
+    """The settings of an experiment on finished checkpoints."""
+
     lengths: tuple[int, ...] = ()  # sequence lengths; default: the shortest original context length
-    # sequences of training text per probe, and of validation text for the shuffled prefix
-    windows: int = 500
-    held_out: int = 100  # sequences of validation text that test the probes
-    hidden: int = 256  # hidden units of a probe
-    steps: int = 1000  # training steps of a probe
     dataset: str = ""  # default: the one each checkpoint was trained on
     plot: str = ""  # write a figure to this PNG (needs matplotlib)
     json: str = ""  # write the records to this file
     # Python files, each with one scheme of your own, for checkpoints that were trained with it
     entry: tuple[str, ...] = ()
     best: bool = False  # load the step with the lowest validation loss, not the newest
-    seed: int = 1337  # of the choice of sequences, the probes and the shuffling
+    seed: int = 1337  # of the choice of sequences, and of all else that is random
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
+        validate.check_png("plot", self.plot)
+
+
+@dataclass
+class ProbeConfig(CheckpointsConfig):
+    # sequences of training text per probe, and of validation text for the shuffled prefix
+    windows: int = 500
+    held_out: int = 100  # sequences of validation text that test the probes
+    hidden: int = 256  # hidden units of a probe
+    steps: int = 1000  # training steps of a probe
+
+    def __post_init__(self):
+        super().__post_init__()
         counts = (self.windows, self.held_out, self.hidden, self.steps)
         validate.require(
             min(counts) >= 1,
@@ -72,7 +83,6 @@ class ProbeConfig:
             min(self.lengths, default=4) >= 4,
             "lengths are cut into quarters: give lengths of at least 4",
         )
-        validate.check_png("plot", self.plot)
 
 
 def random_guess(n):
@@ -313,11 +323,6 @@ def shuffled_prefix(model, dataset, name="model", length=None, windows=500, seed
 # Table and figure.
 
 
-def select(records, **wanted):
-    """The records whose values equal the wanted ones."""
-    return [r for r in records if all(r.get(key) == value for key, value in wanted.items())]
-
-
 def probe_lines(records, length, names, width):
     """The table of probe errors: a line per checkpoint, a column per layer."""
     probed = [r for r in select(records, length=length, task="probe") if "error" in r]
@@ -348,7 +353,7 @@ def shuffle_lines(records, length, scored, title, width):
     return lines
 
 
-def format_table(records):
+def format_table(records, cfg=None):
     """The records as text: for each length the probe errors, then the shuffled prefixes."""
     names = unique(records, "checkpoint")
     width = max(10, *map(len, names))
@@ -372,15 +377,13 @@ def plot_probe(axes, records, length, names):
         if probed:
             layers = [record["layer"] for record in probed]
             errors = [record["error"] for record in probed]
-            marker = "osD^vP*X"[i % 8]
-            axes.plot(layers, errors, marker=marker, markersize=5, color=f"C{i % 10}", label=name)
+            axes.plot(layers, errors, label=name, **line_style(i))
     axes.axhline(random_guess(length), color="gray", linestyle="--", label="random")
     axes.axhline(best_constant(length), color="gray", linestyle=":", label="always the middle")
     axes.set_title(f"position probe, sequences of {length}")
     axes.set(xlabel="layer", ylabel="mean |predicted - true| in tokens", ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
 
 
 def plot_shuffled_prefix(axes, records, length, names):
@@ -395,31 +398,21 @@ def plot_shuffled_prefix(axes, records, length, names):
     axes.set_xticks(range(len(names)), names)
     axes.margins(y=0.12)
     axes.set(ylabel="nats per token", title="loss after a prefix in order, and (pale) shuffled")
-    axes.grid(alpha=0.3)
 
 
-def plot_records(records, file, note):
+def plot_records(records, cfg, note):
     """Draw a PNG with a column per length: probe errors above, losses after shuffling below."""
-    plt = import_pyplot(file)
-    if plt is None:
-        return
     lengths = unique(records, "length")
     names = unique(records, "checkpoint")
-    figure, axes = plt.subplots(
-        2,
-        len(lengths),
-        figsize=(6.4 * len(lengths), 7.6),
-        squeeze=False,
-        height_ratios=[3, 2],
-        layout="constrained",
-    )
-    for column, length in enumerate(lengths):
-        plot_probe(axes[0][column], records, length, names)
-        plot_shuffled_prefix(axes[1][column], records, length, names)
-    figure.supxlabel(note.replace("; ", "\n"), fontsize=7, color="gray")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    print(f"wrote {file}")
+
+    def draw(figure, *axes):
+        for column, length in enumerate(lengths):
+            plot_probe(axes[column], records, length, names)
+            plot_shuffled_prefix(axes[len(lengths) + column], records, length, names)
+
+    size = (6.4 * len(lengths), 7.6)
+    panels = (2, len(lengths))
+    save_figure(cfg.plot, draw, size, note, panels=panels, height_ratios=[3, 2])
 
 
 # -----------------------------------------------------------------------------
@@ -454,51 +447,54 @@ def shortest_context(loaded):
     return min(model.config.original_length for model, _ in loaded.values())
 
 
-def measure(model, dataset, name, length, cfg):
-    """The records of one checkpoint and length, or one with the reason why there are none."""
-    try:
-        return [
-            *probe(
-                model,
-                dataset,
-                name,
-                length,
-                windows=cfg.windows,
-                held_out=cfg.held_out,
-                hidden=cfg.hidden,
-                steps=cfg.steps,
-                seed=cfg.seed,
-            ),
-            *shuffled_prefix(model, dataset, name, length, windows=cfg.windows, seed=cfg.seed),
-        ]
-    except UserError as error:
-        return [{"checkpoint": name, "task": "probe", "length": length, "refused": str(error)}]
+def run_on_checkpoints(settings, measure, format_table, plot_records):
+    """Run a script on the checkpoints of its command line.
 
-
-def main():
-    cfg, _, paths = cli.parse(
-        ProbeConfig, about=__doc__, paths="run folders or step folders; NAME=FOLDER gives a name"
-    )
+    settings: the class based on CheckpointsConfig. measure(loaded, length, cfg) returns records,
+    format_table(records, cfg) their text, and plot_records(records, cfg, note) writes a figure.
+    """
+    about = sys.modules[settings.__module__].__doc__
+    paths = "run folders or step folders; NAME=FOLDER gives a name"
+    cfg, _, paths = cli.parse(settings, about=about, paths=paths)
     for file in filter(None, (cfg.plot, cfg.json)):
         check_writable(file)
     loaded = load_checkpoints(paths, cfg)
     records = []
     for length in cfg.lengths or (shortest_context(loaded),):
-        for name, (model, dataset) in loaded.items():
-            records += measure(model, dataset, name, length, cfg)
-    print(format_table(records))
+        records += measure(loaded, length, cfg)
+    print(format_table(records, cfg))
 
     first_dataset = next(iter(loaded.values()))[1]
+    steps = f", {cfg.steps} steps per probe" if hasattr(cfg, "steps") else ""
     note = (
         f"{provenance(pick_device(cfg.device))}; {first_dataset.name} {first_dataset.hash}, "
-        f"{cfg.windows} sequences, {cfg.steps} steps per probe, seed {cfg.seed}"
+        f"{cfg.windows} sequences{steps}, seed {cfg.seed}"
     )
     print(f"\n{note}")
     if cfg.json:
-        Path(cfg.json).write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
+        write_json(Path(cfg.json), records, indent=1)
     if cfg.plot:
-        plot_records(records, cfg.plot, note)
+        plot_records(records, cfg, note.replace("; ", "\n"))
     return 0
+
+
+def measure(loaded, length, cfg):
+    """All records of one length; of a checkpoint without any, one with the reason."""
+    sizes = {"windows": cfg.windows, "seed": cfg.seed}
+    probes = {"held_out": cfg.held_out, "hidden": cfg.hidden, "steps": cfg.steps}
+    records = []
+    for name, (model, dataset) in loaded.items():
+        try:
+            records += probe(model, dataset, name, length, **sizes, **probes)
+            records += shuffled_prefix(model, dataset, name, length, **sizes)
+        except UserError as error:
+            refused = {"checkpoint": name, "task": "probe", "length": length}
+            records.append({**refused, "refused": str(error)})
+    return records
+
+
+def main():
+    return run_on_checkpoints(ProbeConfig, measure, format_table, plot_records)
 
 
 if __name__ == "__main__":

@@ -38,17 +38,16 @@ import data
 from data.prepare import build, standard_library
 from evaluate import evaluation_mode, loss_by_position
 from experiments.public_report import write_report
-from experiments.report import command_line, read_json
+from experiments.report import Measurements, command_line
 from extend import ExtendConfig
 from model import GPT
 from nanolong import cli
 from nanolong.devices import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
-from nanolong.provenance import current_commit, provenance
+from nanolong.provenance import provenance
 from nanolong.run.checkpoint import read_meta
 from nanolong.run.folder import list_steps
 from nanolong.scoring import read_text
-from nanolong.strict_json import to_json, write_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY
 from train import train
@@ -143,11 +142,10 @@ BINS = 64  # parts of a long document with a loss each
 STEP_TOKENS = 4096  # of a step of fine-tuning
 
 
-class Public:
+class Public(Measurements):
     """The checkpoint, the texts, and what has been measured, which is saved in measured.json.
 
-    A measurement has a name such as "loss/yarn/code", a value, the seconds that it took and the
-    commit of the code.
+    A measurement has a name such as "loss/yarn/code".
     """
 
     def __init__(self, cfg, run):
@@ -175,15 +173,14 @@ class Public:
         # the model that was used last
         self.loaded_name = self.loaded_model = None
         self.folder = Path(cfg.runs)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.load_measured()
+        super().__init__(self.folder / "measured.json", self.key())
 
-    def load_measured(self):
-        self.file = self.folder / "measured.json"
+    def key(self):
+        """Return what the measurements are made with."""
         texts = {}
         for text, split in self.texts.items():
             texts[text] = hashlib.sha256(split.tokens[0].tobytes()).hexdigest()[:16]
-        key = {
+        return {
             "checkpoint": read_meta(list_steps(self.run)[-1])["checksums"]["model.safetensors"],
             "texts": texts,
             "factor": self.cfg.factor,
@@ -191,14 +188,6 @@ class Public:
             "device": self.device.type,
             "budget": self.cfg.budget,
         }
-        self.measured = {"key": key, "values": {}, "seconds": {}, "commits": {}}
-        if self.file.is_file():
-            self.measured = read_json(self.file)
-        require(
-            self.measured["key"] == key,
-            f"{self.folder} was made with another checkpoint, text, factor or dtype: remove it, or "
-            "choose another --runs",
-        )
 
     def length_of(self, text):
         """Return the tokens of a text that are scored at once."""
@@ -210,20 +199,6 @@ class Public:
         plan = plan or self.plan
         long = [round(length * self.original_length) for length in plan.needle_lengths]
         return sorted({plan.needle_tokens, *long})
-
-    def measure(self, name, function, *args):
-        """Return the measurement of this name; what was not measured yet is function(...)."""
-        values = self.measured["values"]
-        if name not in values:
-            start = time.perf_counter()
-            value = function(*args)
-            self.measured["seconds"][name] = time.perf_counter() - start
-            self.measured["commits"][name] = current_commit()
-            # as it is in the file
-            values[name] = json.loads(to_json(value))
-            write_json(self.file, self.measured)
-            print(f"{name}: {self.measured['seconds'][name]:.0f} s", flush=True)
-        return values[name]
 
     # The models
 
@@ -504,8 +479,8 @@ def main():
         )
     public = Public(cfg, Path(paths[0]))
     names, asked = measure_all(public)
-    commits = public.measured["commits"].values()
-    source = f"`{command_line('experiments/public.py')}`, {provenance(public.device, commits)}"
+    where = provenance(public.device, public.commits())
+    source = f"`{command_line('experiments/public.py')}`, {where}"
     write_report(public, names, asked, source)
 
 

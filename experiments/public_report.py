@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.report import count, markdown_table
-from nanolong.plots import import_pyplot
+from experiments.report import count, grid, markdown_table, save_figure
 
 # Of models of 0.5 M parameters, extended 4 times without training (results/reproduce.md): the loss
 # at 2 and at 4 times the original context length, the loss within it, and the fraction of passkeys
@@ -101,13 +100,12 @@ def mean_loss(public, text, losses, start, end):
 
 
 def loss_section(public, text, losses):
-    parts = ranges(public, text)
-    header = ["", *(f"{start:,} to {end:,}" for start, end in parts)]
-    rows = []
-    for name, values in losses.items():
-        means = [mean_loss(public, text, values, *part) for part in parts]
-        rows.append([name, *(f"{mean:.3f}" for mean in means)])
-    return [f"## Loss by position, {text}", "", *markdown_table(header, rows), ""]
+    parts = {f"{start:,} to {end:,}": (start, end) for start, end in ranges(public, text)}
+
+    def cell(name, part):
+        return f"{mean_loss(public, text, losses[name], *part):.3f}"
+
+    return [f"## Loss by position, {text}", "", *grid(losses, parts, cell), ""]
 
 
 def summarize(public, losses):
@@ -167,22 +165,19 @@ def mean_found(public, name, length):
 
 
 def needle_section(public, asked):
-    lengths = public.needle_lengths()
-    header = ["", *(f"{length:,}" for length in lengths)]
-    rows = []
-    for name in asked:
-        cells = []
-        for length in lengths:
-            by_depth = [f"{found(public, name, length, d):g}" for d in public.plan.depths]
-            cells.append(f"{mean_found(public, name, length):.2f} ({', '.join(by_depth)})")
-        rows.append([name, *cells])
+    lengths = {f"{length:,}": length for length in public.needle_lengths()}
+
+    def cell(name, length):
+        by_depth = [f"{found(public, name, length, depth):g}" for depth in public.plan.depths]
+        return f"{mean_found(public, name, length):.2f} ({', '.join(by_depth)})"
+
     depths = ", ".join(f"{depth:g}" for depth in public.plan.depths)
     what = (
         "Fraction of passkeys of five digits whose every token has the highest probability given "
         f"those before it; in brackets by depth ({depths} of the text), "
         f"{count(public.plan.prompts, 'prompt')} each. Chance is 0.00001."
     )
-    return ["## Passkeys", "", what, "", *markdown_table(header, rows), ""]
+    return ["## Passkeys", "", what, "", *grid(asked, lengths, cell), ""]
 
 
 # -----------------------------------------------------------------------------
@@ -282,14 +277,10 @@ def draw_curves(axis, public, text, losses, styles):
     axis.set(xlim=(0, length), ylim=(0, None), xlabel="position (tokens)")
     axis.set_ylabel("loss (nats per token)")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.grid(alpha=0.3)
 
 
 def plot_summary(public, losses, file):
     """Plot the untouched checkpoint, the best method, and the best fine-tuned one, on code."""
-    plt = import_pyplot(file)
-    if plt is None:
-        return
     last = public.length_of("code")
     means = loss_between(public, losses, last // 2, last)
     styles = {"untouched": {"color": "C3"}}
@@ -301,63 +292,52 @@ def plot_summary(public, losses, file):
         styles[name] = {"color": "C2"}
     else:
         styles[min(public.methods, key=means.get)] = {"color": "C0"}
-    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
-    draw_curves(axis, public, "code", losses, styles)
-    axis.text(
-        public.original_length,
-        axis.get_ylim()[1] * 0.97,
-        f" its context length, {public.original_length:,}",
-        fontsize=9,
-        color="gray",
-        verticalalignment="top",
-    )
-    axis.legend(loc="center right")
-    axis.set_title(f"{public.imported}, extended {public.cfg.factor:g} times", fontsize=11)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+
+    def draw(figure, axis):
+        draw_curves(axis, public, "code", losses, styles)
+        place = (public.original_length, axis.get_ylim()[1] * 0.97)
+        words = f" its context length, {public.original_length:,}"
+        axis.text(*place, words, fontsize=9, color="gray", verticalalignment="top")
+        axis.legend(loc="center right")
+        axis.set_title(f"{public.imported}, extended {public.cfg.factor:g} times", fontsize=11)
+
+    save_figure(file, draw, (8, 4))
 
 
 def plot_methods(public, losses, file):
     """Plot every model, a panel for each text."""
-    plt = import_pyplot(file)
-    if plt is None:
-        return
-    figure, axes = plt.subplots(
-        1, len(losses), figsize=(7 * len(losses), 4.6), squeeze=False, layout="constrained"
-    )
-    for axis, text in zip(axes[0], losses, strict=True):
-        styles = {}
-        for i, name in enumerate(losses[text]):
-            style = "--" if " + " in name else "-"
-            styles[name] = {"color": f"C{i % 10}", "linestyle": style, "linewidth": 1.2}
-        draw_curves(axis, public, text, losses[text], styles)
-        axis.set_title(text)
-    axes[0][0].legend(fontsize=8)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+
+    def draw(figure, *axes):
+        for axis, text in zip(axes, losses, strict=True):
+            styles = {}
+            for i, name in enumerate(losses[text]):
+                style = "--" if " + " in name else "-"
+                styles[name] = {"color": f"C{i % 10}", "linestyle": style, "linewidth": 1.2}
+            draw_curves(axis, public, text, losses[text], styles)
+            axis.set_title(text)
+        axes[0].legend(fontsize=8)
+
+    save_figure(file, draw, (7 * len(losses), 4.6), panels=(1, len(losses)), dpi=110)
 
 
 def plot_needles(public, asked, file):
     """Plot the fraction of passkeys found by length and depth, a panel for each model."""
-    plt = import_pyplot(file)
-    if plt is None:
-        return
     lengths = public.needle_lengths()
     depths = public.plan.depths
-    figure, axes = plt.subplots(
-        1, len(asked), figsize=(2.6 * len(asked), 2.6), squeeze=False, layout="constrained"
-    )
-    for axis, name in zip(axes[0], asked, strict=True):
-        cells = [[found(public, name, length, depth) for length in lengths] for depth in depths]
-        image = axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        for row, values in enumerate(cells):
-            for column, value in enumerate(values):
-                axis.text(column, row, f"{value:g}", ha="center", va="center", fontsize=8)
-        axis.set_title(name, fontsize=9)
-        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
-        axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=8)
-        axis.set_xlabel("tokens", fontsize=8)
-    axes[0][0].set_ylabel("depth", fontsize=8)
-    figure.colorbar(image, ax=axes, label="passkeys found")
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+
+    def draw(figure, *axes):
+        for axis, name in zip(axes, asked, strict=True):
+            cells = [[found(public, name, length, depth) for length in lengths] for depth in depths]
+            axis.grid(False)
+            image = axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            for row, values in enumerate(cells):
+                for column, value in enumerate(values):
+                    axis.text(column, row, f"{value:g}", ha="center", va="center", fontsize=8)
+            axis.set_title(name, fontsize=9)
+            axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+            axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=8)
+            axis.set_xlabel("tokens", fontsize=8)
+        axes[0].set_ylabel("depth", fontsize=8)
+        figure.colorbar(image, ax=axes, label="passkeys found")
+
+    save_figure(file, draw, (2.6 * len(asked), 2.6), panels=(1, len(asked)), dpi=110)

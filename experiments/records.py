@@ -86,8 +86,7 @@ def make_record(file, cfg):
     target = RECORDS / f"{file.stem}.json"
     require(not target.exists(), f"{target} exists already: remove it to measure the file again")
     board = run_board(file, cfg)
-    for unneeded in ("command", "throughput"):
-        board.pop(unneeded)
+    board.pop("throughput")
     path = file.resolve().relative_to(ROOT).as_posix()
     code = entry_hash(POSITIONS[file.stem])
     write_json(target, {"file": path, "code": code, "budget": cfg.budget, **board}, indent=1)

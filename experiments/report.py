@@ -1,4 +1,9 @@
-"""What the experiments share: finished runs, confidence intervals, claims and tables."""
+"""What the experiments share: settings, trained models, a report with its JSON, claims, figures.
+
+A script states a dataclass based on Experiment, and has three functions: measure(cfg) returns a
+board, the dict that becomes NAME.json; report(board) returns the lines of NAME.md; and plot(board,
+folder) writes figures. run_experiment() does the rest, also with --redraw.
+"""
 
 import ast
 import hashlib
@@ -8,12 +13,225 @@ import math
 import statistics
 import sys
 import textwrap
+import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
+import torch
+
+import data
+from data.prepare import prepare_missing
 from kernels.definition import dump_code
+from model import GPT, POSITIONS, GPTConfig
+from nanolong import cli
+from nanolong.devices import pick_device, pick_dtype
 from nanolong.entry import entry_hash
-from nanolong.strict_json import to_json
+from nanolong.plots import import_pyplot
+from nanolong.provenance import current_commit, provenance
+from nanolong.run.folder import list_steps
+from nanolong.strict_json import to_json, write_json
 from nanolong.validate import require
+from train import train
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# -----------------------------------------------------------------------------
+# An experiment
+
+
+@dataclass
+class Experiment:
+    """The settings of all experiments. The budget, a key of BUDGETS, is stated by each."""
+
+    runs: str = ""  # folder for the runs and what was measured on them; default: out/NAME
+    out_dir: str = ""  # folder for the report; default: out/NAME
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    # dtype of matrix products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    redraw: bool = False  # write the report from its JSON in out_dir; measure nothing
+
+    name = ""  # of the report; default: that of the file
+
+    def __post_init__(self):
+        name = self.report_name()
+        self.runs = self.runs or f"out/{name}"
+        self.out_dir = self.out_dir or f"out/{name}"
+        for setting, example in (("seeds", "1,2,3"), ("pos", "nope,rope")):
+            given = getattr(self, setting, None) != ()
+            require(given, f"{setting} is empty: give some, as in --{setting}={example}")
+        seeds = getattr(self, "seeds", 1)
+        if isinstance(seeds, int):
+            require(seeds >= 1, f"seeds={seeds} is too small: give at least 1")
+        else:
+            require(min(seeds) >= 0, f"seed {min(seeds)} is negative: give 0 or more")
+        steps = getattr(self, "steps", 0)
+        require(steps >= 0, f"steps={steps} is negative: give 0 for the budget's own")
+        for pos in getattr(self, "pos", ()):
+            check_scheme(pos)
+
+    @classmethod
+    def script(cls):
+        """The script of this experiment, relative to the project."""
+        return Path(inspect.getfile(cls)).resolve().relative_to(ROOT).as_posix()
+
+    @classmethod
+    def report_name(cls):
+        return cls.name or Path(cls.script()).stem
+
+    def pick_device(self):
+        """The device, and the dtype of matrix products on it."""
+        device = pick_device(self.device)
+        return device, pick_dtype(self.dtype, device)
+
+
+@dataclass
+class TextExperiment(Experiment):
+    """An experiment on a text."""
+
+    dataset: str = "python"  # text for training and evaluation
+
+    def load_dataset(self):
+        prepare_missing(self.dataset)
+        return data.Dataset(self.dataset)
+
+    def run_folder(self):
+        """The folder of the runs with this budget and text."""
+        return Path(self.runs) / f"{self.budget}-{Path(self.dataset).name}"
+
+    def note(self, dataset, commits=()):
+        """Where and on what an experiment was made, as a line of text."""
+        where = provenance(pick_device(self.device), commits)
+        return f"{where}; {self.dataset} {dataset.hash}"
+
+
+def check_scheme(pos):
+    known = ", ".join(POSITIONS)
+    require(pos in POSITIONS, f"there is no position scheme {pos!r}: choose from {known}")
+
+
+def run_experiment(settings, measure, report, plot=None):
+    """Run a script: measure, or read what was measured, and write NAME.json, NAME.md and figures.
+
+    settings: the class based on Experiment.
+    """
+    cfg, *_ = cli.parse(settings, about=sys.modules[settings.__module__].__doc__)
+    folder = Path(cfg.out_dir)
+    file = folder / f"{cfg.report_name()}.json"
+    if cfg.redraw:
+        board = load_board(file)
+    else:
+        board = {"command": command_line(cfg.script()), **measure(cfg)}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, board, indent=1)
+        # as it is in the file, in which a number that is not finite is null
+        board = json.loads(json.dumps(board))
+    text = "\n".join(report(board)) + "\n"
+    file.with_suffix(".md").write_text(text, encoding="utf-8")
+    print("\n" + text)
+    if plot:
+        plot(board, folder)
+    return 0
+
+
+class Measurements:
+    """Named measurements, in a JSON file that is written after each of them.
+
+    Each has a value, the seconds that it took and the commit of the code. key: what they were made
+    with. Raises UserError for a file with another key.
+    """
+
+    def __init__(self, file, key):
+        self.file = file
+        self.measured = {"key": key, "values": {}, "seconds": {}, "commits": {}}
+        if file.is_file():
+            self.measured = read_json(file)
+        require(
+            self.measured["key"] == key,
+            f"{file.parent} was made with other settings, data, device or version: remove it, or "
+            "choose another --runs",
+        )
+
+    def measure(self, name, function, *args, **options):
+        """Return the measurement of this name; what was not measured yet is function(...)."""
+        values = self.measured["values"]
+        if name not in values:
+            start = time.perf_counter()
+            value = function(*args, **options)
+            self.measured["seconds"][name] = time.perf_counter() - start
+            self.measured["commits"][name] = current_commit()
+            values[name] = json.loads(json.dumps(value))  # as it is in the file
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.file, self.measured)
+            seconds = self.measured["seconds"][name]
+            print(f"{self.file.parent.name}: {name}, {seconds:.0f} s", flush=True)
+        return values[name]
+
+    def seconds(self):
+        """The seconds of all measurements."""
+        return sum(self.measured["seconds"].values())
+
+    def commits(self):
+        return list(self.measured["commits"].values())
+
+
+def run_all(runs, function, *others):
+    """Call function(*run, *others) for each run, and say which one it is; return all records."""
+    records = []
+    for number, run in enumerate(runs, 1):
+        name = ", ".join(map(str, run))
+        print(f"\n== {name} ({number} of {len(runs)})", flush=True)
+        records += function(*run, *others)
+    return records
+
+
+def train_model(settings, train_config, dataset):
+    """Train a model, or what is left of it to train, in train_config.out_dir; return it.
+
+    settings: of GPTConfig, without vocab_size.
+    """
+    if list_steps(train_config.out_dir):
+        model = GPT.load(train_config.out_dir)
+        train_config.init_from = "resume"
+    else:
+        torch.manual_seed(train_config.seed)
+        model = GPT(GPTConfig(**settings, vocab_size=dataset.vocab_size))
+    if model.meta.get("step") != train_config.max_iters:
+        if train(model, train_config)["stopped"]:
+            raise KeyboardInterrupt
+    model.meta["bos"] = dataset.bos  # a model that was not loaded does not know it
+    return model
+
+
+def count_parameters(settings, vocab_size):
+    """Count the parameters of a model with these settings of GPTConfig."""
+    model = GPT(GPTConfig(**settings, vocab_size=vocab_size))
+    return sum(p.numel() for p in model.parameters())
+
+
+def time_in_turns(functions, rounds, device):
+    """Time functions, all of them in turn in every round; return name -> seconds of each round.
+
+    functions: name -> function. A first round, which warms up, is not counted.
+    """
+    seconds = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, function in functions.items():
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# -----------------------------------------------------------------------------
+# Intervals and claims
 
 # Student's t, two-sided 95 %, by degrees of freedom.
 T95 = {
@@ -103,11 +321,71 @@ class Claim:
         return f"{self.text}: {self.measured}, {self.bound}: {self.verdict()}"
 
 
+def paired_claim(text, a, b, above=None, below=None):
+    """Claim that a minus b, values by seed, lies above, or below, a bound; None without values."""
+    differences = [value - b[seed] for seed, value in a.items() if seed in b]
+    if not differences:
+        return None
+    return Claim(text, *confidence_interval(differences), above, below)
+
+
+# -----------------------------------------------------------------------------
+# Reports
+
+
+def select(records, **wanted):
+    """Return the records whose values equal the wanted ones."""
+    return [r for r in records if all(r.get(key) == value for key, value in wanted.items())]
+
+
+def title(board, text, end="."):
+    """Return the first lines of a report."""
+    return [f"# {text}", "", f"`{board['command']}`: {board['note']}{end}"]
+
+
+def section(heading, *parts):
+    """Return a heading and what stands below it: paragraphs, or lists of lines."""
+    lines = ["", f"## {heading}"]
+    for part in parts:
+        lines += ["", *([part] if isinstance(part, str) else part)]
+    return lines
+
+
+def claim_lines(claims):
+    return [f"- {claim}" for claim in claims]
+
+
+def topic_lines(topics):
+    """Return the lines of claims by topic, below the first heading."""
+    lines = []
+    for topic, claims in topics.items():
+        lines += [f"### {topic}", "", *claim_lines(claims), ""]
+    return lines[:-1]
+
+
+def not_judged(steps):
+    return f"Not judged: models trained for {steps} steps say nothing about them."
+
+
+def format_settings(settings):
+    """Return settings as text: n_layer=4, n_head=4."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
 def markdown_table(header, rows):
     """Return a Markdown table as a list of lines; header and rows are lists of cells."""
     lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
     lines.insert(1, "|" + "---|" * len(header))
     return lines
+
+
+def grid(names, columns, cell):
+    """Return a Markdown table of cell(name, column): a line per name.
+
+    columns: title -> what cell() gets.
+    """
+    rows = [[name, *(cell(name, column) for column in columns.values())] for name in names]
+    return markdown_table(["", *columns], rows)
 
 
 def count(n, noun):
@@ -142,12 +420,56 @@ def load_finished_run(file, key):
     return run
 
 
+def save_finished_run(file, key, **values):
+    """Write what load_finished_run() returns."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"key": key, **values})
+
+
 def load_board(file):
     """Return what an experiment measured, for --redraw. Raises UserError if it is not there."""
     require(
         file.is_file(), f"--redraw needs {file}, which does not exist: measure first, without it"
     )
     return read_json(file)
+
+
+# -----------------------------------------------------------------------------
+# Figures
+
+
+def save_figure(file, draw, size, note="", panels=(1, 1), dpi=120, **options):
+    """Let draw(figure, *axes) fill the panels of a figure, and write it as a PNG.
+
+    panels: rows and columns; options: of pyplot.subplots(). Returns whether it is written, which
+    needs matplotlib.
+    """
+    plt = import_pyplot(file)
+    if plt is None:
+        return False
+    figure, axes = plt.subplots(
+        *panels, figsize=size, squeeze=False, layout="constrained", **options
+    )
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    draw(figure, *axes.flat)
+    figure.supxlabel(note, fontsize=7, color="gray")
+    figure.savefig(file, dpi=dpi)
+    plt.close(figure)
+    print(f"wrote {file}")
+    return True
+
+
+def line_style(i):
+    """Colour and marker of the i-th line."""
+    return {"color": f"C{i % 10}", "marker": "osD^vP*X"[i % 8], "markersize": 4}
+
+
+def length_axis(axis, lengths, label="context length in tokens"):
+    """Make x a logarithmic axis of context lengths."""
+    axis.set(xscale="log", xlabel=label)
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.minorticks_off()
 
 
 def hash_code(objects):

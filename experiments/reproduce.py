@@ -31,10 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import copy
-import json
 import math
 import statistics
-import time
 import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
@@ -42,53 +40,46 @@ from typing import Literal
 import numpy as np
 import torch
 
-import data
-from data.prepare import prepare
 from evaluate import evaluation_mode, find_needle
 from experiments.attention_maps import distances
 from experiments.probe import probe, shuffled_prefix
 from experiments.report import (
     RULE,
     Claim,
-    command_line,
+    Measurements,
+    TextExperiment,
     count,
+    count_parameters,
+    format_settings,
     hash_code,
-    load_board,
+    length_axis,
     markdown_table,
-    read_json,
+    run_experiment,
+    save_figure,
+    section,
+    select,
+    title,
+    train_model,
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
-from nanolong.devices import autocast, pick_device, pick_dtype
+from nanolong.devices import autocast
 from nanolong.errors import UserError
 from nanolong.optim import make_optimizers, update_weights
-from nanolong.plots import import_pyplot, plot_needle_heatmaps
-from nanolong.provenance import current_commit, provenance
-from nanolong.run.folder import list_steps
+from nanolong.plots import plot_needle_heatmaps, unique
 from nanolong.scoring import find_sequences
-from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY, METHODS
-from train import TrainConfig, train
+from train import TrainConfig
+
+PARTS = ("methods", "needles", "probe", "table")
 
 
 @dataclass
-class ReproduceConfig:
+class ReproduceConfig(TextExperiment):
     budget: Literal["cpu", "gpu", "try"] = "cpu"  # sizes and seeds
     # parts of the report
-    parts: tuple[Literal["methods", "needles", "probe", "table"], ...] = (
-        "methods",
-        "needles",
-        "probe",
-        "table",
-    )
-    dataset: str = "python"  # text for training and evaluation
-    runs: str = "out/reproduce"  # folder for the models and for unfinished measurements
-    out_dir: str = "out/reproduce"  # folder for the tables and the figures
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    redraw: bool = False  # write the tables and the figures from reproduce.json; measure nothing
+    parts: tuple[Literal["methods", "needles", "probe", "table"], ...] = PARTS
 
 
 FACTOR = 4  # of the context extension
@@ -176,11 +167,10 @@ def needle_lengths(length):
 # Measuring
 
 
-class SeedRun:
+class SeedRun(Measurements):
     """The models of one seed and what has been measured on them.
 
-    A model is trained when it is first needed. Measurements are kept in measured.json, which is
-    written after each of them.
+    A model is trained when it is first needed. Measurements are kept in measured.json.
     """
 
     def __init__(self, cfg, seed, dataset):
@@ -189,52 +179,24 @@ class SeedRun:
         self.dataset = dataset
         self.budget = BUDGETS[cfg.budget]
         self.length = self.budget["model"]["block_size"]  # the training length
-        self.device = pick_device(cfg.device)
-        self.dtype = pick_dtype(cfg.dtype, self.device)
+        self.device, self.dtype = cfg.pick_device()
         self.folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}-{seed}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = self.folder / "measured.json"
         key = {
             "budget": self.budget,
             "data": dataset.hash,
             "dtype": str(self.dtype),
             "device": self.device.type,
             "scored": hash_code([find_sequences]),
+            "version": 2,  # of the file
         }
-        self.measured = {"key": key, "commits": [], "seconds": 0, "values": {}}
-        if self.file.is_file():
-            self.measured = read_json(self.file)
-        require(
-            self.measured["key"] == key,
-            f"{self.folder} was made with other sizes, data or device: "
-            "remove it, or choose another --runs",
-        )
-
-    def measure(self, name, function, *args, **options):
-        """Return the measurement of this name; what was not measured yet is function(...)."""
-        values = self.measured["values"]
-        if name not in values:
-            start = time.perf_counter()
-            value = function(*args, **options)
-            values[name] = json.loads(json.dumps(value))  # as it is in the file
-            seconds = time.perf_counter() - start
-            self.measured["seconds"] += seconds
-            self.measured["commits"] = list(dict.fromkeys([*self.commits(), current_commit()]))
-            write_json(self.file, self.measured)
-            print(f"seed {self.seed}: {name}, {seconds:.0f} s", flush=True)
-        return values[name]
-
-    def commits(self):
-        """The commits of the measurements, where the file has them."""
-        return self.measured.get("commits", [])
+        super().__init__(self.folder / "measured.json", key)
 
     def train_model(self, name, length, max_iters, passkey=0.0, pos="rope"):
         """Train a model, or what is left of it to train; return it on the device."""
-        run = self.folder / name
         tokens_per_step = self.budget["batch_size"] * self.length
         train_config = TrainConfig(
             dataset=self.cfg.dataset,
-            out_dir=str(run),
+            out_dir=str(self.folder / name),
             seed=self.seed,
             batch_size=max(1, tokens_per_step // length),
             max_iters=max_iters,
@@ -247,17 +209,8 @@ class SeedRun:
             passkey=passkey,
             compile=False if self.device.type == "cpu" else None,
         )
-        if list_steps(run):
-            model = GPT.load(run)
-            train_config.init_from = "resume"
-        else:
-            torch.manual_seed(self.seed)
-            settings = {**self.budget["model"], "block_size": length, "pos": pos}
-            model = GPT(GPTConfig(**settings, vocab_size=self.dataset.vocab_size))
-        if model.meta.get("step") != max_iters and train(model, train_config)["stopped"]:
-            raise KeyboardInterrupt
-        model.meta["bos"] = self.dataset.bos
-        return model.to(self.device).eval()
+        settings = {**self.budget["model"], "block_size": length, "pos": pos}
+        return train_model(settings, train_config, self.dataset).to(self.device).eval()
 
     def text_model(self, pos="rope"):
         """Return the model that was trained on text at the training length."""
@@ -378,18 +331,9 @@ class SeedRun:
                     self.dtype,
                     hidden=depth is not None,
                 )
-                records.append(
-                    {
-                        "checkpoint": name,
-                        "task": "needle",
-                        "length": length,
-                        "depth": depth,
-                        "accuracy": accuracy,
-                        "nll": round(loss, 4),
-                        "trials": needle["trials"],
-                        "seed": self.seed,
-                    }
-                )
+                record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
+                record |= {"accuracy": accuracy, "nll": round(loss, 4)}
+                records.append({**record, "trials": needle["trials"], "seed": self.seed})
         return records
 
     def probe_records(self, pos):
@@ -507,8 +451,7 @@ def judge(run, found):
     """Return the claims of one seed as dicts; what was not measured is not judged."""
     claims = SeedClaims(run.seed)
     if found["methods"]:
-        judge_zero_shot(claims, run, found["methods"])
-        judge_fine_tuned(claims, run, found["methods"])
+        judge_methods(claims, run, found["methods"])
     if found["needles"]:
         judge_needles(claims, run.budget["needle"], found["needles"])
     if found["probe"]:
@@ -517,90 +460,62 @@ def judge(run, found):
     return claims.claims
 
 
-def judge_zero_shot(claims, run, methods):
+def judge_methods(claims, run, methods):
+    """Judge part 1; a loss is that of (variant, steps of fine-tuning, length)."""
     L = run.length
-    target = FACTOR * L
+    target, beyond = FACTOR * L, 2 * FACTOR * L
+    last = run.budget["tuning_steps"][-1]
 
-    def losses(name, length):
-        return methods[name]["0"][str(length)]
+    def losses(name, step, length):
+        return methods[name][str(step)][str(length)]
+
+    def compare(topic, text, a, b, **bound):
+        same_sequences = a[-1] == b[-1]
+        add = claims.paired if same_sequences else claims.unpaired
+        add(topic, text, losses(*a), losses(*b), **bound)
 
     topic = "Zero-shot at the target"
     for a, b in (("yarn", "ntk"), ("ntk-parts", "ntk"), ("ntk", "none")):
         text = f"{a} below {b}, zero-shot at {target}"
-        claims.paired(topic, text, losses(a, target), losses(b, target), below=0)
+        compare(topic, text, (a, 0, target), (b, 0, target), below=0)
 
     topic = "Cost at the original length"
-    cases = (
+    for a, b, condition, bound in (
         ("none", "ntk", "", 0),
         ("ntk", "ntk-parts", "", 0),
         ("ntk-parts", "yarn", ", or at most 0.02 above it", 0.02),
         ("yarn", "pi", " by 0.3", -0.3),
-    )
-    for a, b, condition, bound in cases:
+    ):
         text = f"{a} below {b}{condition}, zero-shot at {L}"
-        claims.paired(topic, text, losses(a, L), losses(b, L), below=bound)
+        compare(topic, text, (a, 0, L), (b, 0, L), below=bound)
 
     topic = "NTK-aware and dynamic methods"
-    claims.unpaired(
-        topic,
-        f"ntk at {2 * L}: within 10 % of its perplexity at {L}",
-        losses("ntk", 2 * L),
-        losses("ntk", L),
-        below=math.log(1.1),
-    )
-    claims.unpaired(
-        topic,
-        f"ntk at {target}: more than 1.5 times its perplexity at {L}",
-        losses("ntk", target),
-        losses("ntk", L),
-        above=math.log(1.5),
-    )
+    text = f"ntk at {2 * L}: within 10 % of its perplexity at {L}"
+    compare(topic, text, ("ntk", 0, 2 * L), ("ntk", 0, L), below=math.log(1.1))
+    text = f"ntk at {target}: more than 1.5 times its perplexity at {L}"
+    compare(topic, text, ("ntk", 0, target), ("ntk", 0, L), above=math.log(1.5))
     for name in ("dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen"):
-        pairs = zip(losses(name, L), losses("none", L), strict=True)
+        pairs = zip(losses(name, 0, L), losses("none", 0, L), strict=True)
         difference = max(abs(x - y) for x, y in pairs)
         claims.add(topic, f"{name} equals none at {L}, to the bit", difference, below=1e-9)
 
-
-def judge_fine_tuned(claims, run, methods):
-    target = FACTOR * run.length
-    beyond = 2 * target
-    last_step = str(run.budget["tuning_steps"][-1])
-
-    def zero_shot(name, length):
-        return methods[name]["0"][str(length)]
-
-    def tuned(name, length):
-        return methods[name][last_step][str(length)]
-
     topic = "Beyond the target"
-    claims.unpaired(
-        topic,
-        f"yarn, fine-tuned, at {beyond}: more than 0.1 above its loss at the target",
-        tuned("yarn", beyond),
-        tuned("yarn", target),
-        above=0.1,
-    )
-    claims.paired(
-        topic,
-        f"dynamic-yarn below yarn, zero-shot at {beyond}",
-        zero_shot("dynamic-yarn", beyond),
-        zero_shot("yarn", beyond),
-        below=0,
-    )
+    text = f"yarn, fine-tuned, at {beyond}: more than 0.1 above its loss at the target"
+    compare(topic, text, ("yarn", last, beyond), ("yarn", last, target), above=0.1)
+    text = f"dynamic-yarn below yarn, zero-shot at {beyond}"
+    compare(topic, text, ("dynamic-yarn", 0, beyond), ("yarn", 0, beyond), below=0)
 
     topic = "Exact and approximate attention (Lu et al. 2024)"
     for name in ("yarn", "ntk-lceg", "pi"):
         text = f"{name}, fine-tuned, below its zero-shot loss at {target}"
-        claims.paired(topic, text, tuned(name, target), zero_shot(name, target), below=0)
+        compare(topic, text, (name, last, target), (name, 0, target), below=0)
     for name in ("window", "lm-infinite", "self-extend"):
-        approximate = zero_shot(name, target)
-        text = f"yarn, fine-tuned, below {name} at {target}"
-        claims.paired(topic, text, tuned("yarn", target), approximate, below=0)
-        text = f"yarn, zero-shot, below {name} at {target}"
-        claims.paired(topic, text, zero_shot("yarn", target), approximate, below=0)
+        for step, how in ((last, "fine-tuned"), (0, "zero-shot")):
+            text = f"yarn, {how}, below {name} at {target}"
+            compare(topic, text, ("yarn", step, target), (name, 0, target), below=0)
     for name in ("ntk", "yarn"):
         text = f"ntk-lceg, whose base grows beyond the target, below {name} at {beyond}, both tuned"
-        claims.paired(topic, text, tuned("ntk-lceg", beyond), tuned(name, beyond), below=0)
+        compare(topic, text, ("ntk-lceg", last, beyond), (name, last, beyond), below=0)
 
 
 def judge_needles(claims, needle, records):
@@ -620,14 +535,9 @@ def judge_needles(claims, needle, records):
         text = f"{a} above {b} at {4 * N}"
         claims.fractions(topic, text, mean(a, 4 * N), n, mean(b, 4 * N), above=0)
     claims.fractions(topic, f"yarn at least 0.8 at {4 * N}", mean("yarn", 4 * N), n, above=0.8)
-    claims.fractions(
-        topic,
-        f"alibi finds fewer at the start than at the end of {4 * N}",
-        accuracy["alibi", 4 * N, 1.0],
-        trials,
-        accuracy["alibi", 4 * N, 0.0],
-        above=0,
-    )
+    end, start = accuracy["alibi", 4 * N, 1.0], accuracy["alibi", 4 * N, 0.0]
+    text = f"alibi finds fewer at the start than at the end of {4 * N}"
+    claims.fractions(topic, text, end, trials, start, above=0)
     for times in (2, 3, 4):
         text = f"nope above rope (none) at {times * N}"
         claims.fractions(topic, text, mean("nope", times * N), n, mean("none", times * N), above=0)
@@ -713,9 +623,7 @@ def summarize_heads(by_seed):
 
 def measure(cfg):
     """Measure all seeds; return what reproduce.json holds and the report needs."""
-    if cfg.dataset == "python" and not data.dataset_exists("python"):
-        prepare("python")
-    dataset = data.Dataset(cfg.dataset)
+    dataset = cfg.load_dataset()
     require(
         dataset.tokenizer is not None,
         f"dataset {cfg.dataset} has no tokenizer, and passkeys are text: "
@@ -738,21 +646,15 @@ def measure(cfg):
                 for name, curve in curves.items()
             }
         )
-    model = GPT(GPTConfig(**budget["model"], vocab_size=dataset.vocab_size))
     commits = [commit for run in runs for commit in run.commits()]
-    hardware = provenance(pick_device(cfg.device), commits)
     scored = f"{budget['max_tokens']:,} tokens, spread over the validation text"
     has_heads = "probe" in cfg.parts
     return {
-        "command": command_line("experiments/reproduce.py"),
-        "note": (
-            f"{hardware}; {cfg.dataset} {dataset.hash}; {count(len(runs), 'seed')}; "
-            f"scored: {scored}"
-        ),
-        "seconds": round(sum(run.measured["seconds"] for run in runs)),
+        "note": f"{cfg.note(dataset, commits)}; {count(len(runs), 'seed')}; scored: {scored}",
+        "seconds": round(sum(run.seconds() for run in runs)),
         "parts": list(cfg.parts),
         "budget": budget,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": count_parameters(budget["model"], dataset.vocab_size),
         "methods": methods,
         "native": [mean_losses(seed["native"] or {}) for seed in found],
         "needles": [seed["needles"] for seed in found],
@@ -836,15 +738,14 @@ def report_methods(board):
         gap_rows.append([name, *gaps])
 
     return [
-        "",
-        "## Every method",
-        "",
-        f"Trained at {L} tokens, extended to {target}. Fine-tuning uses sequences of {target} "
-        f"tokens (drope and PoSE: {L}) and as many tokens a step as pretraining. The native model, "
-        f"trained at {target} for all of the tokens, reaches {native} there. A tenth of a percent "
-        f"of pretraining would be {max_iters / 1000:.1f} steps.",
-        "",
-        *markdown_table(header, loss_rows),
+        *section(
+            "Every method",
+            f"Trained at {L} tokens, extended to {target}. Fine-tuning uses sequences of {target} "
+            f"tokens (drope and PoSE: {L}) and as many tokens a step as pretraining. The native "
+            f"model, trained at {target} for all of the tokens, reaches {native} there. A tenth of "
+            f"a percent of pretraining would be {max_iters / 1000:.1f} steps.",
+            markdown_table(header, loss_rows),
+        ),
         "",
         f"### Gap closed at {target}",
         "",
@@ -856,34 +757,27 @@ def report_methods(board):
 
 def plot_methods(board, file):
     """Plot the zero-shot loss by length, and the gap closed by steps of fine-tuning, to a PNG."""
-    plt = import_pyplot(file)
-    if plt is None:
-        return
     curves = MethodCurves(board)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")
-    palette = plt.get_cmap("tab20").colors
-    for i, name in enumerate(curves.names):
-        style = {"marker": "os^D"[i % 4], "markersize": 4, "color": palette[i % 20], "label": name}
-        losses = [statistics.fmean(curves.losses(name, 0, n)) for n in curves.lengths]
-        left.plot(curves.lengths, losses, **style)
-        if curves.is_tuned(name):
-            gaps = [statistics.fmean(curves.gap_closed(name, step)) for step in curves.steps]
-            right.plot(curves.steps, gaps, **style)
-    left.set_title(f"zero-shot, trained at {curves.length} tokens, extended {FACTOR} times")
-    left.set(xscale="log", xlabel="context length in tokens")
-    left.set_ylabel("nats per token, last quarter of the sequence")
-    left.set_xticks(curves.lengths, [f"{length:,}" for length in curves.lengths])
-    left.minorticks_off()
-    right.set_title(f"gap closed at {curves.target:,} tokens: 0 baseline, 1 trained there")
-    right.set(xlabel="steps of fine-tuning", ylabel="gap closed", ylim=(-0.25, 1.1))
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, loc="outside right")
-    figure.supxlabel(board["note"], fontsize=7, color="gray")
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-    print(f"wrote {file}")
+
+    def draw(figure, left, right):
+        from matplotlib import colormaps
+
+        palette = colormaps["tab20"].colors
+        for i, name in enumerate(curves.names):
+            style = {"marker": "os^D"[i % 4], "markersize": 4, "color": palette[i % 20]}
+            losses = [statistics.fmean(curves.losses(name, 0, n)) for n in curves.lengths]
+            left.plot(curves.lengths, losses, label=name, **style)
+            if curves.is_tuned(name):
+                gaps = [statistics.fmean(curves.gap_closed(name, step)) for step in curves.steps]
+                right.plot(curves.steps, gaps, **style)
+        left.set_title(f"zero-shot, trained at {curves.length} tokens, extended {FACTOR} times")
+        left.set_ylabel("nats per token, last quarter of the sequence")
+        length_axis(left, curves.lengths)
+        right.set_title(f"gap closed at {curves.target:,} tokens: 0 baseline, 1 trained there")
+        right.set(xlabel="steps of fine-tuning", ylabel="gap closed", ylim=(-0.25, 1.1))
+        figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside right")
+
+    save_figure(file, draw, (14, 5), board["note"], panels=(1, 2), dpi=110)
 
 
 def average_needles(board):
@@ -907,61 +801,40 @@ def report_needles(board):
     lengths = needle_lengths(needle["length"])
     records = average_needles(board)
     rows = []
-    for name in dict.fromkeys(record["checkpoint"] for record in records):
+    for name in unique(records, "checkpoint"):
         row = [name]
         for length in lengths:
-            accuracies = []
-            for record in records:
-                same_cell = (record["checkpoint"], record["length"]) == (name, length)
-                if same_cell and record["depth"] is not None:
-                    accuracies.append(record["accuracy"])
-            row.append(f"{statistics.fmean(accuracies):.2f} ({min(accuracies):.2f})")
-        controls = []
-        for record in records:
-            if record["checkpoint"] == name and record["depth"] is None:
-                controls.append(record["accuracy"])
-        rows.append([*row, f"{max(controls):.3f}"])
-    return [
-        "",
-        "## Needles",
-        "",
+            cells = select(records, checkpoint=name, length=length)
+            found = [cell["accuracy"] for cell in cells if cell["depth"] is not None]
+            row.append(f"{statistics.fmean(found):.2f} ({min(found):.2f})")
+        controls = select(records, checkpoint=name, depth=None)
+        rows.append([*row, f"{max(control['accuracy'] for control in controls):.3f}"])
+    return section(
+        "Needles",
         "Fraction of passkeys found, by prompt length: mean over the depths, and in brackets the "
         "worst depth. The models are trained on passkey documents of up to "
         f"{needle['length']} tokens and extended {FACTOR} times without further training (drope: "
         "recalibrated at the training length, with a fifth of the training steps). The prompts of "
         "the control have no key: chance is 0.001.",
-        "",
-        *markdown_table(["", *map(str, lengths), "most without a key"], rows),
-        "",
+        markdown_table(["", *map(str, lengths), "most without a key"], rows),
         "![passkeys found, by length and depth](needles.png)",
-    ]
+    )
 
 
 def report_probe(board):
     """Return the lines of part 3: the position probe and the attended distances."""
     L = board["budget"]["model"]["block_size"]
     layers = range(board["budget"]["model"]["n_layer"] + 1)
+    records = sum(board["probe"], [])  # of all seeds
     rows = []
-    for name in dict.fromkeys(record["checkpoint"] for record in board["probe"][0]):
+    for name in unique(records, "checkpoint"):
         row = [name]
         for layer in layers:
-            errors = []
-            for records in board["probe"]:
-                errors += [
-                    record["error"]
-                    for record in records
-                    if record["checkpoint"] == name and record.get("layer") == layer
-                ]
-            row.append(spread(errors, 1))
+            probed = select(records, checkpoint=name, layer=layer)
+            row.append(spread([record["error"] for record in probed], 1))
+        shuffled = select(records, checkpoint=name, scored="last token")
         for prefix in ("intact", "shuffled"):
-            losses = []
-            for records in board["probe"]:
-                losses += [
-                    record[prefix]
-                    for record in records
-                    if record["checkpoint"] == name and record.get("scored") == "last token"
-                ]
-            row.append(spread(losses, 2))
+            row.append(spread([record[prefix] for record in shuffled], 2))
         rows.append(row)
 
     several_seeds = len(board["probe"]) > 1
@@ -973,21 +846,19 @@ def report_probe(board):
         distance_rows.append([name, text])
     header = ["", *map(str, layers), "loss of the last token, in order", "shuffled"]
     return [
-        "",
-        "## Where the position is known",
-        "",
-        "Mean error in tokens of a probe that predicts the absolute position from the hidden state "
-        f"after each layer (0: the embeddings), in sequences of {L} tokens. A random guess has an "
-        f"error of {(L * L - 1) / (3 * L):.1f}. Last columns: the loss of the last token after all "
-        "others in order and shuffled, in nats.",
-        "",
-        *markdown_table(header, rows),
-        "",
-        f"## How far heads look, in sequences of {FACTOR * L} tokens",
-        "",
-        "Mean attended distance over heads and layers.",
-        "",
-        *markdown_table(["", "tokens"], distance_rows),
+        *section(
+            "Where the position is known",
+            "Mean error in tokens of a probe that predicts the absolute position from the hidden "
+            f"state after each layer (0: the embeddings), in sequences of {L} tokens. A random "
+            f"guess has an error of {(L * L - 1) / (3 * L):.1f}. Last columns: the loss of the "
+            "last token after all others in order and shuffled, in nats.",
+            markdown_table(header, rows),
+        ),
+        *section(
+            f"How far heads look, in sequences of {FACTOR * L} tokens",
+            "Mean attended distance over heads and layers.",
+            markdown_table(["", "tokens"], distance_rows),
+        ),
     ]
 
 
@@ -1000,16 +871,12 @@ def report_support(board):
     for pos, errors in support.items():
         rows.append([pos, *("" if errors[method] else "yes" for method in methods)])
         messages.append(next(error for error in errors.values() if error))
-    return [
-        "",
-        "## Which scheme takes which method",
-        "",
+    return section(
+        "Which scheme takes which method",
         "`yes`: extended and evaluated at twice the context length; empty: an error, as below.",
-        "",
-        *markdown_table(["", *methods], rows),
-        "",
-        *(f"- {message}" for message in dict.fromkeys(messages)),
-    ]
+        markdown_table(["", *methods], rows),
+        [f"- {message}" for message in dict.fromkeys(messages)],
+    )
 
 
 def report_claims(board):
@@ -1018,78 +885,61 @@ def report_claims(board):
     passed = sum(claim["passed"] for claim in claims)
     texts = {claim["text"] for claim in claims}
     seeds = board["budget"]["seeds"]
-    lines = [
-        "",
-        "## Orderings",
-        "",
+    lines = section(
+        "Orderings",
         f"{len(texts)} predictions of the literature, each judged in every seed by itself; losses "
         f"are in nats. {RULE} {passed} of {len(claims)} judgements pass, over "
         f"{count(seeds, 'seed')}.",
-    ]
+    )
     header = ["", "bound", *(f"seed {seed}" for seed in range(1, seeds + 1))]
-    for topic in dict.fromkeys(claim["topic"] for claim in claims):
+    for topic in unique(claims, "topic"):
         rows = {}  # text -> cells
-        for judged in claims:
-            if judged["topic"] == topic:
-                claim = Claim(**{f.name: judged[f.name] for f in fields(Claim)})
-                row = rows.setdefault(claim.text, [claim.text, claim.bound])
-                row.append(f"{claim.measured}: {claim.verdict()}")
+        for judged in select(claims, topic=topic):
+            claim = Claim(**{f.name: judged[f.name] for f in fields(Claim)})
+            row = rows.setdefault(claim.text, [claim.text, claim.bound])
+            row.append(f"{claim.measured}: {claim.verdict()}")
         lines += ["", f"### {topic}", "", *markdown_table(header, rows.values())]
     return lines
 
 
-def write_report(board, out_dir):
-    """Write reproduce.md and the figures, and print the tables."""
+def report(board):
+    """Return the lines of reproduce.md."""
     budget = board["budget"]
     tokens = budget["batch_size"] * budget["model"]["block_size"]
-    model = ", ".join(f"{key}={value}" for key, value in budget["model"].items())
+    minutes = f"; {board['seconds'] / 60:.0f} minutes of training and measuring in all."
     lines = [
-        "# What context extension buys",
+        *title(board, "What context extension buys", minutes),
         "",
-        f"`{board['command']}`: {board['note']}; {board['seconds'] / 60:.0f} minutes of training "
-        "and measuring in all.",
-        "",
-        f"The models have {board['parameters'] / 1e6:.2f} M parameters ({model}) and train for "
+        f"The models have {board['parameters'] / 1e6:.2f} M parameters "
+        f"({format_settings(budget['model'])}) and train for "
         f"{budget['max_iters']} steps of {tokens:,} tokens; their context is extended {FACTOR} "
         "times. Losses are in nats per token in the last quarter of the sequence: the mean of the "
         "seeds and, in brackets, the least and the greatest.",
     ]
-    if "methods" in board["parts"]:
-        lines += report_methods(board)
-        plot_methods(board, out_dir / "reproduce.png")
-    if "needles" in board["parts"]:
-        lines += report_needles(board)
-        needle = budget["needle"]
-        plot_needle_heatmaps(
-            average_needles(board),
-            needle_lengths(needle["length"]),
-            out_dir / "needles.png",
-            f"{needle['trials']} prompts a cell and seed, teacher-forced; "
-            f"trained on up to {needle['length']} tokens; {board['note']}",
-        )
-    if "probe" in board["parts"]:
-        lines += report_probe(board)
-    if "table" in board["parts"]:
-        lines += report_support(board)
+    reports = (report_methods, report_needles, report_probe, report_support)
+    for part, report_part in zip(PARTS, reports, strict=True):
+        if part in board["parts"]:
+            lines += report_part(board)
     if board["claims"]:
         lines += report_claims(board)
-    text = "\n".join(lines) + "\n"
-    (out_dir / "reproduce.md").write_text(text, encoding="utf-8")
-    print(text)
+    return lines
+
+
+def plot(board, folder):
+    if "methods" in board["parts"]:
+        plot_methods(board, folder / "reproduce.png")
+    if "needles" in board["parts"]:
+        needle = board["budget"]["needle"]
+        note = (
+            f"{needle['trials']} prompts a cell and seed, teacher-forced; "
+            f"trained on up to {needle['length']} tokens; {board['note']}"
+        )
+        lengths = needle_lengths(needle["length"])
+        plot_needle_heatmaps(average_needles(board), lengths, folder / "needles.png", note)
 
 
 def main():
-    cfg, *_ = cli.parse(ReproduceConfig, about=__doc__)
-    out_dir = Path(cfg.out_dir)
-    file = out_dir / "reproduce.json"
-    if cfg.redraw:
-        board = load_board(file)
-    else:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        board = json.loads(json.dumps(measure(cfg)))
-        write_json(file, board)
-    write_report(board, out_dir)
-    return 0
+    return run_experiment(ReproduceConfig, measure, report, plot)
 
 
 if __name__ == "__main__":

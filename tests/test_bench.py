@@ -91,7 +91,7 @@ def test_redraw_writes_the_report_of_the_json(section, call, tmp_path):
         (["train", "--nanogpt=nowhere"], "nowhere has no train.py"),
         (["train", "--iterations=3"], "at least 8"),
         (["sample", "--baseline=nowhere"], "nowhere has no model.py"),
-        (["train", "--redraw=true"], "train.json does not exist"),
+        (["train", "--redraw=true"], "train.json, which does not exist"),
     ],
 )
 def test_bad_settings_are_rejected(flags, words, call, tmp_path):

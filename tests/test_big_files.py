@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import subprocess
 import sys
 
 import interchange
@@ -112,6 +113,7 @@ def test_store_is_for_import(tmp_path, call, make):
 # Several files
 
 LOGITS_SCRIPT = """
+import subprocess
 import sys
 import torch
 from safetensors.torch import save_file

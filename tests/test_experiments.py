@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import shutil
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -53,12 +54,31 @@ def test_the_benchmark_writes_to_a_folder_of_its_device_under_out():
     assert bench.device_folder(torch.device("cpu")) == "out/bench/cpu"
 
 
-def test_figures_go_to_out(call, tmp_path):
-    words = ["--length=32", "--n_head=4", "--head_dim=8"]
-    done = call("experiments/figures.py", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png"))
-    assert written == ["out/figures/positions.png", "out/figures/yarn.png"]
+# script -> the reports in results/ that it has written
+REPORTS = {
+    "leaderboard": ["leaderboard"],
+    "reproduce": ["reproduce"],
+    "papers/claims": ["claims"],
+    "papers/linear_attention": ["linear_attention"],
+    "papers/masked_lm": ["masked_lm"],
+    "papers/nope_tables": ["nope/nope"],
+    "papers/recurrence": ["recurrence"],
+    "papers/tasks": [f"{name}/tasks" for name in ("bag_and_span", "length_generalisation")],
+}
+
+
+@pytest.mark.parametrize("script", REPORTS)
+def test_redraw_writes_the_published_report(script, call, tmp_path):
+    words = [f"experiments/{script}.py", "--redraw=true", f"--out_dir={tmp_path}"]
+    done = call(*words)
+    assert done.returncode == 2 and ".json, which does not exist" in done.stderr
+    for report in REPORTS[script]:
+        published = ROOT / "results" / f"{report}.md"
+        shutil.copy(published.with_suffix(".json"), tmp_path)
+        assert call(*words).returncode == 0
+        assert (tmp_path / published.name).read_text() == published.read_text()
+    for figure in re.findall(r"\]\((\w+\.png)\)", published.read_text()):
+        assert (tmp_path / figure).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_list_has_every_script_and_names_the_other_files_as_their_parts():

@@ -3,12 +3,11 @@
 import functools
 import json
 import math
-import shutil
 
 import pytest
 from conftest import ROOT
 
-from experiments import leaderboard
+from experiments import leaderboard, report
 from experiments.report import Claim, confidence_interval, format_interval
 from model import POSITIONS
 
@@ -107,19 +106,6 @@ def test_an_entry_from_a_file_is_ranked_and_finished_runs_are_not_repeated(
     assert len(fewer) == len(board["records"]) and fewer != board["records"]
 
 
-def test_redraw_makes_the_published_report_from_its_json(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(leaderboard, "measure", None)
-    shutil.copy(ROOT / "results/leaderboard.json", tmp_path)
-    done = call("experiments/leaderboard.py", "--redraw=true", f"--out_dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    published = (ROOT / "results/leaderboard.md").read_text()
-    assert (tmp_path / "leaderboard.md").read_text() == published
-    assert (tmp_path / "leaderboard.png").read_bytes()[:4] == b"\x89PNG"
-    done = call("experiments/leaderboard.py", "--redraw=true", f"--out_dir={tmp_path}/empty")
-    assert done.returncode == 2 and "leaderboard.json" in done.stderr
-    assert not (tmp_path / "empty").exists()
-
-
 def test_what_has_changed_is_trained_anew_and_nothing_else(call, words, tmp_path, monkeypatch):
     """The hacker's loop: edit the class or a default, and run the same command again."""
     words = [word for word in words if "--entries" not in word] + [
@@ -159,7 +145,7 @@ def test_a_run_that_was_stopped_goes_on_unless_its_scheme_was_edited(
         "--entries=my_decay",
         "--seeds=1",
     ]
-    real = leaderboard.train
+    real = report.train
 
     def stopped(model, config):
         config.max_iters = 10
@@ -167,11 +153,11 @@ def test_a_run_that_was_stopped_goes_on_unless_its_scheme_was_edited(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(leaderboard, "train", stopped)
+        patch.setattr(report, "train", stopped)
         assert call(*words).returncode == 130
     first = []
     monkeypatch.setattr(
-        leaderboard,
+        report,
         "train",
         lambda model, config: first.append(model.meta.get("step", 0)) or real(model, config),
     )

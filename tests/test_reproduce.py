@@ -2,18 +2,16 @@
 
 import json
 import math
-import shutil
 import statistics
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import TINY
 
 import data
 import evaluate
-from experiments import reproduce, search
-from experiments.papers import nope_tables
+from experiments import report, reproduce, search
 from model import GPT, POSITIONS
 from nanolong.errors import UserError
 from rope_scaling import METHODS
@@ -291,19 +289,6 @@ def test_gap_closed_is_zero_untouched_and_one_native():
     assert reproduce.spread([0.5]) == "0.500"
 
 
-def test_redraw_makes_the_published_report_from_its_json(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "measure", None)
-    shutil.copy(ROOT / "results/reproduce.json", tmp_path)
-    done = call("experiments/reproduce.py", "--redraw=true", f"--out_dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    published = (ROOT / "results/reproduce.md").read_text()
-    assert (tmp_path / "reproduce.md").read_text() == published
-    for figure in ("reproduce.png", "needles.png"):
-        assert (tmp_path / figure).read_bytes()[:4] == b"\x89PNG"
-    done = call("experiments/reproduce.py", "--redraw=true", f"--out_dir={tmp_path}/empty")
-    assert_refused(done, "reproduce.json")
-
-
 # -----------------------------------------------------------------------------
 # search.py.
 
@@ -386,7 +371,7 @@ def test_nope_tables_train_each_length_and_size_once(call, text_data, tmp_path, 
     assert all(4 < record["loss"] < 6 for record in records)
     assert "By length" in (tmp_path / "nope.md").read_text()
 
-    monkeypatch.setattr(nope_tables, "train", None)
+    monkeypatch.setattr(report, "train", None)
     assert call(*words).returncode == 0
     assert json.loads((tmp_path / "nope.json").read_text())["records"] == records
     assert_refused(call(*words, "--max_tokens=600"), "--runs")

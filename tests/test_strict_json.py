@@ -29,7 +29,7 @@ MAY_WRITE_NAN = {
     "nanolong/run/checkpoint.py",
     "experiments/bench_sample.py",
     "experiments/bench_train.py",
-    "experiments/reproduce.py",
+    "experiments/report.py",
 }
 
 

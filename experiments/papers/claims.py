@@ -38,50 +38,42 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-import data
-from data.prepare import prepare
 from experiments.attention_maps import compare, distances, mean_of
 from experiments.leaderboard import Orderings
 from experiments.probe import sample_sequences
 from experiments.report import (
+    ROOT,
     RULE,
-    Claim,
-    command_line,
-    confidence_interval,
+    TextExperiment,
     count,
     format_interval,
+    grid,
     markdown_table,
+    paired_claim,
     read_json,
+    run_experiment,
+    save_figure,
+    section,
+    select,
+    title,
+    topic_lines,
 )
 from experiments.reproduce import DEPTHS, FACTOR, SeedRun, average_needles, extend, needle_lengths
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.attention_maps import attention_maps
-from nanolong.devices import pick_device
 from nanolong.optim import update_weights
-from nanolong.plots import import_pyplot
-from nanolong.provenance import provenance
-from nanolong.strict_json import write_json
-from nanolong.validate import require
 
 PARTS = ("examples", "learned", "attention", "pairs")
-SEEDS = (1, 2, 3)
 
 
 @dataclass
-class ClaimsConfig:
+class ClaimsConfig(TextExperiment):
     budget: Literal["cpu", "try"] = "cpu"  # sizes
-    seeds: tuple[int, ...] = SEEDS  # which runs
+    seeds: tuple[int, ...] = (1, 2, 3)  # which runs
     parts: tuple[Literal["examples", "learned", "attention", "pairs"], ...] = PARTS
-    dataset: str = "python"  # text of the parts 2 to 4
-    runs: str = "out/claims"  # folder for the models and the measurements
-    out_dir: str = "out/claims"  # folder for the report
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products; part 1 is always in float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-
-    def __post_init__(self):
-        require(self.seeds, "seeds is empty: give numbers, as in --seeds=1,2,3")
 
 
 # Part 1: examples in training and keys of a table; the size of the model and its training; samples
@@ -254,10 +246,10 @@ def unrotated_records(run):
 
 
 # -----------------------------------------------------------------------------
-# The command line
+# All parts
 
 
-def measure(run, parts):
+def measure_seed(run, parts):
     """Measure the parts of one seed; return them by name."""
     found = {}
     if "examples" in parts:
@@ -266,20 +258,40 @@ def measure(run, parts):
         for pos in ("rope", "nope", "alibi"):
             name = f"examples {pos}, {count(steps, 'step')}"
             found["examples"] |= run.measure(name, example_accuracies, run, pos)
-    if "learned" in parts:
-        found["learned"] = run.measure("learned, interpolated", learned_losses, run)
-    if "attention" in parts:
-        found["attention"] = run.measure("attention", attention_records, run)
-    if "pairs" in parts:
-        found["pairs"] = run.measure("unrotated pairs", unrotated_records, run)
+    for part, name, function in (
+        ("learned", "learned, interpolated", learned_losses),
+        ("attention", "attention", attention_records),
+        ("pairs", "unrotated pairs", unrotated_records),
+    ):
+        if part in parts:
+            found[part] = run.measure(name, function, run)
     return found
+
+
+def measure(cfg):
+    """Measure all seeds; return what claims.json holds."""
+    dataset = cfg.load_dataset()
+    runs = [SeedRun(cfg, seed, dataset) for seed in dict.fromkeys(cfg.seeds)]
+    found = {str(run.seed): measure_seed(run, cfg.parts) for run in runs}
+    seconds = sum(run.seconds() for run in runs)
+    commits = [commit for run in runs for commit in run.commits()]
+    return {
+        "note": (
+            f"{cfg.note(dataset, commits)}; {count(len(runs), 'seed')}; scored: "
+            f"{runs[0].budget['max_tokens']:,} tokens, spread over the validation text; "
+            f"{count(math.ceil(seconds / 60), 'minute')} of training and measuring in all"
+        ),
+        "examples": EXAMPLES[cfg.budget],
+        "text_models": runs[0].budget,
+        "seeds": found,  # by their numbers
+    }
 
 
 # -----------------------------------------------------------------------------
 # The report
 
 
-RESULTS = Path(__file__).resolve().parents[2] / "results"
+RESULTS = ROOT / "results"
 TEN_PERCENT = 0.0953  # of a perplexity, in nats
 
 
@@ -296,8 +308,7 @@ def values_of(board, part, *keys):
 
 def claim_difference(text, a, b, **bound):
     """Claim that a minus b, values by seed, lies above or below a bound; return its line."""
-    differences = [x - y for x, y in zip(a, b, strict=True)]
-    return f"- {Claim(text, *confidence_interval(differences), **bound)}"
+    return f"- {paired_claim(text, dict(enumerate(a)), dict(enumerate(b)), **bound)}"
 
 
 # -----------------------------------------------------------------------------
@@ -324,10 +335,11 @@ def report_examples(board):
         return [sum(curve[groups[title]]) / len(curve[groups[title]]) for curve in curves]
 
     names = list(values_of(board, "examples")[0])
-    rows = []
-    for name in names:
-        cells = [format_interval(accuracies(name, title), 2) for title in groups]
-        rows.append([name, *cells])
+
+    def cell(name, title):
+        return format_interval(accuracies(name, title), 2)
+
+    table = grid(names, {title: title for title in groups}, cell)
     _, within, *_, longest = groups
     claims = []
     for name in names[1:]:
@@ -338,78 +350,66 @@ def report_examples(board):
         text = f"rope, {better} above {worse}, at examples {longest}"
         above, below = accuracies(f"rope, {better}", longest), accuracies(f"rope, {worse}", longest)
         claims.append(claim_difference(text, above, below, above=0))
-    return [
-        "",
-        "## More examples in a longer prompt",
-        "",
+    return section(
+        "More examples in a longer prompt",
         f"Fraction of right digits by the number of the example, after {settings['steps']:,} steps "
         f"of {settings['batch_size']} samples of {n} examples with {settings['keys']} keys; tested "
         f"on {FACTOR * n} examples. Fine-tuned: {settings['tuning_steps']} steps of "
         f"{settings['batch_size'] // FACTOR} samples of {FACTOR * n}. The first line is the digit "
         "that was shown most often with the key; a guess scores 0.1.",
-        "",
-        *markdown_table(["", *groups], rows),
-        "",
+        table,
         "![accuracy by number of examples](claims.png)",
-        "",
-        *claims,
-    ]
+        claims,
+    )
 
 
-def plot_examples(board, file):
+def plot_examples(board, folder):
     """Plot the mean accuracy of the seeds by number of examples to a PNG."""
-    plt = import_pyplot(file)
-    if plt is None:
+    if "examples" not in next(iter(board["seeds"].values())):
         return
     n = board["examples"]["examples"]
-    figure, axes = plt.subplots(figsize=(9.5, 5), layout="constrained")
-    for i, name in enumerate(values_of(board, "examples")[0]):
-        curves = values_of(board, "examples", name)
-        means = [sum(column) / len(column) for column in zip(*curves, strict=True)]
-        # Single examples are noisy: each point is the mean of as many as training has eighths.
-        width = max(1, n // 8)
-        ends = range(width, len(means) + 1, width)
-        points = [sum(means[end - width : end]) / width for end in ends]
-        style = "--" if name == "digit most shown" else "-"
-        axes.plot(list(ends), points, style, color=f"C{i}", marker="osD^vP*X"[i % 8], label=name)
-    axes.axvline(n, color="gray", linestyle=":", linewidth=1)
-    axes.set(title="Accuracy by number of examples; training ends at the dotted line")
-    axes.set(xlabel="examples", ylabel="fraction of right digits", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.supxlabel(board["note"], fontsize=7, color="gray")
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-    print(f"wrote {file}")
+
+    def draw(figure, axes):
+        for i, name in enumerate(values_of(board, "examples")[0]):
+            curves = values_of(board, "examples", name)
+            means = [sum(column) / len(column) for column in zip(*curves, strict=True)]
+            # Single examples are noisy: each point is the mean of as many as training has eighths.
+            width = max(1, n // 8)
+            ends = range(width, len(means) + 1, width)
+            points = [sum(means[end - width : end]) / width for end in ends]
+            style = {"linestyle": "--" if name == "digit most shown" else "-", "color": f"C{i}"}
+            axes.plot(list(ends), points, marker="osD^vP*X"[i % 8], label=name, **style)
+        axes.axvline(n, color="gray", linestyle=":", linewidth=1)
+        axes.set(title="Accuracy by number of examples; training ends at the dotted line")
+        axes.set(xlabel="examples", ylabel="fraction of right digits", ylim=(0, 1))
+        figure.legend(loc="outside right upper", fontsize=8)
+
+    save_figure(folder / "claims.png", draw, (9.5, 5), board["note"], dpi=110)
 
 
 def report_learned(board):
     """Return the lines of part 2."""
     L = board["text_models"]["model"]["block_size"]
     names = list(values_of(board, "learned")[0])
-    rows = []
-    for name in names:
+
+    def cell(name, place):
         losses = values_of(board, "learned", name)
-        row = [format_interval([loss[0] for loss in losses])]
-        row.append(format_interval([loss[-1] for loss in losses]) if len(losses[0]) > 1 else "–")
-        rows.append([name, *row])
+        return format_interval([loss[place] for loss in losses]) if place < len(losses[0]) else "–"
+
+    table = grid(names, {f"at {L}": 0, f"at {FACTOR * L}": 1}, cell)
     untouched = [losses[0] for losses in values_of(board, "learned", names[0])]
     claims = []
     for name in (names[1], names[-1]):
         at_target = [losses[1] for losses in values_of(board, "learned", name)]
         text = f"{name}, at {FACTOR * L}: perplexity within 10 % of that untouched at {L}"
         claims.append(claim_difference(text, at_target, untouched, below=TEN_PERCENT))
-    return [
-        "",
-        "## Learned embeddings, interpolated",
-        "",
+    return section(
+        "Learned embeddings, interpolated",
         f"Last-quarter loss, nats per token, of models trained at {L} tokens as in reproduce.md, "
         "where RoPE's are.",
-        "",
-        *markdown_table(["", f"at {L}", f"at {FACTOR * L}"], rows),
-        "",
-        *claims,
-    ]
+        table,
+        claims,
+    )
 
 
 def report_attention(board):
@@ -430,19 +430,15 @@ def report_attention(board):
             other = values_of(board, "attention", pos, "divergence")
             claims.append(claim_difference(text, to_t5, other, below=0))
     header = ["", "divergence from nope", "mean distance", "nearest tenth", "fifth", "farthest"]
-    return [
-        "",
-        "## Attention without positions",
-        "",
+    return section(
+        "Attention without positions",
         "Jensen-Shannon divergence in nats (0 to 0.693) of the closest heads of a layer, mean over "
         "the layers; mean attended distance in tokens; and the probability in three of ten equal "
         "parts of the distance, relative to the position. Text models at their training length "
         "(`experiments/attention_maps.py`).",
-        "",
-        *markdown_table(header, rows),
-        "",
-        *claims,
-    ]
+        markdown_table(header, rows),
+        claims,
+    )
 
 
 def report_pairs(board):
@@ -458,17 +454,13 @@ def report_pairs(board):
         text = f"{what}, the faster half unrotated, minus that with the slower half"
         fast, slow = (values_of(board, "pairs", half, key) for half in ("faster", "slower"))
         claims.append(claim_difference(text, fast, slow, **{bound: 0}))
-    return [
-        "",
-        "## RoPE's faster and slower pairs",
-        "",
+    return section(
+        "RoPE's faster and slower pairs",
         "A finished model, half of whose pairs are not rotated: last-quarter loss at the training "
         "length, and the attention to the token before, of the head with most of it.",
-        "",
-        *markdown_table(["not rotated", "loss", "attention to the token before"], rows),
-        "",
-        *claims,
-    ]
+        markdown_table(["not rotated", "loss", "attention to the token before"], rows),
+        claims,
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -481,21 +473,16 @@ def report_needles(board):
     records = average_needles(board)
     rows = []
     for name in ("none", "window", "lm-infinite", "self-extend", "yarn", "nope", "alibi"):
-        cells = {}
-        for record in records:
-            if (record["checkpoint"], record["length"]) == (name, longest):
-                cells[record["depth"]] = f"{record['accuracy']:.2f}"
+        found = select(records, checkpoint=name, length=longest)
+        cells = {record["depth"]: f"{record['accuracy']:.2f}" for record in found}
         rows.append([name, *(cells[depth] for depth in DEPTHS)])
-    return [
-        "",
-        "## Needles by depth",
-        "",
+    return section(
+        "Needles by depth",
         f"From reproduce.json ({board['note']}): the fraction of passkeys found in {longest} "
         "tokens, by depth (0: the start), of models trained on up to "
         f"{board['budget']['needle']['length']}. lm-infinite is a window with attention sinks.",
-        "",
-        *markdown_table(["", *map(str, DEPTHS)], rows),
-    ]
+        markdown_table(["", *map(str, DEPTHS)], rows),
+    )
 
 
 def report_leaderboard(board):
@@ -509,76 +496,36 @@ def report_leaderboard(board):
     }
     for topic, names in pairs.items():
         for a, b in names:
-            text = f"{a} below {b}, whole sequences, at L"
-            orderings.compare(topic, text, (a, "chunked", L), (b, "chunked", L), below=0)
+            orderings.order(topic, a, "below", b, "chunked")
     topic = "Learned and sinusoidal"
     for a, b in (("learned", "sinusoidal"), ("sinusoidal", "learned")):
         text = f"{a} at most 10 % in perplexity above {b}, whole sequences, at L"
         orderings.compare(topic, text, (a, "chunked", L), (b, "chunked", L), below=TEN_PERCENT)
     topic = "Beyond the training length"
     for pos in ("shaw", "nezha", "xl", "alibi", "t5"):
-        for times in (8, 32):
-            text = f"{pos}, last quarter, {times}L against L: perplexity within 10 %"
-            entries = [(pos, "last-quarter", length) for length in (times * L, L)]
-            orderings.compare(topic, text, *entries, below=TEN_PERCENT)
-    lines = ["", "## The leaderboard", "", f"From leaderboard.json ({board['note']}). L is {L}."]
-    for topic, claims in orderings.claims.items():
-        lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims)]
+        for factor in (8, 32):
+            orderings.degrade(topic, pos, "last-quarter", factor, "within 10 %", below=TEN_PERCENT)
+    text = f"From leaderboard.json ({board['note']}). L is {L}."
+    return section("The leaderboard", text, topic_lines(orderings.claims))
+
+
+def report(board):
+    """Return the lines of claims.md."""
+    lines = title(board, "Claims that no other experiment tests")
+    lines[-1] += " Values are means over the seeds with their 95 % intervals."
+    lines += ["", f"Differences are paired by seed. {RULE}"]
+    reports = (report_examples, report_learned, report_attention, report_pairs)
+    for part, report_part in zip(PARTS, reports, strict=True):
+        if part in next(iter(board["seeds"].values())):
+            lines += report_part(board)
+    for name, report_part in (("reproduce", report_needles), ("leaderboard", report_leaderboard)):
+        if (RESULTS / f"{name}.json").is_file():
+            lines += report_part(read_json(RESULTS / f"{name}.json"))
     return lines
 
 
-def write_report(board, out_dir):
-    """Write claims.md, .json and .png, and print the tables."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_json(out_dir / "claims.json", board, indent=1)
-    lines = ["# Claims that no other experiment tests", "", f"`{board['command']}`: "]
-    lines[-1] += f"{board['note']}. Values are means over the seeds with their 95 % intervals."
-    lines += ["", f"Differences are paired by seed. {RULE}"]
-    measured = next(iter(board["seeds"].values()))
-    if "examples" in measured:
-        lines += report_examples(board)
-        plot_examples(board, out_dir / "claims.png")
-    if "learned" in measured:
-        lines += report_learned(board)
-    if "attention" in measured:
-        lines += report_attention(board)
-    if "pairs" in measured:
-        lines += report_pairs(board)
-    for name, report in (("reproduce", report_needles), ("leaderboard", report_leaderboard)):
-        if (RESULTS / f"{name}.json").is_file():
-            lines += report(read_json(RESULTS / f"{name}.json"))
-    text = "\n".join(lines) + "\n"
-    (out_dir / "claims.md").write_text(text, encoding="utf-8")
-    print(text)
-
-
-# -----------------------------------------------------------------------------
-# The command line
-
-
 def main():
-    cfg, *_ = cli.parse(ClaimsConfig, about=__doc__)
-    if cfg.dataset == "python" and not data.dataset_exists("python"):
-        prepare("python")
-    dataset = data.Dataset(cfg.dataset)
-    runs = [SeedRun(cfg, seed, dataset) for seed in dict.fromkeys(cfg.seeds)]
-    found = {str(run.seed): measure(run, cfg.parts) for run in runs}
-    seconds = sum(run.measured["seconds"] for run in runs)
-    commits = [commit for run in runs for commit in run.commits()]
-    board = {
-        "command": command_line("experiments/papers/claims.py"),
-        "note": (
-            f"{provenance(pick_device(cfg.device), commits)}; {cfg.dataset} {dataset.hash}; "
-            f"{count(len(runs), 'seed')}; scored: {runs[0].budget['max_tokens']:,} tokens, spread "
-            f"over the validation text; {count(math.ceil(seconds / 60), 'minute')} of training and "
-            "measuring in all"
-        ),
-        "examples": EXAMPLES[cfg.budget],
-        "text_models": runs[0].budget,
-        "seeds": found,  # by their numbers
-    }
-    write_report(board, Path(cfg.out_dir))
-    return 0
+    return run_experiment(ClaimsConfig, measure, report, plot_examples)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import copy
+import functools
 import json
 import math
 import statistics
@@ -27,34 +28,44 @@ from typing import Literal
 
 import torch
 
-import data
-from data.prepare import prepare_missing
 from evaluate import EvaluateConfig, evaluation_mode, loss_by_position, measure_losses
 from examples.schemes.linear_attention import LinearAttention, running_dot
-from experiments.leaderboard import identify, synchronize
+from experiments.leaderboard import identify
 from experiments.papers.masked_lm import unigram_loss
 from experiments.report import (
     RULE,
-    Claim,
-    command_line,
+    TextExperiment,
+    check_scheme,
+    claim_lines,
     confidence_interval,
     count,
+    count_parameters,
     format_interval,
+    format_settings,
+    grid,
     hash_code,
+    length_axis,
     load_finished_run,
     markdown_table,
+    not_judged,
+    paired_claim,
     read_json,
+    run_experiment,
+    save_figure,
+    save_finished_run,
+    section,
+    select,
+    time_in_turns,
+    title,
 )
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
-from nanolong.devices import autocast, pick_device, pick_dtype
+from nanolong.devices import autocast, pick_device
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
-from nanolong.plots import import_pyplot
-from nanolong.provenance import current_commit, provenance
+from nanolong.plots import unique
+from nanolong.provenance import current_commit
 from nanolong.scoring import find_sequences
-from nanolong.strict_json import write_json
-from nanolong.validate import require
 from rope_scaling import METHODS
 from train import TrainConfig, train
 
@@ -75,32 +86,26 @@ TIMED_FACTORS = (1, 8, 32)  # the lengths at which a training step is timed
 
 
 @dataclass
-class LinearConfig:
+class LinearConfig(TextExperiment):
     pos: tuple[str, ...] = ("nope", "rope")  # schemes, in softmax and in linear attention
     budget: Literal["cpu", "try"] = "cpu"  # cpu: 0.5 M parameters, 64 tokens; try: seconds, a test
     seeds: tuple[int, ...] = (1, 2, 3)  # seeds of the runs of each model
-    dataset: str = "python"  # text for training and evaluation
-    max_tokens: int = 65536  # tokens of validation text that are scored
-    runs: str = "out/linear_attention"  # folder for the models and for finished measurements
-    out_dir: str = ""  # folder of the report; default: that of the runs
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products outside attention
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_tokens: int = 65536  # tokens of validation text that are scored
 
     def __post_init__(self):
-        require(self.pos, "pos is empty: give schemes, as in --pos=nope,rope")
+        self.out_dir = self.out_dir or self.runs
+        super().__post_init__()
         for pos in self.pos:
             check_pos(pos)
-        require(self.seeds, "seeds is empty: give seeds, as in --seeds=1,2,3")
-        for seed in self.seeds:
-            require(seed >= 1, f"seed {seed} is too small: give at least 1")
 
 
 # -----------------------------------------------------------------------------
 # The schemes of model.py that are refused, and why
 
 
-NO_CHANGE = "it adds to the embeddings, and attention is that of nope"
+NO_CHANGE = "it adds to the embeddings and leaves attention as it is with nope"
 REFUSED = {
     "learned": NO_CHANGE,
     "sinusoidal": NO_CHANGE,
@@ -115,19 +120,11 @@ REFUSED = {
 }
 
 
-def refusal(pos):
-    """Return why a scheme of model.py is refused in linear attention; None for nope and rope."""
-    require(
-        pos in ("nope", "rope", *REFUSED),
-        f"there is no position scheme {pos!r}: choose from {', '.join(POSITIONS)}",
-    )
-    return REFUSED.get(pos)
-
-
 def check_pos(pos):
     """Raise UserError unless a scheme of model.py works in linear attention."""
-    reason = refusal(pos)
-    if reason:
+    check_scheme(pos)
+    if pos in REFUSED:
+        reason = REFUSED[pos]
         raise UserError(f"{pos} is not used in linear attention, since {reason}: use nope or rope")
 
 
@@ -309,7 +306,7 @@ def run_model(name, settings, seed, cfg, dataset, folder):
     if name in ("softmax rope", "linear rope"):
         record["extensions"] = score_extensions(model, cfg)
     record["seconds"] = round(time.perf_counter() - start)
-    write_json(file, {"key": key, "record": record})
+    save_finished_run(file, key, record=record)
     return read_json(file)["record"]  # a loss that is not finite is None
 
 
@@ -323,8 +320,7 @@ def time_steps(models, cfg, dataset, rounds=7):
     Returns records of the median milliseconds, and of the median ratio to the first model.
     """
     budget = BUDGETS[cfg.budget]
-    device = pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, device)
+    device, dtype = cfg.pick_device()
     tokens = budget["training"]["batch_size"] * budget["model"]["block_size"]
     made = {}
     for name, settings in models.items():
@@ -335,22 +331,22 @@ def time_steps(models, cfg, dataset, rounds=7):
     for factor in TIMED_FACTORS:
         length = factor * budget["model"]["block_size"]
         tokens_x = torch.randint(0, 256, (max(1, tokens // length), length), device=device)
-        times = {name: [] for name in made}
-        for _ in range(rounds + 1):
-            for name, model in made.items():
-                synchronize(device)
-                start = time.perf_counter()
-                with autocast(device, dtype):
-                    loss = model(tokens_x, tokens_x)
-                loss.backward()
-                model.zero_grad()
-                synchronize(device)
-                times[name].append(1000 * (time.perf_counter() - start))
-        baseline = next(iter(times.values()))[1:]  # the first round is a warm-up
-        for name, milliseconds in times.items():
-            ratios = [a / b for a, b in zip(milliseconds[1:], baseline, strict=True)]
+
+        def forward_backward(model, tokens_x=tokens_x):
+            with autocast(device, dtype):
+                loss = model(tokens_x, tokens_x)
+            loss.backward()
+            model.zero_grad()
+
+        functions = {
+            name: functools.partial(forward_backward, model) for name, model in made.items()
+        }
+        times = time_in_turns(functions, rounds, device)
+        baseline = next(iter(times.values()))
+        for name, seconds in times.items():
+            ratios = [a / b for a, b in zip(seconds, baseline, strict=True)]
             record = {"model": name, "length": length, "ratio": statistics.median(ratios)}
-            record["milliseconds"] = statistics.median(milliseconds[1:])
+            record["milliseconds"] = 1000 * statistics.median(seconds)
             records.append(record)
     return records
 
@@ -358,31 +354,25 @@ def time_steps(models, cfg, dataset, rounds=7):
 def measure(cfg):
     """Run all models with all seeds: what linear_attention.json holds and the report needs."""
     models = model_settings(cfg.pos)
-    prepare_missing(cfg.dataset)
-    dataset = data.Dataset(cfg.dataset)
+    dataset = cfg.load_dataset()
     budget = BUDGETS[cfg.budget]
     length = budget["model"]["block_size"]
-    folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cfg.run_folder()
     records = []
     for seed in dict.fromkeys(cfg.seeds):
         for name, settings in models.items():
             print(f"\n== {name}, seed {seed}", flush=True)
             records.append(run_model(name, settings, seed, cfg, dataset, folder))
     timed = {name: models[name] for name in models if "both" not in name}
-    config = GPTConfig(**budget["model"], pos="nope", vocab_size=dataset.vocab_size)
     note = (
-        f"{provenance(pick_device(cfg.device), [record['commit'] for record in records])}; "
-        f"{cfg.dataset} {dataset.hash}, {cfg.max_tokens:,} tokens scored, spread over the "
-        "validation text, "
-        f"{count(len(set(cfg.seeds)), 'seed')}"
+        f"{cfg.note(dataset, [record['commit'] for record in records])}, {cfg.max_tokens:,} tokens "
+        f"scored, spread over the validation text, {count(len(set(cfg.seeds)), 'seed')}"
     )
     return {
-        "command": command_line("experiments/papers/linear_attention.py"),
         "note": note,
         "model": budget["model"],
         "training": budget["training"],
-        "parameters": sum(p.numel() for p in GPT(config).parameters()),
+        "parameters": count_parameters({**budget["model"], "pos": "nope"}, dataset.vocab_size),
         "unigram_loss": unigram_loss("causal", dataset, length, cfg.max_tokens),
         "steps": time_steps(timed, cfg, dataset),
         "records": records,
@@ -398,17 +388,10 @@ ROPE, NOPE, BOTH = "linear rope", "linear nope", "linear rope, both rotated"
 def select_losses(records, name, protocol, length):
     """Return seed -> loss, None if it is not finite."""
     losses = {}
-    for record in records:
-        if record["model"] == name:
-            for scored in record["losses"]:
-                if (scored["protocol"], scored["length"]) == (protocol, length):
-                    losses[record["seed"]] = scored.get("loss")
+    for record in select(records, model=name):
+        for scored in select(record["losses"], protocol=protocol, length=length):
+            losses[record["seed"]] = scored.get("loss")
     return losses
-
-
-def names_of(records):
-    """Return the names of the models."""
-    return list(dict.fromkeys(record["model"] for record in records))
 
 
 def format_losses(losses):
@@ -427,12 +410,12 @@ def loss_table(board, protocol):
     lengths = [factor * L for factor in FACTORS]
     header = ["", *(f"{n:,} ({n // L}x)" for n in lengths), "seconds of a run"]
     rows = []
-    for name in names_of(board["records"]):
+    for name in unique(board["records"], "model"):
         row = [name]
         for length in lengths:
             losses = select_losses(board["records"], name, protocol, length)
             row.append(format_losses(list(losses.values())))
-        seconds = [r["training_seconds"] for r in board["records"] if r["model"] == name]
+        seconds = [r["training_seconds"] for r in select(board["records"], model=name)]
         rows.append([*row, f"{statistics.fmean(seconds):.0f}"])
     return markdown_table(header, rows)
 
@@ -462,9 +445,7 @@ def divergence_table(board):
     """Return a Markdown table of the training of BOTH: a line per seed."""
     header = ["seed", "first loss", "lowest", "at step", "last", "ended"]
     rows = []
-    for record in board["records"]:
-        if record["model"] != BOTH:
-            continue
+    for record in select(board["records"], model=BOTH):
         losses = record["training_losses"]
         ended = record.get("diverged", f"after all {len(losses)} steps")
         cells = ["–"] * 4
@@ -508,13 +489,11 @@ def compare(records, text, a, b, length, above=None, below=None):
     others = dict.fromkeys(losses, b)
     if isinstance(b, str):
         others = select_losses(records, b, "chunked", length)
-    differences = []
-    for seed, loss in losses.items():
-        if loss is not None and others.get(seed) is not None:
-            differences.append(loss - others[seed])
-    if not differences:
-        return None
-    return Claim(text, *confidence_interval(differences), above, below)
+    finite = [
+        {seed: loss for seed, loss in by_seed.items() if loss is not None}
+        for by_seed in (losses, others)
+    ]
+    return paired_claim(text, *finite, above, below)
 
 
 def judge(board):
@@ -534,14 +513,13 @@ def judge(board):
 
 def step_table(board):
     """Return a Markdown table of the times of a training step."""
-    lengths = list(dict.fromkeys(step["length"] for step in board["steps"]))
-    rows = []
-    for name in dict.fromkeys(step["model"] for step in board["steps"]):
-        row = [name]
-        for step in (step for step in board["steps"] if step["model"] == name):
-            row.append(f"{step['milliseconds']:.0f} ms ({step['ratio']:.2f})")
-        rows.append(row)
-    return markdown_table(["", *(f"{length:,} tokens" for length in lengths)], rows)
+    lengths = {f"{length:,} tokens": length for length in unique(board["steps"], "length")}
+
+    def cell(name, length):
+        (step,) = select(board["steps"], model=name, length=length)
+        return f"{step['milliseconds']:.0f} ms ({step['ratio']:.2f})"
+
+    return grid(unique(board["steps"], "model"), lengths, cell)
 
 
 def describe_memory(board):
@@ -590,94 +568,72 @@ ABOUT_ALONE = (
 )
 
 
-def report_lines(board):
-    """Return the report as a list of lines."""
-    model = ", ".join(f"{key}={value}" for key, value in board["model"].items())
+def report(board):
+    """Return the lines of linear_attention.md."""
+    records = board["records"]
     L, steps = board["model"]["block_size"], board["training"]["max_iters"]
     tokens = board["training"]["batch_size"] * L
-    lines = ["# RoPE in linear attention", "", f"`{board['command']}`: {board['note']}.", ""]
-    lines += [
+    figure = "![loss by length, and in training](linear_attention.png)"
+    lines = [
+        *title(board, "RoPE in linear attention"),
+        "",
         "o_m = sum_{n <= m} (R_m phi(q_m))^T (R_n phi(k_n)) v_n / sum_{n <= m} phi(q_m)^T phi(k_n),"
         " with phi = elu + 1 (Su et al. 2021, section 3.3). `both rotated`: the denominator, too. "
-        f"Each model has {board['parameters'] / 1e6:.2f} M parameters ({model}) and trains for "
-        f"{steps} steps of {tokens:,} tokens, on the same batches for all. Losses are in nats per "
+        f"Each model has {board['parameters'] / 1e6:.2f} M parameters "
+        f"({format_settings(board['model'])}) and trains for {steps} steps of {tokens:,} tokens, "
+        "on the same batches for all. Losses are in nats per "
         "token of held-out text: the mean over the seeds and its 95 % interval. A model of byte "
         f"frequencies alone has {board['unigram_loss']:.3f}.",
-        "",
     ]
-    table = loss_table(board, "last-quarter")
-    lines += ["## Loss in the last quarter of the sequence", "", *table, ""]
-    lines += ["![loss by length, and in training](linear_attention.png)", ""]
-    lines += ["## Loss over whole sequences", "", *loss_table(board, "chunked"), ""]
-    claims = [f"- {claim}" for claim in judge(board)]
+    quarter = loss_table(board, "last-quarter")
+    lines += section("Loss in the last quarter of the sequence", quarter, figure)
+    lines += section("Loss over whole sequences", loss_table(board, "chunked"))
     rule = f"Differences in nats, paired by seed, over finite losses. {RULE}"
-    if steps < 500:
-        claims, rule = [], f"Not judged: models trained for {steps} steps say nothing about them."
-    lines += ["## Claims", "", rule, "", *claims, ""]
-    if any(record["denominators"] for record in board["records"]):
-        lines += ["## Denominators", "", ABOUT_DENOMINATORS, "", *denominator_table(board), ""]
-    if BOTH in names_of(board["records"]):
-        lines += ["## Both rotated", "", WHY_BOTH_FAIL, "", *divergence_table(board), ""]
-    if any("extensions" in record for record in board["records"]):
-        lines += ["## Extension methods", "", ABOUT_METHODS, "", *extension_table(board), ""]
-    lines += ["## Time and memory", "", ABOUT_TIME, "", *step_table(board), ""]
-    lines += [describe_memory(board), "", "## Refused schemes", "", ABOUT_ALONE, ""]
-    lines += [f"- `{pos}`: {reason}" for pos, reason in REFUSED.items()]
-    return lines
+    judged = [rule, claim_lines(judge(board))] if steps >= 500 else [not_judged(steps)]
+    lines += section("Claims", *judged)
+    if any(record["denominators"] for record in records):
+        lines += section("Denominators", ABOUT_DENOMINATORS, denominator_table(board))
+    if BOTH in unique(records, "model"):
+        lines += section("Both rotated", WHY_BOTH_FAIL, divergence_table(board))
+    if any("extensions" in record for record in records):
+        lines += section("Extension methods", ABOUT_METHODS, extension_table(board))
+    lines += section("Time and memory", ABOUT_TIME, step_table(board), describe_memory(board))
+    refused = [f"- `{pos}`: {reason}" for pos, reason in REFUSED.items()]
+    return lines + section("Refused schemes", ABOUT_ALONE, refused)
 
 
-def write_report(board, out_dir):
-    """Write linear_attention.md, .json and .png, and print the report."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_json(out_dir / "linear_attention.json", board, indent=1)
-    text = "\n".join(report_lines(board)) + "\n"
-    (out_dir / "linear_attention.md").write_text(text, encoding="utf-8")
-    print("\n" + text)
-    plot(board, out_dir / "linear_attention.png")
-
-
-def plot(board, file):
+def plot(board, folder):
     """Plot the last-quarter loss by length, and the training loss by step, of all models."""
-    plt = import_pyplot(file)
-    if plt is None:
-        return
-    figure, (by_length, by_step) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    L = board["model"]["block_size"]
-    lengths = [factor * L for factor in FACTORS]
-    for number, name in enumerate(names_of(board["records"])):
-        color = f"C{number}"
-        points = []
-        for length in lengths:
-            losses = select_losses(board["records"], name, "last-quarter", length).values()
-            finite = [loss for loss in losses if loss is not None]
-            if finite:
-                points.append((length, *confidence_interval(finite)))
-        x, mean, half_width = zip(*points, strict=True) if points else ((), (), ())
-        error = [0 if math.isnan(width) else width for width in half_width]
-        by_length.errorbar(x, mean, error, marker="o", capsize=3, color=color, label=name)
-        for record in board["records"]:
-            if record["model"] == name:
+    lengths = [factor * board["model"]["block_size"] for factor in FACTORS]
+
+    def draw(figure, by_length, by_step):
+        for number, name in enumerate(unique(board["records"], "model")):
+            color = f"C{number}"
+            points = []
+            for length in lengths:
+                losses = select_losses(board["records"], name, "last-quarter", length).values()
+                finite = [loss for loss in losses if loss is not None]
+                if finite:
+                    points.append((length, *confidence_interval(finite)))
+            x, mean, half_width = zip(*points, strict=True) if points else ((), (), ())
+            error = [0 if math.isnan(width) else width for width in half_width]
+            by_length.errorbar(x, mean, error, marker="o", capsize=3, color=color, label=name)
+            for record in select(board["records"], model=name):
                 by_step.plot(record["training_losses"], color=color, linewidth=0.7, alpha=0.7)
-    for axis, title in ((by_length, "Last quarter of the sequence"), (by_step, "In training")):
-        axis.set(title=title, ylabel="loss (nats per token)")
-        axis.axhline(board["unigram_loss"], color="gray", linestyle=":")
-        axis.grid(alpha=0.3)
-        axis.set_ylim(top=min(axis.get_ylim()[1], 8))  # a failing model must not flatten the others
-    by_length.set(xscale="log", xlabel="context length (tokens); trained at the shortest")
-    by_length.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    by_length.minorticks_off()
-    by_step.set_xlabel("step, a curve per seed")
-    by_length.legend(fontsize=8, title="dotted: byte frequencies", title_fontsize=8)
-    figure.supxlabel(board["note"], fontsize=6, color="gray")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    print(f"wrote {file}")
+        for axis, text in ((by_length, "Last quarter of the sequence"), (by_step, "In training")):
+            axis.set(title=text, ylabel="loss (nats per token)")
+            axis.axhline(board["unigram_loss"], color="gray", linestyle=":")
+            # a failing model must not flatten the others
+            axis.set_ylim(top=min(axis.get_ylim()[1], 8))
+        length_axis(by_length, lengths, "context length (tokens); trained at the shortest")
+        by_step.set_xlabel("step, a curve per seed")
+        by_length.legend(fontsize=8, title="dotted: byte frequencies", title_fontsize=8)
+
+    save_figure(folder / "linear_attention.png", draw, (11, 4.6), board["note"], panels=(1, 2))
 
 
 def main():
-    cfg, *_ = cli.parse(LinearConfig, about=__doc__)
-    write_report(measure(cfg), Path(cfg.out_dir or cfg.runs))
-    return 0
+    return run_experiment(LinearConfig, measure, report, plot)
 
 
 if __name__ == "__main__":

@@ -34,32 +34,37 @@ from typing import Literal
 import numpy as np
 import torch
 
-import data
 import kernels
-from data.prepare import prepare_missing
 from experiments.report import (
     RULE,
-    Claim,
-    command_line,
-    confidence_interval,
+    TextExperiment,
+    claim_lines,
     count,
+    count_parameters,
     format_interval,
+    format_settings,
     load_finished_run,
     markdown_table,
+    paired_claim,
+    run_all,
+    run_experiment,
+    save_finished_run,
+    section,
+    select,
+    title,
 )
-from model import GPT, POSITIONS, GPTConfig
+from model import GPT, GPTConfig
 from nanolong import cli
-from nanolong.devices import autocast, pick_device, pick_dtype, prepare_device
+from nanolong.devices import autocast, prepare_device
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers, update_weights
-from nanolong.provenance import provenance
-from nanolong.strict_json import write_json
+from nanolong.plots import unique
 from nanolong.validate import require
 from train import TrainConfig
 
 
 @dataclass
-class MaskedConfig:
+class MaskedConfig(TextExperiment):
     pos: tuple[str, ...] = ("nope", "learned", "sinusoidal", "alibi")  # position schemes
     # what the models learn to predict
     objectives: tuple[Literal["causal", "masked"], ...] = ("causal", "masked")
@@ -67,22 +72,11 @@ class MaskedConfig:
     budget: Literal["cpu", "gpu", "try"] = "cpu"
     seeds: int = 3  # runs of each scheme and objective
     steps: int = 0  # training steps of a run; 0: as the budget says
-    dataset: str = "python"  # text for training and evaluation
     max_tokens: int = 65536  # tokens of the validation sequences that are scored
-    runs: str = "out/masked_lm"  # folder for the measurements of finished runs
-    out_dir: str = "out/masked_lm"  # folder for masked_lm.md and .json
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products
 
     def __post_init__(self):
-        require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
-        require(self.steps >= 0, f"steps={self.steps} is negative: give 0 for the budget's own")
-        for name in self.pos:
-            require(
-                name in POSITIONS,
-                f"there is no position scheme {name!r}: choose from {', '.join(POSITIONS)}",
-            )
-        require(self.pos, "pos is empty: give schemes, as in --pos=nope,learned")
+        super().__post_init__()
         require(self.objectives, "objectives is empty: give --objectives=causal,masked")
 
 
@@ -219,8 +213,8 @@ def unigram_loss(objective, dataset, length, max_tokens):
     return torch.cat([losses[y[y >= 0]] for _, y in batches]).mean().item()
 
 
-def run_objective(pos, objective, seed, cfg, dataset, file):
-    """Train and evaluate one run, or read what it has left in the file: its record."""
+def run_objective(pos, objective, seed, cfg, dataset):
+    """Train and evaluate one run, or read what it has left in its file: a list of one record."""
     budget = BUDGETS[cfg.budget]
     training = dict(budget["training"])
     if cfg.steps:
@@ -234,13 +228,13 @@ def run_objective(pos, objective, seed, cfg, dataset, file):
         "max_tokens": cfg.max_tokens,
         "masked_fraction": MASKED_FRACTION,
     }
+    file = cfg.run_folder() / f"{pos}-{objective}-{seed}.json"
     finished = load_finished_run(file, key)
     if finished:
-        return finished["record"]
+        return [finished["record"]]
 
     start = time.perf_counter()
-    device = pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, device)
+    device, dtype = cfg.pick_device()
     if dtype == torch.float16:  # which would need loss scaling
         dtype = torch.float32
     torch.manual_seed(seed)
@@ -254,22 +248,9 @@ def run_objective(pos, objective, seed, cfg, dataset, file):
         )
     seconds = round(time.perf_counter() - start)
     record = {"pos": pos, "objective": objective, "seed": seed, "loss": loss, "tokens": tokens}
-    write_json(file, {"key": key, "seconds": seconds, "record": record})
+    save_finished_run(file, key, seconds=seconds, record=record)
     print(f"   {seconds} s; {loss:.3f} nats per token", flush=True)
-    return record
-
-
-def run_all(cfg, schemes, dataset):
-    """Run every scheme with both objectives and every seed; return the records."""
-    folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}"
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = [(p, o, s) for s in range(1, cfg.seeds + 1) for p in schemes for o in cfg.objectives]
-    records = []
-    for number, (pos, objective, seed) in enumerate(runs, 1):
-        print(f"{pos}, {objective}, seed {seed} ({number} of {len(runs)})", flush=True)
-        file = folder / f"{pos}-{objective}-{seed}.json"
-        records.append(run_objective(pos, objective, seed, cfg, dataset, file))
-    return records
+    return [record]
 
 
 # -----------------------------------------------------------------------------
@@ -278,11 +259,8 @@ def run_all(cfg, schemes, dataset):
 
 def select_losses(records, pos, objective):
     """Return seed -> nats per token."""
-    return {
-        record["seed"]: record["loss"]
-        for record in records
-        if (record["pos"], record["objective"]) == (pos, objective)
-    }
+    found = select(records, pos=pos, objective=objective)
+    return {record["seed"]: record["loss"] for record in found}
 
 
 def loss_table(records, schemes, unigram):
@@ -318,18 +296,16 @@ def judge(records, schemes):
         if pos == "nope" or not nope:
             continue
         other = select_losses(records, pos, "masked")
-        differences = [nope[seed] - other[seed] for seed in nope]
         text = f"masked: nope's perplexity is more than twice {pos}'s, in nats"
-        claims.append(Claim(text, *confidence_interval(differences), above=math.log(2)))
+        claims.append(paired_claim(text, nope, other, above=math.log(2)))
     return claims
 
 
 def describe_runs(cfg, dataset):
     """Return the paragraph that says what was trained and what the table shows."""
     budget = BUDGETS[cfg.budget]
-    config = GPTConfig(pos="nope", **budget["model"], vocab_size=dataset.vocab_size + 1)
-    parameters = sum(p.numel() for p in GPT(config).parameters())
-    model = ", ".join(f"{key}={value}" for key, value in budget["model"].items())
+    parameters = count_parameters({"pos": "nope", **budget["model"]}, dataset.vocab_size + 1)
+    model = format_settings(budget["model"])
     tokens = budget["training"]["batch_size"] * budget["model"]["block_size"]
     return (
         f"Each run has {parameters / 1e6:.2f} M parameters, without those of the scheme ({model}), "
@@ -341,45 +317,47 @@ def describe_runs(cfg, dataset):
     )
 
 
-def main():
-    cfg, *_ = cli.parse(MaskedConfig, about=__doc__)
-    prepare_missing(cfg.dataset)
-    dataset = data.Dataset(cfg.dataset)
+def measure(cfg):
+    """Run every scheme with both objectives and every seed; return what masked_lm.json holds."""
+    dataset = cfg.load_dataset()
     length = BUDGETS[cfg.budget]["model"]["block_size"]
     dataset.train.require_length(length)
     schemes = list(dict.fromkeys(cfg.pos))
-    out_dir = Path(cfg.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
     unigram = {}
     for objective in cfg.objectives:
         unigram[objective] = unigram_loss(objective, dataset, length, cfg.max_tokens)
-    records = run_all(cfg, schemes, dataset)
-
+    seeds = range(1, cfg.seeds + 1)
+    models = [(pos, objective) for pos in schemes for objective in cfg.objectives]
+    runs = [(*model, seed) for seed in seeds for model in models]
+    records = run_all(runs, run_objective, cfg, dataset)
     scored = {record["objective"]: record["tokens"] for record in records}
     scored = [f"{tokens:,} {objective}" for objective, tokens in scored.items()]
-    note = (
-        f"{provenance(pick_device(cfg.device))}; {cfg.dataset} {dataset.hash}, "
-        f"tokens scored: {' and '.join(scored)}, {count(cfg.seeds, 'seed')}"
-    )
-    command = command_line("experiments/papers/masked_lm.py")
-    claims = judge(records, schemes)
-    lines = ["# Causal and masked language models", "", f"`{command}`: {note}.", ""]
-    lines += [describe_runs(cfg, dataset), "", *loss_table(records, schemes, unigram), ""]
-    if claims:
-        rule = f"Differences are paired by seed. {RULE}"
-        lines += ["## Orderings", "", rule, "", *(f"- {claim}" for claim in claims), ""]
-    text = "\n".join(lines)
-    (out_dir / "masked_lm.md").write_text(text, encoding="utf-8")
-    results = {
-        "command": command,
-        "note": note,
-        "orderings": [str(claim) for claim in claims],
+    return {
+        "note": (
+            f"{cfg.note(dataset)}, tokens scored: {' and '.join(scored)}, "
+            f"{count(cfg.seeds, 'seed')}"
+        ),
+        "about": describe_runs(cfg, dataset),
+        "orderings": [str(claim) for claim in judge(records, schemes)],
         "unigram_loss": unigram,
         "records": records,
     }
-    write_json(out_dir / "masked_lm.json", results, indent=1)
-    print("\n" + text)
-    return 0
+
+
+def report(board):
+    """Return the lines of masked_lm.md."""
+    schemes = unique(board["records"], "pos")
+    table = loss_table(board["records"], schemes, board["unigram_loss"])
+    lines = [*title(board, "Causal and masked language models"), "", board["about"], "", *table]
+    claims = judge(board["records"], schemes)
+    if claims:
+        rule = f"Differences are paired by seed. {RULE}"
+        lines += section("Orderings", rule, claim_lines(claims))
+    return lines
+
+
+def main():
+    return run_experiment(MaskedConfig, measure, report)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ same, and every layer attends also to its inputs in the segment before (segment_
 and rope are trained with memories of 2, 4 and 8 segments, too. All models are evaluated on the same
 tokens, with memories of several lengths, also longer ones than in training.
 
-Stop at any time: the same command continues where it stopped, with the same bits. The results go to
+Stop at any time: the same command continues after the last finished run. The results go to
 recurrence.md, .json and .png in --out_dir.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-import json
 import math
+import shutil
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -31,7 +31,6 @@ from typing import Literal
 import torch
 
 import data
-from data.prepare import prepare_missing
 from evaluate import evaluation_mode
 from experiments.papers.segment_memory import (
     RecurrentGPT,
@@ -42,25 +41,31 @@ from experiments.papers.segment_memory import (
 )
 from experiments.report import (
     RULE,
-    Claim,
-    command_line,
-    confidence_interval,
+    TextExperiment,
     count,
     format_interval,
+    format_settings,
+    grid,
     load_finished_run,
     markdown_table,
+    not_judged,
+    paired_claim,
+    run_experiment,
+    save_figure,
+    save_finished_run,
+    section,
+    select,
+    title,
+    topic_lines,
 )
 from model import GPTConfig
 from nanolong import cli
-from nanolong.devices import pick_device, prepare_device
+from nanolong.devices import prepare_device
 from nanolong.errors import UserError
 from nanolong.optim import get_lr, make_optimizers, update_weights
-from nanolong.plots import import_pyplot
-from nanolong.provenance import current_commit, provenance
-from nanolong.run import checkpoint
-from nanolong.run import folder as folder_of_runs
-from nanolong.strict_json import to_json, write_json
-from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
+from nanolong.plots import unique
+from nanolong.provenance import current_commit
+from nanolong.tensor_file import TensorStream, read_tensor, write_tensors
 from nanolong.validate import require
 from train import TrainConfig
 
@@ -75,7 +80,6 @@ BUDGETS = {
             "max_iters": 260,
             "learning_rate": 3e-3,
             "warmup_iters": 20,
-            "eval_interval": 100,  # steps between checkpoints
         },
         "evaluated": (0, 1, 2, 4, 8, 16),  # lengths of the memory, in segments
         "val_streams": 32,
@@ -89,7 +93,6 @@ BUDGETS = {
             "max_iters": 10,
             "learning_rate": 3e-3,
             "warmup_iters": 2,
-            "eval_interval": 5,
         },
         "evaluated": (0, 1, 2, 4, 8),
         "val_streams": 4,
@@ -103,7 +106,7 @@ MIN_GAIN = 0.01  # the threshold of Dai et al. (2019)
 
 
 @dataclass
-class RecurrenceConfig:
+class RecurrenceConfig(TextExperiment):
     # position schemes: any but learned and sinusoidal
     schemes: tuple[str, ...] = ("xl", "alibi", "t5", "kerple", "shaw", "nezha", "rope")
     # lengths of the memory in training, in segments; above 1 for xl, shaw and rope only
@@ -115,19 +118,15 @@ class RecurrenceConfig:
     batch_size: int | None = None  # streams in a batch; auto: as the budget says
     segment: int = 0  # tokens of a segment; 0: as the budget says
     train_tokens: int = 0  # tokens of text to train on; 0: as many as the streams can hold
-    dataset: str = "python"  # text for training and evaluation
+    dtype: Literal["float32"] = "float32"  # dtype of matrix products
     sample: str = "def __init__(self"  # prompt of the text that the report shows
-    runs: str = "out/recurrence"  # folder for the run folders
-    out_dir: str = "out/recurrence"  # folder for recurrence.md, .json and .png
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
-        for name in ("schemes", "seeds"):
-            require(getattr(self, name), f"{name} is empty: leave it out for all")
-        for name in ("steps", "segment", "train_tokens"):
+        super().__post_init__()
+        require(self.schemes, "schemes is empty: leave it out for all")
+        for name in ("segment", "train_tokens"):
             value = getattr(self, name)
             require(value >= 0, f"{name}={value} is negative: leave it out for the usual one")
-        require(min(self.seeds) >= 0, f"seed {min(self.seeds)} is negative: give 0 or more")
         evaluated = BUDGETS[self.budget]["evaluated"]
         for n_segments in self.memories:
             require(
@@ -156,7 +155,7 @@ def list_runs(cfg, dataset):
     return runs
 
 
-def measure(runs, device):
+def measure_runs(runs, device):
     """Measure all runs; return their records."""
     records = []
     for number, run in enumerate(runs, 1):
@@ -243,7 +242,7 @@ def make_sample(runs, prompt, device):
 
 
 # -----------------------------------------------------------------------------
-# A run: training that resumes, and evaluation
+# A run: training and evaluation
 
 
 N_GROUPS = 8  # of positions in a segment, each with a mean loss of its own
@@ -267,7 +266,7 @@ class Run:
         self.segment = cfg.segment or budget["segment"]
         self.n_memory = memory_of(mode)  # segments
         self.name = f"{pos}-{mode}-{seed}"
-        self.folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}" / self.name
+        self.folder = cfg.run_folder() / self.name
         # The tables of shaw, nezha and t5 follow block_size. It is the longest context in training,
         # memory included, so that every scheme has the tables that its own rule gives for it. With
         # the same seed, all weights outside the scheme start the same.
@@ -292,12 +291,11 @@ class Run:
         )
         # Shuffled models know neither a memory nor the order of segments: one length is enough.
         self.evaluated = budget["evaluated"][: 2 if mode == "shuffled" else None]
-        self.seconds = 0.0  # of training so far
 
     def key(self):
-        """Return what decides the results, as JSON has it."""
+        """Return what decides the results."""
         evaluation = [self.evaluated, self.budget["val_streams"], self.budget["val_segments"]]
-        key = {
+        return {
             "memory": self.n_memory * self.segment,
             "mode": self.mode,
             "model": asdict(self.config),
@@ -305,7 +303,6 @@ class Run:
             "text": [self.dataset.hash, self.text.n_segments, self.segment],
             "evaluation": evaluation,
         }
-        return json.loads(to_json(key))
 
     # Training
 
@@ -315,73 +312,15 @@ class Run:
             return self.text.shuffled_batch(step, self.seed, self.training.max_iters)
         return self.text.batch(step)
 
-    def start(self, device):
-        """Return a new model, its optimizers, its memory or None, and 0, the steps so far."""
-        torch.manual_seed(self.seed)
-        model = RecurrentGPT(self.config).to(device)
-        return model, make_optimizers(model, self.training), self.make_memory(model), 0
-
-    def make_memory(self, model):
-        return SegmentMemory(model, self.n_memory * self.segment) if self.n_memory else None
-
-    def resume(self, device):
-        """Return what start() does, from the newest checkpoint. Raises UserError."""
-        folder = folder_of_runs.list_steps(self.folder)[-1]
-        meta = checkpoint.read_meta(folder)
-        saved_key = meta.get("run") or {}
-        changed = [name for name, value in self.key().items() if saved_key.get(name) != value]
-        require(
-            not changed,
-            f"{folder} was trained with other settings ({', '.join(changed)}): give the same, or "
-            "choose another --runs",
-        )
-        model = RecurrentGPT.load(folder).to(device)
-        optimizers, memory = make_optimizers(model, self.training), self.make_memory(model)
-        if meta["step"] < self.training.max_iters:  # of a finished run, only the model is kept
-            file = folder / "optim.safetensors"
-            checkpoint.verify(file, meta)
-            checkpoint.load_optimizers(model, optimizers, file)
-            if memory is not None:
-                file = folder / "memory.safetensors"
-                checkpoint.verify(file, meta)
-                memory.load_state(read_tensors(file, device))
-        self.seconds = meta["seconds"]
-        return model, optimizers, memory, meta["step"]
-
-    def save(self, model, optimizers, memory, step):
-        """Write a checkpoint of a step, whole or not at all; of a finished run, only the model."""
-        finished = step == self.training.max_iters
-        tensors = {"model": dict(model.named_parameters())}
-        if not finished:
-            tensors["optim"] = checkpoint.optimizer_tensors(model, optimizers)
-        if not finished and memory is not None:
-            tensors["memory"] = memory.state()
-        tokenizer = self.dataset.tokenizer
-        meta = {
-            **checkpoint.settings_record("config", self.config),
-            **checkpoint.settings_record("train", self.training),
-            "step": step,
-            "seconds": self.seconds,
-            "bos": self.dataset.bos,
-            "tokenizer": tokenizer.to_json() if tokenizer else None,
-            "data_hash": self.dataset.hash,
-            "run": self.key(),
-        }
-        checkpoint.write_checkpoint(self.folder / f"step-{step:06d}", tensors, meta)
-        folder_of_runs.prune(self.folder, None)
-        if finished:
-            for earlier in folder_of_runs.list_steps(self.folder)[:-1]:
-                folder_of_runs.remove(earlier)
-
     def train(self, device):
-        """Train what is left to train; return the model."""
+        """Train and return the model."""
         prepare_device(device)
-        begin = self.resume if folder_of_runs.list_steps(self.folder) else self.start
-        model, optimizers, memory, start = begin(device)
+        torch.manual_seed(self.seed)
+        model = RecurrentGPT(self.config).to(device).train()
+        memory = SegmentMemory(model, self.n_memory * self.segment) if self.n_memory else None
         cfg = self.training
-        clock_start = time.perf_counter() - self.seconds
-        model.train()
-        for step in range(start, cfg.max_iters):
+        optimizers = make_optimizers(model, cfg)
+        for step in range(cfg.max_iters):
             x, y = self.batch(step)
             if memory is not None and step % self.text.n_segments == 0:
                 memory.clear()  # the streams start, again perhaps
@@ -389,9 +328,6 @@ class Run:
             loss = model(x.to(device), y.to(device), cache=memory)
             loss.backward()
             update_weights(model, optimizers, get_lr(cfg, step), cfg.grad_clip)
-            if (step + 1) % cfg.eval_interval == 0 or step + 1 == cfg.max_iters:
-                self.seconds = time.perf_counter() - clock_start
-                self.save(model, optimizers, memory, step + 1)
         return model
 
     # Evaluation
@@ -415,16 +351,18 @@ class Run:
         finished = load_finished_run(file, self.key())
         if finished:
             return finished["record"]
-        model = self.train(device)
         start = time.perf_counter()
+        model = self.train(device)
+        training_seconds = time.perf_counter() - start
         losses = self.evaluate(model)
-        evaluation_seconds = time.perf_counter() - start
         means = losses.double().nanmean((1, 2, 3)).tolist()
         if not math.isfinite(sum(means)):
             raise UserError(f"{self.name}: the loss is not finite: try another number of --steps")
         groups = losses.double().tensor_split(min(N_GROUPS, self.segment), -1)
         by_position = torch.stack([group.nanmean((1, 2, 3)) for group in groups], 1)
         stream = TensorStream({"losses": losses}, [("losses", losses)])
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was stopped here
+        model.save(self.folder / f"step-{self.training.max_iters:06d}")
         write_tensors(self.folder / "losses.safetensors", stream)
         record = {
             "pos": self.pos,
@@ -434,11 +372,11 @@ class Run:
             "losses": means,
             "by_position": by_position.tolist(),
             "scored": int(losses[0].isfinite().sum()),
-            "training_seconds": self.seconds,
-            "seconds": self.seconds + evaluation_seconds,
+            "training_seconds": training_seconds,
+            "seconds": time.perf_counter() - start,
             "commit": current_commit(),
         }
-        write_json(file, {"key": self.key(), "record": record})
+        save_finished_run(file, self.key(), record=record)
         return record
 
     def token_losses(self):
@@ -460,12 +398,6 @@ def stream_losses(model, text, capacity, steps):
             loss = model(x.to(device), y.to(device), cache=memory, reduction="none")
             losses.append(loss.cpu().masked_fill(y < 0, math.nan))
     return torch.stack(losses, 1)
-
-
-def read_tensors(file, device):
-    """Read all tensors of a file, by name."""
-    names = read_header(file)
-    return {name: read_tensor(file, name).to(device, copy=True) for name in names}
 
 
 # -----------------------------------------------------------------------------
@@ -502,21 +434,21 @@ class Losses:
                 losses[seed] = statistics.fmean(record["by_position"][row][groups])
         return losses
 
-    def differences(self, a, b):
-        """Return the differences a - b of two results of select(), paired by seed."""
-        return [loss - b[seed] for seed, loss in a.items() if seed in b]
-
     def gain_at(self, pos, groups):
         """Return seed -> memory-1 - streams in some groups of positions."""
         without = self.select(pos, "streams", groups=groups)
         with_memory = self.select(pos, "memory-1", groups=groups)
-        return {seed: x - without[seed] for seed, x in with_memory.items() if seed in without}
+        return subtract(with_memory, without)
+
+
+def subtract(a, b):
+    """Return seed -> a - b, of two results of select()."""
+    return {seed: value - b[seed] for seed, value in a.items() if seed in b}
 
 
 def cell(losses, digits=3):
-    """Return the mean and interval of a list, or of the values of select()."""
-    values = list(losses.values()) if isinstance(losses, dict) else losses
-    return format_interval(values, digits) if values else "–"
+    """Return the mean and interval of the values of select()."""
+    return format_interval(losses.values(), digits) if losses else "–"
 
 
 # -----------------------------------------------------------------------------
@@ -530,21 +462,20 @@ def main_table(losses):
     for pos in losses.schemes:
         by_mode = {mode: losses.select(pos, mode) for mode in ("shuffled", "streams", "memory-1")}
         row = [pos, *(cell(losses.select(pos, mode)) for mode in losses.modes)]
-        row.append(cell(losses.differences(by_mode["memory-1"], by_mode["streams"])))
-        row.append(cell(losses.differences(by_mode["streams"], by_mode["shuffled"])))
+        row.append(cell(subtract(by_mode["memory-1"], by_mode["streams"])))
+        row.append(cell(subtract(by_mode["streams"], by_mode["shuffled"])))
         rows.append(row)
     return markdown_table(header, rows)
 
 
 def memory_table(losses):
     """Return the table by the memory in evaluation: a line per scheme and mode."""
-    lengths = losses.board["evaluated"]
+    header = ["", "trained", *map(str, losses.board["evaluated"])]
     rows = []
     for pos, mode in losses.records:
-        row = [pos, mode]
-        row += [cell(losses.select(pos, mode, length)) for length in lengths]
-        rows.append(row)
-    return markdown_table(["", "trained", *(f"{length}" for length in lengths)], rows)
+        by_length = [losses.select(pos, mode, length) for length in losses.board["evaluated"]]
+        rows.append([pos, mode, *map(cell, by_length)])
+    return markdown_table(header, rows)
 
 
 def position_table(losses):
@@ -566,7 +497,7 @@ def position_table(losses):
 def context_table(losses):
     """Return the table of relative effective context lengths, in tokens of memory."""
     segment = losses.board["segment"]
-    fractions = list(dict.fromkeys(record["fraction"] for record in losses.board["contexts"]))
+    fractions = unique(losses.board["contexts"], "fraction")
     header = ["", "trained", *(f"r = {fraction:g}" for fraction in fractions)]
     rows = []
     for pos, mode in losses.records:
@@ -581,12 +512,8 @@ def context_table(losses):
 
 def select_contexts(board, pos, mode, fraction):
     """Return seed -> relative effective context length in segments."""
-    wanted = (pos, mode, fraction)
-    found = {}
-    for record in board["contexts"]:
-        if (record["pos"], record["mode"], record["fraction"]) == wanted:
-            found[record["seed"]] = record["segments"]
-    return found
+    found = select(board["contexts"], pos=pos, mode=mode, fraction=fraction)
+    return {record["seed"]: record["segments"] for record in found}
 
 
 def time_table(losses):
@@ -594,15 +521,13 @@ def time_table(losses):
 
     Of the fastest seed: the other cores may have been busy during some runs.
     """
-    rows = []
-    for pos in losses.schemes:
-        row = [pos]
-        for mode in losses.modes:
-            records = losses.records.get((pos, mode), {}).values()
-            seconds = [record["training_seconds"] for record in records]
-            row.append(f"{min(seconds):.1f}" if seconds else "–")
-        rows.append(row)
-    return markdown_table(["", *losses.modes], rows)
+
+    def fastest(pos, mode):
+        records = losses.records.get((pos, mode), {}).values()
+        seconds = [record["training_seconds"] for record in records]
+        return f"{min(seconds):.1f}" if seconds else "–"
+
+    return grid(losses.schemes, {mode: mode for mode in losses.modes}, fastest)
 
 
 # -----------------------------------------------------------------------------
@@ -614,15 +539,14 @@ def judge(losses):
     topics = {}
 
     def compare(topic, text, a, b, **bound):
-        differences = losses.differences(a, b)
-        if differences:
-            claim = Claim(text, *confidence_interval(differences), **bound)
+        claim = paired_claim(text, a, b, **bound)
+        if claim:
             topics.setdefault(topic, []).append(claim)
 
-    select = losses.select
     for pos in losses.schemes:
         text = f"{pos}: a memory of one segment below streams without"
-        compare("Recurrence", text, select(pos, "memory-1"), select(pos, "streams"), below=0)
+        with_memory, without = losses.select(pos, "memory-1"), losses.select(pos, "streams")
+        compare("Recurrence", text, with_memory, without, below=0)
     for pos in losses.schemes:
         # Gains are negative differences.
         quarter = len(losses.board["records"][0]["by_position"][0]) // 4
@@ -632,13 +556,13 @@ def judge(losses):
         compare("Where the gain lies", text, early, late, below=0)
     for mode in losses.modes:
         if memory_of(mode):
-            xl, shaw = select("xl", mode), select("shaw", mode)
+            xl, shaw = losses.select("xl", mode), losses.select("shaw", mode)
             compare("Encodings", f"{mode}: xl below shaw", xl, shaw, below=0)
     for (pos, mode), memory in ((key, memory_of(key[1])) for key in losses.records):
         lengths = [n for n in losses.board["evaluated"] if n > memory][:2] if memory else []
         for length in lengths:
             text = f"{pos}, {mode}: a memory of {length} below one of {memory} in evaluation"
-            longer, own = select(pos, mode, length), select(pos, mode, memory)
+            longer, own = losses.select(pos, mode, length), losses.select(pos, mode, memory)
             compare("Longer memories in evaluation", text, longer, own, below=0)
     for pos in losses.schemes:
         with_memory = select_contexts(losses.board, pos, "memory-1", 0.1)
@@ -649,15 +573,11 @@ def judge(losses):
 
 
 def judge_orderings(losses):
-    """Return the lines of the section on the paper's orderings."""
+    """Return the parts of the section on the paper's orderings."""
     if not losses.board["judged"]:
-        return [
-            f"Not judged: models trained for {losses.board['steps']} steps say nothing about them."
-        ]
-    lines = [f"Differences in nats, or in segments for contexts, paired by seed. {RULE}"]
-    for topic, claims in judge(losses).items():
-        lines += ["", f"### {topic}", "", *(f"- {claim}" for claim in claims)]
-    return lines
+        return [not_judged(losses.board["steps"])]
+    rule = f"Differences in nats, or in segments for contexts, paired by seed. {RULE}"
+    return [rule, topic_lines(judge(losses))]
 
 
 # -----------------------------------------------------------------------------
@@ -666,115 +586,99 @@ def judge_orderings(losses):
 
 def describe_runs(board):
     """Return the paragraph that says what was trained and measured."""
-    model = ", ".join(f"{name}={value}" for name, value in board["model"].items())
     tokens = board["steps"] * board["batch_size"] * board["segment"]
     fastest = {}  # seed, of each kind of run: other work may slow a machine down for a while
     for record in board["records"]:
         kind = record["pos"], record["mode"]
         fastest[kind] = min(record["seconds"], fastest.get(kind, math.inf))
     return (
-        f"Each run ({model}) trains on {tokens:,} tokens: {board['steps']} steps of "
-        f"{board['batch_size']} segments of {board['segment']} tokens with AdamW, the same tokens "
-        "for all. `shuffled`: in random order; `streams`: in the order of the text; `memory-N`: as "
-        "streams, with a memory of N segments. Losses are in nats per token of held-out text, on "
-        "the same tokens for all: the mean over the seeds and its 95 % interval. In evaluation a "
-        "memory is full before the first scored token, and tokens early in a segment have only "
-        "the memory before them. The longest context in training, memory included, sets the tables "
-        f"of shaw, nezha and t5. The {len(fastest)} runs of a seed take "
+        f"Each run ({format_settings(board['model'])}) trains on {tokens:,} tokens: "
+        f"{board['steps']} steps of {board['batch_size']} segments of {board['segment']} tokens "
+        "with AdamW, the same tokens for all. `shuffled`: in random order; `streams`: in the order "
+        "of the text; `memory-N`: as streams, with a memory of N segments. Losses are in nats per "
+        "token of held-out text, on the same tokens for all: the mean over the seeds and its 95 % "
+        "interval. In evaluation a memory is full before the first scored token, and tokens early "
+        "in a segment have only the memory before them. The longest context in training, memory "
+        f"included, sets the tables of shaw, nezha and t5. The {len(fastest)} runs of a seed take "
         f"{sum(fastest.values()) / 60:.1f} minutes of one process, evaluation included: each of "
         "them by its fastest seed."
     )
 
 
-def write_report(board, out_dir):
-    """Write recurrence.md and recurrence.png, and print the text."""
+def report(board):
+    """Return the lines of recurrence.md."""
     losses = Losses(board)
-    sections = {
-        "Loss with the memory of training": main_table(losses),
-        "Loss by the memory in evaluation, in segments": memory_table(losses),
-        "memory-1 - streams, by position in the segment": position_table(losses),
-        "Relative effective context, in tokens of memory": [
-            "As Dai et al. (2019) define it, for the group of all models of a seed in this table, "
-            "in the steps of the memories above. The definition counts what improves and not what "
-            "gets worse, so a model whose losses scatter with a memory that it never saw gains, "
-            "too.",
-            "",
-            *context_table(losses),
-        ],
-        "Seconds of training, of the fastest seed": time_table(losses),
-        "Orderings": judge_orderings(losses),
-    }
-    lines = ["# Segment-level recurrence", "", f"`{board['command']}`: {board['note']}.", ""]
-    lines += [describe_runs(board), "", "![losses](recurrence.png)"]
-    for title, content in sections.items():
-        lines += ["", f"## {title}", "", *content]
+    about_contexts = (
+        "As Dai et al. (2019) define it, for the group of all models of a seed in this table, in "
+        "the steps of the memories above. The definition counts what improves and not what gets "
+        "worse, so a model whose losses scatter with a memory that it never saw gains, too."
+    )
+    contexts = "Relative effective context, in tokens of memory"
+    lines = [
+        *title(board, "Segment-level recurrence"),
+        "",
+        describe_runs(board),
+        "",
+        "![losses](recurrence.png)",
+        *section("Loss with the memory of training", main_table(losses)),
+        *section("Loss by the memory in evaluation, in segments", memory_table(losses)),
+        *section("memory-1 - streams, by position in the segment", position_table(losses)),
+        *section(contexts, about_contexts, context_table(losses)),
+        *section("Seconds of training, of the fastest seed", time_table(losses)),
+        *section("Orderings", *judge_orderings(losses)),
+    ]
     if board["sample"]:
         text = board["sample"]["text"].splitlines()
-        lines += ["", f"## A sample of {board['sample']['name']}", "", *("    " + t for t in text)]
-    text = "\n".join(lines) + "\n"
-    (out_dir / "recurrence.md").write_text(text, encoding="utf-8")
-    print("\n" + text)
-    plot_losses(losses, out_dir / "recurrence.png")
+        lines += section(f"A sample of {board['sample']['name']}", ["    " + t for t in text])
+    return lines
 
 
-def plot_losses(losses, file):
+def plot_losses(board, folder):
     """Plot the loss by position and by the memory in evaluation: the means of the seeds."""
-    plt = import_pyplot(file)
-    if plt is None:
-        return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
-    n_groups = len(losses.board["records"][0]["by_position"][0])
-    centres = [(i + 0.5) * losses.board["segment"] / n_groups for i in range(n_groups)]
-    lengths = losses.board["evaluated"]
-    shown = []  # the losses that the limits of the right panel follow
-    for i, pos in enumerate(losses.schemes):
-        for mode, style in (("streams", "--"), ("memory-1", "-")):
-            by_group = [losses.select(pos, mode, groups=slice(g, g + 1)) for g in range(n_groups)]
-            if not by_group[0]:
-                continue
-            label = f"{pos}, {mode}"
-            means = [statistics.fmean(by_seed.values()) for by_seed in by_group]
-            left.plot(centres, means, style, color=f"C{i}", marker=".", label=label)
-            by_memory = [losses.select(pos, mode, length) for length in lengths]
-            means = [statistics.fmean(by_seed.values()) for by_seed in by_memory]
-            right.plot(range(len(lengths)), means, style, color=f"C{i}", marker=".")
-            # Without a memory in training, all but the first may be far above the others.
-            shown += means if memory_of(mode) else means[:1]
-    if shown:
-        margin = 0.06 * (max(shown) - min(shown)) + 1e-3
-        right.set_ylim(min(shown) - margin, max(shown) + margin)
-    left.set(title="With the memory of training", xlabel="position in the segment (tokens)")
-    right.set(title="With other memories", xlabel="memory in evaluation (segments)")
-    right.set_xticks(range(len(lengths)), lengths)
-    left.set_ylabel("loss (nats per token)")
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.supxlabel(losses.board["note"], fontsize=7, color="gray")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    print(f"wrote {file}")
+    losses = Losses(board)
+    n_groups = len(board["records"][0]["by_position"][0])
+    centres = [(i + 0.5) * board["segment"] / n_groups for i in range(n_groups)]
+    lengths = board["evaluated"]
+
+    def draw(figure, left, right):
+        shown = []  # the losses that the limits of the right panel follow
+        for i, pos in enumerate(losses.schemes):
+            for mode, style in (("streams", "--"), ("memory-1", "-")):
+                groups = [slice(g, g + 1) for g in range(n_groups)]
+                by_group = [losses.select(pos, mode, groups=group) for group in groups]
+                if not by_group[0]:
+                    continue
+                label = f"{pos}, {mode}"
+                means = [statistics.fmean(by_seed.values()) for by_seed in by_group]
+                left.plot(centres, means, style, color=f"C{i}", marker=".", label=label)
+                by_memory = [losses.select(pos, mode, length) for length in lengths]
+                means = [statistics.fmean(by_seed.values()) for by_seed in by_memory]
+                right.plot(range(len(lengths)), means, style, color=f"C{i}", marker=".")
+                # Without a memory in training, all but the first may be far above the others.
+                shown += means if memory_of(mode) else means[:1]
+        if shown:
+            margin = 0.06 * (max(shown) - min(shown)) + 1e-3
+            right.set_ylim(min(shown) - margin, max(shown) + margin)
+        left.set(title="With the memory of training", xlabel="position in the segment (tokens)")
+        right.set(title="With other memories", xlabel="memory in evaluation (segments)")
+        right.set_xticks(range(len(lengths)), lengths)
+        left.set_ylabel("loss (nats per token)")
+        figure.legend(loc="outside right upper", fontsize=8)
+
+    save_figure(folder / "recurrence.png", draw, (11, 4.8), board["note"], panels=(1, 2))
 
 
-# -----------------------------------------------------------------------------
-# The command line
-
-
-def main():
-    cfg, *_ = cli.parse(RecurrenceConfig, about=__doc__)
-    prepare_missing(cfg.dataset)
-    dataset = data.Dataset(cfg.dataset)
+def measure(cfg):
+    """Measure all runs; return what recurrence.json holds."""
+    dataset = cfg.load_dataset()
     runs = list_runs(cfg, dataset)
-    device = pick_device(cfg.device)
-    records = measure(runs, device)
-
+    device, _ = cfg.pick_device()
+    records = measure_runs(runs, device)
     evaluated = BUDGETS[cfg.budget]["evaluated"]
     steps = runs[0].training.max_iters
-    commits = [record["commit"] for record in records]
-    board = {
-        "command": command_line("experiments/papers/recurrence.py"),
+    return {
         "note": (
-            f"{provenance(device, commits)}; {cfg.dataset} {dataset.hash}, "
+            f"{cfg.note(dataset, [record['commit'] for record in records])}, "
             f"{records[0]['scored']:,} tokens scored, {count(len(set(cfg.seeds)), 'seed')}"
         ),
         "model": BUDGETS[cfg.budget]["model"],
@@ -787,11 +691,10 @@ def main():
         "contexts": measure_contexts(runs, evaluated),
         "sample": make_sample(runs, cfg.sample, device),
     }
-    out_dir = Path(cfg.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_json(out_dir / "recurrence.json", board, indent=1)
-    write_report(board, out_dir)
-    return 0
+
+
+def main():
+    return run_experiment(RecurrenceConfig, measure, report, plot_losses)
 
 
 if __name__ == "__main__":

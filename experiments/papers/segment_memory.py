@@ -129,14 +129,6 @@ class SegmentMemory:
         """The number of tokens in memory."""
         return self.inputs[0].shape[1] if self.inputs else 0
 
-    def state(self):
-        """Return the tensors that a checkpoint keeps, by name."""
-        return {f"layer-{layer}": x for layer, x in self.inputs.items()}
-
-    def load_state(self, tensors):
-        """Take back what state() returned."""
-        self.inputs = {layer: tensors[f"layer-{layer}"] for layer in range(len(tensors))}
-
     # Called by RecurrentGPT.hidden_states(), around each layer and after all of them.
 
     def enter_layer(self, layer, block, scheme, x):

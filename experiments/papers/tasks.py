@@ -55,49 +55,48 @@ import torch
 
 from experiments.report import (
     RULE,
-    Claim,
-    command_line,
+    Experiment,
+    claim_lines,
     confidence_interval,
     count,
     format_interval,
+    format_settings,
+    grid,
     load_finished_run,
     markdown_table,
+    paired_claim,
+    run_all,
+    run_experiment,
+    save_figure,
+    save_finished_run,
+    section,
+    select,
+    title,
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
-from nanolong.devices import autocast, pick_device, pick_dtype, prepare_device
+from nanolong.devices import autocast, prepare_device
 from nanolong.errors import UserError
 from nanolong.optim import update_weights
-from nanolong.plots import import_pyplot
+from nanolong.plots import unique
 from nanolong.provenance import provenance
-from nanolong.strict_json import write_json
 from nanolong.validate import require
 
 
 @dataclass
-class TasksConfig:
+class TasksConfig(Experiment):
     pos: tuple[str, ...] = ("nope", "rope", "alibi", "t5", "learned")  # position schemes
     tasks: tuple[str, ...] = ()  # names of the tasks; default: all
     # cpu: 0.45 M parameters; gpu: 0.8 M, four times the steps and the batch; try: seconds, a test
     budget: Literal["cpu", "gpu", "try"] = "cpu"
     seeds: int = 3  # runs of each task and scheme
     steps: int = 0  # training steps of a run; 0: as the budget says
-    runs: str = "out/tasks"  # folder for the measurements of finished runs
-    out_dir: str = "out/tasks"  # folder for tasks.md, .json and .png
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products
 
     def __post_init__(self):
-        require(self.seeds >= 1, f"seeds={self.seeds} is too small: give at least 1")
-        require(self.steps >= 0, f"steps={self.steps} is negative: give 0 for the budget's own")
+        super().__post_init__()
         for name in self.tasks:
             require(name in TASKS, f"there is no task {name!r}: choose from {', '.join(TASKS)}")
-        for name in self.pos:
-            require(
-                name in POSITIONS,
-                f"there is no position scheme {name!r}: choose from {', '.join(POSITIONS)}",
-            )
-        require(self.pos, "pos is empty: give schemes, as in --pos=nope,rope")
 
 
 # Settings of the model and its training, and how many samples of each length test it.
@@ -196,19 +195,22 @@ class Task:
     make_sample: Callable
     train_length: int  # the longest in training
     test_length: int  # the longest in the tests
+    tokens: tuple[int, int]  # of x and y together, at most: for each unit of length, and more
     chance: float = 0.0  # the score of a guess, where it is more than next to nothing
 
 
 TASKS = {
-    "copy": Task(copy, 20, 40),
-    "reverse": Task(reverse, 20, 40),
-    "addition": Task(addition, 20, 40),
-    "addition-8": Task(addition, 8, 16),
-    "scratchpad": Task(scratchpad, 8, 16),
-    "carries": Task(carries, 8, 16),
-    "majority": Task(majority, 20, 40, chance=0.25),
-    "span": Task(span, 20, 40),
-    "recall": Task(recall, 20, 80, chance=0.1),
+    "copy": Task(copy, 20, 40, (2, 0)),
+    "reverse": Task(reverse, 20, 40, (2, 0)),
+    # two numbers, a plus sign, a sum of one digit more
+    "addition": Task(addition, 20, 40, (3, 2)),
+    "addition-8": Task(addition, 8, 16, (3, 2)),
+    # addition's, five tokens for each place, and a marker
+    "scratchpad": Task(scratchpad, 8, 16, (8, 3)),
+    "carries": Task(carries, 8, 16, (6, 3)),  # three tokens for each place
+    "majority": Task(majority, 20, 40, (1, 1), chance=0.25),
+    "span": Task(span, 20, 40, (2, 2)),  # the markers may enclose all digits
+    "recall": Task(recall, 20, 80, (3, 0), chance=0.1),  # of an odd length one more
 }
 PAPER_TASKS = ("copy", "reverse", "addition")  # those of the paper's claim, below
 SCRATCHPADS = ("scratchpad", "carries")  # two formats, compared with addition-8
@@ -216,21 +218,8 @@ SCRATCHPADS = ("scratchpad", "carries")  # two formats, compared with addition-8
 
 def max_tokens(task, length):
     """Return how many tokens x and y have together, at most."""
-    if task in ("copy", "reverse"):
-        return 2 * length
-    if task in ("addition", "addition-8"):  # two numbers, a plus sign, a sum of one digit more
-        return 3 * length + 2
-    if task == "scratchpad":  # addition's, five tokens for each place, and a marker
-        return 8 * length + 3
-    if task == "carries":  # three tokens for each place
-        return 6 * length + 3
-    if task == "majority":
-        return length + 1
-    if task == "span":  # the markers may enclose all digits
-        return 2 * length + 2
-    if task == "recall":
-        return 2 * length + 2 * math.ceil(length / 2)
-    raise ValueError(task)
+    per_unit, more = TASKS[task].tokens
+    return per_unit * length + more + (length % 2 if task == "recall" else 0)
 
 
 def score_name(task):
@@ -347,8 +336,8 @@ def score(predict, task, samples, device, dtype=torch.float32):
     return records
 
 
-def run_task(task, pos, seed, cfg, file):
-    """Train and test one run, or read what it has left in the file: a record for each length."""
+def run_task(task, pos, seed, cfg):
+    """Train and test one run, or read what it has left in its file: a record for each length."""
     budget = BUDGETS[cfg.budget]
     training = dict(budget["training"])
     if cfg.steps:
@@ -362,13 +351,13 @@ def run_task(task, pos, seed, cfg, file):
         "samples": budget["samples"],
         "first_batch": zlib.crc32(first_batch.numpy().tobytes()),
     }
+    file = Path(cfg.runs) / cfg.budget / f"{task}-{pos}-{seed}.json"
     finished = load_finished_run(file, key)
     if finished:
         return finished["records"]
 
     start = time.perf_counter()
-    device = pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, device)
+    device, dtype = cfg.pick_device()
     if dtype == torch.float16:  # which would need loss scaling
         dtype = torch.float32
     torch.manual_seed(seed)
@@ -378,7 +367,7 @@ def run_task(task, pos, seed, cfg, file):
     for record in score(model, task, budget["samples"], device, dtype):
         records.append({"task": task, "pos": pos, "seed": seed, **record})
     seconds = round(time.perf_counter() - start)
-    write_json(file, {"key": key, "seconds": seconds, "loss": loss, "records": records})
+    save_finished_run(file, key, seconds=seconds, loss=loss, records=records)
     within = mean_scores(records, task, pos, beyond=False)[seed]
     beyond = mean_scores(records, task, pos, beyond=True)[seed]
     print(
@@ -396,10 +385,8 @@ def run_task(task, pos, seed, cfg, file):
 def mean_scores(records, task, pos, beyond):
     """Return seed -> the mean score over the trained lengths, or over the lengths beyond them."""
     scores = {}
-    for record in records:
-        same_run = (record["task"], record["pos"]) == (task, pos)
-        is_beyond = record["length"] > TASKS[task].train_length
-        if same_run and is_beyond == beyond:
+    for record in select(records, task=task, pos=pos):
+        if (record["length"] > TASKS[task].train_length) == beyond:
             scores.setdefault(record["seed"], []).append(record[score_name(task)])
     return {seed: statistics.fmean(values) for seed, values in scores.items()}
 
@@ -428,11 +415,6 @@ def group_means(records, tasks, schemes):
     return {seed: statistics.fmean(s[seed] for s in scores) for seed in scores[0]}
 
 
-def claim_above(text, above, below):
-    """Claim that the scores `above`, by seed, are greater than those `below`."""
-    return Claim(text, *confidence_interval([above[s] - below[s] for s in above]), above=0)
-
-
 def judge(records, tasks, schemes):
     """Return the claim of the paper, or None if its schemes or tasks were not run.
 
@@ -448,7 +430,7 @@ def judge(records, tasks, schemes):
     )
     above = group_means(records, tasks, ["nope", "t5"])
     below = group_means(records, tasks, ["rope", "learned"])
-    return claim_above(text, above, below)
+    return paired_claim(text, above, below, above=0)
 
 
 def judge_scratchpads(records, tasks, schemes):
@@ -460,8 +442,8 @@ def judge_scratchpads(records, tasks, schemes):
     for task in SCRATCHPADS:
         if {task, "addition-8"} <= set(tasks):
             text = f"{task} above addition-8, exact match at 9 to 16 digits, mean over the schemes"
-            scores = group_means(records, [task], schemes)
-            claims.append(claim_above(text, scores, group_means(records, ["addition-8"], schemes)))
+            scores, others = (group_means(records, [t], schemes) for t in (task, "addition-8"))
+            claims.append(paired_claim(text, scores, others, above=0))
     return claims
 
 
@@ -478,69 +460,54 @@ def score_table(records, tasks, schemes, beyond):
 
 def select_scores(records, task, pos, length):
     """Return the scores of all seeds at one length."""
-    key = (task, pos, length)
-    return [
-        record[score_name(task)]
-        for record in records
-        if (record["task"], record["pos"], record["length"]) == key
-    ]
+    found = select(records, task=task, pos=pos, length=length)
+    return [record[score_name(task)] for record in found]
 
 
 def recall_table(records, schemes):
     """Return a Markdown table of recall: the fraction of right answers by the number of pairs."""
-    lengths = (1, 5, 10, 20, 30, 40, 60, 80)
-    rows = []
-    for pos in schemes:
-        scores = [select_scores(records, "recall", pos, length) for length in lengths]
-        rows.append([pos, *map(format_interval, scores)])
-    return markdown_table(["", *map(str, lengths)], rows)
+    lengths = {f"{length}": length for length in (1, 5, 10, 20, 30, 40, 60, 80)}
+
+    def cell(pos, length):
+        return format_interval(select_scores(records, "recall", pos, length))
+
+    return grid(schemes, lengths, cell)
 
 
-def plot_scores(records, tasks, schemes, file, note):
+def plot_scores(board, folder):
     """Plot the score by length to a PNG: a panel per task, a line per scheme with its interval."""
-    plt = import_pyplot(file)
-    if plt is None:
-        return
+    records = board["records"]
+    tasks = unique(records, "task")
     columns = min(4, len(tasks))
-    lines = math.ceil(len(tasks) / columns)
-    size = (max(6, 4 * columns), 3.4 * lines + 0.6)
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    for panel in axes.flat[len(tasks) :]:
-        panel.axis("off")
-    for task, panel in zip(tasks, axes.flat, strict=False):
-        lengths = range(1, TASKS[task].test_length + 1)
-        for i, pos in enumerate(schemes):
-            curve = [confidence_interval(select_scores(records, task, pos, n)) for n in lengths]
-            panel.plot(lengths, [mean for mean, _ in curve], color=f"C{i % 10}", label=pos)
-            low = [max(0, mean - half_width) for mean, half_width in curve]
-            high = [min(1, mean + half_width) for mean, half_width in curve]
-            panel.fill_between(lengths, low, high, color=f"C{i % 10}", alpha=0.15, linewidth=0)
-        panel.axvline(TASKS[task].train_length + 0.5, color="gray", linestyle="--", linewidth=1)
-        panel.axhline(TASKS[task].chance, color="gray", linestyle=":", linewidth=1)
-        panel.set(title=task, ylim=(-0.03, 1.03), xlabel="length", ylabel="exact match")
-        if task == "recall":
-            panel.set(xlabel="pairs in x", ylabel="fraction of right answers")
-        panel.grid(alpha=0.3)
-        panel.xaxis.get_major_locator().set_params(integer=True)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-    figure.suptitle("Trained up to the dashed line; dotted: chance", fontsize=9)
-    figure.supxlabel(note, fontsize=7, color="gray")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    print(f"wrote {file}")
+    rows = math.ceil(len(tasks) / columns)
+
+    def draw(figure, *panels):
+        for panel in panels[len(tasks) :]:
+            panel.axis("off")
+        for task, panel in zip(tasks, panels, strict=False):
+            draw_task(panel, task, records)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+        figure.suptitle("Trained up to the dashed line; dotted: chance", fontsize=9)
+
+    size = (max(6, 4 * columns), 3.4 * rows + 0.6)
+    save_figure(folder / "tasks.png", draw, size, board["note"], panels=(rows, columns))
 
 
-def run_all(cfg, tasks, schemes):
-    """Run every task with every scheme and seed; return the records."""
-    folder = Path(cfg.runs) / cfg.budget
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = [(t, p, s) for s in range(1, cfg.seeds + 1) for t in tasks for p in schemes]
-    records = []
-    for number, (task, pos, seed) in enumerate(runs, 1):
-        print(f"{task}, {pos}, seed {seed} ({number} of {len(runs)})", flush=True)
-        records += run_task(task, pos, seed, cfg, folder / f"{task}-{pos}-{seed}.json")
-    return records
+def draw_task(panel, task, records):
+    lengths = range(1, TASKS[task].test_length + 1)
+    for i, pos in enumerate(unique(records, "pos")):
+        curve = [confidence_interval(select_scores(records, task, pos, n)) for n in lengths]
+        panel.plot(lengths, [mean for mean, _ in curve], color=f"C{i % 10}", label=pos)
+        low = [max(0, mean - half_width) for mean, half_width in curve]
+        high = [min(1, mean + half_width) for mean, half_width in curve]
+        panel.fill_between(lengths, low, high, color=f"C{i % 10}", alpha=0.15, linewidth=0)
+    panel.axvline(TASKS[task].train_length + 0.5, color="gray", linestyle="--", linewidth=1)
+    panel.axhline(TASKS[task].chance, color="gray", linestyle=":", linewidth=1)
+    panel.set(title=task, ylim=(-0.03, 1.03), xlabel="length", ylabel="exact match")
+    if task == "recall":
+        panel.set(xlabel="pairs in x", ylabel="fraction of right answers")
+    panel.xaxis.get_major_locator().set_params(integer=True)
 
 
 def describe_runs(cfg, schemes):
@@ -549,7 +516,7 @@ def describe_runs(cfg, schemes):
     training = budget["training"]
     models = [GPT(make_config("copy", pos, budget["model"])) for pos in schemes]
     largest = max(sum(p.numel() for p in model.parameters()) for model in models)
-    model = ", ".join(f"{key}={value}" for key, value in budget["model"].items())
+    model = format_settings(budget["model"])
     chances = [f"{task.chance:g} of {name}" for name, task in TASKS.items() if task.chance]
     return (
         f"Each run has {largest / 1e6:.2f} M parameters at most ({model}) and trains for "
@@ -562,53 +529,56 @@ def describe_runs(cfg, schemes):
     )
 
 
-def main():
-    cfg, *_ = cli.parse(TasksConfig, about=__doc__)
+def judge_all(records):
+    tasks, schemes = unique(records, "task"), unique(records, "pos")
+    claims = [judge(records, tasks, schemes), *judge_scratchpads(records, tasks, schemes)]
+    return [claim for claim in claims if claim is not None]
+
+
+def measure(cfg):
+    """Run every task with every scheme and seed; return what tasks.json holds."""
     schemes = list(dict.fromkeys(cfg.pos))
     tasks = list(dict.fromkeys(cfg.tasks or TASKS))
-    out_dir = Path(cfg.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    records = run_all(cfg, tasks, schemes)
-
+    seeds = range(1, cfg.seeds + 1)
+    runs = [(task, pos, seed) for seed in seeds for task in tasks for pos in schemes]
+    records = run_all(runs, run_task, cfg)
+    device, _ = cfg.pick_device()
     samples = BUDGETS[cfg.budget]["samples"]
-    hardware = provenance(pick_device(cfg.device))
-    note = f"{hardware}; {count(cfg.seeds, 'seed')}, {samples} samples of each length"
-    command = command_line("experiments/papers/tasks.py")
-    paper_claim = judge(records, tasks, schemes)
-    claims = [paper_claim] if paper_claim else []
-    claims += judge_scratchpads(records, tasks, schemes)
-    ranks = mean_reciprocal_ranks(records, tasks, schemes)
-    lines = ["# Length generalisation", "", f"`{command}`: {note}.", ""]
-    lines += [describe_runs(cfg, schemes), ""]
-    lines += ["## Beyond the training length", ""]
-    lines += [*score_table(records, tasks, schemes, beyond=True), ""]
-    lines += ["![score by length](tasks.png)", "", "## Within the training length", ""]
-    lines += [*score_table(records, tasks, schemes, beyond=False), ""]
+    return {
+        "note": (
+            f"{provenance(device)}; {count(cfg.seeds, 'seed')}, {samples} samples of each length"
+        ),
+        "about": describe_runs(cfg, schemes),
+        "orderings": [str(claim) for claim in judge_all(records)],
+        "reciprocal_ranks": mean_reciprocal_ranks(records, tasks, schemes),
+        "records": records,
+    }
+
+
+def report(board):
+    """Return the lines of tasks.md."""
+    records, ranks = board["records"], board["reciprocal_ranks"]
+    tasks, schemes = unique(records, "task"), unique(records, "pos")
+    beyond = score_table(records, tasks, schemes, beyond=True)
+    within = score_table(records, tasks, schemes, beyond=False)
+    lines = [*title(board, "Length generalisation"), "", board["about"]]
+    lines += section("Beyond the training length", beyond, "![score by length](tasks.png)")
+    lines += section("Within the training length", within)
     if "recall" in tasks:
-        lines += ["## Recall by the number of pairs", "", "Trained on 1 to 20.", ""]
-        lines += [*recall_table(records, schemes), ""]
-    lines += ["## Orderings", ""]
-    if claims:
-        lines += [RULE, "", *(f"- {claim}" for claim in claims)]
+        table = recall_table(records, schemes)
+        lines += section("Recall by the number of pairs", "Trained on 1 to 20.", table)
     best_first = sorted(schemes, key=lambda pos: -ranks[pos])
-    lines.append(
+    reported = (
         "- Reported, not judged: the mean reciprocal rank over the tasks, beyond the training "
         f"length: {', '.join(f'{pos} {ranks[pos]:.2f}' for pos in best_first)}. The paper's, over "
         "its ten tasks: nope 0.69, t5 0.55, alibi 0.50, rope 0.33, learned 0.22."
     )
-    text = "\n".join(lines) + "\n"
-    (out_dir / "tasks.md").write_text(text, encoding="utf-8")
-    results = {
-        "command": command,
-        "note": note,
-        "orderings": [str(claim) for claim in claims],
-        "reciprocal_ranks": ranks,
-        "records": records,
-    }
-    write_json(out_dir / "tasks.json", results, indent=1)
-    print("\n" + text)
-    plot_scores(records, tasks, schemes, out_dir / "tasks.png", note)
-    return 0
+    claims = claim_lines(judge_all(records))
+    return lines + section("Orderings", *([RULE] if claims else []), [*claims, reported])
+
+
+def main():
+    return run_experiment(TasksConfig, measure, report, plot_scores)
 
 
 if __name__ == "__main__":

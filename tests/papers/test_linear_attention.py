@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import BUILT_IN, ROOT, TINY
 
+import data
 import rope_scaling
 from examples.schemes import linear_attention as linear
 from experiments.papers import linear_attention as experiment
@@ -231,7 +232,8 @@ def test_denominators_are_positive_unless_they_are_rotated(make):
 
 
 def test_each_other_scheme_is_refused_with_its_reason():
-    assert experiment.refusal("nope") is None and experiment.refusal("rope") is None
+    experiment.check_pos("nope")
+    experiment.check_pos("rope")
     assert set(experiment.REFUSED) == set(BUILT_IN) - {"nope", "rope"}
     for pos in experiment.REFUSED:
         with pytest.raises(UserError, match=f"{pos} is not used in linear .*: use nope or rope$"):
@@ -274,7 +276,7 @@ def test_compiled_generation_is_refused(make):
         ("--pos=rope,alibi", "alibi is not used"),
         ("--pos=learned", "embeddings"),
         ("--pos=", "pos"),
-        ("--seeds=0", "seed 0"),
+        ("--seeds=-1", "seed -1"),
         ("--budget=gpu", "budget"),
     ],
 )
@@ -336,7 +338,7 @@ def test_experiment_continues_and_reports(call, text_data, tmp_path, monkeypatch
 
 def test_divergence_is_recorded(make, text_data, tmp_path, monkeypatch):
     """The first step that is not finite, and the losses before it."""
-    dataset = experiment.data.Dataset(text_data)
+    dataset = data.Dataset(text_data)
     model = make(pos="linear_attention_both", vocab_size=257)
     config = experiment.TrainConfig(
         dataset=str(text_data),

@@ -1,4 +1,4 @@
-"""papers/recurrence.py: streams of text, training that resumes, measures and the report."""
+"""papers/recurrence.py: streams of text, measures and the report."""
 
 import json
 import math
@@ -12,7 +12,6 @@ from experiments.papers import recurrence
 from experiments.papers.recurrence import Losses, Run, judge
 from experiments.papers.segment_memory import SegmentMemory, Streams
 from nanolong.errors import UserError
-from nanolong.run.folder import list_steps
 
 
 def test_streams_go_on_and_shuffling_keeps_the_tokens(text_data):
@@ -40,41 +39,9 @@ def make_run(text_data, folder, pos="xl", mode="memory-2", **settings):
     return Run(cfg, recurrence.BUDGETS["try"], data.Dataset(text_data), pos, mode, seed=1)
 
 
-@pytest.mark.parametrize("pos", ["xl", "rope"])
-def test_resume_is_bit_exact(pos, text_data, tmp_path, monkeypatch):
-    whole = make_run(text_data, tmp_path / "whole", pos).train(torch.device("cpu"))
-
-    def train_in_two(folder):
-        run = make_run(text_data, folder, pos)
-        batch = run.batch
-
-        def interrupted(step):
-            if step == 7:
-                raise KeyboardInterrupt
-            return batch(step)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(run, "batch", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                run.train(torch.device("cpu"))
-        (step,) = list_steps(run.folder)
-        assert (step.name, (step / "memory.safetensors").is_file()) == ("step-000005", True)
-        model = make_run(text_data, folder, pos).train(torch.device("cpu"))
-        assert [step.name for step in list_steps(run.folder)] == ["step-000008"]
-        return model.state_dict()
-
-    resumed = train_in_two(tmp_path / "resumed")
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, resumed[name]), name
-    # The memory is part of it.
-    monkeypatch.setattr(SegmentMemory, "load_state", lambda self, tensors: None)
-    forgetful = train_in_two(tmp_path / "forgetful")
-    assert not torch.equal(forgetful["embed.weight"], resumed["embed.weight"])
-
-
 def test_evaluation_scores_the_same_tokens_with_every_memory(text_data, tmp_path):
     run = make_run(text_data, tmp_path)
-    model = run.start(torch.device("cpu"))[0]
+    model = run.train(torch.device("cpu"))
     losses = run.evaluate(model)
     evaluated = recurrence.BUDGETS["try"]["evaluated"]
     assert losses.shape == (len(evaluated), 4, 4, 16)
@@ -180,10 +147,9 @@ def assert_refused(done, message):
     assert message in done.stderr
 
 
-def test_a_run_is_not_continued_with_another_memory(text_data, tmp_path):
-    run = make_run(text_data, tmp_path)
-    run.save(*run.start(torch.device("cpu"))[:3], step=5)
-    for settings, changed in (({"segment": 8}, "memory, model, text"), ({"steps": 9}, "training")):
+def test_a_run_is_not_taken_with_other_settings(text_data, tmp_path):
+    make_run(text_data, tmp_path).measure(torch.device("cpu"))
+    for settings in ({"segment": 8}, {"steps": 9}):
         other = make_run(text_data, tmp_path, **settings)
-        with pytest.raises(UserError, match=rf"other settings \({changed}\): give the same"):
-            other.train(torch.device("cpu"))
+        with pytest.raises(UserError, match="other settings"):
+            other.measure(torch.device("cpu"))

@@ -145,11 +145,11 @@ def test_gradients_pass_through_the_memory_as_finite_differences_say(pos, make_r
     model = make_recurrent(pos=pos).double()
     memory = SegmentMemory(model, 6)
     model(torch.arange(9)[None], cache=memory)
-    state = memory.state()
+    inputs = dict(memory.inputs)
     attention = model.blocks[1].attention
 
     def loss():
-        memory.load_state(state)
+        memory.inputs = dict(inputs)
         return model(torch.arange(20, 24)[None], torch.arange(30, 34)[None], cache=memory)
 
     loss().backward()

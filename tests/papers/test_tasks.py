@@ -11,6 +11,7 @@ import torch
 
 import data
 import kernels
+from experiments import report
 from experiments.papers import masked_lm, tasks
 from experiments.papers.tasks import BOS, EOS, KEYS, SEP, SYMBOLS, TASKS
 from model import GPT, POSITIONS, GPTConfig
@@ -376,10 +377,10 @@ def test_tasks_continue_and_refuse_other_settings(call, tmp_path, monkeypatch):
     # The same command trains nothing; one more seed adds to what is there.
     with monkeypatch.context() as patched:
         patched.setattr(tasks, "train", None)
-        patched.setattr(tasks, "import_pyplot", lambda file: None)
+        patched.setattr(report, "import_pyplot", lambda file: None)
         assert call(*words, "--seeds=1").returncode == 0
     assert json.loads((tmp_path / "results/tasks.json").read_text())["records"] == first
-    monkeypatch.setattr(tasks, "import_pyplot", lambda file: None)
+    monkeypatch.setattr(report, "import_pyplot", lambda file: None)
     assert call(*words, "--seeds=2").returncode == 0
     second = json.loads((tmp_path / "results/tasks.json").read_text())["records"]
     assert second[: len(first)] == first and len(second) == 2 * len(first)
