@@ -5,12 +5,13 @@ On a GPU, NANOLONG_GPU=1 measures training steps there. Needs 6 GB with --all.
 
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, ROOT
 
 import data
 from model import GPT, GPTConfig
@@ -36,13 +37,17 @@ LARGE_VOCABULARY["vocab_size"] = 50304
 
 
 @pytest.fixture
-def measure_peak(run):
+def measure_peak():
     """Run a task of memory_cases.py; return the largest peak of its processes, in bytes."""
 
     def measure_peak(task, arguments, processes=1, returns_freed=False):
+        launcher = [sys.executable]
+        if processes > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone"]
+            launcher += [f"--nproc_per_node={processes}"]
         job = json.dumps([task, arguments, returns_freed], allow_nan=False)
-        torchrun = 0 if processes == 1 else processes
-        done = run("tests/memory_cases.py", job, processes=torchrun)
+        command = [*launcher, ROOT / "tests/memory_cases.py", job]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         peaks = [int(peak) for peak in re.findall(r"PEAK (\d+) bytes", done.stdout)]
         assert len(peaks) == processes, done.stderr[-3000:]
         return max(peaks)
