@@ -27,8 +27,9 @@ from safetensors.torch import load_file, save, save_file
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub.exporting import export_checkpoint
+from nanolong.hub.families import LLAMA, UNSUPPORTED
 from nanolong.hub.importing import import_checkpoint, read_settings
-from nanolong.hub.layout import UNSUPPORTED, stored_shape, tensor_layout
+from nanolong.hub.layout import stored_shapes, tensor_layout
 from nanolong.inference import KVCache
 from nanolong.run.checkpoint import open_model
 from rope_scaling import EVALUATION_ONLY
@@ -101,6 +102,30 @@ ROPES = {
 
 GPT2 = {"norm": "layernorm", "mlp": "gelu", "bias": "all", "pos": "learned", "block_size": 160}
 TWO_TABLES = {"long_factor": [1.0, 2.0, 3.5, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
+OLMO3 = {
+    "norm_position": "post",
+    "qk_norm": "all",
+    "window": 21,
+    "layer_pattern": "WF",
+    "rope_local_base": 500.0,
+}
+GEMMA3 = {
+    "norm_position": "both",
+    "mlp": "geglu",
+    "qk_norm": "head",
+    "embed_scale": 48**0.5,
+    "attn_scale": 1.1,
+    "window": 21,
+    "layer_pattern": "WF",
+}
+PYTHIA = {
+    "norm": "layernorm",
+    "norm_position": "parallel",
+    "mlp": "gelu_exact",
+    "bias": "all",
+    "rope_fraction": 0.5,
+}
+MPT = {"norm": "layernorm", "mlp": "gelu_exact", "pos": "alibi", "block_size": 160}
 EXPORTED_METHODS = ("none", "pi", "ntk", "ntk-parts", "yarn", "abf", "llama3", "ntk-lceg")
 # models that can be exported
 OURS = {
@@ -120,10 +145,21 @@ OURS = {
     "untied": ({"tie_embeddings": False}, None),
     "nope": ({"pos": "nope"}, None),
     "nope, QK-norm": ({"pos": "nope", "qk_norm": True}, None),
+    "nope, biases of q, k and v": ({"pos": "nope", "bias": "qkv"}, None),
+    "LayerNorm": ({"norm": "layernorm"}, None),
     "nope, scale": ({"pos": "nope"}, ("scale", {"scale": 1.2})),
     "GPT-2": (GPT2, None),
     "GPT-2, scores times 1.3, untied": ({**GPT2, "attn_scale": 1.3, "tie_embeddings": False}, None),
+    "GPT-2's layers with rope": ({**GPT2, "pos": "rope"}, None),
     "GPT-2, pi": (GPT2, ("pi", {})),
+    "Olmo 3's blocks, yarn": (OLMO3, ("yarn", {})),
+    "Olmo 3's blocks, yarn in all layers": (OLMO3, ("yarn", {"layers": "all"})),
+    "Gemma 3's blocks": (GEMMA3, None),
+    "Gemma 3's blocks, pi": (GEMMA3, ("pi", {})),
+    "Pythia's blocks": (PYTHIA, None),
+    "p-RoPE": ({"p_rope": 0.5}, None),
+    "p-RoPE, pi": ({"p_rope": 0.5}, ("pi", {})),
+    "p-RoPE, yarn": ({"p_rope": 0.5}, ("yarn", {})),
     **{method: ({}, (method, {})) for method in EXPORTED_METHODS},
     "ntk-parts, ramp=paper": ({}, ("ntk-parts", {"ramp": "paper"})),
     "yarn, ramp=paper": ({}, ("yarn", {"ramp": "paper"})),
@@ -145,16 +181,17 @@ REFUSED_METHODS = ["dynamic-pi", "dynamic-ntk", "dynamic-yarn", "ntk-frozen", *E
 REFUSED = {
     **{pos: ({"pos": pos}, None) for pos in REFUSED_SCHEMES},
     **{method: ({}, (method, {})) for method in REFUSED_METHODS},
+    "MPT's blocks, biases in the norms": (MPT, None),
+    "learned sinks": ({"sink_scores": True}, None),
+    "post-norms": ({"norm_position": "post"}, None),
+    "yarn in layers without a window": ({"window": 21, "layer_pattern": "WF"}, ("yarn", {})),
     "window and sinks": ({"window": 21, "sinks": 2}, None),
     "random positions": ({"random_positions": 512}, None),
     "NoPE in every second layer, QK-norm": ({"layer_pattern": "FN", "qk_norm": True}, None),
     "NoPE in every second layer, biases": ({"layer_pattern": "FN", "bias": "qkv"}, None),
-    "nope, biases of q, k and v": ({"pos": "nope", "bias": "qkv"}, None),
     "QK-norm, biases of q, k and v": ({"qk_norm": True, "bias": "qkv"}, None),
-    "LayerNorm": ({"norm": "layernorm"}, None),
     "GELU": ({"mlp": "gelu"}, None),
     "biases in all linear layers": ({"bias": "all"}, None),
-    "GPT-2's layers with rope": ({**GPT2, "pos": "rope"}, None),
     "GPT-2 with a window": ({**GPT2, "window": 21}, None),
     "GPT-2 with GQA and QK-norm": ({**GPT2, "n_kv_head": 2, "qk_norm": True}, None),
     "longrope, two tables, in half of a head": (
@@ -254,7 +291,9 @@ def make_model(case, path):
     # random, so that no term is hidden by an initial 0 or 1; the logits are of size 1
     for name, p in model.named_parameters():
         module = name.split(".")[-2]
-        mean = 1.0 if p.dim() == 1 and name.endswith("weight") else 0.0
+        is_norm = p.dim() == 1 and name.endswith("weight")
+        # Gemma adds 1 to the weights of its norms
+        mean = 1.0 if is_norm and not case["model_type"].startswith("gemma") else 0.0
         std = 0.1
         if p.dim() == 2 and module not in ("embed_tokens", "wte", "wpe", "lm_head"):
             std = p.shape[1] ** -0.5
@@ -462,7 +501,8 @@ def export_ours(models, folder):
         target = folder / f"exported-ours-{number}"
         config = json.loads((target / "config.json").read_text())
         record["architecture"] = config["architectures"][0].partition("For")[0]
-        record["rope"] = config.get("rope_parameters", {}).get("rope_type", "learned")
+        rope = config.get("rope_parameters", {})
+        record["rope"] = rope.get("full_attention", rope).get("rope_type", "learned")
         # transformers' cache keeps keys of the other table
         case = Case(target.name, number, with_cache=name != "longrope, two tables")
         exported.append(Exported(case, record, model))
@@ -540,8 +580,8 @@ def bad_directories():
     config = GPTConfig(**read_settings(Path("config.json"), BASE_CONFIG))
     shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
     good = {}
-    for name, held in tensor_layout(config).items():
-        good[name] = torch.zeros(stored_shape(held, shapes))
+    for name, shape in stored_shapes(tensor_layout(LLAMA, config, shapes), shapes).items():
+        good[name] = torch.zeros(shape)
     bad = {}
     for model_type in [*UNSUPPORTED, "something_else", None]:
         settings = {"model_type": model_type}

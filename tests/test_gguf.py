@@ -21,6 +21,7 @@ from test_hf import shapes_of
 from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import gguf_file
+from nanolong.hub.families import FAMILIES
 from nanolong.hub.gguf_file import read_header
 from nanolong.hub.gguf_import import import_gguf
 from nanolong.hub.layout import tensor_layout
@@ -264,7 +265,8 @@ def import_file(file, target):
 
 def check_weights(model, meant):
     parameters = dict(model.named_parameters())
-    layout = tensor_layout(model.config)
+    shapes = {name: p.shape for name, p in parameters.items()}
+    layout = tensor_layout(FAMILIES[model.meta["family"]], model.config, shapes)
     assert layout.keys() == meant.keys()
     for name, tensor in layout.items():
         assert torch.equal(parameters[tensor.parameters[0]], meant[name]), name

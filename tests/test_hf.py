@@ -21,8 +21,9 @@ from data.prepare import prepare_text
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub import exporting, verify
+from nanolong.hub.families import FAMILIES, LLAMA
 from nanolong.hub.importing import read_config
-from nanolong.hub.layout import UNROTATED, stored_shape, tensor_layout
+from nanolong.hub.layout import UNROTATED, stored_shapes, tensor_layout
 from nanolong.run.folder import list_steps
 
 # the RoPE type of every architecture in the default part, with tied embeddings or not
@@ -61,6 +62,7 @@ ARCHITECTURE_OF_OURS = {
     "heads that do not divide the embedding": ("Mistral", "default"),
     "nope": ("SmolLM3", "default"),
     "nope, QK-norm": ("Qwen3", "longrope"),
+    "nope, biases of q, k and v": ("Qwen2", "longrope"),
     "GPT-2": ("GPT2LMHeadModel", "learned"),
     "none": ("Llama", "default"),
     "pi": ("Llama", "linear"),
@@ -170,9 +172,9 @@ def pattern_models():
         settings = {"layer_pattern": pattern, "n_layer": len(pattern) + 1}
         if not set(pattern).isdisjoint("WS"):
             settings["window"] = 21
-        models[pattern] = (settings, ("yarn", {}))
+        models[pattern] = (settings, ("yarn", {"layers": "all"}))
     with_qk_norm = {"layer_pattern": "FW", "n_layer": 3, "window": 21, "qk_norm": True}
-    models["FW, QK-norm"] = (with_qk_norm, ("yarn", {}))
+    models["FW, QK-norm"] = (with_qk_norm, ("yarn", {"layers": "all"}))
     return models
 
 
@@ -265,10 +267,12 @@ def test_a_dynamic_method_fixed_to_the_extended_length_is_static(method, rope_ty
     model = make()
     length = model.config.block_size
     model.extend(method, 4.0, length=4.0 * length)
-    assert exporting.write_rope(model).parameters["rope_type"] == rope_type
+    assert exporting.write_rope(model.config, model.pos, LLAMA).parameters["rope_type"] == rope_type
     model = make()
     model.extend(method, 4.0, length=3.0 * length)
-    assert exporting.write_rope(model).parameters["rope_type"] == "longrope"
+    assert (
+        exporting.write_rope(model.config, model.pos, LLAMA).parameters["rope_type"] == "longrope"
+    )
 
 
 @pytest.mark.slow
@@ -303,8 +307,8 @@ def test_what_transformers_has_no_equivalent_of_is_not_exported(tmp_path):
     assert all(len(message.splitlines()) == 1 for message in messages.values())
     assert "--layer_pattern=FN" in messages["NoPE in every second layer, QK-norm"]
     assert "--layer_pattern=FN" in messages["NoPE in every second layer, biases"]
-    assert "--pos=learned" in messages["GPT-2's layers with rope"]
-    assert "--n_kv_head=0, --qk_norm=false" in messages["GPT-2 with GQA and QK-norm"]
+    assert "--pos=rope" in messages["GPT-2's layers with rope"]
+    assert "has qk_norm=none, n_kv_head=6" in messages["GPT-2 with GQA and QK-norm"]
     assert not list(tmp_path.glob("exported*"))
 
 
@@ -329,8 +333,8 @@ def test_a_wrong_export_leaves_nothing(tmp_path, monkeypatch, make):
     model = save_and_open(model, tmp_path / "run")
     right = exporting.write_rope
 
-    def wrong(model):
-        rope = right(model)
+    def wrong(*arguments):
+        rope = right(*arguments)
         rope.parameters["factor"] = 5.0
         return rope
 
@@ -366,7 +370,8 @@ def shapes_of(folder):
     config = GPTConfig(**read_config(folder))
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
-    return {name: stored_shape(tensor, shapes) for name, tensor in tensor_layout(config).items()}
+    family = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
+    return stored_shapes(tensor_layout(family, config, shapes), shapes)
 
 
 def write_directory(folder, dtype=torch.float32, file="model.safetensors", **settings):
@@ -395,8 +400,9 @@ def write_directory(folder, dtype=torch.float32, file="model.safetensors", **set
 def check_weights(run, tensors):
     model = GPT.load(run)
     params = dict(model.named_parameters())
-    for name, tensor in tensor_layout(model.config).items():
-        ours = torch.cat([params[parameter] for parameter in tensor.parameters])
+    shapes = {name: p.shape for name, p in params.items()}
+    for name, held in tensor_layout(FAMILIES["llama"], model.config, shapes).items():
+        ours = torch.cat([params[parameter] for parameter in held.parameters])
         assert torch.equal(ours, tensors[name].float())
 
 

@@ -6,15 +6,19 @@ refused.
 """
 
 import json
+import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from data import tokenizer_from_json
 from nanolong.errors import UserError
-from nanolong.hub.layout import stored_shape, tensor_layout
+from nanolong.hub.families import FAMILIES, Family
+from nanolong.hub.layout import ACTIVATIONS, stored_shapes, tensor_layout
 from nanolong.hub.rope import WrittenRope, unrotated_rope, write_rope
 from nanolong.hub.tokenizer import write_tokenizer
 from nanolong.hub.verify import verify_export
@@ -26,14 +30,15 @@ from nanolong.tokenizer_files import FILES
 # does. A tensor is never divided.
 MAX_FILE_BYTES = 5 * 10**9
 
-CLASS_NAMES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
+
+class Written(NamedTuple):
+    """What a model becomes: its family, config.json, and what RoPE needs of the weights."""
+
+    family: Family
+    settings: dict
+    # of layers with and without a window: whether it has one -> WrittenRope
+    ropes: dict
+    score_scale: float  # the part of attn_scale that config.json says
 
 
 def export_checkpoint(model, target, verify=True, tokenizer_from=""):
@@ -47,8 +52,9 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or choose another directory")
-    settings, rope = write_config(model)
-    dtype = export_dtype(model, rope)
+    written = write_config(model)
+    settings = written.settings
+    dtype = export_dtype(model, written)
     settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
     settings |= special_token_ids(tokenizer)
@@ -62,7 +68,7 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
         else:
             add_bos = model.meta.get("bos") is not None
             write_tokenizer(folder, tokenizer, add_bos, model.config.block_size)
-        write_weights(folder, model, rope, dtype)
+        write_weights(folder, model, written, dtype)
         text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         print_summary(settings, model, tokenizer or tokenizer_from)
@@ -99,7 +105,8 @@ def copy_tokenizer(source, folder):
 def print_summary(settings, model, has_tokenizer):
     text = settings["architectures"][0]
     if "rope_parameters" in settings:
-        text += f", rope_type {settings['rope_parameters']['rope_type']}"
+        rope = settings["rope_parameters"]
+        text += f", rope_type {rope.get('full_attention', rope)['rope_type']}"
     text += f", {model.config.block_size} tokens, {settings['dtype']}"
     if not has_tokenizer:
         text += "; no tokenizer: the model was trained on token files without one"
@@ -111,66 +118,8 @@ def print_summary(settings, model, has_tokenizer):
 
 
 def write_config(model):
-    """Return (config.json as a dict, WrittenRope or None).
-
-    Raises UserError for what has no equivalent in transformers.
-    """
+    """Return the Written of a model. Raises UserError for one without an equivalent there."""
     config = model.config
-    check_blocks(config)
-    check_positions(config)
-    settings = {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_cache": True,
-        "initializer_range": 0.02,
-    }
-    if config.norm == "layernorm":
-        return settings | gpt2_config(config), None
-    uses_rope = layers_with_rope(model)
-    rope = choose_rope(model, uses_rope)
-    model_type = choose_architecture(config, uses_rope)
-    return settings | llama_config(config, model_type, rope, uses_rope), rope
-
-
-def no_equivalent(what, remedy):
-    message = f"{what} has no equivalent among the models that transformers loads: {remedy}"
-    return UserError(message)
-
-
-def check_blocks(config):
-    """Raise UserError unless the blocks are Llama's or GPT-2's."""
-    blocks = (config.norm, config.mlp, config.bias)
-    if blocks == ("layernorm", "gelu", "all"):
-        check_gpt2(config)
-    elif blocks not in (("rmsnorm", "swiglu", "none"), ("rmsnorm", "swiglu", "qkv")):
-        raise no_equivalent(
-            f"--norm={config.norm} with --mlp={config.mlp} and --bias={config.bias}",
-            "what can be exported is rmsnorm and swiglu with --bias=none or qkv, and GPT-2 "
-            "(layernorm, gelu, all)",
-        )
-    elif config.qk_norm != "none" and config.bias == "qkv":
-        raise no_equivalent("--qk_norm with --bias=qkv", "train without one of them to export")
-
-
-def check_gpt2(config):
-    """Raise UserError unless a model of GPT-2's blocks has its other settings, too."""
-    requirements = {
-        "--pos=learned": config.pos == "learned",
-        "--head_dim=0": config.n_head * config.head_dim == config.n_embd,
-        "--n_kv_head=0": config.n_kv_head == config.n_head,
-        "--qk_norm=false": config.qk_norm == "none",
-        "--window=0": not config.window,
-    }
-    missing = [setting for setting, holds in requirements.items() if not holds]
-    if missing:
-        raise UserError(
-            "of the models with --norm=layernorm, --mlp=gelu and --bias=all transformers has "
-            f"GPT-2 alone: train with {', '.join(missing)} to export"
-        )
-
-
-def check_positions(config):
-    """Raise UserError for position schemes and settings that transformers does not have."""
     if config.random_positions:
         raise UserError(
             "the models that transformers loads count their positions, and this one was trained on "
@@ -178,141 +127,188 @@ def check_positions(config):
         )
     if config.sinks:
         raise no_equivalent("a window with sinks", "train without --sinks to export")
-    if config.norm == "rmsnorm" and config.pos not in ("rope", "nope"):
-        raise no_equivalent(
-            f"--pos={config.pos}",
-            "what can be exported is rope and nope, and GPT-2 (learned, with --norm=layernorm "
-            "--mlp=gelu --bias=all)",
-        )
-
-
-def gpt2_config(config):
-    return {
-        "architectures": [CLASS_NAMES["gpt2"]],
-        "model_type": "gpt2",
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_inner": config.mlp_dim,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": config.norm_eps,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-    }
-
-
-def layers_with_rope(model):
-    """Return for each layer whether RoPE rotates its queries and keys."""
-    config, pos = model.config, model.pos
-    if config.pos == "nope" or extension_method(config) == "drope" or not pos.rotary_dim:
-        return [False] * config.n_layer
-    return [config.uses_positions(layer) for layer in range(config.n_layer)]
-
-
-def extension_method(config):
-    return config.extension["method"] if config.extension else "none"
-
-
-def choose_rope(model, uses_rope):
-    """Return the WrittenRope of a model of Llama's shape, with RoPE or without."""
-    config = model.config
-    if any(uses_rope):
-        return write_rope(model)
-    if config.qk_norm != "none":
-        # Qwen3 has RoPE in all layers
-        parameters = unrotated_rope(config.block_size, config.head_dim)
-    else:
-        parameters = {"rope_type": "default", "rope_theta": 10000.0}
-    return WrittenRope(parameters, config.block_size)
-
-
-def choose_architecture(config, uses_rope):
-    """Return the model_type that has these layers. Raises UserError if there is none."""
-    check_layers_without_rope(config, uses_rope)
-    n_window = sum(config.uses_window(layer) for layer in range(config.n_layer))
-    if config.qk_norm != "none":
-        model_type = "qwen3"
-    elif config.bias == "qkv":
-        model_type = "qwen2"
-    elif not all(uses_rope) or 0 < n_window < config.n_layer:
-        model_type = "smollm3"
-    # transformers' Llama wants heads that divide the embedding
-    elif n_window or config.n_embd % config.n_head:
-        model_type = "mistral"
-    else:
-        model_type = "llama"
-    if config.head_dim % 2 and model_type != "smollm3":
-        raise UserError(
-            f"head_dim={config.head_dim} is odd, and the models that transformers loads pair a "
-            "head's channels: choose an even one"
-        )
-    return model_type
-
-
-def check_layers_without_rope(config, uses_rope):
-    """Raise UserError for layers without RoPE in a model that is not a SmolLM3.
-
-    QK-norm in a model without any RoPE is possible: a Qwen3 whose RoPE rotates nothing.
-    """
-    if config.qk_norm != "none" and any(uses_rope) and not all(uses_rope):
-        other = "--qk_norm"
-    elif config.bias == "qkv" and not all(uses_rope):
-        other = "--bias=qkv"
-    else:
-        return
-    if not any(uses_rope):
-        what = f"a model without positions with {other}"
-        raise no_equivalent(what, "train without one of them to export")
-    raise no_equivalent(
-        f"--layer_pattern={config.layer_pattern} (some layers without positions) with {other}",
-        "what can be exported is F and W with it, and all four letters without it",
-    )
-
-
-def llama_config(config, model_type, rope, uses_rope):
-    """Return the part of config.json that describes a Llama, or an architecture of its shape."""
+    model_type, letters = choose_family(model)
+    family = FAMILIES[model_type]
     settings = {
-        "architectures": [CLASS_NAMES[model_type]],
+        "architectures": [family.class_name],
         "model_type": model_type,
+        "use_cache": True,
+        "initializer_range": 0.02,
+        **{key: value for key, value in family.fixed.items() if value is not None},
+        **family.written,
+    }
+    fields, ropes = write_positions(model, family, letters)
+    fields |= {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
         "hidden_size": config.n_embd,
         "intermediate_size": config.mlp_dim,
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
         "num_key_value_heads": config.n_kv_head,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": activation(family, config),
         "rms_norm_eps": config.norm_eps,
-        "attention_dropout": 0.0,
-        "max_position_embeddings": rope.max_position_embeddings,
     }
-    if model_type in ("llama", "qwen3", "smollm3"):
-        settings["attention_bias"] = False
-    if model_type in ("llama", "smollm3"):
-        settings["mlp_bias"] = False
-    if model_type == "smollm3":
-        # 1 stands for a layer with RoPE, whatever the name says
-        settings["no_rope_layers"] = [int(value) for value in uses_rope]
-        settings["no_rope_layer_interval"] = 4
-    return settings | window_settings(config, model_type) | rope_settings(rope.parameters)
+    for key, value in fields.items():
+        names = family.names.get(key, (key,))
+        if names:
+            settings[names[0]] = value
+    for key, (name, if_true, _) in family.switches.items():
+        settings[key] = getattr(config, name) == if_true
+    settings |= window_settings(config, family)
+    if family.write:
+        settings |= family.write(config, letters)
+    score_scale = config.attn_scale if "attention_multiplier" in settings else 1.0
+    return Written(family, settings, ropes, score_scale)
 
 
-def window_settings(config, model_type):
+def activation(family, config):
+    names = ACTIVATIONS[config.mlp]
+    usual = family.defaults["hidden_act"]
+    return usual if usual in names else names[0]
+
+
+def no_equivalent(what, remedy):
+    message = f"{what} has no equivalent among the models that transformers loads: {remedy}"
+    return UserError(message)
+
+
+def choose_family(model):
+    """Return (model_type, letters of the kinds of layers that it has to have).
+
+    The model_type is that of the import, if the model still is one of it, or the first that fits.
+    Raises UserError if there is none.
+    """
+    config = model.config
+    letters = set()
+    for layer in range(config.n_layer):
+        letter = config.layer_kind(layer)
+        is_rotated = letter in "NS" or is_positioned(model.scheme_of(layer))
+        letters.add(letter if is_rotated else {"F": "N", "W": "S"}[letter])
+    choices = [letters]
+    if letters <= {"N", "S"}:
+        # if all layers of a family have RoPE, it can be one that rotates nothing
+        choices.append({{"N": "F", "S": "W"}[letter] for letter in letters})
+    imported = FAMILIES.get(model.meta.get("family"))
+    found = []
+    for letters in choices:
+        for model_type, family in sorted(FAMILIES.items(), key=lambda item: item[1] != imported):
+            missing = obstacles(model, family, letters)
+            if not missing:
+                return model_type, letters
+            found.append((len(missing), family.class_name, missing))
+    if imported and imported.read_only:
+        raise UserError(f"{imported.read_only}: keep the checkpoint that was imported")
+    _, nearest, missing = min(found, key=lambda item: item[0])
+    needed = ", ".join(missing.values())
+    raise no_equivalent(", ".join(missing), f"the nearest, {nearest}, has {needed}")
+
+
+def is_positioned(scheme):
+    """Return whether a scheme is more than the causal mask."""
+    if scheme.config.pos == "rope":
+        return extension_method(scheme.config) != "drope" and scheme.rotary_dim > 0
+    return scheme.config.pos != "nope"
+
+
+def extension_method(config):
+    return config.extension["method"] if config.extension else "none"
+
+
+def obstacles(model, family, letters):
+    """Return what a model has and a family has not: the setting -> that which it would need."""
+    config = model.config
+    scale = {"one": 1.0, "root": math.sqrt(config.n_embd), "any": config.embed_scale}
+    needed = {
+        **{name: choices[0] for name, choices in family.settings.items()},
+        "embed_scale": scale[family.embed_scale],
+        "head_dim": config.n_embd // config.n_head,
+        "n_kv_head": config.n_head,
+        "mlp_dim": 4 * config.n_embd,
+        "layer_pattern": " or ".join(family.patterns),
+    }
+    values = {name: getattr(config, name) for name in needed}
+    fits = {name: values[name] in choices for name, choices in family.settings.items()}
+    fits["pos"] |= values["pos"] == "nope" and needed["pos"] == "rope"
+    fits["embed_scale"] = math.isclose(values["embed_scale"], needed["embed_scale"], rel_tol=1e-6)
+    for name, field in (
+        ("head_dim", "head_dim"),
+        ("n_kv_head", "num_key_value_heads"),
+        ("mlp_dim", "intermediate_size"),
+    ):
+        # a family without the field has this value
+        fits[name] = family.names.get(field) != () or values[name] == needed[name]
+    fits["layer_pattern"] = any(letters <= set(pattern) for pattern in family.patterns)
+    found = {
+        f"--{name}={values[name]}": f"{name}={needed[name]}" for name in needed if not fits[name]
+    }
+    if family.heads_divide and config.n_embd % config.n_head:
+        found[f"--n_head={config.n_head}"] = f"an n_head that divides {config.n_embd}"
+    if config.head_dim % 2 and letters & {"F", "W"} and needed["pos"] == "rope":
+        found[f"--head_dim={config.head_dim}"] = "an even head_dim"
+    if model.local and letters >= {"F", "W"} and not family.rope_by_kind:
+        found["RoPE that differs in layers with a window"] = "--rope_local_base=0 and --layers=all"
+    if config.pos == "alibi" and extension_method(config) not in ("none", "scale"):
+        found[f"--method={extension_method(config)}"] = "method none"
+    if family.read_only and not found:
+        found["a BLOOM that is written"] = "a norm of its embeddings"
+    return found
+
+
+def write_positions(model, family, letters):
+    """Return (fields of config.json by Llama's names, Written.ropes)."""
+    config = model.config
+    length = {"max_position_embeddings": config.block_size}
+    if "rope" not in family.settings["pos"]:
+        return length, {}
+    # of layers without a window, and with one
+    extends_all = config.extension and "layers" not in config.extension
+    local_config = replace(
+        config,
+        rope_base=config.rope_local_base or config.rope_base,
+        extension=config.extension if extends_all else None,
+    )
+    kinds = {False: (config, model.pos), True: (config, model.pos)}
+    if model.local:
+        kinds[True] = (local_config, model.local)
+    ropes = {}
+    for has_window, letter in enumerate("FW"):
+        if letter in letters and is_positioned(kinds[has_window][1]):
+            ropes[bool(has_window)] = write_rope(*kinds[has_window], family)
+    if not ropes:
+        parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        if letters & {"F", "W"}:
+            parameters = unrotated_rope(config.block_size, config.head_dim)
+        ropes = {has_window: WrittenRope(parameters, config.block_size) for has_window in kinds}
+    full = ropes.get(False) or ropes[True]
+    if not family.rope_by_kind:
+        length["max_position_embeddings"] = full.max_position_embeddings
+        return length | rope_settings(full.parameters), ropes
+    local = ropes.get(True) or full
+    return length | rope_settings_by_kind(full.parameters, local.parameters), ropes
+
+
+def window_settings(config, family):
+    """Return the fields of a sliding window, for families that have one."""
+    letters = "".join(family.patterns)
+    if "W" not in letters:
+        return {}
     uses_window = [config.uses_window(layer) for layer in range(config.n_layer)]
     window = config.window if any(uses_window) else None
-    if model_type == "llama":
-        return {}
-    if model_type == "mistral":
+    if "W" in family.patterns:
         return {"sliding_window": window}
     types = {True: "sliding_attention", False: "full_attention"}
-    return {
+    settings = {
         "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "max_window_layers": config.n_layer,
         "layer_types": [types[value] for value in uses_window],
     }
+    if "use_sliding_window" in family.defaults:
+        settings |= {
+            "use_sliding_window": window is not None,
+            "max_window_layers": config.n_layer,
+        }
+    return settings
 
 
 def rope_settings(parameters):
@@ -325,10 +321,20 @@ def rope_settings(parameters):
     if parameters["rope_type"] != "default":
         scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
         settings["rope_scaling"] = {"type": parameters["rope_type"], **scaling}
-    key = "original_max_position_embeddings"
-    if key in parameters:
-        settings[key] = parameters[key]
+    for key in ("original_max_position_embeddings", "partial_rotary_factor"):
+        if key in parameters:
+            settings[key] = parameters[key]
     return settings
+
+
+def rope_settings_by_kind(full, local):
+    """Return RoPE's fields for layers without and with a window."""
+    parameters = {"full_attention": full, "sliding_attention": local}
+    if "truncate" in full:
+        # transformers looks for it here
+        parameters["truncate"] = full["truncate"]
+    older = {"rope_theta": full["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
+    return {"rope_parameters": parameters, **older}
 
 
 # -----------------------------------------------------------------------------
@@ -346,28 +352,28 @@ ROTATED_PARAMETERS = (
 )
 
 
-def export_dtype(model, rope):
+def export_dtype(model, written):
     """Return the dtype of the exported weights: as stored, or float32 where queries are scaled."""
     for layer in range(model.config.n_layer):
-        scale = query_scale(model, layer, rope)
+        scale = query_scale(model, layer, written)
         if (scale != 1).any():
             return torch.float32
     return model.stored_dtype
 
 
-def write_weights(folder, model, rope, dtype):
+def write_weights(folder, model, written, dtype):
     """Write the tensors under Hugging Face's names to one file, or to several with an index.
 
-    rope: what write_config() returned.
+    written: what write_config() returned.
     """
-    layout = tensor_layout(model.config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
+    layout = tensor_layout(written.family, model.config, shapes)
     like = {}
-    for name, held in layout.items():
-        like[name] = torch.empty(stored_shape(held, shapes), dtype=dtype, device="meta")
+    for name, shape in stored_shapes(layout, shapes).items():
+        like[name] = torch.empty(shape, dtype=dtype, device="meta")
     files = divide_tensors(like)
     for file, names in files.items():
-        pairs = ((name, export_tensor(model, rope, layout[name])) for name in names)
+        pairs = ((name, export_tensor(model, written, layout[name])) for name in names)
         stream = TensorStream({name: like[name] for name in names}, pairs)
         write_tensors(folder / file, stream, {"format": "pt"})
         sync(folder / file)
@@ -397,14 +403,12 @@ def divide_tensors(like):
     return files
 
 
-def export_tensor(model, rope, held):
+def export_tensor(model, written, held):
     """Return the tensor that holds these parameters, by its HFTensor."""
-    parts = [export_parameter(model, rope, name) for name in held.parameters]
-    tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return tensor.t() if held.transposed else tensor
+    return held.join([export_parameter(model, written, name) for name in held.parameters])
 
 
-def export_parameter(model, rope, name):
+def export_parameter(model, written, name):
     """Read a parameter from the checkpoint, and return it as transformers' model has it.
 
     Factors of the attention scores, for which transformers has no setting, become part of the
@@ -416,30 +420,33 @@ def export_parameter(model, rope, name):
         return tensor
     layer = int(block.removeprefix("blocks."))
     config = model.config
-    reorders = reorders_channels(model, rope, layer)
-    scaled = ("q_norm.weight",) if config.qk_norm != "none" else ("q.weight", "q.bias")
+    scaled = ("q.weight", "q.bias") if config.qk_norm == "none" else ("q_norm.weight",)
     if last_name in scaled:
-        tensor = scale_channels(tensor, query_scale(model, layer, rope))
-    if reorders and last_name in ROTATED_PARAMETERS:
+        tensor = scale_channels(tensor, query_scale(model, layer, written))
+    rope = rope_of(model, layer, written)
+    if rope and rope.channel_order and last_name in ROTATED_PARAMETERS:
         tensor = reorder_channels(tensor, config.head_dim, rope.channel_order)
     return tensor
 
 
-def reorders_channels(model, rope, layer):
-    return bool(rope and rope.channel_order) and model.config.uses_positions(layer)
+def rope_of(model, layer, written):
+    """Return the WrittenRope of a layer; None if it has no RoPE."""
+    has_positions = model.config.uses_positions(layer)
+    return written.ropes.get(model.config.uses_window(layer)) if has_positions else None
 
 
-def query_scale(model, layer, rope):
+def query_scale(model, layer, written):
     """Return what the channels of a layer's queries have to be multiplied by: (D,)."""
-    config, pos = model.config, model.pos
-    scale = torch.full((config.head_dim,), float(config.attn_scale))
-    if config.uses_positions(layer):
-        scale *= pos.score_scale
-        if config.pos == "rope" and pos.rotary_dim:
-            # Queries and keys have both factors. That of the clients is on all channels, ours on
-            # those that are rotated.
-            scale[: pos.rotary_dim] *= (pos.attention_factor / rope.attention_factor) ** 2
-            scale[pos.rotary_dim :] /= rope.attention_factor**2
+    config, scheme = model.config, model.scheme_of(layer)
+    factor = config.attn_scale / written.score_scale * scheme.score_scale
+    scale = torch.full((config.head_dim,), float(factor))
+    rope = rope_of(model, layer, written)
+    if rope and config.pos == "rope" and scheme.rotary_dim:
+        # Queries and keys have both factors. That of the clients is on all channels that they
+        # rotate, ours on those that we rotate.
+        scale[: scheme.rotary_dim] *= (scheme.attention_factor / rope.attention_factor) ** 2
+        if not written.family.partial_rope:
+            scale[scheme.rotary_dim :] /= rope.attention_factor**2
     return scale
 
 

@@ -12,6 +12,7 @@ import torch
 
 from nanolong import validate
 from nanolong.errors import UserError
+from nanolong.hub.families import FAMILIES, UNSUPPORTED
 from nanolong.hub.gguf_file import check_types, read_header, read_tensor
 from nanolong.hub.gguf_tokenizer import text_obstacle, tokenizer_json_of
 from nanolong.hub.importing import (
@@ -19,11 +20,10 @@ from nanolong.hub.importing import (
     check_unused,
     parameter_shapes,
     read_settings,
-    split_tensor,
     weight_stream,
     write_imported,
 )
-from nanolong.hub.layout import UNSUPPORTED, ConfigFields, tensor_layout
+from nanolong.hub.layout import ConfigFields, tensor_layout
 from nanolong.hub.tokenizer import make_tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
@@ -79,15 +79,16 @@ def import_gguf(GPT, file, target, store="float32"):
 
     stored = weight_tensors(header)
     shapes = parameter_shapes(GPT, config, file, stored)
-    layout = tensor_layout(config)
-    named = {gguf_name(name): tensor for name, tensor in layout.items()}
+    layout = tensor_layout(FAMILIES[values["model_type"]], config, shapes)
+    named = {gguf_name(name): held for name, held in layout.items()}
     check_tensors(file, named, stored, shapes, config.tie_embeddings, "metadata", "it")
     check_types(file, stored)
     tokenizer, bos, note = read_tokenizer(file, header, values)
 
     pairs = read_tensors(file, header, layout, config.head_dim, shapes)
-    weights = weight_stream(pairs, shapes, store)
-    return write_imported(target, file, config, weights, tokenizer, bos, note)
+    weights = weight_stream(file, pairs, shapes, store)
+    kept = {"tokenizer": tokenizer, "bos": bos, "family": values["model_type"]}
+    return write_imported(target, file, config, weights, note, **kept)
 
 
 # -----------------------------------------------------------------------------
@@ -389,7 +390,7 @@ def read_tensors(file, header, layout, head_dim, shapes):
     for name, held in layout.items():
         is_interleaved = interleaved and name.endswith(("q_proj.weight", "k_proj.weight"))
         place = header.tensors[gguf_name(name)]
-        yield from split_tensor(dequantise(file, place, head_dim, is_interleaved), held, shapes)
+        yield from held.split(dequantise(file, place, head_dim, is_interleaved), shapes)
 
 
 def dequantise(file, place, head_dim, is_interleaved):

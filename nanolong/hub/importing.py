@@ -4,7 +4,7 @@ Only JSON and safetensors files are opened, and names, shapes and dtypes are che
 weight is loaded. What has no equivalent here is refused, with the reason.
 """
 
-import re
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -14,16 +14,16 @@ import torch
 from nanolong import validate
 from nanolong.errors import UserError
 from nanolong.hub import tokenizer as hub_tokenizer
+from nanolong.hub.families import FAMILIES, UNSUPPORTED
 from nanolong.hub.layout import (
-    CONFIG_DEFAULTS,
-    UNSUPPORTED,
+    ACTIVATIONS,
     ConfigFields,
     is_redundant,
     read_json,
-    stored_shape,
+    stored_shapes,
     tensor_layout,
 )
-from nanolong.hub.rope import extension_of, read_rope, rotates_nothing
+from nanolong.hub.rope import read_rope
 from nanolong.run import checkpoint
 from nanolong.run import folder as folder_of_runs
 from nanolong.tensor_file import TensorStream, read_header, read_tensor
@@ -42,24 +42,42 @@ def import_checkpoint(GPT, source, target, store="float32"):
             "to this machine"
         )
     check_unused(target)
-    config = validate.coerce(GPT.config_class, read_config(source), str(source / "config.json"))
+    values = read_values(source)
+    settings = read_settings(source / "config.json", values)
+    config = validate.coerce(GPT.config_class, settings, str(source / "config.json"))
     validate.check_model(config, GPT.schemes)
-    stored = read_headers(source)
+    family = FAMILIES[values["model_type"]]
+    stored = rename_tensors(read_headers(source), family)
     shapes = parameter_shapes(GPT, config, source / "config.json", stored)
-    layout = match_layout(config, stored)
+    layout = tensor_layout(family, config, shapes, values)
     check_tensors(source, layout, stored, shapes, config.tie_embeddings)
     tokenizer, bos, note = hub_tokenizer.read_tokenizer(source, config.vocab_size)
 
     pairs = read_weights(source, layout, stored, shapes)
-    weights = weight_stream(pairs, shapes, store)
-    return write_imported(target, source, config, weights, tokenizer, bos, note)
+    weights = weight_stream(source, pairs, shapes, store)
+    if store == "bfloat16" and any(held.fold.computes for held in layout.values()):
+        note += "\nnote: weights that the import computes, in float32, are rounded to bfloat16"
+    kept = {"tokenizer": tokenizer, "bos": bos, "family": values["model_type"]}
+    return write_imported(target, source, config, weights, note, **kept)
 
 
-def weight_stream(pairs, shapes, store):
+def weight_stream(source, pairs, shapes, store):
     """Return the TensorStream of (name, tensor) pairs; store: the name of its dtype."""
     dtype = getattr(torch, store)
     like = {name: torch.empty(shapes[name], dtype=dtype, device="meta") for name in shapes}
-    return TensorStream(like, pairs)
+    return TensorStream(like, finite_pairs(source, pairs))
+
+
+def finite_pairs(source, pairs):
+    """Yield the pairs. Raises UserError for a tensor with a value that is not finite."""
+    for name, tensor in pairs:
+        least, greatest = tensor.aminmax()
+        if not math.isfinite(least) or not math.isfinite(greatest):
+            raise UserError(
+                f"{source}: {name} has values that are not finite, so the model computes nothing: "
+                "download it again, or choose another checkpoint"
+            )
+        yield name, tensor
 
 
 def check_unused(target):
@@ -67,16 +85,18 @@ def check_unused(target):
         raise UserError(f"{target} holds a run already: choose another folder")
 
 
-def write_imported(target, source, config, weights, tokenizer, bos, note):
+def write_imported(target, source, config, weights, note, tokenizer, bos, family):
     """Write the first checkpoint of a run folder, and print what it is; return its folder.
 
-    weights: a TensorStream. tokenizer, bos, note: what read_tokenizer() returned.
+    weights: a TensorStream. tokenizer, bos, note: what read_tokenizer() returned. family: the
+    model_type, which an export has again.
     """
     folder = target / "step-000000"
     meta = {
         "config": asdict(config),
         "tokenizer": None if tokenizer is None else tokenizer.to_json(),
         "bos": bos,
+        "family": family,
         "imported": source.resolve().name,
     }
     checkpoint.write_checkpoint(folder, {"model": weights}, meta)
@@ -111,11 +131,21 @@ def print_summary(folder, config, n_parameters):
 # -----------------------------------------------------------------------------
 # config.json
 
+# Fields of any family that change what a model computes, and their value if they do not.
+NOT_COMPUTED = {
+    "mlp_bias": False,
+    "rope_interleaved": False,
+    "clip_qkv": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
 
-def read_config(folder):
-    """Return the settings of GPTConfig that a Hugging Face directory's config.json describes.
 
-    Raises UserError for what has no equivalent here.
+def read_values(folder):
+    """Return the fields of a Hugging Face directory's config.json, which has a known model_type.
+
+    Of a model of images and text they are those of its text half. Raises UserError for what has no
+    equivalent here.
     """
     file = folder / "config.json"
     if (folder / "adapter_config.json").is_file():
@@ -129,18 +159,39 @@ def read_config(folder):
             "checkpoint, downloaded to this machine"
         )
     values = read_json(file)
-    if "vision_config" in values:
-        raise UserError(
-            f"{folder} is a model of images and text, and only models of text can be imported: "
-            "choose the checkpoint of its language model, if there is one"
-        )
-    check_model_type(folder, values.get("model_type"))
     if values.get("quantization_config"):
         raise UserError(
             f"{folder} is quantized, and weights are read in float32, float16 or bfloat16: "
             "download the checkpoint that it was made from"
         )
-    return read_settings(file, values)
+    text = values.get("text_config")
+    if isinstance(text, dict):
+        tied = values.get("tie_word_embeddings")
+        values = text if tied is None else {"tie_word_embeddings": tied, **text}
+    check_model_type(folder, values)
+    return values
+
+
+def read_config(folder):
+    """Return the settings of GPTConfig that a directory's config.json describes."""
+    return read_settings(folder / "config.json", read_values(folder))
+
+
+def check_model_type(folder, values):
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        reason = "is not known here"
+        if isinstance(model_type, str):
+            reason = UNSUPPORTED.get(model_type, reason)
+        raise UserError(
+            f"{folder} is of model_type {model_type!r}, which {reason}: "
+            f"what can be imported is {', '.join(FAMILIES)}"
+        )
+    if "vision_config" in values:
+        raise UserError(
+            f"{folder} is a model of images and text without a text_config, so its text half "
+            "cannot be found: choose the checkpoint of its language model, if there is one"
+        )
 
 
 def read_settings(file, values):
@@ -148,115 +199,97 @@ def read_settings(file, values):
 
     file: for the error messages. Raises UserError for what has no equivalent here.
     """
-    model_type = values["model_type"]
-    fields = ConfigFields(file, values, CONFIG_DEFAULTS[model_type])
-    if model_type == "gpt2":
-        return read_gpt2_config(fields)
-    return read_llama_config(fields, model_type)
-
-
-def check_model_type(folder, model_type):
-    if isinstance(model_type, str) and model_type in CONFIG_DEFAULTS:
-        return
-    reason = "is not known here"
-    if isinstance(model_type, str):
-        reason = UNSUPPORTED.get(model_type, reason)
-    raise UserError(
-        f"{folder} is of model_type {model_type!r}, which {reason}: "
-        f"what can be imported is {', '.join(CONFIG_DEFAULTS)}"
-    )
-
-
-def read_gpt2_config(fields):
-    fields.require("activation_function", ("gelu_new", "gelu_pytorch_tanh"))
-    fields.require("scale_attn_weights", (True,))
-    fields.require("scale_attn_by_inverse_layer_idx", (False,))
-    fields.require("add_cross_attention", (False,))
-    n_embd = fields.integer("n_embd")
-    return {
-        "pos": "learned",
-        "norm": "layernorm",
-        "mlp": "gelu",
-        "bias": "all",
-        "n_layer": fields.integer("n_layer"),
-        "n_head": fields.integer("n_head"),
-        "n_embd": n_embd,
-        "block_size": fields.integer("n_positions"),
-        "vocab_size": fields.integer("vocab_size"),
-        "tie_embeddings": fields.flag("tie_word_embeddings"),
-        "norm_eps": fields.real("layer_norm_epsilon", 1e-30, 0.1),
-        "mlp_dim": fields.optional_integer("n_inner") or 4 * n_embd,
-    }
-
-
-def read_llama_config(fields, model_type):
-    fields.require("hidden_act", ("silu", "swish"))
-    fields.require_off("mlp_bias")
-    fields.require_off("rope_interleaved")
-    if model_type != "qwen2":
-        fields.require_off("attention_bias")
+    family = FAMILIES[values["model_type"]]
+    if isinstance(values.get("attn_config"), dict):
+        # where MPT has those of its attention
+        values = {**values, **values["attn_config"]}
+    fields = ConfigFields(file, values, family.defaults, family.names)
+    for key, value in {**NOT_COMPUTED, **family.fixed}.items():
+        fields.require(key, (value,))
     n_layer = fields.integer("num_hidden_layers", high=1 << 16)
     n_head = fields.integer("num_attention_heads", high=1 << 16)
     n_embd = fields.integer("hidden_size")
     head_dim = fields.optional_integer("head_dim") or n_embd // n_head
-    rope_base, rope = read_rope(fields, head_dim)
-    window, uses_window, uses_rope = read_layers(fields, model_type, n_layer)
 
-    settings = {
+    # what is the same in all models of the family
+    settings = {name: choices[0] for name, choices in family.settings.items()}
+    settings |= {
         "n_layer": n_layer,
         "n_head": n_head,
         "n_kv_head": fields.optional_integer("num_key_value_heads") or n_head,
         "head_dim": head_dim,
         "n_embd": n_embd,
         "vocab_size": fields.integer("vocab_size"),
-        "qk_norm": "head" if model_type == "qwen3" else "none",
-        "bias": "qkv" if model_type == "qwen2" else "none",
-        "tie_embeddings": fields.flag("tie_word_embeddings"),
+        "mlp": read_mlp(fields, family),
+        "mlp_dim": fields.optional_integer("intermediate_size") or 4 * n_embd,
         "norm_eps": fields.real("rms_norm_eps", 1e-30, 0.1),
-        "mlp_dim": fields.integer("intermediate_size"),
-        "window": window if any(uses_window) else 0,
-        "block_size": rope.length,
     }
-    if not any(uses_rope) or rotates_nothing(rope):
-        settings["pos"] = "nope"
-        uses_rope = [True] * n_layer
+    if "tie_embeddings" not in family.settings:
+        settings["tie_embeddings"] = fields.flag("tie_word_embeddings")
+    for key, (name, if_true, if_false) in family.switches.items():
+        settings[name] = if_true if fields.flag(key) else if_false
+    if settings["pos"] == "rope":
+        settings |= read_positions(fields, family, n_layer, head_dim)
     else:
-        settings["pos"] = "rope"
-        settings["rope_base"] = rope_base
-        settings["extension"] = extension_of(rope)
-    settings["layer_pattern"] = layer_pattern(uses_window, uses_rope)
-    return settings
+        settings["block_size"] = fields.integer("max_position_embeddings")
+    return settings | (family.read(fields, settings) if family.read else {})
+
+
+def read_mlp(fields, family):
+    """Return the setting `mlp`, by the activation function."""
+    choices = family.settings["mlp"]
+    if not fields.name("hidden_act"):
+        return choices[0]
+    mlp_of = {name: mlp for mlp in choices for name in ACTIVATIONS[mlp]}
+    fields.require("hidden_act", list(mlp_of))
+    return mlp_of[fields.get("hidden_act")]
 
 
 # -----------------------------------------------------------------------------
 # Layers that differ
 
 
-def read_layers(fields, model_type, n_layer):
+def read_positions(fields, family, n_layer, head_dim):
+    """Return the settings of GPTConfig for RoPE and for layers that differ from one another."""
+    window, uses_window, uses_rope = read_layers(fields, family, n_layer)
+    settings = read_rope(fields, family, head_dim, uses_window)
+    settings["window"] = window if any(uses_window) else 0
+    if not any(uses_rope) or settings["pos"] == "nope":
+        settings |= {"pos": "nope", "extension": None}
+        uses_rope = [True] * n_layer
+    settings["layer_pattern"] = layer_pattern(uses_window, uses_rope)
+    return settings
+
+
+def read_layers(fields, family, n_layer):
     """Return (window in tokens or None, whether each layer has it, whether each layer has RoPE)."""
+    letters = "".join(family.patterns)
     uses_rope = [True] * n_layer
-    if model_type == "smollm3":
+    if "no_rope_layer_interval" in family.defaults:
         uses_rope = read_rope_layers(fields, n_layer)
+    has_window = "W" in letters
+    if "use_sliding_window" in family.defaults:
+        has_window = fields.flag("use_sliding_window")
+    window = fields.optional_integer("sliding_window") if has_window else None
+    if not window:
+        return None, [False] * n_layer, uses_rope
+
     types = ("full_attention", "sliding_attention")
     layer_types = fields.list_per_layer("layer_types", n_layer, types)
-
-    window = None
-    if model_type == "mistral":
-        window = fields.optional_integer("sliding_window")
-    elif model_type != "llama" and fields.values.get("use_sliding_window"):
-        window = fields.optional_integer("sliding_window")
-
-    if not window:
-        uses_window = [False] * n_layer
-    elif model_type == "mistral":
+    if "W" in family.patterns:
         uses_window = [True] * n_layer
     elif layer_types:
         uses_window = [layer_type == "sliding_attention" for layer_type in layer_types]
-    elif model_type == "smollm3":
-        uses_window = [not has_rope for has_rope in uses_rope]
-    else:  # Qwen
+    elif "sliding_window_pattern" in family.defaults:
+        period = fields.integer("sliding_window_pattern")
+        uses_window = [(layer + 1) % period != 0 for layer in range(n_layer)]
+    elif "max_window_layers" in family.defaults:
         first = fields.integer("max_window_layers", low=0)
         uses_window = [layer >= first for layer in range(n_layer)]
+    else:  # SmolLM3
+        uses_window = [not has_rope for has_rope in uses_rope]
+    if "WN" in family.patterns:
+        uses_rope = uses_window
     return window, uses_window, uses_rope
 
 
@@ -289,6 +322,7 @@ class TensorPlace(NamedTuple):
 
     file: str
     shape: tuple
+    name: str  # in the file
 
 
 def read_headers(folder):
@@ -351,7 +385,33 @@ def read_file_header(folder, file):
         ) from None
     for name, tensor in stored.items():
         check_dtype(folder / file, name, tensor.dtype)
-    return {name: TensorPlace(file, tensor.shape) for name, tensor in stored.items()}
+    return {name: TensorPlace(file, tensor.shape, name) for name, tensor in stored.items()}
+
+
+def text_half(stored):
+    """Return the tensors of the text half of a model of images and text; of others, all."""
+    prefixes = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head."}
+    found = {}
+    for name, place in stored.items():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix:
+            found[prefixes[prefix] + name.removeprefix(prefix)] = place
+    return found if any("language_model." in name for name in stored) else stored
+
+
+def rename_tensors(stored, family):
+    """Return the tensors by their names of today: old files have others, or leave out a prefix."""
+    stored = text_half(stored)
+    prefix = next(iter(family.model)).partition(".")[0] + "."
+    has_prefix = any(name.startswith(prefix) for name in stored)
+    renamed = {}
+    for name, place in stored.items():
+        module, _, kind = name.rpartition(".")
+        name = f"{family.old_names.get(module, module)}.{kind}"
+        if not has_prefix and not name.startswith("lm_head."):
+            name = prefix + name
+        renamed[name] = place
+    return renamed
 
 
 def check_dtype(file, name, dtype):
@@ -384,29 +444,23 @@ def parameter_shapes(GPT, config, file, stored):
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def match_layout(config, stored):
-    """Return the layout of the tensors, with their prefix or, as in GPT-2's own files, without."""
-    layout = tensor_layout(config)
-    if any(name.startswith(("model.", "transformer.")) for name in stored):
-        return layout
-    prefix = r"^(model|transformer)\."
-    return {re.sub(prefix, "", name): tensor for name, tensor in layout.items()}
-
-
 def check_tensors(source, layout, stored, shapes, tied, settings="config.json", files="both"):
     """Raise UserError unless the stored tensors are those of the layout.
 
     settings: what describes the model. files: what to download again.
     """
-    for name, tensor in layout.items():
-        expected = stored_shape(tensor, shapes)
+    expected_shapes = stored_shapes(layout, shapes)
+    for name, expected in expected_shapes.items():
         found = stored[name].shape if name in stored else "absent"
         if found != expected:
             raise UserError(
                 f"{source}: {name} is {found}, where {settings} asks for {expected}: "
                 f"download {files} again"
             )
-    extra = [name for name in stored if name not in layout and not is_redundant(name, tied)]
+    extra = []
+    for name in stored:
+        if name not in expected_shapes and not is_redundant(name, tied):
+            extra.append(name)
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise UserError(
@@ -418,12 +472,7 @@ def check_tensors(source, layout, stored, shapes, tied, settings="config.json", 
 def read_weights(source, layout, stored, shapes):
     """Yield (our name, tensor) for all parameters, with one tensor of the files in memory."""
     for name, held in layout.items():
-        yield from split_tensor(read_tensor(source / stored[name].file, name), held, shapes)
-
-
-def split_tensor(tensor, held, shapes):
-    """Return views of the parameters that a tensor holds by its HFTensor: [(our name, tensor)]."""
-    if held.transposed:
-        tensor = tensor.t()
-    parts = tensor.split([shapes[parameter][0] for parameter in held.parameters])
-    return list(zip(held.parameters, parts, strict=True))
+        names = [name, *held.fold.others]
+        places = [stored[name] for name in names]
+        tensors = [read_tensor(source / place.file, place.name) for place in places]
+        yield from held.split(tensors[0], shapes, tensors[1:])

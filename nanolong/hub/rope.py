@@ -23,6 +23,73 @@ class RopeScaling(NamedTuple):
     length: int
 
 
+def read_rope(fields, family, head_dim, uses_window):
+    """Return the settings of GPTConfig for RoPE. Raises UserError for an unknown rope_type.
+
+    uses_window: of each layer, since families differ in whether these have a RoPE of their own.
+    """
+    full, local = rope_values(fields, family)
+    if all(uses_window):
+        full = local or full
+    rope = RopeFields(fields, family, head_dim, full)
+    scaling = rope.read_scaling()
+    settings = {
+        "pos": "nope" if rotates_nothing(scaling) else "rope",
+        "rope_base": rope.base(),
+        "rope_fraction": rope.rope_fraction,
+        "p_rope": rope.p_rope,
+        "extension": extension_of(scaling),
+        "block_size": scaling.length,
+    }
+    if local is None or len(set(uses_window)) < 2:
+        return settings
+    # layers with and without a window
+    local_rope = RopeFields(fields, family, head_dim, local)
+    extension = extension_of(local_rope.read_scaling())
+    if local_rope.base() != rope.base():
+        settings["rope_local_base"] = local_rope.base()
+    is_other = extension is not None and extension != settings["extension"]
+    if settings["extension"] and extension is None:
+        settings["extension"]["layers"] = "full"
+    if is_other or local_rope.p_rope != rope.p_rope:
+        raise UserError(
+            f"{fields.file}: its sliding_attention layers have a scaling of RoPE that differs from "
+            "that of its full_attention layers, and here they have the same or none: choose "
+            "another checkpoint"
+        )
+    return settings
+
+
+def rope_values(fields, family):
+    """Return the RoPE parameters of full-attention layers, and of those with a window or None.
+
+    They are found as transformers finds them: rope_scaling goes before rope_parameters.
+    """
+    outer = fields.values
+    inner = outer.get("rope_scaling") or outer.get("rope_parameters") or {}
+    names = {key: fields.name(key) for key in ("rope_theta", "partial_rotary_factor")}
+    shared = {key: outer[name] for key, name in names.items() if name in outer}
+    if not isinstance(inner, dict):
+        raise fields.wrong_value("rope_scaling", "an object")
+    is_nested = any(isinstance(value, dict) for value in inner.values())
+    if is_nested and not family.rope_by_kind:
+        raise UserError(
+            f"{fields.file}: its rope_parameters differ by layer, and in models of this type all "
+            "layers have the same: choose another checkpoint"
+        )
+    if not family.rope_by_kind:
+        return shared | inner, None
+    local = {"rope_theta": fields.get("rope_local_base_freq")}
+    if not is_nested:
+        return shared | inner, local
+    kinds = [inner.get(name) or {} for name in ("full_attention", "sliding_attention")]
+    if not all(isinstance(kind, dict) for kind in kinds):
+        raise fields.wrong_value("rope_parameters", "an object of objects")
+    # transformers looks for truncate outside
+    truncate = {"truncate": inner.get("truncate", True)}
+    return shared | kinds[0] | truncate, local | kinds[1] | truncate
+
+
 def extension_of(rope):
     """Return GPTConfig.extension; None for plain RoPE."""
     if rope.method == "none":
@@ -43,56 +110,48 @@ def rotates_nothing(rope):
     return all(factor >= UNROTATED for table in tables for factor in table)
 
 
-def read_rope(fields, head_dim):
-    """Return (base, RopeScaling) of a config.json. Raises UserError for an unknown rope_type."""
-    rope = RopeFields(fields, head_dim)
-    rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
-    base = rope.real("rope_theta", 1.0, 1e12)
-    if rope_type != "proportional" and rope.rotated_fraction() != 1:
-        raise UserError(
-            f"{rope.file}: partial_rotary_factor is {rope.rotated_fraction()}, and transformers' "
-            "own models of this type rotate whole heads: set it to 1, if that is meant"
-        )
-    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
-        raise UserError(
-            f"{rope.file}: there is no rope_type {rope_type!r} here: what can be imported is "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    return base, ROPE_TYPES[rope_type](rope)
-
-
 class RopeFields(ConfigFields):
-    """The rope parameters of a config.json, found as transformers finds them.
+    """The RoPE parameters of a config.json; the original length outside goes before one inside."""
 
-    rope_scaling goes before rope_parameters, and the original length outside of them before the
-    one inside.
-    """
-
-    def __init__(self, fields, head_dim):
-        outer = fields.values
-        inner = outer.get("rope_scaling") or outer.get("rope_parameters") or {}
-        if not isinstance(inner, dict) or any(isinstance(v, dict) for v in inner.values()):
-            raise UserError(
-                f"{fields.file}: its rope_parameters differ by layer, and here all layers have the "
-                "same: choose another checkpoint"
-            )
-        shared = ("rope_theta", "partial_rotary_factor")
-        values = {key: outer[key] for key in shared if key in outer} | inner
+    def __init__(self, fields, family, head_dim, values):
         super().__init__(fields.file, values, fields.defaults)
-        self.head_dim = head_dim
-        self.n_pairs = head_dim // 2
+        self.family = family
         self.length = fields.integer("max_position_embeddings")
+        self.rope_type = self.known_type()
+        fraction = 1.0
+        if self.get("partial_rotary_factor") is not None:
+            fraction = self.real("partial_rotary_factor", 0, 1)
+        # the first has the frequencies of the whole head, the other those of the rotated part
+        self.p_rope = fraction if self.rope_type == "proportional" else 1.0
+        self.rope_fraction = 1.0 if self.rope_type == "proportional" else fraction
+        if self.rope_fraction != 1 and not family.partial_rope:
+            raise UserError(
+                f"{self.file}: partial_rotary_factor is {fraction}, and transformers' own models "
+                "of this type rotate whole heads: set it to 1, if that is meant"
+            )
+        self.n_pairs = int(self.rope_fraction * head_dim) // 2
 
         key = "original_max_position_embeddings"
-        original_length = outer.get(key) or inner.get(key)
+        original_length = fields.values.get(key) or values.get(key)
         if original_length is None:
             original_length = self.length
         self.original_length = ConfigFields(fields.file, {key: original_length}, {}).integer(key)
 
-    def rotated_fraction(self):
-        if self.get("partial_rotary_factor") is None:
-            return 1.0
-        return self.real("partial_rotary_factor", 0, 1)
+    def known_type(self):
+        rope_type = self.values.get("rope_type", self.values.get("type", "default"))
+        meanings = self.family.rope_types or ROPE_TYPES
+        if not isinstance(rope_type, str) or rope_type not in meanings:
+            raise UserError(
+                f"{self.file}: there is no rope_type {rope_type!r} here: what can be imported is "
+                f"{', '.join(meanings)}"
+            )
+        return meanings[rope_type]
+
+    def read_scaling(self):
+        return READERS[self.rope_type](self)
+
+    def base(self):
+        return self.real("rope_theta", 1.0, 1e12)
 
     def factor(self):
         return self.real("factor", 1, 1e6)
@@ -133,14 +192,15 @@ def read_default_rope(rope):
     return RopeScaling("none", 1.0, {}, rope.length, rope.length)
 
 
-def read_linear_rope(rope):
+def read_interpolated_rope(rope):
+    """The length is the original one, but in families with RoPE by kind of layer the extended."""
+    if rope.rope_type == "proportional" and rope.get("factor") is None:
+        return read_default_rope(rope)
+    method = "dynamic-ntk" if rope.rope_type == "dynamic" else "pi"
     factor = rope.factor()
-    return RopeScaling("pi", factor, {}, rope.length, round(rope.length * factor))
-
-
-def read_dynamic_rope(rope):
-    factor = rope.factor()
-    return RopeScaling("dynamic-ntk", factor, {}, rope.length, round(rope.length * factor))
+    if rope.family.rope_by_kind:
+        return RopeScaling(method, factor, {}, round(rope.length / factor), rope.length)
+    return RopeScaling(method, factor, {}, rope.length, round(rope.length * factor))
 
 
 def read_llama3_rope(rope):
@@ -176,26 +236,15 @@ def read_longrope(rope):
     return RopeScaling("longrope", factor, options, rope.original_length, rope.length)
 
 
-def read_proportional_rope(rope):
-    """The first pairs are interpolated, the others not rotated: a longrope table."""
-    n_rotated = int(rope.rotated_fraction() * rope.head_dim // 2)
-    factor = 1.0 if rope.get("factor") is None else rope.factor()
-    table = [factor] * n_rotated + [UNROTATED] * (rope.n_pairs - n_rotated)
-    options = {"long_factor": table, "attention_factor": 1.0}
-    return RopeScaling("longrope", factor, options, rope.length, round(rope.length * factor))
-
-
-# rope_type of a config.json -> the function that reads it
-ROPE_TYPES = {
+READERS = {
     "default": read_default_rope,
-    "linear": read_linear_rope,
-    "dynamic": read_dynamic_rope,
     "yarn": read_yarn_rope,
     "longrope": read_longrope,
-    "su": read_longrope,
     "llama3": read_llama3_rope,
-    "proportional": read_proportional_rope,
+    **dict.fromkeys(("linear", "dynamic", "proportional"), read_interpolated_rope),
 }
+# rope_type of a config.json -> key of READERS; su is an old name
+ROPE_TYPES = {**{name: name for name in READERS}, "su": "longrope"}
 
 
 # -----------------------------------------------------------------------------
@@ -213,35 +262,39 @@ class WrittenRope(NamedTuple):
     attention_factor: float = 1.0
 
 
-def write_rope(model):
-    """Return the WrittenRope of a model with RoPE.
+def write_rope(config, pos, family):
+    """Return the WrittenRope of a RoPE.
 
     A method is written by its name in transformers, plain RoPE of whatever base by this base, and
     any other fixed frequencies as a longrope table. Raises UserError for what has no equivalent.
     """
-    config, pos = model.config, model.pos
     extension = config.extension or {"method": "none", "factor": 1.0, "options": {}}
     method, options = extension["method"], extension["options"]
     factor = float(extension["factor"])
     check_method(method, pos)
     method, options = static_method(method, factor, options, config.original_length)
-    rotates_whole_heads = pos.rotary_dim == config.head_dim
-    if rotates_whole_heads:
-        rope_type = named_rope_type(method, factor, options)
-        if rope_type:
-            return write_named_type(rope_type, model, method, factor, options)
-    if method == "longrope" and "short_factor" in options:
+    # a rotated part of each head is either a field, or a table in which the rest is unrotated
+    is_plain = family.partial_rope or pos.rotary_dim == config.head_dim
+    rope_type = named_rope_type(method, factor, options, config.p_rope)
+    if is_plain and rope_type in (family.rope_types or ROPE_TYPES).values():
+        rope = write_named_type(rope_type, config, pos, method, factor, options)
+    elif method == "longrope" and "short_factor" in options:
         raise UserError(
             f"longrope with two tables and rope_fraction={config.rope_fraction} has no equivalent "
             "among the models that transformers loads: leave out short_factor"
         )
-    if pos.is_dynamic:
-        pos.update_tables(config.block_size)
-    if rotates_whole_heads:
-        base = base_of_plain_rope(config, pos, method, factor)
-        if base is not None:
-            return WrittenRope({"rope_type": "default", "rope_theta": base}, config.block_size)
-    return write_table(config, pos, factor)
+    else:
+        if pos.is_dynamic:
+            pos.update_tables(config.block_size)
+        base = base_of_plain_rope(config, pos, method, factor) if is_plain else None
+        if base is None:
+            rope = write_table(config, pos, factor, is_plain)
+        else:
+            parameters = {"rope_type": "default", "rope_theta": base}
+            rope = WrittenRope(parameters, config.block_size)
+    if family.partial_rope:
+        rope.parameters["partial_rotary_factor"] = config.rope_fraction
+    return rope
 
 
 def check_method(method, pos):
@@ -271,8 +324,10 @@ def static_method(method, factor, options, original_length):
     return method, options
 
 
-def named_rope_type(method, factor, options):
+def named_rope_type(method, factor, options, p_rope):
     """Return the rope_type that transformers has for a method, or None."""
+    if p_rope < 1:
+        return "proportional" if method in ("none", "pi") else None
     if method == "longrope" and options.get("long_factor"):
         return "longrope"
     if factor <= 1:
@@ -288,16 +343,17 @@ def named_rope_type(method, factor, options):
     return None
 
 
-def write_named_type(rope_type, model, method, factor, options):
+def write_named_type(rope_type, config, pos, method, factor, options):
     """Return the WrittenRope of a rope_type that transformers has."""
-    config = model.config
     attention_factor = 1.0
     parameters = {
         "rope_type": rope_type,
         "rope_theta": float(config.rope_base),
         "factor": factor,
     }
-    if rope_type == "linear":
+    if rope_type == "proportional":
+        parameters["partial_rotary_factor"] = config.p_rope
+    if rope_type in ("linear", "proportional"):
         # here transformers wants the original length, and multiplies it by the factor
         return WrittenRope(parameters, config.original_length)
     parameters["original_max_position_embeddings"] = config.original_length
@@ -310,7 +366,7 @@ def write_named_type(rope_type, model, method, factor, options):
         long_factor = [float(value) for value in options["long_factor"]]
         short_factor = [float(value) for value in options.get("short_factor") or long_factor]
         parameters |= {"long_factor": long_factor, "short_factor": short_factor}
-        attention_factor = model.pos.attention_factor
+        attention_factor = pos.attention_factor
         if options.get("attention_factor") is not None:
             attention_factor = longrope_attention_factor(config)
             parameters |= attention_factor_names(attention_factor)
@@ -363,7 +419,7 @@ def plain_frequencies(base, dim):
 
 def base_of_plain_rope(config, pos, method, factor):
     """Return the base whose plain frequencies are those of a RoPE, or None."""
-    dim = config.head_dim
+    dim = pos.rotary_dim
     if pos.attention_factor != 1 or dim <= 2:
         return None
     inv_freq = pos.inv_freq.double()
@@ -376,10 +432,14 @@ def base_of_plain_rope(config, pos, method, factor):
     return base if same else None
 
 
-def write_table(config, pos, factor):
-    """Return the WrittenRope of any frequencies: the longrope table that divides plain ones."""
+def write_table(config, pos, factor, is_plain):
+    """Return the WrittenRope of any frequencies: the longrope table that divides plain ones.
+
+    is_plain: whether the family rotates as many channels as the model.
+    """
     base = float(config.rope_base)
-    head_dim, rotary_dim = config.head_dim, pos.rotary_dim
+    rotary_dim = pos.rotary_dim
+    head_dim = rotary_dim if is_plain else config.head_dim
     n_rotated = rotary_dim // 2
     n_unrotated = (head_dim - rotary_dim) // 2
     plain = plain_frequencies(base, head_dim)[:n_rotated]
