@@ -9,11 +9,11 @@ evaluate.py and sample.py.
 export: a run folder becomes a directory that transformers' AutoModelForCausalLM loads, with the
 same logits and the tokenizer files that it was imported with.
 
-Imported: the Llama family (Llama 1 to 3, SmolLM, TinyLlama), Mistral, Qwen2, Qwen3, SmolLM3 and
-GPT-2, with any rope_parameters or rope_scaling. Exported: the one of these that a model is. What
-has no equivalent on the other side is refused. Only JSON, safetensors and GGUF files are read;
-of the last the architectures llama, qwen2, qwen3 and smollm3, in any quantisation that the gguf
-package reads.
+Imported: twenty families, from Llama, Qwen, Gemma 3, Olmo and Phi to Pythia and BLOOM, with any
+rope_parameters or rope_scaling; docs/huggingface.md lists them. Exported: the one that a model is
+of. What has no equivalent on the other side is refused. Only JSON, safetensors and GGUF files are
+read; of the last the architectures llama, qwen2, qwen3 and smollm3, in any quantisation that the
+gguf package reads.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip

@@ -681,7 +681,7 @@ def with_tensor(name, *shape, kind="F32"):
 
 # one of MODELS, what is done to it, and a part of the message
 UNSUITABLE = [
-    ("llama", metadata({"general.architecture": "gemma"}), "scales its embeddings"),
+    ("llama", metadata({"general.architecture": "gemma"}), "is not read from GGUF"),
     ("llama", metadata({"general.architecture": "mamba2"}), "'mamba2', which is not read"),
     ("llama", metadata({"general.architecture": None}), "architecture None"),
     ("llama", metadata({"general.type": "adapter"}), "'adapter', not a model"),

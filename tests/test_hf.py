@@ -46,6 +46,9 @@ OUR_SELECTED = (
     "heads that do not divide the embedding",
     "nope, QK-norm",
     "GPT-2, scores times 1.3, untied",
+    "Olmo 3's blocks, yarn",
+    "Gemma 3's blocks",
+    "p-RoPE, pi",
     "ntk",
     "longrope, two tables",
     "drope",
@@ -63,7 +66,14 @@ ARCHITECTURE_OF_OURS = {
     "nope": ("SmolLM3", "default"),
     "nope, QK-norm": ("Qwen3", "longrope"),
     "nope, biases of q, k and v": ("Qwen2", "longrope"),
+    "LayerNorm": ("StableLm", "default"),
     "GPT-2": ("GPT2LMHeadModel", "learned"),
+    "GPT-2's layers with rope": ("Starcoder2", "default"),
+    "Olmo 3's blocks, yarn": ("Olmo3", "yarn"),
+    "Gemma 3's blocks": ("Gemma3", "default"),
+    "Pythia's blocks": ("GPTNeoX", "default"),
+    "p-RoPE, pi": ("Llama", "proportional"),
+    "p-RoPE, yarn": ("Llama", "longrope"),
     "none": ("Llama", "default"),
     "pi": ("Llama", "linear"),
     "ntk": ("Llama", "default"),
@@ -307,8 +317,10 @@ def test_what_transformers_has_no_equivalent_of_is_not_exported(tmp_path):
     assert all(len(message.splitlines()) == 1 for message in messages.values())
     assert "--layer_pattern=FN" in messages["NoPE in every second layer, QK-norm"]
     assert "--layer_pattern=FN" in messages["NoPE in every second layer, biases"]
-    assert "--pos=rope" in messages["GPT-2's layers with rope"]
-    assert "has qk_norm=none, n_kv_head=6" in messages["GPT-2 with GQA and QK-norm"]
+    assert "--layer_pattern=W" in messages["GPT-2 with a window"]
+    assert "--qk_norm=none, --n_kv_head=6" in messages["GPT-2 with GQA and QK-norm"]
+    assert "--method" not in messages["yarn in layers without a window"]
+    assert "--layers=all" in messages["yarn in layers without a window"]
     assert not list(tmp_path.glob("exported*"))
 
 
@@ -317,7 +329,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
     refusals = dict(interchange.list_refusals(tmp_path))
     assert len(refusals) > 50
     assert all(len(message.splitlines()) == 1 for message in refusals.values())
-    assert "ALiBi" in refusals["model_type bloom"]
+    assert "encoder-decoder" in refusals["model_type t5"]
     assert "pytorch_model.bin" in refusals["a pickle"]
     assert "LoRA" in refusals["an adapter"]
     assert "F8_E4M3" in refusals["8-bit floats"]

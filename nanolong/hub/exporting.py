@@ -151,9 +151,7 @@ def write_config(model):
         "rms_norm_eps": config.norm_eps,
     }
     for key, value in fields.items():
-        names = family.names.get(key, (key,))
-        if names:
-            settings[names[0]] = value
+        settings |= dict.fromkeys(family.names.get(key, (key,)), value)
     for key, (name, if_true, _) in family.switches.items():
         settings[key] = getattr(config, name) == if_true
     settings |= window_settings(config, family)
@@ -191,18 +189,20 @@ def choose_family(model):
         # if all layers of a family have RoPE, it can be one that rotates nothing
         choices.append({{"N": "F", "S": "W"}[letter] for letter in letters})
     imported = FAMILIES.get(model.meta.get("family"))
+    if imported and imported.read_only:
+        raise UserError(f"{imported.read_only}: keep the checkpoint that was imported")
+    candidates = [item for item in FAMILIES.items() if not item[1].read_only]
     found = []
     for letters in choices:
-        for model_type, family in sorted(FAMILIES.items(), key=lambda item: item[1] != imported):
+        for model_type, family in sorted(candidates, key=lambda item: item[1] != imported):
             missing = obstacles(model, family, letters)
             if not missing:
                 return model_type, letters
             found.append((len(missing), family.class_name, missing))
-    if imported and imported.read_only:
-        raise UserError(f"{imported.read_only}: keep the checkpoint that was imported")
     _, nearest, missing = min(found, key=lambda item: item[0])
     needed = ", ".join(missing.values())
-    raise no_equivalent(", ".join(missing), f"the nearest, {nearest}, has {needed}")
+    remedy = f"train with {needed} to export it as a {nearest}"
+    raise no_equivalent(" with ".join(missing), remedy)
 
 
 def is_positioned(scheme):
@@ -241,18 +241,16 @@ def obstacles(model, family, letters):
         fits[name] = family.names.get(field) != () or values[name] == needed[name]
     fits["layer_pattern"] = any(letters <= set(pattern) for pattern in family.patterns)
     found = {
-        f"--{name}={values[name]}": f"{name}={needed[name]}" for name in needed if not fits[name]
+        f"--{name}={values[name]}": f"--{name}={needed[name]}" for name in needed if not fits[name]
     }
     if family.heads_divide and config.n_embd % config.n_head:
-        found[f"--n_head={config.n_head}"] = f"an n_head that divides {config.n_embd}"
+        found[f"--n_head={config.n_head}"] = f"an --n_head that divides {config.n_embd}"
     if config.head_dim % 2 and letters & {"F", "W"} and needed["pos"] == "rope":
-        found[f"--head_dim={config.head_dim}"] = "an even head_dim"
+        found[f"--head_dim={config.head_dim}"] = "an even --head_dim"
     if model.local and letters >= {"F", "W"} and not family.rope_by_kind:
         found["RoPE that differs in layers with a window"] = "--rope_local_base=0 and --layers=all"
     if config.pos == "alibi" and extension_method(config) not in ("none", "scale"):
-        found[f"--method={extension_method(config)}"] = "method none"
-    if family.read_only and not found:
-        found["a BLOOM that is written"] = "a norm of its embeddings"
+        found[f"--method={extension_method(config)}"] = "--method=none"
     return found
 
 

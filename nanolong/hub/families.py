@@ -4,9 +4,14 @@ An entry says which settings of GPTConfig its models have, how its config.json n
 tensors hold our parameters, with the fold of each: what is computed from a stored tensor, and back.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
+import torch.nn.functional as F
+
+from nanolong.errors import UserError
 from nanolong.hub.layout import Fold
 
 # -----------------------------------------------------------------------------
@@ -20,6 +25,68 @@ def transpose(tensor, source):
 # GPT-2 stores its matrices as (in, out), where torch's Linear has (out, in).
 TRANSPOSED = Fold(transpose, transpose)
 
+
+def divide_heads(tensor, source):
+    heads = tensor.unflatten(0, (source.config.n_head, 3, -1))  # (H, 3, D) or (H, 3, D, C)
+    return heads.transpose(0, 1).flatten(0, 2)
+
+
+def interleave_heads(tensor, source):
+    heads = tensor.unflatten(0, (3, source.config.n_head, -1))
+    return heads.transpose(0, 1).flatten(0, 2)
+
+
+# Query, key and value of the first head are followed by those of the second head.
+BY_HEAD = Fold(divide_heads, interleave_heads)
+
+
+def add_one(tensor, source):
+    return tensor.float() + 1
+
+
+def subtract_one(tensor, source):
+    return tensor.float() - 1
+
+
+ONE_ADDED = Fold(add_one, subtract_one, computes=True)
+
+
+def append_zeros(tensor, source):
+    return torch.cat((tensor, torch.zeros_like(tensor)))
+
+
+def drop_zeros(tensor, source):
+    weight, bias = tensor.chunk(2)
+    if not bias.is_meta and bias.any():
+        raise UserError(
+            "the norms have biases since the model was trained, and those of an MPT have none: "
+            "export the model that was imported"
+        )
+    return weight
+
+
+WITHOUT_BIAS = Fold(append_zeros, drop_zeros, holds_bias=True)
+
+
+def normalise_embeddings(tensor, source, weight, bias):
+    """Of a token alone, so that it becomes part of the embeddings; the head is without it."""
+    tensor = tensor.float()
+    shape = tensor.shape[1:]
+    normalised = F.layer_norm(tensor, shape, weight.float(), bias.float(), source.config.norm_eps)
+    return torch.cat((normalised, tensor))
+
+
+def first_half(tensor, source):
+    return tensor.chunk(2)[0]
+
+
+BLOOM_NORM = "transformer.word_embeddings_layernorm"
+NORMALISED = Fold(
+    normalise_embeddings,
+    first_half,
+    computes=True,
+    others={f"{BLOOM_NORM}.weight": "norm.weight", f"{BLOOM_NORM}.bias": "norm.bias"},
+)
 
 # -----------------------------------------------------------------------------
 # Entries
@@ -39,8 +106,9 @@ class Family:
     # The settings of GPTConfig that its models have: name -> possible values.
     settings: dict = field(default_factory=dict)
     embed_scale: str = "one"  # or root: sqrt(n_embd); or any
-    # Fields of config.json by Llama's names: theirs, () if there is none; what transformers takes
-    # for one that is missing; those that must have one value; those that are only written.
+    # Fields of config.json by Llama's names: theirs, all of which are written, or () if there is no
+    # such field; what transformers takes for one that is missing; those that must have one value;
+    # those that are only written.
     names: dict = field(default_factory=dict)
     defaults: dict = field(default_factory=dict)
     fixed: dict = field(default_factory=dict)
@@ -155,10 +223,6 @@ SMOLLM3 = derive(
 )
 
 
-def write_gpt2(config, letters):
-    return {"n_ctx": config.block_size}
-
-
 NO_GQA = {"num_key_value_heads": (), "head_dim": ()}
 LAYER_NORM = {"norm": ("layernorm",), "bias": ("all",)}
 GPT2 = derive(
@@ -184,7 +248,7 @@ GPT2 = derive(
         "intermediate_size": ("n_inner",),
         "hidden_act": ("activation_function",),
         "rms_norm_eps": ("layer_norm_epsilon",),
-        "max_position_embeddings": ("n_positions",),
+        "max_position_embeddings": ("n_positions", "n_ctx"),
         **NO_GQA,
     },
     defaults={
@@ -199,7 +263,343 @@ GPT2 = derive(
         "add_cross_attention": False,
     },
     written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    write=write_gpt2,
+)
+
+# Old files say su or yarn for longrope.
+PHI3 = derive(
+    LLAMA,
+    "Phi3ForCausalLM",
+    layer={
+        **PRE_NORMS,
+        "self_attn.qkv_proj": "attention.q attention.k attention.v",
+        "self_attn.o_proj": "attention.o",
+        "mlp.gate_up_proj": "mlp.gate mlp.up",
+        "mlp.down_proj": "mlp.down",
+    },
+    defaults={"rms_norm_eps": 1e-5},
+    patterns=("F", "W"),
+    partial_rope=True,
+    rope_types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
+)
+STARCODER2 = derive(
+    LLAMA,
+    "Starcoder2ForCausalLM",
+    layer={**PRE_NORMS, **ATTENTION, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
+    settings={"norm": ("layernorm",), "mlp": ("gelu", "gelu_exact"), "bias": ("none", "all")},
+    switches={"use_bias": ("bias", "all", "none")},
+    names={"rms_norm_eps": ("norm_epsilon",)},
+    defaults={
+        "hidden_act": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-5,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+    },
+    patterns=("F", "W"),
+)
+STABLELM = derive(
+    LLAMA,
+    "StableLmForCausalLM",
+    settings={"norm": ("layernorm",), "bias": ("none", "qkv")},
+    switches={"use_qkv_bias": ("bias", "qkv", "none")},
+    names={"rms_norm_eps": ("layer_norm_eps",), "head_dim": ()},
+    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+    fixed={"qk_layernorm": False, "use_parallel_residual": False},
+    partial_rope=True,
+)
+SEED_OSS = derive(
+    LLAMA,
+    "SeedOssForCausalLM",
+    settings={"bias": ("none", "qkv")},
+    switches={"attention_bias": ("bias", "qkv", "none")},
+    defaults={"attention_bias": True},
+    fixed={"attention_out_bias": False, "mlp_bias": False},
+)
+NEOX_LAYER = {
+    **PRE_NORMS,
+    "attention.query_key_value": "attention.q attention.k attention.v",
+    "attention.dense": "attention.o",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+}
+BLOOM = derive(
+    GPT2,
+    "BloomForCausalLM",
+    model={"transformer.word_embeddings": "embed head", "transformer.ln_f": "norm"},
+    layer={name.replace("attention.", "self_attention."): x for name, x in NEOX_LAYER.items()},
+    position_table="",
+    folds={"transformer.word_embeddings": NORMALISED, "self_attention.query_key_value": BY_HEAD},
+    settings={**LAYER_NORM, "mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
+    names={
+        "hidden_size": ("n_embed",),
+        "intermediate_size": (),
+        "hidden_act": (),
+        "max_position_embeddings": ("seq_length",),
+    },
+    defaults={"max_position_embeddings": 2048},
+    fixed={"apply_residual_connection_post_layernorm": False},
+    read_only="the norm of BLOOM's embeddings became part of them at the import, and trained "
+    "embeddings cannot be divided into the two again",
+)
+GPT_NEOX = derive(
+    LLAMA,
+    "GPTNeoXForCausalLM",
+    model={"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "norm", "lm_head": "head"},
+    layer=NEOX_LAYER,
+    layer_prefix="gpt_neox.layers.",
+    folds={"attention.query_key_value": BY_HEAD},
+    old_names={"embed_out": "lm_head"},
+    settings={**LAYER_NORM, "norm_position": ("parallel", "pre"), "mlp": ("gelu_exact", "gelu")},
+    names={
+        "rms_norm_eps": ("layer_norm_eps",),
+        "rope_theta": ("rotary_emb_base",),
+        "partial_rotary_factor": ("rotary_pct",),
+        **NO_GQA,
+    },
+    defaults={
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-5,
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.25,
+    },
+    fixed={"attention_bias": True},
+    switches={"use_parallel_residual": ("norm_position", "parallel", "pre")},
+    partial_rope=True,
+)
+
+
+def read_mpt(fields, settings):
+    if fields.get("softmax_scale") is None:
+        return {}
+    scale = fields.real("softmax_scale", 1e-12, 1e12)
+    return {"attn_scale": scale * math.sqrt(settings["head_dim"])}
+
+
+MPT = derive(
+    GPT2,
+    "MptForCausalLM",
+    model={"transformer.wte": "embed", "transformer.norm_f": "norm", "lm_head": "head"},
+    layer={
+        "norm_1": "attention_norm",
+        "norm_2": "mlp_norm",
+        "attn.Wqkv": "attention.q attention.k attention.v",
+        "attn.out_proj": "attention.o",
+        "ffn.up_proj": "mlp.up",
+        "ffn.down_proj": "mlp.down",
+    },
+    layer_prefix="transformer.blocks.",
+    folds=dict.fromkeys(("norm_1", "norm_2", "transformer.norm_f"), WITHOUT_BIAS),
+    position_table="",
+    settings={"bias": ("none",), "mlp": ("gelu_exact",), "pos": ("alibi",)},
+    names={
+        "num_hidden_layers": ("n_layers",),
+        "num_attention_heads": ("n_heads",),
+        "hidden_size": ("d_model",),
+        "intermediate_size": (),
+        "hidden_act": (),
+        "max_position_embeddings": ("max_seq_len",),
+    },
+    defaults={"max_position_embeddings": 2048},
+    fixed={
+        "alibi": True,
+        "alibi_bias_max": 8,
+        "qk_ln": False,
+        "prefix_lm": False,
+        "no_bias": True,
+        "logit_scale": None,
+    },
+    written={},
+    read=read_mpt,
+)
+OLMO2 = derive(
+    LLAMA,
+    "Olmo2ForCausalLM",
+    layer={
+        **ATTENTION,
+        **GATED_MLP,
+        "post_attention_layernorm": "attention_post_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+    },
+    settings={"norm_position": ("post",), "qk_norm": ("all",)},
+    defaults={"rms_norm_eps": 1e-5},
+    fixed={"attention_bias": False},
+)
+OLMO3 = derive(
+    OLMO2,
+    "Olmo3ForCausalLM",
+    defaults={
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 5e5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    fixed=OLMO2.fixed,
+    patterns=("FW",),
+    rope_by_kind=True,
+)
+# In a model with windows the layers without one have no positions either.
+EXAONE4 = derive(
+    OLMO2,
+    "Exaone4ForCausalLM",
+    settings={"qk_norm": ("head",)},
+    defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+    patterns=("F", "WN"),
+)
+
+
+def read_gemma(fields, settings):
+    """In bfloat16 transformers rounds the factor of the embeddings, 25.298 to 25.25 for example."""
+    scale = {"embed_scale": math.sqrt(settings["n_embd"])}
+    if fields.get("query_pre_attn_scalar") is None:  # the first Gemma
+        return scale
+    scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e9)
+    return {**scale, "attn_scale": math.sqrt(settings["head_dim"] / scalar)}
+
+
+# Of the first Gemma, files say another activation function than the one it was trained with.
+GEMMA = derive(
+    LLAMA,
+    "GemmaForCausalLM",
+    folds=dict.fromkeys((*PRE_NORMS, "model.norm"), ONE_ADDED),
+    settings={"mlp": ("geglu",)},
+    embed_scale="root",
+    names={"hidden_act": ()},
+    defaults={"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},
+    fixed={"attention_bias": False},
+    read=read_gemma,
+)
+
+
+def write_gemma3(config, letters):
+    return {"query_pre_attn_scalar": config.head_dim}
+
+
+GEMMA3_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "attention_post_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+GEMMA3 = derive(
+    LLAMA,
+    "Gemma3ForCausalLM",
+    layer={**GEMMA3_NORMS, **ATTENTION, **GATED_MLP},
+    folds=dict.fromkeys(
+        (*GEMMA3_NORMS, "self_attn.q_norm", "self_attn.k_norm", "model.norm"), ONE_ADDED
+    ),
+    settings={"norm_position": ("both",), "mlp": ("geglu",), "qk_norm": ("head",)},
+    embed_scale="root",
+    names={"hidden_act": ("hidden_activation",)},
+    defaults={
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+    },
+    fixed={"attention_bias": False, "use_bidirectional_attention": False},
+    patterns=("FW",),
+    heads_divide=True,
+    rope_by_kind=True,
+    read=read_gemma,
+    write=write_gemma3,
+)
+
+
+def multiply_by(field, power=1):
+    """Return the Fold of a multiplier that is a field of config.json, and 1 in an export."""
+
+    def multiply(tensor, source):
+        return tensor.float() * source.values.get(field, 1) ** power
+
+    return Fold(multiply, computes=True)
+
+
+def read_granite(fields, settings):
+    for key in ("residual_multiplier", "logits_scaling"):
+        fields.real(key, 1e-12, 1e12)
+    scale = fields.real("attention_multiplier", 1e-12, 1e12)
+    return {
+        "embed_scale": fields.real("embedding_multiplier", 1e-12, 1e12),
+        "attn_scale": scale * math.sqrt(settings["head_dim"]),
+    }
+
+
+def write_granite(config, letters):
+    return {
+        "embedding_multiplier": float(config.embed_scale),
+        "attention_multiplier": config.attn_scale / math.sqrt(config.head_dim),
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    }
+
+
+GRANITE = derive(
+    LLAMA,
+    "GraniteForCausalLM",
+    folds={
+        "model.norm": multiply_by("logits_scaling", -1),
+        "self_attn.o_proj": multiply_by("residual_multiplier"),
+        "mlp.down_proj": multiply_by("residual_multiplier"),
+    },
+    embed_scale="any",
+    defaults={
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+    fixed=LLAMA.fixed,
+    read=read_granite,
+    write=write_granite,
+)
+
+
+def read_granite_hybrid(fields, settings):
+    kinds = fields.values.get("layer_types")
+    if not isinstance(kinds, list) or not all(kind in ATTENTION_LAYERS for kind in kinds):
+        raise UserError(
+            f"{fields.file}: its layer_types are not attention alone, and Mamba layers are not "
+            "computed here: choose a dense checkpoint"
+        )
+    has_rope = fields.values.get("position_embedding_type") == "rope"
+    positions = {} if has_rope else {"pos": "nope", "extension": None}
+    return {**read_granite(fields, settings), **positions}
+
+
+def write_granite_hybrid(config, letters):
+    return {
+        **write_granite(config, letters),
+        "position_embedding_type": None if "N" in letters else "rope",
+        "layer_types": ["full_attention"] * config.n_layer,
+    }
+
+
+ATTENTION_LAYERS = ("attention", "full_attention")
+GRANITE_HYBRID = derive(
+    GRANITE,
+    "GraniteMoeHybridForCausalLM",
+    layer={
+        **PRE_NORMS,
+        **ATTENTION,
+        "shared_mlp.input_linear": "mlp.gate mlp.up",
+        "shared_mlp.output_linear": "mlp.down",
+    },
+    folds={**GRANITE.folds, "shared_mlp.output_linear": multiply_by("residual_multiplier")},
+    names={"intermediate_size": ("shared_intermediate_size",)},
+    defaults={"num_local_experts": 8},
+    fixed={"attention_bias": False, "num_local_experts": 0},
+    # transformers checks the sizes of Mamba layers also if there are none
+    written={"attention_dropout": 0.0, "mamba_n_heads": 1},
+    patterns=("F", "N"),
+    read=read_granite_hybrid,
+    write=write_granite_hybrid,
 )
 
 # model_type of a config.json -> its entry; an export takes the first that has all of a model.
@@ -210,18 +610,25 @@ FAMILIES = {
     "qwen3": QWEN3,
     "smollm3": SMOLLM3,
     "gpt2": GPT2,
+    "phi3": PHI3,
+    "starcoder2": STARCODER2,
+    "stablelm": STABLELM,
+    "seed_oss": SEED_OSS,
+    "bloom": BLOOM,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "exaone4": EXAONE4,
+    "gemma": GEMMA,
+    "gemma3_text": GEMMA3,
+    "gpt_neox": GPT_NEOX,
+    "mpt": MPT,
+    "granite": GRANITE,
+    "granitemoehybrid": GRANITE_HYBRID,
 }
 
 # Why other well-known model types cannot be imported: the end of "it is of model_type X, which",
 # and the types.
 REASONS = {
-    "combines ALiBi with a norm of its embeddings": "bloom",
-    "combines ALiBi with LayerNorms without biases": "mpt",
-    "fuses its matrices": "phi3",
-    "computes attention and MLP in parallel": "gpt_neox",
-    "scales its embeddings and adds one to the weights of its norms": "gemma gemma3_text",
-    "has its norms after attention and MLP": "olmo2",
-    "multiplies its residuals and logits": "granite",
     "is a mixture of experts": "gpt_oss granitemoe mixtral olmoe phimoe qwen2_moe qwen3_moe",
     "is a mixture of experts whose attention is chunked": "llama4 llama4_text",
     "has latent attention and a mixture of experts": "deepseek_v2 deepseek_v3",

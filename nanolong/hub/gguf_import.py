@@ -81,7 +81,7 @@ def import_gguf(GPT, file, target, store="float32"):
     shapes = parameter_shapes(GPT, config, file, stored)
     layout = tensor_layout(FAMILIES[values["model_type"]], config, shapes)
     named = {gguf_name(name): held for name, held in layout.items()}
-    check_tensors(file, named, stored, shapes, config.tie_embeddings, "metadata", "it")
+    check_tensors(file, named, stored, shapes, "metadata", "it")
     check_types(file, stored)
     tokenizer, bos, note = read_tokenizer(file, header, values)
 

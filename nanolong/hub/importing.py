@@ -5,6 +5,7 @@ weight is loaded. What has no equivalent here is refused, with the reason.
 """
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +51,7 @@ def import_checkpoint(GPT, source, target, store="float32"):
     stored = rename_tensors(read_headers(source), family)
     shapes = parameter_shapes(GPT, config, source / "config.json", stored)
     layout = tensor_layout(family, config, shapes, values)
-    check_tensors(source, layout, stored, shapes, config.tie_embeddings)
+    check_tensors(source, layout, stored, shapes)
     tokenizer, bos, note = hub_tokenizer.read_tokenizer(source, config.vocab_size)
 
     pairs = read_weights(source, layout, stored, shapes)
@@ -178,6 +179,11 @@ def read_config(folder):
 
 
 def check_model_type(folder, values):
+    if "vision_config" in values:
+        raise UserError(
+            f"{folder} is a model of images and text without a text_config, so its text half "
+            "cannot be found: choose the checkpoint of its language model, if there is one"
+        )
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         reason = "is not known here"
@@ -186,11 +192,6 @@ def check_model_type(folder, values):
         raise UserError(
             f"{folder} is of model_type {model_type!r}, which {reason}: "
             f"what can be imported is {', '.join(FAMILIES)}"
-        )
-    if "vision_config" in values:
-        raise UserError(
-            f"{folder} is a model of images and text without a text_config, so its text half "
-            "cannot be found: choose the checkpoint of its language model, if there is one"
         )
 
 
@@ -242,6 +243,8 @@ def read_mlp(fields, family):
         return choices[0]
     mlp_of = {name: mlp for mlp in choices for name in ACTIVATIONS[mlp]}
     fields.require("hidden_act", list(mlp_of))
+    if fields.get("hidden_act") is None:
+        raise fields.wrong_value("hidden_act", "the name of an activation function")
     return mlp_of[fields.get("hidden_act")]
 
 
@@ -388,25 +391,20 @@ def read_file_header(folder, file):
     return {name: TensorPlace(file, tensor.shape, name) for name, tensor in stored.items()}
 
 
-def text_half(stored):
-    """Return the tensors of the text half of a model of images and text; of others, all."""
-    prefixes = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head."}
-    found = {}
-    for name, place in stored.items():
-        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
-        if prefix:
-            found[prefixes[prefix] + name.removeprefix(prefix)] = place
-    return found if any("language_model." in name for name in stored) else stored
-
-
 def rename_tensors(stored, family):
-    """Return the tensors by their names of today: old files have others, or leave out a prefix."""
-    stored = text_half(stored)
+    """Return the tensors by their names of today: old files have others, or leave out a prefix.
+
+    Of a model of images and text, only those of the text half are returned.
+    """
+    is_half = any("language_model." in name for name in stored)
     prefix = next(iter(family.model)).partition(".")[0] + "."
-    has_prefix = any(name.startswith(prefix) for name in stored)
+    has_prefix = is_half or any(name.startswith(prefix) for name in stored)
     renamed = {}
     for name, place in stored.items():
-        module, _, kind = name.rpartition(".")
+        if is_half and "language_model." not in name and not name.startswith("lm_head."):
+            continue
+        name = re.sub(r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model.", name)
+        module, _, kind = name.removeprefix("language_model.").rpartition(".")
         name = f"{family.old_names.get(module, module)}.{kind}"
         if not has_prefix and not name.startswith("lm_head."):
             name = prefix + name
@@ -415,7 +413,7 @@ def rename_tensors(stored, family):
 
 
 def check_dtype(file, name, dtype):
-    if dtype in ("F32", "F16", "BF16", "F64") or is_redundant(name, True):
+    if dtype in ("F32", "F16", "BF16", "F64") or is_redundant(name):
         return
     raise UserError(
         f"{file}: {name} is of dtype {dtype}, and weights are read in float32, float16 or "
@@ -444,23 +442,20 @@ def parameter_shapes(GPT, config, file, stored):
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def check_tensors(source, layout, stored, shapes, tied, settings="config.json", files="both"):
+def check_tensors(source, layout, stored, shapes, settings="config.json", files="both"):
     """Raise UserError unless the stored tensors are those of the layout.
 
     settings: what describes the model. files: what to download again.
     """
-    expected_shapes = stored_shapes(layout, shapes)
-    for name, expected in expected_shapes.items():
+    expected = stored_shapes(layout, shapes)
+    for name, shape in expected.items():
         found = stored[name].shape if name in stored else "absent"
-        if found != expected:
+        if found != shape:
             raise UserError(
-                f"{source}: {name} is {found}, where {settings} asks for {expected}: "
+                f"{source}: {name} is {found}, where {settings} asks for {shape}: "
                 f"download {files} again"
             )
-    extra = []
-    for name in stored:
-        if name not in expected_shapes and not is_redundant(name, tied):
-            extra.append(name)
+    extra = [name for name in stored if name not in expected and not is_redundant(name)]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise UserError(

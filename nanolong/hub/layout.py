@@ -202,9 +202,7 @@ def stored_shapes(layout, shapes):
     return stored
 
 
-def is_redundant(name, tie_embeddings):
-    """Return whether a tensor is one that no model needs: a computed table, or a tied head."""
-    if name == "lm_head.weight":
-        return tie_embeddings
-    computed = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
-    return name.endswith((*computed, ".attention.masked_bias"))
+def is_redundant(name):
+    """Return whether a tensor that no parameter needs is a tied head, or computed at will."""
+    computed = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
+    return name == "lm_head.weight" or name.endswith(computed)

@@ -13,16 +13,6 @@ from nanolong.hub.layout import UNROTATED, ConfigFields
 # Reading
 
 
-class RopeScaling(NamedTuple):
-    """How a config.json scales RoPE, in our terms."""
-
-    method: str  # key of rope_scaling.METHODS
-    factor: float
-    options: dict
-    original_length: int  # context length in tokens, before and after
-    length: int
-
-
 def read_rope(fields, family, head_dim, uses_window):
     """Return the settings of GPTConfig for RoPE. Raises UserError for an unknown rope_type.
 
@@ -32,26 +22,26 @@ def read_rope(fields, family, head_dim, uses_window):
     if all(uses_window):
         full = local or full
     rope = RopeFields(fields, family, head_dim, full)
-    scaling = rope.read_scaling()
+    extension, length = rope.read_extension()
     settings = {
-        "pos": "nope" if rotates_nothing(scaling) else "rope",
+        "pos": "nope" if rotates_nothing(extension) else "rope",
         "rope_base": rope.base(),
         "rope_fraction": rope.rope_fraction,
         "p_rope": rope.p_rope,
-        "extension": extension_of(scaling),
-        "block_size": scaling.length,
+        "extension": extension,
+        "block_size": length,
     }
     if local is None or len(set(uses_window)) < 2:
         return settings
     # layers with and without a window
     local_rope = RopeFields(fields, family, head_dim, local)
-    extension = extension_of(local_rope.read_scaling())
+    local_extension, _ = local_rope.read_extension()
     if local_rope.base() != rope.base():
         settings["rope_local_base"] = local_rope.base()
-    is_other = extension is not None and extension != settings["extension"]
-    if settings["extension"] and extension is None:
-        settings["extension"]["layers"] = "full"
-    if is_other or local_rope.p_rope != rope.p_rope:
+    is_other = local_extension not in (None, extension) or local_rope.p_rope != rope.p_rope
+    if extension and not local_extension:
+        extension["layers"] = "full"
+    if is_other:
         raise UserError(
             f"{fields.file}: its sliding_attention layers have a scaling of RoPE that differs from "
             "that of its full_attention layers, and here they have the same or none: choose "
@@ -90,24 +80,11 @@ def rope_values(fields, family):
     return shared | kinds[0] | truncate, local | kinds[1] | truncate
 
 
-def extension_of(rope):
-    """Return GPTConfig.extension; None for plain RoPE."""
-    if rope.method == "none":
-        return None
-    return {
-        "method": rope.method,
-        "factor": rope.factor,
-        "options": rope.options,
-        "original_length": rope.original_length,
-    }
-
-
-def rotates_nothing(rope):
+def rotates_nothing(extension):
     """Return whether no pair of channels is rotated, as in an exported model without RoPE."""
-    if rope.method != "longrope":
-        return False
-    tables = [rope.options.get("short_factor", []), rope.options["long_factor"]]
-    return all(factor >= UNROTATED for table in tables for factor in table)
+    options = extension["options"] if extension else {}
+    table = [*options.get("short_factor", []), *options.get("long_factor", [])]
+    return bool(table) and min(table) >= UNROTATED
 
 
 class RopeFields(ConfigFields):
@@ -147,8 +124,16 @@ class RopeFields(ConfigFields):
             )
         return meanings[rope_type]
 
-    def read_scaling(self):
-        return READERS[self.rope_type](self)
+    def read_extension(self):
+        """Return GPTConfig.extension, None for plain RoPE, and the context length."""
+        method, factor, options, original_length, length = READERS[self.rope_type](self)
+        extension = {
+            "method": method,
+            "factor": factor,
+            "options": options,
+            "original_length": original_length,
+        }
+        return (None if method == "none" else extension), length
 
     def base(self):
         return self.real("rope_theta", 1.0, 1e12)
@@ -188,8 +173,11 @@ def is_positive_number(value):
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+# Each returns the method, its factor and options, and the context length before and after.
+
+
 def read_default_rope(rope):
-    return RopeScaling("none", 1.0, {}, rope.length, rope.length)
+    return "none", 1.0, {}, rope.length, rope.length
 
 
 def read_interpolated_rope(rope):
@@ -199,16 +187,14 @@ def read_interpolated_rope(rope):
     method = "dynamic-ntk" if rope.rope_type == "dynamic" else "pi"
     factor = rope.factor()
     if rope.family.rope_by_kind:
-        return RopeScaling(method, factor, {}, round(rope.length / factor), rope.length)
-    return RopeScaling(method, factor, {}, rope.length, round(rope.length * factor))
+        return method, factor, {}, round(rope.length / factor), rope.length
+    return method, factor, {}, rope.length, round(rope.length * factor)
 
 
 def read_llama3_rope(rope):
     factor = rope.factor()
     options = rope.options("low_freq_factor", "high_freq_factor")
-    return RopeScaling(
-        "llama3", factor, options, rope.original_length, rope.extended_length(factor)
-    )
+    return "llama3", factor, options, rope.original_length, rope.extended_length(factor)
 
 
 def read_yarn_rope(rope):
@@ -222,7 +208,7 @@ def read_yarn_rope(rope):
         options["attention_factor"] = mscale / mscale_all_dim
     if not rope.values.get("truncate", True):
         options["truncate"] = False
-    return RopeScaling("yarn", factor, options, rope.original_length, rope.extended_length(factor))
+    return "yarn", factor, options, rope.original_length, rope.extended_length(factor)
 
 
 def read_longrope(rope):
@@ -233,7 +219,7 @@ def read_longrope(rope):
     if short_factor != long_factor:
         options["short_factor"] = short_factor
     options["long_factor"] = long_factor
-    return RopeScaling("longrope", factor, options, rope.original_length, rope.length)
+    return "longrope", factor, options, rope.original_length, rope.length
 
 
 READERS = {
