@@ -3,17 +3,18 @@
     python hf.py import SmolLM-135M/ out/smollm
     python hf.py import SmolLM2-135M-Instruct.Q4_1.gguf out/smollm2
     python hf.py export out/rope-yarn4 exported/
+    python hf.py export out/rope-yarn4 exported.gguf --store=q8_0
 
 import: a local directory, or a GGUF file of llama.cpp, becomes a run folder, for extend.py,
 evaluate.py and sample.py.
 export: a run folder becomes a directory that transformers' AutoModelForCausalLM loads, with the
-same logits and the tokenizer files that it was imported with.
+same logits and the tokenizer files that it was imported with, or a GGUF file for llama.cpp.
 
 Imported: twenty families, from Llama, Qwen, Gemma 3, Olmo and Phi to Pythia and BLOOM, with any
 rope_parameters or rope_scaling; docs/huggingface.md lists them. Exported: the one that a model is
 of. What has no equivalent on the other side is refused. Only JSON, safetensors and GGUF files are
 read; of the last the architectures llama, qwen2, qwen3 and smollm3, in any quantisation that the
-gguf package reads.
+gguf package reads; these four are what a GGUF file can be written as.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
@@ -25,15 +26,17 @@ from typing import Literal
 from model import GPT, POSITIONS
 from nanolong import cli, entry, run
 from nanolong.errors import UserError
-from nanolong.hub import exporting, gguf_import, importing
+from nanolong.hub import exporting, gguf_export, gguf_import, importing
 
 
 @dataclass
 class HFConfig:
-    # import: dtype of the weights in the checkpoint; bfloat16 takes half the space, and where the
-    # original has bfloat16 weights, as most have, it loses nothing
-    store: Literal["float32", "bfloat16"] = "float32"
-    # export: copy the tokenizer files of this Hugging Face directory instead of the model's own
+    # type of the weights: of the checkpoint of an import, by default float32 (bfloat16 takes half
+    # the space, and of bfloat16 weights, as most models have, it loses nothing), and of an exported
+    # GGUF file, by default as in the checkpoint, which float16 and q8_0 round
+    store: Literal["", "float32", "bfloat16", "float16", "q8_0"] = ""
+    # export: copy the tokenizer files of this Hugging Face directory instead of the model's own;
+    # of a GGUF file also none, which then works on token ids only
     tokenizer: str = ""
     # export: let transformers, if it is installed, load what was written, and compare logits
     verify: bool = True
@@ -49,22 +52,30 @@ def main():
     if len(words) != 3 or words[0] not in ("import", "export"):
         raise UserError(
             "hf.py needs a direction and two paths: say hf.py import DIR out/NAME, "
-            "hf.py import FILE.gguf out/NAME, or hf.py export out/NAME DIR"
+            "hf.py import FILE.gguf out/NAME, or hf.py export out/NAME DIR (or FILE.gguf)"
         )
     direction, source, target = words
     if direction == "export":
-        if "store" in given:
-            raise UserError("--store is for import: leave it out")
+        is_gguf = target.lower().endswith(".gguf")
+        if cfg.store and not is_gguf:
+            raise UserError("--store is for import and for GGUF files: leave it out")
+        if is_gguf and "verify" in given:
+            raise UserError("--verify is for directories, which transformers loads: leave it out")
         entry.load_entries(cfg.entry, POSITIONS)
         model = run.open_model(GPT, source, cfg.best)
-        exporting.export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
+        if is_gguf:
+            gguf_export.export_gguf(model, target, cfg.store, cfg.tokenizer)
+        else:
+            exporting.export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
         return
     for name in sorted(given - {"store"}):
         raise UserError(f"--{name} is for export: leave it out")
     read = importing.import_checkpoint
     if source.lower().endswith(".gguf") or Path(source).is_file():
         read = gguf_import.import_gguf
-    read(GPT, source, target, cfg.store)
+    if cfg.store not in ("", "float32", "bfloat16"):
+        raise UserError(f"--store={cfg.store} is for export: give float32 or bfloat16")
+    read(GPT, source, target, cfg.store or "float32")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import interchange
 import pytest
 import torch
+from interchange import LENGTH, ORIGINAL, SHAPE, VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiments import interchange
-from experiments.interchange_cases import LENGTH, ORIGINAL, SHAPE, VOCAB_SIZE
 from experiments.report import markdown_table
 from model import GPT, GPTConfig
 from nanolong.errors import UserError

@@ -117,18 +117,21 @@ def print_summary(settings, model, has_tokenizer):
 # config.json
 
 
-def write_config(model):
-    """Return the Written of a model. Raises UserError for one without an equivalent there."""
+def write_config(model, families=FAMILIES, reader="transformers"):
+    """Return the Written of a model as one of the families, which the reader loads.
+
+    Raises UserError for a model that none of them can be.
+    """
     config = model.config
     if config.random_positions:
         raise UserError(
-            "the models that transformers loads count their positions, and this one was trained on "
+            f"the models that {reader} loads count their positions, and this one was trained on "
             "random ones: train without --random_positions to export"
         )
     if config.sinks:
-        raise no_equivalent("a window with sinks", "train without --sinks to export")
-    model_type, letters = choose_family(model)
-    family = FAMILIES[model_type]
+        raise no_equivalent("a window with sinks", "train without --sinks to export", reader)
+    model_type, letters = choose_family(model, families, reader)
+    family = families[model_type]
     settings = {
         "architectures": [family.class_name],
         "model_type": model_type,
@@ -167,12 +170,12 @@ def activation(family, config):
     return usual if usual in names else names[0]
 
 
-def no_equivalent(what, remedy):
-    message = f"{what} has no equivalent among the models that transformers loads: {remedy}"
+def no_equivalent(what, remedy, reader):
+    message = f"{what} has no equivalent among the models that {reader} loads: {remedy}"
     return UserError(message)
 
 
-def choose_family(model):
+def choose_family(model, families, reader):
     """Return (model_type, letters of the kinds of layers that it has to have).
 
     The model_type is that of the import, if the model still is one of it, or the first that fits.
@@ -191,7 +194,7 @@ def choose_family(model):
     imported = FAMILIES.get(model.meta.get("family"))
     if imported and imported.read_only:
         raise UserError(f"{imported.read_only}: keep the checkpoint that was imported")
-    candidates = [item for item in FAMILIES.items() if not item[1].read_only]
+    candidates = [item for item in families.items() if not item[1].read_only]
     found = []
     for letters in choices:
         for model_type, family in sorted(candidates, key=lambda item: item[1] != imported):
@@ -202,7 +205,7 @@ def choose_family(model):
     _, nearest, missing = min(found, key=lambda item: item[0])
     needed = ", ".join(missing.values())
     remedy = f"train with {needed} to export it as a {nearest}"
-    raise no_equivalent(" with ".join(missing), remedy)
+    raise no_equivalent(" with ".join(missing), remedy, reader)
 
 
 def is_positioned(scheme):

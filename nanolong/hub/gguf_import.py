@@ -34,11 +34,8 @@ INTERLEAVED = ("llama", "smollm3")
 WITH_ROPE_TABLES = ("llama",)
 
 # what Llama 3.1 to 3.3 have; the metadata say nothing of it
-LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_LENGTH = 8192
 
 # The tables below: Hugging Face's names -> GGUF's.
 MODEL_NAMES = {
@@ -338,26 +335,29 @@ def frequency_values(fields, table):
     factor = max(table)
     base = fields.real("rope.freq_base", 1.0, 1e12)
     multiplier = fields.real("rope.scaling.attn_factor", 1e-12, 1e12)
-    expected = llama3_divisors(base, len(table), factor)
+    key = "rope.scaling.original_context_length"
+    original_length = fields.optional_integer(key)
+    rope = {**LLAMA3_ROPE, "original_max_position_embeddings": original_length or LLAMA3_LENGTH}
+    expected = llama3_divisors(base, len(table), factor, rope)
     # the converter computes in float32
     same = torch.allclose(torch.tensor(table).double(), expected, rtol=1e-4, atol=0)
     if same and factor > 1 and multiplier == 1:
-        return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}}
+        return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **rope}}
     rope = {
         "rope_type": "longrope",
         "long_factor": table,
         "short_factor": table,
         "attention_factor": multiplier,
-        "original_max_position_embeddings": fields.integer("context_length"),
+        "original_max_position_embeddings": original_length or fields.integer("context_length"),
     }
     return {"rope_scaling": rope}
 
 
-def llama3_divisors(base, n_pairs, factor):
+def llama3_divisors(base, n_pairs, factor, rope):
     """Return what the type llama3 divides the frequencies by, float64 (n_pairs,)."""
     frequencies = base ** -(torch.arange(n_pairs, dtype=torch.float64) / n_pairs)
-    rotations = LLAMA3_ROPE["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
-    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
+    rotations = rope["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     # 0 if a pair is interpolated, 1 if it stays as it is
     unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - unscaled) / factor + unscaled)
@@ -402,6 +402,12 @@ def halves_first(tensor, head_dim):
     """Return the rows of q or k with the two rows of a pair head_dim / 2 apart, not adjacent."""
     pairs = tensor.view(-1, head_dim // 2, 2, tensor.shape[1])  # (H, D / 2, 2, C)
     return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def adjacent_first(tensor, head_dim):
+    """Undo halves_first()."""
+    halves = tensor.view(-1, 2, head_dim // 2, tensor.shape[1])  # (H, 2, D / 2, C)
+    return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 # -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ The patterns are those of the models' own tokenizer.json files; llama.cpp has th
 import json
 from typing import NamedTuple
 
+from data.tokenizer import load_tokenizer_json
 from nanolong.errors import UserError
 
 LLAMA3_PATTERN = (
@@ -41,7 +42,9 @@ PRE_TOKENIZERS = {
 
 # Types of tokens: unknown and control tokens, which stand for no text; tokens that are never
 # merged, but stand for text; and the padding of a vocabulary.
-SPECIAL = (2, 3)
+NORMAL = 1
+CONTROL = 3
+SPECIAL = (2, CONTROL)
 USER_DEFINED = 4
 UNUSED = 5
 
@@ -197,3 +200,72 @@ def build_splitter(pre_tokenizer):
     if not pre_tokenizer.splits_digits:
         return split
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
+
+
+# -----------------------------------------------------------------------------
+# Writing
+
+
+def tokenizer_metadata(files, settings, vocab_size, adds_bos, name=None):
+    """Return the metadata of a tokenizer: the inverse of tokenizer_json_of().
+
+    files: name -> bytes; settings: of tokenizer_config.json; vocab_size: the model's; name: of the
+    pre-tokenizer, if the files cannot say it. Raises UserError for one without a name there.
+    """
+    tokenizer = load_tokenizer_json(files["tokenizer.json"].decode())
+    spec = json.loads(tokenizer.to_str())
+    name = name or pre_tokenizer_name(spec)
+    if name is None:
+        raise UserError(
+            "this is no byte-level BPE whose splitter has a name in llama.cpp: give "
+            "--tokenizer=none, for a file that works on token ids only, or --tokenizer=DIR of "
+            "another tokenizer"
+        )
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
+    types = [UNUSED] * vocab_size
+    for token, i in tokenizer.get_vocab().items():
+        tokens[i], types[i] = token, NORMAL
+    for i, token in tokenizer.get_added_tokens_decoder().items():
+        types[i] = CONTROL if token.special else USER_DEFINED
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in spec["model"]["merges"]]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": adds_bos,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    for name, key in SPECIAL_TOKENS.items():
+        token = settings.get(name)
+        token = token["content"] if isinstance(token, dict) else token
+        if token is not None and tokenizer.token_to_id(token) is not None:
+            metadata[key] = tokenizer.token_to_id(token)
+    template = settings.get("chat_template")
+    if template is None and "chat_template.jinja" in files:
+        template = files["chat_template.jinja"].decode()
+    if isinstance(template, str):
+        metadata["tokenizer.chat_template"] = template
+    return metadata
+
+
+def pre_tokenizer_name(spec):
+    """Return the name of the pre-tokenizer of a tokenizer.json, or None if it has none."""
+    from tokenizers import Tokenizer, models, normalizers
+
+    model = spec["model"]
+    if model["type"] != "BPE" or (spec["decoder"] or {}).get("type") != "ByteLevel":
+        return None
+    if not model["merges"]:  # llama.cpp wants some
+        return None
+    for name, pre_tokenizer in PRE_TOKENIZERS.items():
+        known = Tokenizer(models.BPE())
+        known.pre_tokenizer = build_splitter(pre_tokenizer)
+        if pre_tokenizer.composes_text:
+            known.normalizer = normalizers.NFC()
+        known = json.loads(known.to_str())
+        same = all(known[part] == spec[part] for part in ("pre_tokenizer", "normalizer"))
+        if same and pre_tokenizer.ignores_merges == model["ignore_merges"]:
+            return name
+    return None
