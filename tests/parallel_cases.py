@@ -37,7 +37,7 @@ def cases():
         yield f"{pos} window", {"pos": pos, "window": 7, "sinks": 2, "n_kv_head": 1}, {}
         yield f"{pos} docs", {"pos": pos}, {"docs": True}
         yield f"{pos} recomputed", {"pos": pos}, {"recompute": True}
-    for pos in ("rope", "learned", "sinusoidal", "nope"):
+    for pos in ("rope", "learned", "sinusoidal"):
         yield f"{pos} positions", {"pos": pos, "random_positions": 80}, {"positions": True}
     yield "layers without positions", {"pos": "rope", "layer_pattern": "FN"}, {}
     yield "qk norm", {"pos": "rope", "qk_norm": True, "bias": "qkv"}, {}

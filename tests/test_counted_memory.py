@@ -105,16 +105,13 @@ def test_counted_memory_is_near_the_measured_peak(
     ],
     ids=["llama", "gpt2", "qwen", "biases"],
 )
-def test_counted_parameters_and_flops_are_those_of_the_model(settings):
+def test_counted_parameters_are_those_of_the_model(settings):
     shape = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 128, "vocab_size": 300}
     config = GPTConfig(**{**shape, "pos": "learned", **settings})
     model = GPT(config)
     memory = count_memory(config, 2, 128)
     assert memory.parameters == 4 * sum(p.numel() for p in model.parameters())
     assert memory.optimizer == 2 * memory.parameters
-    # causal: half of attention
-    causal = model.flops_per_token(128) - 6 * 3 * 64 * 128
-    assert memory.flops == 2 * 128 * causal
 
 
 # -----------------------------------------------------------------------------

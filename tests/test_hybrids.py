@@ -162,6 +162,7 @@ def test_a_scheme_of_ones_own_is_shared_by_all_layers(monkeypatch, make):
         ({"p_rope": 0.5, "rope_fraction": 0.5}, "give one of them"),
         ({"p_rope": 1.5}, "at most 1"),
         ({"norm_position": "after"}, "pre, post, both, parallel"),
+        ({"mlp": "relu"}, "swiglu, geglu, gelu"),
     ],
     ids=str,
 )
@@ -169,6 +170,13 @@ def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         config = validate.coerce(GPTConfig, settings, "the test")
         validate.check_model(config, GPT.schemes)
+
+
+def test_a_model_made_in_python_is_checked_like_one_of_the_command_line():
+    with pytest.raises(UserError, match="norm=batchnorm is unknown: choose one of rmsnorm, layer"):
+        GPT(GPTConfig(norm="batchnorm"))
+    with pytest.raises(UserError, match="head_dim=33 is odd"):
+        GPT(GPTConfig(n_embd=99))
 
 
 def test_a_true_qk_norm_of_older_checkpoints_is_that_of_each_head():

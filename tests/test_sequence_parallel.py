@@ -13,7 +13,7 @@ from nanolong.memory import count_block_matrices, count_other_parameters
 from nanolong.parallel import sequence
 from rope_scaling import METHODS
 
-N_CASES = 2 * len(POSITIONS) + 9 + 4 + 6 + len(METHODS) + 5
+N_CASES = 2 * len(POSITIONS) + 9 + 3 + 6 + len(METHODS) + 5
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
