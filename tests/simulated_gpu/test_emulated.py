@@ -205,8 +205,11 @@ def test_a_step_and_tokens_as_compiled_are_those_of_plain_pytorch(row):
     of_losses, of_gradients, of_logits = BOUNDS[dtype]
     losses, tokens = row["losses"], row["tokens"]
     assert len(losses["emulated"]) == 2
-    assert losses["emulated"] == pytest.approx(losses["float32"], rel=of_losses)
     assert losses["emulated"] == pytest.approx(losses["plain PyTorch"], rel=of_losses)
+    # As near to float32 as plain PyTorch in the same dtype. How near that is depends on the model
+    # that the CPU has trained, which is another one on another machine.
+    for found, plain, exact in zip(*(losses[version] for version in VERSIONS), strict=True):
+        assert abs(found - exact) <= abs(plain - exact) + of_losses * exact
     check_gradients(row, of_gradients)
     assert row["logits"]["emulated"] <= of_logits
     assert tokens["emulated"] == tokens["plain PyTorch"] == tokens["float32"]
