@@ -178,14 +178,12 @@ def check_kernels(row):
 def check_gradients(row, bound):
     """Each is as near to float32 as plain PyTorch's in the same dtype, to a bound.
 
-    The bound is relative to the gradient, or to a tenth of the largest one of its module: where
+    The bound is relative to the gradient, or to a tenth of the largest one of its block: where
     attention is nearly uniform, gradients of queries and keys are small differences of large terms.
     """
     for name, found in row["gradients"].items():
-        module = name.rsplit(".", 2)[0]
-        largest = max(
-            x["norm"] for n, x in row["gradients"].items() if n.rsplit(".", 2)[0] == module
-        )
+        block = name.split(".")[:2]
+        largest = max(x["norm"] for n, x in row["gradients"].items() if n.split(".")[:2] == block)
         scale = max(1, largest / 10 / found["norm"])
         assert found["emulated"] is not None, name
         assert found["emulated"] <= found["plain PyTorch"] + bound * scale, name
@@ -211,7 +209,7 @@ def test_a_step_and_tokens_as_compiled_are_those_of_plain_pytorch(row):
     for found, plain, exact in zip(*(losses[version] for version in VERSIONS), strict=True):
         assert abs(found - exact) <= abs(plain - exact) + of_losses * exact
     check_gradients(row, of_gradients)
-    assert row["logits"]["emulated"] <= of_logits
+    assert row["logits"]["emulated"] <= row["logits"]["plain PyTorch"] + of_logits
     assert tokens["emulated"] == tokens["plain PyTorch"] == tokens["float32"]
     assert len(tokens["emulated"]) == N_TOKENS
 
