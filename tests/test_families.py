@@ -60,6 +60,14 @@ FAMILY_SETTINGS = {
     "gpt_neox": {"rotary_pct": 0.5, "layer_norm_eps": 1e-4, "intermediate_size": 100},
     "gpt_neox, pre": {"rotary_pct": 0.75, "use_parallel_residual": False},
     "granite": {**MULTIPLIERS, "tie_word_embeddings": True},
+    "granite_swa": {
+        **MULTIPLIERS,
+        "sliding_window": 21,
+        "num_hidden_layers": 5,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        "layer_rope_theta": [0, 1e3, 1e3, 1e3, 0],
+        "tie_word_embeddings": True,
+    },
     "granitemoehybrid": {
         **MULTIPLIERS,
         "num_local_experts": 0,

@@ -159,7 +159,7 @@ def write_config(model, families=FAMILIES, reader="transformers"):
         settings[key] = getattr(config, name) == if_true
     settings |= window_settings(config, family)
     if family.write:
-        settings |= family.write(config, letters)
+        settings |= family.write(config, letters, settings)
     score_scale = config.attn_scale if "attention_multiplier" in settings else 1.0
     return Written(family, settings, ropes, score_scale)
 

@@ -100,6 +100,9 @@ class Family:
     model: dict
     layer: dict
     layer_prefix: str = "model.layers."
+    layer_tensors: dict = field(
+        default_factory=dict
+    )  # those that are no weight or bias of a module
     folds: dict = field(default_factory=dict)
     position_table: str = ""  # the tensor of learned positions
     old_names: dict = field(default_factory=dict)  # of modules: in old files -> in `model`
@@ -123,7 +126,7 @@ class Family:
     # rope_type of config.json -> what it means, if there are other names or few types
     rope_types: dict | None = None
     read: Callable | None = None  # (fields, settings) -> more settings of GPTConfig
-    write: Callable | None = None  # (config, letters of its layers) -> more fields of config.json
+    write: Callable | None = None  # (config, letters of its layers, fields so far) -> more fields
     read_only: str = ""  # why it is not exported
 
 
@@ -196,7 +199,7 @@ QWEN2 = derive(
 )
 
 
-def write_smollm3(config, letters):
+def write_smollm3(config, letters, fields):
     """1 stands for a layer with RoPE, whatever the name says."""
     has_rope = not letters <= {"N", "S"}
     layers = range(config.n_layer)
@@ -469,7 +472,7 @@ GEMMA = derive(
 )
 
 
-def write_gemma3(config, letters):
+def write_gemma3(config, letters, fields):
     return {"query_pre_attn_scalar": config.head_dim}
 
 
@@ -531,7 +534,7 @@ def read_granite(fields, settings):
     }
 
 
-def write_granite(config, letters):
+def write_granite(config, letters, fields):
     return {
         "embedding_multiplier": float(config.embed_scale),
         "attention_multiplier": config.attn_scale / math.sqrt(config.head_dim),
@@ -573,9 +576,9 @@ def read_granite_hybrid(fields, settings):
     return {**read_granite(fields, settings), **positions}
 
 
-def write_granite_hybrid(config, letters):
+def write_granite_hybrid(config, letters, fields):
     return {
-        **write_granite(config, letters),
+        **write_granite(config, letters, fields),
         "position_embedding_type": None if "N" in letters else "rope",
         "layer_types": ["full_attention"] * config.n_layer,
     }
@@ -602,6 +605,55 @@ GRANITE_HYBRID = derive(
     write=write_granite_hybrid,
 )
 
+
+def read_granite_swa(fields, settings):
+    """layer_rope_theta has a base for each layer, and 0 for those without positions."""
+    values = read_granite(fields, settings)
+    bases = fields.values.get("layer_rope_theta")
+    if bases is None:
+        return values
+    n_layer, pattern = settings["n_layer"], settings["layer_pattern"]
+    whole = isinstance(bases, list) and len(bases) == n_layer
+    if not whole or not all(type(base) in (int, float) and base >= 0 for base in bases):
+        raise fields.wrong_value("layer_rope_theta", f"a list of {n_layer} numbers from 0 on")
+    letters = ""
+    found = {"F": set(), "W": set()}
+    for layer, base in enumerate(bases):
+        letter = pattern[layer % len(pattern)]
+        found[letter] |= {float(base)} - {0.0}
+        letters += letter if base else {"F": "N", "W": "S"}[letter]
+    if max(map(len, found.values())) > 1:
+        raise UserError(
+            f"{fields.file}: layer_rope_theta has several bases in layers of one kind, and here "
+            "layers with and without a window have one each: choose another checkpoint"
+        )
+    if not any(found.values()):
+        return {**values, "pos": "nope", "extension": None}
+    (full,), (local,) = (found["F"] or found["W"]), (found["W"] or found["F"])
+    local_base = local if full != local else 0.0
+    return {**values, "layer_pattern": letters, "rope_base": full, "rope_local_base": local_base}
+
+
+def write_granite_swa(config, letters, fields):
+    has_rope = not letters <= {"N", "S"}
+    base = fields["rope_theta"]
+    rotated = [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
+    bases = [base if is_rotated else 0 for is_rotated in rotated]
+    return {**write_granite(config, letters, fields), "layer_rope_theta": bases}
+
+
+GRANITE_SWA = derive(
+    GRANITE,
+    "GraniteSWAForCausalLM",
+    layer_tensors={"self_attn.sinks": "attention.sink_scores"},
+    settings={"sink_scores": (True,)},
+    defaults={"sliding_window": 128, "tie_word_embeddings": True},
+    fixed={**LLAMA.fixed, "attention_bias": False},
+    patterns=("FWNS",),
+    read=read_granite_swa,
+    write=write_granite_swa,
+)
+
 # model_type of a config.json -> its entry; an export takes the first that has all of a model.
 FAMILIES = {
     "llama": LLAMA,
@@ -624,6 +676,7 @@ FAMILIES = {
     "mpt": MPT,
     "granite": GRANITE,
     "granitemoehybrid": GRANITE_HYBRID,
+    "granite_swa": GRANITE_SWA,
 }
 
 # Why other well-known model types cannot be imported: the end of "it is of model_type X, which",
@@ -650,7 +703,6 @@ REASONS = {
     "has ReLU, and learned positions that are offset by two": "opt",
     "has a bias in one of attention's four matrices": "gpt_neo",
     "scales its scores by position": "ministral3",
-    "has learned sinks in its attention": "granite_swa",
     "has an activation function with weights": "apertus",
 }
 UNSUPPORTED = {name: reason for reason, names in REASONS.items() for name in names.split()}

@@ -179,6 +179,8 @@ def tensor_layout(family, config, shapes, values=None):
         layout[family.position_table] = HFTensor(["pos.table"])
     places = [("", "", family.model)]
     for layer in range(config.n_layer):
+        for name, ours in family.layer_tensors.items():
+            layout[f"{family.layer_prefix}{layer}.{name}"] = HFTensor([f"blocks.{layer}.{ours}"])
         places.append((f"{family.layer_prefix}{layer}.", f"blocks.{layer}.", family.layer))
     for their_prefix, our_prefix, modules in places:
         for module, ours in modules.items():
