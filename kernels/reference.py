@@ -108,9 +108,9 @@ def attention(
     if values is not None:
         by_distance = p.new_zeros(B, H, Tq, values.shape[1]).scatter_add(-1, clipped, p)
         y = y + by_distance @ values
-    if return_probabilities:
-        return y, p
-    return (y, score.logsumexp(-1)) if return_lse else y
+    more = [score.logsumexp(-1)] if return_lse else []
+    more += [p] if return_probabilities else []
+    return (y, *more) if more else y
 
 
 def linear_cross_entropy(x, weight, targets, reduction="mean"):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from model import GPT, GPTConfig, RoPE
 from nanolong import cli, validate
+from nanolong.attention_maps import attention_maps
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
 
@@ -334,6 +335,22 @@ def test_a_learned_sink_takes_part_in_the_softmax(make, pos, window):
     grads = torch.autograd.grad(found.square().sum(), weights)
     expected_grads = torch.autograd.grad(expected.square().sum(), weights)
     torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_maps_leave_out_the_share_of_the_sink(make):
+    model = randomize(make(pos="nope", sink_scores=True, n_layer=2))
+    tokens = torch.randint(0, model.config.vocab_size, (2, 9))
+    maps = attention_maps(model, tokens)
+    attention = model.blocks[0].attention
+    x = model.blocks[0].attention_norm(model.embed(tokens))
+    heads = (-1, model.config.head_dim)
+    q, k = (f(x).unflatten(-1, heads).transpose(1, 2) for f in (attention.q, attention.k))
+    scores = q @ k.mT / math.sqrt(model.config.head_dim)
+    scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    sink = attention.sink_scores[:, None, None].expand(2, -1, 9, 1)
+    expected = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(maps[0], expected, rtol=1e-4, atol=1e-6)
+    assert (maps[1].sum(-1) < 1).all()
 
 
 @pytest.mark.parametrize("pos", ["rope", "t5", "xl", "shaw"])
