@@ -380,6 +380,8 @@ def main():
     parent = GPT.load(paths[0], weights=not trains_in_shards(cfg))
     run.check_same_settings(parent, model_config, given)
     extension.check_request(parent, cfg, POSITIONS)
+    if "dataset" in given:
+        open_dataset(parent, cfg)  # what is not for this model is refused before anything is saved
     before = getattr(parent.pos, "inv_freq", None)
     model = load_extended(parent, cfg, model_config, given, rank)
     if rank == 0:

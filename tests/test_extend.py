@@ -69,6 +69,17 @@ def no_data(monkeypatch):
     monkeypatch.setattr(scoring, "Dataset", opened)
 
 
+def test_a_dataset_of_another_vocabulary_is_refused_before_anything_is_written(
+    trained, extend_run, text_data, tmp_path
+):
+    other = shutil.copytree(text_data, tmp_path / "other")
+    meta = {"tokenizer": None, "vocab_size": 300, "bos": 256, "bos_default": True}
+    (other / "meta.json").write_text(json.dumps(meta))
+    done = extend_run(trained, "--max_iters=0", f"--dataset={other}")
+    assert_refused(done, "has a vocabulary of 300")
+    assert not (tmp_path / "extended").exists()
+
+
 def test_extending_alone_opens_no_dataset(trained, extend_run, no_data, tmp_path):
     done = assert_success(extend_run(trained, "--max_iters=0"))
     assert "context length: 32 -> 128 tokens (yarn)" in done.stdout
