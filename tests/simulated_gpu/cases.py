@@ -28,6 +28,8 @@ OPTIONS = {
     "documents": {},
     "positions": {},
     "checkpointing": {},
+    "hybrid": {"window": 32, "layer_pattern": "WF", "norm_position": "both", "qk_norm": "all"},
+    "learned sinks": {"sink_scores": True, "n_kv_head": 2, "window": 40},
     "GPT-2's shape": {"norm": "layernorm", "mlp": "gelu", "bias": "all"},
 }
 METHOD_OPTIONS = {
