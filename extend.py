@@ -8,7 +8,8 @@
 
 The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_scaling.py, those of
 the other schemes in their classes in model.py. Defaults come from the run that is extended: its
-data, its optimizer, as many tokens per step, and 0.3 of its learning rate, without weight decay.
+data, its optimizer, as many tokens per step, and 0.3 of its learning rate (all of it, if extend.py
+has trained that run), without weight decay.
 Extending again multiplies the factors and replaces the method.
 """
 
@@ -110,8 +111,8 @@ INHERITED_SETTINGS = (
 
 def inherited_settings(meta, given, path):
     """The settings to take over from a checkpoint's meta.json."""
-    parent = meta.get("train") or {}
-    if not parent:
+    trained = meta.get("train") or {}
+    if not trained:
         fine_tunes = given.get("max_iters", ExtendConfig.max_iters) > 0
         if fine_tunes and not {"dataset", "learning_rate"} <= given.keys():
             raise UserError(
@@ -119,20 +120,22 @@ def inherited_settings(meta, given, path):
                 "--max_iters=0 to only extend it"
             )
         return {"bos": meta.get("bos") is not None}
-    settings = {name: parent[name] for name in INHERITED_SETTINGS if name in parent}
+    settings = {name: trained[name] for name in INHERITED_SETTINGS if name in trained}
     factor = given.get("factor", ExtendConfig.factor)
     if not 1 <= factor <= 1e6:
         return settings  # refused by the range check
     # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
-    settings["learning_rate"] = parent["learning_rate"] * (1 if "method" in parent else 0.3)
-    # Keep the tokens of a micro-batch and of a step, where sequences get longer.
-    extension = meta["config"].get("extension") or {"factor": 1.0}
-    original_length = extension.get("original_length", meta["config"]["block_size"])
+    was_fine_tuned = "method" in trained  # a setting of extend.py
+    settings["learning_rate"] = trained["learning_rate"] * (1 if was_fine_tuned else 0.3)
+    # Keep the tokens of a micro-batch and of a step, if sequences get longer: 16 sequences of 256
+    # tokens become 4 of 1,024.
+    earlier = meta["config"].get("extension") or {"factor": 1.0}
+    original_length = earlier.get("original_length", meta["config"]["block_size"])
     asked = {"method": ExtendConfig.method, **given}
-    length = relative_length(asked, factor * extension["factor"], original_length)
-    longer = length / relative_length(parent, extension["factor"], original_length)
-    batch_size = max(1, round(parent["batch_size"] / longer))
-    accumulation = parent["gradient_accumulation_steps"] * parent["batch_size"] / longer
+    length = relative_length(asked, factor * earlier["factor"], original_length)
+    longer = length / relative_length(trained, earlier["factor"], original_length)
+    batch_size = max(1, round(trained["batch_size"] / longer))
+    accumulation = trained["gradient_accumulation_steps"] * trained["batch_size"] / longer
     settings["batch_size"] = batch_size
     settings["gradient_accumulation_steps"] = max(1, round(accumulation / batch_size))
     return settings
@@ -388,7 +391,7 @@ def main():
         print_summary(model, cfg, before)
     if cfg.max_iters:
         return fine_tune(model, cfg, rank)
-    # Without fine-tuning no dataset is opened, but to evaluate on it.
+    # Without fine-tuning no dataset is opened, but to evaluate on it or to fit a scale.
     if rank == 0:
         save_extended(model, cfg)
         if cfg.text or "dataset" in given:

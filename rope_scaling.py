@@ -5,9 +5,10 @@
 
 A method maps (base, rotary_dim, original_length in tokens, factor, **options) to the inverse
 frequencies, float64 (rotary_dim / 2,), and the attention factor that multiplies cos and sin. At
-factor 1 it is plain RoPE to the bit, apart from drope and from longrope with a table. A method with
-the option `length`, the number of tokens of the input, is dynamic: the model passes the length at
-every forward pass. To add a method, write a function and add a line to METHODS.
+factor 1 it is plain RoPE to the bit, apart from drope, longrope with a table, and options that say
+otherwise (attention_factor, new_base). A method with the option `length`, the number of tokens of
+the input, is dynamic: the model passes the length at every forward pass. To add a method, write a
+function and add a line to METHODS.
 
 The other schemes' methods are in their classes in model.py.
 """

@@ -5,9 +5,10 @@
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2.toml --pos=alibi
     python train.py --out_dir=out/python-rope --init_from=resume
 
-Read model.py first, extend.py next. The order here: settings, batches, one step, the loop, what
-happens before and after it. Batches are a function of (seed, step, micro-batch index), so a run is
-the same on any number of processes, and a run that was stopped resumes with the same bits.
+Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
+loop, what happens before and after it. Batches are a function of (seed, step, micro-batch index),
+so a run is the same on any number of processes, and one that was stopped resumes with the same
+bits.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
@@ -92,7 +93,7 @@ class TrainState:
     val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
-    kernels: str = ""  # what computes attention: run/warmup.py
+    kernels: str = ""  # what computes attention: nanolong/run/warmup.py
 
 
 class BatchLoader:
@@ -229,9 +230,11 @@ def forward_backward(forward, loader, state, dtype):
         parallel.set_gradient_sync(forward, micro_batch + world >= accumulation)
         with devices.autocast(device, dtype):
             loss_sum = forward(**batch, reduction="sum")
-        # Divided by the nominal number of tokens; the scored ones are known after the step.
-        # DDP and FSDP average over processes, hence `n_processes`.
-        (loss_sum * (state.loss_scale * n_processes / loader.tokens_per_step)).backward()
+        # This would be the mean loss if every target were scored; how many are is known after the
+        # step, and optimizer_step() makes it the mean. DDP and FSDP average over processes, hence
+        # `n_processes`.
+        factor = state.loss_scale * n_processes / loader.tokens_per_step
+        (loss_sum * factor).backward()
         losses[index] = loss_sum.detach()
         sums[0] += loss_sum.detach()
         sums[1] += n_targets
@@ -258,7 +261,7 @@ def reduce_and_read(sums, stop_signals, grad_norm):
     """
     Sum over processes, and read (loss sum, scored tokens, stop signals, gradient norm) on the host.
 
-    This is the one device-to-host read of a step.
+    This is the one device-to-host read of a step (a dynamic method reads PoSE's positions, too).
     """
     sums = torch.cat((sums, sums.new_full((1,), len(stop_signals))))
     if dist.is_initialized():
@@ -269,7 +272,8 @@ def reduce_and_read(sums, stop_signals, grad_norm):
 def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
     """Clip the gradients, update the weights and clear the gradients.
 
-    to_mean: the factor from the gradients to those of the mean loss; grad_norm: their norm then.
+    to_mean: the factor that makes the gradients those of the mean loss; grad_norm: their norm after
+    that factor, and before clipping.
     """
     if math.isfinite(grad_norm):
         clip = min(1.0, cfg.grad_clip / (grad_norm + 1e-6)) if cfg.grad_clip else 1.0
@@ -315,7 +319,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     dataset = run.open_dataset(model, cfg, train_length)
     folder = Path(cfg.out_dir)
     state = TrainState()
-    # first, for it sets which data this process reads; without --sequence_parallel it does nothing
+    # before the loader, for it sets which data this process reads; it does nothing by default
     parallel.share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
     run.open_run(folder, model, cfg, state, dataset, dtype)
     forward, optimizers = set_up(model, cfg, device)
@@ -422,7 +426,7 @@ def run_defaults(given, paths):
 
 
 def train_and_sample(model, cfg, train_length=0, max_position=0):
-    """Train, and print a sample of 300 tokens from an empty prompt. Returns the exit status."""
+    """Train, and print a sample from an empty prompt. Returns the exit status."""
     rank, _ = parallel.rank_and_world()
     if run.is_finished(model, cfg):
         run.tidy_finished_run(model, cfg)

@@ -1,7 +1,8 @@
 """The operators that the model calls, and which implementation runs where.
 
-Each operator has one signature, that of reference.py. rope and attention are Triton kernels on CUDA
-(sm_80 and newer) and ROCm, and plain PyTorch elsewhere; the others are plain PyTorch everywhere.
+Each operator has one signature; reference.py defines rope, attention (which has one argument more
+there, for the probabilities) and the loss. rope and attention are Triton kernels on CUDA (sm_80 and
+newer) and ROCm, and plain PyTorch elsewhere; the others are plain PyTorch everywhere.
 
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch. TRITON_INTERPRET=1 runs the kernels on
 CPU tensors too, slowly, to test them. first_contact.py replaces a kernel that computes something

@@ -1,7 +1,8 @@
 """The operators in plain PyTorch, in less time and memory: what runs wherever no kernel does.
 
-reference.py defines what they compute, and tests/test_eager.py compares. Queries and tokens go
-through in chunks, which are computed again in the backward pass, and a CPU has paths of its own.
+reference.py defines what rope, attention and the loss compute, and tests/test_eager.py compares.
+Queries and tokens go through in chunks: those of queries are computed again in the backward pass,
+those of tokens leave their gradients, if a loss is summed. A CPU has paths of its own.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ for _dtype in (torch.float32, torch.float64):
 # Norms of queries and keys get bfloat16 with float32 weights under autocast, which is meant.
 warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
-# The most scores, or biases added to them, that exist at a time: 64 MiB in float32.
+# The most scores, or biases added to them, that exist at a time: 64 MiB in float32. The masks of
+# documents, one for each sequence, are not counted.
 MAX_SCORES = 1 << 24
 
 

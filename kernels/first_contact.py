@@ -6,7 +6,8 @@ dimension, score term and mask of the call. A kernel that differs, or that canno
 launched, is replaced by plain PyTorch for all calls of this case, forward and backward together.
 
 A verdict is remembered in the user's cache folder: a file for each case, device, driver, versions
-and sources. Delete it to check again. An error of the compiler or the launch is not remembered.
+and sources. Delete it to check again. An error of the compiler or the launch is remembered
+only if it leaves the process without its GPU.
 An operator that has changed in eager.py is computed by plain PyTorch: see definition.py.
 NANOLONG_CHECK=0 trusts all kernels. On CPU tensors, under Triton's interpreter, only
 NANOLONG_CHECK=1 checks: it takes a second or more for each case.

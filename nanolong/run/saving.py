@@ -104,7 +104,7 @@ def hint_after_divergence(run):
 
 
 def report_end(model, cfg, stopped):
-    """Print where the run was saved, and a sample of 300 tokens from an empty prompt."""
+    """Print where the run was saved, and if it is complete a sample from an empty prompt."""
     folder = find_checkpoint(cfg.out_dir)
     if stopped:
         print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")

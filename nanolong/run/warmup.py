@@ -24,7 +24,8 @@ EXPENSIVE_STEP = 1.0  # seconds; what such a step costs is printed before the fi
 def check_and_compile(forward, optimizers, loader, state, dtype):
     """Before the first step, check the kernels and compile the passes that it needs.
 
-    Prints what a step costs: an expensive one, and with CUDA any one. Nothing of it stays.
+    Prints what a step costs, if it is expensive or the device is a GPU. Model, gradients and data
+    are afterwards as they were; verdicts on kernels and compiled graphs stay.
     """
     if dist.is_initialized():
         dist.barrier()  # all processes watch for signals before the first one says that it trains
