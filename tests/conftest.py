@@ -61,7 +61,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="the slow tests too")
-    parser.addoption("--exhaustive", action="store_true", help="also all cases of the kernels")
+    parser.addoption("--exhaustive", action="store_true", help="also what takes minutes each")
 
 
 def pytest_configure(config):

@@ -252,7 +252,7 @@ LARGE = {"vocab_size": 128256, "hidden_size": 1024, "intermediate_size": 4096}
 LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 4}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_memory_is_at_most_two_tensors_and_300_mb(tmp_path, monkeypatch):
     """At 150 M parameters, of which the embedding has 131 M: 0.5 GB in float32."""

@@ -229,7 +229,7 @@ def compare(client, model, checkpoint, lengths, folder):
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("factor", [4.0, 2.0])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("part", ["layers", "whole"])
+@pytest.mark.parametrize("part", ["layers", pytest.param("whole", marks=pytest.mark.exhaustive)])
 def test_an_export_computes_the_same(part, method, factor, client, runs, tmp_path):
     """llama.cpp has no tables for a Llama: it computes plain RoPE for `resonance`."""
     skip_without(client)

@@ -22,7 +22,8 @@ SHARED_GOAL = 0.10  # and from that of several processes
 GIGABYTE = 10**9
 CUDA_OVERHEAD = 2 * 2**30
 
-slow = pytest.mark.slow
+# minutes each: python -m pytest tests/test_counted_memory.py --exhaustive
+slow = pytest.mark.exhaustive
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="it needs a GPU, and NANOLONG_GPU=1")
 
