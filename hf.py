@@ -34,7 +34,7 @@ class HFConfig:
     # type of the weights: of the checkpoint of an import, by default float32 (bfloat16 takes half
     # the space, and of bfloat16 weights, as most models have, it loses nothing), and of an exported
     # GGUF file, by default as in the checkpoint, which float16 and q8_0 round
-    store: Literal["", "float32", "bfloat16", "float16", "q8_0"] = ""
+    store: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
     # export: copy the tokenizer files of this Hugging Face directory instead of the model's own;
     # of a GGUF file also none, which then works on token ids only
     tokenizer: str = ""
@@ -47,7 +47,7 @@ class HFConfig:
 
 
 def main():
-    usage = "import DIR or FILE.gguf out/NAME, or export out/NAME DIR"
+    usage = "import DIR or FILE.gguf out/NAME, or export out/NAME DIR or FILE.gguf"
     cfg, given, words = cli.parse(HFConfig, about=__doc__, paths=usage)
     if len(words) != 3 or words[0] not in ("import", "export"):
         raise UserError(
@@ -57,7 +57,7 @@ def main():
     direction, source, target = words
     if direction == "export":
         is_gguf = target.lower().endswith(".gguf")
-        if cfg.store and not is_gguf:
+        if cfg.store != "auto" and not is_gguf:
             raise UserError("--store is for import and for GGUF files: leave it out")
         if is_gguf and "verify" in given:
             raise UserError("--verify is for directories, which transformers loads: leave it out")
@@ -73,9 +73,9 @@ def main():
     read = importing.import_checkpoint
     if source.lower().endswith(".gguf") or Path(source).is_file():
         read = gguf_import.import_gguf
-    if cfg.store not in ("", "float32", "bfloat16"):
+    if cfg.store not in ("auto", "float32", "bfloat16"):
         raise UserError(f"--store={cfg.store} is for export: give float32 or bfloat16")
-    read(GPT, source, target, cfg.store or "float32")
+    read(GPT, source, target, "float32" if cfg.store == "auto" else cfg.store)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 BLOCK = 32  # the values of a row that Q8_0 stores together
 
 
-def export_gguf(model, target, store="", tokenizer_from=""):
+def export_gguf(model, target, store="auto", tokenizer_from=""):
     """Write a model that checkpoint.open_model() returned to one file, whole or not at all.
 
-    store: a key of TYPES; by default as in the checkpoint, or float32 if queries are scaled.
+    store: a key of TYPES, or "auto": as in the checkpoint, or float32 if queries are scaled.
     tokenizer_from: a Hugging Face directory whose tokenizer is written instead of the model's own,
     or "none". Raises UserError for what llama.cpp would compute otherwise.
     """
@@ -50,7 +50,8 @@ def export_gguf(model, target, store="", tokenizer_from=""):
     architecture = written.settings["model_type"]
     values, table, rope = rope_metadata(model, written, architecture)
     written = written._replace(ropes=dict.fromkeys(written.ropes, rope))
-    store = store or str(export_dtype(model, written)).removeprefix("torch.")
+    if store == "auto":
+        store = str(export_dtype(model, written)).removeprefix("torch.")
     metadata = model_metadata(model.config, architecture) | values
     metadata |= text_metadata(model, tokenizer_from)
 
