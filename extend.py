@@ -63,10 +63,6 @@ class ExtendConfig(TrainConfig):
     def __post_init__(self):
         validate.check_extend(self)
 
-    def chosen_layers(self):
-        """The layers as GPT.extend() takes them."""
-        return "" if self.layers == "auto" else self.layers
-
 
 # -----------------------------------------------------------------------------
 # Defaults that come from the run that is extended.
@@ -167,7 +163,7 @@ def extend_model(model, cfg, given, rank):
     if extension.fits_scale(cfg.method, options):
         split = text_to_fit(model, cfg, given)
         options["scale"] = fit_scale(model, cfg, options, split, rank)
-    model.extend(cfg.method, cfg.factor, cfg.chosen_layers(), **options)
+    model.extend(cfg.method, cfg.factor, cfg.layers, **options)
     if cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY:
         raise UserError(f"method {cfg.method!r} is not for training: give --max_iters=0")
     no_positions = model.pos.by_index or type(model.pos) is NoPE
@@ -205,7 +201,7 @@ def fit_scale(model, cfg, options, split, rank=0):
     sequences of the extended length. The model is a trial: it is extended for each candidate.
     """
     trial = GPT.load(model.folder).to(devices.pick_device(cfg.device))
-    trial.extend(cfg.method, cfg.factor, cfg.chosen_layers(), **{**options, "scale": 1.0})
+    trial.extend(cfg.method, cfg.factor, cfg.layers, **{**options, "scale": 1.0})
     length = trial.config.block_size
     losses = {}
     for eighth in range(-4, 13):
@@ -251,7 +247,8 @@ def save_extended(model, cfg):
             run.settle_replaced(out_dir, finished=True)
         finally:
             run.release_folder(out_dir)
-    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
+    program = "sample.py" if model.meta.get("tokenizer") else "evaluate.py"
+    print(f"saved {folder}; use it with python {program} {shlex.quote(cfg.out_dir)}")
 
 
 def exact_dtype(model):

@@ -1031,7 +1031,7 @@ class GPT(nn.Module):
         noise = torch.rand(batch_size, max(length, n), generator=generator)
         return noise.topk(length).indices.sort().values
 
-    def extend(self, method: str, factor: float, layers: str = "", **options) -> None:
+    def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
         """
         Extend the context length by factor, in place; weights change for learned embeddings only.
 
@@ -1079,7 +1079,7 @@ class GPT(nn.Module):
         """Choose between "full" and "all", or check a choice. Raises UserError."""
         config = self.config
         can_differ = POSITIONS[config.pos] is RoPE and config.is_hybrid
-        if not layers:
+        if layers == "auto":
             before = config.extension or {"layers": "full"}
             layers = before.get("layers", "all") if can_differ else "all"
         if layers not in ("full", "all") or (layers == "full" and not can_differ):

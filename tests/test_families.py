@@ -177,7 +177,7 @@ def extend_and_export(case, method, folder, record):
         key: value[:fraction] if isinstance(value, list) else value
         for key, value in METHODS[method].items()
     }
-    layers = "all" if "N" in model.config.layer_pattern else ""
+    layers = "all" if "N" in model.config.layer_pattern else "auto"
     model.extend(method, 4.0, layers, **options)
     name = f"{case.name}-{method}"
     model.save(folder / f"run-{name}" / "step-000000")

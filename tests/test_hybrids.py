@@ -48,7 +48,7 @@ def rotated(model, layer, T):
     return q, model.scheme_of(layer).rotate(q, q, pos, layer)[0]
 
 
-@pytest.mark.parametrize("layers", ["", "full", "all"])
+@pytest.mark.parametrize("layers", ["auto", "full", "all"])
 def test_each_kind_of_layer_is_rotated_by_its_own_base_and_method(make, layers):
     model = make(**HYBRID)
     D = model.config.head_dim

@@ -109,7 +109,7 @@ def print_summary(settings, model, has_tokenizer):
         text += f", rope_type {rope.get('full_attention', rope)['rope_type']}"
     text += f", {model.config.block_size} tokens, {settings['dtype']}"
     if not has_tokenizer:
-        text += "; no tokenizer: the model was trained on token files without one"
+        text += "; no tokenizer: the checkpoint has none"
     print(text)
 
 
@@ -204,7 +204,7 @@ def choose_family(model, families, reader):
             found.append((len(missing), family.class_name, missing))
     _, nearest, missing = min(found, key=lambda item: item[0])
     needed = ", ".join(missing.values())
-    remedy = f"train with {needed} to export it as a {nearest}"
+    remedy = f"a {nearest}, which is nearest, has {needed}"
     raise no_equivalent(" with ".join(missing), remedy, reader)
 
 

@@ -217,9 +217,9 @@ def tokenizer_metadata(files, settings, vocab_size, adds_bos, name=None):
     name = name or pre_tokenizer_name(spec)
     if name is None:
         raise UserError(
-            "this is no byte-level BPE whose splitter has a name in llama.cpp: give "
-            "--tokenizer=none, for a file that works on token ids only, or --tokenizer=DIR of "
-            "another tokenizer"
+            "the model's tokenizer is no byte-level BPE whose splitter has a name in llama.cpp: "
+            "give --tokenizer=none, for a file that works on token ids only, or --tokenizer=DIR "
+            "of another tokenizer"
         )
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [UNUSED] * vocab_size
