@@ -639,7 +639,9 @@ def write_granite_swa(config, letters, fields):
     base = fields["rope_theta"]
     rotated = [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
     bases = [base if is_rotated else 0 for is_rotated in rotated]
-    return {**write_granite(config, letters, fields), "layer_rope_theta": bases}
+    window = fields["sliding_window"] or 128  # transformers wants one, also if no layer has it
+    settings = {"layer_rope_theta": bases, "sliding_window": window}
+    return write_granite(config, letters, fields) | settings
 
 
 GRANITE_SWA = derive(
