@@ -717,7 +717,7 @@ class Attention(nn.Module):
         self.v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
         self.o = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias == "all")
         self.qk_norm = config.qk_norm != "none"
-        if config.qk_norm != "none":  # over the channels of a head, or of all heads
+        if self.qk_norm:  # over the channels of a head, or of all heads
             n_heads = (1, 1) if config.qk_norm == "head" else (self.n_head, self.n_kv_head)
             self.q_norm = RMSNorm(n_heads[0] * self.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(n_heads[1] * self.head_dim, config.norm_eps)
@@ -730,6 +730,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
             k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
+        # (B, H or Hk, T, D)
         q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))
         # Attend, with the scheme's rotation or bias. Processes that share a sequence exchange their
         # tokens of all heads for all tokens of some heads, and back.
@@ -740,18 +741,27 @@ class Attention(nn.Module):
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
         else:
-            y = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
-            y = self.add_sinks(*y, scheme.exchange)
+            attended = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
+            y = self.add_sinks(attended, scheme)
         if scheme.exchange:
             y = scheme.exchange.heads_to_tokens(y)
         # Concatenate the heads and project back.
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
-    def add_sinks(self, y, lse, exchange):
-        """Let a score without a value take part in each softmax; lse (B, H, T): of the others."""
+    def add_sinks(self, attended, scheme):
+        """Let a score without a value take part in each softmax.
+
+        attended: the output without it (B, H, T, D), and the log-sum-exp of the scores (B, H, T).
+        """
+        if not isinstance(attended, tuple):
+            raise UserError(
+                f"{type(scheme).__name__}.attend() returns no log-sum-exp, which learned sinks "
+                "need: leave out --sink_scores"
+            )
+        y, lse = attended
         scores = self.sink_scores
-        if exchange:
-            scores, _ = exchange.own_terms(scores, None, y.shape[1])
+        if scheme.exchange:
+            scores, _ = scheme.exchange.own_terms(scores, None, y.shape[1])
         return (y * torch.sigmoid(lse - scores[:, None])[..., None]).to(y.dtype)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, RoPE
+from model import GPT, GPTConfig, NoPE, RoPE
 from nanolong import cli, validate
 from nanolong.attention_maps import attention_maps
 from nanolong.errors import UserError
@@ -365,6 +365,21 @@ def test_decoding_with_learned_sinks_equals_a_whole_forward_pass(make, pos):
     for token in new:
         assert torch.equal(token, model(text)[:, -1].argmax(-1, keepdim=True))
         text = torch.cat((text, token), 1)
+
+
+class OwnAttention(NoPE):
+    """A scheme whose attention takes no notice of arguments that it does not know."""
+
+    def attend(self, q, k, v, pos, layer, cache, **mask):
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def test_an_attention_without_a_log_sum_exp_refuses_learned_sinks(monkeypatch, make):
+    monkeypatch.setitem(GPT.schemes, "own", OwnAttention)
+    tokens = torch.randint(0, 50, (2, 8))  # a batch of two, which unpacks
+    make(pos="own")(tokens)
+    with pytest.raises(UserError, match="leave out --sink_scores"):
+        make(pos="own", sink_scores=True)(tokens)
 
 
 @pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])

@@ -33,6 +33,7 @@ def check_memory(config, capacity):
     )
     require(capacity >= 1, f"a memory of {capacity} tokens holds nothing: give at least 1 token")
     plain = set(config.layer_pattern) == {"F"} and not config.random_positions
+    require(config.qk_norm != "all", "a memory norms keys by head: give --qk_norm=head or none")
     require(
         plain and config.extension is None,
         "a memory is for full attention and positions as they are: leave out windows, layer "

@@ -100,9 +100,8 @@ class Family:
     model: dict
     layer: dict
     layer_prefix: str = "model.layers."
-    layer_tensors: dict = field(
-        default_factory=dict
-    )  # those that are no weight or bias of a module
+    # tensors of a layer that are no weight or bias of a module -> ours
+    layer_tensors: dict = field(default_factory=dict)
     folds: dict = field(default_factory=dict)
     position_table: str = ""  # the tensor of learned positions
     old_names: dict = field(default_factory=dict)  # of modules: in old files -> in `model`
@@ -609,6 +608,8 @@ GRANITE_HYBRID = derive(
 def read_granite_swa(fields, settings):
     """layer_rope_theta has a base for each layer, and 0 for those without positions."""
     values = read_granite(fields, settings)
+    if fields.values.get("layer_types") is None:  # which layers have the window
+        raise fields.wrong_value("layer_types", "a list with the kind of each layer")
     bases = fields.values.get("layer_rope_theta")
     if bases is None:
         return values

@@ -82,11 +82,15 @@ def export_gguf(model, target, store="auto", tokenizer_from=""):
 def families_of(config):
     """Return the families that llama.cpp computes as we do: model_type -> entry.
 
-    It applies no window in these, and leaves RoPE out of every fourth layer of a SmolLM3.
+    It applies no window in these, has SiLU in every MLP whatever config.json said, and leaves RoPE
+    out of every fourth layer of a SmolLM3.
     """
     families = {}
     for name in ARCHITECTURES:
-        families[name] = replace(FAMILIES[name], patterns=("F",), heads_divide=False)
+        settings = {**FAMILIES[name].settings, "mlp": ("swiglu",)}
+        families[name] = replace(
+            FAMILIES[name], patterns=("F",), heads_divide=False, settings=settings
+        )
     fourth = [(layer + 1) % 4 == 0 for layer in range(config.n_layer)]
     without = [not config.uses_positions(layer) for layer in range(config.n_layer)]
     families["smollm3"] = replace(
