@@ -185,9 +185,10 @@ def test_generation_equals_uncached_generation(make_recurrent):
         ({"pos": "rope"}, 0, "at least 1 token"),
         ({"pos": "rope", "window": 4}, 8, "windows"),
         ({"pos": "rope", "layer_pattern": "FN"}, 8, "layer patterns"),
+        ({"pos": "rope", "qk_norm": "all"}, 8, "norms keys by head"),
     ],
 )
 def test_what_cannot_have_a_memory_is_refused(settings, capacity, message):
-    model = RecurrentGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, **settings))
+    model = RecurrentGPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, **settings))
     with pytest.raises(UserError, match=message):
         SegmentMemory(model, capacity)
