@@ -204,7 +204,7 @@ def choose_family(model, families, reader):
             found.append((len(missing), family.class_name, missing))
     _, nearest, missing = min(found, key=lambda item: item[0])
     needed = ", ".join(missing.values())
-    remedy = f"a {nearest}, which is nearest, has {needed}"
+    remedy = f"to be a {nearest}, which is nearest, it needs {needed}"
     raise no_equivalent(" with ".join(missing), remedy, reader)
 
 
