@@ -80,7 +80,8 @@ def test_all_parts_of_the_smallest_budget(run, text_data, tmp_path):
     file.write_text(json.dumps(measured))
     again = run(*words, cwd=tmp_path)
     assert again.returncode == 0
-    assert again.stdout.count("seed 1: ") == 1 and "seed 1: method yarn" in again.stdout
+    assert again.stdout.count(f"{file.parent.name}: ") == 1
+    assert f"{file.parent.name}: method yarn" in again.stdout
     assert json.loads(file.read_text())["values"]["method yarn"] == expected
     again = json.loads((tmp_path / "results/reproduce.json").read_text())
     assert again["methods"] == board["methods"]
