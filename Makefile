@@ -1,4 +1,5 @@
 # make demo        install, train, extend, evaluate and sample: five to nine minutes on two cores
+# make stages      the demo's run in three stages, at 256, 1,024 and 4,096 tokens: five minutes
 # make test        install and run the tests;  make test-all  the slow ones too, and those of tools/
 # make kernels-all every case of the kernels' tests: run it when kernels/ changes
 # make lint        check format and style
@@ -16,12 +17,13 @@
 
 PYTHON ?= python3
 DEMO ?= out/demo
+STAGES ?= out/stages
 JOBS ?= 2
 PY = .venv/bin/python
 # The virtual environment with the CUDA build of torch.
 CUDA_VENV ?= .venv-cuda
 # A run that exists is resumed, so that an interrupted demo goes on.
-RESUME = $(if $(wildcard $(DEMO)/$(1)/step-*),--init_from=resume)
+RESUME = $(if $(wildcard $(1)/step-*),--init_from=resume)
 
 # A public checkpoint of 94 MB, Apache-2.0: SmolLM2-135M-Instruct in 4 bits.
 SMOLLM2_DIR ?= $(HOME)/.cache/nanolong
@@ -31,22 +33,33 @@ PUBLIC ?= out/smollm2
 # where it is there, the slow tests use it
 export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
-.PHONY: demo test test-all kernels-all lint golden bench aot simulated-gpu simulated-gpu-all \
+.PHONY: demo stages test test-all kernels-all lint golden bench aot simulated-gpu simulated-gpu-all \
 	gpu-check smollm2 public
 
 demo: .venv/demo
-	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,rope)
+	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,$(DEMO)/rope)
 	$(PY) extend.py $(DEMO)/rope --method=none --factor=4 --max_iters=60 --max_tokens=16384 \
-		--out_dir=$(DEMO)/rope-none4 $(call RESUME,rope-none4)
+		--out_dir=$(DEMO)/rope-none4 $(call RESUME,$(DEMO)/rope-none4)
 	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=0 --out_dir=$(DEMO)/rope-yarn4-zero \
-		$(call RESUME,rope-yarn4-zero)
+		$(call RESUME,$(DEMO)/rope-yarn4-zero)
 	$(PY) extend.py $(DEMO)/rope --method=yarn --factor=4 --max_iters=60 --max_tokens=16384 \
-		--out_dir=$(DEMO)/rope-yarn4 $(call RESUME,rope-yarn4)
+		--out_dir=$(DEMO)/rope-yarn4 $(call RESUME,$(DEMO)/rope-yarn4)
 	$(PY) sample.py $(DEMO)/rope-yarn4 --start="def " --max_new_tokens=800
 	$(PY) evaluate.py "baseline=$(DEMO)/rope" "baseline + fine-tuning=$(DEMO)/rope-none4" \
 		"YaRN, zero-shot=$(DEMO)/rope-yarn4-zero" "YaRN + fine-tuning=$(DEMO)/rope-yarn4" \
-		--lengths=256,512,1024,2048 --protocol=last-quarter --max_tokens=32768 \
-		--plot=$(DEMO)/length.png --json=$(DEMO)/length.json
+		--lengths=256,512,1024,2048 --protocol=chunked,last-quarter,position --max_tokens=32768 \
+		--plot=$(DEMO)/length.png --json=$(DEMO)/length.json --report=$(DEMO)/report.html
+
+# One schedule of 400 steps, whose last tenth trains at longer contexts.
+stages: .venv/demo
+	$(PY) train.py config/demo.toml --stop_at=360 --out_dir=$(STAGES)/256 $(call RESUME,$(STAGES)/256)
+	$(PY) extend.py $(STAGES)/256 --factor=4 --keep_optimizer=true --stop_at=380 --max_tokens=16384 \
+		--out_dir=$(STAGES)/1024 $(call RESUME,$(STAGES)/1024)
+	$(PY) extend.py $(STAGES)/1024 --factor=4 --keep_optimizer=true --max_tokens=16384 \
+		--out_dir=$(STAGES)/4096 $(call RESUME,$(STAGES)/4096)
+	$(PY) evaluate.py 256=$(STAGES)/256 1024=$(STAGES)/1024 4096=$(STAGES)/4096 \
+		--lengths=256,1024,4096 --protocol=last-quarter,position --max_tokens=32768 \
+		--plot=$(STAGES)/length.png --json=$(STAGES)/length.json
 
 test: .venv/test
 	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal

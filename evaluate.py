@@ -1,9 +1,10 @@
-"""Measure checkpoints: loss by context length and by position, or retrieval of a hidden passkey.
+"""Measure checkpoints: loss by context length and by position, or retrieval from long prompts.
 
+    python evaluate.py out/rope out/rope-yarn4 --report=out/report.html
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024 --plot=out/length.png
     python evaluate.py "RoPE=out/rope" "YaRN=out/rope-yarn4" --protocol=last-quarter
     python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192
-    python evaluate.py out/rope out/rope-yarn4 --task=needle --plot=out/needle.png
+    python evaluate.py out/rope out/rope-yarn4 --task=ruler --ruler=niah,vt
 
 --task=loss scores validation text, in nats per token, by these protocols:
 
@@ -17,12 +18,18 @@
   token-aligned  Score the same tokens at every length: sequences of all lengths end at the same
                  places, and only their last --stride tokens are scored. This answers whether
                  more context helps.
+  last-tokens    The same with 500 tokens, and what each doubling of the context takes off the loss.
+  key-tokens     Score only tokens that a --judge predicts far better from a long context than from
+                 about the last --short_context tokens, by more than 2 nats (LongPPL, 2410.23771).
 
 At most --max_tokens are scored: sequences of the longest length, evenly spaced over all validation
 files, as in train.py. Shorter sequences lie in these, so with the first four protocols all lengths
 score the same text. Where the last sequence overlaps the one before it, only its new tokens are
-scored. A mean is over all scored tokens, never over sequences. Dynamic methods scale by the length
-of the whole sequence. A model with random positions gets positions sampled as in training.
+scored. A mean is over all scored tokens, never over sequences; its 95 % interval is over sequences,
+with Student's t, and unknown below 5 of them. Checkpoints that score the same text are compared by
+the differences of the same sequences: an asterisk marks those that differ from the first. Dynamic
+methods scale by the length of the whole sequence. A model with random positions gets positions
+sampled as in training.
 
 The text is the validation text of --dataset, of the dataset that a checkpoint was trained on, or
 --text=FILE, a plain text in the tokens of each checkpoint. Models with different vocabularies are
@@ -32,76 +39,107 @@ text that the scored tokens stand for.
 --task=needle hides a passkey of three digits in filler text, at a depth from 0 (the start) to 1
 (the end), and asks for it at the end of the prompt. A trial succeeds when every digit has the
 highest probability given the correct digits before it (teacher forcing), so nothing is sampled and
-guessing succeeds once in 1,000 trials. The control has no passkey in its prompt. The prompts depend
-on the seed, length and depth only, so all checkpoints with one tokenizer see the same ones. Small
-models know the format only from training: use train.py --passkey=0.1.
+guessing succeeds once in 1,000 trials. The control has no passkey in its prompt.
+
+--task=ruler asks for what is hidden in prompts like those of RULER (2404.06654), by the same rule:
+one value (niah), one of several (multikey), several (multivalue, multiquery), all names of a value
+(vt, variable tracking), and the words that are frequent in a list (cwe, fwe). Besides the fraction
+of prompts in which all answers are right it measures the nats of the answer, and what the needles
+save of them against the same prompt without them (the gain); this separates models that never
+answer right. The scores are not those that are published for RULER.
+
+Prompts depend on the seed, the task and the length only, so all checkpoints with one tokenizer see
+the same ones. Small models know their format only from training: train.py --tasks=niah:0.1.
+
+--report=FILE.html writes one page of everything measured, with the text itself coloured by loss.
+Without --task and --protocol it chooses what to measure.
+
+--curves=FILE.png measures nothing: it plots the losses that runs have logged in training.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
 import shlex
-import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
 import data
-from model import GPT, POSITIONS, ContextLengthWarning
+from model import GPT, POSITIONS
 from nanolong import (
     cli,
     devices,
     entry,
     evaluation_log,
-    inference,
+    key_tokens,
+    losses,
     parallel,
     plots,
     provenance,
+    report,
+    retrieval,
     run,
     scoring,
     validate,
 )
 from nanolong.errors import UserError, note
 
-Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
+AnyProtocol = Literal[
+    "chunked",
+    "last-quarter",
+    "position",
+    "sliding",
+    "token-aligned",
+    "last-tokens",
+    "key-tokens",
+]
+RulerTask = Literal["niah", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe"]
 
 # With fewer sequences than this the choice of the text decides how two lengths compare.
 MIN_SEQUENCES = 8
-
-# Tokens in one forward pass: of a batch of sequences, and of a chunk of one long sequence.
-BATCH_TOKENS = 16384
-CHUNK = 32768
 
 
 @dataclass
 class EvaluateConfig:
     # [measurement]
-    task: Literal["loss", "needle"] = "loss"  # what to measure
+    task: Literal["loss", "needle", "ruler"] = "loss"  # what to measure
     # context lengths in tokens; default: 1, 2, 4 and 8 times the shortest original context length
     # (needle: 1, 2, 3 and 4 times)
     lengths: tuple[int, ...] = ()
-    seed: int = 1  # seed of the needle prompts
+    seed: int = 1  # seed of the prompts
     # Python files, each with one scheme of your own, for checkpoints that were trained with it
     entry: tuple[str, ...] = ()
     best: bool = False  # of a run folder, use the step with the lowest validation loss
     # [loss]
     # how to score, see above; by default of a single length without token-aligned
-    protocol: tuple[Protocol, ...] = ("chunked", "last-quarter", "token-aligned")
-    # sliding, token-aligned: scored tokens at the end of a sequence, at most the sequence itself
-    # (token-aligned: at most half the shortest length)
-    stride: int = 256
+    protocol: tuple[AnyProtocol, ...] = ("chunked", "last-quarter", "token-aligned")
+    # sliding, token-aligned, last-tokens: scored tokens at the end of a sequence, at most the
+    # sequence itself (of the last two, half the shortest length); 0: 256, of last-tokens 500
+    stride: int = 0
     max_tokens: int = 65536  # tokens of the validation text that are scored, spread over its files
     dataset: str = ""  # default: the one that each checkpoint was trained on
     text: str = ""  # score this text file, in the tokens of each checkpoint, and no dataset
-    # [needle]
-    depths: int = 5  # number of depths, from the start to the end
-    trials: int = 64  # prompts for each length and depth
+    judge: str = ""  # key-tokens: the run that says which tokens are key tokens
+    # key-tokens: tokens of the judge's short context, at most half of the judge's context length
+    short_context: int = 4096
+    min_key_tokens: int = 1000  # key-tokens: with fewer of them no loss is given
+    # [needle, ruler]
+    depths: int = 5  # needle: number of depths, from the start to the end
+    # ruler: the tasks
+    ruler: tuple[RulerTask, ...] = (
+        *("niah", "multikey", "multivalue", "multiquery"),
+        *("vt", "cwe", "fwe"),
+    )
+    # ruler: short words and values, or those of the paper; auto: small if a token is a character
+    prompt_size: Literal["auto", "small", "paper"] = "auto"
+    # prompts for each length and depth, or each length and task; 0: 64, of ruler 20
+    trials: int = 0
     # [output]
     plot: str = ""  # write a figure to this PNG file (needs matplotlib)
+    report: str = ""  # write a page with everything measured to this HTML file
+    curves: str = ""  # only plot the training curves of run folders to this PNG file
     # write the records to this file as they come, with the step folder, dtype, device, data and
     # commit; a loss that is not finite is null. The same command, after a stop, reuses them
     json: str = ""
@@ -123,209 +161,87 @@ class EvaluateConfig:
 # Loss
 
 
-@contextmanager
-def evaluation_mode(model, dtype):
-    """Disable dropout and gradients, multiply matrices in `dtype`, allow any context length.
-
-    Yields the device of the model. Leaves the model in the mode in which it was.
-    """
-    device = next(model.parameters()).device
-    with torch.no_grad(), devices.autocast(device, dtype), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ContextLengthWarning)
-        with inference.EvaluationMode(model):
-            yield device
-
-
-def token_losses(model, x, y, positions):
-    """Return the loss of every token in nats, (B, T), for inputs and targets (B, T).
-
-    A sequence of more than CHUNK tokens passes through the model in chunks, with a KV cache, so
-    that the memory for activations does not grow with its length.
-    """
-    length = x.shape[1]
-    if model.own_tokens(length) != slice(None):  # other processes compute the other tokens
-        return parallel.gather_tokens(model(x, y, positions, reduction="none"))
-    # A method whose tables depend on the length has to see the whole sequence at once.
-    if length <= CHUNK or model.set_length(CHUNK) != model.set_length(length):
-        return model(x, y, positions, reduction="none")
-    cache = inference.KVCache(capacity=length)
-    losses = []
-    for start in range(0, length, CHUNK):
-        chunk = slice(start, start + CHUNK)
-        pos = None if positions is None else positions[..., chunk]
-        losses.append(model(x[:, chunk], y[:, chunk], pos, cache=cache, reduction="none"))
-    return torch.cat(losses, 1)
-
-
-def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32, **placement):
-    """Sum the loss at each position of sequences of `length` tokens.
-
-    Returns two float64 tensors (length,): the summed loss in nats and the number of scored tokens.
-    placement: the protocol, stride and all `lengths` that are to be compared, which are arguments
-    of scoring.find_sequences(). The model computes on the device of its weights. Raises UserError
-    when the text or the context of the model is too short.
-    """
-    sequences = scoring.find_sequences(split, length, max_tokens, **placement)
-    loss_sum = torch.zeros(length, dtype=torch.float64)
-    n_scored = torch.zeros(length, dtype=torch.float64)
-    batch_size = max(1, BATCH_TOKENS // length)
-    with evaluation_mode(model, dtype) as device:
-        for i in range(0, len(sequences), batch_size):
-            batch = sequences[i : i + batch_size]
-            x, y = scoring.read_sequences(split, length, batch)
-            positions = model.sample_positions(len(x), length, batch[0][1])
-            losses = token_losses(model, x.to(device), y.to(device), positions).cpu().double()
-            loss_sum += losses.sum(0)
-            n_scored += (y >= 0).sum(0)
-    return loss_sum, n_scored
-
-
 def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
     """Return the Measurement of protocols that share their forward passes, at one length.
 
     If a loss cannot be measured, its record has "refused" with the reason.
     """
     split = text.val
-    placement = {"protocol": protocols[0], "stride": cfg.stride, "lengths": lengths}
-    settings = {"protocols": protocols, **fields}
+    placement = {"protocol": protocols[0], "lengths": lengths, **fields}
+    settings = {"protocols": protocols, **fields, "sequences": []}
     try:
         settings["sequences"] = scoring.find_sequences(split, length, cfg.max_tokens, **placement)
     except UserError as error:
         settings["refused"] = str(error)
-    n_sequences = len(settings.get("sequences", ()))
+    sequences = settings["sequences"]
 
     def measure():
         dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
         try:
-            sums = loss_by_position(model, split, length, cfg.max_tokens, dtype, **placement)
+            if "refused" in settings:
+                raise UserError(settings["refused"])
+            sums, counts = losses.loss_by_part(model, split, length, sequences, dtype)
         except UserError as error:
             refused = {**fields, "refused": str(error)}
             return [scoring.loss_record(name, word, length, **refused) for word in protocols]
-        n_bytes = scoring.bytes_by_position(text, length, cfg.max_tokens, **placement)
-        counted = {**fields, "sequences": n_sequences}
-        return scoring.make_records(name, *sums, protocols, n_bytes, **counted)
+        n_bytes = scoring.bytes_by_part(text, length, sequences)
+        return scoring.make_records(name, length, sums, counts, protocols, n_bytes, **fields)
 
-    flops = n_sequences * length * model.flops_per_token(length)
+    flops = len(sequences) * length * model.flops_per_token(length)
     return evaluation_log.Measurement(name, length, settings, flops, measure)
 
 
-def measure_losses(models, cfg, lengths, texts=None, log=None):
-    """Measure every checkpoint (name -> GPT, on its device) at every length, by every protocol.
+def load_judge(cfg, models):
+    """Load the judge of key tokens. Raises UserError unless it reads the tokens of all models."""
+    device = next(next(iter(models.values())).parameters()).device
+    dtype = devices.pick_dtype(cfg.dtype, device)
+    judge = GPT.load(cfg.judge, cfg.best).to(device)
+    if scoring.have_different_vocabularies({"": judge, **models}):
+        raise UserError(
+            f"the judge {cfg.judge} and the checkpoints have different vocabularies: give a "
+            "--judge with their tokenizer"
+        )
+    return key_tokens.Judge(judge, cfg.short_context, dtype)
 
-    texts: of scoring.open_texts(), if they are open; log: an EvaluationLog, None to print nothing.
-    Returns a list of records. Where a loss cannot be measured, the record has "refused"
-    with the reason in place of "loss" and "tokens".
+
+def plan_losses(models, cfg, lengths, texts):
+    """Plan every checkpoint (name -> GPT, on its device) at every length, by every protocol.
+
+    texts: of scoring.open_texts(). Returns Measurements.
     """
-    texts = texts or scoring.open_texts(models, cfg, lengths)
-    if cfg.sequence_parallel > 1:
-        parallel.check_same_everywhere(data=[text.hash for text in texts.values()])
+    judge = None
+    if "key-tokens" in cfg.protocol:
+        judge = load_judge(cfg, models)
     groups = scoring.group_protocols(cfg.protocol, cfg.stride, lengths)
     measurements = []
-    for name, length, group in product(models, lengths, groups):
-        planned = plan_loss(name, models[name], texts[name], cfg, lengths, length, *group)
-        measurements.append(planned)
-    return evaluation_log.measure_all(measurements, log)
+    for name, length, (protocols, fields) in product(models, lengths, groups):
+        what = (name, models[name], texts[name], cfg, lengths, length)
+        if protocols == ("key-tokens",):
+            measurements.append(key_tokens.plan(*what, judge))
+        else:
+            measurements.append(plan_loss(*what, protocols, fields))
+    return measurements
 
 
-# -----------------------------------------------------------------------------
-# Needle: retrieval of a passkey hidden in filler text
+def measure_losses(models, cfg, lengths, texts=None):
+    """Measure every checkpoint (name -> GPT, on its device) at every length, by every protocol.
 
-
-def find_needle(
-    model, tokenizer, length, depth, trials=64, seed=1, bos=None, dtype=torch.float32, hidden=True
-):
-    """Ask for a passkey hidden at a depth from 0 to 1, in prompts of `length` tokens.
-
-    Returns two floats: the fraction of trials in which all digits had the highest probability, and
-    the mean loss in nats per digit. hidden=False leaves the passkey out of the prompt (control).
+    texts: of scoring.open_texts(), if they are open. Returns a list of records. If a loss cannot be
+    measured, the record has "refused" with the reason in place of "loss" and "tokens".
     """
-    if tokenizer is None:
-        raise UserError(
-            "find_needle() has no tokenizer to write prompts with: give that of the model, "
-            'data.tokenizer_from_json(model.meta["tokenizer"])'
-        )
-    entropy = [seed, length, round(depth * 1e6), hidden]
-    rng = np.random.Generator(np.random.PCG64(entropy))
-    prompts = [data.passkey(tokenizer, length, depth, rng, bos, hidden) for _ in range(trials)]
-    batch_size = max(1, BATCH_TOKENS // length)
-    n_found = 0
-    loss_sum = 0.0
-    with evaluation_mode(model, dtype) as device:
-        for i in range(0, trials, batch_size):
-            batch = prompts[i : i + batch_size]
-            x = torch.from_numpy(np.stack([inputs for inputs, _ in batch])).to(device)
-            y = torch.from_numpy(np.stack([targets for _, targets in batch])).to(device)
-            positions = model.sample_positions(len(x), length, seed)
-            # Only the answer needs logits: the last digits of the targets.
-            hidden_states = model.hidden_states(x, positions)
-            last = parallel.gather_tokens(hidden_states[:, -data.DIGITS :])[:, -data.DIGITS :]
-            logits = model.head(last).float()  # (B, DIGITS, V)
-            answer = y[:, -data.DIGITS :]
-            correct = logits.argmax(-1) == answer
-            n_found += int(correct.all(1).sum())
-            loss = F.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="sum")
-            loss_sum += loss.item()
-    return n_found / trials, loss_sum / trials / data.DIGITS
-
-
-def plan_needle(name, model, tokenizer, cfg, length, depth):
-    """Return the Measurement of retrieval at one length and depth, or of the control (None)."""
-
-    def measure():
-        record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
-        record.update(trials=cfg.trials, seed=cfg.seed)
-        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-        # Nothing is hidden in the control, whose depth only seeds its prompts.
-        hidden = depth is not None
-        place = depth if hidden else 0.5
-        bos = model.meta.get("bos")
-        try:
-            record["accuracy"], record["nll"] = find_needle(
-                model, tokenizer, length, place, cfg.trials, cfg.seed, bos, dtype, hidden
-            )
-        except UserError as error:
-            record["refused"] = str(error)
-        return [record]
-
-    settings = {"depth": depth, "trials": cfg.trials, "seed": cfg.seed}
-    flops = cfg.trials * length * model.flops_per_token(length)
-    return evaluation_log.Measurement(name, length, settings, flops, measure)
-
-
-def measure_needles(models, cfg, lengths, log=None):
-    """Measure retrieval for every checkpoint, length and depth, and for the control (depth None).
-
-    Returns a list of records; one that cannot be measured has "refused" with the reason. log: as in
-    measure_losses().
-    """
-    depths = [i / max(1, cfg.depths - 1) for i in range(cfg.depths)]
-    measurements = []
-    for name, model in models.items():
-        tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
-        if tokenizer is None:
-            raise UserError(
-                f"{name} has no tokenizer, so it cannot be asked in text: "
-                "use one that was trained on a text prepared by data/prepare.py"
-            )
-        if not (model.meta.get("train") or {}).get("passkey"):
-            note(
-                f"{name} was not trained on passkey documents (train.py --passkey=0.5), so "
-                "it may not know the question"
-            )
-        for length, depth in product(lengths, (*depths, None)):
-            measurements.append(plan_needle(name, model, tokenizer, cfg, length, depth))
-    return evaluation_log.measure_all(measurements, log)
+    texts = texts or scoring.open_texts(models, cfg, lengths)
+    measurements = plan_losses(models, cfg, lengths, texts)
+    records = [record for planned in measurements for record in planned.measure()]
+    scoring.compare(records, scoring.identify_texts(models, texts))
+    return records
 
 
 # -----------------------------------------------------------------------------
 # The command line
 
 
-def load_models(paths, best, device, dtype=torch.float32):
-    """Load the checkpoints of arguments FOLDER or NAME=FOLDER: a dict from name to GPT.
-
-    dtype: of their weights, or None for what is stored.
-    """
+def name_folders(paths):
+    """Return the folders of arguments FOLDER or NAME=FOLDER: a dict by name."""
     if not paths:
         raise UserError("no checkpoint: give at least one run folder (python evaluate.py out/NAME)")
     folders = {}
@@ -337,6 +253,15 @@ def load_models(paths, best, device, dtype=torch.float32):
         folders[name] = folder
     if len(folders) < len(paths):
         raise UserError("two checkpoints have the same name: name each by NAME=FOLDER")
+    return folders
+
+
+def load_models(paths, best, device, dtype=torch.float32):
+    """Load the checkpoints of arguments FOLDER or NAME=FOLDER: a dict from name to GPT.
+
+    dtype: of their weights, or None for what is stored.
+    """
+    folders = name_folders(paths)
     return {name: GPT.load(folder, best, dtype).to(device) for name, folder in folders.items()}
 
 
@@ -366,7 +291,7 @@ def note_few_sequences(records, lengths):
     for protocol in ("last-quarter", "position"):  # the others score the same text at all lengths
         few = {}
         for record in records:
-            n = record.get("sequences", MIN_SEQUENCES)
+            n = record.get("n", MIN_SEQUENCES)
             if record["protocol"] == protocol and n < MIN_SEQUENCES:
                 few[record["length"]] = f"{n} at {record['length']}"
         if few and len(lengths) > 1:
@@ -442,10 +367,17 @@ def plot_records(records, models, cfg, lengths, scored, unit):
     title = f"Trained at {trained_at} tokens, evaluated at up to {max(lengths):,}"
     if cfg.task == "needle":
         chance = 10**-data.DIGITS
-        caption = f"{cfg.trials} prompts per cell, teacher-forced; chance is {chance}"
+        trials = cfg.trials or retrieval.NEEDLE_TRIALS
+        caption = f"{trials} prompts per cell, teacher-forced; chance is {chance}"
         plots.plot_needle_heatmaps(records, lengths, cfg.plot, caption, title=title)
     elif records:
         plots.plot_losses(records, lengths, cfg.plot, scored[0], title=title, unit=unit)
+
+
+def plot_training(file, paths):
+    """Plot the logs of run folders. Returns the exit status, 1 without matplotlib."""
+    check_writable(file)
+    return 0 if plots.plot_curves(name_folders(paths), file) else 1
 
 
 def main():
@@ -462,8 +394,24 @@ def main():
         return evaluate(cfg, given, paths, writes=rank == 0)
 
 
+def choose_measurements(cfg, given, models, lengths):
+    """Return the tasks to measure, and set the protocols that are not given."""
+    tasks = [cfg.task]
+    if "protocol" not in given and len(lengths) == 1:
+        cfg.protocol = ("chunked", "last-quarter")  # there is nothing to align
+    if cfg.report and not {"task", "protocol"} & given:
+        cfg.protocol = ("chunked", "position", *cfg.protocol[1:])
+        if all(model.meta.get("tokenizer") for model in models.values()):
+            tasks.append("ruler")
+            if "ruler" not in given:
+                cfg.ruler = ("niah", "multikey", "vt")
+    return tasks
+
+
 def evaluate(cfg, given, paths, writes):
     """Do what the settings say; only one process writes files. Returns the exit status."""
+    if cfg.curves:
+        return plot_training(cfg.curves, paths) if writes else 0
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
@@ -474,46 +422,102 @@ def evaluate(cfg, given, paths, writes):
     if cfg.task == "loss":
         check_datasets(models, cfg)
         note_different_texts(models, cfg)
-    for file in (cfg.plot, cfg.json):
+    validate.require(
+        not cfg.report or len(models) <= report.MAX_CHECKPOINTS,
+        f"--report compares at most {report.MAX_CHECKPOINTS} checkpoints: name fewer",
+    )
+    for file in (cfg.plot, cfg.json, cfg.report):
         if file and writes:
             check_writable(file)
     saved = evaluation_log.read_records(cfg.json) if writes else []
 
     # The default lengths are multiples of the shortest original context length.
     shortest = min(model.config.original_length for model in models.values())
-    factors = (1, 2, 4, 8) if cfg.task == "loss" else (1, 2, 3, 4)
+    factors = (1, 2, 3, 4) if cfg.task == "needle" else (1, 2, 4, 8)
     lengths = cfg.lengths or tuple(shortest * factor for factor in factors)
-    if "protocol" not in given and len(lengths) == 1:
-        cfg.protocol = ("chunked", "last-quarter")  # there is nothing to align
+    tasks = choose_measurements(cfg, given, models, lengths)
     for model in models.values():
         parallel.share_sequences(model, cfg.sequence_parallel, lengths)
 
-    scored, texts, unit = [], {}, ""
-    if cfg.task == "loss":
+    scored, texts, measurements = [], {}, []
+    if "loss" in tasks:
         texts = scoring.open_texts(models, cfg, lengths)
+        parallel.check_same_everywhere(data=[text.hash for text in texts.values()])
         scored = scoring.describe_scored(texts, lengths, cfg.max_tokens)
         print("\n".join(f"scored: {line}" for line in scored), flush=True)
+        measurements += plan_losses(models, cfg, lengths, texts)
+    if "needle" in tasks:
+        measurements += retrieval.plan_needles(models, cfg, lengths)
+    if "ruler" in tasks:
+        measurements += retrieval.plan_ruler(models, cfg, lengths)
+
     origin = origins(models, texts, dtype, device)
     facts = {"code": entry.hash_sources(cfg.entry), "processes": cfg.sequence_parallel}
     file = cfg.json if writes else ""
     log = evaluation_log.EvaluationLog(file, saved, models, origin, **facts)
-    if cfg.task == "loss":
-        records = measure_losses(models, cfg, lengths, texts, log)
-        print()
-        plotted, unit = losses_to_plot(records, models)
-        # where a token is a byte, bits per byte would say nothing new
-        has_words = any(r.get("bytes") not in (None, r.get("tokens")) for r in records)
-        in_bits = bool(cfg.text) or unit == "bits per byte" or has_words
-        print_losses(records, lengths, in_bits, plotted, unit)
-        note_few_sequences(records, lengths)
-    else:
-        plotted = measure_needles(models, cfg, lengths, log)
-        print()
-        print(plots.format_needle_table(plotted, lengths))
-
+    records = log.measure(measurements)
+    records += retrieval.summarise_ruler(records)
+    if "loss" in tasks:
+        scoring.compare(records, scoring.identify_texts(models, texts))
+    log.write(records)
+    plotted, unit = print_records(records, models, cfg, lengths, tasks)
     if cfg.plot and writes:
         plot_records(plotted, models, cfg, lengths, scored, unit)
+    if cfg.report and writes:
+        write_report(cfg, models, texts, lengths, records, dtype, tasks)
     return 0
+
+
+def print_records(records, models, cfg, lengths, tasks):
+    """Print all that was measured. Returns the records to plot and their unit."""
+    plotted, unit = records, ""
+    if "loss" in tasks:
+        of_losses = [record for record in records if record["task"] == "loss"]
+        plotted, unit = losses_to_plot(of_losses, models)
+        # where a token is a byte, bits per byte would say nothing new
+        has_words = any(r.get("bytes") not in (None, r.get("tokens")) for r in of_losses)
+        in_bits = bool(cfg.text) or unit == "bits per byte" or has_words
+        print()
+        print_losses(of_losses, lengths, in_bits, plotted, unit)
+        note_few_sequences(of_losses, lengths)
+    if "needle" in tasks:
+        print()
+        print(plots.format_needle_table(records, lengths))
+    if "ruler" in tasks:
+        of_ruler = [record for record in records if record["task"] == "ruler"]
+        summaries = [record for record in of_ruler if "summary" in record]
+        print()
+        print(plots.format_ruler_table(summaries, of_ruler, lengths))
+    return plotted, unit
+
+
+def write_report(cfg, models, texts, lengths, records, dtype, tasks):
+    """Write the page of --report, with the text coloured by loss if a text was scored."""
+    shown = {}
+    for name, text in texts.items():
+        found = losses.text_losses(models[name], text, lengths, cfg.max_tokens, dtype)
+        if found:
+            shown[name] = found
+    checkpoints = [provenance.describe_checkpoint(name, model) for name, model in models.items()]
+    title = f"{', '.join(models)}: evaluated at up to {max(lengths):,} tokens"
+    report.write_report(cfg.report, checkpoints, records, shown, list_omissions(cfg, tasks), title)
+
+
+def list_omissions(cfg, tasks):
+    """Return sentences that name what was not measured, and the option that does."""
+    omitted = []
+    if "loss" not in tasks:
+        omitted.append("Loss was not measured: --task=loss does.")
+    else:
+        left_out = [word for word in get_args(AnyProtocol) if word not in cfg.protocol]
+        omitted.append(f"Protocols that were not measured: {', '.join(left_out)} (--protocol).")
+    if "ruler" in tasks:
+        left_out = [kind for kind in get_args(RulerTask) if kind not in cfg.ruler]
+        if left_out:
+            omitted.append(f"Tasks that were not measured: {', '.join(left_out)} (--ruler).")
+    elif "needle" not in tasks:
+        omitted.append("Retrieval was not measured: --task=ruler or --task=needle does.")
+    return omitted
 
 
 if __name__ == "__main__":

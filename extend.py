@@ -4,6 +4,7 @@
     python extend.py out/python-rope --method=pi --factor=2 --max_iters=0         only extends
     python extend.py out/python-rope --factor=4 --pose=true    trains at the original length (PoSE)
     python extend.py out/python-rope --method=drope --factor=4       drops RoPE, then fine-tunes
+    python extend.py out/python-rope --factor=4 --keep_optimizer=true     the run's next stage
     python extend.py out/python-rope --factor=4 --init_from=resume   goes on after a stop
 
 The order: load, extend, evaluate, train, evaluate. RoPE's methods are in rope_scaling.py, those of
@@ -25,10 +26,11 @@ import torch
 
 import data
 import rope_scaling
-from evaluate import EvaluateConfig, loss_by_position, measure_losses
+from evaluate import EvaluateConfig, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring, validate
 from nanolong.errors import UserError
+from nanolong.losses import loss_by_position
 from train import TrainConfig, train_and_sample
 
 
@@ -44,11 +46,15 @@ class ExtendConfig(TrainConfig):
     layers: Literal["auto", "full", "all"] = "auto"
     pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
     pose_window: int = 0  # tokens of a PoSE sequence; 0: the original length
+    train_length: int = 0  # tokens of a training sequence; 0: the extended context length
+    keep_optimizer: bool = False  # go on with the run's optimizer, step, schedule and max_iters
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
     plot: str = ""  # plot rope's wavelengths before and after to this PNG, and in the terminal
     max_tokens: int = 65536  # length of the text that the reports before and after score
     # [data]
-    dataset: str = ""  # a folder with token files; by default the run's dataset
+    # a folder with token files, or a mixture as of train.py; by default the run's dataset
+    dataset: str = ""
+    separate_docs: bool | None = None  # attention stays inside a document; auto: if these are known
     # [optimisation]
     max_iters: int = 60  # steps of fine-tuning; 0: only extend, which needs no data
     learning_rate: float = 0.0  # peak learning rate; by default 0.3 of the run's
@@ -83,7 +89,8 @@ def run_defaults(given, paths):
         settings = run.saved_settings(run.readable_steps(out_dir)[-1], GPTConfig, ExtendConfig)
         settings = {**settings, "plot": "", "text": ""}
     if not settings.get("dataset"):
-        settings = inherited_settings(run.read_meta(folder), given, paths[0])
+        own = {name: getattr(ExtendConfig, name) for name in ("method", "factor", "max_iters")}
+        settings = extension.inherited_settings(run.read_meta(folder), {**own, **given}, paths[0])
     return {**settings, "out_dir": out_dir, "init_from": "scratch"}
 
 
@@ -94,56 +101,6 @@ def run_suffix(given):
     if options:
         suffix += "-" + Path(options).name.removesuffix(".json").replace(",", "-")
     return suffix
-
-
-# What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
-INHERITED_SETTINGS = (
-    *("dataset", "bos", "separate_docs", "passkey"),
-    *("batch_size", "gradient_accumulation_steps", "optimizer", "lr_schedule"),
-    *("beta1", "beta2", "grad_clip", "eval_iters", "log_interval", "wandb"),
-    *("device", "dtype", "checkpoint_activations", "seed"),
-)
-
-
-def inherited_settings(meta, given, path):
-    """The settings to take over from a checkpoint's meta.json."""
-    trained = meta.get("train") or {}
-    if not trained:
-        fine_tunes = given.get("max_iters", ExtendConfig.max_iters) > 0
-        if fine_tunes and not {"dataset", "learning_rate"} <= given.keys():
-            raise UserError(
-                f"{path} has no record of its training: give --dataset and --learning_rate, or "
-                "--max_iters=0 to only extend it"
-            )
-        return {"bos": meta.get("bos") is not None}
-    settings = {name: trained[name] for name in INHERITED_SETTINGS if name in trained}
-    factor = given.get("factor", ExtendConfig.factor)
-    if not 1 <= factor <= 1e6:
-        return settings  # refused by the range check
-    # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
-    was_fine_tuned = "method" in trained  # a setting of extend.py
-    settings["learning_rate"] = trained["learning_rate"] * (1 if was_fine_tuned else 0.3)
-    # Keep the tokens of a micro-batch and of a step, if sequences get longer: 16 sequences of 256
-    # tokens become 4 of 1,024.
-    earlier = meta["config"].get("extension") or {"factor": 1.0}
-    original_length = earlier.get("original_length", meta["config"]["block_size"])
-    asked = {"method": ExtendConfig.method, **given}
-    length = relative_length(asked, factor * earlier["factor"], original_length)
-    longer = length / relative_length(trained, earlier["factor"], original_length)
-    batch_size = max(1, round(trained["batch_size"] / longer))
-    accumulation = trained["gradient_accumulation_steps"] * trained["batch_size"] / longer
-    settings["batch_size"] = batch_size
-    settings["gradient_accumulation_steps"] = max(1, round(accumulation / batch_size))
-    return settings
-
-
-def relative_length(settings, factor, original_length):
-    """The tokens of a training sequence, in original lengths. settings: a dict; factor: in all."""
-    if settings.get("pose") and settings.get("pose_window"):
-        return settings["pose_window"] / original_length
-    if rope_scaling.trains_at_original_length(settings.get("method"), settings.get("pose")):
-        return 1
-    return factor
 
 
 # -----------------------------------------------------------------------------
@@ -171,9 +128,15 @@ def extend_model(model, cfg, given, rank):
         what = "method drope" if cfg.method == "drope" else f"--pos={model.config.pos}"
         raise UserError(f"--pose skips position ids, and {what} uses none: leave it out")
     meta = model.meta
+    pretraining_tokens = meta.get("pretraining_tokens")
+    if cfg.keep_optimizer:
+        extension.check_optimizer(model, cfg)
+    else:
+        pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
     model.meta = {
         "parent": str(model.folder),
-        "pretraining_tokens": meta.get("pretraining_tokens") or meta.get("tokens", 0),
+        "first_step": meta["step"] if cfg.keep_optimizer else 0,
+        "pretraining_tokens": pretraining_tokens,
         **{name: meta.get(name) for name in INHERITED},
     }
 
@@ -193,7 +156,7 @@ def text_to_fit(model, cfg, given):
 def open_dataset(model, cfg):
     """The data.Dataset to train on. Raises UserError if its tokens are not the model's."""
     reader = (model.folder, model.config.vocab_size, model.meta.get("tokenizer"))
-    return data.Dataset(cfg.dataset, cfg.bos, reader)
+    return data.open_dataset(cfg.dataset, cfg.bos, reader)
 
 
 def fit_scale(model, cfg, options, split, rank=0):
@@ -225,8 +188,8 @@ def training_lengths(model, cfg):
     if cfg.pose:
         return cfg.pose_window or config.original_length, config.block_size
     if rope_scaling.trains_at_original_length(cfg.method, cfg.pose):
-        return config.original_length, 0
-    return config.block_size, 0
+        return cfg.train_length or config.original_length, 0
+    return cfg.train_length or config.block_size, 0
 
 
 def save_extended(model, cfg):
@@ -279,17 +242,13 @@ def print_summary(model, cfg, before):
     if not cfg.max_iters:
         return
     train_length, _ = training_lengths(model, cfg)
-    tokens = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * train_length
-    pretraining = model.meta.get("pretraining_tokens")
-    of_pretraining = "an unknown fraction of pretraining"
-    if pretraining:
-        of_pretraining = f"{tokens / pretraining:.2%} of the {pretraining:,} of pretraining"
-    print(f"fine-tuning on {tokens:,} tokens, {of_pretraining}")
-    fraction = open_dataset(model, cfg).long_fraction(config.block_size)
-    print(
-        f"{fraction:.0%} of the training tokens are in documents of at least "
-        f"{config.block_size} tokens"
-    )
+    first_step = model.meta.get("first_step", 0)
+    tokens = (cfg.last_step - first_step) * train_length
+    tokens *= cfg.gradient_accumulation_steps * cfg.batch_size
+    print(extension.describe_training(cfg, first_step, tokens, model.meta))
+    length = cfg.train_length or config.block_size
+    fraction = open_dataset(model, cfg).long_fraction(length)
+    print(f"{fraction:.0%} of the training tokens are in documents of at least {length} tokens")
     if fraction < 0.01:
         print("warning: there is almost nothing that long to learn from; prepare longer texts")
 
@@ -307,21 +266,25 @@ def plot_extension(model, cfg, before):
 
 
 def report(model, cfg, when):
-    """Print the loss by position at the original and at the extended length, or eval_length."""
+    """Print the loss by position at the original and at the extended length, or eval_length.
+
+    Of a mixture, that of each dataset.
+    """
     model.to(devices.pick_device(cfg.device))
     lengths = sorted({model.config.original_length, cfg.eval_length or model.config.block_size})
-    settings = EvaluateConfig(
-        protocol=("last-quarter", "position"),
-        max_tokens=cfg.max_tokens,
-        dataset="" if cfg.text else cfg.dataset,
-        text=cfg.text,
-        dtype=cfg.dtype,
-    )
-    texts = scoring.open_texts({when: model}, settings, lengths)
-    for line in scoring.describe_scored(texts, lengths, cfg.max_tokens):
-        print(f"scored: {line}")
-    records = measure_losses({when: model}, settings, lengths, texts)
-    print(plots.format_loss_table(records, lengths), flush=True)
+    for name in [""] if cfg.text else data.split_mixture(cfg.dataset):
+        settings = EvaluateConfig(
+            protocol=("last-quarter", "position"),
+            max_tokens=cfg.max_tokens,
+            dataset=name,
+            text=cfg.text,
+            dtype=cfg.dtype,
+        )
+        texts = scoring.open_texts({when: model}, settings, lengths)
+        for line in scoring.describe_scored(texts, lengths, cfg.max_tokens):
+            print(f"scored: {line}")
+        records = measure_losses({when: model}, settings, lengths, texts)
+        print(plots.format_loss_table(records, lengths), flush=True)
 
 
 def trains_in_shards(cfg):
@@ -355,7 +318,7 @@ def fine_tune(model, cfg, rank):
     if rank == 0 and "step" not in model.meta:
         report(with_weights(model), cfg, "before")
     status = train_and_sample(model, cfg, *training_lengths(model, cfg))
-    finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.max_iters:06d}"
+    finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.last_step:06d}"
     if rank == 0 and finished:
         if cfg.parallel == "fsdp":
             model = GPT.load(cfg.out_dir)  # this process alone has no whole model

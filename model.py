@@ -81,6 +81,12 @@ class GPTConfig:
     # auto: F, or W if there is a window
     layer_pattern: str | None = None
     attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
+    # multiplies each query by a factor that grows with its position (docs/schemes.md)
+    score_scale: Literal["none", "logn", "llama4", "ssmax"] = "none"
+    score_scale_length: int = 0  # the L of its formulas in tokens; 0: the original context length
+    score_scale_coefficient: float = 0.1  # of llama4: multiplies the logarithm
+    score_scale_offset: int = 0  # of llama4: added to positions; Llama 4 has 1, Ministral 3 has 0
+    score_scale_layers: Literal["all", "nope"] = "all"  # nope: those without positions
     # train on sorted random positions below this (Ruoss et al. 2023); 0: off
     random_positions: int = 0
     # set by GPT.extend(): method, factor, options, original_length, and layers if not all
@@ -704,39 +710,42 @@ class Attention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
+        self.config = config
         self.layer = layer
-        self.n_head = config.n_head
-        self.n_kv_head = config.n_kv_head
-        self.head_dim = config.head_dim
         self.window = config.window if config.uses_window(layer) else 0
         self.sinks = config.sinks if self.window else 0
-        self.attn_scale = config.attn_scale
         qkv_bias = config.bias in ("qkv", "all")
-        self.q = Linear(config.n_embd, self.n_head * self.head_dim, bias=qkv_bias)
-        self.k = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
-        self.v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
-        self.o = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias == "all")
-        self.qk_norm = config.qk_norm != "none"
-        if self.qk_norm:  # over the channels of a head, or of all heads
-            n_heads = (1, 1) if config.qk_norm == "head" else (self.n_head, self.n_kv_head)
-            self.q_norm = RMSNorm(n_heads[0] * self.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(n_heads[1] * self.head_dim, config.norm_eps)
-        self.sink_scores = nn.Parameter(torch.zeros(self.n_head)) if config.sink_scores else None
+        self.q = Linear(config.n_embd, config.n_head * config.head_dim, bias=qkv_bias)
+        self.k = Linear(config.n_embd, config.n_kv_head * config.head_dim, bias=qkv_bias)
+        self.v = Linear(config.n_embd, config.n_kv_head * config.head_dim, bias=qkv_bias)
+        self.o = Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias == "all")
+        if config.qk_norm != "none":  # over the channels of a head, or of all heads
+            n_heads = (1, 1) if config.qk_norm == "head" else (config.n_head, config.n_kv_head)
+            self.q_norm = RMSNorm(n_heads[0] * config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(n_heads[1] * config.head_dim, config.norm_eps)
+        self.sink_scores = nn.Parameter(torch.zeros(config.n_head)) if config.sink_scores else None
+        has_scale = config.score_scale_layers == "all" or not config.uses_positions(layer)
+        self.score_scale = config.score_scale if has_scale else "none"
+        self.gain = nn.Parameter(torch.ones(config.n_head)) if self.score_scale == "ssmax" else None
 
     def forward(self, x, scheme, pos, cache, mask):
         B, T, _ = x.shape
         # Project to queries, keys and values.
         q, k, v = self.q(x), self.k(x), self.v(x)
-        if self.qk_norm:
+        if self.config.qk_norm != "none":
             q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
             k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
         # (B, H or Hk, T, D)
-        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))
+        q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (q, k, v))
+        # The more keys a query sees, the larger its scores.
+        if self.score_scale != "none":
+            own = scheme.exchange.own_tokens(pos.shape[-1]) if scheme.exchange else slice(None)
+            q = self.scale_queries(q, pos[..., None, own, None])
         # Attend, with the scheme's rotation or bias. Processes that share a sequence exchange their
         # tokens of all heads for all tokens of some heads, and back.
         if scheme.exchange:
             q, k, v = scheme.exchange.tokens_to_heads(q, k, v)
-        scale = self.attn_scale * scheme.score_scale / math.sqrt(self.head_dim)
+        scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
         options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
@@ -747,6 +756,21 @@ class Attention(nn.Module):
             y = scheme.exchange.heads_to_tokens(y)
         # Concatenate the heads and project back.
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
+
+    def scale_queries(self, q, t):
+        """Multiply queries (B, H, T, D) by a factor of positions t, (1, T, 1) or (B, 1, T, 1)."""
+        length = self.config.score_scale_length or self.config.original_length
+        n = t + 1  # keys that a query sees
+        if self.window:
+            n = n.clamp(max=self.window + self.sinks)
+        if self.score_scale == "llama4":
+            steps = (t + self.config.score_scale_offset) // length
+            factor = 1 + self.config.score_scale_coefficient * (1 + steps).log()
+        elif self.score_scale == "logn":
+            factor = (n.log() / math.log(length)).clamp(min=1)
+        else:
+            factor = self.gain[:, None, None] * (n.log() / math.log(length))
+        return (q * factor).to(q.dtype)
 
     def add_sinks(self, attended, scheme):
         """Let a score without a value take part in each softmax.
@@ -878,7 +902,7 @@ class GPT(nn.Module):
         embed, head:       normal, std 0.02
         q, k, v, gate, up: normal, std 0.5 / sqrt(fan_in)
         o, down:           zero (they feed the residual stream); if a norm follows, as the others
-        norms: one; biases, scores of sinks: zero
+        norms, gains of ssmax: one; biases, scores of sinks: zero
         """
         for name, p in self.named_parameters():
             module = name.split(".")[-2]
@@ -886,7 +910,7 @@ class GPT(nn.Module):
                 p.zero_()
             elif module in ("embed", "head"):
                 p.normal_(std=0.02)
-            elif module.endswith("norm"):
+            elif module.endswith("norm") or name.endswith("gain"):
                 p.fill_(1)
             elif module in ("o", "down") and self.config.norm_position in ("pre", "parallel"):
                 p.zero_()
@@ -1060,10 +1084,11 @@ class GPT(nn.Module):
                 f"this model was trained on positions below {config.random_positions} and needs no "
                 "extension up to there: train with a larger --random_positions to go on"
             )
-        if method in rope_scaling.EVALUATION_ONLY and (config.window or config.sink_scores):
+        changes_attention = config.window or config.sink_scores or config.score_scale != "none"
+        if method in rope_scaling.EVALUATION_ONLY and changes_attention:
             raise UserError(
-                f"method {method!r} has a window of its own, and no learned sinks: use it without "
-                "--window and --sink_scores"
+                f"method {method!r} has a window of its own, no learned sinks and no score scale: "
+                "use it without --window, --sink_scores and --score_scale"
             )
         extension = {
             "method": method,

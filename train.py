@@ -27,23 +27,25 @@ import torch.distributed as dist
 import data
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli, devices, entry, memory, optim, parallel, run, validate
-from nanolong.errors import UserError
 
 
 @dataclass
 class TrainConfig:
     # [data]
-    dataset: str = "python"  # a folder with token files: a path, or a name under data/
+    # a folder with token files: a path, or a name under data/; long:0.34,short:0.66 mixes several
+    dataset: str = "python"
     bos: bool | None = None  # start every sequence with <bos>; auto: on for datasets of bytes
     min_doc: int = 0  # train on documents of at least so many tokens only
     # visits per epoch of documents that fill a sequence; others are visited once
     upsample_docs: int = 1
     separate_docs: bool = False  # attention stays inside a document
-    passkey: float = 0.0  # fraction of sequences that are synthetic passkey documents
+    # synthetic documents as KIND:FRACTION of the sequences, such as niah:0.05,passkey:0.1
+    tasks: tuple[str, ...] = ()
     # [optimisation]
     batch_size: int = 16  # sequences in a micro-batch of one process
     gradient_accumulation_steps: int = 1  # micro-batches in a step, over all processes
     max_iters: int = 1000  # training steps
+    stop_at: int = 0  # end after this step, with the schedule of max_iters; 0: after the last step
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW the rest
     learning_rate: float = 3e-3  # peak learning rate, of both optimizers
     min_lr: float = 0.0  # final learning rate
@@ -81,6 +83,11 @@ class TrainConfig:
     def __post_init__(self):
         validate.check_train(self)
 
+    @property
+    def last_step(self):
+        """The step after which this command ends; the schedule is that of max_iters."""
+        return self.stop_at or self.max_iters
+
 
 @dataclass
 class TrainState:
@@ -112,7 +119,12 @@ class BatchLoader:
         self.tokens_per_step = cfg.gradient_accumulation_steps * cfg.batch_size * self.train_length
         self.part = parallel.own_part(self.train_length)
         self.max_position = max_position
+        self.tasks = validate.task_fractions(cfg.tasks)
         self.device = device
+        # A mixture needs the loss of each token, to log that of each dataset. Its backward pass
+        # reads the head's weight again, which fsdp has freed by then.
+        by_token = dataset.labels and cfg.parallel != "fsdp"
+        self.reduction = "none" if by_token else "sum"
         self.rank, self.world = parallel.data_rank_and_world()
         self.index = step * cfg.gradient_accumulation_steps + self.rank
         self.executor = ThreadPoolExecutor(1)
@@ -123,7 +135,7 @@ class BatchLoader:
         cfg = self.cfg
         seed = ((cfg.seed << 40) + index) % (1 << 63)  # of dropout, and of random positions
         parts = self.dataset.batch(
-            index, cfg.batch_size, self.train_length, cfg.seed, self.max_position, cfg.passkey
+            index, cfg.batch_size, self.train_length, cfg.seed, self.max_position, self.tasks
         )
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is None:
@@ -161,10 +173,13 @@ class BatchLoader:
 def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     """The validation loss, over all processes; None if a stop signal came.
 
-    Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} if the tokenizer is known.
-    Sequences do not overlap. eval_iters=n scores n * batch_size sequences, evenly spaced and always
-    the same; 0 scores all.
+    Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} if the tokenizer is known; of
+    a mixture the weighted mean, and {"val_loss_<name>"} of each dataset. Sequences do not overlap.
+    eval_iters=n scores n * batch_size sequences, evenly spaced and always the same; 0 scores all.
     """
+    if dataset.labels:
+        args = (cfg, dtype, stop_signals)
+        return dataset.combine(estimate_loss(model, part, *args) for part in dataset.sources)
     rank, world = parallel.data_rank_and_world()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
@@ -215,13 +230,14 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
 def forward_backward(forward, loader, state, dtype):
     """Forward and backward of this process's micro-batches of a step.
 
-    Returns the sums of losses and of scored tokens, float64 (2,) on the device, and the loss of
-    each micro-batch by index.
+    Returns the sums of losses and of scored tokens, float64 (2,) on the device, of a mixture
+    followed by those of each dataset, and the loss of each micro-batch by index.
     """
     device, world = loader.device, loader.world
     _, n_processes = parallel.rank_and_world()
     accumulation = loader.cfg.gradient_accumulation_steps
-    sums = torch.zeros(2, dtype=sum_dtype(device), device=device)
+    n_sums = 2 + 2 * len(loader.dataset.labels)
+    sums = torch.zeros(n_sums, dtype=sum_dtype(device), device=device)
     losses = {}
     for micro_batch in range(loader.rank, accumulation, world):
         index, batch, n_targets, seed = loader.next()
@@ -229,7 +245,8 @@ def forward_backward(forward, loader, state, dtype):
         # Gradients are summed over processes at the last micro-batch only.
         parallel.set_gradient_sync(forward, micro_batch + world >= accumulation)
         with devices.autocast(device, dtype):
-            loss_sum = forward(**batch, reduction="sum")
+            loss = forward(**batch, reduction=loader.reduction)
+        loss_sum = loss.sum()
         # This would be the mean loss if every target were scored; how many are is known after the
         # step, and optimizer_step() makes it the mean. DDP and FSDP average over processes, hence
         # `n_processes`.
@@ -238,6 +255,8 @@ def forward_backward(forward, loader, state, dtype):
         losses[index] = loss_sum.detach()
         sums[0] += loss_sum.detach()
         sums[1] += n_targets
+        if loader.reduction == "none":
+            sums[2:] += run.sum_by_source(loader, index, loss.detach(), batch["targets"])
     return sums, losses
 
 
@@ -245,21 +264,9 @@ def sum_dtype(device):
     return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
 
 
-def gradients(model):
-    """The gradients of all parameters. Raises UserError for a parameter that has none."""
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    for name, grad in grads.items():
-        if grad is None:
-            raise UserError(
-                f"{name} gets no gradient: use it in the forward pass, or remove it (a "
-                "--layer_pattern of N and S alone uses no scheme: give --pos=nope)"
-            )
-    return list(grads.values())
-
-
 def reduce_and_read(sums, stop_signals, grad_norm):
     """
-    Sum over processes, and read (loss sum, scored tokens, stop signals, gradient norm) on the host.
+    Sum over processes, and read (*sums, stop signals, gradient norm) on the host.
 
     This is the one device-to-host read of a step (a dynamic method reads PoSE's positions, too).
     """
@@ -354,17 +361,18 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
             last_eval = run.record_evaluation(folder, state, metrics, logger)
         if evaluates or stopped:
             run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
-        if stopped or state.step >= cfg.max_iters:
+        if stopped or state.step >= cfg.last_step:
             return {**last_eval, "stopped": stopped, "last_step": state.step}
 
         # forward and backward
         if logger:
             logger.start_step(state.tokens)
         sums, losses = forward_backward(forward, loader, state, dtype)
-        grads = gradients(model)
+        grads = optim.gradients(model)
         grad_norm = parallel.gather(torch.nn.utils.get_total_norm(grads))
         loader.wait()  # the thread queues its copy before this process blocks on the device
-        loss_sum, n_targets, n_signals, grad_norm = reduce_and_read(sums, stop_signals, grad_norm)
+        numbers = reduce_and_read(sums, stop_signals, grad_norm)
+        loss_sum, n_targets, *of_sources, n_signals, grad_norm = numbers
 
         # clip and update; to_mean: from nominal to scored tokens, without the loss scale
         to_mean = loader.tokens_per_step / max(n_targets, 1) / state.loss_scale
@@ -376,7 +384,8 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
         state.tokens += loader.tokens_per_step
         state.val_loss = None
         if logger:
-            logger.step(state, loss_sum / max(n_targets, 1), grad_norm)
+            labels = loader.dataset.labels
+            logger.step(state, loss_sum / max(n_targets, 1), grad_norm, labels, of_sources)
 
         # evaluate
         stopped = n_signals > 0
@@ -389,7 +398,7 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
 
 def is_due(step, cfg):
     """Whether the model is evaluated after this many steps."""
-    return step % cfg.eval_interval == 0 or step == cfg.max_iters
+    return step % cfg.eval_interval == 0 or step == cfg.last_step
 
 
 # -----------------------------------------------------------------------------
@@ -404,14 +413,14 @@ def set_up(model, cfg, device):
     forward = parallel.distribute(model.train(), cfg.parallel, device, compiles)
     model.activation_checkpointing = cfg.checkpoint_activations
     optimizers = optim.make_optimizers(model, cfg)
-    if run.is_resumed(model, cfg):
+    if run.goes_on(model, cfg):
         run.load_optimizers(model, optimizers, model.folder / "optim.safetensors")
     return forward, optimizers
 
 
 def run_defaults(given, paths):
     """The defaults that depend on what is given: the run folder, and on resume all settings."""
-    dataset = Path(given.get("dataset", "python")).name
+    dataset = data.short_name(given.get("dataset", "python"))
     entry_names = [Path(file).stem for file in given.get("entry", ())]
     pos = given.get("pos") or (entry_names[-1] if entry_names else GPTConfig.pos)
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"

@@ -1,20 +1,27 @@
 """Datasets, tokenizers and synthetic documents.
 
 dataset.py    token files, and the batches of a training run
+mixture.py    several datasets, of which each sequence comes from one
 tokenizer.py  text to token ids and back
 synthetic.py  passkey documents, made rather than read
+ruler.py      documents for the tasks of RULER, made as well
 prepare.py    a script: turns text into a dataset
 """
 
 from data.dataset import (
+    TASKS,
     Dataset,
     Split,
     TextFile,
     dataset_exists,
     find_dataset,
+    short_name,
+    split_mixture,
     vocabulary_size,
     write_tokens,
 )
+from data.mixture import Mixture, open_dataset
+from data.ruler import KINDS, WITH_DISTRACTORS, Prompt, default_size, ruler_prompt
 from data.synthetic import DIGITS, passkey
 from data.tokenizer import (
     BPETokenizer,

@@ -12,6 +12,7 @@ checkpoint, and the batches do not depend on the number of processes.
 import functools
 import hashlib
 import json
+import math
 import re
 import shlex
 from itertools import pairwise
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.ruler import KINDS, default_size, needed_length, ruler_prompt
 from data.synthetic import DIGITS, passkey
 from data.tokenizer import BPETokenizer, same_vocabulary, tokenizer_from_json
 from nanolong import tokenizer_files
@@ -30,6 +32,9 @@ HERE = Path(__file__).resolve().parent
 # magic -> (version, dtype of the tokens)
 HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 HEADER_BYTES = 1024
+
+TASKS = ("passkey", *KINDS)  # whose documents training can have
+TRAINING_SAMPLES = 1 << 32  # the first sample of ruler_prompt() in training
 
 
 # -----------------------------------------------------------------------------
@@ -275,10 +280,10 @@ class Split:
         return self.locate(int(order[i]), length, offset)
 
 
-# What follows is the same for many sequences, so it is cached.
+# What follows is the same for many sequences, so it is cached, for each dataset of a mixture.
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _cumulative_sequences(split, length, offset):
     """Count the sequences up to the end of each file: (files,)."""
     return split.n_sequences(length, offset).cumsum()
@@ -294,7 +299,7 @@ def _sequences_per_epoch(split, length):
     return int(at_last_offset or split.n_sequences(length).sum())
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _epoch_order(split, length, seed, epoch):
     """Choose an epoch's offset and the order of its sequences, at random."""
     rng = np.random.Generator(np.random.PCG64([seed, epoch]))
@@ -318,6 +323,9 @@ class Dataset:
     bos          the id that is put before every sequence, or None
     separator    the id that starts a document, or None
     hash         of the token files
+    sources      the datasets that sequences come from: this one, but of a Mixture
+    fractions    the probability of each
+    labels       their names in the log, of a Mixture
 
     bos=True or False overrides what the dataset has by default. reader: the arguments of
     check_model(), for the model that will read the text.
@@ -351,11 +359,15 @@ class Dataset:
         self.bos = meta["bos"] if bos else None
         self.separator = meta["bos"]
         self.separate = False
+        self.needed_lengths = {}  # of the tasks in use, found when first needed
 
         train_files, val_files = _split_files(self.folder)
         self.train = Split(train_files, used_vocabulary, self.bos)
         self.val = Split(val_files, used_vocabulary, self.bos)
         self.hash = hash_files(train_files + val_files)
+        self.sources = (self,)
+        self.fractions = (1.0,)
+        self.labels = ()
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None) -> None:
         """Raise UserError unless a model can read this text.
@@ -418,31 +430,53 @@ class Dataset:
             return None
         return (x == self.separator).cumsum(1)
 
-    def batch(self, index, batch_size, length, seed, max_position=0, passkey_fraction=0.0):
+    def check_task(self, kind: str, length: int) -> None:
+        """Raise UserError if training sequences cannot be documents of a task."""
+        if self.tokenizer is None:
+            raise UserError(
+                f"dataset {self.name} has no tokenizer, and the documents of --tasks are text: "
+                "leave --tasks out, or choose a dataset that data/prepare.py made"
+            )
+        if kind == "passkey":
+            passkey(self.tokenizer, length, 0.5, np.random.default_rng(0), self.bos)
+            return
+        needed = self._shortest_document(kind)
+        if length < needed:
+            raise UserError(
+                f"documents of the task {kind} need up to {needed} tokens, and the training "
+                f"sequences have {length}: leave out the task, or train on longer sequences"
+            )
+
+    def batch(self, index, batch_size, length, seed, max_position=0, tasks=None):
         """Read micro-batch `index` of a training run, a function of (seed, index).
 
         max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
-        passkey_fraction: the fraction of sequences that are passkey documents, of random lengths.
+        tasks: kind -> the fraction of sequences that are documents of this task, of random lengths.
         Returns inputs and targets, int64 (batch_size, length), positions or None, and document ids
         or None.
         """
         sequences = []
         for i in range(index * batch_size, (index + 1) * batch_size):
-            sequences.append(
-                self._training_sequence(i, length, seed, max_position, passkey_fraction)
-            )
+            sequences.append(self.training_sequence(i, length, seed, max_position, tasks or {}))
         inputs, targets, positions = zip(*sequences, strict=True)
         x = np.stack(inputs)
         positions = np.stack(positions) if max_position else None
         return x, np.stack(targets), positions, self.document_ids(x)
 
-    def _training_sequence(self, index, length, seed, max_position, passkey_fraction):
-        """Read sequence `index` of a training run: inputs, targets, positions or None."""
+    def training_sequence(self, index, length, seed, max_position, tasks, text=None):
+        """Read sequence `index` of a training run: inputs, targets, positions or None.
+
+        text: which sequence of this dataset it is, if others are in between; by default index.
+        """
         rng = np.random.Generator(np.random.PCG64([seed, index]))
-        if passkey_fraction and rng.random() < passkey_fraction:
+        kind = _choose_task(tasks, rng)
+        if kind == "passkey":
             x, y = self._passkey_sequence(length, rng)
             return x, y, np.arange(length)
-        file, start = self.train.training_location(index, length, seed)
+        if kind:
+            x, y = self._task_sequence(kind, length, seed, index, rng)
+            return x, y, np.arange(length)
+        file, start = self.train.training_location(index if text is None else text, length, seed)
         if max_position:
             return self.train.pose_sequence(file, start, length, max_position, rng)
         x, y = self.train.sequence_at(file, start, length)
@@ -455,8 +489,24 @@ class Dataset:
         inputs, targets = passkey(self.tokenizer, n, rng.random(), rng, self.bos)
         # Only the answer is scored: in the loss of all tokens, filler and hidden digits drown it.
         targets[:-DIGITS] = -1
-        padding = (0, length - n)
-        return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
+        return _pad(inputs, targets, length)
+
+    def _task_sequence(self, kind, length, seed, index, rng):
+        """Make a document of a task, of at most `length` tokens, padded: inputs and targets."""
+        shortest = max(length // 4, self._shortest_document(kind))
+        n = int(rng.integers(shortest, length + 1))
+        # evaluation takes the samples from 0 on
+        sample = TRAINING_SAMPLES + index
+        size = default_size(self.tokenizer)
+        prompt = ruler_prompt(kind, self.tokenizer, n, seed, sample, size, self.bos)
+        return _pad(prompt.inputs, prompt.targets, length)
+
+    def _shortest_document(self, kind):
+        """Return a length that is enough for every document of a task."""
+        if kind not in self.needed_lengths:
+            size = default_size(self.tokenizer)
+            self.needed_lengths[kind] = needed_length(kind, self.tokenizer, size, self.bos)
+        return self.needed_lengths[kind]
 
     def count_bytes(self, targets: np.ndarray) -> int | None:
         """Count the bytes of text of the scored targets; None if the tokenizer is unknown."""
@@ -467,6 +517,24 @@ class Dataset:
         # what the tokenizer has put before the documents is not theirs
         n_documents = (targets[:-1] == self.separator).sum()
         return int(n_bytes - n_documents * self.tokenizer.added_bytes)
+
+
+def _choose_task(tasks, rng):
+    """Return one of the tasks with the probability of its fraction, or None."""
+    if not tasks:
+        return None
+    x = rng.random()
+    for kind, fraction in tasks.items():
+        if x < fraction:
+            return kind
+        x -= fraction
+    return None
+
+
+def _pad(inputs, targets, length):
+    """Pad a document to `length` tokens, of which the last are not scored."""
+    padding = (0, length - len(inputs))
+    return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
 
 
 class TextFile:
@@ -551,8 +619,8 @@ def find_dataset(name) -> Path:
         if name == "fineweb10B":
             message += " --shards=N, with 100 million tokens in a shard (100 for config/gpt2.toml)"
     elif "," in str(name) and not path.exists():
-        message = f"{name!r} names several datasets, and one is trained on: prepare a folder with "
-        message += "all texts by python data/prepare.py FOLDER --name=NAME"
+        message = f"{name!r} names several datasets: choose one of them, or, to train on all, give "
+        message += "the fraction of each, as in long:0.34,short:0.66"
     elif path.exists():
         message = f"{path} is a text, not a dataset: {commands_for_text(path)}"
     else:
@@ -573,6 +641,54 @@ def commands_for_text(path):
     )
 
 
+def split_mixture(name) -> dict[str, float]:
+    """Split a mixture, as long:0.34,short:0.66, into its datasets and their fractions.
+
+    Of one dataset, whose name may have colons too, it is {name: 1.0}. Raises UserError.
+    """
+    name = str(name)
+    if ":" not in name or Path(name).exists() or dataset_folder(name).exists():
+        return {name: 1.0}
+    fractions = {}
+    unweighted = []
+    for item in name.split(","):
+        source, _, number = item.strip().rpartition(":")
+        try:
+            fraction = float(number)
+        except ValueError:
+            unweighted.append(item)
+            continue
+        if not 0 < fraction <= 1:
+            raise UserError(
+                f"the fraction of {source} in dataset={name} is {number}: give one above 0 and at "
+                "most 1"
+            )
+        fractions[source] = fraction
+    if not fractions:  # one dataset, or several without fractions: find_dataset() says what to do
+        return {name: 1.0}
+    if unweighted:
+        raise UserError(
+            f"dataset={name} has no fraction of {unweighted[0]}: give each dataset one, as in "
+            "long:0.34,short:0.66"
+        )
+    if len({Path(source).name for source in fractions}) < len(name.split(",")):
+        raise UserError(
+            f"dataset={name} has two datasets of the same name, which the log could not tell "
+            "apart: rename the folder of one, or name each dataset once"
+        )
+    total = math.fsum(fractions.values())
+    if abs(total - 1) > 1e-6:
+        raise UserError(
+            f"the fractions of dataset={name} add up to {total:g}: change them to add up to 1"
+        )
+    return fractions
+
+
+def short_name(name) -> str:
+    """Return a name for the folder of a run: of a mixture long+short."""
+    return "+".join(Path(source).name for source in split_mixture(name))
+
+
 def dataset_exists(name) -> bool:
     """Return whether find_dataset() finds a dataset."""
     try:
@@ -583,8 +699,9 @@ def dataset_exists(name) -> bool:
 
 
 def vocabulary_size(name) -> int:
-    """Return the size of a dataset's vocabulary."""
-    return _read_meta(find_dataset(name))["vocab_size"]
+    """Return the size of the vocabulary of a dataset, or of the first one of a mixture."""
+    first = next(iter(split_mixture(name)))
+    return _read_meta(find_dataset(first))["vocab_size"]
 
 
 def _read_meta(folder):

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 
 import torch
 
-from evaluate import evaluation_mode
 from experiments.probe import (
     CheckpointsConfig,
     run_on_checkpoints,
@@ -43,6 +42,7 @@ from experiments.report import line_style, save_figure, select
 from nanolong import cli, validate
 from nanolong.attention_maps import attention_maps, dense_attention
 from nanolong.errors import UserError
+from nanolong.losses import evaluation_mode
 from nanolong.plots import format_refusals, unique
 
 

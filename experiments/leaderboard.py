@@ -36,7 +36,7 @@ from typing import Literal
 import torch
 
 import rope_scaling
-from evaluate import EvaluateConfig, loss_by_position, measure_losses
+from evaluate import EvaluateConfig, measure_losses
 from experiments.report import (
     RULE,
     TextExperiment,
@@ -66,6 +66,7 @@ from model import GPT, POSITIONS, Block, GPTConfig, RoPE
 from nanolong import cli
 from nanolong.devices import autocast, pick_compile
 from nanolong.entry import load_entries
+from nanolong.losses import loss_by_position
 from nanolong.optim import get_lr, make_optimizers
 from nanolong.plots import terminal_plot
 from nanolong.run.checkpoint import settings_record

@@ -36,7 +36,6 @@ import torch
 
 import data
 from data.prepare import build, standard_library
-from evaluate import evaluation_mode, loss_by_position
 from experiments.public_report import write_report
 from experiments.report import Measurements, command_line
 from extend import ExtendConfig
@@ -44,6 +43,7 @@ from model import GPT
 from nanolong import cli
 from nanolong.devices import autocast, pick_device, pick_dtype
 from nanolong.errors import UserError
+from nanolong.losses import evaluation_mode, loss_by_position
 from nanolong.provenance import provenance
 from nanolong.run.checkpoint import read_meta
 from nanolong.run.folder import list_steps

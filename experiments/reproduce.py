@@ -40,7 +40,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from evaluate import evaluation_mode, find_needle
 from experiments.attention_maps import distances
 from experiments.probe import probe, shuffled_prefix
 from experiments.report import (
@@ -65,8 +64,10 @@ from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.devices import autocast
 from nanolong.errors import UserError
+from nanolong.losses import evaluation_mode
 from nanolong.optim import make_optimizers, update_weights
 from nanolong.plots import plot_needle_heatmaps, unique
+from nanolong.retrieval import find_needle
 from nanolong.scoring import find_sequences
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY, METHODS
@@ -191,7 +192,7 @@ class SeedRun(Measurements):
         }
         super().__init__(self.folder / "measured.json", key)
 
-    def train_model(self, name, length, max_iters, passkey=0.0, pos="rope"):
+    def train_model(self, name, length, max_iters, tasks=(), pos="rope"):
         """Train a model, or what is left of it to train; return it on the device."""
         tokens_per_step = self.budget["batch_size"] * self.length
         train_config = TrainConfig(
@@ -206,7 +207,7 @@ class SeedRun(Measurements):
             eval_iters=1,
             device=self.cfg.device,
             dtype=self.cfg.dtype,
-            passkey=passkey,
+            tasks=tasks,
             compile=False if self.device.type == "cpu" else None,
         )
         settings = {**self.budget["model"], "block_size": length, "pos": pos}
@@ -220,7 +221,7 @@ class SeedRun(Measurements):
         """Return the model that was trained on passkey documents."""
         needle = self.budget["needle"]
         return self.train_model(
-            f"needle-{pos}", needle["length"], needle["max_iters"], passkey=1.0, pos=pos
+            f"needle-{pos}", needle["length"], needle["max_iters"], tasks=("passkey:1",), pos=pos
         )
 
     def last_quarter_losses(self, model, length):
@@ -242,18 +243,19 @@ class SeedRun(Measurements):
         return [round(loss, 5) for loss in losses]
 
     def fine_tune(
-        self, model, steps, batch_size, length, learning_rate, max_position=0, passkey_fraction=0.0
+        self, model, steps, batch_size, length, learning_rate, max_position=0, tasks=None
     ):
         """Fine-tune a model in place; yield the number of steps done: 0, 1, ... steps.
 
         max_position > 0 trains skip-wise (PoSE), with positions up to there.
+        tasks: kind -> fraction of the sequences.
         """
         optimizers = make_optimizers(model, TrainConfig(weight_decay=0.0))
         for step in range(steps):
             yield step
             index = 10**6 + step  # far from the batches of pretraining
             x, y, positions, _ = self.dataset.batch(
-                index, batch_size, length, self.seed, max_position, passkey_fraction
+                index, batch_size, length, self.seed, max_position, tasks
             )
             x = torch.from_numpy(x).to(self.device)
             y = torch.from_numpy(y).to(self.device)
@@ -313,7 +315,7 @@ class SeedRun(Measurements):
             steps = max(2, needle["max_iters"] // 5)
             batch_size = max(1, self.budget["batch_size"] * self.length // needle["length"])
             for _ in self.fine_tune(
-                model, steps, batch_size, needle["length"], 2e-3, passkey_fraction=1.0
+                model, steps, batch_size, needle["length"], 2e-3, tasks={"passkey": 1.0}
             ):
                 pass
 

@@ -28,12 +28,12 @@ from typing import Literal
 import numpy as np
 
 import data
-from evaluate import find_needle
 from model import GPT, POSITIONS, RoPE
 from nanolong import cli
 from nanolong.devices import pick_device, pick_dtype
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
+from nanolong.retrieval import find_needle
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import METHODS
@@ -178,7 +178,7 @@ def main():
     cfg, _, paths = cli.parse(
         SearchConfig,
         about=__doc__,
-        paths="the run folder of a RoPE model, trained with passkeys (train.py --passkey)",
+        paths="the run folder of a RoPE model, trained with --tasks=passkey:0.1",
     )
     if len(paths) != 1:
         raise UserError("give one run folder, as in python experiments/search.py out/rope")

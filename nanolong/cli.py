@@ -204,6 +204,9 @@ def find_setting(name, settings, where):
     """The setting of this name, or UserError with the name that was probably meant."""
     if name in settings:
         return settings[name]
+    replaced_by, remedy = validate.REPLACED_SETTINGS.get(name, (None, None))
+    if replaced_by in settings:
+        raise UserError(f"{name} is now one of the {replaced_by} ({where:.60}): give {remedy}")
     similar = similar_setting(name, settings)
     advice = f"did you mean {similar!r}?" if similar else "--help lists them all"
     raise UserError(f"there is no setting {name!r} ({where:.60}): {advice}")

@@ -11,13 +11,17 @@ from pathlib import Path
 
 import torch
 
+from nanolong import intervals
 from nanolong.errors import UserError, note
 from nanolong.parallel.processes import broadcast
 from nanolong.run.checkpoint import weights_hash
 from nanolong.run.warmup import format_time
-from nanolong.strict_json import to_json, write_json
+from nanolong.strict_json import to_json, write_lines
 
-TASKS = {"loss", "needle"}
+TASKS = {"loss", "needle", "ruler"}
+
+# A line and a write of the file for each brief measurement would take longer than these do.
+SECONDS_BETWEEN_BRIEF = 1.0
 
 
 @dataclass
@@ -29,13 +33,7 @@ class Measurement:
     settings: dict  # all else that they depend on, but for the model and the data; JSON values
     flops: float  # what it costs, by GPT.flops_per_token(): more per token in a longer sequence
     measure: Callable  # returns the records
-
-
-def measure_all(measurements, log=None):
-    """Measure one after the other, with an EvaluationLog or silently. Returns all records."""
-    if log is not None:
-        return log.measure(measurements)
-    return [record for measurement in measurements for record in measurement.measure()]
+    brief: bool = False  # one of very many
 
 
 def read_records(file):
@@ -86,7 +84,7 @@ class EvaluationLog:
         self.saved = saved
         self.origins = origins
         self.models = {name: describe_model(model) for name, model in models.items()}
-        self.facts = {**facts, "torch": torch.__version__}
+        self.facts = {**facts, "torch": torch.__version__, "fields": 2}  # 2: with intervals
         self.speeds = {}  # by checkpoint: FLOPs and seconds so far
 
     def key(self, measurement):
@@ -102,25 +100,38 @@ class EvaluationLog:
         keys = broadcast([self.key(measurement) for measurement in measurements])
         found = broadcast(self.find_saved(keys))
         self.print_reused(keys, found)
-        for i, (key, measurement) in enumerate(zip(keys, measurements, strict=True)):
-            if key in found:
-                continue
-            start = time.perf_counter()
-            origin = {**self.origins[measurement.checkpoint], "key": key}
-            found[key] = [{**record, **origin} for record in measurement.measure()]
-            seconds = time.perf_counter() - start
-            self.save(keys, found)
-            if "refused" not in found[key][0]:
-                flops, total = self.speeds.get(measurement.checkpoint, (0, 0))
-                self.speeds[measurement.checkpoint] = (flops + measurement.flops, total + seconds)
-            left = self.seconds_left(measurements[i + 1 :], keys[i + 1 :], found)
-            print(
-                f"measured {i + 1} of {len(keys)}: {measurement.checkpoint} at "
-                f"{measurement.length}: {summarise(found[key])} ({format_time(seconds)}{left})",
-                flush=True,
-            )
-        self.save(keys, found, finished=True)
+        written = time.perf_counter()
+        try:
+            for i, (key, measurement) in enumerate(zip(keys, measurements, strict=True)):
+                if key in found:
+                    continue
+                seconds = self.measure_one(measurement, key, found)
+                is_last = i + 1 == len(keys)
+                now = time.perf_counter()
+                if measurement.brief and not is_last and now < written + SECONDS_BETWEEN_BRIEF:
+                    continue
+                written = now
+                self.save(keys, found)
+                left = self.seconds_left(measurements[i + 1 :], keys[i + 1 :], found)
+                print(
+                    f"measured {i + 1} of {len(keys)}: {measurement.checkpoint} at "
+                    f"{measurement.length}: {summarise(found[key])} ({format_time(seconds)}{left})",
+                    flush=True,
+                )
+        finally:
+            self.save(keys, found)  # of a stopped evaluation, too
         return [record for key in keys for record in found[key]]
+
+    def measure_one(self, measurement, key, found):
+        """Add the records of a measurement to `found`. Returns the seconds that it took."""
+        start = time.perf_counter()
+        origin = {**self.origins[measurement.checkpoint], "key": key}
+        found[key] = [{**record, **origin} for record in measurement.measure()]
+        seconds = time.perf_counter() - start
+        if "refused" not in found[key][0]:
+            flops, total = self.speeds.get(measurement.checkpoint, (0, 0))
+            self.speeds[measurement.checkpoint] = (flops + measurement.flops, total + seconds)
+        return seconds
 
     def find_saved(self, keys):
         """The saved records by key, without those of a number that was not finite: it is null."""
@@ -130,12 +141,17 @@ class EvaluationLog:
                 found.setdefault(record["key"], []).append(record)
         for key, records in list(found.items()):
             for record in records:
-                if None in (record.get("loss", 0), record.get("nll", 0)):
+                # of other checkpoints and lengths; scoring.compare() finds them again
+                record.pop("difference", None)
+                record.pop("benefit", None)
+                numbers = [record.get(field, 0) for field in ("loss", "nll", "nats", "gain")]
+                if None in numbers:
                     found.pop(key, None)
         return found
 
     def print_reused(self, keys, found):
-        n_others = sum(record.get("key") not in keys for record in self.saved)
+        others = [record for record in self.saved if "summary" not in record]
+        n_others = sum(record.get("key") not in keys for record in others)
         if found:
             print(f"reused: {len(found)} of {len(keys)} measurements, from {self.file}", flush=True)
         if n_others:
@@ -144,16 +160,16 @@ class EvaluationLog:
                 "gave: they are not used, and replaced"
             )
 
-    def save(self, keys, found, finished=False):
-        """Write the records so far; to what is no file, as /dev/stdout, only when finished."""
-        if not self.file:
-            return
+    def save(self, keys, found):
+        """Write the records so far, if the file is one and not a device as /dev/stdout."""
         path = Path(self.file)
-        records = [record for key in dict.fromkeys(keys) for record in found.get(key, [])]
-        if path.is_file() or not path.exists():
-            write_json(path.resolve(), records, indent=1)  # of a link, what it leads to
-        elif finished:
-            path.write_text(to_json(records, indent=1) + "\n", encoding="utf-8")
+        if self.file and (path.is_file() or not path.exists()):
+            self.write([record for key in dict.fromkeys(keys) for record in found.get(key, [])])
+
+    def write(self, records):
+        """Write all records, one a line, in place of what the file holds."""
+        if self.file:
+            write_lines(Path(self.file), records)
 
     def seconds_left(self, measurements, keys, found):
         """The time that what is not found yet will take, as the end of a line, or "".
@@ -177,12 +193,18 @@ def summarise(records):
         return "refused"
     if first["task"] == "needle":
         place = "no passkey" if first["depth"] is None else f"passkey at depth {first['depth']:g}"
-        return f"{place}, found {first['accuracy']:.2f}"
+        found = {**first, "mean": first["accuracy"]}
+        return f"{place}, found {intervals.format_range(found)}"
+    if first["task"] == "ruler":
+        verdict = "all right" if first["correct"] else "not all right"
+        prompt = f"{first['kind']}, prompt {first['sample']}"
+        return f"{prompt}: {verdict}, {first['nats']:.2f} nats, {first['gain']:+.2f} by the needles"
     losses = {}
     for record in records:
-        losses.setdefault(record["protocol"], []).append(record["loss"])
+        loss = intervals.format_interval({**record, "mean": record["loss"]})
+        losses.setdefault(record["protocol"], []).append(loss)
     words = []
     for protocol, values in losses.items():
-        of_last_part = f" to {values[-1]:.4f}" if len(values) > 1 else ""
-        words.append(f"{protocol} {values[0]:.4f}{of_last_part}")
+        of_last_part = f" to {values[-1]}" if len(values) > 1 else ""
+        words.append(f"{protocol} {values[0]}{of_last_part}")
     return f"{', '.join(words)} nats per token"

@@ -1,13 +1,82 @@
-"""What extend.py is asked for: the options of a method, and the requests that it refuses."""
+"""What extend.py is asked for: what it takes over from the run, options, and what it refuses."""
 
 import difflib
 import json
 from pathlib import Path
 
+import rope_scaling
 from nanolong import scoring
 from nanolong.errors import UserError
+from nanolong.run.checkpoint import stored_tensors
 
 RESERVED = {"self", "method", "factor"}  # no names of options
+
+# -----------------------------------------------------------------------------
+# Defaults that come from the run that is extended.
+
+# What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
+INHERITED_SETTINGS = (
+    *("dataset", "bos", "tasks"),
+    *("batch_size", "gradient_accumulation_steps", "optimizer", "lr_schedule"),
+    *("beta1", "beta2", "grad_clip", "eval_iters", "log_interval", "wandb"),
+    *("device", "dtype", "checkpoint_activations", "seed"),
+)
+# and what --keep_optimizer takes over besides, so that the training goes on
+KEPT_SETTINGS = (
+    *("max_iters", "learning_rate", "min_lr", "warmup_iters", "weight_decay"),
+    *("min_doc", "upsample_docs", "separate_docs", "eval_interval", "eval_length", "compile"),
+)
+
+
+def inherited_settings(meta, asked, path):
+    """The settings to take over from a checkpoint's meta.json.
+
+    asked: the settings that are given, and method, factor and max_iters in any case.
+    """
+    trained = meta.get("train") or {}
+    if not trained:
+        if asked["max_iters"] and not {"dataset", "learning_rate"} <= asked.keys():
+            raise UserError(
+                f"{path} has no record of its training: give --dataset and --learning_rate, or "
+                "--max_iters=0 to only extend it"
+            )
+        return {"bos": meta.get("bos") is not None}
+    names = INHERITED_SETTINGS
+    if asked.get("keep_optimizer"):
+        names += KEPT_SETTINGS
+    settings = {name: trained[name] for name in names if name in trained}
+    factor = asked["factor"]
+    if not 1 <= factor <= 1e6:
+        return settings  # refused by the range check
+    # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
+    was_fine_tuned = "method" in trained  # a setting of extend.py
+    scale = 1 if was_fine_tuned else 0.3
+    settings.setdefault("learning_rate", trained["learning_rate"] * scale)
+    # Keep the tokens of a micro-batch and of a step, if sequences get longer: 16 sequences of 256
+    # tokens become 4 of 1,024.
+    earlier = meta["config"].get("extension") or {"factor": 1.0}
+    original_length = earlier.get("original_length", meta["config"]["block_size"])
+    length = relative_length(asked, factor * earlier["factor"], original_length)
+    longer = length / relative_length(trained, earlier["factor"], original_length)
+    batch_size = max(1, round(trained["batch_size"] / longer))
+    accumulation = trained["gradient_accumulation_steps"] * trained["batch_size"] / longer
+    settings["batch_size"] = batch_size
+    settings["gradient_accumulation_steps"] = max(1, round(accumulation / batch_size))
+    return settings
+
+
+def relative_length(settings, factor, original_length):
+    """The tokens of a training sequence, in original lengths. settings: a dict; factor: in all."""
+    tokens = settings.get("pose_window") if settings.get("pose") else settings.get("train_length")
+    if tokens:
+        return tokens / original_length
+    if rope_scaling.trains_at_original_length(settings.get("method"), settings.get("pose")):
+        return 1
+    return factor
+
+
+# -----------------------------------------------------------------------------
+# The options of a method.
 
 
 def read_options(text):
@@ -60,6 +129,24 @@ def fits_scale(method, options):
     return options.get("scale") == "fit" or (method == "scale" and "scale" not in options)
 
 
+def describe_training(cfg, first_step, tokens, meta):
+    """Say on how many tokens a model is trained. meta: of the extended model."""
+    if cfg.keep_optimizer:
+        return (
+            f"training goes on at step {first_step} of {cfg.max_iters}: {tokens:,} tokens to step "
+            f"{cfg.last_step}"
+        )
+    of_pretraining = "an unknown fraction of pretraining"
+    pretraining = meta.get("pretraining_tokens")
+    if pretraining:
+        of_pretraining = f"{tokens / pretraining:.2%} of the {pretraining:,} of pretraining"
+    return f"fine-tuning on {tokens:,} tokens, {of_pretraining}"
+
+
+# -----------------------------------------------------------------------------
+# Requests that are refused.
+
+
 def check_request(parent, cfg, positions):
     """Refuse, before any work, a misspelt method and what cannot be plotted or evaluated."""
     if not any(cfg.method in scheme.methods for scheme in positions.values()):
@@ -79,14 +166,19 @@ def check_request(parent, cfg, positions):
             f"--overwrite would remove {parent.folder}, which is to be extended: choose another "
             "--out_dir"
         )
-    check_window(parent, cfg)
+    check_lengths(parent, cfg)
+    if cfg.keep_optimizer and not cfg.max_iters and cfg.init_from != "resume":
+        raise UserError(
+            "--keep_optimizer=true goes on training, and --max_iters=0 only extends: leave one of "
+            "them out"
+        )
     if cfg.text:
         length = cfg.eval_length or round(parent.config.block_size * cfg.factor)
         scoring.read_text(parent, cfg.text).val.require_length(length)
 
 
-def check_window(parent, cfg):
-    """Refuse a length of PoSE's sequences that they cannot have, or without PoSE."""
+def check_lengths(parent, cfg):
+    """Refuse lengths that training sequences cannot have, and one of PoSE's without PoSE."""
     original_length = parent.config.original_length
     if cfg.pose_window and not cfg.pose:
         raise UserError(
@@ -97,6 +189,48 @@ def check_window(parent, cfg):
         raise UserError(
             f"pose_window={cfg.pose_window} is longer than the original context of "
             f"{original_length} tokens: give at most that"
+        )
+    if cfg.train_length and cfg.pose:
+        raise UserError(
+            f"train_length={cfg.train_length} is not for PoSE, whose sequences have --pose_window "
+            "tokens: leave one of --train_length and --pose out"
+        )
+    extended_length = round(parent.config.block_size * cfg.factor)
+    if cfg.train_length > extended_length:
+        raise UserError(
+            f"train_length={cfg.train_length} is longer than the extended context of "
+            f"{extended_length} tokens: give at most that, or a larger --factor"
+        )
+
+
+def check_optimizer(model, cfg):
+    """Refuse to keep an optimizer whose state is missing or does not fit the extended model.
+
+    model.folder and model.meta are still those of the run that is extended.
+    """
+    advice = "leave --keep_optimizer out"
+    file = model.folder / "optim.safetensors"
+    stored = stored_tensors(file) if file.is_file() else {}
+    if not stored:
+        raise UserError(f"{model.folder} has no optimizer state to keep: {advice}")
+    trained = model.meta["train"]
+    if cfg.optimizer != trained["optimizer"]:
+        raise UserError(
+            f"{model.folder} was trained with {trained['optimizer']}, whose state {cfg.optimizer} "
+            f"cannot keep: leave --optimizer out, or {advice}"
+        )
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for key, tensor in stored.items():
+        name, _, moment = key.rpartition(".")
+        if moment != "step" and tensor.shape != shapes.get(name):
+            raise UserError(
+                f"method {cfg.method!r} changes the shape of {name} from {tensor.shape} to "
+                f"{shapes.get(name)}, which its optimizer state does not have: {advice}"
+            )
+    if model.meta["step"] >= cfg.last_step:
+        raise UserError(
+            f"{model.folder} has taken all {cfg.last_step} steps, so there is nothing to go on "
+            f"with: train it with --stop_at=STEP, raise --max_iters, or {advice}"
         )
 
 

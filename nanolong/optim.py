@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from nanolong.errors import UserError
 from nanolong.parallel.sharding import ShardedMuon, is_sharded
 
 
@@ -56,6 +57,18 @@ def make_optimizers(model, cfg):
         matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
     return [adamw, muon]
+
+
+def gradients(model):
+    """The gradients of all parameters. Raises UserError for a parameter that has none."""
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for name, grad in grads.items():
+        if grad is None:
+            raise UserError(
+                f"{name} gets no gradient: use it in the forward pass, or remove it (a "
+                "--layer_pattern of N and S alone uses no scheme: give --pos=nope)"
+            )
+    return list(grads.values())
 
 
 def update_weights(model, optimizers, learning_rate, max_norm=1.0):

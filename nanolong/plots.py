@@ -3,9 +3,17 @@
 Records are the dicts that evaluate.py measures and writes to its JSON file.
 """
 
+import contextlib
 import itertools
+import json
 import math
 import string
+from pathlib import Path
+
+import numpy as np
+
+from nanolong import intervals, scoring
+from nanolong.errors import UserError, note
 
 
 def unique(records, key):
@@ -32,6 +40,8 @@ SCORED_TOKENS = {
     "last-quarter": "the last quarter of each sequence",
     "sliding": "the last tokens of overlapping sequences",
     "token-aligned": "the same tokens at every length",
+    "last-tokens": "the same last tokens at every length",
+    "key-tokens": "tokens that the judge predicts far better from a long context",
 }
 
 
@@ -66,8 +76,7 @@ def bits_per_byte(records):
         if "refused" in record:
             converted.append(record)
         elif record.get("bytes"):
-            bits = record["loss"] * record["tokens"] / record["bytes"] / math.log(2)
-            converted.append({**record, "loss": bits})
+            converted.append(scoring.in_bits_per_byte(record))
     return converted
 
 
@@ -78,22 +87,53 @@ def format_lengths(records, lengths, unit="nats per token"):
     if "stride" in records[0]:
         title += f", stride {records[0]['stride']}"
     rows = {"": lengths, **loss_cells(records, lengths)}
-    n_sequences = {r["length"]: r["sequences"] for r in records if "sequences" in r}
+    n_sequences = {record["length"]: record["n"] for record in records if "n" in record}
     if n_sequences:
         rows["sequences"] = [n_sequences.get(length, "") for length in lengths]
-    return [f"{title}, {unit}, by context length", *align(rows, 10)]
+    lines = [f"{title}, {unit}, by context length", *align(rows, 17)]
+    if any("*" in cell for cells in rows.values() for cell in map(str, cells)):
+        lines.append("* differs from the first checkpoint: 95 % interval over the same sequences")
+    for record in records:
+        lines += format_extras(record)
+    return lines
 
 
-def loss_cells(records, lengths, digits=4):
-    """Return the losses of one protocol as text: checkpoint -> a cell for each length."""
+def format_extras(record):
+    """Return the lines that only some protocols have, below their table."""
+    place = f"{record['checkpoint']} at {record['length']}"
+    if "benefit" in record:
+        found = intervals.format_interval(record["benefit"], 4)
+        mean = f"a doubling of the context saves {found} nats per token"
+        return [f"{place}: from the shortest length on, {mean}"]
+    if "key_fraction" in record:
+        benefit = intervals.format_interval(record["judge_benefit"], 4)
+        return [
+            f"{place}: {record['tokens']} key tokens, {record['key_fraction']:.2%} of all judged; "
+            f"of all, a long context saves the judge {benefit} nats per token"
+        ]
+    return []
+
+
+def loss_cells(records, lengths):
+    """Return the losses of one protocol as text: checkpoint -> a cell for each length.
+
+    A loss that is separated from the first checkpoint's has an asterisk.
+    """
     rows = {}
     for record in records:
         row = rows.setdefault(record["checkpoint"], dict.fromkeys(lengths, "unknown"))
         cell = "refused"
         if "loss" in record:
-            cell = f"{record['loss']:.{digits}f}"
+            cell = format_loss(record)
+            separated = "difference" in record and intervals.is_separated(record["difference"])
+            cell += "*" if separated else ""
         row[record["length"]] = cell
     return {name: list(row.values()) for name, row in rows.items()}
+
+
+def format_loss(record):
+    """Return the loss of a record with its interval as text."""
+    return intervals.format_interval({**record, "mean": record["loss"]})
 
 
 def align(rows, width):
@@ -109,20 +149,26 @@ def align(rows, width):
 
 
 def format_positions(records, length):
-    """Return the lines of a table by position: the loss in each part of sequences of one length."""
+    """Return the lines of a table by position: the loss in each part of sequences of one length.
+
+    Below the losses of a checkpoint are the half-widths of their intervals.
+    """
     rows = {"": []}
     counted = ""
     for record in records:
         if record["length"] != length:
             continue
-        cell = "   refused"
-        if "loss" in record:
-            cell = f"{record['loss']:.3f}"
+        name = record["checkpoint"]
+        losses = rows.setdefault(name, [])
+        if "refused" in record:
+            losses.append("   refused")
+            continue
+        loss, half_width = format_loss(record).split(" ", 1)
+        losses.append(loss)
+        rows.setdefault(f"{name} ±", []).append(half_width.removeprefix("± ").strip("()"))
+        if len(losses) > len(rows[""]):
             rows[""].append(record["position"][1])
-        if "sequences" in record:
-            counted = f" ({record['sequences']} sequences)"
-        rows.setdefault(record["checkpoint"], []).append(cell)
-    rows[""] = sorted(set(rows[""]))
+        counted = f" ({record['n']} sequences)"
     title = f"position, nats per token, in sequences of {length} tokens, up to position{counted}"
     return [title, *align(rows, 7)]
 
@@ -132,16 +178,16 @@ def format_needle_table(records, lengths):
 
     Lines are the depths of the needle, and the control without a passkey; columns are the lengths.
     """
-    lines = ["accuracy of passkey retrieval, by depth and context length", ""]
+    lines = ["accuracy of passkey retrieval, by depth and context length, with its interval", ""]
     for name in unique(records, "checkpoint"):
         measured = [record for record in records if record["checkpoint"] == name]
         lines.append(name)
-        lines.append("   depth " + "".join(f"{length:>9}" for length in lengths))
+        lines.append("   depth " + "".join(f"{length:>25}" for length in lengths))
         for depth in unique(measured, "depth"):
             cells = {r["length"]: r for r in measured if r["depth"] == depth}
             line = "  no key " if depth is None else f"{depth:>8.2f} "
             for length in lengths:
-                line += format_accuracy(cells[length])
+                line += f"{format_accuracy(cells[length]):>25}"
             lines.append(line)
         lines.append("")
     lines += format_refusals(records)
@@ -149,12 +195,52 @@ def format_needle_table(records, lengths):
 
 
 def format_accuracy(record):
-    """Return a cell of a text heatmap, 9 characters: a shade of gray and the number."""
+    """Return a cell of a text heatmap: a shade of gray, the number and its interval."""
     if "accuracy" not in record:
-        return f"{'refused':>9}"
+        return "refused"
     accuracy = record["accuracy"]
     shade = " ░▒▓█"[min(4, int(accuracy * 4.999))]
-    return f"{shade * 3:>4}{accuracy:>5.2f}"
+    return f"{shade * 3} {intervals.format_range({**record, 'mean': accuracy})}"
+
+
+RULER_ROWS = {
+    "accuracy": "all answers right",
+    "nats": "nats of the answer",
+    "gain": "nats gained by the needles",
+    "recovery": "gain recovered among distractors",
+}
+
+
+def format_ruler_table(summaries, records, lengths):
+    """Return the tables of RULER's tasks as text: the intervals of every checkpoint by length.
+
+    summaries: of retrieval.summarise_ruler(records).
+    """
+    lines = []
+    for kind in unique(summaries, "kind"):
+        measured = [summary for summary in summaries if summary["kind"] == kind]
+        lines.append(f"{kind}, {measured[0]['n']} prompts a length, by context length")
+        rows = {"": lengths}
+        for name, (field, label) in itertools.product(
+            unique(measured, "checkpoint"), RULER_ROWS.items()
+        ):
+            cells = {s["length"]: s for s in measured if s["checkpoint"] == name and field in s}
+            if cells:
+                cells = {length: ruler_cell(summary, field) for length, summary in cells.items()}
+                rows[f"{name}: {label}"] = [cells.get(length, "refused") for length in lengths]
+        lines += [*align(rows, 22), ""]
+    lines += format_refusals(records)
+    return "\n".join(lines).rstrip()
+
+
+def ruler_cell(summary, field):
+    """Return one interval of a summary as text."""
+    found = summary[field]
+    if found is None:
+        return "no gain alone"
+    if field == "accuracy":
+        return intervals.format_range(found)
+    return intervals.format_interval(found, 2)
 
 
 def loss_curves(records, protocol):
@@ -162,19 +248,32 @@ def loss_curves(records, protocol):
 
     x is the context length; of `position` it is the end of each part, at the greatest length.
     """
-    longest = max(record["length"] for record in records)
     curves = {}
+    for x, record in curve_points(records, protocol):
+        curves.setdefault(record["checkpoint"], []).append((x, record["loss"]))
+    return curves
+
+
+def loss_bands(records, protocol):
+    """Return the intervals around loss_curves(): name -> [(x, low, high), ...]."""
+    bands = {}
+    for x, record in curve_points(records, protocol):
+        band = bands.setdefault(record["checkpoint"], [])
+        if record["low"] is not None:
+            band.append((x, record["low"], record["high"]))
+    return bands
+
+
+def curve_points(records, protocol):
+    """Yield (x, record) for each measured loss of a protocol; x is that of loss_curves()."""
+    longest = max(record["length"] for record in records)
     for record in records:
         if record["protocol"] != protocol or "loss" not in record:
             continue
         if protocol != "position":
-            x = record["length"]
+            yield record["length"], record
         elif record["length"] == longest:
-            x = record["position"][1]
-        else:
-            continue
-        curves.setdefault(record["checkpoint"], []).append((x, record["loss"]))
-    return curves
+            yield record["position"][1], record
 
 
 def terminal_plot(series, height=12, width=64):
@@ -329,10 +428,13 @@ def plot_losses(records, lengths, file, note, title="", unit="nats per token"):
 def draw_losses(axis, records, protocol, names, lengths, unit):
     """Draw the curves of one protocol, in the same colours in all panels."""
     curves = loss_curves(records, protocol)
+    bands = loss_bands(records, protocol)
     for name, points in curves.items():
         x, y = zip(*points, strict=True)
         colour = f"C{names.index(name) % 10}"
         axis.plot(x, y, marker="o", markersize=4, label=name, color=colour)
+        if bands[name]:
+            axis.fill_between(*zip(*bands[name], strict=True), alpha=0.15, color=colour, lw=0)
     if protocol == "position":
         x_label = f"position in sequences of {max(lengths):,} tokens"
         ticks = set(lengths)
@@ -347,7 +449,7 @@ def draw_losses(axis, records, protocol, names, lengths, unit):
 
 def draw_loss_table(axis, records, protocol, names, lengths):
     """Draw the losses of one protocol as numbers: a row for each checkpoint."""
-    cells = loss_cells([r for r in records if r["protocol"] == protocol], lengths, digits=3)
+    cells = loss_cells([r for r in records if r["protocol"] == protocol], lengths)
     table = axis.table(
         [[name, *cells[name]] for name in names],
         colLabels=["", *(f"{length:,}" for length in lengths)],
@@ -473,3 +575,122 @@ def plot_wavelengths(before, after, original_length, target_length, file, note):
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     save_figure(plt, figure, file, dpi=120)
+
+
+# -----------------------------------------------------------------------------
+# Training curves, from the log.jsonl of run folders
+
+TRAINING = {"step", "loss", "tokens", "tokens_per_second"}
+VALIDATION = {"step", "val_loss"}
+
+
+def read_log(run):
+    """Return the losses that a run has logged: {"training", "validation"}.
+
+    Each is a list of (step, seconds, loss), in the order of the steps. Seconds are those of the
+    training steps, without evaluations, compilation and the time between two starts of a run.
+    Raises UserError if the run folder has no log.jsonl, or that has no training step.
+    """
+    rows = read_rows(Path(run) / "log.jsonl")
+    # of several rows of a step the last one counts
+    training = {row["step"]: row for row in rows if row.keys() >= TRAINING}
+    validation = {row["step"]: row["val_loss"] for row in rows if row.keys() >= VALIDATION}
+    if not training:
+        raise UserError(
+            f"{run} has logged no training step: name runs that have logged at least one"
+        )
+
+    steps, seconds, tokens = [0], [0.0], 0
+    for step, row in training.items():
+        duration = max(0, row["tokens"] - tokens) / row["tokens_per_second"]
+        seconds.append(seconds[-1] + duration)
+        steps.append(step)
+        tokens = row["tokens"]
+    # an evaluation may lie between two logged steps
+    evaluated_at = np.interp(list(validation), steps, seconds).tolist()
+    losses = [row["loss"] for row in training.values()]
+    return {
+        "training": list(zip(training, seconds[1:], losses, strict=True)),
+        "validation": list(zip(validation, evaluated_at, validation.values(), strict=True)),
+    }
+
+
+def read_rows(file):
+    """Return the rows of a log.jsonl, without damaged ones, in the order of their steps.
+
+    A run that has gone on from an earlier step is as it went on: what followed that step before is
+    left out.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{file} does not exist: name run folders that have been trained") from None
+    rows = []
+    for row in filter(None, map(read_row, lines)):
+        while rows and rows[-1]["step"] > row["step"]:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def read_row(line):
+    """Return the numbers of a line of log.jsonl by name, or None if the line is damaged."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError):
+        row = json.loads(line)
+        numbers = {name: row[name] for name in (TRAINING | VALIDATION) & row.keys()}
+        is_finite = all(math.isfinite(number) for number in numbers.values())
+        if "step" in numbers and is_finite and numbers.get("tokens_per_second", 1) > 0:
+            return numbers
+    return None
+
+
+def plot_curves(runs, file):
+    """Write a PNG of the losses of runs by step and by seconds; without matplotlib, say so.
+
+    runs: name -> run folder. Returns whether the file was written. Raises as read_log().
+    """
+    logs = {name: read_log(folder) for name, folder in runs.items()}
+    plt = import_pyplot(file)
+    if plt is None:
+        return False
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
+    draw_curves(axes, logs)
+    save_figure(plt, figure, file, dpi=120)
+    return True
+
+
+def draw_curves(axes, logs):
+    """Draw losses by step on the first axis, and by seconds on the second.
+
+    logs: name -> what read_log() returns. Training is a line, validation is marked.
+    """
+    for number, (name, log) in enumerate(logs.items()):
+        colour = f"C{number % 10}"
+        for axis, column in zip(axes, (0, 1), strict=True):
+            x, y = points_of(log["training"], column)
+            axis.plot(x, y, color=colour, linewidth=0.9, alpha=0.6, label=name)
+            x, y = points_of(log["validation"], column)
+            label = f"{name}, validation"
+            axis.plot(x, y, color=colour, marker="o", markersize=4, label=label)
+    axes[0].set(xlabel="step", ylabel="loss (nats per token)")
+    axes[1].set(xlabel="seconds of training steps")
+    axes[0].legend(fontsize=8)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+
+
+def points_of(rows, column):
+    """Return x, a column of (step, seconds, loss), and y, the loss, as lists."""
+    return [row[column] for row in rows], [row[2] for row in rows]
+
+
+def plot_finished_run(run):
+    """Write curve.png into the folder of a run that has ended.
+
+    The run is saved by then, and nothing that goes wrong here may make it fail: it is a note.
+    """
+    file = Path(run) / "curve.png"
+    try:
+        plot_curves({Path(run).name: run}, file)
+    except Exception as error:
+        note(f"{file} is not written: {error}")

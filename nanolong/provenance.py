@@ -1,11 +1,15 @@
 """What must stand next to a measured number, so that it can be measured again."""
 
 import datetime
+import math
 import platform
 import subprocess
 from pathlib import Path
 
 import torch
+
+from nanolong.run.checkpoint import weights_hash
+from nanolong.strict_json import without_infinities
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,3 +56,54 @@ def _cpu_name():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+# Settings of GPTConfig that describe_checkpoint() shows in words.
+SHOWN = ("pos", "vocab_size", "block_size", "n_layer", "n_embd", "n_head", "extension")
+
+
+def describe_checkpoint(name, model):
+    """Return the settings, provenance and wavelengths of a loaded GPT, for write_report()."""
+    config, meta = model.config, model.meta
+    extension = "none"
+    if config.extension:
+        options = [f", {key} {value}" for key, value in config.extension["options"].items()]
+        method, factor = config.extension["method"], config.extension["factor"]
+        extension = f"{method}, factor {factor:g}{''.join(options)}"
+    # before and after extension; an imported checkpoint does not say
+    trained = [f"{n:,}" for n in (meta.get("pretraining_tokens"), meta.get("tokens")) if n]
+    default = vars(type(config)())
+    others = []
+    for setting, value in vars(config).items():
+        if setting not in SHOWN and value != default[setting]:
+            others.append(f"{setting} {value}")
+    facts = {
+        "scheme": config.pos,
+        "layers": f"{config.n_layer}, of {config.n_embd} channels and {config.n_head} heads",
+        "other settings": ", ".join(others) or "as by default",
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "context length": f"{config.block_size:,}, originally {config.original_length:,}",
+        "extension": extension,
+        "trained tokens": ", then ".join(trained) or "unknown",
+        "dataset": meta.get("dataset") or "unknown",
+        "step": meta.get("step", "unknown"),
+        "stored dtype": str(model.stored_dtype).removeprefix("torch."),
+        "weights": weights_hash(model),
+    }
+    return {
+        "name": name,
+        "folder": str(model.folder),
+        "facts": facts,
+        "original_length": config.original_length,
+        "wavelengths": find_wavelengths(model) if config.extension else None,
+    }
+
+
+def find_wavelengths(model):
+    """Return RoPE's wavelengths in tokens before and after extension; None for other schemes."""
+    model.set_length(model.config.block_size)  # a dynamic method: as for the longest input
+    if not hasattr(model.pos, "frequencies"):
+        return None
+    inv_freq, _ = model.pos.frequencies("none", 1.0, {})
+    before = (2 * math.pi / inv_freq).tolist()
+    return without_infinities({"before": before, "after": model.rope_wavelengths().tolist()})

@@ -6,26 +6,37 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from data import Dataset, TextFile, same_vocabulary, tokenizer_from_json
+from data import Dataset, TextFile, same_vocabulary, split_mixture, tokenizer_from_json
+from nanolong import intervals
 from nanolong.errors import UserError, note
+
+# The scored tokens of a sequence, by default: of sliding and token-aligned, and of last-tokens.
+STRIDE = 256
+LAST_TOKENS = 500
+
+# Protocols that score the same tokens at every length.
+ALIGNED = ("token-aligned", "last-tokens")
+
+# Equal parts of a sequence whose losses are known apart.
+N_PARTS = 16
 
 # -----------------------------------------------------------------------------
 # Protocols: which sequences are evaluated, and which of their tokens are scored.
 
 
 def aligned_stride(stride, lengths):
-    """Return the scored tokens of a token-aligned sequence: at most half the shortest length."""
+    """Return the scored tokens of an aligned sequence: at most half the shortest length."""
     half_shortest = max(1, min(lengths) // 2)
     return min(stride, half_shortest)
 
 
-def place_sequences(protocol, length, stop, stride=256, lengths=(), start=0):
+def place_sequences(protocol, length, stop, stride=STRIDE, lengths=(), start=0):
     """Place sequences of `length` targets that score the targets from `start` to `stop` of a text.
 
     Returns a list of (start, n_context): the first n_context targets of a sequence are context
-    only and are not scored. token-aligned needs all `lengths` that are to be compared.
+    only and are not scored. Aligned protocols need all `lengths` that are to be compared.
     """
-    if protocol == "token-aligned":
+    if protocol in ALIGNED:
         # Sequences of the longest length lie end to end; shorter ones end where these end.
         longest = max(lengths)
         n_context = length - aligned_stride(stride, lengths)
@@ -47,17 +58,23 @@ def place_sequences(protocol, length, stop, stride=256, lengths=(), start=0):
 def group_protocols(protocols, stride, lengths):
     """Group the protocols that share their forward passes, with the extra fields of their records.
 
-    Returns a list of (protocols, fields).
+    stride: 0 for each protocol's own. Returns a list of (protocols, fields).
     """
-    strides = {"sliding": stride, "token-aligned": aligned_stride(stride, lengths)}
-    shared = tuple(protocol for protocol in protocols if protocol not in strides)
-    groups = []
-    if shared:
-        groups.append((shared, {}))
+    groups = {}
     for protocol in protocols:
-        if protocol in strides:
-            groups.append(((protocol,), {"stride": strides[protocol]}))
-    return groups
+        fields = {}
+        sequences = protocol
+        if protocol in ALIGNED:
+            default = LAST_TOKENS if protocol == "last-tokens" else STRIDE
+            fields = {"stride": aligned_stride(stride or default, lengths)}
+            sequences = "aligned"
+        elif protocol == "sliding":
+            fields = {"stride": stride or STRIDE}
+        elif protocol != "key-tokens":
+            sequences = "chunked"
+        shared, _ = groups.setdefault((sequences, *fields.values()), ([], fields))
+        shared.append(protocol)
+    return [(tuple(shared), fields) for shared, fields in groups.values()]
 
 
 def fitting_lengths(split, lengths, max_tokens):
@@ -85,7 +102,7 @@ def find_spans(split, longest, max_tokens):
     return spans
 
 
-def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=256, lengths=()):
+def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=STRIDE, lengths=()):
     """Place the sequences of a protocol in the text that is scored.
 
     lengths: all that are to be compared, which score the same text. Returns a list of
@@ -122,11 +139,26 @@ def read_sequences(split, length, sequences):
     return x, y
 
 
-def bytes_by_position(dataset, length, max_tokens=65536, **placement):
-    """Count the bytes of text that the scored targets at each position stand for: int64 (length,).
+# -----------------------------------------------------------------------------
+# Sums by sequence and part
 
-    dataset: a Dataset or TextFile. placement: arguments of find_sequences(). Returns None if the
-    tokenizer, or what its tokens stand for, is unknown.
+
+def part_edges(length):
+    """Return where the parts of a sequence begin and end; fewer than N_PARTS if it is shorter."""
+    return sorted({length * i // N_PARTS for i in range(N_PARTS + 1)})
+
+
+def sum_parts(values):
+    """Sum values of tokens (B, T) over each part of a sequence: (B, N_PARTS)."""
+    edges = part_edges(values.shape[1])
+    return torch.stack([values[:, start:end].sum(1) for start, end in pairwise(edges)], 1)
+
+
+def bytes_by_part(dataset, length, sequences):
+    """Count the bytes of text that the scored targets stand for: int64 (N, N_PARTS).
+
+    dataset: a Dataset or TextFile; sequences: of find_sequences(). Returns None if the tokenizer,
+    or what its tokens stand for, is unknown.
     """
     if dataset.tokenizer is None:
         return None
@@ -136,18 +168,19 @@ def bytes_by_position(dataset, length, max_tokens=65536, **placement):
     except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
         return None
     split = dataset.val
-    n_bytes = torch.zeros(length, dtype=torch.int64)
-    for sequence in find_sequences(split, length, max_tokens, **placement):
-        (inputs,), (targets,) = read_sequences(split, length, [sequence])
+    counts = []
+    for sequence in sequences:
+        inputs, targets = read_sequences(split, length, [sequence])
         scored = targets >= 0
-        n_bytes[scored] += byte_lengths[targets[scored]]
+        n_bytes = byte_lengths[targets.where(scored, 0)] * scored
         if added_bytes:
             # What the tokenizer has put before a document is not the document's.
             starts_document = inputs == dataset.separator
             if split.bos is not None:
-                starts_document[0] = sequence[1] == 0
-            n_bytes[scored & starts_document] -= added_bytes
-    return n_bytes
+                starts_document[0, 0] = sequence[1] == 0
+            n_bytes -= added_bytes * (scored & starts_document)
+        counts.append(sum_parts(n_bytes))
+    return torch.cat(counts)
 
 
 # -----------------------------------------------------------------------------
@@ -159,35 +192,112 @@ def loss_record(name, protocol, length, **fields):
     return {"checkpoint": name, "task": "loss", "protocol": protocol, "length": length, **fields}
 
 
-def make_records(name, loss_sum, n_scored, protocols, n_bytes=None, **fields):
-    """Turn the sums by position at one length into records: one for each protocol.
+def interval_fields(found):
+    """Return the fields of a record for an interval of intervals.py, without its mean."""
+    return {key: found[key] for key in ("low", "high", "n")}
 
-    `position` makes one for each part of the sequence. n_bytes: of bytes_by_position(), None if
-    they are unknown. `fields` are added to every record.
+
+def make_records(name, length, sums, counts, protocols, n_bytes=None, **fields):
+    """Turn the sums of every sequence by part into records: one for each protocol.
+
+    `position` makes one for each part of the sequence. sums, counts: of losses.loss_by_part();
+    n_bytes: of bytes_by_part(), None if they are unknown. `fields` are added to every record.
     """
-    length = len(loss_sum)
+    edges = part_edges(length)
     records = []
     for protocol in protocols:
-        edges = [0, length]
+        ranges = [(0, length)]
         if protocol == "position":
-            edges = sorted({length * i // 16 for i in range(17)})
+            ranges = pairwise(edges)
         elif protocol == "last-quarter":
-            edges = [length * 3 // 4, length]
-        for start, end in pairwise(edges):
-            part = slice(start, end)
-            count = int(n_scored[part].sum())
-            loss = math.nan
-            if count:
-                loss = loss_sum[part].sum().item() / count
+            ranges = [(length * 3 // 4, length)]
+        for start, end in ranges:
+            parts = slice(edges.index(start), edges.index(end))
+            of_sequences = [round(total, 6) for total in sums[:, parts].sum(1).tolist()]
+            columns = [of_sequences, counts[:, parts].sum(1).int().tolist()]
+            if n_bytes is not None:
+                columns.append(n_bytes[:, parts].sum(1).tolist())
             record = loss_record(name, protocol, length, **fields)
             if protocol == "position":
                 record["position"] = [start, end]
-            record["loss"] = loss
-            record["tokens"] = count
-            if n_bytes is not None:
-                record["bytes"] = int(n_bytes[part].sum())
+            record.update(loss_fields(columns))
+            if protocol != "position":  # the others are compared sequence by sequence
+                record["by_sequence"] = list(zip(*columns, strict=True))
             records.append(record)
     return records
+
+
+def loss_fields(columns):
+    """Return the fields of a record for the summed losses, tokens and bytes of its sequences.
+
+    columns: a list of each, that of the bytes only if they are known.
+    """
+    sums, tokens, *n_bytes = columns
+    found = intervals.ratio_interval(sums, tokens)
+    fields = {"loss": found["mean"], **interval_fields(found), "tokens": sum(tokens)}
+    if n_bytes:
+        fields["bytes"] = sum(n_bytes[0])
+    return fields
+
+
+def in_bits_per_byte(record):
+    """Return a record with its loss and interval in bits per byte of the text."""
+    sums, _, n_bytes = zip(*record["by_sequence"], strict=True)
+    found = intervals.ratio_interval([total / math.log(2) for total in sums], n_bytes)
+    return {**record, "loss": found["mean"], **interval_fields(found)}
+
+
+def compare(records, text_ids):
+    """Add to records of losses how they differ from others on the same text, in place.
+
+    "difference": this checkpoint minus the first one, from the differences of the same sequences.
+    "benefit", of last-tokens: what each doubling of the context takes off the loss, from the
+    shortest length to this one, from the differences of the same places.
+    text_ids: of identify_texts().
+    """
+    first_of, shortest_of = {}, {}
+    for record in records:
+        if "by_sequence" not in record:
+            continue
+        text = text_ids[record["checkpoint"]]
+        first = first_of.setdefault((text, record["protocol"], record["length"]), record)
+        if first is not record:
+            record["difference"] = paired_difference(record, first)
+        if record["protocol"] == "last-tokens":
+            shortest = shortest_of.setdefault(record["checkpoint"], record)
+            doublings = math.log2(record["length"] / shortest["length"])
+            if doublings > 0:
+                record["benefit"] = paired_difference(shortest, record, doublings)
+
+
+def paired_difference(record, other, divisor=1.0):
+    """Return the interval of the difference of two losses of the same tokens, by sequence.
+
+    divisor: of the difference.
+    """
+    differences = []
+    for (loss_sum, *_), (other_sum, *_) in zip(
+        record["by_sequence"], other["by_sequence"], strict=True
+    ):
+        differences.append((loss_sum - other_sum) / divisor)
+    n_tokens = [tokens for _, tokens, *_ in record["by_sequence"]]
+    return intervals.ratio_interval(differences, n_tokens)
+
+
+def identify_texts(models, texts):
+    """Return an id for the text of each checkpoint: the same if they score the same tokens.
+
+    texts: of open_texts().
+    """
+    ids = {}
+    for name, model in models.items():
+        ids[name] = name
+        for other in ids:
+            same_text = texts[name].hash == texts[other].hash
+            if same_text and not have_different_vocabularies({0: model, 1: models[other]}):
+                ids[name] = ids[other]
+                break
+    return ids
 
 
 # -----------------------------------------------------------------------------
@@ -206,7 +316,10 @@ def open_texts(models, cfg, lengths):
             texts[name] = read_text(model, cfg.text)
             check_text_length(texts[name], lengths)
             continue
-        key = (cfg.dataset or model.meta["dataset"], model.meta.get("bos") is not None)
+        key = (
+            name_of_text(cfg.dataset or model.meta["dataset"]),
+            model.meta.get("bos") is not None,
+        )
         folder = getattr(model, "folder", name)
         reader = (folder, model.config.vocab_size, model.meta.get("tokenizer"))
         if key not in datasets:
@@ -221,6 +334,15 @@ def open_texts(models, cfg, lengths):
             f"to compare bits per byte on all of it, give --max_tokens={longest}"
         )
     return texts
+
+
+def name_of_text(name):
+    """Return the dataset to score. Raises UserError for a mixture, which is no text."""
+    first, *others = split_mixture(name)
+    if others:
+        choices = " or ".join(f"--dataset={source}" for source in (first, *others))
+        raise UserError(f"{name} is a mixture of datasets, and one is scored: give {choices}")
+    return first
 
 
 def read_text(model, file):
@@ -246,12 +368,22 @@ def note_changed_data(what, meta, dataset):
 
     What is validation text now may have been training text then. meta: the checkpoint's.
     """
-    trained_on = meta.get("data_hash", dataset.hash)
-    if dataset.name == meta.get("dataset") and trained_on != dataset.hash:
+    trained_on = hashes_of_data(meta).get(dataset.name, dataset.hash)
+    if trained_on != dataset.hash:
         note(
             f"dataset {dataset.name} is now {dataset.hash}, and {what} was trained on "
             f"{trained_on}: the model may have seen in training what is scored here"
         )
+
+
+def hashes_of_data(meta):
+    """Return the hash of each dataset that a checkpoint was trained on, by its name."""
+    name, found = meta.get("dataset"), meta.get("data_hash")
+    if not name or not found:
+        return {}
+    if "," not in found:
+        return {name: found}
+    return dict(zip(split_mixture(name), found.split(","), strict=False))
 
 
 def have_different_vocabularies(models):

@@ -13,6 +13,7 @@ import types
 import typing
 from dataclasses import MISSING, dataclass, fields
 
+from data.dataset import TASKS
 from nanolong.errors import UserError
 
 
@@ -47,6 +48,8 @@ TYPE_NAMES = {
 
 # settings that were true or false once, in presets and checkpoints of then
 OLD_VALUES = {"qk_norm": {"true": "head", "false": "none"}}
+# settings that another has replaced -> (the new one, what to write)
+REPLACED_SETTINGS = {"passkey": ("tasks", "--tasks=passkey:FRACTION, such as passkey:0.1")}
 
 
 def coerce(cls, values, where):
@@ -156,9 +159,11 @@ class Range:
     above: float = -math.inf
     most: float = math.inf
     below: float = math.inf
+    or_zero: bool = False  # 0 stands for "none", whatever the bounds
 
     def __contains__(self, number):
-        return self.least <= number <= self.most and self.above < number < self.below
+        is_inside = self.least <= number <= self.most and self.above < number < self.below
+        return is_inside or (self.or_zero and number == 0)
 
     def __str__(self):
         bounds = []
@@ -170,7 +175,7 @@ class Range:
             bounds.append(f"at most {self.most:,}")
         if self.below < math.inf:
             bounds.append(f"below {self.below:,}")
-        return " and ".join(bounds)
+        return " and ".join(bounds) + (", or 0" if self.or_zero else "")
 
 
 RANGES = {
@@ -186,10 +191,13 @@ RANGES = {
     "dropout": Range(least=0, below=1),
     "norm_eps": Range(above=0, below=1),
     "attn_scale": Range(above=0),
+    "score_scale_length": Range(least=2, most=2**40, or_zero=True),
+    "score_scale_coefficient": Range(above=0),
+    "score_scale_offset": Range(least=0, most=1),
     # positions
     "rope_base": Range(above=1),
     "rope_fraction": Range(least=0, most=1),
-    "rope_local_base": Range(least=0),
+    "rope_local_base": Range(above=1, or_zero=True),
     "p_rope": Range(least=0, most=1),
     "embed_scale": Range(above=0),
     "window": Range(least=0),
@@ -200,6 +208,7 @@ RANGES = {
     "sequence_parallel": Range(least=1, most=2**16),
     "gradient_accumulation_steps": Range(least=1, most=2**20),
     "max_iters": Range(least=0),
+    "stop_at": Range(least=0),
     "learning_rate": Range(least=0),
     "min_lr": Range(least=0),
     "warmup_iters": Range(least=0),
@@ -215,12 +224,12 @@ RANGES = {
     # data
     "min_doc": Range(least=0),
     "upsample_docs": Range(least=1, most=1000),
-    "passkey": Range(least=0, most=1),
     "val_fraction": Range(above=0, below=1),
     "shards": Range(least=1),
     # context extension
     "factor": Range(least=1, most=10**6),
     "pose_window": Range(least=0),
+    "train_length": Range(least=0),
     # sampling
     "max_new_tokens": Range(least=0),
     "num_samples": Range(least=1),
@@ -229,10 +238,12 @@ RANGES = {
     "top_p": Range(above=0, most=1),
     # evaluation
     "lengths": Range(least=1),
-    "stride": Range(least=1),
+    "stride": Range(least=0),
     "max_tokens": Range(least=1),
     "depths": Range(least=1, most=1000),
-    "trials": Range(least=1, most=2**20),
+    "trials": Range(least=0, most=2**20),
+    "short_context": Range(least=2),
+    "min_key_tokens": Range(least=1),
 }
 
 
@@ -282,6 +293,7 @@ def check_model(config, positions):
     check_layer_pattern(config, positions)
     check_random_positions(config, positions)
     check_extension(config)
+    check_score_scale(config)
 
 
 def check_architecture(config):
@@ -332,10 +344,6 @@ def check_rope(config, positions):
         "layers without one: give a --layer_pattern of both, such as WWWF, and --window=N",
     )
     require(
-        config.rope_local_base == 0 or config.rope_local_base > 1,
-        f"rope_local_base={config.rope_local_base:g} is out of range: it must be above 1",
-    )
-    require(
         config.p_rope == 1 or config.rope_fraction == 1,
         f"p_rope={config.p_rope} and rope_fraction={config.rope_fraction} both leave channels "
         "unrotated, at different frequencies: give one of them",
@@ -376,6 +384,32 @@ def check_layer_pattern(config, positions):
         acts_in_attention(config.pos, positions) or not has_layers_without_positions,
         f"layer_pattern={pattern} removes positions from some layers (N or S), and "
         f"--pos={config.pos} acts in none of them: use F and W only",
+    )
+
+
+def check_score_scale(config):
+    """Rules of the settings that --score_scale has for each of its kinds."""
+    kind = config.score_scale
+    defaults = {f.name: f.default for f in fields(config)}
+    of_llama4 = ("score_scale_coefficient", "score_scale_offset")
+    for name in ("score_scale_length", "score_scale_layers", *of_llama4):
+        is_used = kind == "llama4" if name in of_llama4 else kind != "none"
+        needed = "llama4" if name in of_llama4 else "logn, llama4 or ssmax"
+        require(
+            is_used or getattr(config, name) == defaults[name],
+            f"{name}={getattr(config, name)} does nothing with --score_scale={kind}: "
+            f"leave it out, or give --score_scale={needed}",
+        )
+    require(
+        config.score_scale_layers == "all" or not set(config.layer_pattern).isdisjoint("NS"),
+        f"score_scale_layers=nope is of layers without positions, and layer_pattern="
+        f"{config.layer_pattern} has none: put an N or S into the pattern, or leave it out",
+    )
+    length = config.score_scale_length or config.original_length
+    require(
+        kind not in ("logn", "ssmax") or length > 1,
+        f"score_scale={kind} divides by the logarithm of the context length, which is 0 for 1 "
+        "token: give a --score_scale_length of at least 2",
     )
 
 
@@ -447,8 +481,42 @@ def check_extension(config):
 
 
 def check_train(cfg):
-    """Refuse a TrainConfig with a number out of range."""
+    """Refuse a TrainConfig with a number out of range, impossible tasks or a stop after the end."""
     check_ranges(vars(cfg))
+    require(
+        cfg.stop_at <= cfg.max_iters,
+        f"stop_at={cfg.stop_at} is beyond the last step, max_iters={cfg.max_iters}: give at most "
+        "that, or raise --max_iters",
+    )
+    task_fractions(cfg.tasks)
+
+
+def task_fractions(tasks):
+    """Return kind -> fraction of the setting `tasks`, words as "vt:0.05". Raises UserError."""
+    fractions = {}
+    for task in tasks:
+        kind, _, number = task.partition(":")
+        require(
+            kind in TASKS,
+            f"tasks={task} is of no known kind: give KIND:FRACTION of {', '.join(TASKS)}",
+        )
+        try:
+            fraction = float(number)
+        except ValueError:
+            fraction = math.nan
+        require(
+            0 < fraction <= 1,
+            f"tasks={task} does not end in a fraction of the sequences, above 0 and at most 1: "
+            f"give one, as in {kind}:0.05",
+        )
+        require(kind not in fractions, f"tasks names {kind} twice: give each kind once")
+        fractions[kind] = fraction
+    total = math.fsum(fractions.values())
+    require(
+        total <= 1 + 1e-9,
+        f"the fractions of tasks={','.join(tasks)} add up to {total:g}: lower them to 1 or less",
+    )
+    return fractions
 
 
 def check_extend(cfg):
@@ -483,11 +551,31 @@ def check_evaluate(cfg):
         "leave one of them out",
     )
     check_png("plot", cfg.plot)
-    known = ("chunked", "last-quarter", "position", "sliding", "token-aligned")
+    check_png("curves", cfg.curves)
     require(
-        cfg.protocol and set(cfg.protocol) <= set(known),
-        f"protocol={','.join(cfg.protocol)} is not a list of protocols: choose from "
-        + ", ".join(known),
+        not cfg.curves or not (cfg.plot or cfg.json or cfg.report),
+        "--curves plots logs and measures nothing: leave --plot, --json and --report out, or "
+        "--curves",
+    )
+    require(
+        not cfg.report or cfg.report.endswith(".html"),
+        f"--report={cfg.report} is not a page: end it in .html",
+    )
+    check_choices(cfg, "protocol")
+    check_choices(cfg, "ruler")
+    require(
+        bool(cfg.judge) == ("key-tokens" in cfg.protocol),
+        "--protocol=key-tokens and --judge=RUN need each other: give both or neither",
+    )
+
+
+def check_choices(cfg, name):
+    """Refuse a list of choices that is empty or has another word than its type names."""
+    values = getattr(cfg, name)
+    known = typing.get_args(typing.get_args(typing.get_type_hints(type(cfg))[name])[0])
+    require(
+        values and set(values) <= set(known),
+        f"{name}={','.join(values)} is not a list of choices: choose from " + ", ".join(known),
     )
 
 

@@ -160,9 +160,9 @@ def data(record, folder):
     for case, select, batch in (
         ("plain", (), ()),
         ("long documents", (20000, 3, True), ()),
-        ("PoSE", (), (128, 0.0)),
-        ("passkeys", (), (0, 0.5)),
-        ("PoSE and passkeys, separate documents", (0, 2, True), (128, 0.3)),
+        ("PoSE", (), (128,)),
+        ("passkeys", (), (0, {"passkey": 0.5})),
+        ("PoSE and passkeys, separate documents", (0, 2, True), (128, {"passkey": 0.3})),
     ):
         for bos in (None, False):
             with record.case(f"batches, {case}, bos {bos}") as found:
@@ -233,7 +233,7 @@ TRAINED = {  # each a process of its own, or two
 QUICK = {  # in this process
     "float16": "--dtype=float16",
     "random positions": "--random_positions=64",
-    "passkeys": "--block_size=64 --passkey=0.3",
+    "passkeys": "--block_size=64 --tasks=passkey:0.3",
     "long documents": "--min_doc=20000 --upsample_docs=3 --separate_docs=true",
     "every shape": "--n_kv_head=1 --qk_norm=true --tie_embeddings=false --dropout=0.1 --window=8 "
     "--sinks=2 --attn_scale=1.2 --checkpoint_activations=true",
@@ -289,7 +289,7 @@ EXTENDED = {  # name: (the run that is extended, the settings)
     "dynamic-ntk": ("rope", "--method=dynamic-ntk --factor=2"),
     "longrope": ("rope", "--method=longrope --factor=2 --options={table}"),
     "Muon": ("muon", "--method=pi --factor=2 --dtype=auto"),
-    "hybrid": ("hybrid", "--factor=2 --passkey=0.3 --learning_rate=1e-3"),
+    "hybrid": ("hybrid", "--factor=2 --tasks=passkey:0.3 --learning_rate=1e-3"),
     "fitted scale": ("nope", "--method=scale --factor=2"),
     "fitted drope": ("rope", "--method=drope --factor=2 --options=scale=fit"),
     "alibi": ("alibi", "--method=dynamic-pi --factor=2"),
@@ -316,7 +316,8 @@ def extending(record, folder):
     table = folder / "table.json"
     table.write_text(json.dumps({"long_factor": [1 + i / 2 for i in range(8)]}))
     for name, (parent, words) in EXTENDED.items():
-        words = words.format(table=table).split()
+        # the default of older checkouts
+        words = ["--separate_docs=false", *words.format(table=table).split()]
         if not any(word.startswith("--max_iters") for word in words):
             words.append("--max_iters=3")
         with record.case(name) as found:
@@ -332,11 +333,13 @@ def extending(record, folder):
     with record.case("PoSE, two processes") as found:
         run = folder / "extended" / "two processes"
         words = ["--pose=true", "--max_iters=3", "--gradient_accumulation_steps=2"]
+        words.append("--separate_docs=false")
         run_script("extend.py", source, *words, f"--out_dir={run}", processes=2)
         record_run(found, run)
     with record.case("resumed") as found:
         run = folder / "extended" / "resumed"
         words = [source, "--factor=2", "--max_iters=6", "--eval_interval=3", f"--out_dir={run}"]
+        words.append("--separate_docs=false")
         must_call("extend.py", *words)
         shutil.rmtree(run / "step-000006")
         must_call("extend.py", *words, "--init_from=resume")
@@ -532,7 +535,7 @@ train.py --attn_scale=0
 train.py --window=-1
 train.py --sinks=2
 train.py --dropout=1
-train.py --passkey=2
+train.py --tasks=passkey:2
 train.py --beta2=1
 train.py --n_embd=30 --n_head=2 --pos=rope
 train.py --rope_fraction=1.5
@@ -543,7 +546,7 @@ train.py --out_dir={run} --init_from=resume --max_iters=8
 train.py --out_dir={run} --init_from=resume --max_iters=8 --n_layer=2
 train.py config/debug.toml --dataset={data} --out_dir={out}/b --min_doc=99999999
 train.py config/debug.toml --dataset={data} --out_dir={out}/c --max_iters=3 --learning_rate=1e30
-train.py config/debug.toml --dataset={data} --out_dir={out}/d --passkey=0.5 --block_size=16
+train.py config/debug.toml --dataset={data} --out_dir={out}/d --tasks=passkey:0.5 --block_size=16
 train.py config/debug.toml --dataset={data} --out_dir={out}/e --max_iters=0
 extend.py --help
 extend.py
@@ -576,7 +579,7 @@ sample.py {cut_meta}
 evaluate.py --help
 evaluate.py
 evaluate.py {run} --protocol=sliding-ish
-evaluate.py {run} --protocol=sliding --stride=0
+evaluate.py {run} --protocol=sliding --stride=-1
 evaluate.py {run} --lengths=0
 evaluate.py {run} --plot=a.svg
 evaluate.py {run} --task=needle --depths=0

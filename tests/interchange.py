@@ -4,7 +4,8 @@ transformers makes every architecture that hf.py imports with every RoPE type, w
 or not, and random weights, in a process of its own. Compared are all logits, in float32 and beyond
 the original context length: after the import, in one forward pass and token by token with a cache;
 and after an export, as AutoModelForCausalLM loads it. Then our own models are exported. Export,
-import and export again should give the same bytes.
+import and export again should give the same bytes. Run as a script, this file prints the section of
+refusals of results/interchange.md.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from safetensors.torch import load_file, save, save_file
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub.exporting import export_checkpoint
-from nanolong.hub.families import LLAMA, UNSUPPORTED
+from nanolong.hub.families import FAMILIES, LLAMA, UNSUPPORTED
 from nanolong.hub.importing import import_checkpoint, read_settings
 from nanolong.hub.layout import stored_shapes, tensor_layout
 from nanolong.inference import KVCache
@@ -158,6 +160,8 @@ OURS = {
     "Gemma 3's blocks, pi": (GEMMA3, ("pi", {})),
     "Pythia's blocks": (PYTHIA, None),
     "learned sinks": ({"sink_scores": True}, None),
+    "Ministral 3's scores": ({"score_scale": "llama4"}, None),
+    "Ministral 3's scores, yarn": ({"score_scale": "llama4"}, ("yarn", {})),
     "p-RoPE": ({"p_rope": 0.5}, None),
     "p-RoPE, pi": ({"p_rope": 0.5}, ("pi", {})),
     "p-RoPE, yarn": ({"p_rope": 0.5}, ("yarn", {})),
@@ -184,6 +188,13 @@ REFUSED = {
     **{method: ({}, (method, {})) for method in REFUSED_METHODS},
     "MPT's blocks, biases in the norms": (MPT, None),
     "learned sinks, QK-norm": ({"sink_scores": True, "qk_norm": "head"}, None),
+    "logn": ({"score_scale": "logn"}, None),
+    "ssmax": ({"score_scale": "ssmax"}, None),
+    "Llama 4's scores": ({"score_scale": "llama4", "score_scale_offset": 1}, None),
+    "Ministral 3's scores from another length on": (
+        {"score_scale": "llama4", "score_scale_length": 16},
+        ("yarn", {}),
+    ),
     "post-norms": ({"norm_position": "post"}, None),
     "yarn in layers without a window": ({"window": 21, "layer_pattern": "WF"}, ("yarn", {})),
     "window and sinks": ({"window": 21, "sinks": 2}, None),
@@ -634,3 +645,21 @@ def list_refusals(folder):
         assert not (place / "run").exists(), f"{what} was refused, and left something behind"
         refusals.append((what, str(refusal.value).replace(f"{place}/", "")))
     return refusals
+
+
+def print_refusals():
+    """Print what is not exported and not imported, as Markdown."""
+    with tempfile.TemporaryDirectory() as folder:
+        records, _ = export_ours(REFUSED, Path(folder))
+        imports = list_refusals(Path(folder))
+    print("Exports:\n")
+    for record in records:
+        print(f"- {record['name']}: {record['refused']}")
+    families = ", ".join(FAMILIES)
+    print(f"\nImports; FAMILIES is {families}:\n")
+    for what, message in imports:
+        print(f"- {what}: {message.replace(families, 'FAMILIES')}")
+
+
+if __name__ == "__main__":
+    print_refusals()

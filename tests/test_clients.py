@@ -6,9 +6,10 @@
 SmolLM2-135M-Instruct (NANOLONG_SMOLLM2, as in test_smollm2.py) is extended by every method that can
 be exported, without training. Each client encodes a text by the tokenizer of the export, and
 computes logits in float32 at the last positions of a short sequence and of one beyond the original
-context. llama.cpp reads the GGUF file that its own converter makes. CLIENTS is a folder with
-mlx-lm and llama-cpp-python, whose source distribution has the converter. What a client computes
-otherwise, and why: results/interchange.md.
+context. llama.cpp reads the GGUF file that its own converter makes, and those that hf.py writes:
+results/gguf.md has what they compute in the whole model, which --exhaustive runs. CLIENTS is a
+folder with mlx-lm and llama-cpp-python, whose source distribution has the converter. What a client
+computes otherwise, and why: results/interchange.md.
 """
 
 import _pydecimal
@@ -20,26 +21,43 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import interchange
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from data import tokenizer_from_json
 from model import GPT, ContextLengthWarning
 from nanolong.hub.exporting import export_checkpoint
+from nanolong.hub.gguf_export import export_gguf
 from nanolong.hub.gguf_import import import_gguf
 
 REAL_FILE = os.environ.get("NANOLONG_SMOLLM2", "")
 CONVERTER = os.environ.get("NANOLONG_CONVERTER", "")
-TEXT = Path(_pydecimal.__file__).read_text(encoding="utf-8")[:20_000]
+TEXT = Path(_pydecimal.__file__).read_text(encoding="utf-8")[:40_000]
 PROMPT = "The capital of France is"
 CONTEXT = 1024  # the original context of a model of a few layers, which computes a long sequence
 LENGTHS = (400, CONTEXT + 512)
 COMPARED = 400  # positions whose logits are compared, the last of a sequence
 METHODS = ("yarn", "ntk-parts", "llama3", "pi", "ntk", "resonance", "abf", "ntk-lceg")
 CLIENTS = {"transformers": "transformers", "mlx-lm": "mlx_lm", "llama.cpp": "llama_cpp"}
+
+# The files that hf.py writes: name -> method, its options, the type of matrices. All are extended
+# by 4; the frequencies of the last two are the tensor rope_freqs.
+ONE_TABLE = {"long_factor": [4 ** (pair / 31) for pair in range(32)]}
+GGUF_FILES = {
+    "unextended": ("none", {}, "float32"),
+    "yarn": ("yarn", {}, "float32"),
+    "yarn, float16": ("yarn", {}, "float16"),
+    "ntk-parts": ("ntk-parts", {}, "float32"),
+    "longrope": ("longrope", ONE_TABLE, "float32"),
+    "resonance": ("resonance", {}, "float32"),
+}
+GGUF_LENGTHS = (2048, 9216)  # the context length of SmolLM2 is 8,192
+GGUF_COMPARED = 1000  # so all of them are beyond it in the longer sequence
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,8 +82,14 @@ TRANSFORMERS = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ids = AutoTokenizer.from_pretrained(checkpoint)(request["text"], add_special_tokens=False).input_ids
-model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+words = {}
+if checkpoint.endswith(".gguf"):
+    checkpoint, words["gguf_file"] = os.path.split(checkpoint)
+tokenizer = AutoTokenizer.from_pretrained(checkpoint, **words)
+ids = tokenizer(request["text"], add_special_tokens=False).input_ids
+if words:  # of a GGUF file it leaves out the pre-tokenizer, so its ids may be others
+    ids = request["ids"]
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **words).eval()
 
 @torch.no_grad()
 def compute_logits(ids):
@@ -159,17 +183,18 @@ def run_child(words, folder):
     return done.stdout
 
 
-def run_client(client, checkpoint, lengths, folder, end=END):
+def run_client(client, checkpoint, lengths, folder, end=END, compared=COMPARED, ids=()):
     """Return what a client prints about a checkpoint; END leaves its answers in the folder."""
-    request = {"text": TEXT, "lengths": lengths, "compared": COMPARED, "prompt": PROMPT}
+    request = {"text": TEXT, "lengths": lengths, "compared": compared, "prompt": PROMPT}
+    request["ids"] = ids
     words = ["-c", START + SCRIPTS[client] + end, checkpoint, json.dumps(request)]
     return run_child(words, folder)
 
 
-def skip_without(client):
+def skip_without(client, converter=CONVERTER):
     if importlib.util.find_spec(CLIENTS[client]) is None:
         pytest.skip(f"{client} is not installed")
-    if client == "llama.cpp" and not CONVERTER:
+    if client == "llama.cpp" and not converter:
         pytest.skip("it needs NANOLONG_CONVERTER, llama.cpp's convert_hf_to_gguf.py")
 
 
@@ -206,23 +231,47 @@ def extend_and_export(run, export, method="none", factor=1.0):
     return model
 
 
+class Agreement(NamedTuple):
+    """Of the logits at the last positions of a sequence."""
+
+    difference: float  # the largest, as a fraction of the largest logit
+    same: float  # the fraction of positions with the same most probable token
+    perplexity: float  # ours
+    their_perplexity: float
+
+
 @torch.no_grad()
-def compare(client, model, checkpoint, lengths, folder):
-    """Return, by length, the largest difference relative to the largest logit, and same argmax."""
-    run_client(client, checkpoint, lengths, folder)
+def compute_logits(model, ids, compared):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContextLengthWarning)
+        x = model.hidden_states(torch.tensor([ids]))
+    return model.head(x[0, -compared:])
+
+
+def measure(ours, theirs, targets):
+    """Return the Agreement of two tables of logits; targets: the token after each position."""
+    difference = (ours - theirs).abs().max() / ours.abs().max()
+    same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
+    losses = [F.cross_entropy(x.double(), torch.tensor(targets)) for x in (ours, theirs)]
+    return Agreement(difference.item(), same.item(), *(loss.exp().item() for loss in losses))
+
+
+def encode(model):
+    return list(tokenizer_from_json(model.meta["tokenizer"]).encode(TEXT))
+
+
+def compare(client, model, checkpoint, lengths, folder, compared=COMPARED):
+    """Return the Agreement of a client with a model at each length."""
+    ids = encode(model)
+    run_client(client, checkpoint, lengths, folder, compared=compared, ids=ids)
     answers = load_file(folder / "answers")
-    ids = list(tokenizer_from_json(model.meta["tokenizer"]).encode(TEXT))
     assert answers["ids"].tolist() == ids
     found = []
     for length in lengths:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ContextLengthWarning)
-            x = model.hidden_states(torch.tensor([ids[:length]]))
-        ours, theirs = model.head(x[0, -COMPARED:]), answers[str(length)].float()
-        difference = (ours - theirs).abs().max() / ours.abs().max()
-        same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
-        print(f"{client}, {length}: {difference:.1e}, {same:.2%}")
-        found.append((difference.item(), same.item()))
+        ours = compute_logits(model, ids[:length], compared)
+        targets = ids[length - compared + 1 : length + 1]
+        found.append(measure(ours, answers[str(length)].float(), targets))
+        print(f"{client}, {length}: {found[-1]}", flush=True)
     return found
 
 
@@ -239,8 +288,8 @@ def test_an_export_computes_the_same(part, method, factor, client, runs, tmp_pat
     is_gguf = client == "llama.cpp"
     checkpoint = convert(tmp_path / "export") if is_gguf else tmp_path / "export"
     lengths = LENGTHS if part == "layers" else LENGTHS[:1]
-    for difference, same in compare(client, model, checkpoint, lengths, tmp_path):
-        agrees = difference < 1e-3 and same > 0.99
+    for found in compare(client, model, checkpoint, lengths, tmp_path):
+        agrees = found.difference < 1e-3 and found.same > 0.99
         assert agrees == ((client, method) != ("llama.cpp", "resonance"))
 
 
@@ -256,8 +305,43 @@ def test_a_gguf_file_is_read_as_llama_cpp_does(dequantized, limit, least_same, r
     interchange.capture_output(import_gguf, GPT, quantized, tmp_path / "run")
     checkpoint = read if dequantized else quantized
     model = GPT.load(tmp_path / "run")
-    ((difference, same),) = compare("llama.cpp", model, checkpoint, LENGTHS[:1], tmp_path)
-    assert difference < limit and same > least_same
+    (found,) = compare("llama.cpp", model, checkpoint, LENGTHS[:1], tmp_path)
+    assert found.difference < limit and found.same > least_same
+
+
+# Activations are rounded to the 11 bits of float16 before llama.cpp multiplies such weights.
+GGUF_LIMITS = {"float32": (1e-3, 1e-4), "float16": (1e-2, 5e-3)}
+
+
+@pytest.mark.parametrize("client", ["llama.cpp", "transformers"])
+@pytest.mark.parametrize("name", GGUF_FILES)
+@pytest.mark.parametrize("part", ["layers", pytest.param("whole", marks=pytest.mark.exhaustive)])
+def test_a_client_reads_the_gguf_file_that_we_write(part, name, client, runs, tmp_path):
+    """Its logits are those of our own import of the file, which are those of the model."""
+    skip_without(client, converter="not needed")
+    if client == "transformers" and name != "unextended":
+        pytest.skip("its reader of GGUF files ignores RoPE scaling")
+    method, options, store = GGUF_FILES[name]
+    stored, model = interchange.open_run(runs / part), GPT.load(runs / part)
+    if method != "none":
+        for extended in (stored, model):
+            extended.extend(method, 4.0, **options)
+    file = tmp_path / "model.gguf"
+    interchange.capture_output(export_gguf, stored, file, store)
+    interchange.capture_output(import_gguf, GPT, file, tmp_path / "run")
+    back = GPT.load(tmp_path / "run")
+    lengths, compared = (LENGTHS, COMPARED) if part == "layers" else (GGUF_LENGTHS, GGUF_COMPARED)
+    largest, relative = GGUF_LIMITS[store]
+
+    ids = encode(model)[: lengths[0] + 1]
+    logits = [compute_logits(x, ids[:-1], compared) for x in (model, back)]
+    found = measure(*logits, ids[-compared:])
+    print(f"{name}: the model and our import of the file, {lengths[0]}: {found}", flush=True)
+    assert found.difference < largest and found.same > 1 - largest
+
+    for found in compare(client, back, file, lengths, tmp_path, compared):
+        assert found.difference < largest and found.same > 1 - largest
+        assert found.their_perplexity == pytest.approx(found.perplexity, rel=relative)
 
 
 @pytest.mark.parametrize("client", ["mlx-lm", "llama.cpp"])

@@ -281,14 +281,14 @@ def test_a_passkey_that_cannot_be_made_is_refused():
 
 def test_batches_hold_passkeys_whose_digits_alone_are_scored(text_data):
     dataset = data.Dataset(text_data)
-    x, y, positions, documents = dataset.batch(0, 200, 64, 7, passkey_fraction=0.25)
+    x, y, positions, documents = dataset.batch(0, 200, 64, 7, tasks={"passkey": 0.25})
     assert positions is None
     assert documents is None
     is_passkey = (y >= 0).sum(1) == data.DIGITS
     assert 30 <= is_passkey.sum() <= 70
-    halves = [dataset.batch(i, 100, 64, 7, passkey_fraction=0.25)[0] for i in (0, 1)]
+    halves = [dataset.batch(i, 100, 64, 7, tasks={"passkey": 0.25})[0] for i in (0, 1)]
     assert np.array_equal(np.concatenate(halves), x)
-    assert not np.array_equal(dataset.batch(0, 200, 64, 8, passkey_fraction=0.25)[0], x)
+    assert not np.array_equal(dataset.batch(0, 200, 64, 8, tasks={"passkey": 0.25})[0], x)
     # the other sequences are those of a run without passkeys
     plain, *_ = dataset.batch(0, 200, 64, 7)
     assert np.array_equal(x[~is_passkey], plain[~is_passkey])
@@ -301,7 +301,7 @@ def test_batches_hold_passkeys_whose_digits_alone_are_scored(text_data):
 
 def test_passkeys_and_pose_can_be_combined(text_data):
     dataset = data.Dataset(text_data)
-    x, y, positions, _ = dataset.batch(0, 8, 64, 7, max_position=256, passkey_fraction=0.5)
+    x, y, positions, _ = dataset.batch(0, 8, 64, 7, max_position=256, tasks={"passkey": 0.5})
     assert x.shape == y.shape == positions.shape == (8, 64)
     assert 64 < positions.max() < 256
 

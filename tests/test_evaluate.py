@@ -15,7 +15,7 @@ import data
 import evaluate
 import train
 from model import GPT, POSITIONS
-from nanolong import scoring
+from nanolong import key_tokens, losses, retrieval, scoring
 from nanolong.errors import UserError
 from nanolong.provenance import current_commit
 
@@ -98,7 +98,7 @@ def test_chunked_equals_one_sequence_at_a_time(length, longest, max_tokens, bos,
             loss_sum += losses_of(model, x, y) * new
             n_scored += new
             end = start + length
-    got_sum, got_scored = evaluate.loss_by_position(
+    got_sum, got_scored = losses.loss_by_position(
         model, val, length, max_tokens, lengths=(length, longest)
     )
     assert torch.equal(got_scored, n_scored)
@@ -150,7 +150,7 @@ def test_chunked_at_the_context_length_is_the_validation_loss_of_training(make, 
     model = make(pos="rope", vocab_size=257)
     cfg = train.TrainConfig(dataset=str(text_data), batch_size=4, eval_iters=5)
     expected = train.estimate_loss(model, dataset, cfg, torch.float32)["val_loss"]
-    loss_sum, n_scored = evaluate.loss_by_position(model, dataset.val, 24, 20 * 24)
+    loss_sum, n_scored = losses.loss_by_position(model, dataset.val, 24, 20 * 24)
     assert float(loss_sum.sum() / n_scored.sum()) == pytest.approx(expected, rel=1e-6)
 
 
@@ -165,9 +165,9 @@ def test_sliding_equals_one_sequence_at_a_time(make, split):
     n_new += [10, 10, 10, 10, 10, 10, 10, 2]
     expected = 0.0
     for end, new in zip(ends, n_new, strict=True):
-        losses = losses_of(model, text[end - 24 : end], text[end - 23 : end + 1])
-        expected += losses[-new:].sum().item()
-    loss_sum, n_scored = evaluate.loss_by_position(
+        of_tokens = losses_of(model, text[end - 24 : end], text[end - 23 : end + 1])
+        expected += of_tokens[-new:].sum().item()
+    loss_sum, n_scored = losses.loss_by_position(
         model, val, 24, 150, protocol="sliding", stride=10, lengths=(24, 72)
     )
     assert n_scored.sum() == 144
@@ -180,7 +180,7 @@ def test_token_aligned_scores_the_same_tokens_at_every_length(make, split):
     text = text_of(val)
     lengths = (20, 60, 200)
     for length in lengths:
-        loss_sum, n_scored = evaluate.loss_by_position(
+        loss_sum, n_scored = losses.loss_by_position(
             model, val, length, 650, protocol="token-aligned", stride=7, lengths=lengths
         )
         expected = 0.0
@@ -196,9 +196,9 @@ def test_token_aligned_scores_the_same_tokens_at_every_length(make, split):
 def test_a_text_too_short_for_a_sequence_is_refused(make, split):
     val = split()
     with pytest.raises(UserError, match="longer than the 999"):
-        evaluate.loss_by_position(make(), val, 10**7, 10**8)
+        losses.loss_by_position(make(), val, 10**7, 10**8)
     with pytest.raises(UserError, match="200 tokens"):
-        evaluate.loss_by_position(
+        losses.loss_by_position(
             make(), val, 200, 150, protocol="token-aligned", lengths=(20, 60, 200)
         )
     places = scoring.find_sequences(val, 20, 150, "token-aligned", 7, (20, 60, 200))
@@ -213,19 +213,19 @@ def test_a_dynamic_method_scales_by_the_length_of_the_sequence(make, split):
     """Sequences of one length do not disturb the tables for those of another."""
     model = make(pos="rope")
     val = split()
-    plain, _ = evaluate.loss_by_position(model, val, 20, 400)
+    plain, _ = losses.loss_by_position(model, val, 20, 400)
     model.extend("dynamic-ntk", 4)
-    long, _ = evaluate.loss_by_position(model, val, 90, 400)
-    assert torch.equal(evaluate.loss_by_position(model, val, 20, 400)[0], plain)
-    assert torch.equal(evaluate.loss_by_position(model, val, 90, 400)[0], long)
+    long, _ = losses.loss_by_position(model, val, 90, 400)
+    assert torch.equal(losses.loss_by_position(model, val, 20, 400)[0], plain)
+    assert torch.equal(losses.loss_by_position(model, val, 90, 400)[0], long)
 
 
 def test_random_positions_are_the_same_in_every_evaluation(make, split):
     val = split()
-    plain, _ = evaluate.loss_by_position(make(pos="rope"), val, 20, 400)
+    plain, _ = losses.loss_by_position(make(pos="rope"), val, 20, 400)
     model = make(pos="rope", random_positions=300)
-    first, _ = evaluate.loss_by_position(model, val, 20, 400)
-    again, _ = evaluate.loss_by_position(model, val, 20, 400)
+    first, _ = losses.loss_by_position(model, val, 20, 400)
+    again, _ = losses.loss_by_position(model, val, 20, 400)
     assert torch.equal(first, again)
     assert not torch.allclose(first, plain)
 
@@ -250,9 +250,9 @@ def losses_in_chunks(model, monkeypatch, chunk=16):
     positions = model.sample_positions(2, 45, 3)
     lengths = input_lengths(model)
     with torch.no_grad():
-        at_once = evaluate.token_losses(model, x, y, positions)
-        monkeypatch.setattr(evaluate, "CHUNK", chunk)
-        in_chunks = evaluate.token_losses(model, x, y, positions)
+        at_once = losses.token_losses(model, x, y, positions)
+        monkeypatch.setattr(losses, "CHUNK", chunk)
+        in_chunks = losses.token_losses(model, x, y, positions)
     assert lengths[0] == 45
     return at_once, in_chunks, lengths[1:]
 
@@ -282,9 +282,9 @@ def test_a_method_that_depends_on_the_length_is_never_chunked(method, make, monk
 def test_evaluation_leaves_the_mode_of_the_model_as_it_was(make, split):
     model = make(pos="rope", dropout=0.5)
     val = split()
-    expected, _ = evaluate.loss_by_position(model, val, 20, 400)
+    expected, _ = losses.loss_by_position(model, val, 20, 400)
     model.train()
-    assert torch.equal(evaluate.loss_by_position(model, val, 20, 400)[0], expected)
+    assert torch.equal(losses.loss_by_position(model, val, 20, 400)[0], expected)
     assert model.training
 
 
@@ -293,24 +293,32 @@ def test_evaluation_leaves_the_mode_of_the_model_as_it_was(make, split):
 
 
 def test_records_of_each_protocol():
-    loss_sum = torch.arange(10, dtype=torch.float64)
-    n_scored = torch.tensor([1.0] * 9 + [0.0])
+    """Of three sequences with parts 0 to 9, times 1, 2 and 3, whose last part is not scored."""
+    sums = torch.arange(10, dtype=torch.float64) * torch.tensor([[1.0], [2.0], [3.0]])
+    counts = torch.ones(3, 10)
+    counts[:, 9] = 0
+    sums[:, 9] = 0
     protocols = ("chunked", "last-quarter", "position")
-    chunked, last_quarter, *parts = scoring.make_records("x", loss_sum, n_scored, protocols)
+    chunked, last_quarter, *parts = scoring.make_records("x", 10, sums, counts, protocols)
     assert chunked == {
         "checkpoint": "x",
         "task": "loss",
         "protocol": "chunked",
         "length": 10,
-        "loss": 5.0,
-        "tokens": 9,
+        "loss": 8.0,
+        "low": None,
+        "high": None,
+        "n": 3,
+        "tokens": 27,
+        "by_sequence": [(36.0, 9), (72.0, 9), (108.0, 9)],
     }
-    assert last_quarter["loss"] == (7 + 8 + 9) / 2
-    assert last_quarter["tokens"] == 2
+    assert last_quarter["loss"] == (7 + 8) / 2 * 2
+    assert last_quarter["tokens"] == 6
     assert [part["position"] for part in parts] == [[i, i + 1] for i in range(10)]
-    assert parts[3]["loss"] == 3.0
-    assert math.isnan(parts[9]["loss"])
-    parts = scoring.make_records("x", torch.ones(256), torch.ones(256), ("position",))
+    assert parts[3]["loss"] == 6.0
+    assert math.isnan(parts[9]["loss"]) and parts[9]["n"] == 0
+    ones = torch.ones(5, 16)
+    parts = scoring.make_records("x", 256, ones, ones, ("position",))
     assert len(parts) == 16 and parts[-1]["position"] == [240, 256]
 
 
@@ -337,8 +345,8 @@ def test_a_loss_that_cannot_be_measured_is_refused_in_its_record(make, text_data
         max_tokens=200, protocol=("chunked",), device="cpu", dtype="float32"
     )
     good, beyond, too_long = evaluate.measure_losses({"m": model}, cfg, (24, 48, 500))
-    keys = ["checkpoint", "task", "protocol", "length", "sequences", "loss", "tokens", "bytes"]
-    assert list(good) == keys
+    keys = ["checkpoint", "task", "protocol", "length", "loss", "low", "high", "n", "tokens"]
+    assert list(good) == [*keys, "bytes", "by_sequence"]
     assert good["bytes"] == good["tokens"]
     assert list(beyond) == ["checkpoint", "task", "protocol", "length", "refused"]
     assert "--pos=learned" in beyond["refused"]
@@ -418,7 +426,7 @@ def test_bits_per_byte_of_a_text_are_those_of_its_bytes(
         bits = chunked["loss"] * chunked["tokens"] / chunked["bytes"] / math.log(2)
         assert bits == pytest.approx(sum(expected) / n_bytes / math.log(2), rel=1e-5)
         table = done.stdout.split("chunked (every token), bits per byte, by context length\n")[1]
-        assert f"{bits:.4f}" in table.splitlines()[1]
+        assert f" {bits:.3f} " in table.splitlines()[1]
 
 
 def test_bytes_of_every_protocol_are_those_of_its_targets(make, text_file, call, tmp_path):
@@ -496,7 +504,11 @@ def test_the_figure_of_two_vocabularies_is_in_bits_per_byte(
         if record["protocol"] == "chunked":
             bits = record["loss"] * record["tokens"] / record["bytes"] / math.log(2)
             expected.setdefault(record["checkpoint"], []).append(bits)
-    assert panels == [("chunked", "loss (bits per byte)", expected)]
+    ((title, unit, curves),) = panels
+    assert (title, unit) == ("chunked", "loss (bits per byte)")
+    assert list(curves) == list(expected)
+    for name, bits in expected.items():
+        assert curves[name] == pytest.approx(bits, rel=1e-6)
 
     (tmp_path / "a.png").unlink()
     _, done = records_of(call, tmp_path, *words, "--protocol=last-quarter")
@@ -533,9 +545,155 @@ def test_bytes_that_nobody_knows_are_left_out(make, text_data):
     """Of token files without a tokenizer."""
     dataset = data.Dataset(text_data)
     dataset.tokenizer = None
-    assert scoring.bytes_by_position(dataset, 24) is None
-    records = scoring.make_records("m", torch.ones(4), torch.ones(4), ("chunked",), None)
+    assert scoring.bytes_by_part(dataset, 24, [(0, 0, 0)]) is None
+    records = scoring.make_records("m", 4, torch.ones(2, 4), torch.ones(2, 4), ("chunked",), None)
     assert "bytes" not in records[0]
+
+
+# -----------------------------------------------------------------------------
+# Intervals, pairs and the benefit of context
+
+
+def text_model(make, text_data, **settings):
+    """A model of bytes with the dataset of the tests."""
+    model = make(vocab_size=257, **settings)
+    model.meta = {"dataset": str(text_data), "bos": 256}
+    return model
+
+
+def test_the_difference_of_two_checkpoints_is_over_the_same_sequences(make, text_data):
+    """Of the losses of every sequence, one at a time; the interval is that of their mean."""
+    models = {pos: text_model(make, text_data, pos=pos) for pos in ("nope", "alibi")}
+    cfg = evaluate.EvaluateConfig(
+        max_tokens=240, protocol=("chunked",), device="cpu", dtype="float32"
+    )
+    first, second = evaluate.measure_losses(models, cfg, (24,))
+    assert "difference" not in first
+    val = data.Dataset(str(text_data)).val
+    by_model = []
+    for model in models.values():
+        of_sequences = []
+        for place in scoring.find_sequences(val, 24, 240, lengths=(24,)):
+            x, y = scoring.read_sequences(val, 24, [place])
+            of_tokens = losses_of(model, x[0], y[0].where(y[0] >= 0, 0))
+            of_sequences.append((of_tokens * (y[0] >= 0)).sum().item())
+        by_model.append(np.array(of_sequences))
+    differences = by_model[1] - by_model[0]
+    tokens = [count for _, count, _ in first["by_sequence"]]
+    mean = differences.sum() / sum(tokens)
+    assert second["difference"]["mean"] == pytest.approx(mean, abs=1e-5)
+    residuals = differences - mean * np.array(tokens)
+    half_width = 2.2622 * math.sqrt(10 / 9 * (residuals**2).sum()) / sum(tokens)
+    found = second["difference"]["high"] - second["difference"]["mean"]
+    assert found == pytest.approx(half_width, rel=2e-3)
+    assert second["loss"] - first["loss"] == pytest.approx(second["difference"]["mean"], abs=1e-6)
+
+
+def test_checkpoints_of_other_tokens_are_not_paired(make, text_data):
+    models = {"a": text_model(make, text_data), "b": text_model(make, text_data)}
+    texts = {"a": data.Dataset(str(text_data)), "b": types.SimpleNamespace(hash="other")}
+    assert scoring.identify_texts(models, texts) == {"a": "a", "b": "b"}
+    texts["b"] = texts["a"]
+    assert scoring.identify_texts(models, texts) == {"a": "a", "b": "a"}
+
+
+def test_the_benefit_of_a_doubling_is_over_the_same_places(make, text_data):
+    """From 24 tokens to 96 are two doublings; the last 12 tokens of 10 places are scored."""
+    model = text_model(make, text_data, pos="alibi")
+    cfg = evaluate.EvaluateConfig(
+        max_tokens=960, protocol=("last-tokens",), device="cpu", dtype="float32"
+    )
+    short, middle, long = evaluate.measure_losses({"m": model}, cfg, (24, 48, 96))
+    assert short["stride"] == 12 and "benefit" not in short and long["n"] == 10
+    assert long["benefit"]["mean"] == pytest.approx((short["loss"] - long["loss"]) / 2, abs=1e-6)
+    assert middle["benefit"]["mean"] == pytest.approx(short["loss"] - middle["loss"], abs=1e-6)
+    assert long["benefit"]["low"] < long["benefit"]["mean"] < long["benefit"]["high"]
+
+
+def test_aligned_protocols_of_one_stride_share_their_forward_passes():
+    protocols = ("chunked", "token-aligned", "last-tokens", "position", "sliding", "key-tokens")
+    assert scoring.group_protocols(protocols, 0, (24, 48)) == [
+        (("chunked", "position"), {}),
+        (("token-aligned", "last-tokens"), {"stride": 12}),
+        (("sliding",), {"stride": 256}),
+        (("key-tokens",), {}),
+    ]
+    aligned = [("token-aligned",), ("last-tokens",)]
+    found = scoring.group_protocols(protocols[1:3], 0, (2048, 4096))
+    assert found == [(aligned[0], {"stride": 256}), (aligned[1], {"stride": 500})]
+
+
+# -----------------------------------------------------------------------------
+# Key tokens
+
+
+@pytest.mark.parametrize("bos", [None, 49])
+def test_key_tokens_are_those_that_a_long_context_makes_likely(bos, make, split, monkeypatch):
+    """One token at a time: with all before it, and with the last 8 or 9, of which two share."""
+    monkeypatch.setattr(key_tokens, "KEY_GAIN", 0.01)
+    monkeypatch.setattr(key_tokens, "KEY_LOG_PROBABILITY", -3.9)
+    model = make(pos="alibi", block_size=24)
+    val = split(bos=bos)
+    text = text_of(val)
+    judge = key_tokens.Judge(model, 8)
+    sequences = scoring.find_sequences(val, 24, 96, lengths=(24,))
+    text_of_val = types.SimpleNamespace(val=val, hash="")
+    are_key, benefits = judge.find(text_of_val, 24, sequences)
+
+    expected = torch.zeros(len(sequences), 24, dtype=torch.bool)
+    gains = torch.zeros(len(sequences), 2, dtype=torch.float64)
+    for row, (_, start, _) in enumerate(sequences):
+        for place in range(8, 24):
+            target = start + place + (bos is None)
+            first_short = start + place - 8 - place % 2
+            nats = []
+            for first in (start, first_short):
+                x = text[first : target + (bos is not None)]
+                if bos is not None:
+                    x = torch.cat((torch.tensor([bos]), text[first:target]))
+                nats.append(losses_of(model, x, text[target].repeat(len(x)))[-1])
+            gain = nats[1] - nats[0]
+            gains[row] += torch.tensor([gain, 1])
+            expected[row, place] = (gain > 0.01) & (-nats[0] > -3.9)
+    assert 5 < expected.sum() < 60
+    assert torch.equal(are_key, expected)
+    assert torch.allclose(benefits, gains, atol=1e-4)
+
+    sums, counts = key_tokens.key_token_losses(model, val, 24, sequences, are_key)
+    for row, (_, start, _) in enumerate(sequences):
+        x, y = scoring.read_sequences(val, 24, [(0, start, 0)])
+        of_key = losses_of(model, x[0], y[0])[expected[row]]
+        assert sums[row].item() == pytest.approx(of_key.sum().item(), abs=1e-4)
+        assert counts[row] == expected[row].sum()
+
+
+def test_the_judges_context_limits_the_short_context(make):
+    assert key_tokens.Judge(make(block_size=24), 4096).short_context == 12
+    assert key_tokens.Judge(make(block_size=24), 5).short_context == 5
+
+
+def test_key_tokens_on_the_command_line(runs, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(key_tokens, "KEY_GAIN", 0.001)
+    monkeypatch.setattr(key_tokens, "KEY_LOG_PROBABILITY", -9.0)
+    words = [runs[0], f"b={runs[2]}", "--protocol=key-tokens", f"--judge={runs[0]}"]
+    words += ["--lengths=12,24,48", "--max_tokens=480", "--json=a.json"]
+    done = assert_success(call("evaluate.py", *words, "--min_key_tokens=7", cwd=tmp_path))
+    records = json.loads((tmp_path / "a.json").read_text())
+    assert [record["length"] for record in records if "loss" in record] == [24, 24]
+    first, second = (record for record in records if "loss" in record)
+    assert first["tokens"] == second["tokens"] and second["difference"]["n"] == first["n"]
+    assert first["key_fraction"] == pytest.approx(first["tokens"] / (480 / 24 * 12), abs=0.02)
+    assert "at 24: " in done.stdout and " key tokens, " in done.stdout
+    assert "sequences of 13 to 24 tokens" in done.stdout
+    few = assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    assert "fewer than 1000 say too little: raise --max_tokens" in few.stdout
+    for bad in (["--protocol=key-tokens"], [f"--judge={runs[0]}"]):
+        assert_refused(call("evaluate.py", runs[0], *bad), "need each other")
+
+
+def test_a_judge_of_another_vocabulary_is_refused(runs, imported, call):
+    words = ["--protocol=key-tokens", f"--judge={imported('gpt2')}", "--lengths=24"]
+    assert_refused(call("evaluate.py", runs[0], *words), "have different vocabularies")
 
 
 # -----------------------------------------------------------------------------
@@ -580,7 +738,7 @@ def test_a_model_that_knows_the_passkey_finds_every_needle(length, depth):
     found = []
     for model, seed in ((right, 3), (wrong, 3), (other, 4)):
         tokenizer = data.ByteTokenizer()
-        found.append(evaluate.find_needle(model, tokenizer, length, depth, 20, seed, 256))
+        found.append(retrieval.find_needle(model, tokenizer, length, depth, 20, seed, 256))
     accuracy, nll = found[0]
     assert accuracy == found[2][0] == 1.0 and nll < 0.1
     assert found[1][0] == 0.0 and found[1][1] > 1
@@ -590,16 +748,17 @@ def test_a_model_that_knows_the_passkey_finds_every_needle(length, depth):
 
 def test_a_model_that_never_saw_a_passkey_is_named(make, capsys):
     model = make(vocab_size=257)
-    for share in (0.0, 0.5):
-        model.meta = {"tokenizer": {"kind": "bytes"}, "train": {"passkey": share}}
+    for tasks in (["niah:0.5"], ["passkey:0.5"]):
+        model.meta = {"tokenizer": {"kind": "bytes"}, "train": {"tasks": tasks}}
         cfg = evaluate.EvaluateConfig(depths=1, trials=1)
-        evaluate.measure_needles({"mine": model}, cfg, (200,))
-        assert ("mine was not trained on passkey" in capsys.readouterr().err) == (share == 0)
+        retrieval.plan_needles({"mine": model}, cfg, (200,))
+        is_named = "mine was not trained on passkey" in capsys.readouterr().err
+        assert is_named == (tasks == ["niah:0.5"])
 
 
 def test_needles_need_a_tokenizer(make):
     with pytest.raises(UserError, match="no tokenizer to write prompts with: give that of"):
-        evaluate.find_needle(make(), None, 64, 0.5)
+        retrieval.find_needle(make(), None, 64, 0.5)
 
 
 def test_needle_records_cover_every_depth_and_the_control(make):
@@ -607,14 +766,14 @@ def test_needle_records_cover_every_depth_and_the_control(make):
     for model in models.values():
         model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
     cfg = evaluate.EvaluateConfig(task="needle", depths=3, trials=5, device="cpu", dtype="float32")
-    records = evaluate.measure_needles(models, cfg, (24, 60))
+    records = retrieval.measure_needles(models, cfg, (24, 60))
     assert [record["depth"] for record in records] == [0, 0.5, 1, None] * 4
     measured = [record for record in records if "refused" not in record]
     assert all(record["accuracy"] == 0 and record["nll"] > 1 for record in measured)
     refused = [record for record in records if "refused" in record]
     assert {(record["checkpoint"], record["length"]) for record in refused} == {("learned", 60)}
-    keys = ["checkpoint", "task", "length", "depth", "trials", "seed", "accuracy", "nll"]
-    assert list(records[0]) == keys
+    keys = ["checkpoint", "task", "length", "depth", "trials", "seed", "accuracy", "low", "high"]
+    assert list(records[0]) == [*keys, "n", "nll", "nll_low", "nll_high"]
 
 
 # -----------------------------------------------------------------------------
@@ -678,7 +837,7 @@ def test_the_number_of_sequences_is_in_tables_and_records(runs, call, tmp_path):
     done = call("evaluate.py", runs[0], *words, protocols, "--stride=12", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr
     records = json.loads((tmp_path / "a.json").read_text())
-    found = {(record["protocol"], record["length"]): record["sequences"] for record in records}
+    found = {(record["protocol"], record["length"]): record["n"] for record in records}
     for protocol in ("chunked", "last-quarter", "position"):
         assert (found[protocol, 24], found[protocol, 48]) == (40, 20)
     assert (found["token-aligned", 24], found["token-aligned", 48]) == (20, 20)
@@ -731,6 +890,44 @@ def test_json_holds_null_for_a_loss_that_is_no_number(runs, call, tmp_path):
     assert "NaN" not in text
     # null may have been an infinity: it is measured again
     assert "reused" not in call("evaluate.py", "bad", *words, cwd=tmp_path).stdout
+
+
+def test_the_report_chooses_what_to_measure_and_says_what_it_left_out(runs, call, tmp_path):
+    """Every loss and gain of the JSON is on the page, with its interval; so is the text."""
+    rope, learned, _ = runs
+    words = [rope, f"table={learned}", "--max_tokens=960", "--trials=5", "--lengths=24,72"]
+    done = call("evaluate.py", *words, "--report=a/r.html", "--json=a/r.json", cwd=tmp_path)
+    assert_success(done)
+    page = (tmp_path / "a/r.html").read_text(encoding="utf-8")
+    records = json.loads((tmp_path / "a/r.json").read_text())
+    assert {record.get("protocol") for record in records} >= {"chunked", "position"}
+    assert {record.get("kind") for record in records if "summary" in record} == {
+        *("niah", "multikey", "vt")
+    }
+    longest = [r for r in records if r.get("protocol") == "position" and r["length"] == 72]
+    found = [r for r in records if r.get("protocol") == "chunked"] + longest
+    for record in found:
+        if "refused" in record:
+            assert "--pos=learned has no embedding" in page
+        else:
+            assert f"{record['loss']:.3f} ± " in page
+    assert "Protocols that were not measured: sliding, last-tokens, key-tokens" in page
+    assert "Tasks that were not measured: multivalue, multiquery, cwe, fwe" in page
+    assert '"losses":' in page and "val.bin, token" in page
+
+    call("evaluate.py", rope, "--protocol=chunked", "--lengths=24", "--report=b.html", cwd=tmp_path)
+    assert "Retrieval was not measured" in (tmp_path / "b.html").read_text()
+    call(
+        *("evaluate.py", rope, "--task=ruler", "--ruler=niah", "--trials=1", "--lengths=72"),
+        *("--report=c.html",),
+        cwd=tmp_path,
+    )
+    assert "Loss was not measured: --task=loss does." in (tmp_path / "c.html").read_text()
+    many = [f"{name}={rope}" for name in "abcdefg"]
+    done = call("evaluate.py", *many, "--report=d.html", cwd=tmp_path)
+    assert_refused(done, "at most 6 checkpoints")
+    assert_refused(call("evaluate.py", rope, "--report=d.pdf", cwd=tmp_path), "end it in .html")
+    assert not (tmp_path / "d.html").exists()
 
 
 def test_command_line_measures_needles(runs, call, tmp_path):

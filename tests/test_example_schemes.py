@@ -109,6 +109,17 @@ def test_ssmax_multiplies_scores_by_s_log_n(make):
     check_maps(model, tokens, lambda layer: [f / 2 for f in powers(10000, 4)], scale_of)
 
 
+def test_ssmax_is_the_setting_score_scale(make):
+    """By the same weights; the setting has s ln L where the file has s."""
+    example, model = make(pos="ssmax", **WINDOW), make(score_scale="ssmax", **WINDOW)
+    weights = example.state_dict()
+    for layer, s in enumerate(weights.pop("pos.s")):
+        weights[f"blocks.{layer}.attention.gain"] = s * math.log(model.config.block_size)
+    model.load_state_dict(weights)
+    tokens = torch.randint(0, 50, (2, 19))
+    torch.testing.assert_close(model(tokens), example(tokens), rtol=1e-4, atol=1e-5)
+
+
 def test_two_bases_extend_the_full_layers_only(make):
     """The first layer has a window, the second has none."""
     model = make(pos="two_bases", **WINDOW)
@@ -143,6 +154,8 @@ def test_a_scheme_goes_from_training_to_sampling(name, call, text_data, tmp_path
     window = ["--layer_pattern=WF", "--window=8"] if name == "two_bases" else []
     call_anew("train.py", *TINY, *window, f"--dataset={text_data}", f"--out_dir={runs[0]}")
     extend = ["extend.py", runs[0], "--factor=4", f"--dataset={text_data}"]
+    # one state for the whole text cannot leave other documents out
+    extend += ["--separate_docs=false"] if name == "linear_attention" else []
     call_anew(*extend, "--method=yarn", "--max_iters=2", f"--out_dir={runs[1]}")
     call_anew(*extend, "--method=dynamic-ntk", "--max_iters=0", f"--out_dir={runs[2]}")
     file = tmp_path / "losses.json"

@@ -58,6 +58,7 @@ def test_the_benchmark_writes_to_a_folder_of_its_device_under_out():
 REPORTS = {
     "leaderboard": ["leaderboard"],
     "reproduce": ["reproduce"],
+    "extensibility": ["extensibility"],
     "papers/claims": ["claims"],
     "papers/linear_attention": ["linear_attention"],
     "papers/masked_lm": ["masked_lm"],

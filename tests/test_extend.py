@@ -6,22 +6,33 @@ test_scripts.py.
 
 import json
 import math
+import shlex
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALLEST, assert_refused, assert_same_bits, assert_success, newest
+from conftest import (
+    ROOT,
+    SMALLEST,
+    TINY,
+    assert_refused,
+    assert_same_bits,
+    assert_success,
+    logged,
+    newest,
+)
 
 import data
-import evaluate
 import extend
 import rope_scaling
 import train
 from model import GPT, GPTConfig
 from nanolong import scoring
 from nanolong.errors import UserError
-from nanolong.extension import read_options
+from nanolong.extension import inherited_settings, read_options
+from nanolong.losses import loss_by_position
 from nanolong.run.checkpoint import read_meta
 from nanolong.run.folder import list_steps
 
@@ -65,7 +76,7 @@ def no_data(monkeypatch):
     def opened(*args):
         raise AssertionError("a dataset was opened")
 
-    monkeypatch.setattr(data, "Dataset", opened)
+    monkeypatch.setattr(data, "open_dataset", opened)
     monkeypatch.setattr(scoring, "Dataset", opened)
 
 
@@ -281,10 +292,10 @@ def test_a_window_keeps_the_tokens_of_a_step(trained):
     """4 sequences of 32 tokens become 16 of 8, and, extended again without PoSE, 1 of 64."""
     meta = read_meta(newest(trained))
     given = {"pose": True, "pose_window": 8}
-    first = extend.inherited_settings(meta, given, trained)
+    first = inherited(meta, given)
     assert (first["batch_size"], first["gradient_accumulation_steps"]) == (16, 1)
     meta["train"] = {**meta["train"], **first, **given, "method": "yarn"}
-    second = extend.inherited_settings(meta, {"factor": 2}, trained)
+    second = inherited(meta, {"factor": 2})
     assert (second["batch_size"], second["gradient_accumulation_steps"]) == (2, 1)
     assert not {"pose_window", "eval_length", "max_tokens"} & second.keys()
 
@@ -320,7 +331,7 @@ def test_the_fitted_scale_has_the_lowest_loss_of_all_candidates(make, tmp_path, 
     for eighth in range(-4, 13):
         scale = 2 ** (eighth / 8)
         candidate = make(pos="nope", attn_scale=scale)
-        loss_sum, n_scored = evaluate.loss_by_position(candidate, split, 24)
+        loss_sum, n_scored = loss_by_position(candidate, split, 24)
         losses[scale] = float(loss_sum[18:].sum() / n_scored[18:].sum())
     assert fitted == min(losses, key=losses.get)
     assert f"{losses[fitted]:.4f} nats" in capsys.readouterr().out
@@ -350,6 +361,168 @@ def test_a_dataset_named_on_the_command_line_fits_a_scale(save_run, extend_run, 
     run = save_run(pos="nope", n_layer=1, n_head=2, n_embd=16)
     done = assert_success(extend_run(run, *words))
     assert "the best of 17" in done.stdout and REPORT in done.stdout
+
+
+# -----------------------------------------------------------------------------
+# Stages of one run, and the length that is trained at.
+
+
+def train_stages(call, dataset, tmp_path, *words):
+    """A run of 8 steps, and the same one that ends after 4; returns their folders."""
+    whole, first = tmp_path / "whole", tmp_path / "first"
+    words = ["train.py", *TINY, f"--dataset={dataset}", *words]
+    assert_success(call(*words, f"--out_dir={whole}"))
+    done = assert_success(call(*words, "--stop_at=4", f"--out_dir={first}"))
+    assert "step 4 of 8: go on with --init_from=resume" in done.stdout
+    assert newest(first).name == "step-000004"
+    return whole, first
+
+
+def assert_same_tensors(run, other):
+    """Weights and moments of the newest checkpoints are the same files."""
+    for file in ("model.safetensors", "optim.safetensors"):
+        assert (newest(run) / file).read_bytes() == (newest(other) / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "method, settings",
+    [("none", ["--dropout=0.2"]), ("yarn", ["--optimizer=muon", "--dtype=float16"])],
+)
+def test_stages_of_one_length_are_one_run(method, settings, call, text_data, tmp_path):
+    """Weights, moments and log are the same to the bit; of the best loss only its own is known."""
+    settings = ["--weight_decay=0.2", "--lr_schedule=cosine", "--seed=5", *settings]
+    whole, first = train_stages(call, text_data, tmp_path, *settings)
+    second = tmp_path / "second"
+    words = [first, f"--method={method}", "--factor=1", "--keep_optimizer=true", "--device=cpu"]
+    done = assert_success(call("extend.py", *words, f"--out_dir={second}"))
+    assert "training goes on at step 4 of 8: 512 tokens to step 8" in done.stdout
+
+    log = [{**row, "tokens_per_second": 0} for row in logged(first) + logged(second)]
+    # the evaluation of step 4 is made twice
+    assert log.pop(log.index({**logged(second)[0], "tokens_per_second": 0})) in log
+    assert log == [{**row, "tokens_per_second": 0} for row in logged(whole)]
+    assert_same_tensors(second, whole)
+    meta, expected = read_meta(newest(second)), read_meta(newest(whole))
+    for name in ("step", "tokens", "val_loss", "scaler", "bos", "tokenizer", "data_hash"):
+        assert meta[name] == expected[name]
+
+    # A stage that is interrupted goes on as any run does.
+    shutil.rmtree(newest(second))
+    assert_success(call("extend.py", *words, f"--out_dir={second}", "--init_from=resume"))
+    assert_same_tensors(second, whole)
+
+
+def test_a_run_that_ended_early_is_resumed_to_the_same_bits(call, text_data, tmp_path):
+    whole, first = train_stages(call, text_data, tmp_path)
+    resume = ["train.py", f"--out_dir={first}", "--init_from=resume"]
+    done = assert_success(call(*resume, "--stop_at=4"))
+    assert "beyond step 4, raise --stop_at or leave it out" in done.stdout
+    assert_success(call(*resume))
+    assert_same_bits(whole, first)
+    assert not any("changed" in row for row in logged(first))
+    assert_refused(call(*resume, "--stop_at=9"), "stop_at=9", "max_iters=8")
+
+
+def test_a_stage_keeps_the_schedule_and_changes_the_length(call, text_data, tmp_path):
+    """Steps, tokens and learning rates go on; sequences are longer, and as many tokens a step."""
+    whole, first = train_stages(call, text_data, tmp_path)
+    second, third = tmp_path / "second", tmp_path / "third"
+    keep = ["--keep_optimizer=true", "--device=cpu"]
+    words = [*keep, "--factor=4", "--train_length=64", "--stop_at=6", f"--out_dir={second}"]
+    done = assert_success(call("extend.py", first, *words))
+    assert "in documents of at least 64 tokens" in done.stdout
+    assert_success(call("extend.py", second, *keep, "--factor=1", f"--out_dir={third}"))
+    meta = [read_meta(newest(run)) for run in (second, third)]
+    sizes = [(m["step"], m["tokens"], m["train"]["batch_size"]) for m in meta]
+    assert sizes == [(6, 6 * 128, 2), (8, 8 * 128, 1)]
+    assert [m["config"]["block_size"] for m in meta] == [128, 128]
+    rates = [row for run in (first, second, third) for row in logged(run, "lr")]
+    assert rates == logged(whole, "lr")
+    assert meta[0]["train"]["train_length"] == 64
+
+
+@pytest.mark.parametrize(
+    "words, phrases",
+    [
+        ([], ("has taken all 2 steps", "--stop_at=STEP")),
+        (["--max_iters=4", "--optimizer=muon"], ("was trained with adamw", "leave --optimizer")),
+        (["--max_iters=0"], ("--max_iters=0 only extends",)),
+        (["--stop_at=3"], ("stop_at=3 is beyond", "max_iters=2")),
+    ],
+)
+def test_an_optimizer_that_cannot_be_kept_is_refused(words, phrases, trained, extend_run, tmp_path):
+    done = extend_run(trained, "--keep_optimizer=true", "--factor=2", *words)
+    assert_refused(done, *phrases)
+    assert not (tmp_path / "extended").exists()
+
+
+def test_a_checkpoint_without_its_optimizer_is_refused(
+    trained, extend_run, save_run, text_data, tmp_path
+):
+    keep = ["--keep_optimizer=true", "--max_iters=4"]
+    assert_success(extend_run(trained, "--max_iters=0", f"--out_dir={tmp_path}/only"))
+    assert_refused(extend_run(tmp_path / "only", *keep), "has no optimizer state to keep")
+    words = [f"--dataset={text_data}", "--learning_rate=1e-3", *keep]
+    assert_refused(extend_run(save_run(), *words), "has no optimizer state to keep")
+
+
+def test_moments_of_another_shape_are_refused(call, extend_run, text_data, tmp_path):
+    _, first = train_stages(call, text_data, tmp_path, "--pos=learned")
+    done = extend_run(first, "--keep_optimizer=true", "--method=pi", "--factor=2")
+    assert_refused(done, "pos.table ", "(32, 32) to (64, 32)", "leave --keep_optimizer out")
+    assert not (tmp_path / "extended").exists()
+
+
+def test_the_table_and_the_training_have_lengths_of_their_own(trained, extend_run, tmp_path):
+    """The table of 32 times the length, trained at twice the length, validated at all of it."""
+    words = ["--factor=32", "--train_length=64", "--max_iters=2", "--max_tokens=2048"]
+    done = assert_success(extend_run(trained, *words, "--eval_iters=1"))
+    assert "sequences of 1,024 tokens" in done.stdout
+    meta = read_meta(newest(tmp_path / "extended"))
+    assert meta["config"]["block_size"] == 1024
+    assert (meta["train"]["train_length"], meta["tokens"]) == (64, 2 * 128)  # 4 x 32 tokens a step
+    model = GPT.load(tmp_path / "extended")
+    inv_freq, _ = rope_scaling.yarn(10000.0, 8, 32, 32.0)
+    torch.testing.assert_close(model.pos.inv_freq.double(), inv_freq)
+
+
+def test_make_stages_trains_at_three_lengths(call, text_data, tmp_path):
+    """The commands of the Makefile, on a tiny model of 8 tokens and 40 steps."""
+    # this test may itself be run by make, which says then which folder it enters
+    words = ["make", "--no-print-directory", "-n", "-o", ".venv/demo", "stages"]
+    words += ["PY=python", f"STAGES={tmp_path}"]
+    printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commands = shlex.split(printed.replace("\\\n", " ").replace("\n", " ;\n"))
+    tiny = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8", "--eval_iters=1"]
+    stops = iter([["--max_iters=40", "--stop_at=36", *tiny], ["--stop_at=38"], []])
+    while ";" in commands:
+        end = commands.index(";")
+        _, script, *words = commands[:end]
+        commands = commands[end + 1 :]
+        if script == "evaluate.py":
+            words += ["--lengths=8,32,128"]
+        else:
+            words += [*next(stops), "--device=cpu", f"--dataset={text_data}"]
+        assert_success(call(script, *words))
+    steps = [newest(tmp_path / name).name for name in ("256", "1024", "4096")]
+    assert steps == ["step-000036", "step-000038", "step-000040"]
+    lengths = [GPT.load(tmp_path / name).config.block_size for name in ("256", "1024", "4096")]
+    assert lengths == [8, 32, 128]
+
+
+@pytest.mark.parametrize(
+    "words, phrases",
+    [
+        (["--train_length=65"], ("train_length=65", "extended context of 64 tokens")),
+        (["--train_length=64", "--pose=true"], ("train_length=64", "--pose_window")),
+        (["--train_length=-1"], ("train_length=-1", "at least 0")),
+    ],
+)
+def test_lengths_that_cannot_be_trained_at_are_refused(
+    words, phrases, trained, extend_run, tmp_path
+):
+    assert_refused(extend_run(trained, "--factor=2", *words), *phrases)
+    assert not (tmp_path / "extended").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -483,13 +656,17 @@ def test_options_may_come_from_a_file(tmp_path):
             read_options(cfg.options)
 
 
+def inherited(meta, given):
+    """The settings that extend.py takes over, with its own defaults."""
+    return inherited_settings(meta, {"method": "yarn", "factor": 4.0, "max_iters": 60, **given}, "")
+
+
 def test_the_first_fine_tuning_lowers_the_learning_rate_and_later_ones_keep_it(trained):
     meta = read_meta(newest(trained))
-    first = extend.inherited_settings(meta, {}, trained)
+    first = inherited(meta, {})
     assert first["learning_rate"] == pytest.approx(0.3 * meta["train"]["learning_rate"])
     assert (first["batch_size"], first["gradient_accumulation_steps"]) == (1, 1)  # 1 x 128 tokens
-    second = extend.inherited_settings(
-        {**meta, "train": {**meta["train"], "method": "yarn", "pose": False}}, {"factor": 2}, ""
-    )
+    trained_by_extend = {**meta["train"], "method": "yarn", "pose": False}
+    second = inherited({**meta, "train": trained_by_extend}, {"factor": 2})
     assert second["learning_rate"] == meta["train"]["learning_rate"]
     assert "max_iters" not in first and "weight_decay" not in first  # extend.py's own defaults

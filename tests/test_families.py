@@ -15,6 +15,7 @@ from pathlib import Path
 import interchange
 import pytest
 import torch
+from conftest import OFFLINE, assert_success, run_python
 from interchange import LENGTH, ORIGINAL, SHAPE, VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 
@@ -92,6 +93,8 @@ FAMILY_SETTINGS = {
         "max_seq_len": 160,
         "attn_config": {"softmax_scale": 0.4, "attn_pdrop": 0},
     },
+    "ministral3": {"head_dim": 12},
+    "ministral3, window": {"sliding_window": 21, "tie_word_embeddings": True},
 }
 WITHOUT_ROPE = ("bloom", "mpt")
 BY_KIND = ("olmo3", "gemma3_text")
@@ -132,6 +135,8 @@ def rope_fields(model_type, settings, rope):
     fraction = settings.get("partial_rotary_factor", settings.get("rotary_pct", 1.0))
     head_dim = settings["head_dim"]
     fields = interchange.rope_settings(rope, int(head_dim * fraction) // 2)
+    if model_type == "ministral3":
+        fields["rope_parameters"] |= {"llama_4_scaling_beta": 0.3, **ORIGINAL}
     if model_type in BY_KIND:
         local = {"rope_type": "default", "rope_theta": 500.0}
         kinds = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
@@ -328,6 +333,60 @@ def test_rotated_queries_and_keys_are_those_of_transformers(tmp_path):
                 error = (x - theirs).abs().amax((0, 1, 3)) / (1 + positions)
                 assert error.max() < 1e-6, (name, kind)
                 assert (y - theirs).abs().max() > 0.5, "the other kind's rotation"
+
+
+# -----------------------------------------------------------------------------
+# Gradients
+
+GRADIENT_SCRIPT = """
+import sys
+
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+checkpoint, tokens_file, answers_file = sys.argv[1:]
+tokens = load_file(tokens_file)["tokens"]
+model = AutoModelForCausalLM.from_pretrained(checkpoint).float()
+logits = model(tokens[:, :-1]).logits
+F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+save_file({name: p.grad for name, p in model.named_parameters()}, answers_file)
+"""
+
+
+def gradients_by_their_names(model, folder, tokens):
+    """Our gradients of the tensors of a checkpoint, through the folds that make weights of them."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    values = json.loads((folder / "config.json").read_text())
+    layout = tensor_layout(FAMILIES[values["model_type"]], model.config, shapes, values)
+    model(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
+    found = {}
+    tensors = load_file(folder / "model.safetensors")
+    for name, held in layout.items():
+        stored = tensors[name].requires_grad_()
+        ours = dict(held.split(stored, shapes))
+        assert all(torch.equal(x, parameters[n]) for n, x in ours.items()), name
+        grads = [parameters[n].grad for n in ours]
+        (found[name],) = torch.autograd.grad(list(ours.values()), stored, grads)
+    return found
+
+
+def test_gradients_with_learned_sinks_are_those_of_transformers(tmp_path):
+    """Of every parameter, in layers with and without a window and positions."""
+    case = replace(make_case("granite_swa", "default"), shard_size="5GB")
+    interchange.run_transformers([case], tmp_path)
+    save_file({"tokens": case.tokens}, tmp_path / "tokens")
+    words = [case.name, "tokens", "answers"]
+    assert_success(run_python(GRADIENT_SCRIPT, *words, cwd=tmp_path, env=OFFLINE))
+    answers = load_file(tmp_path / "answers")
+    model = import_and_load(tmp_path / case.name, tmp_path / "run")
+    assert {*model.config.layer_pattern} == {"N", "W"}
+    found = gradients_by_their_names(model, tmp_path / case.name, case.tokens)
+    assert found.keys() == answers.keys()
+    assert sum(name.endswith("sinks") for name in found) == model.config.n_layer
+    for name, theirs in answers.items():
+        assert (found[name] - theirs).abs().max() <= 1e-5 * theirs.abs().max(), name
 
 
 # -----------------------------------------------------------------------------

@@ -679,6 +679,16 @@ def with_tensor(name, *shape, kind="F32"):
     return edit
 
 
+def with_value(name, value):
+    """A function for edit: one weight of a tensor in float32 becomes this value."""
+
+    def edit(writer, tensors):
+        data, _ = tensors[name]
+        data.flat[5] = value
+
+    return edit
+
+
 # one of MODELS, what is done to it, and a part of the message
 UNSUITABLE = [
     ("llama", metadata({"general.architecture": "gemma"}), "is not read from GGUF"),
@@ -718,6 +728,8 @@ UNSUITABLE = [
     ("llama", with_tensor("blk.0.attn_q.bias", 64), "no parameter for blk.0.attn_q.bias"),
     ("llama", with_tensor("blk.0.attn_k.weight", 64, 64), "attn_k.weight is (64, 64)"),
     ("llama", with_tensor("blk.0.attn_k.weight", 32, 64, kind="Q8_1"), "of the type Q8_1"),
+    ("llama", with_value("blk.1.ffn_up.weight", math.nan), "mlp.up.weight has values that are not"),
+    ("llama", with_value("output_norm.weight", math.inf), "norm.weight has values that are not"),
 ]
 
 

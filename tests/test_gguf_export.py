@@ -1,6 +1,6 @@
 """Exported GGUF files: read back by our importer, and a real one compared with its original.
 
-tests/test_smollm2.py compares llama.cpp's logits, if its Python package is installed.
+tests/test_clients.py compares llama.cpp's logits, if its Python package is installed.
 """
 
 import os
@@ -147,6 +147,7 @@ def test_weights_are_stored_as_asked(store, saved, tmp_path, capsys):
         ({"mlp": "geglu"}, None, "llama.cpp loads"),
         ({"sink_scores": True}, None, "llama.cpp loads"),
         ({"embed_scale": 2.0}, None, "llama.cpp loads"),
+        ({"score_scale": "llama4"}, None, "llama.cpp loads"),
         ({"qk_norm": "head"}, ("llama3", {}), "no table of RoPE frequencies for qwen3"),
         ({}, ("longrope", {**LONGROPE, "short_factor": [1.0] * 8}), "leave out short_factor"),
         ({}, ("dynamic-ntk", {}), "follows the length"),

@@ -74,6 +74,7 @@ ARCHITECTURE_OF_OURS = {
     "Gemma 3's blocks": ("Gemma3", "default"),
     "Pythia's blocks": ("GPTNeoX", "default"),
     "learned sinks": ("GraniteSWA", "default"),
+    "Ministral 3's scores, yarn": ("Ministral3", "yarn"),
     "p-RoPE, pi": ("Llama", "proportional"),
     "p-RoPE, yarn": ("Llama", "longrope"),
     "none": ("Llama", "default"),
@@ -319,6 +320,8 @@ def test_what_transformers_has_no_equivalent_of_is_not_exported(tmp_path):
     assert all(len(message.splitlines()) == 1 for message in messages.values())
     assert "--layer_pattern=FN" in messages["NoPE in every second layer, QK-norm"]
     assert "--layer_pattern=FN" in messages["NoPE in every second layer, biases"]
+    assert "--score_scale=none" in messages["ssmax"]
+    assert "--score_scale_length=16" in messages["Ministral 3's scores from another length on"]
     assert "--layer_pattern=W" in messages["GPT-2 with a window"]
     assert "--qk_norm=none, --n_kv_head=6" in messages["GPT-2 with GQA and QK-norm"]
     assert "--method" not in messages["yarn in layers without a window"]

@@ -15,7 +15,8 @@ def loss(checkpoint, length, value, protocol="chunked", **fields):
     record.update(fields)
     if isinstance(value, str):
         return {**record, "refused": value}
-    return {**record, "loss": value, "tokens": 100}
+    known = {"low": value - 0.02, "high": value + 0.02, "n": 40}
+    return {"loss": value, **known, "tokens": 100, **record}
 
 
 def needle(checkpoint, length, depth, accuracy):
@@ -23,7 +24,7 @@ def needle(checkpoint, length, depth, accuracy):
     record = {"checkpoint": checkpoint, "task": "needle", "length": length, "depth": depth}
     if accuracy is None:
         return {**record, "refused": "too short"}
-    return {**record, "accuracy": accuracy, "nll": 1.0}
+    return {**record, "accuracy": accuracy, "low": accuracy / 2, "high": 1.0, "n": 64, "nll": 1.0}
 
 
 @pytest.fixture
@@ -66,19 +67,38 @@ def test_loss_table_has_a_line_per_checkpoint_and_a_column_per_length(losses):
     lines = plots.format_loss_table(losses, (64, 128)).splitlines()
     assert lines[:4] == [
         "chunked (every token), nats per token, by context length",
-        "                  64       128",
-        "rope          1.2500    2.5000",
-        "learned       1.2500   refused",
+        "                         64              128",
+        "rope          1.250 ± 0.020    2.500 ± 0.020",
+        "learned       1.250 ± 0.020          refused",
     ]
+    assert lines[4].split() == ["sequences", "40", "40"]
     sliding = "sliding (the last tokens of overlapping sequences), stride 8"
-    assert lines[5] == f"{sliding}, nats per token, by context length"
-    assert lines[10:14] == [
-        "position, nats per token, in sequences of 64 tokens, up to position",
+    assert lines[6] == f"{sliding}, nats per token, by context length"
+    assert lines[12:18] == [
+        "position, nats per token, in sequences of 64 tokens, up to position (40 sequences)",
         "               32     64",
         "rope        3.000  3.000",
+        "rope ±      0.020  0.020",
         "learned     3.000  3.000",
+        "learned ±   0.020  0.020",
     ]
-    assert lines[17] == "learned      refused"
+    assert lines[22] == "learned      refused"
+
+
+def test_losses_that_differ_from_the_first_are_marked():
+    """Of the same sequences; one loss is known of three sequences only, so it has no interval."""
+    apart = {"difference": {"mean": 0.1, "low": 0.01, "high": 0.2, "n": 40}}
+    near = {"difference": {"mean": 0.1, "low": -0.01, "high": 0.2, "n": 40}}
+    few = {"low": None, "high": None, "n": 3, "difference": {**apart["difference"], "low": None}}
+    records = [loss("a", 64, 1.0), loss("b", 64, 1.1, **apart), loss("c", 64, 1.1, **near)]
+    lines = plots.format_loss_table([*records, loss("d", 64, 1.1, **few)], (64,)).splitlines()
+    assert [line.split()[1:] for line in lines[2:6]] == [
+        ["1.000", "±", "0.020"],
+        ["1.100", "±", "0.020*"],
+        ["1.100", "±", "0.020"],
+        ["1.100", "(n", "=", "3)"],
+    ]
+    assert lines[-1].startswith("* differs from the first checkpoint")
 
 
 def test_tables_name_each_reason_of_a_refusal_once(losses, needles):
@@ -92,14 +112,14 @@ def test_tables_name_each_reason_of_a_refusal_once(losses, needles):
 
 def test_needle_table_has_a_line_per_depth_and_the_control(needles):
     lines = plots.format_needle_table(needles, (64, 128)).splitlines()
-    assert lines[2:7] == [
+    assert [" ".join(line.split()) for line in lines[2:7]] == [
         "rope",
-        "   depth        64      128",
-        "    0.00  ▒▒▒ 0.50 ▒▒▒ 0.50",
-        "    1.00  ███ 1.00 ███ 1.00",
-        "  no key      0.01     0.01",
+        "depth 64 128",
+        "0.00 ▒▒▒ 0.50 (0.25 to 1.00) ▒▒▒ 0.50 (0.25 to 1.00)",
+        "1.00 ███ 1.00 (0.50 to 1.00) ███ 1.00 (0.50 to 1.00)",
+        "no key 0.01 (0.01 to 1.00) 0.01 (0.01 to 1.00)",
     ]
-    assert lines[10] == "    0.00  ▒▒▒ 0.50  refused"
+    assert lines[10].split()[-1] == "refused"
 
 
 def test_loss_curves_are_by_length_or_by_position_at_the_greatest_length(losses):

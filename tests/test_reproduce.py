@@ -10,10 +10,10 @@ import torch
 from conftest import TINY
 
 import data
-import evaluate
 from experiments import report, reproduce, search
 from model import GPT, POSITIONS
 from nanolong.errors import UserError
+from nanolong.losses import loss_by_position
 from rope_scaling import METHODS
 
 
@@ -144,7 +144,7 @@ def test_losses_of_sequences_are_evaluates_last_quarter(seed_run, make):
     """Their mean is evaluate.py's loss, for sequences that divide the span."""
     model = make(pos="rope", vocab_size=257)
     for length in (32, 64):
-        loss_sum, n_scored = evaluate.loss_by_position(
+        loss_sum, n_scored = loss_by_position(
             model, seed_run.dataset.val, length, 2048, lengths=(32, 64, 128, 256)
         )
         last_quarter = slice(length * 3 // 4, None)
@@ -327,7 +327,7 @@ def test_evolution_finds_a_hidden_table():
 def test_a_searched_table_extends_the_model(call, text_data, tmp_path):
     rope, alibi, longer = tmp_path / "rope", tmp_path / "alibi", tmp_path / "longer"
     train = ["train.py", *TINY, f"--dataset={text_data}"]
-    assert call(*train, "--passkey=0.5", f"--out_dir={rope}").returncode == 0
+    assert call(*train, "--tasks=passkey:0.5", f"--out_dir={rope}").returncode == 0
     assert call(*train, "--pos=alibi", "--max_iters=1", f"--out_dir={alibi}").returncode == 0
     words = ["--factor=2", "--population=4", "--rounds=2", "--trials=4", "--device=cpu"]
     table_file = tmp_path / "factors.json"

@@ -175,6 +175,7 @@ def test_overwrite_replaces_a_run_whole(call, words, tmp_path):
     assert [step.name for step in list_steps(run)] == ["step-000000", "step-000004"]
     assert GPT.load(run).config.pos == "alibi"
     assert sorted(item.name for item in run.iterdir()) == [
+        "curve.png",
         "lock",
         "log.jsonl",
         "step-000000",

@@ -101,7 +101,7 @@ SAMPLE_ERRORS = [
 ]
 EVALUATE_ERRORS = [
     ("", "run folder"),
-    ("RUN --protocol=sliding --stride=0", "stride"),
+    ("RUN --protocol=sliding --stride=-1", "stride"),
     ("RUN --protocol=sliding-ish", "chunked, last-quarter, position, sliding, token-aligned"),
     ("RUN --lengths=0", "at least 1"),
 ]
@@ -264,7 +264,7 @@ def test_pose_and_drope_train_at_the_original_length(words, length, call, traine
 
 
 def test_data_settings_of_training_go_through_the_shell(call, text_data, tmp_path):
-    words = ["--passkey=0.3", "--separate_docs=true", "--upsample_docs=2"]
+    words = ["--tasks=passkey:0.3,niah:0.1", "--separate_docs=true", "--upsample_docs=2"]
     out = [f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     assert_success(call("train.py", *TINY, *words, *out))
     words = ["--pos=nope", "--min_doc=1000", f"--dataset={text_data}", f"--out_dir={tmp_path}/nope"]
@@ -303,7 +303,8 @@ def test_a_table_of_factors_comes_from_a_file(call, trained, tmp_path):
         (["--options=bad.json"], ["bad.json"]),
         (["--options=none.json"], ["none.json"]),
         (["--min_doc=1000000"], ["--min_doc"]),
-        (["--passkey=2"], ["passkey"]),
+        (["--tasks=passkey:2"], ["passkey:2", "at most 1"]),
+        (["--passkey=0.5"], ["passkey is now one of the tasks", "--tasks=passkey:FRACTION"]),
     ],
 )
 def test_extensions_that_cannot_be_are_refused(words, expected, call, trained, tmp_path):

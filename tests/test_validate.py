@@ -142,7 +142,6 @@ def test_coerced_settings_equal_those_given_directly():
         (TrainConfig, "beta2", 1.0, "below 1"),
         (TrainConfig, "seed", -1, "at least 0"),
         (TrainConfig, "eval_interval", 0, "at least 1"),
-        (ExtendConfig, "passkey", 2.0, "at most 1"),
         (ExtendConfig, "factor", 2e6, "at most 1,000,000"),
         (SampleConfig, "temperature", float("inf"), "finite"),
         (SampleConfig, "num_samples", 0, "at least 1"),

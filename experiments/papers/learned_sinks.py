@@ -19,7 +19,6 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 import torch
 
-from evaluate import loss_by_position
 from experiments.leaderboard import BUDGETS
 from experiments.report import (
     TextExperiment,
@@ -29,6 +28,7 @@ from experiments.report import (
     train_model,
 )
 from nanolong.attention_maps import attention_maps
+from nanolong.losses import loss_by_position
 from nanolong.scoring import find_sequences, read_sequences
 from train import TrainConfig
 

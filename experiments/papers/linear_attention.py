@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from evaluate import EvaluateConfig, evaluation_mode, loss_by_position, measure_losses
+from evaluate import EvaluateConfig, measure_losses
 from examples.schemes.linear_attention import LinearAttention, running_dot
 from experiments.leaderboard import identify
 from experiments.papers.masked_lm import unigram_loss
@@ -63,6 +63,7 @@ from nanolong import cli
 from nanolong.devices import autocast, pick_device
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
+from nanolong.losses import evaluation_mode, loss_by_position
 from nanolong.plots import unique
 from nanolong.provenance import current_commit
 from nanolong.scoring import find_sequences

@@ -25,7 +25,6 @@ from typing import Literal
 
 import data
 from data.prepare import prepare_missing
-from evaluate import loss_by_position
 from experiments.report import (
     Experiment,
     confidence_interval,
@@ -42,6 +41,7 @@ from experiments.report import (
     train_model,
 )
 from nanolong import cli
+from nanolong.losses import loss_by_position
 from nanolong.plots import unique
 from nanolong.provenance import provenance
 from nanolong.scoring import find_sequences

@@ -31,7 +31,6 @@ from typing import Literal
 import torch
 
 import data
-from evaluate import evaluation_mode
 from experiments.papers.segment_memory import (
     RecurrentGPT,
     SegmentMemory,
@@ -62,6 +61,7 @@ from model import GPTConfig
 from nanolong import cli
 from nanolong.devices import prepare_device
 from nanolong.errors import UserError
+from nanolong.losses import evaluation_mode
 from nanolong.optim import get_lr, make_optimizers, update_weights
 from nanolong.plots import unique
 from nanolong.provenance import current_commit

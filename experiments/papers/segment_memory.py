@@ -14,9 +14,9 @@ with every layer.
 import numpy as np
 import torch
 
-from evaluate import evaluation_mode
 from model import GPT, POSITIONS
 from nanolong.inference import sample_token
+from nanolong.losses import evaluation_mode
 from nanolong.validate import require
 
 # Schemes for a memory: when it moves on, tokens keep their distances but not their positions.
@@ -166,10 +166,10 @@ class SegmentMemory:
         attention = self.block.attention
         x = self.block.attention_norm(self.inputs[layer])
         B, length, _ = x.shape
-        shape = (B, length, attention.n_kv_head, attention.head_dim)
+        shape = (B, length, attention.config.n_kv_head, attention.config.head_dim)
         k = attention.k(x).view(shape)
         v = attention.v(x).view(shape)
-        if attention.qk_norm:
+        if attention.config.qk_norm != "none":
             k = attention.k_norm(k)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         pos = torch.arange(length, device=x.device)

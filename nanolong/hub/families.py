@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from nanolong.errors import UserError
-from nanolong.hub.layout import Fold
+from nanolong.hub.layout import ConfigFields, Fold
+from nanolong.hub.rope import rope_values
 
 # -----------------------------------------------------------------------------
 # Folds, of a tensor and a Source
@@ -157,6 +158,7 @@ LLAMA = Family(
         "bias": ("none",),
         "qk_norm": ("none",),
         "sink_scores": (False,),
+        "score_scale": ("none",),
         "pos": ("rope",),
     },
     defaults={
@@ -222,6 +224,50 @@ SMOLLM3 = derive(
     fixed=LLAMA.fixed,
     patterns=("FWNS",),
     write=write_smollm3,
+)
+
+
+def read_ministral3(fields, settings):
+    """Its scores are scaled from the length on that its RoPE is extended from."""
+    rope = ConfigFields(fields.file, rope_values(fields, MINISTRAL3)[0], {})
+    return {
+        "score_scale_coefficient": rope.real("llama_4_scaling_beta", 1e-12, 1e12),
+        "score_scale_length": rope.integer("original_max_position_embeddings", low=2),
+    }
+
+
+def write_ministral3(config, letters, fields):
+    rope = fields["rope_parameters"]
+    length = config.score_scale_length or config.original_length
+    if rope.get("original_max_position_embeddings", length) != length:
+        raise UserError(
+            f"--score_scale_length={length} has no equivalent in a Ministral 3, whose scores are "
+            f"scaled from its original length on: it needs {config.original_length}"
+        )
+    more = {
+        "llama_4_scaling_beta": config.score_scale_coefficient,
+        "original_max_position_embeddings": length,
+    }
+    scaling = fields["rope_scaling"]
+    return {"rope_parameters": rope | more, "rope_scaling": scaling and scaling | more}
+
+
+MINISTRAL3 = derive(
+    MISTRAL,
+    "Ministral3ForCausalLM",
+    settings={
+        "score_scale": ("llama4",),
+        "score_scale_offset": (0,),
+        "score_scale_layers": ("all",),
+    },
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "sliding_window": None,
+    },
+    read=read_ministral3,
+    write=write_ministral3,
 )
 
 
@@ -661,6 +707,7 @@ GRANITE_SWA = derive(
 FAMILIES = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "ministral3": MINISTRAL3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "smollm3": SMOLLM3,
@@ -705,7 +752,6 @@ REASONS = {
     "computes attention and MLP from one norm": "codegen cohere cohere2 falcon gptj phi",
     "has ReLU, and learned positions that are offset by two": "opt",
     "has a bias in one of attention's four matrices": "gpt_neo",
-    "scales its scores by position": "ministral3",
     "has an activation function with weights": "apertus",
 }
 UNSUPPORTED = {name: reason for reason, names in REASONS.items() for name in names.split()}

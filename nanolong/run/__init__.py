@@ -2,6 +2,7 @@
 
 from nanolong.run.checkpoint import (
     find_checkpoint,
+    goes_on,
     is_elastic_restart,
     is_resumed,
     load_optimizers,
@@ -14,7 +15,7 @@ from nanolong.run.checkpoint import (
     weights_hash,
 )
 from nanolong.run.folder import latest_run, list_steps, readable_steps, settle_replaced
-from nanolong.run.logger import device_name
+from nanolong.run.logger import device_name, sum_by_source
 from nanolong.run.opening import (
     begin_run,
     check_processes_agree,

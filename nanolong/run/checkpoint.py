@@ -78,7 +78,10 @@ def settings_record(name, settings):
     defaults = []
     for field in fields(settings):
         # a default may be a stand-in, such as 0 for "as many as n_head"
-        default = replace(settings, **{field.name: field.default})
+        try:
+            default = replace(settings, **{field.name: field.default})
+        except UserError:  # the default cannot stand next to the other settings
+            continue
         if getattr(default, field.name) == values[field.name]:
             defaults.append(field.name)
     return {name: values, f"{name}_defaults": defaults}
@@ -200,7 +203,19 @@ def read_meta(folder):
     if tokenizer_files.has_files(spec):
         hint = hint_other_checkpoints(folder)
         meta["tokenizer"] = tokenizer_files.read(folder, spec, meta["checksums"], hint)
+    replace_old_settings(meta)
     return meta
+
+
+def replace_old_settings(meta):
+    """Write settings of older versions as those of now: passkey is one of the tasks."""
+    train = meta.get("train") or {}
+    if "passkey" not in train:
+        return
+    fraction = train.pop("passkey")
+    train["tasks"] = [f"passkey:{fraction}"] if fraction else []
+    defaults = meta.get("train_defaults") or []
+    meta["train_defaults"] = ["tasks" if name == "passkey" else name for name in defaults]
 
 
 def damaged(file, reason):
@@ -257,6 +272,14 @@ def is_resumed(model, cfg):
     return cfg.init_from == "resume" and "step" in model.meta
 
 
+def goes_on(model, cfg):
+    """Whether training goes on from the step and optimizer of the checkpoint in model.folder.
+
+    That is the run's own, or the one that extend.py extends.
+    """
+    return is_resumed(model, cfg) or getattr(cfg, "keep_optimizer", False)
+
+
 def weights_hash(model):
     """Of the weights of the checkpoint that a model was loaded from: 16 digits, or "none"."""
     return model.meta.get("checksums", {}).get("model.safetensors", "none")[:16]
@@ -287,6 +310,7 @@ def check_meta(meta):
         require(meta, "train", isinstance(train["dataset"], str))
         require(meta, "train", is_number(train["learning_rate"]) and train["learning_rate"] >= 0)
         require(meta, "train", all(is_count(size) and size >= 1 for size in sizes))
+        require(meta, "train", all(isinstance(task, str) for task in train.get("tasks") or []))
 
 
 def require(meta, name, condition):
@@ -399,7 +423,8 @@ def saved_settings(folder, model_class, train_class):
         return {}  # made by extend.py: load_resumed() refuses it
     settings = known_settings(file, meta, "config", model_class)
     settings.update(known_settings(file, meta, "train", train_class))
-    for name in ("entry", "overwrite"):  # of one command: code is never taken from a checkpoint
+    # of one command: code is never taken from a checkpoint
+    for name in ("entry", "overwrite", "stop_at"):
         settings.pop(name, None)
     return settings
 
@@ -507,12 +532,9 @@ def optimizer_tensors(model, optimizers):
 def load_optimizers(model, optimizers, file):
     """Put the tensors of optim.safetensors back. Raises UserError when they do not fit."""
     stored = stored_tensors(file)
-    optimizer_of = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            optimizer_of.update((id(p), optimizer) for p in group["params"])
+    check_optimizer_tensors(file, stored, model, optimizers)
+    optimizer_of = optimizers_by_parameter(optimizers)
     params = dict(model.named_parameters())
-    check_optimizer_tensors(file, stored, params, optimizer_of)
     for key in stored:
         name, _, moment = key.rpartition(".")
         p = params[name]
@@ -520,8 +542,19 @@ def load_optimizers(model, optimizers, file):
         optimizer_of[id(p)].state[p][moment] = read_part(file, key, like)
 
 
-def check_optimizer_tensors(file, stored, params, optimizer_of):
+def optimizers_by_parameter(optimizers):
+    """id of a parameter -> the optimizer that updates it."""
+    optimizer_of = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            optimizer_of.update((id(p), optimizer) for p in group["params"])
+    return optimizer_of
+
+
+def check_optimizer_tensors(file, stored, model, optimizers):
     """Raise UserError unless the StoredTensors are exactly what these optimizers keep."""
+    optimizer_of = optimizers_by_parameter(optimizers)
+    params = dict(model.named_parameters())
     shapes = {}
     for name, p in params.items():
         if isinstance(optimizer_of[id(p)], torch.optim.Muon):

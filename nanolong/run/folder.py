@@ -5,6 +5,7 @@ out/rope/step-000500/optim.safetensors   keys <parameter>.<moment>
 out/rope/step-000500/meta.json           configs, step, tokenizer, data hash, checksums, parent
 out/rope/step-000500/tokenizer.json      of an imported model, with its other tokenizer files
 out/rope/log.jsonl                       a line per logged step or evaluation
+out/rope/curve.png                       the losses of log.jsonl, once the run has ended
 """
 
 import os
@@ -18,7 +19,7 @@ CHECKPOINT_FILES = {
     *("model.safetensors", "optim.safetensors", "meta.json"),
     *tokenizer_files.FILES,
 }
-RUN_FILES = {"log.jsonl", "lock"}
+RUN_FILES = {"log.jsonl", "curve.png", "lock"}
 
 
 def list_steps(run):
@@ -111,8 +112,8 @@ def settle_replaced(run, finished=False):
 
 
 def run_items(run):
-    """The checkpoints and the log of a run folder."""
-    return [*list_steps(run), *Path(run).glob("log.jsonl")]
+    """The checkpoints, the log and its plot of a run folder."""
+    return [*list_steps(run), *Path(run).glob("log.jsonl"), *Path(run).glob("curve.png")]
 
 
 def check_only_run(run):

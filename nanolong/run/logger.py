@@ -17,9 +17,10 @@ from nanolong.errors import UserError, discard_stdout
 from nanolong.optim import get_lr
 from nanolong.parallel.processes import rank_and_world
 from nanolong.run.checkpoint import is_resumed
+from nanolong.strict_json import to_json
 
 # Settings of one command, not of a run.
-ONE_COMMAND = ("entry", "init_from", "overwrite", "plot", "text")
+ONE_COMMAND = ("entry", "init_from", "overwrite", "plot", "stop_at", "text")
 
 
 class Logger:
@@ -46,7 +47,7 @@ class Logger:
         self.seconds = 0.0  # of training steps, without evaluations and compilation
         self.clock = None  # started by the first step after a pause
         disable = not sys.stderr.isatty()
-        total, step = cfg.max_iters, state.step
+        total, step = cfg.last_step, state.step
         self.bar = tqdm(total=total, initial=step, unit="step", disable=disable, leave=False)
         self.wandb = None
         if cfg.wandb:
@@ -59,7 +60,9 @@ class Logger:
     def record_changes(self, state, model):
         """Log the settings that differ from those of the checkpoint."""
         old = {**model.meta["train"], "entry_hash": model.meta.get("entry_hash")}
-        new = {**asdict(self.cfg), "entry_hash": entry_hash(type(model.pos))}
+        # meta.json has lists for tuples
+        cfg = json.loads(to_json(asdict(self.cfg)))
+        new = {**cfg, "entry_hash": entry_hash(type(model.pos))}
         if "kernels" in model.meta:
             old["kernels"], new["kernels"] = model.meta["kernels"], state.kernels
         changed = {}
@@ -83,13 +86,17 @@ class Logger:
             values = {key: value for key, value in record.items() if key != "step"}
             self.wandb.log(values, step=record["step"])
 
-    def evaluation(self, step, val_loss, val_bits_per_byte=None):
+    def evaluation(self, step, val_loss, val_bits_per_byte=None, **of_sources):
+        """Log and print an evaluation. of_sources: val_loss_<name> of each dataset of a mixture."""
         record = {"step": step, "val_loss": val_loss}
         text = f"step {step}: validation loss {val_loss:.4f} nats per token"
         if val_bits_per_byte is not None:
             record["val_bits_per_byte"] = val_bits_per_byte
             text += f", {val_bits_per_byte:.4f} bits per byte"
-        self.record(**record)
+        for name, loss in of_sources.items():
+            label = name.removeprefix("val_loss_")
+            text += f", {label} {loss:.4f}"
+        self.record(**record, **of_sources)
         report(text)
         self.clock = None
 
@@ -100,7 +107,8 @@ class Logger:
             self.clock = self.step_start
             self.clock_tokens = tokens
 
-    def step(self, state, loss, grad_norm):
+    def step(self, state, loss, grad_norm, labels=(), of_sources=()):
+        """Log a step, and show it. labels, of_sources: of a mixture, and sum_by_source() of it."""
         now = time.perf_counter()
         self.seconds += now - self.step_start
         speed = (state.tokens - self.clock_tokens) / (now - self.clock)
@@ -109,7 +117,7 @@ class Logger:
             mfu = speed * self.flops_per_token / self.peak_flops / rank_and_world()[1]
             text += f", MFU {mfu:.1%}"
         self.progress(state.step, text)
-        if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.max_iters:
+        if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.last_step:
             self.record(
                 step=state.step,
                 loss=loss,
@@ -117,6 +125,7 @@ class Logger:
                 norm=grad_norm if math.isfinite(grad_norm) else None,
                 tokens=state.tokens,
                 tokens_per_second=round(speed),
+                **losses_by_source(labels, of_sources),
             )
             self.clock = None
 
@@ -125,11 +134,11 @@ class Logger:
         if not self.bar.disable:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
-        elif step - self.last_printed >= max(1, self.cfg.max_iters // 10):
+        elif step - self.last_printed >= max(1, self.cfg.last_step // 10):
             self.last_printed = step
             seconds_a_step = self.seconds / (step - self.first_step)
-            left = seconds_a_step * (self.cfg.max_iters - step)
-            report(f"step {step}/{self.cfg.max_iters}: {text}, {left:.0f} s left")
+            left = seconds_a_step * (self.cfg.last_step - step)
+            report(f"step {step}/{self.cfg.last_step}: {text}, {left:.0f} s left")
 
     def close(self):
         self.bar.close()
@@ -149,6 +158,31 @@ def report(text):
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has gone: the run goes on
         discard_stdout()
+
+
+def sum_by_source(loader, index, losses, targets):
+    """Sum the losses of micro-batch `index` of a mixture, and count its scored tokens, by dataset.
+
+    losses: of the tokens that this process computes, (B, T); targets: of all tokens, (B, T).
+    Returns the summed losses of the S datasets followed by the counts, (2 S,).
+    """
+    dataset, cfg = loader.dataset, loader.cfg
+    sources = dataset.sources_of_batch(index, cfg.batch_size, cfg.seed)
+    is_source = torch.tensor(sources)[:, None] == torch.arange(len(dataset.sources))  # (B, S)
+    scored = targets[:, loader.part] >= 0
+    dtype = torch.float32 if losses.device.type == "mps" else torch.float64  # mps has no float64
+    by_sequence = torch.stack((losses.to(dtype).sum(1), scored.to(dtype).sum(1)))  # (2, B)
+    return (by_sequence @ is_source.to(losses.device, dtype)).flatten()
+
+
+def losses_by_source(labels, sums):
+    """The mean loss of each dataset by its name in the log. sums: of sum_by_source()."""
+    losses = {}
+    for i, label in enumerate(labels):
+        loss_sum, n_tokens = sums[i], sums[len(labels) + i]
+        if n_tokens:  # a step may have no sequence of a dataset
+            losses[f"loss_{label}"] = loss_sum / n_tokens
+    return losses
 
 
 def kept_lines(file, step, evaluated):
@@ -188,23 +222,31 @@ def print_header(loader, dtype):
     mode = "compiled" if compiles else "not compiled"
     dtype_name = str(dtype).removeprefix("torch.")
     report(f"on: {processes}, {device_name(loader.device)}, {dtype_name}, {mode}")
-    n_tokens = cfg.max_iters * loader.tokens_per_step
-    epochs = n_tokens / len(dataset.train)
-    report(f"training: {n_tokens:,} tokens, {epochs:.2g} epochs of {len(dataset.train):,}")
-    T = cfg.eval_length or model.config.block_size
-    n = len(dataset.val.spaced(cfg.eval_iters * cfg.batch_size, T))
-    names = [file.name for file in dataset.val.files]
-    files = ", ".join(names) if len(names) <= 3 else f"{len(names)} files"
-    report(
-        f"validation: {n:,} of {dataset.val.n_sequences(T).sum():,} sequences of {T:,} tokens, "
-        f"{files} of {cfg.dataset}"
-    )
+    for source, fraction in zip(dataset.sources, dataset.fractions, strict=True):
+        print_data(loader, source, fraction)
     if why_not:
         report(why_not)
     if compiles:
         report("compiling the forward and backward pass: about a minute at the first time")
     if loader.device.type == "cuda" and peak_flops(loader.device) is None:
         report("MFU: unknown (add this GPU to PEAK_FLOPS in nanolong/devices.py)")
+
+
+def print_data(loader, dataset, fraction):
+    """Print how much is trained and validated on of a dataset, the fraction of all of it."""
+    model, cfg = loader.model, loader.cfg
+    n_tokens = cfg.last_step * loader.tokens_per_step * fraction
+    epochs = n_tokens / len(dataset.train)
+    name = f" of {dataset.name}" if fraction < 1 else ""
+    report(f"training: {n_tokens:,.0f} tokens{name}, {epochs:.2g} epochs of {len(dataset.train):,}")
+    T = cfg.eval_length or model.config.block_size
+    n = len(dataset.val.spaced(cfg.eval_iters * cfg.batch_size, T))
+    names = [file.name for file in dataset.val.files]
+    files = ", ".join(names) if len(names) <= 3 else f"{len(names)} files"
+    report(
+        f"validation: {n:,} of {dataset.val.n_sequences(T).sum():,} sequences of {T:,} tokens, "
+        f"{files} of {dataset.name}"
+    )
 
 
 def describe_scheme(config):

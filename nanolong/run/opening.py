@@ -6,7 +6,6 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,7 +17,14 @@ from nanolong.errors import UserError
 from nanolong.parallel.processes import LOCAL_SETTINGS, check_same_everywhere, rank_and_world
 from nanolong.parallel.sequence import data_rank_and_world, stop_sharing
 from nanolong.parallel.sharding import check_parallel
-from nanolong.run.checkpoint import is_elastic_restart, is_resumed, read_meta, verify, weights_hash
+from nanolong.run.checkpoint import (
+    goes_on,
+    is_elastic_restart,
+    is_resumed,
+    read_meta,
+    verify,
+    weights_hash,
+)
 from nanolong.run.folder import (
     check_only_run,
     damaged_steps,
@@ -29,6 +35,7 @@ from nanolong.run.folder import (
 )
 from nanolong.run.lock import held, lock, unlock
 from nanolong.run.logger import Logger, check_wandb, report
+from nanolong.validate import task_fractions
 
 
 def check_processes_agree(given, *configs):
@@ -128,7 +135,7 @@ def is_finished(model, cfg):
     """Whether the model comes from a run that has nothing left to train or to evaluate."""
     if not is_resumed(model, cfg) or not cfg.max_iters:
         return False
-    return model.meta["step"] >= cfg.max_iters and model.meta["val_loss"] is not None
+    return model.meta["step"] >= cfg.last_step and model.meta["val_loss"] is not None
 
 
 def tidy_finished_run(model, cfg):
@@ -139,13 +146,15 @@ def tidy_finished_run(model, cfg):
     prune(run, model.meta["best"], model.meta.get("kept", []), finished=True)
     unlock(run)  # locked by load_resumed()
     step = model.meta["step"]
-    print(f"{model.folder} is finished: to train beyond step {step}, raise --max_iters")
+    setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
+    print(f"{model.folder} is finished: to train beyond step {step}, {setting}")
 
 
 def prepare_dataset(name):
-    """Make one of the small datasets if it is named and missing; in every process of a run."""
+    """Make those of the small datasets that are named and missing; in every process of a run."""
     if rank_and_world()[0] == 0:
-        prepare_missing(name)
+        for source in data.split_mixture(name):
+            prepare_missing(source)
     if dist.is_initialized():
         dist.barrier()
 
@@ -155,20 +164,23 @@ def open_dataset(model, cfg, train_length):
 
     Raises UserError.
     """
-    dataset = data.Dataset(cfg.dataset, cfg.bos)
+    dataset = data.open_dataset(cfg.dataset, cfg.bos)
     check_same_everywhere(data=dataset.hash, checkpoint=weights_hash(model))
     dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
+    if cfg.separate_docs is None:
+        cfg.separate_docs = dataset.separator is not None
     dataset.select(train_length, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
-    dataset.train.require_length(train_length)
+    for source in dataset.sources:
+        source.train.require_length(train_length)
     if cfg.eval_length > model.config.block_size:
         raise UserError(
             f"eval_length={cfg.eval_length} is beyond the context length of "
             f"{model.config.block_size} tokens: give at most that"
         )
-    dataset.val.require_length(cfg.eval_length or model.config.block_size)
-    if cfg.passkey:  # raises where the tokenizer or the length is not fit for passkey documents
-        rng = np.random.default_rng(0)
-        data.passkey(dataset.tokenizer, train_length, 0.5, rng, dataset.bos)
+    for source in dataset.sources:
+        source.val.require_length(cfg.eval_length or model.config.block_size)
+    for kind in task_fractions(cfg.tasks):
+        dataset.check_task(kind, train_length)
     if is_resumed(model, cfg) and model.meta["data_hash"] not in (None, dataset.hash):
         raise UserError(
             f"the files of dataset {cfg.dataset} are not those that {cfg.out_dir} was trained on: "
@@ -195,26 +207,34 @@ def open_run(folder, model, cfg, state, dataset, dtype):
         raise existing_run(folder)
     if dtype == torch.float16:
         state.loss_scale = 65536.0
+    if goes_on(model, cfg):
+        restore_step(model, state, dtype)
     if resumed:
-        restore_state(folder, model, cfg, state, dataset, dtype)
+        restore_evaluation(folder, model, cfg, state, dataset)
     if rank_and_world()[0] == 0:
         take_folder(folder, model.folder if resumed else None, cfg.overwrite and not resumed)
         prune(folder, state.best, state.kept)  # removes what a crash may have left
 
 
-def restore_state(folder, model, cfg, state, dataset, dtype):
-    """Fill in the state of a run from the checkpoint that it resumes from."""
-    meta = model.meta
+def restore_step(model, state, dtype):
+    """Fill in how far training is, from the checkpoint in model.folder."""
+    # the model may be extended by now, and model.meta that of its new run
+    meta = read_meta(model.folder)
     verify(model.folder / "optim.safetensors", meta)
     state.step = meta["step"]
     state.tokens = meta["tokens"]
+    if dtype == torch.float16 and meta["scaler"]:
+        state.loss_scale, state.good_steps = meta["scaler"]
+
+
+def restore_evaluation(folder, model, cfg, state, dataset):
+    """Fill in the validation losses of the checkpoint that a run resumes from."""
+    meta = model.meta
     state.best = meta["best"]
     state.val_loss = meta["val_loss"]
     state.kept = meta.get("kept", [])
     if state.best and validated_on_others(model, cfg, dataset):
         restart_best(folder, state)
-    if dtype == torch.float16 and meta["scaler"]:
-        state.loss_scale, state.good_steps = meta["scaler"]
 
 
 def take_folder(folder, resumed_from, overwrite):
@@ -239,8 +259,11 @@ def validated_on_others(model, cfg, dataset):
     T, T_before = (c.eval_length or model.config.block_size for c in (cfg, before))
     if (T, cfg.separate_docs, dataset.bos) != (T_before, before.separate_docs, model.meta["bos"]):
         return True
+    if list(dataset.fractions) != list(data.split_mixture(before.dataset).values()):
+        return True
     n, n_before = (c.eval_iters * c.batch_size for c in (cfg, before))
-    return dataset.val.spaced(n, T) != dataset.val.spaced(n_before, T)
+    splits = [source.val for source in dataset.sources]
+    return any(split.spaced(n, T) != split.spaced(n_before, T) for split in splits)
 
 
 def restart_best(run, state):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from nanolong import devices
+from nanolong import devices, plots
 from nanolong.entry import entry_hash
 from nanolong.parallel.processes import rank_and_world
 from nanolong.parallel.sequence import any_process
@@ -56,7 +56,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             launch=os.environ.get("TORCHELASTIC_RUN_ID"),
         )
     if rank == 0:
-        prune(run, state.best, state.kept, finished=state.step >= cfg.max_iters)
+        prune(run, state.best, state.kept, finished=state.step >= cfg.last_step)
     if world > 1:
         dist.barrier()
 
@@ -104,12 +104,19 @@ def hint_after_divergence(run):
 
 
 def report_end(model, cfg, stopped):
-    """Print where the run was saved, and if it is complete a sample from an empty prompt."""
+    """Print where the run was saved; if it is complete, plot its losses and print a sample."""
     folder = find_checkpoint(cfg.out_dir)
     if stopped:
         print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
         return
     print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
+    if cfg.last_step < cfg.max_iters:
+        print(
+            f"step {cfg.last_step} of {cfg.max_iters}: go on with --init_from=resume, or at "
+            "another length with extend.py --keep_optimizer=true"
+        )
+    if cfg.max_iters:
+        plots.plot_finished_run(cfg.out_dir)
     meta = read_meta(folder)
     tokenizer = data.tokenizer_from_json(meta.get("tokenizer"))
     if not (cfg.max_iters and tokenizer):

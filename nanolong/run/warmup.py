@@ -32,7 +32,7 @@ def check_and_compile(forward, optimizers, loader, state, dtype):
     print_header(loader, dtype)
     state.kernels = check_kernels(loader, dtype)
     cfg = loader.cfg
-    if state.step >= cfg.max_iters:
+    if state.step >= cfg.last_step:
         return
     compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
     measures_step = loader.device.type == "cuda" or expected_seconds(loader) > EXPENSIVE_STEP
@@ -46,7 +46,7 @@ def check_and_compile(forward, optimizers, loader, state, dtype):
         try_batch(forward, loader, dtype)
     if measures_step:
         cost = measure_batch(forward, optimizers, loader, dtype)
-        report(describe_step(loader, cost, cfg.max_iters - state.step))
+        report(describe_step(loader, cost, cfg.last_step - state.step))
     if needs_trial_sum(forward):
         try_batch(forward, loader, dtype, sync=True)
 
@@ -91,7 +91,7 @@ def try_batch(forward, loader, dtype, sync=False, keep_gradients=False):
     # in shards gradients are always summed, or the next step would have those of this batch
     set_gradient_sync(forward, sync or is_sharded(forward) and not keep_gradients)
     with autocast(loader.device, dtype):
-        loss_sum = forward(**batch, reduction="sum")
+        loss_sum = forward(**batch, reduction=loader.reduction).sum()
     loss_sum.backward()
     if not keep_gradients:
         forward.zero_grad(set_to_none=True)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import data
-from evaluate import evaluation_mode
 from experiments.papers import recurrence
 from experiments.papers.recurrence import Losses, Run, judge
 from experiments.papers.segment_memory import SegmentMemory, Streams
 from nanolong.errors import UserError
+from nanolong.losses import evaluation_mode
 
 
 def test_streams_go_on_and_shuffling_keeps_the_tokens(text_data):

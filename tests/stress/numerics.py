@@ -205,7 +205,7 @@ OTHER_FLAGS = (
     ["--dtype=bfloat16"],
     ["--dtype=float16"],
     ["--random_positions=99"],
-    ["--passkey=0.5"],
+    ["--tasks=passkey:0.5"],
     ["--window=8", "--sinks=2"],
     ["--layer_pattern=FN", "--qk_norm=true"],
 )

@@ -1,0 +1,99 @@
+"""95 % intervals of measurements, over the sequences or prompts that were measured.
+
+An interval is a dict {"mean", "low", "high", "n"}: n counts the sequences or prompts, and below
+MIN_SAMPLES of them low and high are None.
+"""
+
+import math
+from statistics import NormalDist
+
+# With fewer samples than this their spread says too little.
+MIN_SAMPLES = 5
+
+Z = NormalDist().inv_cdf(0.975)
+
+
+def student_t(freedom):
+    """Return the 97.5 % quantile of Student's t, to 0.1 % from 4 degrees of freedom on.
+
+    The expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5.
+    """
+    terms = (
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
+    )
+    return Z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def ratio_interval(sums, counts):
+    """Return the interval of sum(sums) / sum(counts), which is a mean over tokens.
+
+    sums, counts: of each sequence, the summed loss and the number of tokens. Sequences differ in
+    both, so this is the ratio estimator of survey statistics (Cochran 1977, 6.4). Sequences without
+    a token do not count.
+    """
+    pairs = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
+    n = len(pairs)
+    if not n:
+        return interval(math.nan, None, 0)
+    n_tokens = sum(count for _, count in pairs)
+    mean = sum(total for total, _ in pairs) / n_tokens
+    if n < MIN_SAMPLES:
+        return interval(mean, None, n)
+    squares = sum((total - mean * count) ** 2 for total, count in pairs)
+    standard_error = math.sqrt(n / (n - 1) * squares) / n_tokens
+    return interval(mean, student_t(n - 1) * standard_error, n)
+
+
+def mean_interval(values):
+    """Return the interval of the mean of one value for each sequence or prompt."""
+    values = list(values)
+    return ratio_interval(values, [1] * len(values))
+
+
+def fraction_interval(successes):
+    """Return Wilson's interval of a fraction; unlike Student's it has a width at 0 and at 1.
+
+    successes: a bool for each prompt.
+    """
+    n = len(successes)
+    found = mean_interval([float(success) for success in successes])
+    if n < MIN_SAMPLES:
+        return found
+    mean = found["mean"]
+    centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    spread = mean * (1 - mean) / n + Z**2 / (4 * n**2)
+    half_width = Z / (1 + Z**2 / n) * math.sqrt(spread)
+    low = min(mean, centre - half_width)  # rounding may exceed 0 or 1
+    high = max(mean, centre + half_width)
+    return {"mean": mean, "low": low, "high": high, "n": n}
+
+
+def interval(mean, half_width, n):
+    """Return an interval that is symmetric about its mean; half_width: None if it is unknown."""
+    if half_width is None:
+        return {"mean": mean, "low": None, "high": None, "n": n}
+    return {"mean": mean, "low": mean - half_width, "high": mean + half_width, "n": n}
+
+
+def is_separated(found):
+    """Return whether an interval, of a difference, excludes 0."""
+    return found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
+
+
+def format_interval(found, digits=3):
+    """Return an interval as text: "1.716 ± 0.021", or "1.716 (n = 1)"."""
+    mean = f"{found['mean']:.{digits}f}"
+    if found["low"] is None:
+        return f"{mean} (n = {found['n']})"
+    return f"{mean} ± {(found['high'] - found['low']) / 2:.{digits}f}"
+
+
+def format_range(found, digits=2):
+    """Return an interval that is not symmetric as text: "0.95 (0.76 to 0.99)"."""
+    mean = f"{found['mean']:.{digits}f}"
+    if found["low"] is None:
+        return f"{mean} (n = {found['n']})"
+    return f"{mean} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"

@@ -1,0 +1,253 @@
+"""Retrieval from synthetic prompts: a hidden passkey, and tasks as in RULER (2404.06654)."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import data
+from nanolong import devices, intervals, parallel, validate
+from nanolong.errors import UserError, note
+from nanolong.evaluation_log import Measurement
+from nanolong.losses import BATCH_TOKENS, evaluation_mode
+
+# Prompts for each cell, by default: of a passkey, and of the other tasks, which cost more.
+NEEDLE_TRIALS = 64
+RULER_TRIALS = 20
+
+
+@dataclass
+class Answers:
+    """What a model says to a batch of prompts whose answers have equally many tokens."""
+
+    correct: list[bool]  # whether all tokens had the highest probability (teacher forcing)
+    nats: list[float]  # the loss of the answer: the sum over its tokens
+
+
+def answer_prompts(model, prompts, device, seed=0):
+    """Ask a model for the answers at the end of prompts of equally many tokens. Returns Answers.
+
+    prompts: inputs and targets of each, int64 (length,), where targets before the answer are -1.
+    """
+    x = torch.from_numpy(np.stack([inputs for inputs, _ in prompts])).to(device)
+    y = torch.from_numpy(np.stack([targets for _, targets in prompts])).to(device)
+    # Processes that share a sequence compute equally many of its tokens.
+    _, n_processes = parallel.sequence_rank_and_size()
+    padding = (0, -x.shape[1] % n_processes)
+    x = F.pad(x, padding)
+    y = F.pad(y, padding, value=-1)
+    positions = model.sample_positions(len(x), x.shape[1], seed)
+    # Only the answer needs logits.
+    n_answer = x.shape[1] - int((y >= 0).any(0).int().argmax())
+    hidden_states = model.hidden_states(x, positions)
+    last = parallel.gather_tokens(hidden_states[:, -n_answer:])[:, -n_answer:]
+    logits = model.head(last).float()  # (B, n_answer, V)
+    answer = y[:, -n_answer:]
+    correct = (logits.argmax(-1) == answer) | (answer < 0)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), answer.flatten(), reduction="none", ignore_index=-1
+    )
+    return Answers(correct.all(1).tolist(), losses.view_as(answer).double().sum(1).tolist())
+
+
+# -----------------------------------------------------------------------------
+# Needle: a passkey hidden in filler text
+
+
+def ask_for_needles(model, tokenizer, length, depth, trials, seed, bos, dtype, hidden):
+    """Ask for passkeys; arguments are those of find_needle(). Returns Answers to all trials."""
+    if tokenizer is None:
+        raise UserError(
+            "find_needle() has no tokenizer to write prompts with: give that of the model, "
+            'data.tokenizer_from_json(model.meta["tokenizer"])'
+        )
+    entropy = [seed, length, round(depth * 1e6), hidden]
+    rng = np.random.Generator(np.random.PCG64(entropy))
+    prompts = []
+    for _ in range(trials):
+        inputs, targets = data.passkey(tokenizer, length, depth, rng, bos, hidden)
+        targets[: -data.DIGITS] = -1
+        prompts.append((inputs, targets))
+    batch_size = max(1, BATCH_TOKENS // length)
+    answers = Answers([], [])
+    with evaluation_mode(model, dtype) as device:
+        for i in range(0, trials, batch_size):
+            found = answer_prompts(model, prompts[i : i + batch_size], device, seed)
+            answers.correct += found.correct
+            answers.nats += found.nats
+    return answers
+
+
+def find_needle(
+    model, tokenizer, length, depth, trials=64, seed=1, bos=None, dtype=torch.float32, hidden=True
+):
+    """Ask for a passkey hidden at a depth from 0 to 1, in prompts of `length` tokens.
+
+    Returns two floats: the fraction of trials in which all digits had the highest probability, and
+    the mean loss in nats per digit. hidden=False leaves the passkey out of the prompt (control).
+    """
+    answers = ask_for_needles(model, tokenizer, length, depth, trials, seed, bos, dtype, hidden)
+    return sum(answers.correct) / trials, sum(answers.nats) / trials / data.DIGITS
+
+
+def plan_needle(name, model, tokenizer, cfg, length, depth):
+    """Return the Measurement of retrieval at one length and depth, or of the control (None)."""
+    trials = cfg.trials or NEEDLE_TRIALS
+
+    def measure():
+        record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
+        record.update(trials=trials, seed=cfg.seed)
+        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
+        # Nothing is hidden in the control, whose depth only seeds its prompts.
+        hidden = depth is not None
+        place = depth if hidden else 0.5
+        bos = model.meta.get("bos")
+        try:
+            answers = ask_for_needles(
+                model, tokenizer, length, place, trials, cfg.seed, bos, dtype, hidden
+            )
+        except UserError as error:
+            return [{**record, "refused": str(error)}]
+        found = intervals.fraction_interval(answers.correct)
+        record["accuracy"] = found["mean"]
+        record.update(low=found["low"], high=found["high"], n=found["n"])
+        found = intervals.mean_interval([nats / data.DIGITS for nats in answers.nats])
+        record["nll"] = found["mean"]
+        record.update(nll_low=found["low"], nll_high=found["high"])
+        return [record]
+
+    settings = {"depth": depth, "trials": trials, "seed": cfg.seed}
+    flops = trials * length * model.flops_per_token(length)
+    return Measurement(name, length, settings, flops, measure)
+
+
+def plan_needles(models, cfg, lengths):
+    """Plan retrieval for every checkpoint, length and depth, and for the control (depth None)."""
+    depths = [i / max(1, cfg.depths - 1) for i in range(cfg.depths)]
+    measurements = []
+    for name, model in models.items():
+        tokenizer = tokenizer_of(name, model)
+        note_untrained(name, model, ("passkey",))
+        for length, depth in product(lengths, (*depths, None)):
+            measurements.append(plan_needle(name, model, tokenizer, cfg, length, depth))
+    return measurements
+
+
+def measure_needles(models, cfg, lengths):
+    """Measure what plan_needles() plans. Returns a list of records."""
+    return [
+        record for planned in plan_needles(models, cfg, lengths) for record in planned.measure()
+    ]
+
+
+def tokenizer_of(name, model):
+    """Return the tokenizer of a checkpoint. Raises UserError if it has none."""
+    tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
+    if tokenizer is None:
+        raise UserError(
+            f"{name} has no tokenizer, so it cannot be asked in text: "
+            "use one that was trained on a text prepared by data/prepare.py"
+        )
+    return tokenizer
+
+
+def note_untrained(name, model, kinds):
+    """Print a note if a small model never saw documents of one of these kinds in training."""
+    trained_on = validate.task_fractions((model.meta.get("train") or {}).get("tasks") or [])
+    missing = [kind for kind in kinds if kind not in trained_on]
+    if missing:
+        note(
+            f"{name} was not trained on {', '.join(missing)} documents (train.py "
+            f"--tasks={missing[0]}:0.1), so it may not know the question"
+        )
+
+
+# -----------------------------------------------------------------------------
+# RULER
+
+
+def plan_ruler_prompt(name, model, tokenizer, cfg, length, kind, sample):
+    """Return the Measurement of one prompt of a task.
+
+    Its record has "correct" and "nats" of the answer; "gain", the nats that the needles save
+    against the same prompt without them; of tasks with distractors "gain_alone", without these.
+    """
+    size = cfg.prompt_size
+    if size == "auto":
+        size = data.default_size(tokenizer)
+    settings = {"kind": kind, "sample": sample, "size": size, "seed": cfg.seed}
+    n_passes = 4 if kind in data.WITH_DISTRACTORS else 2
+
+    def measure():
+        record = {"checkpoint": name, "task": "ruler", "length": length, **settings}
+        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
+
+        def ask(**parts):
+            prompt = data.ruler_prompt(
+                kind, tokenizer, length, cfg.seed, sample, size, model.meta.get("bos"), **parts
+            )
+            with evaluation_mode(model, dtype) as device:
+                found = answer_prompts(model, [(prompt.inputs, prompt.targets)], device, cfg.seed)
+            return found.correct[0], found.nats[0]
+
+        try:
+            record["correct"], record["nats"] = ask()
+            record["gain"] = ask(needles=False)[1] - record["nats"]
+            if kind in data.WITH_DISTRACTORS:
+                alone = ask(distractors=False)[1]
+                record["gain_alone"] = ask(needles=False, distractors=False)[1] - alone
+        except UserError as error:
+            return [{**record, "refused": str(error)}]
+        return [record]
+
+    flops = n_passes * length * model.flops_per_token(length)
+    return Measurement(name, length, settings, flops, measure, brief=True)
+
+
+def plan_ruler(models, cfg, lengths):
+    """Plan every prompt of every task of cfg.ruler, for every checkpoint and length."""
+    measurements = []
+    for name, model in models.items():
+        tokenizer = tokenizer_of(name, model)
+        if data.default_size(tokenizer) == "small":
+            note_untrained(name, model, cfg.ruler)
+        samples = range(cfg.trials or RULER_TRIALS)
+        for length, kind, sample in product(lengths, cfg.ruler, samples):
+            planned = plan_ruler_prompt(name, model, tokenizer, cfg, length, kind, sample)
+            measurements.append(planned)
+    return measurements
+
+
+def summarise_ruler(records):
+    """Return a record for every checkpoint, task and length, with intervals over the prompts.
+
+    "accuracy", "nats" and "gain" are intervals; "recovery", of tasks with distractors, is the gain
+    among distractors as a fraction of the gain alone, None if there is no gain alone.
+    """
+    cells = {}
+    for record in records:
+        if record["task"] == "ruler" and "refused" not in record:
+            cell = (record["checkpoint"], record["kind"], record["length"])
+            cells.setdefault(cell, []).append(record)
+    summaries = []
+    for (name, kind, length), prompts in cells.items():
+        gains = [prompt["gain"] for prompt in prompts]
+        summary = {"checkpoint": name, "task": "ruler", "kind": kind, "length": length}
+        summary.update(summary=True, size=prompts[0]["size"], n=len(prompts))
+        summary["accuracy"] = intervals.fraction_interval([p["correct"] for p in prompts])
+        summary["nats"] = intervals.mean_interval([p["nats"] for p in prompts])
+        summary["gain"] = intervals.mean_interval(gains)
+        if kind in data.WITH_DISTRACTORS:
+            alone = [prompt["gain_alone"] for prompt in prompts]
+            recovered = intervals.ratio_interval(gains, alone) if sum(alone) > 0 else None
+            summary["recovery"] = recovered
+        summaries.append(summary)
+    return summaries
+
+
+def measure_ruler(models, cfg, lengths):
+    """Measure what plan_ruler() plans. Returns a list of records, of summarise_ruler()."""
+    planned = plan_ruler(models, cfg, lengths)
+    return summarise_ruler([record for measurement in planned for record in measurement.measure()])

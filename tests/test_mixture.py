@@ -1,0 +1,342 @@
+"""Mixtures of datasets: their batches, losses and guarantees, and what is refused."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    SMALLEST,
+    TINY,
+    assert_refused,
+    assert_same_bits,
+    assert_success,
+    logged,
+    newest,
+)
+
+import data
+import train
+from data.mixture import BLOCK
+from model import GPT, GPTConfig
+from nanolong.errors import UserError
+from nanolong.run.checkpoint import read_meta
+
+
+def write_dataset(folder, train_ids, val_ids, **meta):
+    """A dataset folder of these tokens; bytes with <bos> unless meta says otherwise."""
+    folder.mkdir(parents=True)
+    defaults = {"tokenizer": {"kind": "bytes"}, "vocab_size": 257, "bos": 256, "bos_default": True}
+    meta = {**defaults, **meta}
+    data.write_tokens(folder / "train.bin", train_ids, meta["vocab_size"])
+    data.write_tokens(folder / "val.bin", val_ids, meta["vocab_size"])
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+@pytest.fixture
+def short(tmp_path):
+    """A dataset of documents of 40 bytes in capital letters, which real text has few of."""
+    rng = np.random.default_rng(0)
+    documents = [(256, *rng.integers(65, 91, 40).tolist()) for _ in range(200)]
+    ids = [token for document in documents for token in document]
+    return write_dataset(tmp_path / "short", ids[: 41 * 150], ids[41 * 150 :])
+
+
+@pytest.fixture
+def mixture(text_data, short):
+    """The words of --dataset for 30 % of text and 70 % of capital letters."""
+    return f"{text_data}:0.3,{short}:0.7"
+
+
+def is_short(x):
+    """Whether rows of tokens (B, T) are of the dataset of capital letters."""
+    return np.isin(x, [*range(65, 91), 256]).all(1)
+
+
+# -----------------------------------------------------------------------------
+# Batches.
+
+
+def test_each_sequence_is_of_a_dataset_with_its_probability(mixture):
+    """The number of 20,000 sequences lies within four standard deviations of the binomial."""
+    dataset = data.open_dataset(mixture)
+    n = 20_000
+    n_text = sum(dataset.source_of(index, 1) == 0 for index in range(n))
+    assert abs(n_text - 0.3 * n) < 4 * math.sqrt(n * 0.3 * 0.7)
+    pairs = sum(dataset.source_of(i, 1) == dataset.source_of(i + 1, 1) == 0 for i in range(n))
+    assert abs(pairs - 0.09 * n) < 0.02 * n  # neighbours are independent
+
+
+def test_a_batch_is_a_function_of_seed_and_index(mixture):
+    """Batches read in any order, by an object of their own, are the same; other seeds differ."""
+    forward, backward = data.open_dataset(mixture), data.open_dataset(mixture)
+    indices = [0, 3, BLOCK // 8 - 1, BLOCK // 8, 2000]
+    batches = {i: forward.batch(i, 8, 16, 5) for i in indices}
+    for i in reversed(indices):
+        again = backward.batch(i, 8, 16, 5)
+        assert all(np.array_equal(a, b) for a, b in zip(batches[i][:2], again[:2], strict=True))
+        sources = forward.sources_of_batch(i, 8, 5)
+        assert (np.array(sources) == is_short(batches[i][0])).all()
+    assert not np.array_equal(batches[3][0], forward.batch(3, 8, 16, 6)[0])
+
+
+def test_each_dataset_is_visited_in_its_own_order_without_a_gap(mixture, text_data, short):
+    """The sequences of a dataset are the first ones of a run on it alone, one after another."""
+    dataset = data.open_dataset(mixture)
+    alone = [data.Dataset(text_data), data.Dataset(short)]
+    n_seen = [0, 0]
+    for index in range(BLOCK + 40):
+        source = dataset.source_of(index, 9)
+        if index < 100 or index > BLOCK - 20:
+            x, _, _ = dataset.training_sequence(index, 16, 9, 0, {})
+            expected, _, _ = alone[source].training_sequence(n_seen[source], 16, 9, 0, {})
+            assert np.array_equal(x, expected)
+        n_seen[source] += 1
+
+
+def test_skips_tasks_and_choices_of_documents_are_of_every_dataset(mixture):
+    dataset = data.open_dataset(mixture)
+    _, _, positions, _ = dataset.batch(0, 64, 16, 1, max_position=200)
+    shorts = np.array(dataset.sources_of_batch(0, 64, 1), bool)
+    skips = (np.diff(positions) > 1).any(1)
+    assert skips[shorts].sum() > 20 and skips[~shorts].sum() > 10
+    x, _, _, _ = dataset.batch(0, 64, 32, 1, tasks={"passkey": 0.5})
+    has_key = np.array([b"key " in bytes(row[row < 256].tolist()) for row in x])
+    assert 20 < has_key.sum() < 44
+    assert has_key[shorts].sum() > 10 and has_key[~shorts].sum() > 3
+
+    dataset.select(16, upsample=3, separate=True)
+    assert len(dataset.sources[1].train) == 3 * 150 * 40  # all of its documents are that long
+    assert len(dataset.train) == sum(len(source.train) for source in dataset.sources)
+    _, _, _, docs = dataset.batch(0, 4, 16, 1)
+    assert docs.shape == (4, 16)
+    dataset.select(16, min_doc=41)
+    with pytest.raises(UserError, match="as long as --min_doc"):
+        dataset.sources[1].train.require_length(16)
+
+
+def test_the_fraction_of_long_documents_is_weighted(mixture):
+    """All documents of text are longer than 41 tokens, none of the others is."""
+    assert data.open_dataset(mixture).long_fraction(41) == pytest.approx(0.3)
+
+
+# -----------------------------------------------------------------------------
+# Losses.
+
+
+@torch.no_grad()
+def test_losses_of_each_dataset_are_logged(mixture, text_data, short, tmp_path):
+    """The first step and the first evaluation, computed again on each dataset alone."""
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**shape))
+    out = tmp_path / "run"
+    settings = {**SMALLEST, "batch_size": 8, "gradient_accumulation_steps": 2, "max_iters": 1}
+    cfg = train.TrainConfig(dataset=mixture, out_dir=str(out), **settings)
+
+    dataset = data.open_dataset(mixture)
+    sums = torch.zeros(2, 2)
+    for index in (0, 1):
+        x, y, _, _ = dataset.batch(index, 8, 16, cfg.seed)
+        losses = model(torch.from_numpy(x), torch.from_numpy(y), reduction="none").sum(1)
+        for row, source in enumerate(is_short(x).astype(int)):
+            sums[source] += torch.tensor([losses[row], (y[row] >= 0).sum()])
+    alone = []
+    for name in (text_data, short):
+        source_settings = {**vars(cfg), "dataset": str(name)}
+        source_cfg = train.TrainConfig(**source_settings)
+        alone.append(
+            train.estimate_loss(model, data.Dataset(name), source_cfg, torch.float32)["val_loss"]
+        )
+    with torch.enable_grad():
+        train.train(model, cfg)
+
+    evaluation, step = logged(out)[:2]
+    assert step["loss_text"] == pytest.approx((sums[0, 0] / sums[0, 1]).item(), rel=1e-6)
+    assert step["loss_short"] == pytest.approx((sums[1, 0] / sums[1, 1]).item(), rel=1e-6)
+    total = sums.sum(0)
+    assert step["loss"] == pytest.approx((total[0] / total[1]).item(), rel=1e-6)
+    assert [evaluation["val_loss_text"], evaluation["val_loss_short"]] == alone
+    assert evaluation["val_loss"] == pytest.approx(0.3 * alone[0] + 0.7 * alone[1], rel=1e-12)
+    # a token is a byte
+    bits = evaluation["val_loss"] / math.log(2)
+    assert evaluation["val_bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+
+
+def test_a_mixture_is_printed_and_recorded(mixture, short, text_data, call, tmp_path):
+    words = ["train.py", *TINY, f"--dataset={mixture}", f"--out_dir={tmp_path}/run"]
+    printed = assert_success(call(*words, "--gradient_accumulation_steps=4")).stdout
+    assert f"training: 1,229 tokens of {text_data}, " in printed  # 0.3 of 8 x 4 x 4 x 32
+    assert f"training: 2,867 tokens of {short}, 0.47 epochs of 6,150" in printed
+    assert "sequences of 32 tokens, val.bin of " + str(short) in printed
+    last = [row for row in logged(tmp_path / "run") if "val_loss" in row][-1]
+    losses = f", text {last['val_loss_text']:.4f}, short {last['val_loss_short']:.4f}\n"
+    assert losses in printed
+    meta = read_meta(newest(tmp_path / "run"))
+    assert meta["dataset"] == mixture
+    hashes = [data.Dataset(name).hash for name in (text_data, short)]
+    assert meta["data_hash"] == ",".join(hashes)
+
+
+# -----------------------------------------------------------------------------
+# Guarantees.
+
+
+def test_resuming_a_mixture_is_bit_exact(mixture, call, tmp_path):
+    words = ["train.py", *TINY, f"--dataset={mixture}", "--gradient_accumulation_steps=2"]
+    whole, part = tmp_path / "a", tmp_path / "b"
+    assert_success(call(*words, f"--out_dir={whole}"))
+    assert_success(call(*words, f"--out_dir={part}"))
+    shutil.rmtree(newest(part))
+    assert_success(call(*words, f"--out_dir={part}", "--init_from=resume"))
+    assert_same_bits(whole, part)
+
+
+def test_two_processes_train_on_a_mixture_as_one(mixture, run, tmp_path):
+    words = ["train.py", *TINY, "--gradient_accumulation_steps=4", f"--dataset={mixture}"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert_success(run(*words, f"--out_dir={one}"))
+    assert_success(run(*words, f"--out_dir={two}", processes=2))
+    for name, count in (("loss", 8), ("loss_text", 8), ("loss_short", 8), ("val_loss_short", 3)):
+        assert len(logged(one, name)) == count
+        assert logged(one, name) == pytest.approx(logged(two, name), abs=1e-5, rel=0)
+
+
+def test_other_fractions_start_the_best_loss_over(mixture, call, tmp_path):
+    """val_loss is then another mean; other texts are refused."""
+    out = ["train.py", f"--out_dir={tmp_path}/run"]
+    assert_success(call(*out, *TINY, f"--dataset={mixture}"))
+    resume = [*out, "--init_from=resume", "--max_iters=12"]
+    assert_refused(call(*resume, f"--dataset={mixture.split(':0.3')[0]}"), "are not those that")
+    other = mixture.replace(":0.3", ":0.5").replace(":0.7", ":0.5")
+    done = assert_success(call(*resume, f"--dataset={other}"))
+    assert "so the best loss starts over" in done.stdout
+
+
+# -----------------------------------------------------------------------------
+# What is refused, and names with colons.
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("text:0.3,short:0.6", "add up to 0.9"),
+        ("short:0.5", "add up to 0.5"),
+        ("text:1.5,short:0.5", "the fraction of text in .* is 1.5"),
+        ("text:nan,short:1", "the fraction of text in .* is nan"),
+        ("text:0.5,short", "no fraction of short"),
+        ("short:0.5,a/short:0.5", "two datasets of the same name"),
+        ("short:0.5,short:0.5", "two datasets of the same name"),
+        ("nowhere:0.5,short:0.5", "there is no dataset 'nowhere'"),
+        ("text,short", "'text,short' names several datasets"),
+        ("wider:0.5,short:0.5", "wider has a vocabulary of 300 and short one of 257"),
+        ("letters:0.5,short:0.5", "tokens of dataset short stand for other text"),
+        ("unmarked:0.5,short:0.5", "start with token None, those of short with 256"),
+        ("quiet:0.5,short:0.5", "only one of quiet and short puts <bos>"),
+        ("empty:0.5,short:0.5", "empty/train.bin is truncated .0 bytes"),
+        ("brief:0.5,short:0.5", "train.bin of brief holds 5 tokens, too few"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(
+    words, message, short, text_data, tmp_path, monkeypatch
+):
+    ids = [256, *b"some text " * 20]
+    write_dataset(tmp_path / "a" / "short", ids, ids)
+    write_dataset(tmp_path / "wider", ids, ids, vocab_size=300, tokenizer=None)
+    characters = "".join(map(chr, range(257)))
+    tokenizer = data.CharTokenizer(characters).to_json()
+    write_dataset(tmp_path / "letters", ids, ids, tokenizer=tokenizer)
+    write_dataset(tmp_path / "unmarked", ids[1:], ids[1:], bos=None, bos_default=False)
+    write_dataset(tmp_path / "quiet", ids, ids, bos_default=False)
+    write_dataset(tmp_path / "brief", ids[:5], ids)
+    write_dataset(tmp_path / "empty", ids, ids)
+    (tmp_path / "empty" / "train.bin").write_bytes(b"")
+    (tmp_path / "text").symlink_to(text_data)
+    monkeypatch.chdir(tmp_path)
+    cfg = train.TrainConfig(dataset=words, out_dir=str(tmp_path / "run"), **SMALLEST)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16))
+    with pytest.raises(UserError, match=message):
+        train.train(model, cfg)
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_with_colons_are_datasets(short, tmp_path, monkeypatch):
+    ids = [256, *b"some text " * 20]
+    single = write_dataset(tmp_path / "d:0.5", ids, ids)
+    assert isinstance(data.open_dataset(str(single)), data.Dataset)
+    assert data.open_dataset(str(single)).labels == ()
+    mixed = data.open_dataset(f"{single}:0.25,{short}:0.75")
+    assert (mixed.labels, mixed.fractions) == (("d:0.5", "short"), (0.25, 0.75))
+    assert data.short_name(mixed.name) == "d:0.5+short"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    assert data.short_name("d:0.5") == "d:0.5"
+    assert train.run_defaults({"dataset": "d:0.5:0.25,short:0.75"}, [])["out_dir"] == (
+        "out/d:0.5+short-rope"
+    )
+
+
+# -----------------------------------------------------------------------------
+# Evaluating and extending what was trained on a mixture.
+
+
+def test_a_checkpoint_of_a_mixture_is_scored_on_one_dataset(mixture, short, call, tmp_path):
+    out = tmp_path / "run"
+    assert_success(call("train.py", *TINY, f"--dataset={mixture}", f"--out_dir={out}"))
+    words = ["evaluate.py", out, "--lengths=32", "--max_tokens=512"]
+    assert_refused(call(*words), "is a mixture of datasets", f"or --dataset={short}")
+    assert_refused(call(*words, f"--dataset={mixture}"), "is a mixture of datasets")
+    done = assert_success(call(*words, f"--dataset={short}"))
+    assert f"tokens of {short}" in done.stdout and "note:" not in done.stderr
+    data.write_tokens(short / "more_val.bin", [256, *b"OTHER TEXT " * 9], 257)
+    done = assert_success(call(*words, f"--dataset={short}"))
+    assert "note: " in done.stderr + done.stdout
+    assert "the model may have seen in training" in done.stderr + done.stdout
+
+
+def test_a_mixture_is_extended_with_documents_apart(mixture, short, text_data, call, tmp_path):
+    """The report scores each dataset, and attention stays inside documents by default."""
+    out, extended = tmp_path / "run", tmp_path / "extended"
+    assert_success(call("train.py", *TINY, f"--dataset={mixture}", f"--out_dir={out}"))
+    words = ["extend.py", out, "--factor=2", "--max_iters=2", "--max_tokens=256", "--device=cpu"]
+    done = assert_success(call(*words, f"--out_dir={extended}"))
+    for name in (text_data, short):
+        assert done.stdout.count(f"tokens of {name}, 4 pieces") == 2  # before and after
+    meta = read_meta(newest(extended))
+    assert meta["train"]["separate_docs"] is True and meta["train"]["dataset"] == mixture
+    assert "30% of the training tokens are in documents of at least 64 tokens" in done.stdout
+    assert {"val_loss_text", "val_loss_short"} <= logged(extended)[0].keys()
+
+
+def test_documents_are_kept_apart_where_they_are_known(
+    text_data, character_data, call, tmp_path, monkeypatch
+):
+    kept_apart = []
+    real = GPT.forward
+
+    def forward(model, *args, **settings):
+        if model.training:
+            kept_apart.append(settings["docs"] is not None)
+        return real(model, *args, **settings)
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    for dataset, words, expected in (
+        (text_data, [], True),
+        (text_data, ["--separate_docs=false"], False),
+        (character_data, [], False),
+    ):
+        out = tmp_path / f"{dataset.name}{len(words)}"
+        train_words = [*TINY, "--max_iters=1", f"--dataset={dataset}", f"--out_dir={out}"]
+        assert_success(call("train.py", *train_words))
+        assert not any(kept_apart)
+        kept_apart.clear()
+        words = [out, "--factor=2", "--max_iters=1", "--device=cpu", "--max_tokens=256", *words]
+        assert_success(call("extend.py", *words, f"--out_dir={out}-extended"))
+        assert kept_apart and all(apart == expected for apart in kept_apart)
+        assert read_meta(newest(tmp_path / f"{out.name}-extended"))["train"]["separate_docs"] is (
+            expected
+        )
+        kept_apart.clear()

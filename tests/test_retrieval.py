@@ -1,0 +1,154 @@
+"""Prompts of RULER's tasks asked of models whose answers are known."""
+
+import json
+import math
+from itertools import product
+
+import pytest
+import torch
+from conftest import assert_refused, assert_success
+
+import data
+import evaluate
+from nanolong import retrieval
+from nanolong.intervals import fraction_interval
+
+CFG = {"task": "ruler", "trials": 6, "device": "cpu", "dtype": "float32"}
+
+
+class Oracle(torch.nn.Module):
+    """A model of bytes that knows the answers to prompts that have their needles, and no others.
+
+    probability: that it gives each byte of an answer; the other bytes share the rest.
+    """
+
+    def __init__(self, probability, kinds, lengths=(100, 150)):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.probability = probability
+        self.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
+        self.prompts = []
+        self.answers = {}
+        for kind, length, sample in product(kinds, lengths, range(6)):
+            for distractors in (True, False):
+                prompt = data.ruler_prompt(
+                    *(kind, data.ByteTokenizer(), length, 1, sample),
+                    bos=256,
+                    distractors=distractors,
+                )
+                self.answers[tuple(prompt.inputs)] = prompt.targets
+
+    def sample_positions(self, batch_size, length, seed):
+        return None
+
+    def flops_per_token(self, length):
+        return 1
+
+    def hidden_states(self, x, positions):
+        logits = torch.zeros(*x.shape, 257)
+        prompt = tuple(x[0].tolist())
+        self.prompts.append(prompt)
+        for place, target in enumerate(self.answers.get(prompt, [])):
+            logits[0, place] = math.log((1 - self.probability) / 256)
+            logits[0, place, target] = math.log(self.probability)
+        return logits
+
+    def head(self, x):
+        return x
+
+
+def measured(model, **settings):
+    cfg = evaluate.EvaluateConfig(**{**CFG, **settings})
+    planned = retrieval.plan_ruler({"m": model}, cfg, (100, 150))
+    return [record for measurement in planned for record in measurement.measure()]
+
+
+@pytest.mark.parametrize("kind", data.KINDS)
+def test_a_model_that_knows_the_answers_scores_one_and_an_empty_one_zero(kind):
+    """Nats are exact: each byte of the answer has 0.9 or, without the needles, 1/257."""
+    for probability, accuracy in ((0.9, 1.0), (1 / 257, 0.0)):
+        records = measured(Oracle(probability, (kind,)), ruler=(kind,))
+        assert len(records) == 12
+        for record in records:
+            prompt = data.ruler_prompt(
+                *(kind, data.ByteTokenizer(), record["length"], 1, record["sample"]), bos=256
+            )
+            n_bytes = len(" ".join(["", *prompt.answers]))
+            assert record["correct"] == bool(accuracy)
+            assert record["nats"] == pytest.approx(-n_bytes * math.log(probability), abs=1e-3)
+            gain = n_bytes * math.log(257 * probability)
+            assert record["gain"] == pytest.approx(gain, abs=1e-3)
+            if kind == "multikey":
+                assert record["gain_alone"] == pytest.approx(gain, abs=1e-3)
+        (at_100, at_150) = retrieval.summarise_ruler(records)
+        assert (at_100["length"], at_150["length"]) == (100, 150)
+        assert at_100["accuracy"] == fraction_interval([bool(accuracy)] * 6)
+        if kind == "multikey" and accuracy:
+            assert at_100["recovery"]["mean"] == pytest.approx(1.0)
+        elif kind != "multikey":
+            assert "recovery" not in at_100
+
+
+def test_recovery_is_the_gain_among_distractors_as_a_fraction_of_the_gain_alone():
+    base = {"checkpoint": "m", "task": "ruler", "kind": "multikey", "length": 64, "size": "small"}
+    prompts = []
+    for gain, alone in ((1.0, 4.0), (2.0, 5.0), (3.0, 3.0), (0.0, 2.0), (2.0, 6.0)):
+        prompts.append({**base, "correct": False, "nats": 9.0, "gain": gain, "gain_alone": alone})
+    (summary,) = retrieval.summarise_ruler(prompts)
+    assert summary["recovery"]["mean"] == pytest.approx(8 / 20)
+    (summary,) = retrieval.summarise_ruler([{**p, "gain_alone": -1.0} for p in prompts])
+    assert summary["recovery"] is None
+
+
+def test_the_prompts_of_all_checkpoints_are_the_same():
+    first, second = Oracle(0.9, ("niah",)), Oracle(0.5, ())
+    for model in (first, second):
+        measured(model, ruler=("niah",))
+    assert first.prompts == second.prompts and len(set(first.prompts)) == 24
+
+
+def test_ruler_on_the_command_line_goes_on_where_it_was_stopped(runs, call, tmp_path, monkeypatch):
+    words = [runs[0], f"b={runs[2]}", "--task=ruler", "--ruler=niah,multikey,vt", "--trials=5"]
+    words += ["--lengths=96,144", "--json=a.json"]
+    done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    records = json.loads((tmp_path / "a.json").read_text())
+    prompts = [record for record in records if "summary" not in record]
+    summaries = [record for record in records if "summary" in record]
+    assert len(prompts) == 2 * 2 * 3 * 5 and len(summaries) == 2 * 2 * 3
+    for summary in summaries:
+        same = [
+            p for p in prompts if all(p[k] == summary[k] for k in ("checkpoint", "kind", "length"))
+        ]
+        mean = sum(prompt["gain"] for prompt in same) / len(same)
+        assert summary["n"] == 5 and summary["gain"]["mean"] == pytest.approx(mean)
+        assert f"{mean:.2f} ± " in done.stdout
+
+    # stopped in the 23rd prompt
+    count = 0
+    real = retrieval.answer_prompts
+
+    def stopped(*args):
+        nonlocal count
+        count += 1
+        if count == 60:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retrieval, "answer_prompts", stopped)
+        words[-1] = "--json=b.json"
+        assert call("evaluate.py", *words, cwd=tmp_path).returncode == 130
+    saved = json.loads((tmp_path / "b.json").read_text())
+    assert 0 < len(saved) < len(prompts)
+    done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    assert f"reused: {len(saved)} of {len(prompts)} measurements" in done.stdout
+    assert json.loads((tmp_path / "b.json").read_text()) == records
+
+
+def test_ruler_refuses_what_it_cannot_ask(runs, call, make, tmp_path):
+    done = assert_success(call("evaluate.py", runs[0], "--task=ruler", "--lengths=9"))
+    assert "needs" in done.stdout and "refused: " in done.stdout
+    assert_refused(call("evaluate.py", runs[0], "--task=ruler", "--ruler=qa"), "niah, multikey")
+    make().save(tmp_path / "nameless/step-000001")
+    done = call("evaluate.py", tmp_path / "nameless", "--task=ruler")
+    assert_refused(done, "has no tokenizer, so it cannot be asked")
