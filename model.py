@@ -1146,15 +1146,12 @@ class GPT(nn.Module):
         (PaLM, Chowdhery 2022): 6 per weight of a matrix product, and 12 per layer, channel and
         visible key, although causal attention computes half of these.
         """
-        c = self.config
-        length = length or c.block_size
-        visible = sum(
-            min(length, c.window + c.sinks) if c.uses_window(layer) else length
-            for layer in range(c.n_layer)
-        )
+        length = length or self.config.block_size
+        layers = [block.attention for block in self.blocks]
+        visible = sum(min(length, a.window + a.sinks) if a.window else length for a in layers)
         linears = (module for module in self.modules() if isinstance(module, nn.Linear))
         weights = sum(linear.weight.numel() for linear in linears)
-        return 6 * weights + 12 * visible * c.n_head * c.head_dim
+        return 6 * weights + 12 * visible * self.config.n_head * self.config.head_dim
 
     def generate(
         self,

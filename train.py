@@ -56,6 +56,11 @@ class TrainConfig:
     beta1: float = 0.9  # AdamW's decay of the mean gradient
     beta2: float = 0.95  # AdamW's decay of the mean squared gradient
     grad_clip: float = 1.0  # clip the norm of the gradients to this; 0: no clipping
+    # START:END in tokens: train with a window that grows to the model's window or context length
+    window_schedule: str = ""
+    window_steps: int = 0  # steps until the window is END; 0: 0.6 max_iters
+    window_changes: int = 8  # how often the window grows
+    window_yarn: bool = False  # at each change, extend the context of RoPE from START by YaRN
     # [evaluation]
     eval_interval: int = 250  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 40  # batches of an evaluation, evenly spaced; 0: the whole validation set
@@ -190,6 +195,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop signals
     was_training = model.training
     model.eval()
+    run.set_window(model, cfg)  # the final one of a window schedule
     n_rounds = math.ceil(len(batches) / world)
     for number in range(rank, n_rounds * world, world):
         if parallel.any_process(stop_signals, everywhere=parallel.is_sharded(model)):
@@ -364,7 +370,8 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
         if stopped or state.step >= cfg.last_step:
             return {**last_eval, "stopped": stopped, "last_step": state.step}
 
-        # forward and backward
+        # forward and backward, with the window of this step
+        run.set_window(model, cfg, state.step)
         if logger:
             logger.start_step(state.tokens)
         sums, losses = forward_backward(forward, loader, state, dtype)
@@ -468,6 +475,7 @@ def main():
         torch.manual_seed(cfg.seed)
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)
         memory.check_weights_fit(model_config)
+        run.prepare_schedule(model_config, cfg)
         model = GPT(model_config)
     return train_and_sample(model, cfg)
 

@@ -209,6 +209,8 @@ RANGES = {
     "gradient_accumulation_steps": Range(least=1, most=2**20),
     "max_iters": Range(least=0),
     "stop_at": Range(least=0),
+    "window_steps": Range(least=0),
+    "window_changes": Range(least=1, most=1000),
     "learning_rate": Range(least=0),
     "min_lr": Range(least=0),
     "warmup_iters": Range(least=0),
@@ -481,7 +483,7 @@ def check_extension(config):
 
 
 def check_train(cfg):
-    """Refuse a TrainConfig with a number out of range, impossible tasks or a stop after the end."""
+    """Refuse a TrainConfig with a number out of range, or what no run can do. Raises UserError."""
     check_ranges(vars(cfg))
     require(
         cfg.stop_at <= cfg.max_iters,
@@ -489,6 +491,30 @@ def check_train(cfg):
         "that, or raise --max_iters",
     )
     task_fractions(cfg.tasks)
+    require(
+        cfg.window_schedule or not (cfg.window_steps or cfg.window_yarn),
+        "window_steps and window_yarn are of a window that grows: give --window_schedule=START:END "
+        "too, or leave them out",
+    )
+    require(
+        cfg.window_steps <= cfg.max_iters or not cfg.max_iters,
+        f"window_steps={cfg.window_steps} is beyond the last step, max_iters={cfg.max_iters}: give "
+        "at most that",
+    )
+    if cfg.window_schedule:
+        read_window_schedule(cfg.window_schedule)
+
+
+def read_window_schedule(text):
+    """Return START and END of the setting `window_schedule`, in tokens. Raises UserError."""
+    numbers = text.split(":")
+    is_whole = len(numbers) == 2 and all(number.strip().isdecimal() for number in numbers)
+    start, end = map(int, numbers) if is_whole else (0, 0)
+    require(
+        0 < start < end,
+        f"window_schedule={text} is no window that grows: give START:END in tokens, such as 32:256",
+    )
+    return start, end
 
 
 def task_fractions(tasks):

@@ -40,7 +40,8 @@ class Logger:
         # unbuffered: what a full disk has refused would be written again when the file is closed
         self.file = open(file, "ab", buffering=0)
         self.cfg = cfg
-        self.flops_per_token = model.flops_per_token(train_length)
+        self.model = model
+        self.train_length = train_length
         self.peak_flops = peak_flops(device)  # None: not in the table
         self.first_step = state.step
         self.last_printed = state.step
@@ -114,7 +115,8 @@ class Logger:
         speed = (state.tokens - self.clock_tokens) / (now - self.clock)
         text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
         if self.peak_flops:
-            mfu = speed * self.flops_per_token / self.peak_flops / rank_and_world()[1]
+            flops = self.model.flops_per_token(self.train_length)  # a window may have grown
+            mfu = speed * flops / self.peak_flops / rank_and_world()[1]
             text += f", MFU {mfu:.1%}"
         self.progress(state.step, text)
         if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.last_step:

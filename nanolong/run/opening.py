@@ -35,6 +35,7 @@ from nanolong.run.folder import (
 )
 from nanolong.run.lock import held, lock, unlock
 from nanolong.run.logger import Logger, check_wandb, report
+from nanolong.run.windows import check_schedule, set_window
 from nanolong.validate import task_fractions
 
 
@@ -196,6 +197,7 @@ def open_run(folder, model, cfg, state, dataset, dtype):
     """
     _, world = data_rank_and_world()
     check_wandb(cfg.wandb)
+    check_schedule(model.config, cfg)
     check_parallel(cfg.parallel)
     if cfg.gradient_accumulation_steps % world:
         raise UserError(
@@ -342,6 +344,7 @@ def begin_run(folder, model, cfg, state, loader):
 def release_run(folder, model, loader, logger):
     """End the threads, the log and the lock of a run, however training ends."""
     loader.close()
+    set_window(model, loader.cfg)  # the final one, that of the checkpoint
     if logger:
         logger.close()
     stop_sharing(model)
