@@ -30,6 +30,7 @@ from evaluate import EvaluateConfig, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring, validate
 from nanolong.errors import UserError
+from nanolong.extension_cost import describe_cost
 from nanolong.losses import loss_by_position
 from train import TrainConfig, train_and_sample
 
@@ -287,6 +288,23 @@ def report(model, cfg, when):
         print(plots.format_loss_table(records, lengths), flush=True)
 
 
+def report_cost(model, cfg, has_text):
+    """Print what extending, and training since then, has cost at the original length."""
+    device = devices.pick_device(cfg.device)
+    original = GPT.load(model.meta["parent"]).to(device)
+    splits = {}
+    if cfg.text:
+        splits = {cfg.text: scoring.read_text(model, cfg.text).val}
+    elif has_text:
+        names = data.split_mixture(cfg.dataset)
+        sources = open_dataset(original, cfg).sources
+        splits = {name: source.val for name, source in zip(names, sources, strict=True)}
+    max_tokens = min(cfg.max_tokens, 16384)
+    dtype = devices.pick_dtype(cfg.dtype, device)
+    for line in describe_cost(original, model.to(device), splits, max_tokens, dtype):
+        print(line, flush=True)
+
+
 def trains_in_shards(cfg):
     """Whether the weights stay in their file until each process reads its share."""
     trains = cfg.max_iters and cfg.method not in rope_scaling.EVALUATION_ONLY
@@ -316,13 +334,16 @@ def load_extended(parent, cfg, model_config, given, rank):
 def fine_tune(model, cfg, rank):
     """Evaluate, train, evaluate. Returns the exit status."""
     if rank == 0 and "step" not in model.meta:
-        report(with_weights(model), cfg, "before")
+        whole = with_weights(model)
+        report(whole, cfg, "before")
+        report_cost(whole, cfg, has_text=True)
     status = train_and_sample(model, cfg, *training_lengths(model, cfg))
     finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.last_step:06d}"
     if rank == 0 and finished:
         if cfg.parallel == "fsdp":
             model = GPT.load(cfg.out_dir)  # this process alone has no whole model
         report(model, cfg, "after")
+        report_cost(model, cfg, has_text=True)
     return status
 
 
@@ -354,8 +375,10 @@ def main():
     # Without fine-tuning no dataset is opened, but to evaluate on it or to fit a scale.
     if rank == 0:
         save_extended(model, cfg)
-        if cfg.text or "dataset" in given:
+        has_text = bool(cfg.text) or "dataset" in given
+        if has_text:
             report(model, cfg, "extended")
+        report_cost(model, cfg, has_text)
     return 0
 
 

@@ -133,7 +133,7 @@ def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
 def test_the_command_to_go_on_with_can_be_pasted(save_run, call, tmp_path):
     out = tmp_path / "my run"
     done = assert_success(call("extend.py", save_run(), "--max_iters=0", f"--out_dir={out}"))
-    assert done.stdout.endswith(f"use it with python sample.py '{out}'\n")
+    assert f"use it with python sample.py '{out}'\n" in done.stdout
 
 
 # -----------------------------------------------------------------------------
