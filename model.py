@@ -25,11 +25,11 @@ import kernels
 import rope_scaling
 
 try:
+    from nanolong import validate
     from nanolong.errors import UserError
-    from nanolong.validate import check_model
-except ImportError:  # this file was copied into another project: settings are not checked
+except ImportError:  # this file was copied into another project: inputs are not checked
     UserError = ValueError
-    check_model = None
+    validate = None
 
 
 class ContextLengthWarning(UserWarning):
@@ -161,7 +161,7 @@ class NoPE(nn.Module):
         super().__init__()
         self.config = config
         self.position_scale = 1.0  # positions, or distances, are divided by this
-        self.score_scale = 1.0  # attention scores are multiplied by this
+        self.attention_scale = 1.0  # attention scores are multiplied by this
         self.is_dynamic = False  # True: the tables follow the length of the input
         self._tables_version = None  # changes with the tables; cached keys are then stale
 
@@ -208,7 +208,7 @@ class NoPE(nn.Module):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
         self.check_method(method, options)
         self.position_scale = factor if method == "pi" else 1.0
-        self.score_scale = options.get("scale", 1.0)
+        self.attention_scale = options.get("scale", 1.0)
         self.is_dynamic = method.startswith("dynamic")
         self._tables_version = None
 
@@ -745,7 +745,7 @@ class Attention(nn.Module):
         # tokens of all heads for all tokens of some heads, and back.
         if scheme.exchange:
             q, k, v = scheme.exchange.tokens_to_heads(q, k, v)
-        scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
+        scale = self.config.attn_scale * scheme.attention_scale / math.sqrt(self.config.head_dim)
         options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
@@ -850,8 +850,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if check_model:
-            check_model(config, POSITIONS)
+        if validate:
+            validate.check_model(config, POSITIONS)
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
         self.activation_checkpointing = False  # recompute blocks in the backward pass
@@ -939,8 +939,8 @@ class GPT(nn.Module):
         x = self.hidden_states(tokens, positions, docs, cache)
         if targets is None:
             return self.head(x)
-        if not torch.compiler.is_compiling():
-            self.check_inputs(tokens, targets=targets)
+        if validate and not torch.compiler.is_compiling():
+            validate.check_inputs(self.config, tokens, targets=targets)
         if reduction not in ("mean", "sum", "none"):
             raise UserError(f"reduction={reduction!r} is unknown: give mean, sum or none")
         targets = targets[:, self.own_tokens(tokens.shape[1])]
@@ -955,8 +955,8 @@ class GPT(nn.Module):
 
     def hidden_states(self, tokens, positions=None, docs=None, cache=None):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
-        if not torch.compiler.is_compiling():
-            self.check_inputs(tokens, positions=positions, docs=docs)
+        if validate and not torch.compiler.is_compiling():
+            validate.check_inputs(self.config, tokens, positions=positions, docs=docs)
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
         own = self.own_tokens(T)
@@ -1004,24 +1004,6 @@ class GPT(nn.Module):
         """Set the schemes' tables for an input of this many tokens. Returns their version."""
         version = self.pos.set_length(length)
         return version if self.local is None else (version, self.local.set_length(length))
-
-    def check_inputs(self, tokens, **others):
-        """Raise UserError unless tokens are ids (B, T), and the others, if given, are as long."""
-        if not torch.is_tensor(tokens):
-            raise UserError(f"tokens are a {type(tokens).__name__}: give a tensor, int64 (B, T)")
-        shape = tuple(tokens.shape)
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise UserError(f"tokens are {tokens.dtype} of shape {shape}: give int64 (B, T)")
-        for name, x in others.items():
-            if x is not None and x.shape not in (tokens.shape, tokens.shape[1:]):
-                raise UserError(f"{name} are {tuple(x.shape)}, tokens {shape}: give one a token")
-        # on the CPU only: this would wait for a GPU
-        n = self.config.vocab_size
-        if tokens.is_cpu and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < n:
-            raise UserError(
-                f"token ids lie between {tokens.min()} and {tokens.max()}, and the vocabulary has "
-                f"{n}: use the tokenizer of the model"
-            )
 
     def check_positions(self, positions, docs=None):
         """Check explicit position ids, (T,) or (B, T), by reading them: the greatest, plus 1."""
@@ -1075,21 +1057,8 @@ class GPT(nn.Module):
         stay. Raises UserError, with nothing changed, for what the scheme cannot do.
         """
         config = self.config
-        if not (isinstance(factor, int | float) and math.isfinite(factor) and factor >= 1):
-            raise UserError(
-                f"factor={factor!r} does not extend the context: give a number of at least 1"
-            )
-        if config.random_positions and (factor > 1 or method != "none"):
-            raise UserError(
-                f"this model was trained on positions below {config.random_positions} and needs no "
-                "extension up to there: train with a larger --random_positions to go on"
-            )
-        changes_attention = config.window or config.sink_scores or config.score_scale != "none"
-        if method in rope_scaling.EVALUATION_ONLY and changes_attention:
-            raise UserError(
-                f"method {method!r} has a window of its own, no learned sinks and no score scale: "
-                "use it without --window, --sink_scores and --score_scale"
-            )
+        if validate:
+            validate.check_extend_model(config, method, factor)
         extension = {
             "method": method,
             "factor": factor * (config.extension["factor"] if config.extension else 1.0),

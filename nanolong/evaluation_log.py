@@ -194,7 +194,7 @@ def summarise(records):
     if first["task"] == "needle":
         place = "no passkey" if first["depth"] is None else f"passkey at depth {first['depth']:g}"
         found = {**first, "mean": first["accuracy"]}
-        return f"{place}, found {intervals.format_range(found)}"
+        return f"{place}, found {intervals.format_interval(found, 2)}"
     if first["task"] == "ruler":
         verdict = "all right" if first["correct"] else "not all right"
         prompt = f"{first['kind']}, prompt {first['sample']}"

@@ -83,17 +83,18 @@ def is_separated(found):
     return found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
 
 
-def format_interval(found, digits=3):
-    """Return an interval as text: "1.716 ± 0.021", or "1.716 (n = 1)"."""
-    mean = f"{found['mean']:.{digits}f}"
-    if found["low"] is None:
-        return f"{mean} (n = {found['n']})"
-    return f"{mean} ± {(found['high'] - found['low']) / 2:.{digits}f}"
+def format_interval(found, digits=3, sign=""):
+    """Return an interval as text: "1.716 ± 0.021", "0.95 (0.76 to 0.99)" or "1.716 (n = 1)".
 
-
-def format_range(found, digits=2):
-    """Return an interval that is not symmetric as text: "0.95 (0.76 to 0.99)"."""
-    mean = f"{found['mean']:.{digits}f}"
-    if found["low"] is None:
-        return f"{mean} (n = {found['n']})"
-    return f"{mean} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
+    sign: "+" for differences.
+    """
+    mean, low, high = found["mean"], found["low"], found["high"]
+    if mean is None or not math.isfinite(mean):
+        return "not finite"
+    text = f"{mean:{sign}.{digits}f}"
+    if low is None:
+        return f"{text} (n = {found['n']})"
+    is_symmetric = abs((high - mean) - (mean - low)) < 10**-digits
+    if is_symmetric:
+        return f"{text} ± {(high - low) / 2:.{digits}f}"
+    return f"{text} ({low:{sign}.{digits}f} to {high:{sign}.{digits}f})"

@@ -43,19 +43,6 @@ def is_finite(value):
     return value is not None and math.isfinite(value)
 
 
-def format_estimate(estimate, sign=""):
-    """Return a dict's mean with its interval from low to high, or n. sign: "+" for differences."""
-    mean, low, high = estimate["mean"], estimate["low"], estimate["high"]
-    if not is_finite(mean):
-        return "not finite"
-    text = f"{mean:{sign}.3f}"
-    if low is None:
-        return f"{text} (n = {estimate['n']})"
-    if abs(high - mean - (mean - low)) < 0.001:
-        return f"{text} ± {(high - low) / 2:.3f}"
-    return f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
-
-
 # -----------------------------------------------------------------------------
 # Tables
 

@@ -200,7 +200,7 @@ def format_accuracy(record):
         return "refused"
     accuracy = record["accuracy"]
     shade = " ░▒▓█"[min(4, int(accuracy * 4.999))]
-    return f"{shade * 3} {intervals.format_range({**record, 'mean': accuracy})}"
+    return f"{shade * 3} {intervals.format_interval({**record, 'mean': accuracy}, 2)}"
 
 
 RULER_ROWS = {
@@ -238,8 +238,6 @@ def ruler_cell(summary, field):
     found = summary[field]
     if found is None:
         return "no gain alone"
-    if field == "accuracy":
-        return intervals.format_range(found)
     return intervals.format_interval(found, 2)
 
 

@@ -8,7 +8,7 @@ Names and texts enter the page by escape() or inline_json() of page.py, and by n
 from pathlib import Path
 from string import Template
 
-from nanolong import page, plots
+from nanolong import intervals, page, plots
 from nanolong.errors import UserError
 
 MAX_CHECKPOINTS = page.GRAY  # as many styles of curves as can be told apart
@@ -34,7 +34,7 @@ def format_loss(record):
         return "not measured"
     if "refused" in record:
         return "refused"
-    return page.format_estimate({**record, "mean": record["loss"]})
+    return intervals.format_interval({**record, "mean": record["loss"]})
 
 
 def x_of(record):
@@ -50,7 +50,7 @@ def loss_curves(measured, names):
             continue
         text = f"{record['checkpoint']}, {x_of(record):,} tokens: {format_loss(record)} nats"
         if "difference" in record:
-            difference = page.format_estimate(record["difference"], "+")
+            difference = intervals.format_interval(record["difference"], sign="+")
             text += f"; {difference} from {names[0]}{separation(record)}"
         point = (x_of(record), record["loss"], record["low"], record["high"], text)
         curves[names.index(record["checkpoint"])].points.append(point)
@@ -139,7 +139,9 @@ def cost_section(losses, checkpoints):
         record = found.get((name, length))
         difference = "" if name == first else "not measured"
         if record and "difference" in record:
-            difference = page.format_estimate(record["difference"], "+") + separation(record)
+            difference = intervals.format_interval(record["difference"], sign="+") + separation(
+                record
+            )
         rows.append([name, f"{length:,}", format_loss(record), difference])
     header = ["checkpoint", "original length", "loss", f"difference from {first}"]
     return page.table("Loss at the original length in nats per token, chunked", header, rows)
@@ -196,7 +198,9 @@ def retrieval_section(records, names):
         for record in measured:
             missing = "refused" if "refused" in record else ""
             estimates = [record.get(column) for column in columns]
-            numbers = [page.format_estimate(found) if found else missing for found in estimates]
+            numbers = [
+                intervals.format_interval(found) if found else missing for found in estimates
+            ]
             rows.append([record["checkpoint"], record["kind"], f"{record['length']:,}", *numbers])
         header = ["checkpoint", "prompt", "length", *columns]
         maps = "".join(heatmap(measured, name) for name in names)

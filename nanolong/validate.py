@@ -13,6 +13,9 @@ import types
 import typing
 from dataclasses import MISSING, dataclass, fields
 
+import torch
+
+import rope_scaling
 from data.dataset import TASKS
 from nanolong.errors import UserError
 
@@ -476,6 +479,52 @@ def check_extension(config):
         f"the model's extension by {factor} from {original_length} to {config.block_size} tokens "
         f"is impossible: {advice}",
     )
+
+
+def check_extend_model(config, method, factor):
+    """Refuse an extension that no scheme can make of this GPTConfig."""
+    require(
+        isinstance(factor, int | float) and math.isfinite(factor) and factor >= 1,
+        f"factor={factor!r} does not extend the context: give a number of at least 1",
+    )
+    require(
+        not config.random_positions or (factor == 1 and method == "none"),
+        f"this model was trained on positions below {config.random_positions} and needs no "
+        "extension up to there: train with a larger --random_positions to go on",
+    )
+    changes_attention = config.window or config.sink_scores or config.score_scale != "none"
+    require(
+        method not in rope_scaling.EVALUATION_ONLY or not changes_attention,
+        f"method {method!r} has a window of its own, no learned sinks and no score scale: "
+        "use it without --window, --sink_scores and --score_scale",
+    )
+
+
+# -----------------------------------------------------------------------------
+# What a model is called with.
+
+
+def check_inputs(config, tokens, **others):
+    """Refuse tokens that are no ids (B, T), and others, if given, that are not as long."""
+    require(
+        torch.is_tensor(tokens),
+        f"tokens are a {type(tokens).__name__}: give a tensor, int64 (B, T)",
+    )
+    shape = tuple(tokens.shape)
+    require(
+        tokens.dim() == 2 and not tokens.is_floating_point(),
+        f"tokens are {tokens.dtype} of shape {shape}: give int64 (B, T)",
+    )
+    for name, x in others.items():
+        if x is not None and x.shape not in (tokens.shape, tokens.shape[1:]):
+            raise UserError(f"{name} are {tuple(x.shape)}, tokens {shape}: give one a token")
+    # on the CPU only: this would wait for a GPU
+    n = config.vocab_size
+    if tokens.is_cpu and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < n:
+        raise UserError(
+            f"token ids lie between {tokens.min()} and {tokens.max()}, and the vocabulary has "
+            f"{n}: use the tokenizer of the model"
+        )
 
 
 # -----------------------------------------------------------------------------

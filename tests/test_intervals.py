@@ -59,7 +59,9 @@ def test_too_few_samples_have_no_interval(n):
     found = intervals.mean_interval([1.5] * n)
     assert found == {"mean": 1.5, "low": None, "high": None, "n": n}
     assert intervals.format_interval(found) == f"1.500 (n = {n})"
-    assert intervals.format_range(intervals.fraction_interval([True] * n)) == f"1.00 (n = {n})"
+    assert (
+        intervals.format_interval(intervals.fraction_interval([True] * n), 2) == f"1.00 (n = {n})"
+    )
     assert not intervals.is_separated(found)
 
 
@@ -95,6 +97,6 @@ def test_intervals_as_text():
     assert intervals.format_interval({"mean": 1.716, "low": 1.695, "high": 1.737, "n": 9}) == (
         "1.716 ± 0.021"
     )
-    assert intervals.format_range({"mean": 0.95, "low": 0.76, "high": 0.99, "n": 20}) == (
+    assert intervals.format_interval({"mean": 0.95, "low": 0.76, "high": 0.99, "n": 20}, 2) == (
         "0.95 (0.76 to 0.99)"
     )

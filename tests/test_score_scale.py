@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import rope_scaling
 from model import GPT, GPTConfig
 from nanolong import inference, validate
 from nanolong.errors import UserError
@@ -136,16 +137,20 @@ def test_decoding_equals_a_whole_forward_pass(make, kind, pos):
         assert torch.equal(row, alone[0])
 
 
-METHODS = ("pi", "yarn", "dynamic-ntk", "drope")
+METHODS = sorted(set(rope_scaling.METHODS) - set(rope_scaling.EVALUATION_ONLY))
+PATTERNS = ("F", "FN", "WF", "WS")
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ("none", *KINDS))
 @torch.no_grad()
 def test_an_extended_model_decodes_as_in_a_whole_forward_pass(make, kind, method):
-    model = make(**SHORT[kind], layer_pattern="FN")
-    model.extend(method, 4.0)
-    assert model.config.score_scale_length == SHORT[kind]["score_scale_length"]
+    """A Latin square: each two of method, kind of scale and pattern of layers occur together."""
+    pattern = PATTERNS[(METHODS.index(method) + ("none", *KINDS).index(kind)) % 4]
+    window = {"window": 7, "sinks": 2} if "W" in pattern else {}
+    model = make(**SHORT.get(kind, {}), layer_pattern=pattern, **window)
+    options = {"long_factor": [1.0, 2.0, 3.0, 4.0]} if method == "longrope" else {}
+    model.extend(method, 4.0, **options)
     tokens = torch.randint(0, 50, (2, 60))
     cache = KVCache()
     parts = [model(part, cache=cache) for part in tokens.split((9, 21, 1, 29), 1)]

@@ -32,6 +32,9 @@ from nanolong.run.checkpoint import sync
 
 # --store -> the type of matrices; all other tensors are float32
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+# type of a value of the metadata -> the writer's method, for the type that llama.cpp expects
+ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
+ADD[list] = "add_array"
 BLOCK = 32  # the values of a row that Q8_0 stores together
 
 
@@ -65,7 +68,7 @@ def export_gguf(model, target, store="auto", tokenizer_from=""):
         if store == "q8_0":
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in metadata.items():
-            add_metadata(gguf, writer, key, value)
+            getattr(writer, ADD[type(value)])(key, value)
         write_tensors(gguf, writer, model, written, table, store)
         read_header(part)  # our own reader trusts nothing in it
         sync(part)
@@ -123,12 +126,15 @@ def rope_metadata(model, written, architecture):
     parameters = rope.parameters
     kind = parameters["rope_type"]
     values = {"rope.freq_base": float(parameters["rope_theta"]), "rope.scaling.type": "none"}
+    # of YaRN's options llama.cpp has these values, also where it reads none
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    is_usual = all(parameters.get(key, value) == value for key, value in usual.items())
     # the table's angles have no factor on cos and sin in llama.cpp: the queries get all of it
     plain = WrittenRope(parameters, config.block_size, rope.channel_order)
     table = None
     if kind == "default":
         rope = plain
-    elif kind == "linear" or (kind == "yarn" and is_usual_yarn(parameters)):
+    elif kind == "linear" or (kind == "yarn" and is_usual):
         values["rope.scaling.type"] = kind
         values["rope.scaling.factor"] = float(parameters["factor"])
         values["rope.scaling.original_context_length"] = config.original_length
@@ -151,24 +157,6 @@ def rope_metadata(model, written, architecture):
     if table:
         values["rope.scaling.original_context_length"] = config.original_length
     return {f"{architecture}.{key}": value for key, value in values.items()}, table, rope
-
-
-def is_usual_yarn(parameters):
-    """Return whether YaRN's options are those that llama.cpp has, also where it reads none."""
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-    return all(parameters.get(key, value) == value for key, value in usual.items())
-
-
-def add_metadata(gguf, writer, key, value):
-    """Add a value of the type that llama.cpp expects: uint32, float32, bool, text, or a list."""
-    types = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
-    types[type(value)](key, value)
 
 
 def text_metadata(model, tokenizer_from):

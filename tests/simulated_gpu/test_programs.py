@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -59,6 +60,25 @@ def test_training_gives_the_losses_and_the_sample_of_the_cpu(runs):
     samples = [text[device].partition("a sample:")[2] for device in DEVICES]
     assert samples[0] == samples[1] != ""
     assert "H100" in text["cuda"]
+
+
+RECIPES = {
+    "a growing window": ["--window_schedule=8:32", "--window_steps=3", "--window_yarn=true"],
+    "score scales": ["--score_scale=ssmax", "--layer_pattern=WN", "--window=8"],
+}
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "a mixture"])
+def test_recipes_give_the_losses_of_the_cpu(start, text_data, tmp_path, recipe):
+    other = tmp_path / "other"
+    shutil.copytree(text_data, other)
+    is_mixture = recipe == "a mixture"
+    dataset = f"{text_data}:0.4,{other}:0.6" if is_mixture else text_data
+    words = [f"--dataset={dataset}", *RECIPES.get(recipe, [])]
+    for device in DEVICES:
+        settings = [*MODEL, *STEPS, "--dtype=float32", "--compile=false", *words]
+        start(device, "train.py", *settings, f"--out_dir={tmp_path / device}")
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
