@@ -62,6 +62,7 @@ REPORTS = {
     "papers/claims": ["claims"],
     "papers/linear_attention": ["linear_attention"],
     "papers/masked_lm": ["masked_lm"],
+    "papers/nope_positions": ["nope_positions"],
     "papers/nope_tables": ["nope/nope"],
     "papers/recurrence": ["recurrence"],
     "papers/tasks": [f"{name}/tasks" for name in ("bag_and_span", "length_generalisation")],

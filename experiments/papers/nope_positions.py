@@ -1,6 +1,6 @@
 """Set the weights of a model without positions so that it knows absolute and relative positions.
 
-    python experiments/papers/nope_positions.py               two minutes of a core
+    python experiments/papers/nope_positions.py               a minute of a core
 
 Kazemnejad et al. (2023) prove that such weights exist (appendix C). They are set here in the GPT of
 model.py, with pos="nope" and two layers; nothing is trained. Position t counts from 0.
