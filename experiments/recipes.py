@@ -1,0 +1,441 @@
+"""When, and on which data, should a model be extended? Four recipes, each against its alternatives.
+
+    python experiments/recipes.py                   all four, three seeds
+    python experiments/recipes.py --part=stages --seeds=2
+                                                    some: several processes may share the work
+    python experiments/recipes.py --budget=try      seconds, a test without meaning
+
+Stop at any time: the same command continues where it stopped, and one with all parts and seeds
+collects what several processes have measured. It writes recipes.md, .json and .png to --out_dir.
+
+mixtures: a model is extended by YaRN and fine-tuned on none, a third, two thirds or nothing but
+long documents, the rest short ones, in sequences of the target length.
+stages: the length grows twice within a run, at 90 % and 95 % of the steps, with the optimizer and
+the schedule going on; or once at 95 %; or it is the target from the start, all on as many tokens.
+windows: a run whose window grows to the whole context, and one that always sees all of it, with as
+many steps; the seconds of the processor say what a step of each takes.
+drope: RoPE is dropped after pretraining, and the model trained on at its length for a few steps.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from nanolong import python_version  # noqa: F401  # isort: skip
+
+import math
+import random
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import data
+from data.prepare import write_dataset
+from evaluate import EvaluateConfig, measure_losses
+from experiments.report import (
+    RULE,
+    Measurements,
+    TextExperiment,
+    claim_lines,
+    count,
+    format_interval,
+    format_settings,
+    grid,
+    length_axis,
+    paired_claim,
+    run_experiment,
+    save_figure,
+    section,
+    select,
+    title,
+    train_model,
+)
+from extend import ExtendConfig, extend_model
+from model import GPT
+from nanolong import cli
+from nanolong.validate import require
+from train import TrainConfig, train
+
+
+@dataclass
+class RecipesConfig(TextExperiment):
+    budget: Literal["cpu", "try"] = "cpu"  # sizes
+    seeds: tuple[int, ...] = (1, 2, 3)  # which runs
+    part: tuple[str, ...] = ()  # mixtures, stages, windows, drope; default: all
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.part = self.part or tuple(PARTS)
+        for name in self.part:
+            require(name in PARTS, f"there is no part {name!r}: choose from {', '.join(PARTS)}")
+
+
+# tokens of a step; steps of a run, and of the fine-tuning on a mixture; scored tokens
+BUDGETS = {
+    "cpu": {
+        "model": {"n_layer": 4, "n_head": 4, "n_embd": 64},
+        "length": 64,
+        "tokens": 2048,
+        "steps": 400,
+        "tuning_steps": 60,
+        "max_tokens": 32768,
+    },
+    "try": {
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16},
+        "length": 16,
+        "tokens": 512,
+        "steps": 40,
+        "tuning_steps": 2,
+        "max_tokens": 1024,
+    },
+}
+LEARNING_RATE = 3e-3
+MIXTURES = (0, 34, 66, 100)  # % of the sequences that are of long documents
+MIXTURE_FACTOR = 8  # of the context extension
+STAGE_LENGTHS = (1, 4, 16)  # in original lengths
+STAGE_ENDS = (0.9, 0.95)  # of the steps
+WINDOW_LENGTH = 8  # the context of the runs with and without a growing window
+DROPE_PERCENT = (0.5, 2, 8)  # of the steps of pretraining
+DROPE_LENGTHS = (1, 2, 4, 8)
+
+# -----------------------------------------------------------------------------
+# Data
+
+
+def write_sources(dataset, folder, length, target):
+    """Write two datasets from one: documents of at least `target` tokens, and pieces of `length`.
+
+    Documents go to each in turn. Pieces are shuffled: neighbours would be one long text again.
+    """
+    splits = {"long": {}, "short": {}}
+    for name in ("train", "val"):
+        split = getattr(dataset, name)
+        texts = []
+        edges_of_files = split.documents(dataset.separator)
+        for tokens, edges in zip(split.tokens, edges_of_files, strict=True):
+            texts += [bytes(tokens[start:stop].tolist()) for start, stop in edges]
+        splits["long"][name] = [text for text in texts[::2] if len(text) >= target]
+        n = length - 1  # and <bos>
+        pieces = [text[i : i + n] for text in texts[1::2] for i in range(0, len(text), n)]
+        random.Random(0).shuffle(pieces)
+        splits["short"][name] = pieces
+    for name, texts in splits.items():
+        if not (folder / name).is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            about = {"source": dataset.name}
+            write_dataset(folder / name, data.ByteTokenizer(), texts, about, raw=False)
+    return {name: str(folder / name) for name in splits}
+
+
+# -----------------------------------------------------------------------------
+# Measuring
+
+
+class SeedRun(Measurements):
+    """The runs of one part and seed, and what has been measured on them, in measured.json."""
+
+    def __init__(self, cfg, part, seed, dataset):
+        self.cfg = cfg
+        self.seed = seed
+        self.dataset = dataset
+        self.budget = BUDGETS[cfg.budget]
+        self.length = self.budget["length"]
+        self.device, self.dtype = cfg.pick_device()
+        self.folder = cfg.run_folder() / f"{part}-{seed}"
+        key = {
+            "budget": self.budget,
+            "data": dataset.hash,
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+        }
+        super().__init__(self.folder / "measured.json", key)
+
+    def settings(self, name, length, **changes):
+        """Return the settings of TrainConfig of a run with sequences of this length."""
+        settings = {
+            "dataset": self.cfg.dataset,
+            "out_dir": str(self.folder / name),
+            "seed": self.seed,
+            "batch_size": max(1, self.budget["tokens"] // length),
+            "max_iters": self.budget["steps"],
+            "warmup_iters": min(50, self.budget["steps"] // 4),
+            "learning_rate": LEARNING_RATE,
+            "eval_interval": 10**9,
+            "eval_iters": 1,
+            "device": self.cfg.device,
+            "dtype": self.cfg.dtype,
+            "compile": False if self.device.type == "cpu" else None,
+        }
+        return {**settings, **changes}
+
+    def pretrain(self, name, length=None, **changes):
+        """Train a new model; return it."""
+        length = length or self.length
+        config = TrainConfig(**self.settings(name, length, **changes))
+        model_settings = {**self.budget["model"], "block_size": length}
+        return train_model(model_settings, config, self.dataset).to(self.device)
+
+    def tune(self, model, name, length, steps, **changes):
+        """Train a model that is extended already, at 0.3 of the learning rate."""
+        changes = {"learning_rate": 0.3 * LEARNING_RATE, "weight_decay": 0.0, **changes}
+        config = self.settings(name, length, max_iters=steps, **changes)
+        config |= {"warmup_iters": min(10, steps // 4), "overwrite": True}
+        if train(model, TrainConfig(**config), length)["stopped"]:
+            raise KeyboardInterrupt
+        return model
+
+    def go_on(self, parent, name, factor, **changes):
+        """Extend the newest checkpoint of a run, and go on with its optimizer and its schedule."""
+        model = GPT.load(self.folder / parent)
+        length = round(model.config.block_size * factor)
+        settings = self.settings(name, length, overwrite=True, **changes)
+        settings = {"weight_decay": TrainConfig.weight_decay, **settings}
+        config = ExtendConfig(factor=factor, keep_optimizer=True, **settings)
+        extend_model(model, config, {}, 0)
+        if train(model, config)["stopped"]:
+            raise KeyboardInterrupt
+        return model
+
+    def losses(self, model, factors, dataset=None):
+        """Return the loss in the last quarter at each length, in original lengths: name -> nats."""
+        settings = EvaluateConfig(
+            dataset=dataset or self.cfg.dataset,
+            max_tokens=self.budget["max_tokens"],
+            dtype=self.cfg.dtype,
+            protocol=("last-quarter",),
+        )
+        lengths = [factor * self.length for factor in factors]
+        records = measure_losses({"": model}, settings, lengths)
+        return {str(f): record["loss"] for f, record in zip(factors, records, strict=True)}
+
+    # The parts: each returns variant -> measures.
+
+    def mixtures(self):
+        target = MIXTURE_FACTOR * self.length
+        sources = write_sources(self.dataset, self.folder / "data", self.length, target)
+        both = "{long}:{:.2f},{short}:{:.2f}"
+        self.pretrain("base", dataset=both.format(0.5, 0.5, **sources))
+        found = {}
+        for percent in (None, *MIXTURES):
+            model = GPT.load(self.folder / "base").to(self.device)
+            if percent is not None:
+                model.extend("yarn", MIXTURE_FACTOR)
+                mixture = both.format(percent / 100, 1 - percent / 100, **sources)
+                mixture = {0: sources["short"], 100: sources["long"]}.get(percent, mixture)
+                steps = self.budget["tuning_steps"]
+                settings = {"dataset": mixture, "separate_docs": True}
+                self.tune(model, f"{percent}%", target, steps, **settings)
+            short = self.losses(model, [1], sources["short"])["1"]
+            long = self.losses(model, [1, MIXTURE_FACTOR], sources["long"])
+            name = "not extended" if percent is None else f"{percent} % long"
+            found[name] = {"short": short, "long": long[str(MIXTURE_FACTOR)]}
+        return found
+
+    def stages(self):
+        first, second = (round(end * self.budget["steps"]) for end in STAGE_ENDS)
+        start, middle, target = (factor * self.length for factor in STAGE_LENGTHS)
+        seconds = {}
+        models = {}
+
+        def timed(name, function, *args, **changes):
+            began = time.process_time()
+            models[name] = function(*args, **changes)
+            seconds[name] = time.process_time() - began
+
+        timed("first", self.pretrain, "first", start, stop_at=first)
+        timed("second", self.go_on, "first", "second", middle // start, stop_at=second)
+        timed("three lengths", self.go_on, "second", "third", target // middle)
+        seconds["three lengths"] += seconds["first"] + seconds["second"]
+        timed("late", self.pretrain, "late", start, stop_at=second)
+        timed("one late jump", self.go_on, "late", "jump", target // start)
+        seconds["one late jump"] += seconds["late"]
+        timed("target length", self.pretrain, "target", target)
+        timed("original length", self.pretrain, "original", start)
+        found = {}
+        for name in STAGE_VARIANTS:
+            losses = self.losses(models[name], STAGE_LENGTHS)
+            found[name] = {**losses, "seconds": seconds[name]}
+        return found
+
+    def windows(self):
+        length = WINDOW_LENGTH * self.length
+        found = {}
+        for name in WINDOW_VARIANTS:
+            schedule = f"{length // 16}:{length}" if name == "growing window" else ""
+            began = time.process_time()
+            model = self.pretrain(name, length, window_schedule=schedule)
+            seconds = time.process_time() - began
+            found[name] = {**self.losses(model, (1, 2, 4, 8)), "seconds": seconds}
+        return found
+
+    def drope(self):
+        self.pretrain("base")
+        found = {}
+        for name in DROPE_VARIANTS:
+            model = GPT.load(self.folder / "base").to(self.device)
+            if name == "YaRN, zero-shot":
+                model.extend("yarn", DROPE_LENGTHS[-1])
+            elif name != "not extended":
+                model.extend("drope", DROPE_LENGTHS[-1])
+                steps = max(1, round(float(name.split()[1]) / 100 * self.budget["steps"]))
+                changes = {"learning_rate": LEARNING_RATE}
+                self.tune(model, name.replace(" ", "-"), self.length, steps, **changes)
+            found[name] = self.losses(model, DROPE_LENGTHS)
+        return found
+
+
+STAGE_VARIANTS = ("original length", "three lengths", "one late jump", "target length")
+WINDOW_VARIANTS = ("full attention", "growing window")
+DROPE_VARIANTS = ("not extended", "YaRN, zero-shot", *(f"DroPE {p} %" for p in DROPE_PERCENT))
+PARTS = {
+    "mixtures": SeedRun.mixtures,
+    "stages": SeedRun.stages,
+    "windows": SeedRun.windows,
+    "drope": SeedRun.drope,
+}
+
+
+def measure(cfg):
+    """Measure all parts with all seeds; return what recipes.json holds."""
+    dataset = cfg.load_dataset()
+    records, commits, seconds = [], [], 0
+    for part in cfg.part:
+        for seed in dict.fromkeys(cfg.seeds):
+            run = SeedRun(cfg, part, seed, dataset)
+            found = run.measure(part, PARTS[part], run)
+            for variant, values in found.items():
+                records.append({"part": part, "seed": seed, "variant": variant, **values})
+            commits += run.commits()
+            seconds += run.seconds()
+    minutes = count(math.ceil(seconds / 60), "minute")
+    effort = f"{count(len(cfg.seeds), 'seed')}, {minutes} over all processes"
+    return {
+        "note": f"{cfg.note(dataset, commits)}; {effort}",
+        "budget": BUDGETS[cfg.budget],
+        "records": records,
+    }
+
+
+# -----------------------------------------------------------------------------
+# The report
+
+NOTES = {
+    "mixtures": (
+        "`short`: the loss on short documents at the original length; `long`: on long documents at "
+        "the target. Sequences of the target length hold many short documents, and attention stays "
+        "inside a document."
+    ),
+    "stages": "The loss by context length in original lengths, and the seconds of the processor.",
+    "windows": (
+        "As many steps of as many tokens, without and with a window that grows from a 16th of the "
+        "context over 60 % of the run. The loss by context length in original lengths (the context "
+        "has 8), and the seconds of the processor."
+    ),
+    "drope": "The loss by context length in original lengths; DroPE by its % of pretraining.",
+}
+
+
+def values_of(board, part, variant, measure):
+    """Return seed -> number."""
+    found = select(board["records"], part=part, variant=variant)
+    return {record["seed"]: record[measure] for record in found}
+
+
+def judge(board, part):
+    """Return the Claims of the literature about a part; a difference is a minus b, by seed."""
+    a_b = {
+        "mixtures": [
+            ("100 % long raises the loss on short documents", "100 % long", "0 % long", "short", 0),
+            ("34 % long raises it less than 100 %", "100 % long", "34 % long", "short", 0),
+            ("100 % is not best at the target: 66 % is", "100 % long", "66 % long", "long", 0),
+        ],
+        "stages": [
+            ("one late jump is worse than three lengths", *STAGE_VARIANTS[2:0:-1], "16", 0),
+            ("the target from the start is worse", "target length", "three lengths", "16", 0),
+            ("it is worse at the original length, too", "target length", "three lengths", "1", 0),
+        ],
+        "windows": [("full attention throughout is worse", *WINDOW_VARIANTS, "8", 0)],
+        "drope": [
+            ("YaRN is worse than 2 % of DroPE at 8 lengths", *DROPE_VARIANTS[1:4:2], "8", 0),
+            ("0.5 % of DroPE is worse than 8 %", DROPE_VARIANTS[2], DROPE_VARIANTS[4], "8", 0),
+            (
+                "8 % of DroPE costs at the original length",
+                DROPE_VARIANTS[4],
+                "not extended",
+                "1",
+                0,
+            ),
+        ],
+    }[part]
+    claims = []
+    for text, a, b, measure, bound in a_b:
+        values = [values_of(board, part, variant, measure) for variant in (a, b)]
+        claims.append(paired_claim(text, *values, above=bound))
+    return [claim for claim in claims if claim]
+
+
+def table(board, part):
+    records = select(board["records"], part=part)
+    variants = list(dict.fromkeys(record["variant"] for record in records))
+    measures = [key for key in records[0] if key not in ("part", "seed", "variant")]
+
+    def cell(variant, measure):
+        digits = 0 if measure == "seconds" else 3
+        return format_interval(values_of(board, part, variant, measure).values(), digits)
+
+    return grid(variants, {measure: measure for measure in measures}, cell)
+
+
+def report(board):
+    """Return the lines of recipes.md."""
+    budget = board["budget"]
+    about = (
+        f"Models of {format_settings(budget['model'])}, trained for {budget['steps']} steps of "
+        f"{budget['tokens']:,} tokens; the original length is {budget['length']}. Losses are in "
+        "nats per byte in the last quarter of a sequence: the mean over the seeds and its 95 % "
+        f"interval. {RULE}"
+    )
+    lines = [*title(board, "When to extend, and on which data"), "", about]
+    for part in dict.fromkeys(record["part"] for record in board["records"]):
+        lines += section(part.capitalize(), NOTES[part], table(board, part))
+        lines += ["", *claim_lines(judge(board, part))]
+    return lines
+
+
+def plot(board, folder):
+    """Draw the losses of each part."""
+    parts = list(dict.fromkeys(record["part"] for record in board["records"]))
+
+    def draw(figure, *axes):
+        for part, axis in zip(parts, axes, strict=True):
+            draw_part(board, part, axis)
+
+    save_figure(folder / "recipes.png", draw, (5 * len(parts), 4), board["note"], (1, len(parts)))
+
+
+def draw_part(board, part, axis):
+    records = select(board["records"], part=part)
+    for variant in dict.fromkeys(record["variant"] for record in records):
+        of_variant = select(records, variant=variant)
+        measures = [m for m in of_variant[0] if m not in ("part", "seed", "variant", "seconds")]
+        means = [sum(r[m] for r in of_variant) / len(of_variant) for m in measures]
+        if part == "mixtures":
+            axis.plot(*means, "o", label=variant)
+        else:
+            lengths = [int(measure) * board["budget"]["length"] for measure in measures]
+            axis.plot(lengths, means, "o-", label=variant)
+            length_axis(axis, lengths)
+    if part == "mixtures":
+        axis.set(xlabel="loss on short documents", ylabel="loss on long documents")
+    else:
+        axis.set(ylabel="nats per byte in the last quarter")
+    axis.set_title(part)
+    axis.legend(fontsize=7)
+
+
+def main():
+    return run_experiment(RecipesConfig, measure, report, plot)
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
