@@ -59,6 +59,7 @@ REPORTS = {
     "leaderboard": ["leaderboard"],
     "reproduce": ["reproduce"],
     "extensibility": ["extensibility"],
+    "recipes": ["recipes"],
     "papers/claims": ["claims"],
     "papers/linear_attention": ["linear_attention"],
     "papers/masked_lm": ["masked_lm"],
