@@ -167,16 +167,20 @@ def answer(model, x, y, dtype):
 class SeedRun(Measurements):
     """The models of one seed and what has been measured on them, kept in measured.json."""
 
-    def __init__(self, cfg, seed, dataset):
+    budgets = BUDGETS
+    factor = FACTOR
+    lengths = LENGTHS
+
+    def __init__(self, cfg, seed, dataset, folder=None):
         self.cfg = cfg
         self.seed = seed
         self.dataset = dataset
-        self.budget = BUDGETS[cfg.budget]
+        self.budget = self.budgets[cfg.budget]
         self.device, self.dtype = cfg.pick_device()
-        self.folder = cfg.run_folder() / str(seed)
+        self.folder = folder or cfg.run_folder() / str(seed)
         key = {
             "budget": self.budget,
-            "training": [LEARNING_RATE, TASK, TASK_FRACTION, FACTOR],
+            "training": [LEARNING_RATE, TASK, TASK_FRACTION, self.factor],
             "data": dataset.hash,
             "dtype": str(self.dtype),
             "device": self.device.type,
@@ -205,7 +209,7 @@ class SeedRun(Measurements):
         config = self.train_config(
             f"{name}-tuned",
             self.budget["tuning_steps"],
-            batch_size=self.budget["batch_size"] // FACTOR,
+            batch_size=self.budget["batch_size"] // self.factor,
             learning_rate=0.3 * LEARNING_RATE,  # as in extend.py
             weight_decay=0.0,
             overwrite=True,  # what was stopped begins again
@@ -221,10 +225,10 @@ class SeedRun(Measurements):
             dtype=self.cfg.dtype,
             protocol=("last-quarter",),
         )
-        lengths = [factor * self.budget["model"]["block_size"] for factor in LENGTHS]
+        lengths = [factor * self.budget["model"]["block_size"] for factor in self.lengths]
         losses = measure_losses({stage: model}, settings, lengths)
         records = []
-        for factor, length, loss in zip(LENGTHS, lengths, losses, strict=True):
+        for factor, length, loss in zip(self.lengths, lengths, losses, strict=True):
             prompts = (self.dataset, length, self.budget["prompts"])
             nats, is_exact = answer(model, *make_prompts(*prompts, True), self.dtype)
             nats_without, _ = answer(model, *make_prompts(*prompts, False), self.dtype)
@@ -245,7 +249,7 @@ class SeedRun(Measurements):
         model = train_model(model_settings(name, self.budget), config, self.dataset)
         model = model.to(self.device)
         records = self.measure_stage(model, "before")
-        model.extend("yarn", FACTOR)
+        model.extend("yarn", self.factor)
         records += self.measure_stage(model, "zero-shot")
         self.fine_tune(model, name)
         return records + self.measure_stage(model, "fine-tuned")
