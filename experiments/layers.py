@@ -26,22 +26,11 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 import itertools
 import math
 from dataclasses import asdict, dataclass
-from operator import getitem
 from typing import Literal
 
-from experiments.extensibility import (
-    LEARNING_RATE,
-    SeedRun,
-    table,
-)
-from experiments.report import (
-    TextExperiment,
-    count,
-    run_experiment,
-    section,
-    title,
-    train_model,
-)
+from experiments.extensibility import LEARNING_RATE, SeedRun
+from experiments.layers_report import FACTOR, LENGTHS, plot, report
+from experiments.report import TextExperiment, count, run_experiment, train_model
 from model import GPT, GPTConfig
 from nanolong import cli
 from nanolong.validate import require
@@ -80,9 +69,6 @@ BUDGETS = {
         "prompts": 2,
     },
 }
-FACTOR = 8  # of the context extension
-LENGTHS = (1, 2, 4, FACTOR)  # that are measured, in training lengths
-STAGES = ("before", "zero-shot", "fine-tuned")
 
 # -----------------------------------------------------------------------------
 # The models
@@ -214,25 +200,13 @@ def measure(cfg):
         "note": f"{cfg.note(dataset, commits)}; {seeds}, {count(minutes, 'minute')} over all "
         "processes",
         "budget": BUDGETS[cfg.budget],
+        "models": {name: extension.about for name, extension in EXTENSIONS.items()},
         "records": records,
     }
 
 
-# -----------------------------------------------------------------------------
-# The report
-
-
-def report(board):
-    """Return the lines of layers.md."""
-    lines = title(board, "Which layers of a hybrid should be extended")
-    for stage in STAGES:
-        columns = [(stage, length, name) for name in ("loss", "nats", "gain") for length in LENGTHS]
-        lines += section(stage, table(board, EXTENSIONS, getitem, columns))
-    return lines
-
-
 def main():
-    return run_experiment(LayersConfig, measure, report)
+    return run_experiment(LayersConfig, measure, report, plot)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ REPORTS = {
     "reproduce": ["reproduce"],
     "extensibility": ["extensibility"],
     "recipes": ["recipes"],
+    "layers": ["layers"],
     "papers/claims": ["claims"],
     "papers/linear_attention": ["linear_attention"],
     "papers/masked_lm": ["masked_lm"],
