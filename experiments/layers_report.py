@@ -57,10 +57,14 @@ def difference(values, pair):
     return values[first] - values[second]
 
 
+def first_gains(board, name):
+    """Return a model's gain at the training length before any extension, by seed."""
+    return [values[name] for values in values_by_seed(board, "before", 1, "gain")]
+
+
 def has_learned(board, name):
-    """Whether a model finds values at the training length before any extension."""
-    gains = [values[name] for values in values_by_seed(board, "before", 1, "gain")]
-    return statistics.fmean(gains) >= LEARNED
+    """Whether a model finds values before any extension, in the mean over the seeds."""
+    return statistics.fmean(first_gains(board, name)) >= LEARNED
 
 
 def judge(board, predictions):
@@ -127,12 +131,17 @@ def report(board):
         found = [row for row in predictions if {*row[:2]} <= {*measured}]
         pairs += [f"{first} - {second}" for first, second, *_ in found]
         claims += [f"### {topic}", claim_lines(judge(board, found)) or "Not measured."]
+    unlearned = [name for name in measured if not has_learned(board, name)]
+    not_judged = f"Models whose gain is not judged: {', '.join(unlearned) or 'none'}."
+    learned = {name: sum(g >= LEARNED for g in first_gains(board, name)) for name in measured}
+    by_model = ", ".join(f"{name} {n}" for name, n in learned.items())
+    learning = f"Seeds that have it: {by_model}. {not_judged}"
     return [
         *title(board, "Which layers of a hybrid should be extended"),
         *section("Models", models, names, "![Loss and gain by length](layers.png)"),
         *section("Measured", *stage_tables(board, measured, getitem)),
         *section("Differences", DIFFERENCE_NOTE, *stage_tables(board, pairs, difference)),
-        *section("Claims", CLAIM_NOTE, *claims),
+        *section("Claims", CLAIM_NOTE, learning, *claims),
     ]
 
 

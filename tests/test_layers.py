@@ -96,7 +96,11 @@ def test_gains_of_models_that_never_learned_are_not_judged():
     def gain(name, stage, length, seed):
         return 0.5 if name == "p=0.5" or name.startswith("WWWF") else 3.0
 
-    claims = judge_all(make_board(lambda *where: 1.0, gain))
+    board = make_board(lambda *where: 1.0, gain)
+    text = "\n".join(layers_report.report(board))
+    assert "Models whose gain is not judged: p=0.5, WWWF full, WWWF all.\n" in text
+    assert "Seeds that have it: FFFF 3, FFFF+logn 3, FFFF+ssmax 3, p=0.25 3, p=0.5 0, " in text
+    claims = judge_all(board)
     judged = [text for text in claims if ", gain: " in text]
     assert not any("WWWF" in text for text in judged)
     assert "before, gain: FFFF+logn - FFFF" in judged and "zero-shot, gain: FFFN - FFFF" in judged
