@@ -37,6 +37,7 @@ from experiments.report import (
     Measurements,
     TextExperiment,
     claim_lines,
+    confidence_interval,
     count,
     format_interval,
     format_settings,
@@ -319,6 +320,7 @@ def measure(cfg):
 # -----------------------------------------------------------------------------
 # The report
 
+TITLES = {"mixtures": "Mixtures", "stages": "Stages", "windows": "Windows", "drope": "DroPE"}
 NOTES = {
     "mixtures": (
         "`short`: the loss on short documents at the original length; `long`: on long documents at "
@@ -397,13 +399,13 @@ def report(board):
     )
     lines = [*title(board, "When to extend, and on which data"), "", about]
     for part in dict.fromkeys(record["part"] for record in board["records"]):
-        lines += section(part.capitalize(), NOTES[part], table(board, part))
+        lines += section(TITLES[part], NOTES[part], table(board, part))
         lines += ["", *claim_lines(judge(board, part))]
     return lines
 
 
 def plot(board, folder):
-    """Draw the losses of each part."""
+    """Draw the losses of each part, with their 95 % intervals."""
     parts = list(dict.fromkeys(record["part"] for record in board["records"]))
 
     def draw(figure, *axes):
@@ -418,18 +420,19 @@ def draw_part(board, part, axis):
     for variant in dict.fromkeys(record["variant"] for record in records):
         of_variant = select(records, variant=variant)
         measures = [m for m in of_variant[0] if m not in ("part", "seed", "variant", "seconds")]
-        means = [sum(r[m] for r in of_variant) / len(of_variant) for m in measures]
+        intervals = [confidence_interval([r[m] for r in of_variant]) for m in measures]
+        means, half_widths = zip(*intervals, strict=True)
         if part == "mixtures":
-            axis.plot(*means, "o", label=variant)
+            axis.errorbar(*means, *half_widths[::-1], fmt="o", label=variant)
         else:
             lengths = [int(measure) * board["budget"]["length"] for measure in measures]
-            axis.plot(lengths, means, "o-", label=variant)
+            axis.errorbar(lengths, means, half_widths, fmt="o-", capsize=3, label=variant)
             length_axis(axis, lengths)
     if part == "mixtures":
         axis.set(xlabel="loss on short documents", ylabel="loss on long documents")
     else:
         axis.set(ylabel="nats per byte in the last quarter")
-    axis.set_title(part)
+    axis.set_title(TITLES[part])
     axis.legend(fontsize=7)
 
 

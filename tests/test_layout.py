@@ -15,7 +15,7 @@ from model import POSITIONS
 
 PACKAGES = ("nanolong", "kernels", "data", "experiments")
 NOT_OURS = {  # as in .gitignore
-    *(".git", ".venv", "out", "exported", "wandb", "uv.lock"),
+    *(".git", ".venv", ".venv-cuda", "out", "exported", "wandb", "uv.lock"),
     *("__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache"),
 }
 
