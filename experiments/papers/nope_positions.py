@@ -12,7 +12,7 @@ It writes t and t^2. Each position needs a hidden unit, so the width limits the 
 Layer 2, theorem 2: its scores are content + g(t - i) for query t and key i. The first head has the
 g of ALiBi, -SLOPE (t - i), as in the proof. The second has -SHARPNESS (t - i - BACK)^2, for which
 it needs t^2, and no content: it copies the token BACK tokens before.
-The proof leaves two steps to other papers. The norm: every embedding has a channel of 2^60, beside
+The proof leaves two steps to other papers. The norm: every embedding has a channel of 2^60, next to
 which the others vanish in the mean square, so that RMSNorm divides by a known power of 2 and its
 weights undo that. This channel is also the constant 1. The ReLU: the gate of SwiGLU computes
 silu(STEEPNESS z) / STEEPNESS, which is relu(z) to rounding: |z| is 0 or at least 1/(t + 1)(t + 2).
