@@ -161,7 +161,7 @@ class NoPE(nn.Module):
         super().__init__()
         self.config = config
         self.position_scale = 1.0  # positions, or distances, are divided by this
-        self.attention_scale = 1.0  # attention scores are multiplied by this
+        self.score_scale = 1.0  # attention scores are multiplied by this
         self.is_dynamic = False  # True: the tables follow the length of the input
         self._tables_version = None  # changes with the tables; cached keys are then stale
 
@@ -208,7 +208,7 @@ class NoPE(nn.Module):
         """Prepare for factor times the original length. Raises UserError, with nothing changed."""
         self.check_method(method, options)
         self.position_scale = factor if method == "pi" else 1.0
-        self.attention_scale = options.get("scale", 1.0)
+        self.score_scale = options.get("scale", 1.0)
         self.is_dynamic = method.startswith("dynamic")
         self._tables_version = None
 
@@ -745,7 +745,7 @@ class Attention(nn.Module):
         # tokens of all heads for all tokens of some heads, and back.
         if scheme.exchange:
             q, k, v = scheme.exchange.tokens_to_heads(q, k, v)
-        scale = self.config.attn_scale * scheme.attention_scale / math.sqrt(self.config.head_dim)
+        scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
         options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)

@@ -499,7 +499,7 @@ def test_what_a_scheme_returns_is_checked_once(hook, result, message, make, monk
 def test_the_base_class_keeps_its_state_under_names_of_its_own(make):
     """What a scheme may call `length`, `scale` or `table` belongs to it."""
     public = {name for name in vars(make(pos="nope").pos) if not name.startswith("_")}
-    assert public <= {"attention_scale", "config", "is_dynamic", "position_scale", "training"}
+    assert public <= {"config", "is_dynamic", "position_scale", "score_scale", "training"}
     methods = {name for name in vars(NoPE) if not name.startswith("_")}
     assert methods == {
         *("embed", "rotate", "bias", "relative", "attend", "extend", "bounded", "pairs"),

@@ -439,7 +439,7 @@ def rope_of(model, layer, written):
 def query_scale(model, layer, written):
     """Return what the channels of a layer's queries have to be multiplied by: (D,)."""
     config, scheme = model.config, model.scheme_of(layer)
-    factor = config.attn_scale / written.score_scale * scheme.attention_scale
+    factor = config.attn_scale / written.score_scale * scheme.score_scale
     scale = torch.full((config.head_dim,), float(factor))
     rope = rope_of(model, layer, written)
     if rope and config.pos == "rope" and scheme.rotary_dim:
