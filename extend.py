@@ -291,7 +291,11 @@ def report(model, cfg, when):
 def report_cost(model, cfg, has_text):
     """Print what extending, and training since then, has cost at the original length."""
     device = devices.pick_device(cfg.device)
-    original = GPT.load(model.meta["parent"]).to(device)
+    parent = Path(model.meta["parent"])
+    if not parent.is_dir():  # training may have gone on there since, or it was moved
+        print(f"what extending costs was not measured: {parent} is gone")
+        return
+    original = GPT.load(parent).to(device)
     splits = {}
     if cfg.text:
         splits = {cfg.text: scoring.read_text(model, cfg.text).val}

@@ -67,3 +67,17 @@ def test_without_text_the_drift_is_that_on_random_tokens(save_run, call, tmp_pat
     assert re.search(r"random tokens, cosine by layer: 0\.\d{3}", done.stdout)
     again = call(*words, f"--out_dir={tmp_path / 'b'}")
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
+
+
+def test_a_parent_that_is_gone_does_not_fail_a_finished_run(save_run, call, tmp_path, text_data):
+    """It is moved between two commands, and the run resumed under its new name."""
+    folder = save_run("parent")
+    words = ["--method=pi", "--max_iters=2", "--learning_rate=1e-3", "--eval_iters=1"]
+    words += [f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
+    assert_success(call("extend.py", folder, *words, "--stop_at=1"))
+    moved = tmp_path / "elsewhere" / folder.name
+    moved.parent.mkdir()
+    folder.rename(moved)
+    done = call("extend.py", moved, *words, "--init_from=resume", "--stop_at=0")
+    assert_success(done)
+    assert "what extending costs was not measured" in done.stdout
