@@ -124,11 +124,19 @@ HYBRIDS = {
     "rope-window": {"pos": "rope", "window": 0.5},
     "rope-nope-every-4th": {"pos": "rope", "layer_pattern": "FFFN"},
     "rope-random-positions": {"pos": "rope", "random_positions": 32},
+    "rope-p-0.25": {"pos": "rope", "p_rope": 0.25},
+    "rope-p-0.5": {"pos": "rope", "p_rope": 0.5},
+    "rope-logn": {"pos": "rope", "score_scale": "logn"},
+    "rope-ssmax": {"pos": "rope", "score_scale": "ssmax"},
 }
 HYBRID_NOTES = {
     "rope-window": "a sliding window of half the training length",
     "rope-nope-every-4th": "every fourth layer without positions",
     "rope-random-positions": "positions in training sampled from 32 times the training length",
+    "rope-p-0.25": "p-RoPE, the fastest quarter of the pairs is rotated",
+    "rope-p-0.5": "p-RoPE, the fastest half of the pairs is rotated",
+    "rope-logn": "scores scaled by the logarithm of the position beyond the training length",
+    "rope-ssmax": "scores scaled by a learned multiple of the logarithm of the position",
 }
 
 MIN_STEPS_TO_JUDGE = 500  # of the predictions of the literature

@@ -205,6 +205,10 @@ def test_hybrids_are_rope_with_one_change():
     assert [config.layer_kind(layer) for layer in range(4)] == ["F", "F", "F", "N"]
     config = leaderboard.make_model("rope-random-positions", budget, 50).config
     assert (config.pos, config.random_positions, config.layer_pattern) == ("rope", 512, "F")
+    config = leaderboard.make_model("rope-p-0.25", budget, 50).config
+    assert (config.pos, config.p_rope, config.score_scale) == ("rope", 0.25, "none")
+    config = leaderboard.make_model("rope-logn", budget, 50).config
+    assert (config.pos, config.p_rope, config.score_scale) == ("rope", 1, "logn")
     assert leaderboard.make_model("alibi", budget, 50).config.pos == "alibi"
     assert set(leaderboard.HYBRIDS) == set(leaderboard.HYBRID_NOTES)
 
