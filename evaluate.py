@@ -456,7 +456,8 @@ def evaluate(cfg, given, paths, writes):
     file = cfg.json if writes else ""
     log = evaluation_log.EvaluationLog(file, saved, models, origin, **facts)
     records = log.measure(measurements)
-    records += retrieval.summarise_ruler(records)
+    same_prompts = not scoring.have_different_vocabularies(models)
+    records += retrieval.summarise_ruler(records, same_prompts)
     if "loss" in tasks:
         scoring.compare(records, scoring.identify_texts(models, texts))
     log.write(records)

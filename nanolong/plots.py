@@ -91,11 +91,17 @@ def format_lengths(records, lengths, unit="nats per token"):
     if n_sequences:
         rows["sequences"] = [n_sequences.get(length, "") for length in lengths]
     lines = [f"{title}, {unit}, by context length", *align(rows, 17)]
-    if any("*" in cell for cells in rows.values() for cell in map(str, cells)):
-        lines.append("* differs from the first checkpoint: 95 % interval over the same sequences")
+    lines += explain_asterisk(rows, "sequences")
     for record in records:
         lines += format_extras(record)
     return lines
+
+
+def explain_asterisk(rows, compared):
+    """Return the line below a table that has asterisks; compared: sequences or prompts."""
+    if any("*" in cell for cells in rows.values() for cell in map(str, cells)):
+        return [f"* differs from the first checkpoint: 95 % interval over the same {compared}"]
+    return []
 
 
 def format_extras(record):
@@ -124,11 +130,14 @@ def loss_cells(records, lengths):
         row = rows.setdefault(record["checkpoint"], dict.fromkeys(lengths, "unknown"))
         cell = "refused"
         if "loss" in record:
-            cell = format_loss(record)
-            separated = "difference" in record and intervals.is_separated(record["difference"])
-            cell += "*" if separated else ""
+            cell = format_loss(record) + asterisk(record)
         row[record["length"]] = cell
     return {name: list(row.values()) for name, row in rows.items()}
+
+
+def asterisk(record):
+    """Return "*" if a record differs from that of the first checkpoint, else ""."""
+    return "*" if "difference" in record and intervals.is_separated(record["difference"]) else ""
 
 
 def format_loss(record):
@@ -228,7 +237,7 @@ def format_ruler_table(summaries, records, lengths):
             if cells:
                 cells = {length: ruler_cell(summary, field) for length, summary in cells.items()}
                 rows[f"{name}: {label}"] = [cells.get(length, "refused") for length in lengths]
-        lines += [*align(rows, 22), ""]
+        lines += [*align(rows, 22), *explain_asterisk(rows, "prompts"), ""]
     lines += format_refusals(records)
     return "\n".join(lines).rstrip()
 
@@ -238,7 +247,7 @@ def ruler_cell(summary, field):
     found = summary[field]
     if found is None:
         return "no gain alone"
-    return intervals.format_interval(found, 2)
+    return intervals.format_interval(found, 2) + (asterisk(summary) if field == "nats" else "")
 
 
 def loss_curves(records, protocol):

@@ -201,6 +201,7 @@ def retrieval_section(records, names):
             numbers = [
                 intervals.format_interval(found) if found else missing for found in estimates
             ]
+            numbers[1] += separation(record)
             rows.append([record["checkpoint"], record["kind"], f"{record['length']:,}", *numbers])
         header = ["checkpoint", "prompt", "length", *columns]
         maps = "".join(heatmap(measured, name) for name in names)

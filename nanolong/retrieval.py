@@ -12,6 +12,7 @@ from nanolong import devices, intervals, parallel, validate
 from nanolong.errors import UserError, note
 from nanolong.evaluation_log import Measurement
 from nanolong.losses import BATCH_TOKENS, evaluation_mode
+from nanolong.scoring import have_different_vocabularies
 
 # Prompts for each cell, by default: of a passkey, and of the other tasks, which cost more.
 NEEDLE_TRIALS = 64
@@ -220,11 +221,13 @@ def plan_ruler(models, cfg, lengths):
     return measurements
 
 
-def summarise_ruler(records):
+def summarise_ruler(records, same_prompts=True):
     """Return a record for every checkpoint, task and length, with intervals over the prompts.
 
     "accuracy", "nats" and "gain" are intervals; "recovery", of tasks with distractors, is the gain
-    among distractors as a fraction of the gain alone, None if there is no gain alone.
+    among distractors as a fraction of the gain alone, None if there is no gain alone. "difference"
+    is the nats of the answer minus those of the first checkpoint, from the differences of the same
+    prompts; same_prompts: whether the checkpoints have the same, which takes the same vocabulary.
     """
     cells = {}
     for record in records:
@@ -232,12 +235,18 @@ def summarise_ruler(records):
             cell = (record["checkpoint"], record["kind"], record["length"])
             cells.setdefault(cell, []).append(record)
     summaries = []
+    first_of = {}
     for (name, kind, length), prompts in cells.items():
         gains = [prompt["gain"] for prompt in prompts]
         summary = {"checkpoint": name, "task": "ruler", "kind": kind, "length": length}
         summary.update(summary=True, size=prompts[0]["size"], n=len(prompts))
         summary["accuracy"] = intervals.fraction_interval([p["correct"] for p in prompts])
-        summary["nats"] = intervals.mean_interval([p["nats"] for p in prompts])
+        nats = [prompt["nats"] for prompt in prompts]
+        summary["nats"] = intervals.mean_interval(nats)
+        first = first_of.setdefault((kind, length), nats)
+        if same_prompts and first is not nats:
+            differences = [a - b for a, b in zip(nats, first, strict=True)]
+            summary["difference"] = intervals.mean_interval(differences)
         summary["gain"] = intervals.mean_interval(gains)
         if kind in data.WITH_DISTRACTORS:
             alone = [prompt["gain_alone"] for prompt in prompts]
@@ -250,4 +259,5 @@ def summarise_ruler(records):
 def measure_ruler(models, cfg, lengths):
     """Measure what plan_ruler() plans. Returns a list of records, of summarise_ruler()."""
     planned = plan_ruler(models, cfg, lengths)
-    return summarise_ruler([record for measurement in planned for record in measurement.measure()])
+    records = [record for measurement in planned for record in measurement.measure()]
+    return summarise_ruler(records, not have_different_vocabularies(models))

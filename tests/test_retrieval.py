@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ from conftest import assert_refused, assert_success
 
 import data
 import evaluate
-from nanolong import retrieval
+from nanolong import plots, retrieval
 from nanolong.intervals import fraction_interval
 
 CFG = {"task": "ruler", "trials": 6, "device": "cpu", "dtype": "float32"}
@@ -98,6 +99,26 @@ def test_recovery_is_the_gain_among_distractors_as_a_fraction_of_the_gain_alone(
     assert summary["recovery"]["mean"] == pytest.approx(8 / 20)
     (summary,) = retrieval.summarise_ruler([{**p, "gain_alone": -1.0} for p in prompts])
     assert summary["recovery"] is None
+
+
+def test_checkpoints_are_compared_prompt_by_prompt():
+    """Their own intervals overlap; the differences, 0.5 to 0.7, are far from 0."""
+    base = {"task": "ruler", "kind": "niah", "length": 64, "size": "small", "gain": 1.0}
+    nats = {"a": [1.0, 5.0, 9.0, 13.0, 2.0], "b": [1.5, 5.6, 9.7, 13.5, 2.6]}
+    prompts = []
+    for name, values in nats.items():
+        prompts += [{**base, "checkpoint": name, "correct": False, "nats": v} for v in values]
+    first, second = retrieval.summarise_ruler(prompts)
+    assert "difference" not in first
+    expected = statistics.mean([0.5, 0.6, 0.7, 0.5, 0.6])
+    half_width = 2.776445 * statistics.stdev([0.5, 0.6, 0.7, 0.5, 0.6]) / math.sqrt(5)
+    assert second["difference"]["mean"] == pytest.approx(expected)
+    assert expected - second["difference"]["low"] == pytest.approx(half_width, rel=1e-3)
+    table = plots.format_ruler_table([first, second], prompts, (64,))
+    (row,) = [line for line in table.splitlines() if "b: nats of the answer" in line]
+    assert row.endswith("*") and "over the same prompts" in table
+    assert "*" not in plots.format_ruler_table([first], prompts, (64,))
+    assert all("difference" not in s for s in retrieval.summarise_ruler(prompts, False))
 
 
 def test_the_prompts_of_all_checkpoints_are_the_same():
