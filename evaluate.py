@@ -418,7 +418,7 @@ def evaluate(cfg, given, paths, writes):
     parallel.check_same_everywhere(checkpoint=list(map(run.weights_hash, models.values())))
     dtype = devices.pick_dtype(cfg.dtype, device)
     for model in models.values():
-        devices.settle_weights(model, cfg.weights, dtype)
+        devices.set_weights_dtype(model, cfg.weights, dtype)
     if cfg.task == "loss":
         check_datasets(models, cfg)
         note_different_texts(models, cfg)

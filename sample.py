@@ -100,7 +100,7 @@ def main():
     # Choose where and how to compute.
     device = devices.pick_device(cfg.device)
     dtype = choose_dtype(cfg, model, device)
-    devices.settle_weights(model, cfg.weights, dtype)
+    devices.set_weights_dtype(model, cfg.weights, dtype)
     compiled, why_not = devices.pick_compile(cfg.compile, device, steps=0)
     if why_not:
         note(why_not)

@@ -5,7 +5,7 @@ there, for the probabilities) and the loss. rope and attention are Triton kernel
 newer) and ROCm, and plain PyTorch elsewhere; the others are plain PyTorch everywhere.
 
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch. TRITON_INTERPRET=1 runs the kernels on
-CPU tensors too, slowly, to test them. first_contact.py replaces a kernel that computes something
+CPU tensors too, slowly, to test them. first_call.py replaces a kernel that computes something
 else on the device at hand.
 
 Importing this package prints nothing and imports only torch; triton is imported when a kernel first
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from . import eager, first_contact
+from . import eager, first_call
 from .eager import (
     between_graphs,
     describe_wrong_terms,
@@ -55,7 +55,7 @@ def rope(q, k, cos, sin):
     # float64 is for checking, and the kernels do not take it
     if not _triton_runs(q.device.type, q.device.index) or q.dtype == torch.float64:
         return eager.rope(q, k, cos, sin)
-    if not first_contact.rope_passes(q, k, cos):
+    if not first_call.rope_passes(q, k, cos):
         return eager.rope(q, k, cos, sin)
     from .rotary import rope as rotary
 
@@ -83,7 +83,7 @@ def attention(
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
     needs_grad = _needs_grad(q, k, v, bias, relative)
     decodes = length is not None or q.shape[2] <= 8 and not needs_grad
-    if not first_contact.attention_passes(decodes, needs_grad, q, k, length, **options):
+    if not first_call.attention_passes(decodes, needs_grad, q, k, length, **options):
         return eager.attention(q, k, v, **options, length=length)
     from . import decode, flash
 

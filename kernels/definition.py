@@ -1,7 +1,7 @@
 """Whether eager.py still computes what the kernels do.
 
 Somebody may change an operator in eager.py, and bfloat16 can hide the difference from the check
-of first_contact.py. So the kernels serve an operator only while its definition is the one that they
+of first_call.py. So the kernels serve an operator only while its definition is the one that they
 were tested against. README.md says what to do after a change.
 """
 

@@ -1,4 +1,4 @@
-"""Compare a kernel with eager.py on small random inputs: see first_contact.py.
+"""Compare a kernel with eager.py on small random inputs: see first_call.py.
 
 The yardstick is float64. A kernel may have twice the error of plain PyTorch in the same dtype, and
 a rounding of that dtype: the bounds of tests/interpreted/, which hold there for all inputs.

@@ -117,7 +117,7 @@ def weights_to_load(name):
     return None if name == "auto" else getattr(torch, name)
 
 
-def settle_weights(model, name, dtype):
+def set_weights_dtype(model, name, dtype):
     """Make a model's weights float32, unless its matrix products have the dtype bfloat16.
 
     name: of --weights. Raises UserError if that asks for bfloat16 with other products.

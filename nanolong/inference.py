@@ -450,7 +450,7 @@ class GraphedStep:
                 run(self.tokens)
                 self.step.rewind()
         torch.cuda.current_stream().wait_stream(stream)
-        if not compiled and kernels.first_contact.has_replaced("decoding"):
+        if not compiled and kernels.first_call.has_replaced("decoding"):
             raise RuntimeError("plain PyTorch reads the length of the text on the host")
         # torch's own stream for captures is on the device of the first one
         with torch.cuda.graph(self.graph, stream=stream):

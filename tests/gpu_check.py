@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 import kernels
-from kernels import first_contact, self_check
+from kernels import first_call, self_check
 from nanolong import cli, validate
 from nanolong.provenance import ROOT, current_commit
 
@@ -128,7 +128,7 @@ def report_tests(done):
 
 
 def run_checks(folder, cfg):
-    """The self-check of first_contact.py, case by case: at first with compilation, then again."""
+    """The self-check of first_call.py, case by case: at first with compilation, then again."""
     device = torch.device("cuda", torch.cuda.current_device())
     lines = ["| case | first s | again s | |", "|---|---|---|---|"]
     well = True
@@ -230,7 +230,7 @@ def machine():
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     facts = {
-        **first_contact.environment(device),
+        **first_call.environment(device),
         "memory": f"{properties.total_memory / 2**30:.0f} GiB",
         "multiprocessors": properties.multi_processor_count,
         "CUDA or ROCm of torch": torch.version.cuda or torch.version.hip,

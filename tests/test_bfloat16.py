@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 import data
 from model import GPT, POSITIONS
-from nanolong.devices import autocast, settle_weights
+from nanolong.devices import autocast, set_weights_dtype
 from nanolong.errors import UserError
 from nanolong.inference import KVCache, cast_weights
 from nanolong.run.checkpoint import save_model
@@ -77,11 +77,11 @@ def test_they_compute_what_float32_weights_compute_under_autocast(settings, load
 
 def test_weights_become_float32_unless_products_are_bfloat16(loaded):
     wide, narrow = loaded(pos="rope")
-    settle_weights(narrow, "auto", torch.bfloat16)
+    set_weights_dtype(narrow, "auto", torch.bfloat16)
     assert narrow.embed.weight.dtype == torch.bfloat16
     with pytest.raises(UserError, match="give --dtype=bfloat16 too"):
-        settle_weights(narrow, "bfloat16", torch.float32)
-    settle_weights(narrow, "auto", torch.float32)
+        set_weights_dtype(narrow, "bfloat16", torch.float32)
+    set_weights_dtype(narrow, "auto", torch.float32)
     assert narrow.head.weight is narrow.embed.weight
     for p, expected in zip(narrow.parameters(), wide.parameters(), strict=True):
         assert p.dtype == torch.float32 and p.equal(expected)

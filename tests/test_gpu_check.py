@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from kernels import first_contact
+from kernels import first_call
 
 PASSED = """........................................................................ [ 50%]
 ........................................................................ [100%]
@@ -139,7 +139,7 @@ def fake_machine(monkeypatch, tmp_path):
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     monkeypatch.setattr(gpu_check.kernels, "what_triton_lacks", lambda: None)
-    monkeypatch.setattr(first_contact, "environment", lambda device: facts)
+    monkeypatch.setattr(first_call, "environment", lambda device: facts)
     monkeypatch.setattr(gpu_check, "cases", lambda: [])
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # must not reach the tests
 

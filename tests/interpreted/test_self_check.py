@@ -1,7 +1,7 @@
-"""kernels/self_check.py and first_contact.py with the real kernels, whole and broken.
+"""kernels/self_check.py and first_call.py with the real kernels, whole and broken.
 
 tests/test_kernels.py runs this file in a process with TRITON_INTERPRET=1; on a GPU it runs, too.
-tests/test_first_contact.py tests the rest on a fake device.
+tests/test_first_call.py tests the rest on a fake device.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ import torch
 from kernel_cases import in_levels
 
 import kernels
-from kernels import eager, first_contact, flash, rotary
+from kernels import eager, first_call, flash, rotary
 from kernels.self_check import Case, find_fault
 
 DEVICE = torch.empty(0).device  # of this run
@@ -47,9 +47,9 @@ def fresh(monkeypatch, tmp_path):
     """No verdict is known, and kernels are checked also under the interpreter."""
     monkeypatch.setenv("NANOLONG_CHECK", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(first_contact, "_faults", {})
-    first_contact._print_once.cache_clear()
-    monkeypatch.setattr(first_contact, "_sources", lambda kernel: {"sources": "broken"})
+    monkeypatch.setattr(first_call, "_faults", {})
+    first_call._print_once.cache_clear()
+    monkeypatch.setattr(first_call, "_sources", lambda kernel: {"sources": "broken"})
 
 
 @pytest.mark.parametrize("case", in_levels([*CASES, *MORE_CASES], n_fast=4, n_slow=10), ids=str)
@@ -134,7 +134,7 @@ def test_real_dispatch_compiles_to_one_graph_with_the_check(fresh, capfd):
         results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v, table))))
     for x, expected in zip(*results, strict=True):
         assert torch.allclose(x, expected, atol=1e-4)
-    (fault,) = first_contact._faults.values()
+    (fault,) = first_call._faults.values()
     assert fault == "" and not capfd.readouterr().err
     assert flash.attention  # the kernel itself is in the graph, and not the reference
 

@@ -1,4 +1,4 @@
-"""kernels/first_contact.py on a fake device: its "kernels" are plain PyTorch, or break it.
+"""kernels/first_call.py on a fake device: its "kernels" are plain PyTorch, or break it.
 
 tests/interpreted/test_self_check.py does the same with the real kernels.
 """
@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, TINY, assert_success
 
 import kernels
-from kernels import definition, eager, first_contact
+from kernels import definition, eager, first_call
 from kernels.self_check import Case, find_fault
 
 CPU = torch.device("cpu")
@@ -32,8 +32,8 @@ class FakeDevice:
         monkeypatch.setenv("NANOLONG_CHECK", "1")
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.setitem(kernels._answers, ("cpu", None), True)
-        monkeypatch.setattr(first_contact, "_faults", {})
-        monkeypatch.setattr(first_contact, "environment", lambda device: self.environment)
+        monkeypatch.setattr(first_call, "_faults", {})
+        monkeypatch.setattr(first_call, "environment", lambda device: self.environment)
         for name, operator in (("flash", "attention"), ("decode", "attention"), ("rotary", "rope")):
             module = types.ModuleType(f"kernels.{name}")
             setattr(module, operator, self.make_kernel(name, getattr(eager, operator)))
@@ -50,8 +50,8 @@ class FakeDevice:
 
     def restart(self):
         """Forget what a process keeps in memory."""
-        first_contact._faults.clear()
-        first_contact._print_once.cache_clear()
+        first_call._faults.clear()
+        first_call._print_once.cache_clear()
         self.calls.clear()
 
 
@@ -129,7 +129,7 @@ def test_broken_kernel_is_named_and_replaced(fault, words, device, capfd):
     device.calls.clear()
     assert_serves_eager()
     assert not device.calls and not capfd.readouterr().err
-    assert first_contact.has_replaced("attention") and not first_contact.has_replaced("decoding")
+    assert first_call.has_replaced("attention") and not first_call.has_replaced("decoding")
 
 
 def test_only_the_case_that_failed_is_replaced(device, capfd):
@@ -268,7 +268,7 @@ def test_a_kernel_of_another_definition_is_not_used(device, monkeypatch, capfd):
     message = "eager.attention() has changed since its kernels were tested: using plain PyTorch"
     assert capfd.readouterr().err == f"{message}, see kernels/README.md\n"
     assert set(device.calls) == {"rotary"}
-    assert "plain PyTorch for attention (float32" in first_contact.describe(CPU)
+    assert "plain PyTorch for attention (float32" in first_call.describe(CPU)
     device.restart()
     monkeypatch.setenv("NANOLONG_CHECK", "0")
     kernels.attention(q, k, v, **options)
@@ -297,7 +297,7 @@ def test_other_versions_are_checked_again(part, device, monkeypatch):
     assert device.calls == ["flash"]
     device.restart()
     if part == "sources":
-        monkeypatch.setattr(first_contact, "_sources", lambda kernel: {"sources": "changed"})
+        monkeypatch.setattr(first_call, "_sources", lambda kernel: {"sources": "changed"})
     else:
         device.environment[part] = "another"
     assert_serves_eager()
@@ -305,14 +305,14 @@ def test_other_versions_are_checked_again(part, device, monkeypatch):
 
 
 def test_sources_of_the_kernel_and_of_the_check_are_hashed(tmp_path, monkeypatch):
-    names = ("flash", "decode", "rotary", "eager", "self_check", "first_contact")
+    names = ("flash", "decode", "rotary", "eager", "self_check", "first_call")
     for name in names:
         (tmp_path / f"{name}.py").write_bytes((ROOT / f"kernels/{name}.py").read_bytes())
-    monkeypatch.setattr(first_contact, "__file__", str(tmp_path / "first_contact.py"))
+    monkeypatch.setattr(first_call, "__file__", str(tmp_path / "first_call.py"))
 
     def hashes():
-        first_contact._sources.cache_clear()
-        return [first_contact._sources(kernel)["sources"] for kernel in ("attention", "rope")]
+        first_call._sources.cache_clear()
+        return [first_call._sources(kernel)["sources"] for kernel in ("attention", "rope")]
 
     before = hashes()
     for name, changed in (("flash", [True, False]), ("eager", [True, True])):
@@ -321,7 +321,7 @@ def test_sources_of_the_kernel_and_of_the_check_are_hashed(tmp_path, monkeypatch
         after = hashes()
         assert [a != b for a, b in zip(before, after, strict=True)] == changed
         before = after
-    first_contact._sources.cache_clear()
+    first_call._sources.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_nothing_is_checked_with_nanolong_check_0(device, monkeypatch, capfd):
     y = kernels.attention(q, k, v, **options)
     assert torch.equal(y, wrong_scale(q, k, v, **options))
     assert not device.cache.exists() and not capfd.readouterr().err
-    assert first_contact.describe(CPU) == "triton, not checked"
+    assert first_call.describe(CPU) == "triton, not checked"
 
 
 def test_an_error_is_not_remembered(device, capfd):
@@ -391,16 +391,16 @@ def test_a_gpu_that_no_longer_works_is_said(device, monkeypatch, capfd):
     def find_fault(case, device):
         is_lost(device)
 
-    monkeypatch.setattr(first_contact, "find_fault", find_fault)
+    monkeypatch.setattr(first_call, "find_fault", find_fault)
     monkeypatch.setattr(torch.cuda, "synchronize", is_lost)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     case = ("attention", torch.float32, 16, 1, "no term", "")
     with pytest.raises(RuntimeError, match="start again, and plain PyTorch replaces it"):
-        first_contact._passes("cuda", 0, *case)
+        first_call._passes("cuda", 0, *case)
     assert "an illegal memory access was encountered; using plain" in capfd.readouterr().err
     device.restart()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert not first_contact._passes("cuda", 0, *case)
+    assert not first_call._passes("cuda", 0, *case)
 
 
 # -----------------------------------------------------------------------------
@@ -410,8 +410,8 @@ def test_a_gpu_that_no_longer_works_is_said(device, monkeypatch, capfd):
 def test_nothing_is_checked_while_a_graph_is_captured(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     case = ("decoding", torch.float32, 16, 1, "no term", "length")
-    assert first_contact._passes("cuda", 0, *case)
-    assert not first_contact._faults
+    assert first_call._passes("cuda", 0, *case)
+    assert not first_call._faults
 
 
 @pytest.mark.parametrize("fault", [None, wrong_scale])
@@ -444,7 +444,7 @@ def test_sizes_may_be_symbols_in_a_compiled_graph(device, monkeypatch):
     rotated = compiled(q, k, cos, sin)
     for x, expected in zip(rotated, eager.rope(q, k, cos, sin), strict=True):
         assert torch.allclose(x, expected, atol=1e-6)
-    assert len(first_contact._faults) == 1
+    assert len(first_call._faults) == 1
 
 
 TWO_RANKS = """
@@ -454,29 +454,29 @@ import torch
 import torch.distributed as dist
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import kernels
-from kernels import first_contact
+from kernels import first_call
 import pytest
-from test_first_contact import CPU, FakeDevice, assert_serves_eager, wrong_scale
+from test_first_call import CPU, FakeDevice, assert_serves_eager, wrong_scale
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 store = dist.FileStore(str(folder / "store"), 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 device = FakeDevice(pytest.MonkeyPatch(), folder)
 for T in range(20):
-    first_contact._write({{"T": T}}, "")  # both write the same file at the same time
+    first_call._write({{"T": T}}, "")  # both write the same file at the same time
 dist.barrier()
 device.environment["device"] = f"card {{rank}}"
 if rank == 1:
     device.broken["flash"] = wrong_scale
 assert_serves_eager()
 assert_serves_eager(D=32)
-assert first_contact.describe(CPU) == "triton" or rank == 1
-first_contact.share_faults(CPU)
+assert first_call.describe(CPU) == "triton" or rank == 1
+first_call.share_faults(CPU)
 device.calls.clear()
 assert_serves_eager()
 assert not device.calls
-print(first_contact.describe(CPU))
-print(sum(first_contact._read({{"T": T}}) == "" for T in range(20)))
+print(first_call.describe(CPU))
+print(sum(first_call._read({{"T": T}}) == "" for T in range(20)))
 dist.destroy_process_group()
 """
 
@@ -536,7 +536,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append({tests!r})
-from test_first_contact import FakeDevice, wrong_scale
+from test_first_call import FakeDevice, wrong_scale
 
 from model import T5
 
