@@ -62,12 +62,12 @@ def check_kernels(loader, dtype):
     device = next(loader.model.parameters()).device
     on_triton = kernels.triton_runs(device)
     if on_triton:
-        check_kernels(loader, dtype)
+        call_kernels(loader, dtype)
     kernels.first_call.share_faults(device)
     return kernels.first_call.describe(device) if on_triton else "plain PyTorch"
 
 
-def check_kernels(loader, dtype):
+def call_kernels(loader, dtype):
     """Call each kernel once. A forward pass is enough: a check includes the gradients."""
     batch, _, _ = loader.prefetch.result()
     inputs = {name: batch[name] for name in ("tokens", "positions", "docs")}
