@@ -445,7 +445,7 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample from an empty prompt. Returns the exit status."""
     rank, _ = parallel.rank_and_world()
     if run.is_finished(model, cfg):
-        run.tidy_finished_run(model, cfg)
+        run.prune_finished_run(model, cfg)
         return 0
     try:
         result = train(model, cfg, train_length, max_position)

@@ -31,7 +31,7 @@ from nanolong.run.opening import (
     release_folder,
     release_run,
     replace_run,
-    tidy_finished_run,
+    prune_finished_run,
 )
 from nanolong.run.saving import divergence_error, record_evaluation, report_end, save
 from nanolong.run.signals import catch_signals

@@ -139,7 +139,7 @@ def is_finished(model, cfg):
     return model.meta["step"] >= cfg.last_step and model.meta["val_loss"] is not None
 
 
-def tidy_finished_run(model, cfg):
+def prune_finished_run(model, cfg):
     """Remove what a crash has left between the last checkpoint of a run and the end."""
     if rank_and_world()[0]:
         return
