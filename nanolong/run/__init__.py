@@ -28,10 +28,10 @@ from nanolong.run.opening import (
     open_dataset,
     open_run,
     prepare_dataset,
+    prune_finished_run,
     release_folder,
     release_run,
     replace_run,
-    prune_finished_run,
 )
 from nanolong.run.saving import divergence_error, record_evaluation, report_end, save
 from nanolong.run.signals import catch_signals
