@@ -215,7 +215,9 @@ def run_entry(name, seed, cfg, dataset):
     )
     lengths = evaluation_lengths(budget["model"]["block_size"])
     records = measure_losses({name: model}, evaluate_config, lengths)
-    records = [{**record, "seed": seed} for record in records]
+    for record in records:
+        record["seed"] = seed
+        record.pop("by_sequence", None)  # the intervals are over seeds, and these are many
     seconds = round(time.perf_counter() - start)
     write_json(scores, {**key, "seconds": seconds, "records": records}, indent=1)
     return records
