@@ -502,6 +502,7 @@ def write_report(cfg, models, texts, lengths, records, dtype, tasks):
     checkpoints = [provenance.describe_checkpoint(name, model) for name, model in models.items()]
     title = f"{', '.join(models)}: evaluated at up to {max(lengths):,} tokens"
     report.write_report(cfg.report, checkpoints, records, shown, list_omissions(cfg, tasks), title)
+    print(f"wrote {cfg.report}")
 
 
 def list_omissions(cfg, tasks):

@@ -51,6 +51,11 @@ def load_entry(file, positions):
         sys.modules[name] = module  # where torch.compile looks for the functions of the file
     try:
         spec.loader.exec_module(module)
+    except NameError as error:
+        raise UserError(
+            f"--entry={file} uses {error.name!r} without importing it: import what model.py does, "
+            "and the classes and functions of model.py from model"
+        ) from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"--entry={file} cannot be imported ({reason}): fix the file") from error

@@ -146,14 +146,19 @@ def format_loss(record):
 
 
 def align(rows, width):
-    """Return the lines of a table: name -> cells, aligned on the right of columns this wide."""
+    """Return the lines of a table: name -> cells, aligned on the right of columns this wide.
+
+    An asterisk stands to the right of the numbers' column.
+    """
     name_width = max(10, *map(len, rows))
+    is_starred = any(str(cell).endswith("*") for cells in rows.values() for cell in cells)
     lines = []
     for name, cells in rows.items():
         line = name.ljust(name_width)
         for cell in cells:
-            line += f"{cell:>{width}}"
-        lines.append(line)
+            mark = " " if is_starred and not str(cell).endswith("*") else ""
+            line += f"{cell}{mark}".rjust(width)
+        lines.append(line.rstrip())
     return lines
 
 

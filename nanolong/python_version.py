@@ -1,5 +1,9 @@
-"""Answer a Python that is too old in one sentence. Every script imports this file first."""
+"""Answer a Python that is too old, and Ctrl-C during the imports, without a traceback.
 
+Every script imports this file first.
+"""
+
+import os
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 (an old Python has to be able to run this file)
@@ -8,3 +12,13 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python has to be able to r
         "create the environment with it (python3.11 -m venv .venv)\n".format(*sys.version_info)
     )
     sys.exit(2)
+
+
+def exit_if_interrupted(kind, error, traceback):
+    """The hook for uncaught errors: cli.run_main() catches Ctrl-C only after the imports."""
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(130)
+    sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = exit_if_interrupted

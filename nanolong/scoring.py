@@ -294,6 +294,8 @@ def identify_texts(models, texts):
         ids[name] = name
         for other in ids:
             same_text = texts[name].hash == texts[other].hash
+            # the token that starts every text moves where the sequences begin
+            same_text &= model.meta.get("bos") == models[other].meta.get("bos")
             if same_text and not have_different_vocabularies({0: model, 1: models[other]}):
                 ids[name] = ids[other]
                 break

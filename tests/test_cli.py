@@ -376,6 +376,13 @@ def test_a_bug_keeps_its_traceback(capfd):
         cli.run_main(lambda: (_ for _ in ()).throw(RuntimeError("shape mismatch")))
 
 
+def test_an_interrupt_while_a_script_imports_is_silent():
+    done = run_python("from nanolong import python_version; raise KeyboardInterrupt")
+    assert (done.returncode, done.stderr) == (130, "")
+    done = run_python("from nanolong import python_version; raise ValueError('a bug')")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
 def test_keyboard_interrupt_and_closed_output_are_silent(capfd, monkeypatch):
     assert run_main(KeyboardInterrupt(), capfd) == (130, "", "")
     monkeypatch.setattr(cli, "discard_stdout", lambda: None)

@@ -49,6 +49,11 @@ def entry(tmp_path):
         ("two.py", DECAY + "\nclass Second(NoPE):\n    pass\n", "2 classes"),
         ("broken.py", "import nothing_of_that_name", "ModuleNotFoundError"),
         ("wrong.py", "def", "SyntaxError"),
+        (
+            "bare.py",
+            DECAY.replace("from model import NoPE", ""),
+            "uses 'NoPE' without importing it",
+        ),
     ],
 )
 def test_a_file_that_is_no_entry_is_refused(name, text, message, tmp_path):

@@ -595,6 +595,8 @@ def test_checkpoints_of_other_tokens_are_not_paired(make, text_data):
     assert scoring.identify_texts(models, texts) == {"a": "a", "b": "b"}
     texts["b"] = texts["a"]
     assert scoring.identify_texts(models, texts) == {"a": "a", "b": "a"}
+    models["b"].meta["bos"] = 3  # it starts every text
+    assert scoring.identify_texts(models, texts) == {"a": "a", "b": "b"}
 
 
 def test_the_benefit_of_a_doubling_is_over_the_same_places(make, text_data):

@@ -223,6 +223,8 @@ def test_other_vocabularies_are_refused_unless_ids_are_enough(tokenizer, saved, 
         export_gguf(opened, tmp_path / "model.gguf")
     export_gguf(opened, tmp_path / "model.gguf", tokenizer_from="none")
     assert read_header(tmp_path / "model.gguf").metadata["tokenizer.ggml.model"] == "none"
+    import_gguf(GPT, tmp_path / "model.gguf", tmp_path / "again")
+    assert GPT.load(tmp_path / "again").meta["bos"] == tokenizer.bos
 
 
 def test_the_command_line_exports_a_file(saved, tmp_path, run):

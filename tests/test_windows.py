@@ -78,7 +78,10 @@ def test_a_resumed_schedule_has_the_same_bits(yarn, call, text_data, tmp_path):
     """It goes on between two changes; what is saved and validated has the final window."""
     words = [*WORDS, *yarn, f"--dataset={text_data}", "--eval_interval=3", "--eval_iters=0"]
     whole, part = tmp_path / "a", tmp_path / "b"
-    assert_success(call(*words, f"--out_dir={whole}"))
+    done = call(*words, f"--out_dir={whole}")
+    assert_success(done)
+    assert "window: 4 to 32 tokens in 3 changes over 6 steps" in done.stdout
+    assert ("rescaled by yarn" in done.stdout) == bool(yarn)
     assert_success(call(*words, f"--out_dir={part}", "--max_iters=8", "--stop_at=3"))
     assert newest(part).name == "step-000003"
     assert_success(call(*words, f"--out_dir={part}", "--init_from=resume", "--stop_at=0"))

@@ -164,7 +164,10 @@ def text_metadata(model, tokenizer_from):
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
     if tokenizer_from == "none" or not (tokenizer or tokenizer_from):
         print("note: the file has no tokenizer: only token ids work")
-        return {"tokenizer.ggml.model": "none"}
+        bos = model.meta.get("bos")
+        starts = {} if bos is None else {"bos_token_id": bos, "add_bos_token": True}
+        named = {f"tokenizer.ggml.{key}": value for key, value in starts.items()}
+        return {"tokenizer.ggml.model": "none", **named}
     adds_bos = model.meta.get("bos") is not None
     with tempfile.TemporaryDirectory() as place:
         if tokenizer_from:

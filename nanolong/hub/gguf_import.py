@@ -418,7 +418,12 @@ def read_tokenizer(file, header, values):
     """Return the tokenizer or None, the id that starts every text or None, and a note."""
     reason = text_obstacle(header.metadata)
     if reason:
-        return None, None, f"note: {reason}: the model works on token ids only"
+        starts = header.metadata.get("tokenizer.ggml.add_bos_token")
+        bos = header.metadata.get("tokenizer.ggml.bos_token_id") if starts else None
+        n = values["vocab_size"]
+        if bos is not None and not (isinstance(bos, int) and 0 <= bos < n):
+            raise UserError(f"{file}: bos_token_id is {bos} of {n} tokens: download it again")
+        return None, bos, f"note: {reason}: the model works on token ids only"
     files = tokenizer_json_of(file, header.metadata)
     n_tokens = len(header.metadata["tokenizer.ggml.tokens"])
     if n_tokens > values["vocab_size"]:

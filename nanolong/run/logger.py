@@ -17,6 +17,7 @@ from nanolong.errors import UserError, discard_stdout
 from nanolong.optim import get_lr
 from nanolong.parallel.processes import rank_and_world
 from nanolong.run.checkpoint import is_resumed
+from nanolong.run.windows import describe_schedule
 from nanolong.strict_json import to_json
 
 # Settings of one command, not of a run.
@@ -228,6 +229,8 @@ def print_header(loader, dtype):
         print_data(loader, source, fraction)
     if why_not:
         report(why_not)
+    if cfg.window_schedule:
+        report(describe_schedule(cfg))
     if compiles:
         report("compiling the forward and backward pass: about a minute at the first time")
     if loader.device.type == "cuda" and peak_flops(loader.device) is None:
@@ -252,11 +255,14 @@ def print_data(loader, dataset, fraction):
 
 
 def describe_scheme(config):
-    """The position scheme and its extension, as "rope, extended by yarn x 4"."""
+    """The position scheme and what changes it, as "rope, extended by yarn x 4"."""
+    scheme = config.pos
+    if config.score_scale != "none":
+        scheme += f", score scale {config.score_scale}"
     if not config.extension:
-        return config.pos
+        return scheme
     method, factor = config.extension["method"], config.extension["factor"]
-    return f"{config.pos}, extended by {method} x {factor:g}"
+    return f"{scheme}, extended by {method} x {factor:g}"
 
 
 def device_name(device):

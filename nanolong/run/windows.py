@@ -22,6 +22,14 @@ def last_change(cfg):
     return cfg.window_steps or max(1, cfg.max_iters * 6 // 10)
 
 
+def describe_schedule(cfg):
+    """The window schedule, as "window: 8 to 64 tokens in 8 changes over 36 steps"."""
+    start, end = read_window_schedule(cfg.window_schedule)
+    yarn = ", RoPE rescaled by yarn" if cfg.window_yarn else ""
+    changes = f"{cfg.window_changes} changes over {last_change(cfg)} steps"
+    return f"window: {start} to {end} tokens in {changes}{yarn}"
+
+
 def prepare_schedule(config, cfg):
     """Give a new model's GPTConfig the extension that --window_yarn leaves. Raises UserError."""
     if cfg.window_yarn:
