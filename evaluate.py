@@ -382,16 +382,17 @@ def plot_training(file, paths):
 
 def main():
     positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
-    cfg, given, paths = cli.parse(EvaluateConfig, about=__doc__, paths=positional)
+    args = cli.parse(cfg=EvaluateConfig, about=__doc__, paths=positional)
+    cfg = args.cfg
     rank, world = parallel.join_processes(cfg.device)
-    run.check_processes_agree(given, cfg)
+    run.check_processes_agree(args.given, cfg)
     validate.require(
         world in (1, cfg.sequence_parallel),
         f"evaluate.py runs in {world} processes, which share every sequence: give "
         f"--sequence_parallel={world}",
     )
     with cli.silent(rank > 0):
-        return evaluate(cfg, given, paths, writes=rank == 0)
+        return evaluate(cfg, args.given, args.paths, writes=rank == 0)
 
 
 def choose_measurements(cfg, given, models, lengths):

@@ -352,26 +352,28 @@ def fine_tune(model, cfg, rank):
 
 
 def main():
-    cfg, model_config, given, paths = cli.parse(
-        ExtendConfig,
+    args = cli.parse(
+        cfg=ExtendConfig,
+        model_config=GPTConfig,
+        unlisted=("model_config",),
         about=__doc__,
         presets=True,
         paths="the run folder, or checkpoint folder, to extend",
         defaults=run_defaults,
-        accepted=(GPTConfig,),
     )
+    cfg = args.cfg
     entry.load_entries(cfg.entry, POSITIONS)
     rank, _ = parallel.join_processes(cfg.device)
-    run.check_processes_agree(given, cfg, model_config)
-    run.ignore_overwrite_of_preset(cfg)
+    run.check_processes_agree(args.given, cfg, args.model_config)
+    run.ignore_overwrite_of_preset(cfg, args.flags)
     # Load the checkpoint, and extend it.
-    parent = GPT.load(paths[0], weights=not trains_in_shards(cfg))
-    run.check_same_settings(parent, model_config, given)
+    parent = GPT.load(args.paths[0], weights=not trains_in_shards(cfg))
+    run.check_same_settings(parent, args.model_config, args.given)
     extension.check_request(parent, cfg, POSITIONS)
-    if "dataset" in given:
+    if "dataset" in args.given:
         open_dataset(parent, cfg)  # what is not for this model is refused before anything is saved
     before = getattr(parent.pos, "inv_freq", None)
-    model = load_extended(parent, cfg, model_config, given, rank)
+    model = load_extended(parent, cfg, args.model_config, args.given, rank)
     if rank == 0:
         print_summary(model, cfg, before)
     if cfg.max_iters:
@@ -379,7 +381,7 @@ def main():
     # Without fine-tuning no dataset is opened, but to evaluate on it or to fit a scale.
     if rank == 0:
         save_extended(model, cfg)
-        has_text = bool(cfg.text) or "dataset" in given
+        has_text = bool(cfg.text) or "dataset" in args.given
         if has_text:
             report(model, cfg, "extended")
         report_cost(model, cfg, has_text)

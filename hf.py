@@ -48,7 +48,8 @@ class HFConfig:
 
 def main():
     usage = "import DIR or FILE.gguf out/NAME, or export out/NAME DIR or FILE.gguf"
-    cfg, given, words = cli.parse(HFConfig, about=__doc__, paths=usage)
+    args = cli.parse(cfg=HFConfig, about=__doc__, paths=usage)
+    cfg, words = args.cfg, args.paths
     if len(words) != 3 or words[0] not in ("import", "export"):
         raise UserError(
             "hf.py needs a direction and two paths: say hf.py import DIR out/NAME, "
@@ -59,7 +60,7 @@ def main():
         is_gguf = target.lower().endswith(".gguf")
         if cfg.store != "auto" and not is_gguf:
             raise UserError("--store is for import and for GGUF files: leave it out")
-        if is_gguf and "verify" in given:
+        if is_gguf and "verify" in args.given:
             raise UserError("--verify is for directories, which transformers loads: leave it out")
         entry.load_entries(cfg.entry, POSITIONS)
         model = run.open_model(GPT, source, cfg.best)
@@ -68,7 +69,7 @@ def main():
         else:
             exporting.export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
         return
-    for name in sorted(given - {"store"}):
+    for name in sorted(args.given - {"store"}):
         raise UserError(f"--{name} is for export: leave it out")
     read = importing.import_checkpoint
     if source.lower().endswith(".gguf") or Path(source).is_file():

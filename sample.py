@@ -93,9 +93,10 @@ def choose_dtype(cfg, model, device):
 
 
 def main():
-    cfg, _, paths = cli.parse(SampleConfig, about=__doc__, paths="a run folder or a step folder")
+    args = cli.parse(cfg=SampleConfig, about=__doc__, paths="a run folder or a step folder")
+    cfg = args.cfg
     entry.load_entries(cfg.entry, POSITIONS)
-    folder, model, tokenizer = load(cfg, paths)
+    folder, model, tokenizer = load(cfg, args.paths)
 
     # Choose where and how to compute.
     device = devices.pick_device(cfg.device)

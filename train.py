@@ -459,17 +459,18 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
 
 
 def main():
-    model_config, cfg, given, _ = cli.parse(
-        GPTConfig, TrainConfig, about=__doc__, presets=True, defaults=run_defaults
+    args = cli.parse(
+        model_config=GPTConfig, cfg=TrainConfig, about=__doc__, presets=True, defaults=run_defaults
     )
+    model_config, cfg = args.model_config, args.cfg
     entry.load_entries(cfg.entry, POSITIONS)
     parallel.join_processes(cfg.device)
-    run.check_processes_agree(given, cfg, model_config)
-    run.ignore_overwrite_of_preset(cfg)
-    model = run.load_resumed(GPT, cfg, model_config, given)
+    run.check_processes_agree(args.given, cfg, model_config)
+    run.ignore_overwrite_of_preset(cfg, args.flags)
+    model = run.load_resumed(GPT, cfg, model_config, args.given)
     if model is None:
         validate.check_model(model_config, POSITIONS)
-        validate.check_scheme_flags(model_config.pos, cli.flag_names(), POSITIONS)
+        validate.check_scheme_flags(model_config.pos, args.flags, POSITIONS)
     run.prepare_dataset(cfg.dataset)
     if model is None:
         torch.manual_seed(cfg.seed)

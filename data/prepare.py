@@ -443,9 +443,8 @@ def download_part(url, part):
 
 
 def main():
-    cfg, given, paths = cli.parse(
-        PrepareConfig, about=__doc__, paths="a text file or a folder of them"
-    )
+    args = cli.parse(cfg=PrepareConfig, about=__doc__, paths="a text file or a folder of them")
+    cfg, paths = args.cfg, args.paths
     if len(paths) > 1 or bool(paths) == bool(cfg.dataset):
         raise UserError(
             "one dataset is made of one text: give either --dataset=python, shakespeare or "
@@ -453,7 +452,7 @@ def main():
         )
     # what is not given is left to build(), or to the dataset
     names = ("tokenizer", "vocab_size", "val_fraction", "raw")
-    options = {name: getattr(cfg, name) for name in names if name in given}
+    options = {name: getattr(cfg, name) for name in names if name in args.given}
     if paths:
         folder = prepare_text(paths[0], cfg.name, **options)
     else:

@@ -724,10 +724,10 @@ def device_folder(device):
 
 
 def main():
-    cfg, _, words = cli.parse(
-        BenchConfig, about=__doc__, paths="sections, as another way to write --only"
+    args = cli.parse(
+        cfg=BenchConfig, about=__doc__, paths="sections, as another way to write --only"
     )
-    cfg = replace(cfg, only=(*cfg.only, *words))
+    cfg = replace(args.cfg, only=(*args.cfg.only, *args.paths))
     device = pick_device(cfg.device)
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"--device={cfg.device} has no timer here: choose cpu or cuda")

@@ -176,7 +176,7 @@ def plot_yarn(cfg):
 
 
 def main():
-    cfg, *_ = cli.parse(FiguresConfig, about=__doc__)
+    cfg = cli.parse(cfg=FiguresConfig, about=__doc__).cfg
     plt = plots.import_pyplot(cfg.out)
     if plt is None:
         return 1

@@ -455,10 +455,11 @@ def run_on_checkpoints(settings, measure, format_table, plot_records):
     """
     about = sys.modules[settings.__module__].__doc__
     paths = "run folders or step folders; NAME=FOLDER gives a name"
-    cfg, _, paths = cli.parse(settings, about=about, paths=paths)
+    args = cli.parse(cfg=settings, about=about, paths=paths)
+    cfg = args.cfg
     for file in filter(None, (cfg.plot, cfg.json)):
         check_writable(file)
-    loaded = load_checkpoints(paths, cfg)
+    loaded = load_checkpoints(args.paths, cfg)
     records = []
     for length in cfg.lengths or (shortest_context(loaded),):
         records += measure(loaded, length, cfg)

@@ -471,13 +471,13 @@ def measure_all(public):
 
 
 def main():
-    cfg, _, paths = cli.parse(PublicConfig, about=__doc__, paths="the run folder of an import")
-    if len(paths) != 1:
+    args = cli.parse(cfg=PublicConfig, about=__doc__, paths="the run folder of an import")
+    if len(args.paths) != 1:
         raise UserError(
             "public.py measures one checkpoint: import it by hf.py and name its run folder, as in "
             "python experiments/public.py out/smollm2"
         )
-    public = Public(cfg, Path(paths[0]))
+    public = Public(args.cfg, Path(args.paths[0]))
     names, asked = measure_all(public)
     where = provenance(public.device, public.commits())
     source = f"`{command_line('experiments/public.py')}`, {where}"

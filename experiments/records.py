@@ -140,8 +140,9 @@ def format_table(rows):
 
 
 def main():
-    cfg, _, paths = cli.parse(RecordsConfig, about=__doc__, paths="records, or a file to record")
-    files = [Path(path) for path in paths] or sorted(RECORDS.glob("*.json"))
+    args = cli.parse(cfg=RecordsConfig, about=__doc__, paths="records, or a file to record")
+    cfg = args.cfg
+    files = [Path(path) for path in args.paths] or sorted(RECORDS.glob("*.json"))
     for file in files:
         known = file.is_file() and file.suffix in (".json", ".py")
         require(known, f"{file} is no record: give a NAME.json, or the NAME.py of a scheme")

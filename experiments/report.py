@@ -115,7 +115,7 @@ def run_experiment(settings, measure, report, plot=None):
 
     settings: the class based on Experiment.
     """
-    cfg, *_ = cli.parse(settings, about=sys.modules[settings.__module__].__doc__)
+    cfg = cli.parse(cfg=settings, about=sys.modules[settings.__module__].__doc__).cfg
     folder = Path(cfg.out_dir)
     file = folder / f"{cfg.report_name()}.json"
     if cfg.redraw:

@@ -175,15 +175,16 @@ def load(path):
 
 
 def main():
-    cfg, _, paths = cli.parse(
-        SearchConfig,
+    args = cli.parse(
+        cfg=SearchConfig,
         about=__doc__,
         paths="the run folder of a RoPE model, trained with --tasks=passkey:0.1",
     )
-    if len(paths) != 1:
+    cfg = args.cfg
+    if len(args.paths) != 1:
         raise UserError("give one run folder, as in python experiments/search.py out/rope")
     load_entries(cfg.entry, POSITIONS)
-    model, tokenizer = load(paths[0])
+    model, tokenizer = load(args.paths[0])
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     model.to(device)
@@ -218,7 +219,7 @@ def main():
         found, loss = test.run(method, options, trials, seed)
         print(f"  {name:<10} {found:5.2f} found, {loss:.4f} nats a digit")
     write_json(out, {"long_factor": best.tolist()})
-    command = f"python extend.py {shlex.quote(paths[0])} --method=longrope"
+    command = f"python extend.py {shlex.quote(args.paths[0])} --method=longrope"
     command += f" --factor={cfg.factor:g} --options={shlex.quote(str(out))}"
     print(f"{out} is written: {command}")
     return 0

@@ -1,6 +1,6 @@
 """The command line: settings from dataclasses, presets in TOML, --help, and errors in one line.
 
-    gpt_config, cfg, given, paths = cli.parse(GPTConfig, TrainConfig, about=__doc__, presets=True)
+    args = cli.parse(model_config=GPTConfig, cfg=TrainConfig, about=__doc__, presets=True)
 
     if __name__ == "__main__":
         cli.run_main(main)
@@ -25,6 +25,7 @@ import sys
 import textwrap
 import time
 import tomllib
+import types
 import typing
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -87,12 +88,13 @@ class Setting(typing.NamedTuple):
     default: object
 
 
-def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=None, accepted=()):
+def parse(*, about="", presets=False, paths=None, defaults=None, argv=None, unlisted=(), **classes):
     """Read the command line into one instance of each dataclass.
 
     Takes --name=value, --name value, and --name alone for a true bool.
 
-    classes: dataclasses whose fields are the settings.
+    classes: dataclasses whose fields are the settings, by the names that their instances get.
+    unlisted: the names of those whose settings are not listed by --help.
     about: the text above the list of settings in --help.
     presets: whether *.toml files may be given; they stack in order, and flags win. A bare name is
         looked up in config/ too.
@@ -101,19 +103,19 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
         values that replace the dataclasses' defaults, by name. Names that are no settings are
         ignored.
     argv: the words to read, sys.argv[1:] by default.
-    accepted: dataclasses whose settings are read, too, but are not listed by --help.
 
-    Returns (*instances of classes, *instances of accepted, given, paths): `given` is the set of
-    names that a preset or flag has set, `paths` the list of positional arguments. Raises UserError;
-    --help prints and exits with status 0.
+    Returns an object with the instances, with `given`, the set of names that a preset or flag has
+    set, `flags`, those of a flag alone, and `paths`, the list of positional arguments. Raises
+    UserError; --help prints and exits with status 0.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    settings = {s.name: s for cls in (*classes, *accepted) for s in settings_of(cls)}
+    settings = {s.name: s for cls in classes.values() for s in settings_of(cls)}
     from_presets, from_flags, positional = {}, {}, []
     while words:
         word = words.pop(0)
         if word in ("--help", "-h"):
-            print(format_help(classes, about, presets, paths))
+            listed = [cls for name, cls in classes.items() if name not in unlisted]
+            print(format_help(listed, about, presets, paths))
             sys.exit(0)
         elif word.startswith("--"):
             name, value = read_flag(word, words, settings)
@@ -132,17 +134,11 @@ def parse(*classes, about="", presets=False, paths=None, defaults=None, argv=Non
     values = given_values
     if defaults is not None:
         values = convert_defaults(defaults(given_values, positional), settings) | given_values
-    instances = []
-    for cls in (*classes, *accepted):
+    args = types.SimpleNamespace(given=set(given_values), flags=set(from_flags), paths=positional)
+    for name, cls in classes.items():
         own_values = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        instances.append(validate.build(cls, own_values))
-    return *instances, set(given_values), positional
-
-
-def flag_names():
-    """The names of the settings that the command line gives as flags, not by presets."""
-    flags = [word[2:].partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
-    return {flag.replace("-", "_") for flag in flags}
+        setattr(args, name, validate.build(cls, own_values))
+    return args
 
 
 def settings_of(cls):

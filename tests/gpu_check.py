@@ -241,7 +241,7 @@ def machine():
 
 
 def main():
-    cfg, _, _ = cli.parse(CheckConfig, about=__doc__)
+    cfg = cli.parse(cfg=CheckConfig, about=__doc__).cfg
     missing = what_is_missing()
     for sentence in missing:
         print(f"error: {sentence}", file=sys.stderr)

@@ -48,7 +48,8 @@ def hide_vocab_size(monkeypatch):
 
 
 def parse(*argv, **options):
-    return cli.parse(GPTConfig, TrainConfig, presets=True, argv=argv, **options)
+    classes = {"model_config": GPTConfig, "cfg": TrainConfig}
+    return cli.parse(**classes, presets=True, argv=argv, **options)
 
 
 @pytest.fixture
@@ -65,36 +66,40 @@ def presets(tmp_path, monkeypatch):
 
 
 def test_presets_stack_and_flags_win(presets):
-    assert parse("a.toml", "b.toml")[0].n_layer == 8
-    assert parse("b.toml", "a.toml")[0].n_layer == 7
-    config, cfg, given, paths = parse("--n_layer", "9", "a.toml", "b.toml", "--max_iters=1e3")
+    assert parse("a.toml", "b.toml").model_config.n_layer == 8
+    assert parse("b.toml", "a.toml").model_config.n_layer == 7
+    args = parse("--n_layer", "9", "a.toml", "b.toml", "--max_iters=1e3")
+    config, cfg = args.model_config, args.cfg
     assert config.n_layer == 9
     assert config.tie_embeddings is False
     assert cfg.learning_rate == 1.0 and isinstance(cfg.learning_rate, float)
     assert cfg.max_iters == 1000 and isinstance(cfg.max_iters, int)
-    assert given == {"n_layer", "learning_rate", "tie_embeddings", "max_iters"}
-    assert paths == []
+    assert args.given == {"n_layer", "learning_rate", "tie_embeddings", "max_iters"}
+    assert args.flags == {"n_layer", "max_iters"}
+    assert args.paths == []
 
 
 def test_a_flag_alone_means_true():
-    config, cfg, *_ = parse("--qk_norm=true", "--compile", "--bos", "false", "--seed", "3")
-    assert config.qk_norm == "head"  # as it was once
+    args = parse("--qk_norm=true", "--compile", "--bos", "false", "--seed", "3")
+    cfg = args.cfg
+    assert args.model_config.qk_norm == "head"  # as it was once
     assert cfg.compile is True
     assert cfg.bos is False
     assert cfg.seed == 3
 
 
 def test_flags_may_have_dashes():
-    config, *_ = parse("--n-layer=3", "--rope-base", "5e5")
+    config = parse("--n-layer=3", "--rope-base", "5e5").model_config
     assert (config.n_layer, config.rope_base) == (3, 500000.0)
 
 
 def test_auto_is_a_value_where_a_setting_is_optional():
-    config, cfg, given, _ = parse("--compile=auto", "--layer_pattern=auto", "--dtype=auto")
+    args = parse("--compile=auto", "--layer_pattern=auto", "--dtype=auto")
+    config, cfg = args.model_config, args.cfg
     assert cfg.compile is None
     assert config.layer_pattern == "F"
     assert cfg.dtype == "auto"
-    assert given == {"compile", "layer_pattern", "dtype"}
+    assert args.given == {"compile", "layer_pattern", "dtype"}
     with pytest.raises(UserError, match="dtype must be one of"):
         parse("--dtype=none")
 
@@ -104,9 +109,10 @@ def test_defaults_replace_those_of_the_dataclass_and_flags_win():
         assert given == {"n_head": 1} and paths == []
         return {"n_head": 2, "n_layer": 6, "vocab_size": 99, "unknown": 0}
 
-    config, _, given, _ = parse("--n_head=1", defaults=defaults)
+    args = parse("--n_head=1", defaults=defaults)
+    config = args.model_config
     assert (config.n_head, config.n_layer, config.vocab_size) == (1, 6, GPTConfig.vocab_size)
-    assert given == {"n_head"}
+    assert args.given == {"n_head"}
 
 
 def test_defaults_are_checked_too():
@@ -117,15 +123,17 @@ def test_defaults_are_checked_too():
 
 
 def test_paths_are_returned_in_order():
-    cfg, given, paths = cli.parse(Base, paths="folders", argv=["x", "--width=2", "y"])
-    assert (cfg.width, given, paths) == (2, {"width"}, ["x", "y"])
+    args = cli.parse(cfg=Base, paths="folders", argv=["x", "--width=2", "y"])
+    assert (args.cfg.width, args.given, args.paths) == (2, {"width"}, ["x", "y"])
 
 
-def test_accepted_settings_are_read_but_not_listed(capsys):
-    cfg, config, given, _ = cli.parse(Base, accepted=(GPTConfig,), argv=["--n_layer=2"])
-    assert isinstance(cfg, Base) and config.n_layer == 2 and given == {"n_layer"}
+def test_unlisted_settings_are_read(capsys):
+    options = {"cfg": Base, "model_config": GPTConfig, "unlisted": ("model_config",)}
+    args = cli.parse(**options, argv=["--n_layer=2"])
+    assert isinstance(args.cfg, Base)
+    assert (args.model_config.n_layer, args.given) == (2, {"n_layer"})
     with pytest.raises(SystemExit):
-        cli.parse(Base, accepted=(GPTConfig,), argv=["--help"])
+        cli.parse(**options, argv=["--help"])
     text = capsys.readouterr().out
     assert "--width" in text and "--n_layer" not in text
 
@@ -147,7 +155,7 @@ def test_accepted_settings_are_read_but_not_listed(capsys):
 )
 def test_what_the_command_line_does_not_take(words, message):
     with pytest.raises(UserError, match=message):
-        cli.parse(Derived, argv=words)
+        cli.parse(cfg=Derived, argv=words)
 
 
 MEANT = [
@@ -230,17 +238,19 @@ def test_a_missing_preset_lists_those_that_there_are():
 @pytest.mark.parametrize("preset", cli.preset_names())
 def test_every_preset_of_the_project_is_valid(preset):
     extends = preset in ("finetune_public.toml", "smollm2_64k.toml", "llama3_128k.toml")
-    classes = (GPTConfig, ExtendConfig if extends else TrainConfig)
-    config, cfg, *_ = cli.parse(*classes, presets=True, argv=[preset])
-    validate.check_model(config, POSITIONS)
-    assert (config, cfg) != parse()[:2]
-    assert cli.parse(*classes, presets=True, argv=[f"config/{preset}"])[:2] == (config, cfg)
+    classes = {"model_config": GPTConfig, "cfg": ExtendConfig if extends else TrainConfig}
+    args = cli.parse(**classes, presets=True, argv=[preset])
+    validate.check_model(args.model_config, POSITIONS)
+    default = parse()
+    assert (args.model_config, args.cfg) != (default.model_config, default.cfg)
+    assert cli.parse(**classes, presets=True, argv=[f"config/{preset}"]) == args
 
 
 def test_the_gpt2_presets_differ_in_the_architecture_only():
-    config, cfg, *_ = parse("gpt2.toml")
-    original, original_cfg, *_ = parse("gpt2_original.toml")
-    assert cfg == original_cfg
+    args = parse("gpt2.toml")
+    original_args = parse("gpt2_original.toml")
+    assert args.cfg == original_args.cfg
+    config, original = args.model_config, original_args.model_config
     assert (original.pos, original.norm, original.mlp, original.bias) == (
         "learned",
         "layernorm",
@@ -257,7 +267,7 @@ def test_the_gpt2_presets_differ_in_the_architecture_only():
 
 def test_help_has_a_group_and_a_line_for_each_setting(capsys):
     with pytest.raises(SystemExit) as exit:
-        cli.parse(Derived, about="\nWhat it does.\n", paths="a folder", argv=["-h"])
+        cli.parse(cfg=Derived, about="\nWhat it does.\n", paths="a folder", argv=["-h"])
     assert exit.value.code in (0, None)
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(" +", " ", line) for line in lines] == [

@@ -185,7 +185,7 @@ def test_a_model_made_in_python_is_checked_like_one_of_the_command_line():
 def test_a_true_qk_norm_of_older_checkpoints_is_that_of_each_head():
     assert validate.coerce(GPTConfig, {"qk_norm": True}, "meta.json").qk_norm == "head"
     assert validate.coerce(GPTConfig, {"qk_norm": False}, "meta.json").qk_norm == "none"
-    assert cli.parse(GPTConfig, argv=["--qk_norm=true"])[0].qk_norm == "head"
+    assert cli.parse(model_config=GPTConfig, argv=["--qk_norm=true"]).model_config.qk_norm == "head"
 
 
 # -----------------------------------------------------------------------------

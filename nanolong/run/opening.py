@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import data
 from data.prepare import prepare_missing
-from nanolong import cli
 from nanolong.entry import hash_sources
 from nanolong.errors import UserError
 from nanolong.parallel.processes import LOCAL_SETTINGS, check_same_everywhere, rank_and_world
@@ -122,12 +121,11 @@ def check_same_settings(model, model_config, given):
             )
 
 
-def ignore_overwrite_of_preset(cfg):
+def ignore_overwrite_of_preset(cfg, flags):
     """Ignore a preset's overwrite when the run is resumed, and in another folder than the preset's.
 
-    The flag --overwrite is always followed.
+    flags: the settings that the command line gives as flags. --overwrite is always followed.
     """
-    flags = cli.flag_names()
     if "overwrite" not in flags and (cfg.init_from == "resume" or "out_dir" in flags):
         cfg.overwrite = False
 

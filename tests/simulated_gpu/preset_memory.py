@@ -84,10 +84,11 @@ def build(preset, flags):
     """The settings, and the model without weights, extended where the preset is for extend.py."""
     words = [f"{name}.toml" for name in preset.files] + flags
     if preset.extends is None:
-        config, cfg, _, _ = cli.parse(GPTConfig, train.TrainConfig, presets=True, argv=words)
-        config.vocab_size = 50304
-        return cfg, build_without_weights(GPT, config)
-    cfg, _, _ = cli.parse(ExtendConfig, presets=True, argv=words)
+        classes = {"model_config": GPTConfig, "cfg": train.TrainConfig}
+        args = cli.parse(**classes, presets=True, argv=words)
+        args.model_config.vocab_size = 50304
+        return args.cfg, build_without_weights(GPT, args.model_config)
+    cfg = cli.parse(cfg=ExtendConfig, presets=True, argv=words).cfg
     model = build_without_weights(GPT, GPTConfig(**preset.extends))
     model.extend(cfg.method, cfg.factor)
     return cfg, model

@@ -592,7 +592,7 @@ class HostileInputs:
         file.write_bytes(text.encode(encoding, "surrogatepass"))
         with contextlib.suppress(UserError):
             argv = [str(file), *TINY[:2]]
-            cli.parse(GPTConfig, train.TrainConfig, presets=True, argv=argv)
+            cli.parse(model_config=GPTConfig, cfg=train.TrainConfig, presets=True, argv=argv)
 
     def flags(self, draw, folder):
         """Random settings; where they are accepted, a small run."""

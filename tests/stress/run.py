@@ -186,7 +186,7 @@ def format_table(result):
 
 
 def main():
-    cfg, _, _ = cli.parse(StressConfig, about=__doc__)
+    cfg = cli.parse(cfg=StressConfig, about=__doc__).cfg
     folder = Path(cfg.out_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     results = read_results(folder)
