@@ -465,6 +465,8 @@ def evaluate(cfg, given, paths, writes):
     plotted, unit = print_records(records, models, cfg, lengths, tasks)
     if cfg.plot and writes:
         plot_records(plotted, models, cfg, lengths, scored, unit)
+    if file:
+        print(f"wrote {file}")
     if cfg.report and writes:
         write_report(cfg, models, texts, lengths, records, dtype, tasks)
     return 0

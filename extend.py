@@ -30,7 +30,7 @@ from evaluate import EvaluateConfig, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring, validate
 from nanolong.errors import UserError
-from nanolong.extension_cost import describe_cost
+from nanolong.extension_cost import describe_change
 from nanolong.losses import loss_by_position
 from train import TrainConfig, train_and_sample
 
@@ -266,13 +266,17 @@ def plot_extension(model, cfg, before):
     )
 
 
+def report_lengths(model, cfg):
+    return sorted({model.config.original_length, cfg.eval_length or model.config.block_size})
+
+
 def report(model, cfg, when):
     """Print the loss by position at the original and at the extended length, or eval_length.
 
     Of a mixture, that of each dataset.
     """
     model.to(devices.pick_device(cfg.device))
-    lengths = sorted({model.config.original_length, cfg.eval_length or model.config.block_size})
+    lengths = report_lengths(model, cfg)
     for name in [""] if cfg.text else data.split_mixture(cfg.dataset):
         settings = EvaluateConfig(
             protocol=("last-quarter", "position"),
@@ -288,12 +292,12 @@ def report(model, cfg, when):
         print(plots.format_loss_table(records, lengths), flush=True)
 
 
-def report_cost(model, cfg, has_text):
-    """Print what extending, and training since then, has cost at the original length."""
+def report_change(model, cfg, has_text):
+    """Print what extending, and training since then, has changed."""
     device = devices.pick_device(cfg.device)
     parent = Path(model.meta["parent"])
     if not parent.is_dir():  # training may have gone on there since, or it was moved
-        print(f"what extending costs was not measured: {parent} is gone")
+        print(f"what extending has changed was not measured: {parent} is gone")
         return
     original = GPT.load(parent).to(device)
     splits = {}
@@ -303,9 +307,11 @@ def report_cost(model, cfg, has_text):
         names = data.split_mixture(cfg.dataset)
         sources = open_dataset(original, cfg).sources
         splits = {name: source.val for name, source in zip(names, sources, strict=True)}
-    max_tokens = min(cfg.max_tokens, 16384)
+    lengths = report_lengths(model, cfg)
+    max_tokens = min(cfg.max_tokens, max(16384, 4 * lengths[-1]))
     dtype = devices.pick_dtype(cfg.dtype, device)
-    for line in describe_cost(original, model.to(device), splits, max_tokens, dtype):
+    model.to(device)
+    for line in describe_change(original, model, splits, lengths, max_tokens, dtype):
         print(line, flush=True)
 
 
@@ -340,14 +346,14 @@ def fine_tune(model, cfg, rank):
     if rank == 0 and "step" not in model.meta:
         whole = with_weights(model)
         report(whole, cfg, "before")
-        report_cost(whole, cfg, has_text=True)
+        report_change(whole, cfg, has_text=True)
     status = train_and_sample(model, cfg, *training_lengths(model, cfg))
     finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.last_step:06d}"
     if rank == 0 and finished:
         if cfg.parallel == "fsdp":
             model = GPT.load(cfg.out_dir)  # this process alone has no whole model
         report(model, cfg, "after")
-        report_cost(model, cfg, has_text=True)
+        report_change(model, cfg, has_text=True)
     return status
 
 
@@ -384,7 +390,7 @@ def main():
         has_text = bool(cfg.text) or "dataset" in args.given
         if has_text:
             report(model, cfg, "extended")
-        report_cost(model, cfg, has_text)
+        report_change(model, cfg, has_text)
     return 0
 
 

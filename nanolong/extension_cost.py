@@ -1,31 +1,32 @@
-"""What extending costs at the original length: the loss there, and the drift of hidden states."""
+"""What extending has changed: the loss at the original and the extended length, hidden states."""
 
 import torch
 
 from nanolong import scoring
+from nanolong.errors import UserError
 from nanolong.intervals import format_interval, ratio_interval
 from nanolong.losses import evaluation_mode, sequence_losses
 
 DRIFT_TOKENS = 512  # at most, of one sequence
 
 
-def describe_cost(original, model, splits, max_tokens, dtype):
+def describe_change(original, model, splits, lengths, max_tokens, dtype):
     """Compare a model with the one that it was extended from, on the same tokens.
 
     splits: name -> data.Split of validation text, {} if there is none: then hidden states are
     compared on random tokens. Returns lines of text.
     """
-    length = model.config.original_length
     lines = []
     for name, split in splits.items():
-        text = describe_loss(original, model, split, length, max_tokens, dtype)
-        lines.append(f"cost at the original {length} tokens, {name}: {text}")
+        for length in lengths:
+            try:
+                text = describe_loss(original, model, split, length, max_tokens, dtype)
+            except UserError as error:  # too long for the text, or for the original model
+                text = f"not compared ({error})"
+            lines.append(f"loss at {length} tokens, {name}: {text}")
     if not splits:
-        lines.append(
-            f"the loss at the original {length} tokens was not measured: give --text=FILE or "
-            "--dataset=NAME"
-        )
-    n = min(length, DRIFT_TOKENS)
+        lines.append("the change of the loss was not measured: give --text=FILE or --dataset=NAME")
+    n = min(model.config.original_length, DRIFT_TOKENS)
     tokens, what = random_tokens(model, n), "random tokens"
     if splits:
         split = next(iter(splits.values()))
@@ -38,7 +39,10 @@ def describe_cost(original, model, splits, max_tokens, dtype):
 
 
 def describe_loss(original, model, split, length, max_tokens, dtype):
-    """Say by how much the loss has changed, with its interval over the sequences."""
+    """Say by how much the loss has changed, with its interval over the sequences.
+
+    Raises UserError when the text or the context of a model is too short.
+    """
     sequences = scoring.find_sequences(split, length, max_tokens)
     sums, counts = [], []
     for one in (original, model):
@@ -47,7 +51,8 @@ def describe_loss(original, model, split, length, max_tokens, dtype):
         counts = torch.cat([(y >= 0).sum(1) for _, y in batches]).tolist()
     before, after = (float(total.sum()) / sum(counts) for total in sums)
     change = ratio_interval((sums[1] - sums[0]).tolist(), counts)
-    return f"loss {before:.4f} -> {after:.4f} nats per token, a change of {format_interval(change)}"
+    change = format_interval(change)
+    return f"{before:.4f} before extending, {after:.4f} now, a change of {change} nats per token"
 
 
 def random_tokens(model, n):

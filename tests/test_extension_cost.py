@@ -1,4 +1,4 @@
-"""What extend.py prints as the cost of an extension: the loss before and after, and drift."""
+"""What extend.py prints of an extension's effect: the loss before and after, and drift."""
 
 import copy
 import re
@@ -8,7 +8,7 @@ import torch
 from conftest import assert_success
 
 import data
-from nanolong.extension_cost import describe_cost, layer_cosines
+from nanolong.extension_cost import describe_change, layer_cosines
 from nanolong.losses import loss_by_position
 
 
@@ -47,15 +47,26 @@ def test_the_loss_is_that_of_the_same_text_before_and_after(make, text_data):
     model = copy.deepcopy(original)
     model.extend("pi", 4.0)
     split = data.open_dataset(str(text_data)).val
-    losses = []
-    for one in (original, model):
-        loss_sum, n_scored = loss_by_position(one, split, 24, 4096)
-        losses.append(float(loss_sum.sum() / n_scored.sum()))
-    lines = describe_cost(original, model, {"text": split}, 4096, torch.float32)
-    found = [float(number) for number in re.findall(r"-?\d+\.\d{3,}", lines[0])]
-    assert found[:3] == pytest.approx([*losses, losses[1] - losses[0]], abs=1e-3)
-    assert "the original 24 tokens, text" in lines[0]
-    assert lines[1].startswith("drift of hidden states on 24 tokens of text")
+    lines = describe_change(original, model, {"text": split}, (24, 96), 4096, torch.float32)
+    for length, line in zip((24, 96), lines, strict=False):
+        losses = []
+        for one in (original, model):
+            loss_sum, n_scored = loss_by_position(one, split, length, 4096)
+            losses.append(float(loss_sum.sum() / n_scored.sum()))
+        found = [float(number) for number in re.findall(r"-?\d+\.\d{3,}", line)]
+        assert found[:3] == pytest.approx([*losses, losses[1] - losses[0]], abs=1e-3)
+        assert line.startswith(f"loss at {length} tokens, text: ")
+    assert lines[2].startswith("drift of hidden states on 24 tokens of text")
+
+
+def test_a_scheme_that_ends_at_its_context_is_not_compared_beyond_it(make, text_data):
+    original = make(vocab_size=257, block_size=24, pos="learned")
+    model = copy.deepcopy(original)
+    model.extend("pi", 2.0)
+    split = data.open_dataset(str(text_data)).val
+    lines = describe_change(original, model, {"text": split}, (24, 48), 4096, torch.float32)
+    assert "a change of" in lines[0]
+    assert lines[1].startswith("loss at 48 tokens, text: not compared (")
 
 
 def test_without_text_the_drift_is_that_on_random_tokens(save_run, call, tmp_path, text_data):
@@ -80,4 +91,4 @@ def test_a_parent_that_is_gone_does_not_fail_a_finished_run(save_run, call, tmp_
     folder.rename(moved)
     done = call("extend.py", moved, *words, "--init_from=resume", "--stop_at=0")
     assert_success(done)
-    assert "what extending costs was not measured" in done.stdout
+    assert "what extending has changed was not measured" in done.stdout

@@ -92,6 +92,7 @@ def test_a_resumed_schedule_has_the_same_bits(yarn, call, text_data, tmp_path):
     dataset = train.data.open_dataset(str(text_data))
     loss_sum, n_scored = loss_by_position(model, dataset.val, 32, 10**9)
     expected = float(loss_sum.sum() / n_scored.sum())
+    assert logged(whole, "window") == [4, 4, 13, 13, 22, 22, 32, 32]
     assert logged(whole, "val_loss")[-1] == pytest.approx(expected, abs=1e-5)
     extension = {"method": "yarn", "factor": 8.0, "options": {}, "original_length": 4}
     assert model.config.extension == (extension if yarn else None)

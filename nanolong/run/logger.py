@@ -17,7 +17,7 @@ from nanolong.errors import UserError, discard_stdout
 from nanolong.optim import get_lr
 from nanolong.parallel.processes import rank_and_world
 from nanolong.run.checkpoint import is_resumed
-from nanolong.run.windows import describe_schedule
+from nanolong.run.windows import describe_schedule, window_at
 from nanolong.strict_json import to_json
 
 # Settings of one command, not of a run.
@@ -121,10 +121,14 @@ class Logger:
             text += f", MFU {mfu:.1%}"
         self.progress(state.step, text)
         if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.last_step:
+            window = {}
+            if self.cfg.window_schedule:
+                window["window"] = window_at(self.cfg, state.step - 1)
             self.record(
                 step=state.step,
                 loss=loss,
                 lr=get_lr(self.cfg, state.step - 1),
+                **window,
                 norm=grad_norm if math.isfinite(grad_norm) else None,
                 tokens=state.tokens,
                 tokens_per_second=round(speed),
