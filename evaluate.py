@@ -409,6 +409,13 @@ def choose_measurements(cfg, given, models, lengths):
     return tasks
 
 
+def default_lengths(models, task):
+    """Return multiples of the shortest original context length."""
+    shortest = min(model.config.original_length for model in models.values())
+    factors = (1, 2, 3, 4) if task == "needle" else (1, 2, 4, 8)
+    return tuple(shortest * factor for factor in factors)
+
+
 def evaluate(cfg, given, paths, writes):
     """Do what the settings say; only one process writes files. Returns the exit status."""
     if cfg.curves:
@@ -432,10 +439,7 @@ def evaluate(cfg, given, paths, writes):
             check_writable(file)
     saved = evaluation_log.read_records(cfg.json) if writes else []
 
-    # The default lengths are multiples of the shortest original context length.
-    shortest = min(model.config.original_length for model in models.values())
-    factors = (1, 2, 3, 4) if cfg.task == "needle" else (1, 2, 4, 8)
-    lengths = cfg.lengths or tuple(shortest * factor for factor in factors)
+    lengths = cfg.lengths or default_lengths(models, cfg.task)
     tasks = choose_measurements(cfg, given, models, lengths)
     for model in models.values():
         parallel.share_sequences(model, cfg.sequence_parallel, lengths)
