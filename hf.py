@@ -35,8 +35,8 @@ class HFConfig:
     # the space, and of bfloat16 weights, as most models have, it loses nothing), and of an exported
     # GGUF file, by default as in the checkpoint, which float16 and q8_0 round
     store: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
-    # export: copy the tokenizer files of this Hugging Face directory instead of the model's own;
-    # of a GGUF file also none, which then works on token ids only
+    # take the tokenizer files of this Hugging Face directory instead of the model's own; export of
+    # a GGUF file: also none, which then works on token ids only
     tokenizer: str = ""
     # export: let transformers, if it is installed, load what was written, and compare logits
     verify: bool = True
@@ -69,14 +69,15 @@ def main():
         else:
             exporting.export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
         return
-    for name in sorted(args.given - {"store"}):
+    for name in sorted(args.given - {"store", "tokenizer"}):
         raise UserError(f"--{name} is for export: leave it out")
     read = importing.import_checkpoint
     if source.lower().endswith(".gguf") or Path(source).is_file():
         read = gguf_import.import_gguf
     if cfg.store not in ("auto", "float32", "bfloat16"):
         raise UserError(f"--store={cfg.store} is for export: give float32 or bfloat16")
-    read(GPT, source, target, "float32" if cfg.store == "auto" else cfg.store)
+    store = "float32" if cfg.store == "auto" else cfg.store
+    read(GPT, source, target, store, cfg.tokenizer)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ from pathlib import Path
 import interchange
 import pytest
 import torch
-from conftest import OFFLINE, assert_success, run_python
+from conftest import OFFLINE, assert_refused, assert_success, run_python
 from safetensors.torch import load_file, save_file
 from test_gguf_tokenizer import train
 from test_hf import shapes_of
+from test_hf_tokenizer import train_sentencepiece
 
+from data.tokenizer import tokenizer_from_json
 from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import gguf_file
@@ -787,6 +789,55 @@ def test_a_file_whose_text_cannot_be_read_is_imported_for_token_ids(tmp_path, ca
     assert "note: the file's pre-tokenizer is 'tekken'" in done.stdout
     done = call("sample.py", tmp_path / "run", "--start=def main")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_a_sentencepiece_file_takes_the_tokenizer_of_a_directory(tmp_path, call):
+    tokenizer = train_sentencepiece("bpe")
+    tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    vocabulary = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.bos_token_id": 1,
+        "llama.vocab_size": len(tokens),
+    }
+
+    def edit(writer, tensors):
+        metadata(vocabulary)(writer, tensors)
+        tensors["token_embd.weight"] = (0.1 * torch.randn(len(tokens), 64)).numpy(), F32
+
+    file, folder = tmp_path / "model.gguf", tmp_path / "hf"
+    write_model(file, edit=edit)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    words = ["hf.py", "import", file]
+    done = assert_success(call(*words, tmp_path / "ids"))
+    assert "'llama', and only byte-level BPE is read" in done.stdout
+    assert "token ids only (for text, give --tokenizer=DIR" in done.stdout
+    # llama.cpp adds it for such a vocabulary, if the file does not say otherwise
+    assert GPT.load(tmp_path / "ids").meta["bos"] == 1
+
+    done = assert_success(call(*words, tmp_path / "run", f"--tokenizer={folder}"))
+    assert "token ids only" not in done.stdout
+    text = "def main(): # é"
+    meta = GPT.load(tmp_path / "run").meta
+    assert meta["bos"] == 1
+    imported = tokenizer_from_json(meta["tokenizer"])
+    assert list(imported.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids
+    options = [f"--start={text}", "--max_new_tokens=3", "--temperature=0"]
+    assert assert_success(call("sample.py", tmp_path / "run", *options)).stdout.startswith(text)
+
+    # of another model, and of none
+    spec = json.loads(tokenizer.to_str())
+    names = {tokens[300]: tokens[301], tokens[301]: tokens[300]}
+    vocab = spec["model"]["vocab"]
+    spec["model"]["vocab"] = {names.get(token, token): i for token, i in vocab.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    message = f"token 300 is {tokens[301]!r} there, and {tokens[300]!r} in "
+    assert_refused(call(*words, tmp_path / "other", f"--tokenizer={folder}"), message)
+    message = "tokenizer.json: give --tokenizer the directory"
+    assert_refused(call(*words, tmp_path / "other", f"--tokenizer={tmp_path}"), message)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path, call):

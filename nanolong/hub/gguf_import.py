@@ -14,7 +14,7 @@ from nanolong import validate
 from nanolong.errors import UserError
 from nanolong.hub.families import FAMILIES, UNSUPPORTED
 from nanolong.hub.gguf_file import check_types, read_header, read_tensor
-from nanolong.hub.gguf_tokenizer import text_obstacle, tokenizer_json_of
+from nanolong.hub.gguf_tokenizer import NORMAL, text_obstacle, tokenizer_json_of
 from nanolong.hub.importing import (
     check_tensors,
     check_unused,
@@ -24,7 +24,7 @@ from nanolong.hub.importing import (
     write_imported,
 )
 from nanolong.hub.layout import ConfigFields, tensor_layout
-from nanolong.hub.tokenizer import make_tokenizer
+from nanolong.hub.tokenizer import make_tokenizer, read_named_tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 # Those whose RoPE rotates channels 2k and 2k + 1 of a head in llama.cpp, so that the rows of q and
@@ -59,11 +59,12 @@ LAYER_NAMES = {
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def import_gguf(GPT, file, target, store="float32"):
+def import_gguf(GPT, file, target, store="float32", tokenizer=""):
     """Write a GGUF file as the first checkpoint of a run folder; return its folder.
 
     GPT: the class of model.py. store: the dtype of the weights in the checkpoint,
-    float32 or bfloat16. Raises UserError, with nothing written.
+    float32 or bfloat16. tokenizer: the Hugging Face directory of the tokenizer, if it is not to be
+    read from the file. Raises UserError, with nothing written.
     """
     file, target = Path(file), Path(target)
     if not file.is_file():
@@ -80,7 +81,7 @@ def import_gguf(GPT, file, target, store="float32"):
     named = {gguf_name(name): held for name, held in layout.items()}
     check_tensors(file, named, stored, shapes, "metadata", "it")
     check_types(file, stored)
-    tokenizer, bos, note = read_tokenizer(file, header, values)
+    tokenizer, bos, note = read_tokenizer(file, header, values, tokenizer)
 
     pairs = read_tensors(file, header, layout, config.head_dim, shapes)
     weights = weight_stream(file, pairs, shapes, store)
@@ -414,16 +415,23 @@ def adjacent_first(tensor, head_dim):
 # The tokenizer
 
 
-def read_tokenizer(file, header, values):
-    """Return the tokenizer or None, the id that starts every text or None, and a note."""
+def read_tokenizer(file, header, values, folder):
+    """Return the tokenizer or None, the id that starts every text or None, and a note.
+
+    folder: the directory of the tokenizer; empty: it is in the file.
+    """
+    if folder:
+        tokenizer, bos, note = read_named_tokenizer(Path(folder), values["vocab_size"])
+        check_same_tokens(file, header.metadata, folder, tokenizer.package_tokenizer)
+        if bos is None:
+            bos = first_token(file, header.metadata, values["vocab_size"])
+        return tokenizer, bos, note
     reason = text_obstacle(header.metadata)
     if reason:
-        starts = header.metadata.get("tokenizer.ggml.add_bos_token")
-        bos = header.metadata.get("tokenizer.ggml.bos_token_id") if starts else None
-        n = values["vocab_size"]
-        if bos is not None and not (isinstance(bos, int) and 0 <= bos < n):
-            raise UserError(f"{file}: bos_token_id is {bos} of {n} tokens: download it again")
-        return None, bos, f"note: {reason}: the model works on token ids only"
+        bos = first_token(file, header.metadata, values["vocab_size"])
+        note = f"note: {reason}: the model works on token ids only (for text, give --tokenizer=DIR "
+        note += "of its tokenizer.json)"
+        return None, bos, note
     files = tokenizer_json_of(file, header.metadata)
     n_tokens = len(header.metadata["tokenizer.ggml.tokens"])
     if n_tokens > values["vocab_size"]:
@@ -437,3 +445,28 @@ def read_tokenizer(file, header, values):
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     return tokenizer, bos, ""
+
+
+def first_token(file, metadata, n_tokens):
+    """Return the id that starts every text for llama.cpp, or None. Raises UserError."""
+    # llama.cpp's default for sentencepiece's vocabularies is to add it
+    default = metadata.get("tokenizer.ggml.model") == "llama"
+    if not metadata.get("tokenizer.ggml.add_bos_token", default):
+        return None
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if bos is not None and not (isinstance(bos, int) and 0 <= bos < n_tokens):
+        raise UserError(f"{file}: bos_token_id is {bos} of {n_tokens} tokens: download it again")
+    return bos
+
+
+def check_same_tokens(file, metadata, folder, package_tokenizer):
+    """Raise UserError if a normal token of a GGUF file is another one in the directory."""
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    for i, (token, token_type) in enumerate(zip(tokens, types, strict=False)):
+        other = package_tokenizer.id_to_token(i)
+        if token_type == NORMAL and token != other:
+            raise UserError(
+                f"{folder} has the tokenizer of another model: token {i} is {other!r} there, and "
+                f"{token!r} in {file}"
+            )

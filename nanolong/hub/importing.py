@@ -30,11 +30,12 @@ from nanolong.run import folder as folder_of_runs
 from nanolong.tensor_file import TensorStream, read_header, read_tensor
 
 
-def import_checkpoint(GPT, source, target, store="float32"):
+def import_checkpoint(GPT, source, target, store="float32", tokenizer=""):
     """Write a Hugging Face directory as the first checkpoint of a run folder; return its folder.
 
     GPT: the class of model.py. store: the dtype of the weights in the checkpoint,
-    float32 or bfloat16. Raises UserError, with nothing written.
+    float32 or bfloat16. tokenizer: the directory of the tokenizer, if it is another. Raises
+    UserError, with nothing written.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
@@ -52,7 +53,10 @@ def import_checkpoint(GPT, source, target, store="float32"):
     shapes = parameter_shapes(GPT, config, source / "config.json", stored)
     layout = tensor_layout(family, config, shapes, values)
     check_tensors(source, layout, stored, shapes)
-    tokenizer, bos, note = hub_tokenizer.read_tokenizer(source, config.vocab_size)
+    read_tokenizer = (
+        hub_tokenizer.read_named_tokenizer if tokenizer else hub_tokenizer.read_tokenizer
+    )
+    tokenizer, bos, note = read_tokenizer(Path(tokenizer or source), config.vocab_size)
 
     pairs = read_weights(source, layout, stored, shapes)
     weights = weight_stream(source, pairs, shapes, store)

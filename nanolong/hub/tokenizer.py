@@ -66,13 +66,28 @@ def read_tokenizer(folder, vocab_size: int):
         note += "installed: for text, pip install -r requirements-hf.txt and import again"
         return None, None, note
 
-    model_config = read_json(folder / "config.json")
+    file = folder / "config.json"
+    model_config = read_json(file) if file.is_file() else {}
     files, settings = read_files(folder)
     try:
         tokenizer, bos = make_tokenizer(files, settings, model_config, vocab_size)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     return tokenizer, bos, ""
+
+
+def read_named_tokenizer(folder, vocab_size: int):
+    """Do as read_tokenizer(), for a directory that the user names as that of the tokenizer.
+
+    Raises UserError if it has none, or none can be read.
+    """
+    import_tokenizers()
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"there is no {folder / 'tokenizer.json'}: give --tokenizer the directory of the "
+            "tokenizer of this model"
+        )
+    return read_tokenizer(folder, vocab_size)
 
 
 def read_tokenizer_json(path):
