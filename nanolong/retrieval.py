@@ -225,7 +225,7 @@ def summarise_ruler(records, same_prompts=True):
     """Return a record for every checkpoint, task and length, with intervals over the prompts.
 
     "accuracy", "nats" and "gain" are intervals; "recovery", of tasks with distractors, is the gain
-    among distractors as a fraction of the gain alone, None if there is no gain alone. "difference"
+    among distractors as a fraction of the gain alone, None if that is below one nat. "difference"
     is the nats of the answer minus those of the first checkpoint, from the differences of the same
     prompts; same_prompts: whether the checkpoints have the same, which takes the same vocabulary.
     """
@@ -250,8 +250,9 @@ def summarise_ruler(records, same_prompts=True):
         summary["gain"] = intervals.mean_interval(gains)
         if kind in data.WITH_DISTRACTORS:
             alone = [prompt["gain_alone"] for prompt in prompts]
-            recovered = intervals.ratio_interval(gains, alone) if sum(alone) > 0 else None
-            summary["recovery"] = recovered
+            # below a nat the model finds nothing, and the ratio can be anything
+            has_gain = sum(alone) >= len(alone)
+            summary["recovery"] = intervals.ratio_interval(gains, alone) if has_gain else None
         summaries.append(summary)
     return summaries
 

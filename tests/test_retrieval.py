@@ -97,8 +97,9 @@ def test_recovery_is_the_gain_among_distractors_as_a_fraction_of_the_gain_alone(
         prompts.append({**base, "correct": False, "nats": 9.0, "gain": gain, "gain_alone": alone})
     (summary,) = retrieval.summarise_ruler(prompts)
     assert summary["recovery"]["mean"] == pytest.approx(8 / 20)
-    (summary,) = retrieval.summarise_ruler([{**p, "gain_alone": -1.0} for p in prompts])
-    assert summary["recovery"] is None
+    for alone in (-1.0, 0.02, 0.9):  # a model that finds nothing
+        (summary,) = retrieval.summarise_ruler([{**p, "gain_alone": alone} for p in prompts])
+        assert summary["recovery"] is None
 
 
 def test_checkpoints_are_compared_prompt_by_prompt():
