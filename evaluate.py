@@ -352,6 +352,8 @@ def print_losses(records, lengths, in_bits, plotted, unit):
         print()
         print("\n".join(plots.format_lengths(bits, lengths, "bits per byte")))
     for protocol in plots.unique(plotted, "protocol"):
+        if len(lengths) == 1 and protocol != "position":
+            continue  # a plot of one point
         x_axis = "position" if protocol == "position" else "context length"
         print(f"\n{protocol}, {unit}, by {x_axis}")
         print(plots.terminal_plot(plots.loss_curves(plotted, protocol)))

@@ -13,6 +13,7 @@ from nanolong.errors import UserError
 # Tokens in one forward pass: of a batch of sequences, and of a chunk of one long sequence.
 BATCH_TOKENS = 16384
 CHUNK = 32768
+NEXT_SEQUENCE = "\n[next sequence]\n"
 
 
 @contextmanager
@@ -102,7 +103,8 @@ def text_losses(model, text, lengths, max_tokens, dtype=torch.float32, n_tokens=
 
     That is the longest of `lengths` that the model can compute. text: a Dataset or TextFile.
     Returns {"length", "start", "tokens", "losses"}: where the text begins, the text of each token
-    and its loss in nats; {} if no length can be computed.
+    and its loss in nats; {} if no length can be computed. NEXT_SEQUENCE stands before the first
+    token of each later sequence, which is predicted without the text above it.
     """
     split = text.val
     for length in sorted(lengths, reverse=True):
@@ -114,11 +116,15 @@ def text_losses(model, text, lengths, max_tokens, dtype=torch.float32, n_tokens=
             continue
         losses, y = (torch.cat(column).flatten() for column in zip(*batches, strict=True))
         scored = (y >= 0).nonzero()[:n_tokens, 0]
+        tokens = token_texts(y[scored].tolist(), text.tokenizer)
+        starts = (scored // length).diff().nonzero()[:, 0] + 1
+        for i in starts.tolist():
+            tokens[i] = NEXT_SEQUENCE + tokens[i]
         file, start, _ = sequences[0]
         return {
             "length": length,
             "start": f"{split.files[file].name}, token {start:,}",
-            "tokens": token_texts(y[scored].tolist(), text.tokenizer),
+            "tokens": tokens,
             "losses": losses[scored].tolist(),
         }
     return {}

@@ -465,9 +465,9 @@ def test_vocabularies_are_compared_on_one_text_by_bits_per_byte(
     imported, text_file, call, tmp_path
 ):
     runs = [f"a={imported('gpt2', 0, 'a')}", f"b={imported('llama2', 1, 'b')}"]
-    words = [*runs, f"--text={text_file}", "--lengths=24", "--protocol=last-quarter,chunked"]
-    records, done = records_of(call, tmp_path, *words)
-    chunked = [record for record in records if record["protocol"] == "chunked"]
+    words = [*runs, f"--text={text_file}", "--protocol=last-quarter,chunked"]
+    records, done = records_of(call, tmp_path, *words, "--lengths=24,25")
+    chunked = [r for r in records if r["protocol"] == "chunked" and r["length"] == 24]
     assert [record["bytes"] for record in chunked] == [len(TEXT.encode())] * 2
     assert chunked[0]["tokens"] != chunked[1]["tokens"]
     assert "losses per token cannot be compared" in done.stderr
@@ -477,8 +477,9 @@ def test_vocabularies_are_compared_on_one_text_by_bits_per_byte(
     assert done.stdout.count("chunked, bits per byte, by context length\n") == 1
     assert done.stdout.count("bits per byte") == 2
     assert "chunked, nats per token, by context length" not in done.stdout
-    # a cut leaves each its own part of the text
-    _, done = records_of(call, tmp_path, *words, "--max_tokens=100")
+    # a cut leaves each its own part of the text; of one length there is no plot
+    _, done = records_of(call, tmp_path, *words, "--lengths=24", "--max_tokens=100")
+    assert "chunked, bits per byte, by context length\n" not in done.stdout
     longest = max(record["tokens"] for record in chunked)
     assert f"to compare bits per byte on all of it, give --max_tokens={longest}" in done.stderr
 
@@ -539,6 +540,25 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
         for phrase in phrases:
             assert phrase in done.stderr
     assert not (tmp_path / "a.json").exists()
+
+
+def test_the_text_of_a_report_marks_where_a_sequence_begins(make, text_data):
+    """Its losses are those of one sequence at a time; without the marks it is the scored text."""
+    model, text = text_model(make, text_data), data.Dataset(str(text_data))
+    found = losses.text_losses(model, text, (24, 48), 960, n_tokens=100)
+    sequences = scoring.find_sequences(text.val, 48, 960, lengths=(24, 48))[:3]
+    x, y = scoring.read_sequences(text.val, 48, sequences)
+    expected, ids, starts = [], [], []
+    for inputs, targets in zip(x, y, strict=True):
+        starts.append(len(ids))
+        scored = targets >= 0  # <bos> is not
+        expected += losses_of(model, inputs, targets.clamp(min=0))[scored].tolist()
+        ids += targets[scored].tolist()
+    assert found["length"] == 48 and found["losses"] == pytest.approx(expected[:100], abs=1e-5)
+    mark = losses.NEXT_SEQUENCE
+    tokens = found["tokens"]
+    assert [i for i, token in enumerate(tokens) if token.startswith(mark)] == starts[1:]
+    assert "".join(tokens).replace(mark, "") == text.tokenizer.decode(ids[:100]).decode()
 
 
 def test_bytes_that_nobody_knows_are_left_out(make, text_data):
