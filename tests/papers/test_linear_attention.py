@@ -295,9 +295,10 @@ def test_scripts_take_the_scheme_as_it_is(call, text_data, tmp_path):
     run = tmp_path / "run"
     data = f"--dataset={text_data}"
     longer = tmp_path / "longer"
+    entry = [ENTRY, "--separate_docs=false"]  # extend.py's default separates those it knows
     for words in (
         ["train.py", *TINY, data, ENTRY, f"--out_dir={run}"],
-        ["extend.py", run, ENTRY, "--max_iters=2", f"--out_dir={longer}"],
+        ["extend.py", run, *entry, "--max_iters=2", f"--out_dir={longer}"],
         ["evaluate.py", run, longer, ENTRY, "--lengths=32,64", "--max_tokens=500"],
         ["sample.py", longer, ENTRY, "--max_new_tokens=5"],
     ):

@@ -170,6 +170,7 @@ def run_examples(harness, function, scratch, n_examples):
     """In the child: how many examples passed, and "" or what the first failure was."""
     signal.signal(signal.SIGALRM, raise_alarm)
     limit_memory(EXTRA_MEMORY)
+    os.environ["MPLCONFIGDIR"] = str(scratch)  # matplotlib writes there when it is imported
     auditor = Auditor(scratch, harness.folder / "hypothesis")
     n_passed = 0
 
