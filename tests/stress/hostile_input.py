@@ -74,6 +74,8 @@ def trials(harness):
     harness.run(harness.train_command(run))
     hypothesis.configuration.set_hypothesis_home_dir(harness.folder / "hypothesis")
     ODD_VALUES.validate()  # tables of Unicode: three seconds, once
+    with contextlib.suppress(ImportError):
+        import matplotlib.pyplot  # noqa: F401  # it writes files of its own at the first import
 
     inputs = HostileInputs(harness.dataset, run)
     # name, function, the fraction 1/n of --examples
@@ -170,7 +172,6 @@ def run_examples(harness, function, scratch, n_examples):
     """In the child: how many examples passed, and "" or what the first failure was."""
     signal.signal(signal.SIGALRM, raise_alarm)
     limit_memory(EXTRA_MEMORY)
-    os.environ["MPLCONFIGDIR"] = str(scratch)  # matplotlib writes there when it is imported
     auditor = Auditor(scratch, harness.folder / "hypothesis")
     n_passed = 0
 
