@@ -195,6 +195,7 @@ def test_resuming_a_mixture_is_bit_exact(mixture, call, tmp_path):
     assert_same_bits(whole, part)
 
 
+@pytest.mark.slow
 def test_two_processes_train_on_a_mixture_as_one(mixture, run, tmp_path):
     words = ["train.py", *TINY, "--gradient_accumulation_steps=4", f"--dataset={mixture}"]
     one, two = tmp_path / "one", tmp_path / "two"

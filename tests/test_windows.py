@@ -73,7 +73,13 @@ def test_operations_are_counted_in_the_window(make):
 WORDS = ["train.py", *TINY, "--window_schedule=4:32", "--window_steps=6", "--window_changes=3"]
 
 
-@pytest.mark.parametrize("yarn", [[], ["--window_yarn=true"]], ids=["", "yarn"])
+@pytest.mark.parametrize(
+    "yarn",
+    [
+        pytest.param([], id="", marks=pytest.mark.slow),
+        pytest.param(["--window_yarn=true"], id="yarn"),
+    ],
+)
 def test_a_resumed_schedule_has_the_same_bits(yarn, call, text_data, tmp_path):
     """It goes on between two changes; what is saved and validated has the final window."""
     words = [*WORDS, *yarn, f"--dataset={text_data}", "--eval_interval=3", "--eval_iters=0"]
@@ -98,6 +104,7 @@ def test_a_resumed_schedule_has_the_same_bits(yarn, call, text_data, tmp_path):
     assert model.config.extension == (extension if yarn else None)
 
 
+@pytest.mark.slow
 def test_two_processes_train_with_a_schedule_as_one(run, text_data, tmp_path):
     words = [*WORDS, "--gradient_accumulation_steps=2", f"--dataset={text_data}"]
     one, two = tmp_path / "one", tmp_path / "two"
