@@ -424,6 +424,15 @@ def test_cached_equals_uncached(pos, settings, make):
 
 
 @pytest.mark.parametrize("pos", SCHEMES)
+def test_the_future_changes_nothing(pos, make):
+    model = make(pos=pos)
+    tokens = torch.randint(0, 50, (1, 20))
+    changed = tokens.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % 50
+    assert torch.allclose(model(changed)[:, :12], model(tokens)[:, :12], atol=1e-6)
+
+
+@pytest.mark.parametrize("pos", SCHEMES)
 def test_packed_documents_equal_documents_on_their_own(pos, make):
     model = make(pos=pos)
     a, b = torch.randint(0, 50, (1, 9)), torch.randint(0, 50, (1, 11))
