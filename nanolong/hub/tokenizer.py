@@ -225,27 +225,32 @@ def first_special_id(tokenizer):
 
 
 def write_tokenizer(folder, tokenizer, adds_bos: bool, length: int) -> None:
-    """Write the files that a tokenizer came with, or those of one of our own; none for None.
+    """Write the files of make_exported(); none for None."""
+    files = make_exported(tokenizer, adds_bos, length).files if tokenizer else {}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def make_exported(tokenizer, adds_bos: bool, length: int) -> ImportedTokenizer:
+    """Return a tokenizer with the files that it came with, or those of one of our own.
 
     adds_bos: whether bos is put before every text. length: the model's context length. Raises
     UserError if a tokenizer.json would encode text otherwise than the tokenizer.
     """
-    if tokenizer is None:
-        return
-    if isinstance(tokenizer, ImportedTokenizer):
-        imported = tokenizer
-    else:
-        imported = build_tokenizer(tokenizer, adds_bos)
-    files = dict(imported.files)
-    if "tokenizer_config.json" not in files:
-        files["tokenizer_config.json"] = tokenizer_config(imported, adds_bos, length)
-        # transformers lets tokenizer.json decide about bos
-        if adds_bos and first_special_id(imported) is None:
-            package_tokenizer = load_tokenizer_json(imported.text)
-            put_first(package_tokenizer, imported.bos)
-            files["tokenizer.json"] = package_tokenizer.to_str().encode()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+    if not isinstance(tokenizer, ImportedTokenizer):
+        tokenizer = build_tokenizer(tokenizer, adds_bos)
+    if "tokenizer_config.json" in tokenizer.files:
+        return tokenizer
+    files = {
+        **tokenizer.files,
+        "tokenizer_config.json": tokenizer_config(tokenizer, adds_bos, length),
+    }
+    # transformers lets tokenizer.json decide about bos
+    if adds_bos and first_special_id(tokenizer) is None:
+        package_tokenizer = load_tokenizer_json(tokenizer.text)
+        put_first(package_tokenizer, tokenizer.bos)
+        files["tokenizer.json"] = package_tokenizer.to_str().encode()
+    return ImportedTokenizer(files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
 
 
 def tokenizer_config(tokenizer, adds_bos, length):
