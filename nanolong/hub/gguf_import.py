@@ -13,7 +13,7 @@ import torch
 from nanolong import validate
 from nanolong.errors import UserError
 from nanolong.hub.families import FAMILIES, UNSUPPORTED
-from nanolong.hub.gguf_file import check_types, gguf_package, read_header, read_tensor
+from nanolong.hub.gguf_file import gguf_package, read_header, read_tensor
 from nanolong.hub.gguf_tokenizer import NORMAL, text_obstacle, tokenizer_files_of
 from nanolong.hub.importing import (
     check_tensors,
@@ -69,7 +69,6 @@ def import_gguf(GPT, file, target, store="float32", tokenizer=""):
     check_unused(target)
     header = read_header(file)
     architecture = read_architecture(file, header.metadata)
-    check_types(file, header.tensors)
     table_names = ROPE_TABLES if architecture in WITH_ROPE_TABLES else ()
     tables = {name: header.tensors[name] for name in table_names if name in header.tensors}
     stored = {name: x for name, x in header.tensors.items() if name not in tables}
