@@ -99,8 +99,10 @@ class BPETokenizer:
         self.encoding = encoding
         self.bos = encoding._special_tokens.get("<|endoftext|>") if bos is None else bos
         self.vocab_size = encoding.n_vocab
-        token_bytes = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-        self.byte_lengths = np.array([len(token_bytes.get(i, b"")) for i in range(self.vocab_size)])
+        self.token_bytes = [b""] * self.vocab_size
+        for token, rank in encoding._mergeable_ranks.items():
+            self.token_bytes[rank] = token
+        self.byte_lengths = np.array([len(token) for token in self.token_bytes])
 
     @classmethod
     def named(cls, name):
@@ -135,8 +137,7 @@ class BPETokenizer:
             ) from None
 
     def decode(self, ids):
-        ordinary = (i for i in ids if i != self.bos and self.byte_lengths[i])
-        return b"".join(self.encoding.decode_single_token_bytes(i) for i in ordinary)
+        return b"".join(self.token_bytes[i] for i in ids if i != self.bos)
 
     def to_json(self):
         return {

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 
 import data
 import rope_scaling
@@ -253,8 +252,3 @@ def test_every_static_method_is_a_case():
     dynamic = {name for name, options in rope_scaling.OPTIONS.items() if "length" in options}
     expected = set(rope_scaling.METHODS) - dynamic - set(rope_scaling.EVALUATION_ONLY)
     assert methods >= expected - {"none", "longrope"}
-
-
-def test_the_page_names_every_architecture():
-    page = (ROOT / "docs/huggingface.md").read_text()
-    assert "hf.py export" in page and ".gguf" in page

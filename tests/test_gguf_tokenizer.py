@@ -165,13 +165,6 @@ def test_special_tokens_keep_their_ids():
     assert tokenizer.decode(ids) == "a<think>b"
 
 
-def test_padding_is_no_part_of_the_vocabulary():
-    metadata = train("gpt-2")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    assert build_tokenizer(metadata).get_vocab_size() == len(tokens) - 2
-    assert tokens[-1] not in build_tokenizer(metadata).get_vocab()
-
-
 @pytest.mark.parametrize(
     "name, given, adds_bos",
     [

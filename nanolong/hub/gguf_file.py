@@ -26,7 +26,19 @@ MAX_HEADER_BYTES = 1 << 26
 CHUNK_BYTES = 1 << 22
 
 # type of a metadata value -> code of the struct module
-NUMBERS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 FLOAT32 = 6
 STRING = 8
 ARRAY = 9

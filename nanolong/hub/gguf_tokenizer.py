@@ -103,11 +103,12 @@ def tokenizer_settings(metadata):
         "clean_up_tokenization_spaces": False,
     }
     for name, key in SPECIAL_TOKENS.items():
-        i = metadata.get(key)
-        if i is not None and i not in range(len(tokens)):
+        if key not in metadata:
+            continue
+        i = metadata[key]
+        if i not in range(len(tokens)):
             raise ValueError(f"{key} is {i!r}, and there are {len(tokens)} tokens")
-        if i is not None:
-            settings[name] = tokens[i]
+        settings[name] = tokens[i]
     default = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]].adds_bos
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", default)
     settings["add_bos_token"] = bool(adds_bos) and "bos_token" in settings
@@ -134,7 +135,8 @@ def build_tokenizer(metadata, settings):
     # a space in a token is written as another character
     pairs = (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])
     merges = [(left, right) for left, right in pairs]
-    tokenizer = empty_bpe(PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]], ids, merges)
+    pre_tokenizer = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]]
+    tokenizer = empty_bpe(pre_tokenizer, ids, merges)
     tokenizer.decoder = decoders.ByteLevel()
 
     named = {settings[name] for name in SPECIAL_TOKENS if name in settings}
