@@ -20,6 +20,7 @@ import functools
 import itertools
 import json
 import re
+import struct
 import zlib
 
 import numpy as np
@@ -98,8 +99,10 @@ class BPETokenizer:
         self.encoding = encoding
         self.bos = encoding._special_tokens.get("<|endoftext|>") if bos is None else bos
         self.vocab_size = encoding.n_vocab
-        token_bytes = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-        self.byte_lengths = np.array([len(token_bytes.get(i, b"")) for i in range(self.vocab_size)])
+        self.token_bytes = [b""] * self.vocab_size
+        for token, rank in encoding._mergeable_ranks.items():
+            self.token_bytes[rank] = token
+        self.byte_lengths = np.array([len(token) for token in self.token_bytes])
 
     @classmethod
     def named(cls, name):
@@ -134,8 +137,7 @@ class BPETokenizer:
             ) from None
 
     def decode(self, ids):
-        ordinary = (i for i in ids if i != self.bos and self.byte_lengths[i])
-        return b"".join(self.encoding.decode_single_token_bytes(i) for i in ordinary)
+        return b"".join(self.token_bytes[i] for i in ids if i != self.bos)
 
     def to_json(self):
         return {
@@ -144,7 +146,7 @@ class BPETokenizer:
             "pattern": self.encoding._pat_str,
             "special": self.encoding._special_tokens,
             "bos": self.bos,
-            "ranks": compress(_pack_ranks(self.encoding._mergeable_ranks)),
+            "ranks": _pack_ranks(self.encoding._mergeable_ranks),
         }
 
 
@@ -229,52 +231,54 @@ class ImportedTokenizer:
 
     def encode_with_special_tokens(self, text):
         """Encode a text in which the text of a special token stands for it."""
-        check_unicode(text)
         self.package_tokenizer.encode_special_tokens = False
         try:
-            return self._encode_by(self.package_tokenizer, [text])
+            return self._encode_parts([text])
         finally:
             self.package_tokenizer.encode_special_tokens = True
 
     def encode(self, text):
-        check_unicode(text)
         parts = self._split(text)
-        ids = self._encode_by(self.package_tokenizer, parts)
+        ids = self._encode_parts(parts)
         if self.special_ids.isdisjoint(ids):
             return ids
-        return self._encode_by(self._tokenizer_without_special_tokens, parts)
+        return self._encode_parts(parts, self._tokenizer_without_special_tokens)
 
     def _split(self, text):
         """Split a long text into parts that encode to what the whole does, to save memory."""
         parts = []
         start = 0
-        while len(text) - start > 2 * PART_LENGTH:
-            stop = self._find_split(text, start + PART_LENGTH)
-            if stop is None:
-                break
+        stop = self._find_split(text, start)
+        while stop is not None:
             parts.append(text[start:stop])
             # a space that encode() puts before a text takes the place of the one that is there
             start = stop + self.added_bytes
+            stop = self._find_split(text, start)
         return [*parts, text[start:]]
 
     def _find_split(self, text, start):
-        """Return where a text can be split, at or after start; None if no place is found."""
-        encode = functools.partial(self._encode_by, self.package_tokenizer)
-        for match in itertools.islice(SPLITS.finditer(text, start), 100):
+        """Return where the text from start on can be split; None if it is short, or no place is."""
+        if len(text) - start <= 2 * PART_LENGTH:
+            return None
+        for match in itertools.islice(SPLITS.finditer(text, start + PART_LENGTH), 100):
             middle = match.start()
             left = text[middle - 100 : middle]
             right = text[middle : middle + 100]
-            if encode([left, right[self.added_bytes :]]) == encode([left + right]):
+            parts = [left, right[self.added_bytes :]]
+            if self._encode_parts(parts) == self._encode_parts([left + right]):
                 return middle
         return None
 
-    def _encode_by(self, tokenizer, parts):
+    def _encode_parts(self, parts, tokenizer=None):
+        """Encode parts of a text, by default by the package_tokenizer, and join the ids."""
+        tokenizer = tokenizer or self.package_tokenizer
         ids = []
         try:
             # some at a time, in threads
             for i in range(0, len(parts), 16):
-                encodings = tokenizer.encode_batch_fast(parts[i : i + 16], add_special_tokens=False)
-                for encoding in encodings:
+                some = parts[i : i + 16]
+                "".join(some).encode()  # of half a surrogate pair the package does not say where
+                for encoding in tokenizer.encode_batch_fast(some, add_special_tokens=False):
                     ids += encoding.ids
         except BaseException as error:
             raise UserError(
@@ -335,17 +339,6 @@ class ImportedTokenizer:
             "vocab_size": self.vocab_size,
             "files": self.files,
         }
-
-
-def check_unicode(text):
-    """Raise UserError for a text that the tokenizers package cannot take."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"character {error.start} of the text, {text[error.start]!r}, is half of a surrogate "
-            "pair or no UTF-8: leave it out"
-        ) from None
 
 
 BPE_SEPARATOR = "<|endoftext|>"
@@ -420,14 +413,17 @@ def byte_level_alphabet():
     Printable bytes stand for themselves, the others for characters from U+0100 on.
     """
     alphabet = sorted(import_tokenizers().pre_tokenizers.ByteLevel.alphabet())
-    byte_of = {character: ord(character) for character in alphabet if ord(character) < 256}
-    others = sorted(set(range(256)) - set(byte_of.values()))
-    byte_of |= zip(alphabet[len(byte_of) :], others, strict=True)
+    printable = [ord(character) for character in alphabet if ord(character) < 256]
+    byte_values = printable + sorted(set(range(256)) - set(printable))
+    byte_of = dict(zip(alphabet, byte_values, strict=True))
     return dict(sorted(byte_of.items(), key=lambda item: item[1]))
 
 
 # -----------------------------------------------------------------------------
 # Tokenizers in JSON
+
+# what damaged JSON raises
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error, struct.error)
 
 
 def tokenizer_from_json(spec):
@@ -445,16 +441,17 @@ def tokenizer_from_json(spec):
             if not isinstance(spec["characters"], str) or not isinstance(spec["bos"], bool):
                 raise TypeError("characters must be text, and bos true or false")
             return CharTokenizer(spec["characters"], spec["bos"])
-        _check_ids(spec)
+        for key in ("bos", "eos", "vocab_size"):
+            value = spec.get(key)
+            if value is not None and not (type(value) is int and 0 <= value < MAX_ID):
+                raise ValueError(f"{key} cannot be {value!r}")
         if kind == "bpe":
             return _bpe_from_json(spec)
         if kind == "imported":
             if spec["vocab_size"] is None:
                 raise TypeError("vocab_size must be a number")
             return ImportedTokenizer(spec["files"], spec["bos"], spec["eos"], spec["vocab_size"])
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
+    except DAMAGE as error:
         raise UserError(
             f"the tokenizer in meta.json is damaged ({type(error).__name__}: {error}): prepare the "
             "dataset again, or use another checkpoint"
@@ -462,17 +459,10 @@ def tokenizer_from_json(spec):
     raise UserError(f"there is no tokenizer of kind {kind!r} in this version: use a newer one")
 
 
-def _check_ids(spec):
-    for key in ("bos", "eos", "vocab_size"):
-        value = spec.get(key)
-        if value is not None and not (type(value) is int and 0 <= value < MAX_ID):
-            raise ValueError(f"{key} cannot be {value!r}")
-
-
 def _bpe_from_json(spec):
     import tiktoken
 
-    ranks = _unpack_ranks(decompress(spec["ranks"]))
+    ranks = _unpack_ranks(spec["ranks"])
     if max(*ranks.values(), *spec["special"].values(), 0) >= MAX_ID:
         raise ValueError("an id is too large")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
@@ -488,32 +478,25 @@ def _bpe_from_json(spec):
 
 
 def _pack_ranks(ranks):
-    """Write tokens in the order of their ranks: length (2 bytes), rank (4 bytes), token."""
-    packed = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        packed += [len(token).to_bytes(2, "little"), rank.to_bytes(4, "little"), token]
-    return b"".join(packed)
+    """Pack tokens by their ranks: length (2 bytes), rank (4 bytes), token; zlib; base64."""
+    items = sorted(ranks.items(), key=lambda item: item[1])
+    packed = b"".join(struct.pack("<HI", len(token), rank) + token for token, rank in items)
+    return base64.b64encode(zlib.compress(packed, 9)).decode()
 
 
-def _unpack_ranks(packed):
+def _unpack_ranks(text):
+    packed = decompress(text)
     ranks = {}
     start = 0
     while start < len(packed):
-        length = int.from_bytes(packed[start : start + 2], "little")
-        rank = int.from_bytes(packed[start + 2 : start + 6], "little")
-        stop = start + 6 + length
-        ranks[packed[start + 6 : stop]] = rank
-        start = stop
+        length, rank = struct.unpack_from("<HI", packed, start)
+        ranks[packed[start + 6 : start + 6 + length]] = rank
+        start += 6 + length
     return ranks
 
 
-def compress(content: bytes) -> str:
-    """Compress bytes with zlib and write them in base64."""
-    return base64.b64encode(zlib.compress(content, 9)).decode()
-
-
 def decompress(text: str, limit: int = 1 << 26) -> bytes:
-    """Undo compress(). Raises ValueError for more than `limit` bytes.
+    """Decompress bytes that zlib compressed, in base64. Raises ValueError for more than `limit`.
 
     Without a limit, a few bytes of a damaged file could unpack to gigabytes.
     """
@@ -528,10 +511,9 @@ def same_vocabulary(one, other) -> bool:
     """Return whether two tokenizers give every id the same text."""
     if one.to_json() == other.to_json():
         return True
-    if not np.array_equal(one.byte_lengths, other.byte_lengths):
-        return False
     ids = range(len(one.byte_lengths))
-    return one.decode(ids) == other.decode(ids)
+    same_lengths = np.array_equal(one.byte_lengths, other.byte_lengths)
+    return same_lengths and one.decode(ids) == other.decode(ids)
 
 
 # -----------------------------------------------------------------------------
@@ -544,14 +526,13 @@ def encode_prompt(tokenizer, bos, text: str) -> list[int]:
     An empty text without <bos> becomes a newline, or id 0 if the vocabulary has no newline: a
     model needs one token to continue.
     """
-    ids = [int(i) for i in tokenizer.encode(text)]
     if bos is not None:
-        return [bos, *ids]
-    if text:
-        return ids
+        return [bos, *tokenizer.encode(text)]
     try:
-        return [int(i) for i in tokenizer.encode("\n")]
+        return tokenizer.encode(text or "\n")
     except UserError:
+        if text:
+            raise
         return [0]
 
 

@@ -139,8 +139,8 @@ def interleaved(tensor, n_heads):
 
 
 def not_interleaved(tensor, n_heads):
-    parts = tensor.reshape(n_heads, tensor.shape[0] // n_heads // 2, 2, *tensor.shape[1:])
-    return parts.swapaxes(1, 2).reshape(tensor.shape).contiguous()
+    rows = interleaved(torch.arange(len(tensor))[:, None], n_heads)[:, 0]
+    return tensor[rows.argsort()]
 
 
 def write_metadata(writer, architecture, values):
@@ -337,29 +337,31 @@ def test_settings_come_from_the_metadata(compared):
     assert config_of(compared, "qwen3-q8-wide-heads").head_dim == 128
     # every fourth layer is without RoPE, from the fourth on
     assert config_of(compared, "smollm3").layer_pattern == "FFFN"
-
-
-def test_a_window_is_only_there_where_the_metadata_have_one(compared):
-    config = config_of(compared, "mistral-window")
-    assert (config.window, config.layer_pattern) == (21, "W")
-    config = config_of(compared, "mistral-no-window")
-    assert (config.window, config.layer_pattern) == (0, "F")
-
-
-def test_rope_scaling_becomes_an_extension(compared):
-    def found(name):
+    # a window is only there where the metadata have one
+    for name, window in (("mistral-window", (21, "W")), ("mistral-no-window", (0, "F"))):
         config = config_of(compared, name)
-        extension = config.extension
-        return extension["method"], extension["factor"], config.original_length, config.block_size
+        assert (config.window, config.layer_pattern) == window
 
-    assert found("llama-q8-linear") == ("pi", 2.0, LENGTH, 2 * LENGTH)
-    assert found("llama-yarn") == ("yarn", 2.0, LENGTH // 2, LENGTH)
-    assert found("llama-llama3") == ("llama3", 8.0, 8192, 1 << 16)
-    # the metadata do not say that this table is llama3's
-    assert found("llama-llama3-of-64") == ("longrope", 1.0, LENGTH, LENGTH)
-    assert found("llama-longrope") == ("longrope", 2.0, LENGTH // 2, LENGTH)
-    options = config_of(compared, "qwen2-q4-yarn").extension["options"]
-    assert options == pytest.approx(YARN_OPTIONS)
+
+@pytest.mark.parametrize(
+    "name, method, factor, original_length, length",
+    [
+        ("llama-q8-linear", "pi", 2.0, LENGTH, 2 * LENGTH),
+        ("llama-yarn", "yarn", 2.0, LENGTH // 2, LENGTH),
+        ("llama-llama3", "llama3", 8.0, 8192, 1 << 16),
+        # the metadata do not say that this table is llama3's
+        ("llama-llama3-of-64", "longrope", 1.0, LENGTH, LENGTH),
+        ("llama-longrope", "longrope", 2.0, LENGTH // 2, LENGTH),
+        ("qwen2-q4-yarn", "yarn", 2.0, LENGTH // 2, LENGTH),
+    ],
+)
+def test_rope_scaling_becomes_an_extension(name, method, factor, original_length, length, compared):
+    config = config_of(compared, name)
+    found = config.extension
+    assert (found["method"], found["factor"]) == (method, factor)
+    assert (config.original_length, config.block_size) == (original_length, length)
+    if name == "qwen2-q4-yarn":
+        assert found["options"] == pytest.approx(YARN_OPTIONS)
 
 
 def llama_cpp_rope(file):
@@ -480,7 +482,6 @@ def test_every_type_that_the_package_dequantises_is_read(kind, tmp_path, rng, mo
     stored = rng.integers(256, size=(5, 3 * block_bytes), dtype="uint8")
     (tmp_path / "data").write_bytes(bytes(64) + stored.tobytes())
     tensor = gguf_file.GGUFTensor((5, 3 * block_size), kind, 64, stored.nbytes)
-    gguf_file.check_types("data", {"x": tensor})
     monkeypatch.setattr(gguf_file, "CHUNK_BYTES", 2 * 3 * block_bytes)
     found = gguf_file.read_tensor(tmp_path / "data", tensor)
     expected = torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
@@ -527,12 +528,8 @@ def test_logits_agree_with_transformers_own_reading_of_the_file(compared, tmp_pa
     answers = read_by_transformers(folder, tokens, tmp_path)
     for name in READ_BY_TRANSFORMERS:
         theirs = {f"{name}/long": answers[f"{name}.gguf"]}
-        logits = {
-            "long": interchange.compute_logits(GPT.load(folder / f"run-{name}"), cases[name])[
-                "long"
-            ]
-        }
-        difference = interchange.differences(logits, theirs, cases[name])["long"]
+        ours = interchange.compute_logits(GPT.load(folder / f"run-{name}"), cases[name])
+        difference = interchange.differences({"long": ours["long"]}, theirs, cases[name])["long"]
         print(f"{name}: {difference:.1e}")
         assert difference < 1e-3
 
@@ -584,12 +581,8 @@ HUGE = struct.pack("<Q", 1 << 60)
 # what is done to the bytes of a whole file, and a part of the message
 DAMAGED = {
     "no GGUF": (lambda data: b"PK" + data[2:], "is no GGUF file"),
-    "an empty file": (lambda data: b"", "is no GGUF file"),
     "another version": (lambda data: data[:4] + b"\1\0\0\0" + data[8:], "its version is 1"),
     "the other byte order": (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "its version is"),
-    "the magic alone": (lambda data: data[:4], "ends within its header"),
-    "cut in the metadata": (lambda data: data[:200], "ends within its header"),
-    "cut in the tensors": (lambda data: data[:-40], "ends at byte"),
     "a huge number of values": (lambda data: data[:16] + HUGE + data[24:], "its header"),
     "a huge number of tensors": (lambda data: data[:8] + HUGE + data[16:], "its header"),
     "a huge text": (with_key("x", 8, HUGE), "ends within its header"),
@@ -641,7 +634,7 @@ def test_a_damaged_file_is_refused(name, whole_file, tmp_path, call):
 def test_a_file_may_end_anywhere(whole_file, tmp_path):
     """Cut at many places: always one sentence."""
     file = tmp_path / "model.gguf"
-    for end in [*range(0, 3000, 37), *range(3000, len(whole_file), 9973)]:
+    for end in [*range(0, 3000, 37), *range(3000, len(whole_file), 9973), len(whole_file) - 40]:
         file.write_bytes(whole_file[:end])
         with pytest.raises(UserError, match="no GGUF file|not a whole GGUF file"):
             read_header(file)
@@ -694,44 +687,46 @@ def with_value(name, value):
 # one of MODELS, what is done to it, and a part of the message
 UNSUITABLE = [
     ("llama", metadata({"general.architecture": "gemma"}), "is not read from GGUF"),
-    ("llama", metadata({"general.architecture": "mamba2"}), "'mamba2', which is not read"),
     ("llama", metadata({"general.architecture": None}), "architecture None"),
     ("llama", metadata({"general.type": "adapter"}), "'adapter', not a model"),
     ("llama", metadata({"split.count": 3}), "one of 3 parts"),
-    ("llama", metadata({"llama.expert_count": 8}), "llama.expert_count is 8"),
+    ("llama", metadata({"llama.expert_count": 8}), "expert_count is 8"),
     ("llama", metadata({"llama.attention.causal": False}), "attention.causal is False"),
     ("llama", metadata({"llama.attention.head_count_kv": [2, 1]}), "differs from layer to layer"),
     ("llama", metadata({"llama.attention.head_count": 0}), "head_count is 0"),
-    ("llama", metadata({"llama.attention.head_count": 8}), "attn_q.weight is (64, 64)"),
     ("llama", metadata({"llama.attention.value_length": 8}), "value_length is 8"),
     ("llama", metadata({"llama.rope.dimension_count": 8}), "dimension_count is 8"),
     ("llama", metadata({"llama.attention.sliding_window_pattern": 4}), "window_pattern is 4"),
     ("qwen2", metadata({"qwen2.attention.sliding_window": 32}), "sliding_window is 32"),
-    ("llama", metadata({"llama.block_count": 1 << 20}), "block_count is 1048576"),
+    ("llama", metadata({"llama.block_count": 1 << 20}), "num_hidden_layers is 1048576"),
     ("llama", metadata({"llama.block_count": 1}), "no parameter for blk.1."),
     ("llama", metadata({"llama.block_count": 3}), "blk.2.attn_norm.weight is absent"),
-    ("llama", metadata({"llama.embedding_length": "64"}), "embedding_length is '64'"),
-    ("llama", metadata({"llama.context_length": None}), "context_length is None"),
+    ("llama", metadata({"llama.embedding_length": "64"}), "hidden_size is '64'"),
+    ("llama", metadata({"llama.context_length": None}), "max_position_embeddings is None"),
     ("llama", metadata({"llama.vocab_size": 1000}), "token_embd.weight is (131, 64)"),
-    ("llama", metadata({"llama.attention.layer_norm_rms_epsilon": 1.0}), "epsilon is 1.0"),
-    ("llama", metadata({"llama.rope.freq_base": 0.0}), "freq_base is 0.0"),
     ("llama", metadata({"llama.rope.scaling.type": "su"}), "scaling.type is 'su'"),
     ("llama-yarn", metadata({"llama.rope.scaling.factor": 0.5}), "factor is 0.5"),
     ("llama-yarn", metadata({"llama.rope.scaling.yarn_ext_factor": 0.5}), "ext_factor is 0.5"),
     ("llama-yarn", metadata({"llama.rope.scaling.yarn_log_multiplier": 1.0}), "log_multiplier"),
     ("llama-q8-linear", metadata({"llama.rope.scaling.attn_factor": 2.0}), "attn_factor is 2.0"),
-    ("llama-llama3", metadata({"llama.rope.scaling.factor": 2.0}), "scale RoPE together"),
+    (
+        "llama-llama3",
+        metadata({"llama.rope.scaling.factor": 2.0}),
+        "the factor 2 and the tables rope_freqs.weight",
+    ),
     ("llama-llama3", with_tensor("rope_freqs.weight", 8), "numbers above 0"),
     ("llama-llama3", with_tensor("rope_freqs.weight", 4), "rope_freqs.weight is (4,)"),
-    ("llama-longrope", with_tensor("rope_factors_long.weight"), "long.weight is absent"),
+    (
+        "llama-longrope",
+        with_tensor("rope_factors_long.weight"),
+        "the tables rope_factors_short.weight",
+    ),
     ("smollm3", with_tensor("rope_freqs.weight", 8), "no parameter for rope_freqs.weight"),
     ("llama", with_tensor("blk.1.ffn_up.weight"), "blk.1.ffn_up.weight is absent"),
-    ("llama", with_tensor("token_embd.weight"), "token_embd.weight is absent"),
     ("llama", with_tensor("blk.0.attn_q.bias", 64), "no parameter for blk.0.attn_q.bias"),
     ("llama", with_tensor("blk.0.attn_k.weight", 64, 64), "attn_k.weight is (64, 64)"),
     ("llama", with_tensor("blk.0.attn_k.weight", 32, 64, kind="Q8_1"), "of the type Q8_1"),
     ("llama", with_value("blk.1.ffn_up.weight", math.nan), "mlp.up.weight has values that are not"),
-    ("llama", with_value("output_norm.weight", math.inf), "norm.weight has values that are not"),
 ]
 
 
@@ -848,7 +843,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path, call):
         tensors["token_embd.weight"] = rows, kind
 
     write_model(tmp_path / "model.gguf", edit=edit)
-    n_tokens = len(train("gpt-2")["tokenizer.ggml.tokens"])
+    n_tokens = len(train("gpt-2")["tokenizer.ggml.tokens"]) - 2  # without padding
     assert f"has {n_tokens} tokens" in refusal(call, tmp_path / "model.gguf", tmp_path)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 
 import data
 import rope_scaling
@@ -19,7 +18,7 @@ from nanolong.errors import UserError
 from nanolong.hub.gguf_export import export_gguf
 from nanolong.hub.gguf_file import read_header
 from nanolong.hub.gguf_import import import_gguf
-from nanolong.hub.gguf_tokenizer import PRE_TOKENIZERS, build_splitter, tokenizer_metadata
+from nanolong.hub.gguf_tokenizer import PRE_TOKENIZERS, empty_bpe, tokenizer_metadata
 
 gguf = pytest.importorskip("gguf", reason="these need the gguf package: pip install gguf")
 tokenizers = pytest.importorskip("tokenizers", reason="these need the tokenizers package")
@@ -148,7 +147,7 @@ def test_weights_are_stored_as_asked(store, saved, tmp_path, capsys):
         ({"sink_scores": True}, None, "llama.cpp loads"),
         ({"embed_scale": 2.0}, None, "llama.cpp loads"),
         ({"score_scale": "llama4"}, None, "llama.cpp loads"),
-        ({"qk_norm": "head"}, ("llama3", {}), "no table of RoPE frequencies for qwen3"),
+        ({"qk_norm": "head"}, ("llama3", {}), "no RoPE table for qwen3"),
         ({}, ("longrope", {**LONGROPE, "short_factor": [1.0] * 8}), "leave out short_factor"),
         ({}, ("dynamic-ntk", {}), "follows the length"),
         ({}, ("self-extend", {}), "replaces attention"),
@@ -198,17 +197,13 @@ def test_a_trained_vocabulary_is_written(saved, tmp_path):
 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_every_splitter_that_is_read_is_written_by_its_name(name):
-    pre_tokenizer = PRE_TOKENIZERS[name]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate([*alphabet, "ab"])}
-    model = tokenizers.models.BPE(vocab, [("a", "b")], ignore_merges=pre_tokenizer.ignores_merges)
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = build_splitter(pre_tokenizer)
+    tokenizer = empty_bpe(PRE_TOKENIZERS[name], vocab, [("a", "b")])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    if pre_tokenizer.composes_text:
-        tokenizer.normalizer = tokenizers.normalizers.NFC()
     files = {"tokenizer.json": tokenizer.to_str().encode()}
-    metadata = tokenizer_metadata(files, {}, 260, False)
+    imported = data.ImportedTokenizer(files, None, None, 257)
+    metadata = tokenizer_metadata(imported, 260, False)
     assert metadata["tokenizer.ggml.pre"] == name
     assert metadata["tokenizer.ggml.merges"] == ["a b"]
     assert metadata["tokenizer.ggml.tokens"][256:] == ["ab", "[PAD257]", "[PAD258]", "[PAD259]"]
@@ -257,8 +252,3 @@ def test_every_static_method_is_a_case():
     dynamic = {name for name, options in rope_scaling.OPTIONS.items() if "length" in options}
     expected = set(rope_scaling.METHODS) - dynamic - set(rope_scaling.EVALUATION_ONLY)
     assert methods >= expected - {"none", "longrope"}
-
-
-def test_the_page_names_every_architecture():
-    page = (ROOT / "docs/huggingface.md").read_text()
-    assert "hf.py export" in page and ".gguf" in page

@@ -6,7 +6,6 @@ and sin, is matched or becomes part of the queries' weights; what it does not co
 """
 
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,28 +13,22 @@ import numpy as np
 
 from data import BPETokenizer, tokenizer_from_json
 from nanolong.errors import UserError
-from nanolong.hub.exporting import copy_tokenizer, export_dtype, export_tensor, write_config
+from nanolong.hub.exporting import export_dtype, export_tensor, write_config
 from nanolong.hub.families import FAMILIES
 from nanolong.hub.gguf_file import gguf_package, read_header
-from nanolong.hub.gguf_import import (
-    ARCHITECTURES,
-    INTERLEAVED,
-    WITH_ROPE_TABLES,
-    adjacent_first,
-    gguf_name,
-)
+from nanolong.hub.gguf_import import ARCHITECTURES, FIELDS, WITH_ROPE_TABLES, gguf_layout
 from nanolong.hub.gguf_tokenizer import tokenizer_metadata
-from nanolong.hub.layout import UNROTATED, stored_shapes, tensor_layout
-from nanolong.hub.rope import WrittenRope, plain_frequencies
-from nanolong.hub.tokenizer import read_files, write_tokenizer
+from nanolong.hub.layout import UNROTATED, stored_shapes
+from nanolong.hub.rope import plain_frequencies
+from nanolong.hub.tokenizer import make_exported, read_named_tokenizer
 from nanolong.run.checkpoint import sync
 
 # --store -> the type of matrices; all other tensors are float32
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 # type of a value of the metadata -> the writer's method, for the type that llama.cpp expects
-ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
-ADD[list] = "add_array"
-BLOCK = 32  # the values of a row that Q8_0 stores together
+ADD = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+# of YaRN's options llama.cpp has these values, also where it reads none
+YARN_OPTIONS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 def export_gguf(model, target, store="auto", tokenizer_from=""):
@@ -49,27 +42,35 @@ def export_gguf(model, target, store="auto", tokenizer_from=""):
     target = Path(target)
     if target.exists():
         raise UserError(f"{target} exists already: remove it, or choose another file")
-    written = write_config(model, families_of(model.config), "llama.cpp")
+    written = write_config(model, llama_cpp_families(model.config), "llama.cpp")
     architecture = written.settings["model_type"]
-    values, table, rope = rope_metadata(model, written, architecture)
-    written = written._replace(ropes=dict.fromkeys(written.ropes, rope))
+    rope_values, table, written = rope_metadata(model, written, architecture)
     if store == "auto":
         store = str(export_dtype(model, written)).removeprefix("torch.")
-    metadata = model_metadata(model.config, architecture) | values
-    metadata |= text_metadata(model, tokenizer_from)
+    # of type linear, the length of a config.json is the original one
+    values = written.settings | {"max_position_embeddings": model.config.block_size}
+    metadata = {f"{architecture}.{key}": values[name] for key, name in FIELDS.items()}
+    metadata |= rope_values | text_metadata(model, tokenizer_from)
+
+    writer = gguf.GGUFWriter(None, architecture)
+    file_type = "ALL_F32" if store == "float32" else f"MOSTLY_{TYPES[store]}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_name(model.folder.resolve().parent.name)
+    if store == "q8_0":
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for key, value in metadata.items():
+        getattr(writer, f"add_{ADD[type(value)]}")(key, value)
+    if table:
+        writer.add_tensor("rope_freqs.weight", np.array(table, np.float32))
+    add_tensors(gguf, writer, model, written, store)
 
     part = target.parent / f".tmp-{target.name}"
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        writer = gguf.GGUFWriter(part, architecture)
-        file_type = "ALL_F32" if store == "float32" else f"MOSTLY_{TYPES[store]}"
-        writer.add_file_type(gguf.LlamaFileType[file_type])
-        writer.add_name(model.folder.resolve().parent.name)
-        if store == "q8_0":
-            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        for key, value in metadata.items():
-            getattr(writer, ADD[type(value)])(key, value)
-        write_tensors(gguf, writer, model, written, table, store)
+        writer.write_header_to_file(part)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
         read_header(part)  # our own reader trusts nothing in it
         sync(part)
         os.replace(part, target)
@@ -78,11 +79,7 @@ def export_gguf(model, target, store="auto", tokenizer_from=""):
     print(f"{target}: {architecture}, {model.config.block_size} tokens, {store}")
 
 
-# -----------------------------------------------------------------------------
-# Settings
-
-
-def families_of(config):
+def llama_cpp_families(config):
     """Return the families that llama.cpp computes as we do: model_type -> entry.
 
     It applies no window in these, has SiLU in every MLP whatever config.json said, and leaves RoPE
@@ -90,133 +87,84 @@ def families_of(config):
     """
     families = {}
     for name in ARCHITECTURES:
-        settings = {**FAMILIES[name].settings, "mlp": ("swiglu",)}
-        families[name] = replace(
-            FAMILIES[name], patterns=("F",), heads_divide=False, settings=settings
-        )
-    fourth = [(layer + 1) % 4 == 0 for layer in range(config.n_layer)]
-    without = [not config.uses_positions(layer) for layer in range(config.n_layer)]
-    families["smollm3"] = replace(
-        families["smollm3"], patterns=("FN",) if without == fourth else ()
-    )
+        changes = {"heads_divide": False, "patterns": ("FN",) if name == "smollm3" else ("F",)}
+        settings = FAMILIES[name].settings | {"mlp": ("swiglu",)}
+        families[name] = replace(FAMILIES[name], settings=settings, **changes)
+    if any(config.uses_positions(i) == ((i + 1) % 4 == 0) for i in range(config.n_layer)):
+        del families["smollm3"]
     return families
 
 
-def model_metadata(config, architecture):
-    values = {
-        "block_count": config.n_layer,
-        "context_length": config.block_size,
-        "embedding_length": config.n_embd,
-        "feed_forward_length": config.mlp_dim,
-        "attention.head_count": config.n_head,
-        "attention.head_count_kv": config.n_kv_head,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "rope.dimension_count": config.head_dim,
-        "vocab_size": config.vocab_size,
-    }
-    return {f"{architecture}.{key}": value for key, value in values.items()}
-
-
 def rope_metadata(model, written, architecture):
-    """Return (metadata, the table that divides the frequencies or None, the WrittenRope)."""
+    """Return (metadata, the table that divides the frequencies or None, Written for the file)."""
     config = model.config
     rope = next(iter(written.ropes.values()))
     parameters = rope.parameters
     kind = parameters["rope_type"]
-    values = {"rope.freq_base": float(parameters["rope_theta"]), "rope.scaling.type": "none"}
-    # of YaRN's options llama.cpp has these values, also where it reads none
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-    is_usual = all(parameters.get(key, value) == value for key, value in usual.items())
-    # the table's angles have no factor on cos and sin in llama.cpp: the queries get all of it
-    plain = WrittenRope(parameters, config.block_size, rope.channel_order)
+    values = {"type": "none"}
     table = None
-    if kind == "default":
-        rope = plain
-    elif kind == "linear" or (kind == "yarn" and is_usual):
-        values["rope.scaling.type"] = kind
-        values["rope.scaling.factor"] = float(parameters["factor"])
-        values["rope.scaling.original_context_length"] = config.original_length
+    has_yarn_options = YARN_OPTIONS | parameters == parameters | YARN_OPTIONS
+    if kind == "linear" or (kind == "yarn" and has_yarn_options):
+        values = {"type": kind, "factor": float(parameters["factor"])}
     elif kind == "longrope":
-        if parameters["long_factor"] != parameters["short_factor"]:
+        table = parameters["long_factor"]
+        if table != parameters["short_factor"]:
             raise UserError(
-                "llama.cpp chooses between longrope's two tables by the size of its cache, not by "
-                "the length of the text: leave out short_factor to export"
+                "llama.cpp chooses longrope's table by its cache's size: leave out short_factor"
             )
-        table, rope = parameters["long_factor"], plain
-    else:
-        frequencies = plain_frequencies(parameters["rope_theta"], config.head_dim)
-        divisors = frequencies / model.pos.inv_freq.double()
-        table, rope = divisors.clamp(max=UNROTATED).tolist(), plain
+    elif kind != "default":
+        plain = plain_frequencies(parameters["rope_theta"], config.head_dim)
+        table = (plain / model.pos.inv_freq.double()).clamp(max=UNROTATED).tolist()
     if table and architecture not in WITH_ROPE_TABLES:
         raise UserError(
-            f"llama.cpp reads no table of RoPE frequencies for {architecture}, which this method "
-            "needs: extend by --method=yarn, pi or ntk to export"
+            f"llama.cpp reads no RoPE table for {architecture}: extend by --method=yarn, pi or ntk"
         )
     if table:
-        values["rope.scaling.original_context_length"] = config.original_length
-    return {f"{architecture}.{key}": value for key, value in values.items()}, table, rope
+        # its angles have no factor on cos and sin in llama.cpp: the queries get all of it
+        rope = rope._replace(attention_factor=1.0)
+    if kind != "default":
+        values["original_context_length"] = config.original_length
+    metadata = {f"{architecture}.rope.scaling.{key}": value for key, value in values.items()}
+    return metadata, table, written._replace(ropes=dict.fromkeys(written.ropes, rope))
 
 
 def text_metadata(model, tokenizer_from):
     """Return the metadata of the tokenizer, or what says that there is none."""
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
+    bos = model.meta.get("bos")
+    config = model.config
     if tokenizer_from == "none" or not (tokenizer or tokenizer_from):
         print("note: the file has no tokenizer: only token ids work")
-        bos = model.meta.get("bos")
-        starts = {} if bos is None else {"bos_token_id": bos, "add_bos_token": True}
-        named = {f"tokenizer.ggml.{key}": value for key, value in starts.items()}
-        return {"tokenizer.ggml.model": "none", **named}
-    adds_bos = model.meta.get("bos") is not None
-    with tempfile.TemporaryDirectory() as place:
-        if tokenizer_from:
-            copy_tokenizer(Path(tokenizer_from), Path(place))
-        else:
-            write_tokenizer(Path(place), tokenizer, adds_bos, model.config.block_size)
-        files, settings = read_files(Path(place))
-    if "tokenizer.json" not in files:
-        raise UserError(
-            f"there is no tokenizer.json in --tokenizer={tokenizer_from}: give its folder"
-        )
+        metadata = {"tokenizer.ggml.model": "none"}
+        if bos is not None:
+            metadata |= {"tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.add_bos_token": True}
+        return metadata
+    if tokenizer_from:
+        tokenizer, _, _ = read_named_tokenizer(Path(tokenizer_from), config.vocab_size)
     is_gpt2 = isinstance(tokenizer, BPETokenizer) and tokenizer.encoding.name == "gpt2"
-    name = "gpt-2" if is_gpt2 and not tokenizer_from else None
-    return tokenizer_metadata(files, settings, model.config.vocab_size, adds_bos, name)
+    exported = make_exported(tokenizer, bos is not None, config.block_size)
+    name = "gpt-2" if is_gpt2 else None
+    return tokenizer_metadata(exported, config.vocab_size, bos is not None, name)
 
 
-# -----------------------------------------------------------------------------
-# Tensors
+def add_tensors(gguf, writer, model, written, store):
+    """Add all weights, each of which is made when it is written, and then freed."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    layout = gguf_layout(written.family, model.config, shapes, written.settings["model_type"])
 
+    def make_tensor(name):
+        return export_tensor(model, written, layout[name]).float().numpy()
 
-def write_tensors(gguf, writer, model, written, table, store):
-    """Write the header, and then the tensors with one of them in memory."""
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    layout = tensor_layout(written.family, model.config, shapes)
-    if table:
-        table = np.array(table, np.float32)
-        writer.add_tensor_info("rope_freqs.weight", table.shape, table.dtype, table.nbytes)
-    types = {}
-    rounded = []
+    n_rounded = 0
     for name, shape in stored_shapes(layout, shapes).items():
-        types[name] = gguf.GGMLQuantizationType[TYPES[store] if len(shape) == 2 else "F32"]
-        if types[name].name == "Q8_0" and shape[1] % BLOCK:
-            types[name] = gguf.GGMLQuantizationType.F16
-            rounded.append(name)
-        width = gguf.quant_shape_to_byte_shape(shape, types[name])
-        n_bytes = int(np.prod(width))
-        writer.add_tensor_info(gguf_name(name), shape, np.dtype("V1"), n_bytes, types[name])
-    if rounded:
-        print(f"note: {len(rounded)} tensors whose rows are no blocks of {BLOCK} are float16")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    if table is not None:
-        writer.write_tensor_data(table)
-    interleaved = written.settings["model_type"] in INTERLEAVED
-    for name, held in layout.items():
-        tensor = export_tensor(model, written, held).float()
-        if interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = adjacent_first(tensor, model.config.head_dim)
-        data = gguf.quants.quantize(tensor.contiguous().numpy(), types[name])
-        writer.write_tensor_data(data.view(np.uint8))
-    writer.close()
+        kind = TYPES[store] if len(shape) == 2 else "F32"
+        # a block of Q8_0 holds 32 values of a row
+        if kind == "Q8_0" and shape[1] % 32:
+            kind = "F16"
+            n_rounded += 1
+        kind = gguf.GGMLQuantizationType[kind]
+        like = gguf.LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, shape)
+        tensor = gguf.LazyNumpyTensor(meta=like, args=(name,), func=make_tensor)
+        writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+    if n_rounded:
+        print(f"note: {n_rounded} tensors whose rows are no blocks of 32 are float16")

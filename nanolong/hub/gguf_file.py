@@ -39,6 +39,7 @@ NUMBERS = {
     11: "q",
     12: "d",
 }
+FLOAT32 = 6
 STRING = 8
 ARRAY = 9
 
@@ -80,8 +81,7 @@ def read_header(file):
     gguf_package()
     try:
         with open(file, "rb") as stream:
-            magic = stream.read(len(MAGIC))
-            if magic == MAGIC:
+            if stream.read(len(MAGIC)) == MAGIC:
                 return parse_header(stream, file.stat().st_size)
     except (OSError, ValueError) as error:
         raise UserError(f"{file} is not a whole GGUF file ({error}): download it again") from None
@@ -96,29 +96,23 @@ def parse_header(stream, n_bytes):
     version = reader.number("I")
     if version not in VERSIONS:
         raise ValueError(f"its version is {version}, and 2 and 3 are known")
-    n_tensors = reader.number("Q")
-    n_values = reader.number("Q")
-
+    n_tensors, n_values = reader.numbers("Q", 2)
     metadata = {}
     for _ in range(n_values):
-        key = reader.name()
-        if key in metadata:
-            raise ValueError(f"it has {key} twice")
-        metadata[key] = reader.value(reader.number("I"))
-
-    places = {}
+        name = reader.new_name(metadata)
+        metadata[name] = reader.value(reader.number("I"))
+    tensors = {}
     for _ in range(n_tensors):
-        name = reader.name()
-        if name in places:
-            raise ValueError(f"it has the tensor {name} twice")
-        places[name] = read_place(reader)
+        name = reader.new_name(tensors)
+        tensors[name] = reader.tensor(name)
 
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"its general.alignment is {alignment!r}")
-    # the data begin at the next multiple of the alignment
+    # the data begin at the next multiple of the alignment, and the offsets count from there
     start = -(-stream.tell() // alignment) * alignment
-    tensors = {name: make_tensor(name, *place, start) for name, place in places.items()}
+    for name, tensor in tensors.items():
+        tensors[name] = tensor._replace(offset=start + tensor.offset)
     check_places(tensors, n_bytes)
     return GGUFHeader(metadata, tensors)
 
@@ -145,63 +139,52 @@ class HeaderReader:
     def text(self):
         return self.take(self.number("Q")).decode("utf-8")
 
-    def name(self):
+    def new_name(self, known):
         """Read the name of a value or tensor, which an error message can hold."""
         name = self.text()
         if not name.isprintable():
             raise ValueError(f"it has the name {name!r:.60}")
+        if name in known:
+            raise ValueError(f"it has {name} twice")
         return name
 
-    def value(self, value_type):
+    def value(self, kind):
         """Read a metadata value: a number, a text, or a list of either."""
-        if value_type == ARRAY:
-            return self.array()
-        if value_type == STRING:
+        if kind == STRING:
             return self.text()
-        value = self.number(self.code_of(value_type))
-        if value_type == 6:
-            # 1e-05 is stored as 9.999999747378752e-06
-            return float(str(np.float32(value)))
-        return value
+        count = None
+        if kind == ARRAY:
+            kind, count = self.number("I"), self.number("Q")
+            if kind == STRING:
+                return [self.text() for _ in range(count)]
+        if kind not in NUMBERS:
+            raise ValueError(f"it has a value of the unknown type {kind}")
+        if count is not None:
+            return list(self.numbers(NUMBERS[kind], count))
+        value = self.number(NUMBERS[kind])
+        # 1e-05 is stored as 9.999999747378752e-06
+        return float(str(np.float32(value))) if kind == FLOAT32 else value
 
-    def array(self):
-        item_type = self.number("I")
-        count = self.number("Q")
-        if item_type == STRING:
-            return [self.text() for _ in range(count)]
-        return list(self.numbers(self.code_of(item_type), count))
-
-    def code_of(self, value_type):
-        if value_type not in NUMBERS:
-            raise ValueError(f"it has a value of the unknown type {value_type}")
-        return NUMBERS[value_type]
-
-
-def read_place(reader):
-    """Read (dimensions, number of the type, offset in the data) of a tensor."""
-    n_dimensions = reader.number("I")
-    if not 1 <= n_dimensions <= 4:
-        raise ValueError(f"it has a tensor of {n_dimensions} dimensions")
-    dimensions = reader.numbers("Q", n_dimensions)
-    return dimensions, reader.number("I"), reader.number("Q")
-
-
-def make_tensor(name, dimensions, type_number, offset, start):
-    """Return a GGUFTensor whose offset counts from start. Raises ValueError."""
-    gguf = gguf_package()
-    try:
-        tensor_type = gguf.GGMLQuantizationType(type_number)
-        block_size, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
-    except (ValueError, KeyError):
-        raise ValueError(
-            f"{name} is of the type {type_number}, which this version of the gguf package does "
-            "not know"
-        ) from None
-    if dimensions[0] % block_size or 0 in dimensions:
-        raise ValueError(f"{name} has rows of {dimensions[0]}, not of whole {tensor_type.name}")
-    # of Python's integers, which do not overflow
-    n_bytes = math.prod(dimensions) // block_size * block_bytes
-    return GGUFTensor(dimensions[::-1], tensor_type, start + offset, n_bytes)
+    def tensor(self, name):
+        """Read what follows the name of a tensor; the offset counts from the first of all."""
+        n_dimensions = self.number("I")
+        if not 1 <= n_dimensions <= 4:
+            raise ValueError(f"it has a tensor of {n_dimensions} dimensions")
+        dimensions = self.numbers("Q", n_dimensions)
+        number = self.number("I")
+        gguf = gguf_package()
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ValueError(
+                f"{name} is of the type {number}, which this gguf package does not know"
+            ) from None
+        if dimensions[0] % block_size or 0 in dimensions:
+            raise ValueError(f"{name} has rows of {dimensions[0]}, not of whole {kind.name}")
+        # of Python's integers, which do not overflow
+        n_bytes = math.prod(dimensions) // block_size * block_bytes
+        return GGUFTensor(dimensions[::-1], kind, self.number("Q"), n_bytes)
 
 
 def check_places(tensors, n_bytes):
@@ -222,28 +205,11 @@ def check_places(tensors, n_bytes):
 # Tensors
 
 
-def check_types(file, tensors):
-    """Raise UserError if the gguf package cannot dequantise one of these tensors."""
-    quants = gguf_package().quants
-    for name, tensor in tensors.items():
-        block = np.zeros((1, bytes_of_block(tensor.type)), np.uint8)
-        try:
-            quants.dequantize(block, tensor.type)
-        except NotImplementedError:
-            raise UserError(
-                f"{file}: {name} is of the type {tensor.type.name}, which the gguf package cannot "
-                "dequantise: choose another quantisation of the model"
-            ) from None
-
-
-def bytes_of_block(tensor_type):
-    return gguf_package().GGML_QUANT_SIZES[tensor_type][1]
-
-
 def read_tensor(file, tensor):
     """Return the values of a GGUFTensor: float32, contiguous.
 
-    It is dequantised in parts, so the memory needed is little more than that of the result.
+    It is dequantised in parts, so the memory needed is little more than that of the result. Raises
+    UserError for a type that the gguf package cannot dequantise.
     """
     quants = gguf_package().quants
     values = torch.empty(tensor.shape)
@@ -252,8 +218,13 @@ def read_tensor(file, tensor):
     rows_at_once = max(1, CHUNK_BYTES // row_bytes)
     with open(file, "rb") as stream:
         stream.seek(tensor.offset)
-        for first in range(0, len(rows), rows_at_once):
-            part = rows[first : first + rows_at_once]
+        for part in np.split(rows, range(rows_at_once, len(rows), rows_at_once)):
             stored = np.frombuffer(stream.read(len(part) * row_bytes), np.uint8)
-            part[:] = quants.dequantize(stored.reshape(len(part), row_bytes), tensor.type)
+            try:
+                part[:] = quants.dequantize(stored.reshape(len(part), row_bytes), tensor.type)
+            except NotImplementedError:
+                raise UserError(
+                    f"{file} has tensors of the type {tensor.type.name}, which the gguf package "
+                    "cannot dequantise: choose another quantisation of the model"
+                ) from None
     return values

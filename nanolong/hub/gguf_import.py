@@ -1,11 +1,11 @@
 """Import GGUF files, llama.cpp's format: one file becomes the first checkpoint of a run folder.
 
-The metadata become the fields of a config.json, from which hf_import.py makes the settings of the
+The metadata become the fields of a config.json, from which importing.py makes the settings of the
 model; the tensors are dequantised one at a time. What has no equivalent here is refused by name.
 """
 
-import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,8 +13,8 @@ import torch
 from nanolong import validate
 from nanolong.errors import UserError
 from nanolong.hub.families import FAMILIES, UNSUPPORTED
-from nanolong.hub.gguf_file import check_types, read_header, read_tensor
-from nanolong.hub.gguf_tokenizer import NORMAL, text_obstacle, tokenizer_json_of
+from nanolong.hub.gguf_file import gguf_package, read_header, read_tensor
+from nanolong.hub.gguf_tokenizer import NORMAL, text_obstacle, tokenizer_files_of
 from nanolong.hub.importing import (
     check_tensors,
     check_unused,
@@ -23,8 +23,9 @@ from nanolong.hub.importing import (
     weight_stream,
     write_imported,
 )
-from nanolong.hub.layout import ConfigFields, tensor_layout
+from nanolong.hub.layout import ConfigFields, Fold, tensor_layout
 from nanolong.hub.tokenizer import make_tokenizer, read_named_tokenizer
+from rope_scaling import METHODS
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 # Those whose RoPE rotates channels 2k and 2k + 1 of a head in llama.cpp, so that the rows of q and
@@ -32,31 +33,27 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 INTERLEAVED = ("llama", "smollm3")
 # llama.cpp divides RoPE's frequencies by tables of the file in this one alone
 WITH_ROPE_TABLES = ("llama",)
+ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 # what Llama 3.1 to 3.3 have; the metadata say nothing of it
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
 
-# The tables below: Hugging Face's names -> GGUF's.
-MODEL_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+# keys of the metadata, after the architecture and a dot -> fields of a config.json
+FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.dimension_count": "head_dim",
+    "vocab_size": "vocab_size",
+    "rope.freq_base": "rope_theta",
 }
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def import_gguf(GPT, file, target, store="float32", tokenizer=""):
@@ -71,64 +68,59 @@ def import_gguf(GPT, file, target, store="float32", tokenizer=""):
         raise UserError(f"there is no file {file}: give that of a GGUF model on this machine")
     check_unused(target)
     header = read_header(file)
-    values = config_values(file, header)
+    architecture = read_architecture(file, header.metadata)
+    table_names = ROPE_TABLES if architecture in WITH_ROPE_TABLES else ()
+    tables = {name: header.tensors[name] for name in table_names if name in header.tensors}
+    stored = {name: x for name, x in header.tensors.items() if name not in tables}
+    values = config_values(file, header.metadata, architecture, stored, tables)
     config = validate.coerce(GPT.config_class, read_settings(file, values), str(file))
     validate.check_model(config, GPT.schemes)
 
-    stored = weight_tensors(header)
     shapes = parameter_shapes(GPT, config, file, stored)
-    layout = tensor_layout(FAMILIES[values["model_type"]], config, shapes)
-    named = {gguf_name(name): held for name, held in layout.items()}
-    check_tensors(file, named, stored, shapes, "metadata", "it")
-    check_types(file, stored)
-    tokenizer, bos, note = read_tokenizer(file, header, values, tokenizer)
+    layout = gguf_layout(FAMILIES[values["model_type"]], config, shapes, architecture)
+    check_tensors(file, layout, stored, shapes, "metadata", "it")
+    tokenizer, bos, note = read_tokenizer(file, header.metadata, values, tokenizer)
 
-    pairs = read_tensors(file, header, layout, config.head_dim, shapes)
+    pairs = (
+        pair
+        for name, held in layout.items()
+        for pair in held.split(read_tensor(file, stored[name]), shapes)
+    )
     weights = weight_stream(file, pairs, shapes, store)
     kept = {"tokenizer": tokenizer, "bos": bos, "family": values["model_type"]}
     return write_imported(target, file, config, weights, note, **kept)
+
+
+def gguf_layout(family, config, shapes, architecture):
+    """Do as tensor_layout(), for the tensors of a GGUF and by their names there."""
+    gguf = gguf_package()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layer)
+    if architecture in INTERLEAVED:
+        folds = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), ADJACENT_ROWS)
+        family = replace(family, folds=folds)
+    layout = tensor_layout(family, config, shapes)
+    return {names.get_name(name, (".weight", ".bias")): held for name, held in layout.items()}
+
+
+def halves_first(tensor, source):
+    """Return the rows of q or k with the two rows of a pair head_dim / 2 apart, not adjacent."""
+    pairs = tensor.unflatten(0, (-1, source.config.head_dim // 2, 2))  # (H, D / 2, 2, C)
+    return pairs.transpose(1, 2).flatten(0, 2)
+
+
+def pairs_first(tensor, source):
+    halves = tensor.unflatten(0, (-1, 2, source.config.head_dim // 2))  # (H, 2, D / 2, C)
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+ADJACENT_ROWS = Fold(halves_first, pairs_first)
 
 
 # -----------------------------------------------------------------------------
 # Settings
 
 
-def config_values(file, header):
-    """Return the fields of the config.json that describes the model as the metadata do.
-
-    Raises UserError for what has no equivalent.
-    """
-    metadata = header.metadata
-    architecture = check_architecture(file, metadata)
-    fields = architecture_fields(file, metadata, architecture)
-    check_plain(fields, architecture)
-    n_embd = fields.integer("embedding_length")
-    n_head = fields.integer("attention.head_count")
-    head_dim = fields.optional_integer("attention.key_length") or n_embd // n_head
-    check_head_dim(fields, head_dim)
-
-    values = {
-        "model_type": architecture,
-        "num_hidden_layers": fields.integer("block_count", high=len(header.tensors)),
-        "hidden_size": n_embd,
-        "intermediate_size": fields.integer("feed_forward_length"),
-        "num_attention_heads": n_head,
-        "num_key_value_heads": fields.optional_integer("attention.head_count_kv") or n_head,
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", 1e-30, 0.1),
-        "vocab_size": vocabulary_size(fields, header),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "max_position_embeddings": fields.integer("context_length"),
-        "rope_theta": fields.real("rope.freq_base", 1.0, 1e12),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-    }
-    values |= window_values(fields, architecture)
-    values |= rope_values(file, header, fields, architecture, head_dim)
-    return values
-
-
-def check_architecture(file, metadata):
+def read_architecture(file, metadata):
     """Return the architecture of a file. Raises UserError for one that is not imported."""
     if metadata.get("general.type", "model") != "model":
         raise UserError(
@@ -152,23 +144,47 @@ def check_architecture(file, metadata):
     )
 
 
-def architecture_fields(file, metadata, architecture):
+def config_values(file, metadata, architecture, stored, tables):
+    """Return the fields of the config.json that describes the model as the metadata do.
+
+    stored: the weights, tables: those of RoPE; name -> GGUFTensor. Raises UserError for what has no
+    equivalent.
+    """
+    fields = read_fields(file, metadata, architecture)
+    n_head = fields.integer("attention.head_count")
+    head_dim = fields.optional_integer("attention.key_length")
+    head_dim = head_dim or fields.integer("embedding_length") // n_head
+    check_plain(fields, architecture, head_dim)
+    if "token_embd.weight" in stored:
+        fields.defaults["vocab_size"] = stored["token_embd.weight"].shape[0]
+    values = {name: fields.get(key) for key, name in FIELDS.items()}
+    values |= {
+        "model_type": architecture,
+        "head_dim": head_dim,
+        "tie_word_embeddings": "output.weight" not in stored,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    if fields.get("attention.sliding_window"):
+        # Mistral's files say llama, mostly without a window
+        values["model_type"] = "mistral"
+        values["sliding_window"] = fields.integer("attention.sliding_window")
+    return values | rope_values(fields, read_tables(file, tables, head_dim // 2))
+
+
+def read_fields(file, metadata, architecture):
     """Return the metadata of the architecture as ConfigFields, with llama.cpp's defaults."""
     prefix = f"{architecture}."
-    values = {}
-    for key, value in metadata.items():
-        if not key.startswith(prefix):
-            continue
-        name = key.removeprefix(prefix)
+    values = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
+    for name, value in values.items():
         if isinstance(value, list) and len(set(value)) == 1:
             # one value for each layer, all the same
-            value = value[0]
-        if isinstance(value, list):
+            values[name] = value[0]
+        elif isinstance(value, list):
             raise UserError(
-                f"{file}: {key} differs from layer to layer, and here all layers have the same: "
-                "choose another model"
+                f"{file}: {prefix}{name} differs from layer to layer, and here all layers have the "
+                "same: choose another model"
             )
-        values[name] = value
     defaults = {
         "rope.freq_base": 10000.0,
         "rope.scaling.type": "linear",
@@ -178,95 +194,72 @@ def architecture_fields(file, metadata, architecture):
     return ConfigFields(file, values, defaults)
 
 
-def check_plain(fields, architecture):
+def check_plain(fields, architecture, head_dim):
     """Raise UserError for metadata that change what a model computes, and that it has not here."""
     plain = {
         "expert_count": (None, 0),
         "nextn_predict_layers": (None, 0),
         "attention.causal": (None, True),
         "attention.sliding_window_pattern": (None,),
+        "attention.value_length": (None, head_dim),
+        "rope.dimension_count": (None, head_dim),
+        "rope.scaling.type": ("none", "linear", "yarn", "longrope"),
     }
     if architecture != "llama":
         # which layers have the window is not in the metadata
         plain["attention.sliding_window"] = (None, 0)
     for key, values in plain.items():
         if fields.get(key) not in values:
-            raise refused(fields, architecture, key)
+            raise refused(fields, key)
 
 
-def refused(fields, architecture, key):
+def refused(fields, key):
     return UserError(
-        f"{fields.file}: {architecture}.{key} is {fields.get(key)!r}, which has no equivalent "
-        "here: choose another model"
+        f"{fields.file}: {key} is {fields.get(key)!r}, which has no equivalent here: choose "
+        "another model"
     )
-
-
-def check_head_dim(fields, head_dim):
-    """Raise UserError unless queries, keys and values are alike and RoPE rotates whole heads."""
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.get(key) not in (None, head_dim):
-            raise UserError(
-                f"{fields.file}: {key} is {fields.get(key)!r}, and the heads have {head_dim} "
-                "channels, which must be the same here: choose another model"
-            )
-
-
-def vocabulary_size(fields, header):
-    """Return the number of token ids: the rows of the embedding, where the metadata lack it."""
-    if "token_embd.weight" in header.tensors:
-        fields.defaults["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
-    return fields.integer("vocab_size")
-
-
-def window_values(fields, architecture):
-    """Return the fields of a sliding window. Mistral's files say llama, mostly without one."""
-    if architecture != "llama" or not fields.get("attention.sliding_window"):
-        return {}
-    return {
-        "model_type": "mistral",
-        "sliding_window": fields.integer("attention.sliding_window"),
-    }
 
 
 # -----------------------------------------------------------------------------
 # RoPE
 
 
-def rope_values(file, header, fields, architecture, head_dim):
-    """Return the field rope_scaling, and another max_position_embeddings where it needs one."""
-    factor = scaling_factor(fields)
-    scaling_type = fields.get("rope.scaling.type")
-    tables = {}
-    for name in ROPE_TABLES:
-        if name in header.tensors and architecture in WITH_ROPE_TABLES:
-            tables[name] = header.tensors[name]
-    check_types(file, tables)
-
-    if scaling_type == "longrope":
-        return longrope_values(file, fields, factor, tables, head_dim)
-    if scaling_type not in ("none", "linear", "yarn"):
-        raise refused(fields, architecture, "rope.scaling.type")
-    if scaling_type == "none":
-        factor = 1.0
-    if tables:
-        if factor != 1 or "rope_freqs.weight" not in tables:
+def read_tables(file, tables, n_pairs):
+    """Return what divides the frequencies of RoPE: name -> a list of one number for each pair."""
+    for name, tensor in tables.items():
+        if tensor.shape != (n_pairs,):
             raise UserError(
-                f"{file}: {min(tables)} and rope.scaling.type {scaling_type!r} scale RoPE "
-                "together, which has no equivalent here: choose another model"
+                f"{file}: {name} is {tensor.shape}, where heads of {2 * n_pairs} channels need "
+                f"{(n_pairs,)}: download it again"
             )
-        table = read_table(file, "rope_freqs.weight", tables, head_dim)
-        return frequency_values(fields, table)
-    if scaling_type == "yarn":
-        return yarn_values(fields, architecture, factor)
+    return {name: read_tensor(file, tensor).tolist() for name, tensor in tables.items()}
+
+
+def rope_values(fields, tables):
+    """Return the field rope_scaling, and another max_position_embeddings where it needs one."""
+    kind = fields.get("rope.scaling.type")
+    factor = 1.0 if kind == "none" else scaling_factor(fields)
+    if kind == "longrope" or tables:
+        names = ("rope_freqs.weight", "rope_freqs.weight")
+        if kind == "longrope":
+            names = ("rope_factors_long.weight", "rope_factors_short.weight")
+        if factor != 1 or not tables.keys() >= set(names):
+            raise UserError(
+                f"{fields.file}: rope.scaling.type {kind!r} with the factor {factor:g} and the "
+                f"tables {', '.join(tables)} has no equivalent here: choose another model"
+            )
+        return {"rope_scaling": table_values(fields, kind, *(tables[name] for name in names))}
+    if kind == "yarn":
+        return {"rope_scaling": yarn_values(fields, factor)}
     if fields.real("rope.scaling.attn_factor", 1e-12, 1e12) != 1:
-        raise refused(fields, architecture, "rope.scaling.attn_factor")
+        raise refused(fields, "rope.scaling.attn_factor")
     if factor == 1:
         return {}
     # of type linear, the length of a config.json is the original one
     length = fields.optional_integer("rope.scaling.original_context_length")
     return {
         "rope_scaling": {"rope_type": "linear", "factor": factor},
-        "max_position_embeddings": length or fields.integer("context_length"),
+        "max_position_embeddings": length or fields.get("context_length"),
     }
 
 
@@ -278,173 +271,84 @@ def scaling_factor(fields):
     return 1.0
 
 
-def yarn_values(fields, architecture, factor):
+def table_values(fields, kind, long_factor, short_factor):
+    """Return the field rope_scaling of tables that divide the frequencies.
+
+    llama.cpp's converter writes the type llama3 as one table. It is recognised with the parameters
+    that Llama 3.1 to 3.3 have; any other table is longrope's.
+    """
+    # llama.cpp has 1 where the metadata lack it, transformers a value from the lengths
+    multiplier = fields.real("rope.scaling.attn_factor", 1e-12, 1e12)
+    length = fields.optional_integer("rope.scaling.original_context_length")
+    factor = max(long_factor)
+    if kind != "longrope" and multiplier == 1 and 1 < factor < math.inf:
+        llama3_length = length or LLAMA3_LENGTH
+        words = (fields.real("rope.freq_base", 1, 1e12), 2 * len(long_factor), llama3_length)
+        plain, _ = METHODS["none"](*words, factor)
+        scaled, _ = METHODS["llama3"](*words, factor, **LLAMA3_ROPE)
+        # the converter computes in float32
+        divided = scaled * torch.tensor(long_factor, dtype=torch.float64)
+        if torch.allclose(divided, plain, rtol=1e-4, atol=0):
+            rope = {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+            return {**rope, "original_max_position_embeddings": llama3_length}
+    return {
+        "rope_type": "longrope",
+        "long_factor": long_factor,
+        "short_factor": short_factor,
+        "attention_factor": multiplier,
+        "original_max_position_embeddings": length or fields.integer("context_length"),
+    }
+
+
+def yarn_values(fields, factor):
     """Return the field rope_scaling of YaRN."""
-    key = "rope.scaling.original_context_length"
-    rope = {"rope_type": "yarn", "factor": factor}
-    rope["original_max_position_embeddings"] = fields.optional_integer(key)
+    length = fields.optional_integer("rope.scaling.original_context_length")
+    rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
     names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     extrapolation = fields.real("rope.scaling.yarn_ext_factor", -1e6, 1e6)
     # negative: not set, as llama.cpp itself writes it together with its other defaults
     if extrapolation >= 0:
         names["attention_factor"] = "yarn_attn_factor"
         if extrapolation != 1:
-            raise refused(fields, architecture, "rope.scaling.yarn_ext_factor")
+            raise refused(fields, "rope.scaling.yarn_ext_factor")
+    if fields.get("rope.scaling.yarn_log_multiplier"):
+        raise refused(fields, "rope.scaling.yarn_log_multiplier")
     for name, last in names.items():
         if fields.get(f"rope.scaling.{last}") is not None:
             rope[name] = fields.real(f"rope.scaling.{last}", 1e-12, 1e12)
-    if fields.get("rope.scaling.yarn_log_multiplier"):
-        raise refused(fields, architecture, "rope.scaling.yarn_log_multiplier")
     multiplier = fields.real("rope.scaling.attn_factor", 1e-12, 1e12)
     if multiplier != 1:
         # of the temperature that YaRN has without it
         rope["attention_factor"] = multiplier * (0.1 * math.log(factor) + 1)
-    return {"rope_scaling": rope}
-
-
-def longrope_values(file, fields, factor, tables, head_dim):
-    """Return the field rope_scaling of longrope, whose tables are tensors."""
-    rope = {"rope_type": "longrope"}
-    rope["long_factor"] = read_table(file, "rope_factors_long.weight", tables, head_dim)
-    rope["short_factor"] = read_table(file, "rope_factors_short.weight", tables, head_dim)
-    if factor != 1:
-        raise refused(fields, "llama", "rope.scaling.factor")
-    # llama.cpp has 1 where the metadata lack it, transformers a value from the lengths
-    rope["attention_factor"] = fields.real("rope.scaling.attn_factor", 1e-12, 1e12)
-    length = fields.optional_integer("rope.scaling.original_context_length")
-    rope["original_max_position_embeddings"] = length or fields.integer("context_length")
-    return {"rope_scaling": rope}
-
-
-def read_table(file, name, tables, head_dim):
-    """Return what divides the frequencies of RoPE, a list of one number for each pair."""
-    found = tables[name].shape if name in tables else "absent"
-    if found != (head_dim // 2,):
-        raise UserError(
-            f"{file}: {name} is {found}, where heads of {head_dim} channels need "
-            f"{(head_dim // 2,)}: download it again"
-        )
-    return read_tensor(file, tables[name]).tolist()
-
-
-def frequency_values(fields, table):
-    """Return the field rope_scaling of a table of divisors of the frequencies.
-
-    llama.cpp's converter writes the type llama3 as such a table. It is recognised with the
-    parameters that Llama 3.1 to 3.3 have; any other table is longrope's.
-    """
-    factor = max(table)
-    base = fields.real("rope.freq_base", 1.0, 1e12)
-    multiplier = fields.real("rope.scaling.attn_factor", 1e-12, 1e12)
-    key = "rope.scaling.original_context_length"
-    original_length = fields.optional_integer(key)
-    rope = {**LLAMA3_ROPE, "original_max_position_embeddings": original_length or LLAMA3_LENGTH}
-    expected = llama3_divisors(base, len(table), factor, rope)
-    # the converter computes in float32
-    same = torch.allclose(torch.tensor(table).double(), expected, rtol=1e-4, atol=0)
-    if same and factor > 1 and multiplier == 1:
-        return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **rope}}
-    rope = {
-        "rope_type": "longrope",
-        "long_factor": table,
-        "short_factor": table,
-        "attention_factor": multiplier,
-        "original_max_position_embeddings": original_length or fields.integer("context_length"),
-    }
-    return {"rope_scaling": rope}
-
-
-def llama3_divisors(base, n_pairs, factor, rope):
-    """Return what the type llama3 divides the frequencies by, float64 (n_pairs,)."""
-    frequencies = base ** -(torch.arange(n_pairs, dtype=torch.float64) / n_pairs)
-    rotations = rope["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    # 0 if a pair is interpolated, 1 if it stays as it is
-    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
-    return 1 / ((1 - unscaled) / factor + unscaled)
-
-
-# -----------------------------------------------------------------------------
-# Tensors
-
-
-def gguf_name(name):
-    """Return GGUF's name of a tensor from Hugging Face's."""
-    if name in MODEL_NAMES:
-        return MODEL_NAMES[name]
-    # model.layers.3.self_attn.q_proj.weight
-    _, _, layer, rest = name.split(".", 3)
-    module, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{LAYER_NAMES[module]}.{kind}"
-
-
-def weight_tensors(header):
-    """Return the tensors of a file that are weights: name -> GGUFTensor."""
-    if header.metadata["general.architecture"] not in WITH_ROPE_TABLES:
-        return header.tensors
-    return {name: tensor for name, tensor in header.tensors.items() if name not in ROPE_TABLES}
-
-
-def read_tensors(file, header, layout, head_dim, shapes):
-    """Yield (our name, float32 tensor) for all parameters, with one of them in memory."""
-    interleaved = header.metadata["general.architecture"] in INTERLEAVED
-    for name, held in layout.items():
-        is_interleaved = interleaved and name.endswith(("q_proj.weight", "k_proj.weight"))
-        place = header.tensors[gguf_name(name)]
-        yield from held.split(dequantise(file, place, head_dim, is_interleaved), shapes)
-
-
-def dequantise(file, place, head_dim, is_interleaved):
-    tensor = read_tensor(file, place)
-    return halves_first(tensor, head_dim) if is_interleaved else tensor
-
-
-def halves_first(tensor, head_dim):
-    """Return the rows of q or k with the two rows of a pair head_dim / 2 apart, not adjacent."""
-    pairs = tensor.view(-1, head_dim // 2, 2, tensor.shape[1])  # (H, D / 2, 2, C)
-    return pairs.transpose(1, 2).reshape(tensor.shape)
-
-
-def adjacent_first(tensor, head_dim):
-    """Undo halves_first()."""
-    halves = tensor.view(-1, 2, head_dim // 2, tensor.shape[1])  # (H, 2, D / 2, C)
-    return halves.transpose(1, 2).reshape(tensor.shape)
+    return rope
 
 
 # -----------------------------------------------------------------------------
 # The tokenizer
 
 
-def read_tokenizer(file, header, values, folder):
+def read_tokenizer(file, metadata, values, folder):
     """Return the tokenizer or None, the id that starts every text or None, and a note.
 
     folder: the directory of the tokenizer; empty: it is in the file.
     """
+    vocab_size = values["vocab_size"]
     if folder:
-        tokenizer, bos, note = read_named_tokenizer(Path(folder), values["vocab_size"])
-        check_same_tokens(file, header.metadata, folder, tokenizer.package_tokenizer)
+        tokenizer, bos, note = read_named_tokenizer(Path(folder), vocab_size)
+        check_same_tokens(file, metadata, folder, tokenizer.package_tokenizer)
         if bos is None:
-            bos = first_token(file, header.metadata, values["vocab_size"])
+            bos = first_token(file, metadata, vocab_size)
         return tokenizer, bos, note
-    reason = text_obstacle(header.metadata)
+    reason = text_obstacle(metadata)
     if reason:
-        bos = first_token(file, header.metadata, values["vocab_size"])
         note = f"note: {reason}: the model works on token ids only (for text, give --tokenizer=DIR "
         note += "of its tokenizer.json)"
-        return None, bos, note
-    files = tokenizer_json_of(file, header.metadata)
-    n_tokens = len(header.metadata["tokenizer.ggml.tokens"])
-    if n_tokens > values["vocab_size"]:
-        raise UserError(
-            f"{file} has {n_tokens} tokens, and its model {values['vocab_size']}: download it again"
-        )
-    contents = {name: text.encode() for name, text in files.items()}
-    settings = json.loads(files["tokenizer_config.json"])
+        return None, first_token(file, metadata, vocab_size), note
+    files, settings = tokenizer_files_of(file, metadata)
     try:
-        tokenizer, bos = make_tokenizer(contents, settings, values, values["vocab_size"])
+        return *make_tokenizer(files, settings, values, vocab_size), ""
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    return tokenizer, bos, ""
 
 
 def first_token(file, metadata, n_tokens):

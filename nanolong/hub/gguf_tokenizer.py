@@ -8,8 +8,10 @@ The patterns are those of the models' own tokenizer.json files; llama.cpp has th
 import json
 from typing import NamedTuple
 
-from data.tokenizer import load_tokenizer_json
+from data.tokenizer import reason_of
+from nanolong import chat
 from nanolong.errors import UserError
+from nanolong.hub.tokenizer import put_first, token_text
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -75,197 +77,144 @@ def text_obstacle(metadata):
     return ""
 
 
-def tokenizer_json_of(file, metadata):
-    """Return the tokenizer of a GGUF without a text_obstacle(): file name -> its text.
+def tokenizer_files_of(file, metadata):
+    """Return the tokenizer of a GGUF without a text_obstacle(), as a Hugging Face directory has it.
 
-    file: for the error messages. Raises UserError if the metadata are damaged.
+    Returns its files, name -> bytes, and the content of tokenizer_config.json. file: for the error
+    messages. Raises UserError if the metadata are damaged.
     """
     try:
-        vocabulary = read_vocabulary(metadata)
-        settings = tokenizer_settings(metadata, vocabulary)
-        tokenizer = build_tokenizer(metadata, vocabulary, settings)
+        settings = tokenizer_settings(metadata)
+        tokenizer = build_tokenizer(metadata, settings)
     # the library raises Exception itself
-    except Exception as error:
-        raise UserError(
-            f"{file} has a damaged tokenizer ({type(error).__name__}: {error}): download it again"
-        ) from None
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise UserError(f"{file} has a damaged tokenizer ({reason}): download it again") from None
     text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    return {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": text}
+    contents = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": text}
+    return {name: content.encode() for name, content in contents.items()}, settings
 
 
-class Vocabulary(NamedTuple):
-    tokens: list  # by their ids
-    ids: dict  # text -> id, without padding
-    special: list  # ids
-    user_defined: list  # ids
-
-
-def read_vocabulary(metadata):
-    tokens = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
-        raise ValueError("its tokens and their types differ in number")
-    ids = {}
-    special = []
-    user_defined = []
-    for i, (token, token_type) in enumerate(zip(tokens, types, strict=True)):
-        if token_type == UNUSED:
-            continue
-        if token in ids:
-            raise ValueError(f"tokens {ids[token]} and {i} are both {token!r}")
-        ids[token] = i
-        if token_type in SPECIAL:
-            special.append(i)
-        elif token_type == USER_DEFINED:
-            user_defined.append(i)
-    return Vocabulary(tokens, ids, special, user_defined)
-
-
-def tokenizer_settings(metadata, vocabulary):
+def tokenizer_settings(metadata):
     """Return the content of tokenizer_config.json."""
-    pre_tokenizer = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]]
+    tokens = metadata["tokenizer.ggml.tokens"]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     for name, key in SPECIAL_TOKENS.items():
-        if key in metadata:
-            settings[name] = token_of(vocabulary, metadata[key], key)
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre_tokenizer.adds_bos)
+        if key not in metadata:
+            continue
+        i = metadata[key]
+        if i not in range(len(tokens)):
+            raise ValueError(f"{key} is {i!r}, and there are {len(tokens)} tokens")
+        settings[name] = tokens[i]
+    default = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]].adds_bos
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", default)
     settings["add_bos_token"] = bool(adds_bos) and "bos_token" in settings
     if "tokenizer.chat_template" in metadata:
         settings["chat_template"] = metadata["tokenizer.chat_template"]
     return settings
 
 
-def token_of(vocabulary, i, key):
-    if type(i) is not int or not 0 <= i < len(vocabulary.tokens):
-        raise ValueError(f"{key} is {i!r}, and there are {len(vocabulary.tokens)} tokens")
-    return vocabulary.tokens[i]
-
-
-def build_tokenizer(metadata, vocabulary, settings):
+def build_tokenizer(metadata, settings):
     """Return the tokenizers.Tokenizer that the metadata describe."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+    from tokenizers import AddedToken, decoders
 
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    kinds = {}
+    ids = {}
+    for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == UNUSED:
+            continue
+        if token in ids:
+            raise ValueError(f"tokens {ids[token]} and {i} are both {token!r}")
+        ids[token] = i
+        kinds[token] = kind
+    # a space in a token is written as another character
+    pairs = (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])
+    merges = [(left, right) for left, right in pairs]
     pre_tokenizer = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocabulary.ids,
-            merges=read_merges(metadata),
-            ignore_merges=pre_tokenizer.ignores_merges,
-        )
-    )
-    if pre_tokenizer.composes_text:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = build_splitter(pre_tokenizer)
+    tokenizer = empty_bpe(pre_tokenizer, ids, merges)
     tokenizer.decoder = decoders.ByteLevel()
 
-    special = {vocabulary.tokens[i] for i in vocabulary.special}
-    special |= {settings[name] for name in SPECIAL_TOKENS if name in settings}
-    added = special | {vocabulary.tokens[i] for i in vocabulary.user_defined}
+    named = {settings[name] for name in SPECIAL_TOKENS if name in settings}
     # in the order of their ids, as a file has them
-    for token in sorted(added, key=vocabulary.ids.get):
-        is_special = token in special
-        tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False)])
-
+    for token, kind in kinds.items():
+        is_special = kind in SPECIAL or token in named
+        if is_special or kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False)])
     if settings["add_bos_token"]:
-        bos = settings["bos_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"],
-            pair=[bos, "$A", "$B:1"],
-            special_tokens=[(bos, vocabulary.ids[bos])],
-        )
+        put_first(tokenizer, ids[settings["bos_token"]])
     return tokenizer
 
 
-def read_merges(metadata):
-    """Return the merges as pairs of tokens. A space in a token is written as another character."""
-    pairs = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    for pair in pairs:
-        if len(pair) != 2:
-            raise ValueError(f"{' '.join(pair)!r} is no merge of two tokens")
-    return pairs
+def empty_bpe(pre_tokenizer, ids=None, merges=None):
+    """Return a tokenizers.Tokenizer that splits text as a PreTokenizer says, and merges it."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-
-def build_splitter(pre_tokenizer):
-    """Return the library's pre-tokenizer."""
-    from tokenizers import Regex, pre_tokenizers
-
-    if pre_tokenizer.pattern is not None:
-        split = pre_tokenizers.Split(Regex(pre_tokenizer.pattern), behavior="isolated")
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([split, to_bytes])
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if not pre_tokenizer.splits_digits:
-        return split
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
+    model = models.BPE(ids, merges, ignore_merges=pre_tokenizer.ignores_merges)
+    tokenizer = Tokenizer(model)
+    if pre_tokenizer.composes_text:
+        tokenizer.normalizer = normalizers.NFC()
+    is_named = pre_tokenizer.pattern is None
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_named)]
+    if not is_named:
+        steps.insert(0, pre_tokenizers.Split(Regex(pre_tokenizer.pattern), "isolated"))
+    if pre_tokenizer.splits_digits:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+    return tokenizer
 
 
 # -----------------------------------------------------------------------------
 # Writing
 
 
-def tokenizer_metadata(files, settings, vocab_size, adds_bos, name=None):
-    """Return the metadata of a tokenizer: the inverse of tokenizer_json_of().
+def tokenizer_metadata(tokenizer, vocab_size, adds_bos, name=None):
+    """Return the metadata of an ImportedTokenizer, for a model of so many ids. Raises UserError.
 
-    files: name -> bytes; settings: of tokenizer_config.json; vocab_size: the model's; name: of the
-    pre-tokenizer, if the files cannot say it. Raises UserError for one without a name there.
+    name: of the pre-tokenizer, if the files cannot say it.
     """
-    tokenizer = load_tokenizer_json(files["tokenizer.json"].decode())
-    spec = json.loads(tokenizer.to_str())
+    package_tokenizer = tokenizer.package_tokenizer
+    spec = json.loads(package_tokenizer.to_str())
     name = name or pre_tokenizer_name(spec)
-    if name is None:
+    merges = spec["model"].get("merges")
+    if name is None or not merges:  # llama.cpp wants some
         raise UserError(
-            "the model's tokenizer is no byte-level BPE whose splitter has a name in llama.cpp: "
-            "give --tokenizer=none, for a file that works on token ids only, or --tokenizer=DIR "
-            "of another tokenizer"
+            "llama.cpp has no tokenizer like this model's: give --tokenizer=none or =DIR of another"
         )
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [UNUSED] * vocab_size
-    for token, i in tokenizer.get_vocab().items():
+    for token, i in package_tokenizer.get_vocab().items():
         tokens[i], types[i] = token, NORMAL
-    for i, token in tokenizer.get_added_tokens_decoder().items():
+    for i, token in package_tokenizer.get_added_tokens_decoder().items():
         types[i] = CONTROL if token.special else USER_DEFINED
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in spec["model"]["merges"]]
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
         "tokenizer.ggml.add_bos_token": adds_bos,
         "tokenizer.ggml.add_space_prefix": False,
     }
+    settings = chat.read_settings(tokenizer)
     for name, key in SPECIAL_TOKENS.items():
-        token = settings.get(name)
-        token = token["content"] if isinstance(token, dict) else token
-        if token is not None and tokenizer.token_to_id(token) is not None:
-            metadata[key] = tokenizer.token_to_id(token)
-    template = settings.get("chat_template")
-    if template is None and "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].decode()
-    if isinstance(template, str):
-        metadata["tokenizer.chat_template"] = template
-    return metadata
+        i = package_tokenizer.token_to_id(token_text(settings, name) or "")
+        if i is not None:
+            metadata[key] = i
+    # without a template it is empty, which is not written
+    return metadata | {"tokenizer.chat_template": chat.find_template(tokenizer) or ""}
 
 
 def pre_tokenizer_name(spec):
     """Return the name of the pre-tokenizer of a tokenizer.json, or None if it has none."""
-    from tokenizers import Tokenizer, models, normalizers
-
-    model = spec["model"]
-    if model["type"] != "BPE" or (spec["decoder"] or {}).get("type") != "ByteLevel":
-        return None
-    if not model["merges"]:  # llama.cpp wants some
-        return None
     for name, pre_tokenizer in PRE_TOKENIZERS.items():
-        known = Tokenizer(models.BPE())
-        known.pre_tokenizer = build_splitter(pre_tokenizer)
-        if pre_tokenizer.composes_text:
-            known.normalizer = normalizers.NFC()
-        known = json.loads(known.to_str())
+        known = json.loads(empty_bpe(pre_tokenizer).to_str())
         same = all(known[part] == spec[part] for part in ("pre_tokenizer", "normalizer"))
-        if same and pre_tokenizer.ignores_merges == model["ignore_merges"]:
+        # which only BPE has
+        if same and pre_tokenizer.ignores_merges == spec["model"].get("ignore_merges"):
             return name
     return None

@@ -144,45 +144,40 @@ def make_tokenizer(files, settings, model_config, vocab_size):
     except UnicodeDecodeError as error:
         raise UserError(f"tokenizer.json is damaged ({error}): download it again") from None
     package_tokenizer = tokenizer.package_tokenizer
+    n_ids = 1 + max(package_tokenizer.get_vocab().values(), default=-1)
     if vocab_size is None:
-        tokenizer.vocab_size = count_ids(package_tokenizer)
-    check_vocabulary(package_tokenizer, model_config, tokenizer.vocab_size)
+        tokenizer.vocab_size = n_ids
+    check_vocabulary(package_tokenizer, n_ids, model_config, tokenizer.vocab_size)
     bytes_of_tokens(package_tokenizer)  # raises where the decoder is not supported
     bos = special_id(model_config, settings, "bos_token", tokenizer)
     eos = special_id(model_config, settings, "eos_token", tokenizer)
+    starts_text = bool(settings.get("add_bos_token")) and bos is not None
     first = first_special_id(tokenizer)
-    starts_text = first is not None or (bool(settings.get("add_bos_token")) and bos is not None)
     if first is not None:
         bos = first
-    elif bos is None:
-        bos = eos
-    tokenizer.bos = bos
-    tokenizer.eos = None if eos == bos else eos
-    return tokenizer, bos if starts_text else None
+        starts_text = True
+    tokenizer.bos = eos if bos is None else bos
+    tokenizer.eos = None if eos == tokenizer.bos else eos
+    return tokenizer, tokenizer.bos if starts_text else None
 
 
-def check_vocabulary(package_tokenizer, model_config, vocab_size):
+def check_vocabulary(package_tokenizer, n_ids, model_config, vocab_size):
     """Raise UserError unless the ids of a tokenizer.json can be those of the model."""
-    n_ids = count_ids(package_tokenizer)
     if n_ids < 2:
         raise UserError("tokenizer.json has no tokens: train it first")
+    reason = ""
     # models pad their vocabulary by a few per cent
     if n_ids > vocab_size or n_ids < 0.75 * vocab_size:
-        raise UserError(
-            f"tokenizer.json has {n_ids} tokens and the model {vocab_size}, so it belongs to "
-            "another model: put the right file in its place"
-        )
+        reason = f"{n_ids} tokens and the model {vocab_size}"
     for name in ("bos_token_id", "eos_token_id"):
         number = first_number(model_config.get(name))
         if number in range(vocab_size) and package_tokenizer.id_to_token(number) is None:
-            raise UserError(
-                f"tokenizer.json has no token {number}, which is the model's {name}, so it belongs "
-                "to another model: put the right file in its place"
-            )
-
-
-def count_ids(package_tokenizer):
-    return 1 + max(package_tokenizer.get_vocab().values(), default=-1)
+            reason = reason or f"no token {number}, which is the model's {name}"
+    if reason:
+        raise UserError(
+            f"tokenizer.json has {reason}, so it belongs to another model: put the right file in "
+            "its place"
+        )
 
 
 def first_number(value):
@@ -225,27 +220,32 @@ def first_special_id(tokenizer):
 
 
 def write_tokenizer(folder, tokenizer, adds_bos: bool, length: int) -> None:
-    """Write the files that a tokenizer came with, or those of one of our own; none for None.
+    """Write the files of make_exported(); none for None."""
+    files = make_exported(tokenizer, adds_bos, length).files if tokenizer else {}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def make_exported(tokenizer, adds_bos: bool, length: int) -> ImportedTokenizer:
+    """Return a tokenizer with the files that it came with, or those of one of our own.
 
     adds_bos: whether bos is put before every text. length: the model's context length. Raises
     UserError if a tokenizer.json would encode text otherwise than the tokenizer.
     """
-    if tokenizer is None:
-        return
-    if isinstance(tokenizer, ImportedTokenizer):
-        imported = tokenizer
-    else:
-        imported = build_tokenizer(tokenizer, adds_bos)
-    files = dict(imported.files)
-    if "tokenizer_config.json" not in files:
-        files["tokenizer_config.json"] = tokenizer_config(imported, adds_bos, length)
-        # transformers lets tokenizer.json decide about bos
-        if adds_bos and first_special_id(imported) is None:
-            package_tokenizer = load_tokenizer_json(imported.text)
-            put_first(package_tokenizer, imported.bos)
-            files["tokenizer.json"] = package_tokenizer.to_str().encode()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+    if not isinstance(tokenizer, ImportedTokenizer):
+        tokenizer = build_tokenizer(tokenizer, adds_bos)
+    if "tokenizer_config.json" in tokenizer.files:
+        return tokenizer
+    files = {
+        **tokenizer.files,
+        "tokenizer_config.json": tokenizer_config(tokenizer, adds_bos, length),
+    }
+    # transformers lets tokenizer.json decide about bos
+    if adds_bos and first_special_id(tokenizer) is None:
+        package_tokenizer = load_tokenizer_json(tokenizer.text)
+        put_first(package_tokenizer, tokenizer.bos)
+        files["tokenizer.json"] = package_tokenizer.to_str().encode()
+    return ImportedTokenizer(files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
 
 
 def tokenizer_config(tokenizer, adds_bos, length):
@@ -270,48 +270,86 @@ def build_tokenizer(tokenizer, adds_bos):
 
     Raises UserError if there is none, as for some patterns of a BPETokenizer.
     """
+    import_tokenizers()
+    reason = "it encodes a sample of text otherwise"
     try:
-        files = {"tokenizer.json": build_tokenizer_json(tokenizer, adds_bos).encode()}
-    except UserError:
-        raise
+        built = build_package_tokenizer(tokenizer)
+        if adds_bos:
+            put_first(built, tokenizer.bos)
+        files = {"tokenizer.json": built.to_str().encode()}
+        built = ImportedTokenizer(files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
+        encode_alike = all(
+            tokenizer.encode(x) == built.encode(x) for x in texts_to_compare(tokenizer)
+        )
+        if encode_alike and same_vocabulary(tokenizer, built):
+            return built
     # the package raises Exception itself
     except Exception as error:
-        raise cannot_build(str(error)) from None
-    built = ImportedTokenizer(files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
-
-    # whole texts, each character of them, and what must not become a special token
-    sample = sample_text(tokenizer)
-    texts = [sample, sample[::-1], *sample]
-    if not isinstance(tokenizer, CharTokenizer):
-        texts += [sample.replace(" ", "\n"), *special_tokens(tokenizer)]
-    encode_alike = all(tokenizer.encode(text) == built.encode(text) for text in texts)
-    if not encode_alike or not same_vocabulary(tokenizer, built):
-        raise cannot_build("it encodes a sample of text otherwise")
-    return built
-
-
-def cannot_build(reason):
-    return UserError(
+        reason = str(error)
+    raise UserError(
         f"no tokenizer.json can be made that encodes text as this vocabulary does ({reason}), and "
         "nothing was written: give --tokenizer=DIR with tokenizer files of your own, or report it"
     )
 
 
-def build_tokenizer_json(tokenizer, adds_bos):
-    """Return the tokenizer.json of a ByteTokenizer, CharTokenizer or BPETokenizer."""
-    tokenizers = import_tokenizers()
-    special = special_tokens(tokenizer)
+def texts_to_compare(tokenizer):
+    """Return whole texts, each character of them, and what must not become a special token."""
+    sample = sample_text(tokenizer)
+    texts = [sample, sample[::-1], *sample]
     if isinstance(tokenizer, CharTokenizer):
-        built = build_characters(tokenizers, tokenizer, special)
+        return texts
+    return [*texts, sample.replace(" ", "\n"), *special_tokens(tokenizer)]
+
+
+def build_package_tokenizer(tokenizer):
+    """Return the tokenizers.Tokenizer of a ByteTokenizer, CharTokenizer or BPETokenizer."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    def split(pattern):
+        return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+
+    # These are in the models' vocabularies too: an added token that is not would get the next free
+    # id, not its own.
+    special = special_tokens(tokenizer)
+    steps = [pre_tokenizers.ByteLevel(False, use_regex=False)]
+    decoder = decoders.ByteLevel()
+    if isinstance(tokenizer, CharTokenizer):
+        model = models.WordLevel(tokenizer.ids | special, unk_token="<unk>")
+        steps = [split("(?m:.)")]
+        decoder = decoders.Fuse()
     elif isinstance(tokenizer, ByteTokenizer):
-        built = build_byte_level(tokenizers, byte_level_alphabet() | special, [])
+        model = models.BPE(byte_level_alphabet() | special, [])
     else:
-        built = build_bpe(tokenizers, tokenizer, special)
+        vocab, merges = bpe_vocabulary(tokenizer.encoding._mergeable_ranks)
+        # a piece of text that is a token is not split into bytes
+        model = models.BPE(vocab | special, merges, ignore_merges=True)
+        # the package's regular expressions take the + of {1,3}+ for another repetition
+        pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", tokenizer.encoding._pat_str)
+        steps.insert(0, split(pattern))
+    built = tokenizers.Tokenizer(model)
+    built.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    built.decoder = decoder
     names = sorted(special, key=special.get)
     built.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
-    if adds_bos:
-        put_first(built, tokenizer.bos)
-    return built.to_str()
+    return built
+
+
+def bpe_vocabulary(ranks):
+    """Return (vocabulary, merges) of byte-level BPE from tiktoken's ranks of tokens."""
+    characters = list(byte_level_alphabet())
+    text = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    # every pair of tokens that makes a token, in the order of ranks
+    merges = []
+    for token, rank in ranks.items():
+        for i in range(1, len(token)):
+            left = token[:i]
+            right = token[i:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], ranks[right], left, right))
+    merges.sort()
+    pairs = [(text[left], text[right]) for *_, left, right in merges]
+    return {text[token]: rank for token, rank in ranks.items()}, pairs
 
 
 def put_first(package_tokenizer, i):
@@ -328,56 +366,4 @@ def special_tokens(tokenizer):
         return tokenizer.special_tokens
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.encoding._special_tokens
-    if tokenizer.bos is None:
-        return {}
-    return {"<bos>": tokenizer.bos}
-
-
-# The special tokens are in the models' vocabularies too: an added token that is not would get the
-# next free id, not its own.
-
-
-def build_characters(tokenizers, tokenizer, special):
-    vocab = tokenizer.ids | special
-    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
-    built.pre_tokenizer = isolated_split(tokenizers, "(?m:.)")
-    built.decoder = tokenizers.decoders.Fuse()
-    return built
-
-
-def isolated_split(tokenizers, pattern):
-    return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-
-
-def build_byte_level(tokenizers, vocab, merges, whole=False):
-    """Return byte-level BPE; whole: a piece of text that is a token is not split into bytes."""
-    model = tokenizers.models.BPE(vocab, merges, ignore_merges=whole)
-    built = tokenizers.Tokenizer(model)
-    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
-    built.decoder = tokenizers.decoders.ByteLevel()
-    return built
-
-
-def build_bpe(tokenizers, tokenizer, special):
-    ranks = tokenizer.encoding._mergeable_ranks
-    characters = list(byte_level_alphabet())
-    text = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    vocab = {text[token]: rank for token, rank in ranks.items()} | special
-
-    # every pair of tokens that makes a token, in the order of ranks
-    merges = []
-    for token, rank in ranks.items():
-        for i in range(1, len(token)):
-            left = token[:i]
-            right = token[i:]
-            if left in ranks and right in ranks:
-                merges.append((rank, ranks[left], ranks[right], left, right))
-    merges.sort()
-    pairs = [(text[left], text[right]) for *_, left, right in merges]
-
-    built = build_byte_level(tokenizers, vocab, pairs, whole=True)
-    # the package's regular expressions take the + of {1,3}+ for another repetition
-    pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", tokenizer.encoding._pat_str)
-    steps = [isolated_split(tokenizers, pattern), built.pre_tokenizer]
-    built.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
-    return built
+    return {} if tokenizer.bos is None else {"<bos>": tokenizer.bos}
