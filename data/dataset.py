@@ -684,6 +684,15 @@ def split_mixture(name) -> dict[str, float]:
     return fractions
 
 
+def split_fraction(item) -> tuple[str, float]:
+    """Split "name:0.3" into the name and the fraction, which is nan if there is none."""
+    name, _, number = item.strip().rpartition(":")
+    try:
+        return name, float(number)
+    except ValueError:
+        return item, math.nan
+
+
 def short_name(name) -> str:
     """Return a name for the folder of a run: of a mixture long+short."""
     return "+".join(Path(source).name for source in split_mixture(name))
