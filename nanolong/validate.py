@@ -438,7 +438,9 @@ def check_inputs(config, tokens, **others):
         raise UserError(f"tokens are {found}: give a tensor, int64 (B, T)")
     for name, x in others.items():
         if x is not None and x.shape not in (tokens.shape, tokens.shape[1:]):
-            raise UserError(f"{name} are {tuple(x.shape)}, tokens {shape}: give one a token")
+            raise UserError(
+                f"{name} are {tuple(x.shape)}, tokens {tuple(tokens.shape)}: give one each"
+            )
     # on the CPU only: this would wait for a GPU
     n = config.vocab_size
     if tokens.is_cpu and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < n:
