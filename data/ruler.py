@@ -104,6 +104,7 @@ def ruler_prompt(
     return Prompt(ids[:-1].copy(), targets, f"{document.text(n)} {document.answer}", task.answers)
 
 
+@functools.lru_cache(maxsize=64)
 def needed_length(kind: str, tokenizer, size: str, bos: int | None = None) -> int:
     """Return a length that is enough for every document of a kind. Raises as ruler_prompt()."""
     needs = []
