@@ -100,13 +100,10 @@ def parse(*, about="", presets=False, paths=None, defaults=None, argv=None, unli
         looked up in config/ too.
     paths: what other positional arguments are, in words, for --help; None: there are none.
     defaults: a function of the given values by name and of the positional arguments; returns
-        values that replace the dataclasses' defaults, by name. Names that are no settings are
-        ignored.
-    argv: the words to read, sys.argv[1:] by default.
+        values by name that replace the dataclasses' defaults. Other names are ignored.
 
     Returns an object with the instances, with `given`, the set of names that a preset or flag has
-    set, `flags`, those of a flag alone, and `paths`, the list of positional arguments. Raises
-    UserError; --help prints and exits with status 0.
+    set, `flags`, those of a flag alone, and `paths`, the list of positional arguments.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     settings = {s.name: s for cls in classes.values() for s in settings_of(cls)}
@@ -133,7 +130,8 @@ def parse(*, about="", presets=False, paths=None, defaults=None, argv=None, unli
     given_values = {**from_presets, **from_flags}
     values = given_values
     if defaults is not None:
-        values = convert_defaults(defaults(given_values, positional), settings) | given_values
+        known = {n: v for n, v in defaults(given_values, positional).items() if n in settings}
+        values = convert_all(known, settings, "the earlier run has") | given_values
     args = types.SimpleNamespace(given=set(given_values), flags=set(from_flags), paths=positional)
     for name, cls in classes.items():
         own_values = {f.name: values[f.name] for f in fields(cls) if f.name in values}
@@ -184,11 +182,17 @@ def read_preset(word, settings):
         values = tomllib.loads(files[0].read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{word} is not valid TOML ({error}): correct it") from None
+    for name in values:
+        find_setting(name, settings, word)
+    return convert_all(values, settings, f"{word}:")
+
+
+def convert_all(values, settings, where):
+    """The values by name as the types of their settings."""
     converted = {}
     for name, value in values.items():
-        setting = find_setting(name, settings, word)
-        where = f"{word}: {name} = {value!r:.60}"
-        converted[name] = validate.convert(name, value, setting.type, where)
+        kind = settings[name].type
+        converted[name] = validate.convert(name, value, kind, f"{where} {name} = {value!r:.60}")
     return converted
 
 
@@ -223,16 +227,6 @@ def similar_setting(name, settings):
     # a lower cutoff takes words for similar that share a few letters, as scheme and seed
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return known[close[0]] if close else None
-
-
-def convert_defaults(values, settings):
-    """The values that the function `defaults` of parse() has returned, as the settings' types."""
-    converted = {}
-    for name, value in values.items():
-        if name in settings:
-            where = f"the earlier run has {name} = {value!r:.60}"
-            converted[name] = validate.convert(name, value, settings[name].type, where)
-    return converted
 
 
 # -----------------------------------------------------------------------------
@@ -286,13 +280,8 @@ def format_setting(setting, comment):
 
 def wrap(line, indent):
     """The line in pieces of HELP_WIDTH columns, all but the first indented."""
-    return textwrap.wrap(
-        line,
-        HELP_WIDTH,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, HELP_WIDTH, subsequent_indent=" " * indent, **options)
 
 
 def format_value(value):
@@ -309,11 +298,10 @@ def format_value(value):
 def field_comments(cls):
     """Field name -> (group, comment), each from the class of the hierarchy that states it."""
     comments = {}
-    for base in reversed(cls.__mro__):
-        if is_dataclass(base):
-            for name, (group, comment) in own_comments(base).items():
-                inherited_group, _ = comments.get(name, ("", ""))
-                comments[name] = (group or inherited_group, comment)
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        for name, (group, comment) in own_comments(base).items():
+            inherited_group, _ = comments.get(name, ("", ""))
+            comments[name] = (group or inherited_group, comment)
     return comments
 
 
@@ -331,12 +319,10 @@ def own_comments(cls):
         above = []
         for line in lines[end : node.lineno - 1]:
             if line.startswith("# [") and line.endswith("]"):
-                group = line.removeprefix("# [").removesuffix("]")
+                group = line[3:-1]
                 above = []
-            elif line.startswith("# "):
-                above.append(line.removeprefix("# "))
             else:
-                above = []
+                above = [*above, line[2:]] if line.startswith("# ") else []
         end = node.end_lineno
         trailing = lines[end - 1].partition("  # ")[2]
         comments[node.target.id] = (group, trailing or " ".join(above))
@@ -383,17 +369,11 @@ def print_error(message, on_every_rank):
         print(f"error: {message}", file=sys.stderr)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        write_error_file(error_file, message)
-
-
-def write_error_file(file, message):
-    """Have torchrun end its traceback, which it prints of every failure, with this message.
-
-    The format is that of torch.distributed.elastic.multiprocessing.errors.
-    """
-    error = {"message": str(message), "extraInfo": {"timestamp": str(int(time.time()))}}
-    with contextlib.suppress(OSError):
-        write_json(Path(file), {"message": error})
+        # torchrun ends its traceback, which it prints of every failure, with this message; the
+        # format is that of torch.distributed.elastic.multiprocessing.errors
+        error = {"message": str(message), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            write_json(Path(error_file), {"message": error})
 
 
 @contextlib.contextmanager
@@ -410,11 +390,6 @@ def silent(condition):
 def describe_os_error(error):
     if error.errno == errno.ENOMEM:
         return OUT_OF_MEMORY
-    if error.errno == errno.ENOSPC:
-        return (
-            f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space, "
-            "or choose another path"
-        )
     return (
         f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): "
         "choose another path, or fix its permissions or the disk"

@@ -525,10 +525,10 @@ def check_sample(cfg):
 def check_evaluate(cfg):
     """Refuse an EvaluateConfig that measures nothing or draws in another format than PNG."""
     check_ranges(vars(cfg))
+    require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: leave one out")
     require(
-        not cfg.text or (cfg.task == "loss" and not cfg.dataset),
-        f"--text is scored by --task=loss in place of a dataset, and not by --task={cfg.task}: "
-        "leave one of them out",
+        not cfg.text or cfg.task == "loss",
+        f"--text is of --task=loss, and --task={cfg.task} has texts of its own: leave one out",
     )
     check_png("plot", cfg.plot)
     check_png("curves", cfg.curves)

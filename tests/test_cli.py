@@ -367,7 +367,7 @@ def test_the_status_of_main_is_the_exit_status(capfd):
     [
         (UserError("x is wrong: choose y"), "x is wrong: choose y"),
         (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt cannot be used"),
-        (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be written"),
+        (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be used (No space"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: "),
         (MemoryError(), "out of memory: "),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: "),

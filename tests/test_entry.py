@@ -52,7 +52,7 @@ def entry(tmp_path):
         (
             "bare.py",
             DECAY.replace("from model import NoPE", ""),
-            "uses 'NoPE' without importing it",
+            "NameError: name 'NoPE' is not defined.: .* import",
         ),
     ],
 )
