@@ -112,11 +112,8 @@ def standard_library():
     """
     skipped = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
     root = Path(sysconfig.get_path("stdlib"))
-    files = {}
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if not skipped & set(relative.parts):
-            files[relative.as_posix()] = path
+    files = files_in(root, "*.py")
+    files = {name: file for name, file in files.items() if skipped.isdisjoint(name.split("/"))}
     if len(files) < 100:
         raise UserError(
             f"the standard library's source is not in {root}: install a Python with its sources, "
@@ -128,16 +125,20 @@ def standard_library():
 def prepare_text(path, name="", **options):
     """Make data/<name> from a text file, or from the text files of a folder. Raises UserError."""
     path = Path(path)
-    files = {path.name: path}
-    if path.is_dir():
-        files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*"))}
-        # neither hidden files nor those in hidden folders
-        files = {name: file for name, file in files.items() if "/." not in f"/{name}"}
     if not path.exists():
         raise UserError(f"there is no file or folder {path}: give the path of a text")
-    files = {name: file for name, file in files.items() if file.is_file()}
+    files = {path.name: path}
+    if path.is_dir():
+        # neither hidden files nor those in hidden folders
+        files = {name: file for name, file in files_in(path, "*").items() if "/." not in f"/{name}"}
     source = path.resolve().name
     return build(name or path.stem, files, source, binary=path.is_file(), **options)
+
+
+def files_in(folder, pattern):
+    """Find the files under a folder: relative path -> path."""
+    files = [file for file in folder.rglob(pattern) if file.is_file()]
+    return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def check_name(name):
@@ -257,8 +258,11 @@ def split_texts(texts, val_fraction):
         train.append(text[:n_train])
         val.append(text[n_train:])
     # one of a few characters may have no beginning
-    train = [text for text in train if text]
-    return train, val, f"the last {100 * val_fraction:.3g}% of each file, {some_names(texts)}"
+    return (
+        list(filter(None, train)),
+        val,
+        f"the last {100 * val_fraction:.3g}% of each file, {some_names(texts)}",
+    )
 
 
 def some_names(texts):
@@ -360,7 +364,7 @@ def write_dataset(folder, tokenizer, splits, about, raw):
         content = json.dumps(tokenizer_files.without_contents(meta), indent=1, allow_nan=False)
         (tmp / "meta.json").write_text(content + "\n", encoding="utf-8")
     except BaseException:
-        shutil.rmtree(tmp)
+        shutil.rmtree(tmp, ignore_errors=True)
         raise
 
     if folder.is_dir():

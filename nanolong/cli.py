@@ -47,32 +47,32 @@ OUT_OF_MEMORY = (
 
 # setting -> other programs' names of it that similar_setting() does not find by their spelling. If
 # a name could mean several settings, the first one that the script has is suggested.
-LENGTH = ("length", "context", "context_length", "ctx", "n_ctx", "seq_len", "max_length")
+LENGTH = "length context context_length ctx n_ctx seq_len max_length"
 OTHER_NAMES = {
     "lengths": LENGTH,
-    "factor": (*LENGTH, "scale", "scaling", "ratio"),
+    "factor": f"{LENGTH} scale scaling ratio",
     "block_size": LENGTH,
-    "max_new_tokens": ("max_tokens", "max_length"),
-    "pos": ("position", "positions", "position_embedding", "scheme"),
-    "n_layer": ("depth",),
-    "n_head": ("heads", "num_heads"),
-    "n_kv_head": ("num_kv_heads",),
-    "n_embd": ("embed", "embed_dim", "hidden_size", "d_model", "dim", "width"),
-    "rope_base": ("base", "theta", "rope_theta"),
-    "learning_rate": ("lr", "max_lr"),
-    "max_iters": ("steps", "num_steps", "iters", "iterations"),
-    "batch_size": ("bs",),
-    "gradient_accumulation_steps": ("grad_accum",),
-    "weight_decay": ("wd",),
-    "optimizer": ("optim",),
-    "init_from": ("resume", "load", "checkpoint", "ckpt"),
-    "num_samples": ("n",),
-    "start": ("prompt", "text", "input"),
-    "temperature": ("temp",),
-    "out_dir": ("output_dir", "run", "checkpoint", "ckpt"),
-    "name": ("out", "output", "out_dir"),
-    "dataset": ("data",),
-    "tokenizer": ("vocab", "encoding"),
+    "max_new_tokens": "max_tokens max_length",
+    "pos": "position positions position_embedding scheme",
+    "n_layer": "depth",
+    "n_head": "heads num_heads",
+    "n_kv_head": "num_kv_heads",
+    "n_embd": "embed embed_dim hidden_size d_model dim width",
+    "rope_base": "base theta rope_theta",
+    "learning_rate": "lr max_lr",
+    "max_iters": "steps num_steps iters iterations",
+    "batch_size": "bs",
+    "gradient_accumulation_steps": "grad_accum",
+    "weight_decay": "wd",
+    "optimizer": "optim",
+    "init_from": "resume load checkpoint ckpt",
+    "num_samples": "n",
+    "start": "prompt text input",
+    "temperature": "temp",
+    "out_dir": "output_dir run checkpoint ckpt",
+    "name": "out output out_dir",
+    "dataset": "data",
+    "tokenizer": "vocab encoding",
 }
 
 
@@ -145,8 +145,8 @@ def settings_of(cls):
     hidden = HIDDEN.get(cls.__name__, ())
     settings = []
     for field in fields(cls):
+        default = field.default if field.default is not MISSING else field.default_factory()
         if field.name not in hidden:
-            default = field.default if field.default is not MISSING else field.default_factory()
             settings.append(Setting(field.name, hints[field.name], default))
     return settings
 
@@ -159,23 +159,20 @@ def read_flag(word, following, settings):
     name, has_value, text = word[2:].partition("=")
     name = name.replace("-", "_")
     setting = find_setting(name, settings, word)
-    if not has_value:
-        next_is_bool = bool(following) and following[0].lower() in validate.BOOLS
-        is_bool = validate.without_none(setting.type) is bool
-        if is_bool and not next_is_bool:
-            text = "true"
-        elif following:
-            text = following.pop(0)
-        else:
+    next_is_bool = bool(following) and following[0].lower() in validate.BOOLS
+    if not has_value and validate.without_none(setting.type) is bool and not next_is_bool:
+        text = "true"
+    elif not has_value:
+        if not following:
             example = format_value(setting.default) or "TEXT"
             raise UserError(f"--{name} has no value: give one, as in --{name}={example}")
+        text = following.pop(0)
     return name, validate.convert(name, text, setting.type, f"--{name}={text:.60}")
 
 
 def read_preset(word, settings):
     """The converted values of a TOML file, which may be named without its folder."""
-    places = (Path(word), PRESETS / word, PRESETS.parent / word)
-    files = [file for file in places if file.is_file()]
+    files = [file for file in (Path(word), PRESETS / word, PRESETS.parent / word) if file.is_file()]
     if not files:
         raise UserError(f"there is no preset {word}: config/ holds {', '.join(preset_names())}")
     try:
@@ -217,7 +214,7 @@ def similar_setting(name, settings):
     known = {setting: setting for setting in settings}
     for setting, other_names in OTHER_NAMES.items():
         if setting in settings:
-            for other_name in other_names:
+            for other_name in other_names.split():
                 known.setdefault(other_name, setting)
     if name in known:
         return known[name]
@@ -237,8 +234,7 @@ def format_help(classes, about, presets, paths):
     """The text of --help: a line for each setting, in groups."""
     lines = [about.strip()]
     for group, entries in group_settings(classes).items():
-        if entries:
-            lines += ["", f"{group}:"]
+        lines += ["", f"{group}:"] if entries else []
         for setting, comment in entries:
             lines += format_setting(setting, comment)
     if presets:
@@ -286,13 +282,11 @@ def wrap(line, indent):
 
 def format_value(value):
     """A value as one would type it on the command line."""
-    if value is None:
-        return "auto"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "auto" if value is None else str(value)
 
 
 def field_comments(cls):

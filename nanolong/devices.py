@@ -127,8 +127,11 @@ def set_weights_dtype(model, name, dtype):
 
 def _cpu_multiplies_bfloat16():
     # Private functions of torch: bool() stands for those that a version does not have.
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in names)
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        is_supported = getattr(torch.cpu, name, bool)
+        if is_supported():
+            return True
+    return False
 
 
 def autocast(device, dtype):
