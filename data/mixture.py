@@ -16,7 +16,7 @@ from nanolong.errors import UserError
 BLOCK = 4096  # sequences whose datasets are chosen at a time
 
 
-def open_dataset(name, bos: bool | None = None, reader: tuple | None = None) -> Dataset:
+def open_dataset(name, bos=None, reader=None):
     """Open a dataset by name or path, or a mixture as long:0.34,short:0.66."""
     is_mixture = list(split_mixture(name)) != [str(name)]
     return Mixture(name, bos, reader) if is_mixture else Dataset(name, bos, reader)
@@ -32,7 +32,7 @@ class Mixture(Dataset):
     hash         those of the sources, with commas
     """
 
-    def __init__(self, name, bos: bool | None = None, reader: tuple | None = None):
+    def __init__(self, name, bos=None, reader=None):
         fractions = split_mixture(name)
         self.name = name
         self.fractions = tuple(fractions.values())

@@ -113,32 +113,21 @@ def default_size(tokenizer) -> str:
 
 FILLER = "sun sea sky ice oak elm fog dew bay fen".split()
 
-SENTENCES = """
-The ferry left the harbour a little after dawn.
-A light rain fell on the roofs of the village.
-The baker opened the door and swept the steps.
-Two children counted the boats on the river.
-Somebody had left a ladder against the wall.
-The old clock in the hall was slow again.
-In the afternoon the wind came from the west.
-The gardener watered the beans and went home.
-A grey cat slept under the bench all morning.
-The train to the coast was almost empty.
-Nobody remembered who had painted the fence.
-The lamps along the bridge were lit at six.
-She folded the map and looked at the hills.
-He wrote a short letter and did not send it.
-The market was closed because of the holiday.
-Snow lay on the pass until the end of May.
-The teacher wiped the board and shut the window.
-A cart with apples stood in front of the mill.
-The path turned left behind the last house.
-They talked about the harvest and the weather.
-The kettle was still warm when they came back.
-Some geese flew over the fields to the south.
-The shop sold candles, string and lamp oil.
-After supper the guests walked along the shore.
-""".strip().split("\n")
+TEXT = """
+The ferry left the harbour a little after dawn. A light rain fell on the roofs of the village. The
+baker opened the door and swept the steps. Two children counted the boats on the river. Somebody
+had left a ladder against the wall. The old clock in the hall was slow again. In the afternoon the
+wind came from the west. The gardener watered the beans and went home. A grey cat slept under the
+bench all morning. The train to the coast was almost empty. Nobody remembered who had painted the
+fence. The lamps along the bridge were lit at six. She folded the map and looked at the hills. He
+wrote a short letter and did not send it. The market was closed because of the holiday. Snow lay
+on the pass until the end of May. The teacher wiped the board and shut the window. A cart with
+apples stood in front of the mill. The path turned left behind the last house. They talked about
+the harvest and the weather. The kettle was still warm when they came back. Some geese flew over
+the fields to the south. The shop sold candles, string and lamp oil. After supper the guests
+walked along the shore.
+"""
+SENTENCES = [f"{sentence}." for sentence in " ".join(TEXT.split())[:-1].split(". ")]
 
 FIRST_WORDS = """
 amber ancient basic blue bold brave brief bright broad broken calm careful cheap clean clear clever

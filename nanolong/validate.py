@@ -258,14 +258,7 @@ def check_architecture(config):
         f"n_head={config.n_head} is not divisible by n_kv_head={config.n_kv_head}: "
         "choose a divisor of n_head",
     )
-    for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is typing.Literal:
-            value = getattr(config, name)
-            choices = typing.get_args(hint)
-            require(
-                value in choices, f"{name}={value} is unknown: choose one of {', '.join(choices)}"
-            )
-
+    check_choices(config)
     parameters = config.n_layer * (config.n_head * config.head_dim + config.mlp_dim)
     require(
         config.n_embd * (parameters + config.vocab_size) <= 2**40,
@@ -541,22 +534,26 @@ def check_evaluate(cfg):
         not cfg.report or cfg.report.endswith(".html"),
         f"--report={cfg.report} is not a page: end it in .html",
     )
-    check_choices(cfg, "protocol")
-    check_choices(cfg, "ruler")
+    check_choices(cfg)
     require(
         bool(cfg.judge) == ("key-tokens" in cfg.protocol),
         "--protocol=key-tokens and --judge=RUN need each other: give both or neither",
     )
 
 
-def check_choices(cfg, name):
-    """Refuse a list of choices that is empty or has another word than its type names."""
-    values = getattr(cfg, name)
-    known = typing.get_args(typing.get_args(typing.get_type_hints(type(cfg))[name])[0])
-    require(
-        values and set(values) <= set(known),
-        f"{name}={','.join(values)} is not a list of choices: choose from {', '.join(known)}",
-    )
+def check_choices(cfg):
+    """Refuse a word that the type of its setting does not name, and an empty list of them."""
+    for name, hint in typing.get_type_hints(type(cfg)).items():
+        is_list = typing.get_origin(hint) is tuple
+        kind = typing.get_args(hint)[0] if is_list else hint
+        if typing.get_origin(kind) is typing.Literal:
+            choices = typing.get_args(kind)
+            value = getattr(cfg, name)
+            words = value if is_list else (value,)
+            require(
+                words and set(words) <= set(choices),
+                f"{name}={value} is unknown: choose one of {', '.join(choices)}",
+            )
 
 
 def check_png(name, path):

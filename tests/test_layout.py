@@ -14,10 +14,9 @@ from conftest import ROOT
 from model import POSITIONS
 
 PACKAGES = ("nanolong", "kernels", "data", "experiments")
-NOT_OURS = {  # as in .gitignore
-    *(".git", ".venv", ".venv-cuda", "out", "exported", "wandb", "uv.lock"),
-    *("__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache"),
-}
+# as in .gitignore
+NOT_OURS = ".git .venv .venv-cuda out exported wandb uv.lock __pycache__ .pytest_cache .hypothesis"
+NOT_OURS = {*NOT_OURS.split(), ".ruff_cache"}
 
 MAX_COLUMNS = 100
 MAX_FUNCTION_LINES = 60

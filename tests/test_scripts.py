@@ -1,6 +1,7 @@
 """The scripts as a user meets them: errors in one line, and the path from training to sampling."""
 
 import json
+import re
 import shutil
 import subprocess
 
@@ -97,11 +98,6 @@ def test_an_error_is_one_line_and_writes_nothing(case, call, request, text_data,
     before = files_of(tmp_path)
     assert_refused(call(script, *words, cwd=tmp_path), *expected)
     assert files_of(tmp_path) == before
-
-
-def test_an_error_of_a_process_is_one_line_too(run, tmp_path):
-    """As the cases above, from a shell."""
-    assert_refused(run("extend.py", "gone", cwd=tmp_path), "gone")
 
 
 def test_an_existing_run_is_not_overwritten(call, trained, text_data):
@@ -259,20 +255,19 @@ def test_a_table_of_factors_comes_from_a_file(call, trained, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["--method=self-extend"], ["self-extend", "--max_iters=0"]),
-        (["--method=drope", "--pose=true"], ["--pose"]),
-        (["--method=longrope"], ["long_factor"]),
-        (["--options=bad.json"], ["bad.json"]),
-        (["--options=none.json"], ["none.json"]),
-        (["--min_doc=1000000"], ["--min_doc"]),
-        (["--tasks=passkey:2"], ["passkey:2", "at most 1"]),
-        (["--passkey=0.5"], ["passkey is now one of the tasks", "--tasks=passkey:FRACTION"]),
+        ("--method=self-extend", "method 'self-extend' .*--max_iters=0"),
+        ("--method=drope --pose=true", "--pose"),
+        ("--method=longrope", "long_factor"),
+        ("--options=bad.json", "bad.json"),
+        ("--options=none.json", "none.json"),
+        ("--min_doc=1000000", "--min_doc"),
+        ("--tasks=passkey:2", "passkey:2.*at most 1"),
     ],
 )
 def test_extensions_that_cannot_be_are_refused(words, expected, call, trained, tmp_path):
     (tmp_path / "bad.json").write_text("[1]")
-    done = call("extend.py", trained, *words, f"--out_dir={tmp_path}/no", cwd=tmp_path)
-    assert_refused(done, *expected)
+    done = call("extend.py", trained, *words.split(), f"--out_dir={tmp_path}/no", cwd=tmp_path)
+    assert re.search(expected, assert_refused(done))
     assert not (tmp_path / "no").exists()
 
 
@@ -299,23 +294,24 @@ def test_extreme_options_are_computed_or_refused(words, call, trained, tmp_path)
 @pytest.mark.parametrize(
     "words",
     [
-        ["--layer_pattern=WN", "--window=8", "--sinks=2"],
-        ["--random_positions=100"],
-        ["--pos=nope", "--attn_scale=1.5"],
-        ["--norm=layernorm", "--mlp=gelu", "--bias=all"],
+        "--layer_pattern=WN --window=8 --sinks=2",
+        "--random_positions=100",
+        "--pos=nope --attn_scale=1.5",
+        "--norm=layernorm --mlp=gelu --bias=all",
     ],
 )
 def test_the_checkpoint_remembers_the_architecture(words, call, text_data, tmp_path):
     """Resuming, sampling and evaluating need no flags."""
     out = tmp_path / "run"
-    assert_success(call("train.py", *TINY, *words, f"--dataset={text_data}", f"--out_dir={out}"))
+    flags = [*words.split(), f"--dataset={text_data}", f"--out_dir={out}"]
+    assert_success(call("train.py", *TINY, *flags))
     cut = shutil.copytree(out, tmp_path / "cut")
     shutil.rmtree(newest(cut))
     assert_success(call("train.py", f"--out_dir={cut}", "--init_from=resume"))
     assert_same_bits(cut, out)
     assert_success(call("sample.py", out, "--max_new_tokens=50"))
     assert_success(call("evaluate.py", out, "--lengths=32,64", "--max_tokens=640"))
-    if words == ["--random_positions=100"]:
+    if words == "--random_positions=100":
         done = call("extend.py", out, "--factor=2", f"--out_dir={tmp_path}/x")
         assert_refused(done, "--random_positions")
 
