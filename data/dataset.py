@@ -615,7 +615,7 @@ def split_mixture(name) -> dict[str, float]:
     for source, fraction in fractions.items():
         if not 0 < fraction <= 1:
             raise UserError(
-                f"the fraction of {source} in dataset={name} is {fraction:g}: give each dataset "
+                f"the fraction of {source} in dataset={name} is {fraction}: give each dataset "
                 "one above 0 and at most 1, as in long:0.34,short:0.66"
             )
     if len({Path(source).name for source in fractions}) < len(items):
