@@ -35,22 +35,24 @@ HEADER_BYTES = 1024
 
 TASKS = ("passkey", *KINDS)  # whose documents training can have
 TRAINING_SAMPLES = 1 << 32  # the first sample of ruler_prompt() in training
+OTHER_DATASET = (
+    "choose the --dataset that it was trained on, or prepare the text with the model's own "
+    "tokenizer (--tokenizer=RUN)"
+)
 
 
 # -----------------------------------------------------------------------------
 # Token files
 
 
-def write_tokens(file: Path, ids, vocab_size: int, raw: bool = False) -> None:
+def write_tokens(file: Path, ids, vocab_size: int, raw: bool = False):
     """Write token ids to a new file, as uint16, or as uint32 where the vocabulary needs it.
 
     raw: write no header, as nanoGPT does. Raises UserError for what a form cannot hold.
     """
     magic = 20240520 if vocab_size <= 1 << 16 else 20240801
     if raw and magic != 20240520:
-        raise UserError(
-            f"--raw writes uint16, which cannot hold a vocabulary of {vocab_size}: leave --raw out"
-        )
+        raise UserError(f"uint16 cannot hold a vocabulary of {vocab_size}: leave --raw out")
     version, dtype = HEADER[magic]
     if len(ids) >= 1 << 31:
         raise UserError(
@@ -71,33 +73,22 @@ def open_tokens(file: Path) -> np.memmap:
     Raises UserError when it is truncated or of an unknown version.
     """
     size = file.stat().st_size
-    with open(file, "rb") as f:
-        header = f.read(HEADER_BYTES)
-    magic = 0  # no header
-    if len(header) == HEADER_BYTES:
-        magic, file_version, n = (int(value) for value in np.frombuffer(header, "<i4", 3))
-
-    if magic in HEADER:
-        version, dtype = HEADER[magic]
-        if file_version != version:
-            raise UserError(
-                f"{file} is a shard of version {file_version}, and this program reads version "
-                f"{version}: convert it, or prepare the text again"
-            )
-        expected = HEADER_BYTES + n * dtype.itemsize
-        if size != expected or n < 1:
-            raise UserError(
-                f"{file} is truncated or damaged (its header promises {n} tokens in {expected} "
-                f"bytes, and it has {size}): download or prepare it again"
-            )
-        return np.memmap(file, dtype, "r", HEADER_BYTES, (n,))
-
-    if size == 0 or size % 2:
+    header = np.fromfile(file, "<i4", 3).tolist() if size >= HEADER_BYTES else [0]
+    if header[0] in HEADER:
+        magic, version, n = header
+        known_version, dtype = HEADER[magic]
+        start = HEADER_BYTES
+        is_whole = version == known_version and n > 0 and size == start + n * dtype.itemsize
+    else:
+        dtype = np.dtype("<u2")
+        start = 0
+        is_whole = size > 0 and size % 2 == 0
+    if not is_whole:
         raise UserError(
-            f"{file} is truncated ({size} bytes are not a whole number of uint16 tokens): download "
-            "or prepare it again"
+            f"{file} is truncated ({size} bytes), damaged or of an unknown version: download or "
+            "prepare it again"
         )
-    return np.memmap(file, "<u2", "r")
+    return np.memmap(file, dtype, "r", start)
 
 
 def hash_files(files) -> str:
@@ -136,105 +127,96 @@ class Split:
     """
 
     def __init__(self, files, vocab_size: int, bos: int | None):
-        self.files = list(files)
+        self.files = []
+        self.tokens = []
+        self.starts = []
         self.vocab_size = vocab_size
         self.bos = bos
-        self.tokens = [open_tokens(file) for file in self.files]
-        self.starts = [0] * len(self.files)
         # how many tokens of text a sequence needs beyond its length
         self.extra_tokens = 1 if bos is None else 0
+        for file in files:
+            self.add(file, open_tokens(file))
+
+    def add(self, file, tokens, start=0):
+        self.files.append(file)
+        self.tokens.append(tokens)
+        self.starts.append(start)
 
     def __len__(self):
         return sum(len(tokens) for tokens in self.tokens)
 
-    def n_sequences(self, length: int, offset: int = 0) -> np.ndarray:
+    def n_sequences(self, length, offset=0):
         """Count the sequences of each file, the first one starting at token `offset`: (files,)."""
         usable = (len(tokens) - offset - self.extra_tokens for tokens in self.tokens)
         return np.array([max(0, n // length) for n in usable])
 
-    def spaced(self, n: int, length: int) -> list[int]:
+    def spaced(self, n, length):
         """Return the indices of n evenly spaced sequences; of all if n is 0 or there are fewer."""
         available = int(self.n_sequences(length).sum())
         n = min(n, available) or available
         return [i * available // n for i in range(n)]
 
-    def require_length(self, length: int) -> None:
+    def require_length(self, length):
         """Raise UserError unless there is a sequence of this length."""
-        if self.n_sequences(length).any():
-            return
         if not self.files:
             raise UserError(
                 "no training document is as long as --min_doc: lower it, or prepare longer texts"
             )
-        raise UserError(
-            f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for "
-            f"a sequence of {length}: prepare more text, or choose a shorter --block_size (or a "
-            "smaller --factor)"
-        )
+        if not self.n_sequences(length).any():
+            raise UserError(
+                f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few "
+                f"for a sequence of {length}: prepare more text, or choose a shorter --block_size "
+                "(or a smaller --factor)"
+            )
 
     # Documents
 
-    def documents(self, separator: int | None) -> list[list[tuple[int, int]]]:
-        """List the (start, stop) of every document, a list for each file.
+    def documents(self, separator):
+        """List the (start, stop) of every document, a list for each file."""
+        return [_find_documents(tokens, separator) for tokens in self.tokens]
 
-        A document begins after a separator, which does not belong to it, or at the start of a file.
-        """
-        found = []
-        for tokens in self.tokens:
-            marks = []
-            if separator is not None:
-                marks = np.flatnonzero(tokens == separator).tolist()
-            edges = [-1, *marks, len(tokens)]
-            found.append([(a + 1, b) for a, b in pairwise(edges) if b > a + 1])
-        return found
-
-    def select_documents(self, separator, min_doc: int, upsample: int, length: int) -> "Split":
+    def select_documents(self, separator, min_doc, upsample, length):
         """Make a split with documents in place of files.
 
         It has the documents of at least min_doc tokens; those that hold a sequence of `length` are
         repeated `upsample` times.
         """
         selected = Split([], self.vocab_size, self.bos)
-        documents = self.documents(separator)
-        for file, tokens, edges in zip(self.files, self.tokens, documents, strict=True):
-            for start, stop in edges:
-                if stop - start < min_doc:
-                    continue
-                is_long = stop - start >= length + self.extra_tokens
-                for _ in range(upsample if is_long else 1):
-                    selected.files.append(file)
-                    selected.tokens.append(tokens[start:stop])
-                    selected.starts.append(start)
+        for file, tokens in zip(self.files, self.tokens, strict=True):
+            for start, stop in _find_documents(tokens, separator):
+                n = stop - start
+                copies = upsample if n >= length + self.extra_tokens else 1
+                for _ in range(copies if n >= min_doc else 0):
+                    selected.add(file, tokens[start:stop], start)
         return selected
 
     # Sequences: inputs and targets, int64 (length,) each
 
-    def sequence(self, index: int, length: int, offset: int = 0):
+    def sequence(self, index, length):
         """Read sequence `index` of all files: inputs and targets."""
-        file, start = self.locate(index, length, offset)
+        file, start = self.locate(index, length)
         return self.sequence_at(file, start, length)
 
-    def locate(self, index: int, length: int, offset: int = 0) -> tuple[int, int]:
+    def locate(self, index, length, offset=0):
         """Find sequence `index`: the index of its file, and the token at which it starts there."""
         ends = _cumulative_sequences(self, length, offset)
         file = int(np.searchsorted(ends, index, "right"))
         first_of_file = int(ends[file - 1]) if file else 0
         return file, offset + (index - first_of_file) * length
 
-    def sequence_at(self, file: int, start: int, length: int):
+    def sequence_at(self, file, start, length):
         """Read the sequence whose text starts at a token of a file: inputs and targets."""
-        return self.inputs_and_targets(
-            self.checked_tokens(file, start, start + length + self.extra_tokens)
-        )
+        tokens = self.checked_tokens(file, start, start + length + self.extra_tokens)
+        return self.inputs_and_targets(tokens)
 
-    def inputs_and_targets(self, tokens: np.ndarray):
+    def inputs_and_targets(self, tokens):
         """Shift tokens of text by one: inputs and targets."""
         if self.bos is None:
             return tokens[:-1], tokens[1:]
         inputs = np.concatenate(([self.bos], tokens[:-1]))
         return inputs, np.where(tokens == self.bos, -1, tokens)
 
-    def pose_sequence(self, file: int, start: int, length: int, max_position: int, rng):
+    def pose_sequence(self, file, start, length, max_position, rng):
         """Make a sequence for positional skip-wise training (PoSE: Zhu et al. 2024).
 
         It has two parts; the second begins at the middle at the latest. Between them the positions
@@ -255,7 +237,7 @@ class Split:
         positions[first:] += position_skip
         return inputs, targets, positions
 
-    def checked_tokens(self, file: int, start: int, stop: int) -> np.ndarray:
+    def checked_tokens(self, file, start, stop):
         """Read tokens of a file as int64. Raises LocalError for one outside the vocabulary."""
         tokens = np.asarray(self.tokens[file][start:stop], np.int64)
         if tokens.max() >= self.vocab_size:
@@ -269,7 +251,7 @@ class Split:
 
     # Training order
 
-    def training_location(self, index: int, length: int, seed: int) -> tuple[int, int]:
+    def training_location(self, index, length, seed):
         """Find sequence `index` of a training run: the index of its file, and where it starts.
 
         Every epoch visits each of its sequences once, in an order and from an offset that depend on
@@ -278,6 +260,16 @@ class Split:
         epoch, i = divmod(index, _sequences_per_epoch(self, length))
         offset, order = _epoch_order(self, length, seed, epoch)
         return self.locate(int(order[i]), length, offset)
+
+
+def _find_documents(tokens, separator):
+    """List the (start, stop) of every document of a file.
+
+    It begins after a separator, which does not belong to it, or at the start of the file.
+    """
+    marks = [] if separator is None else np.flatnonzero(tokens == separator).tolist()
+    edges = [-1, *marks, len(tokens)]
+    return [(a + 1, b) for a, b in pairwise(edges) if b > a + 1]
 
 
 # What follows is the same for many sequences, so it is cached, for each dataset of a mixture.
@@ -349,17 +341,13 @@ class Dataset:
         if bos and meta["bos"] is None:
             advice = ": leave --bos out, or prepare it with --tokenizer=bytes"
             if reader:
-                advice = (
-                    f", with which {reader[0]} was trained: choose another --dataset, or prepare "
-                    "the text with the model's own tokenizer (--tokenizer=RUN)"
-                )
+                advice = f", with which {reader[0]} was trained: {OTHER_DATASET}"
             raise UserError(f"dataset {name} has no <bos>{advice}")
         if bos is None:
             bos = meta["bos_default"]
         self.bos = meta["bos"] if bos else None
         self.separator = meta["bos"]
         self.separate = False
-        self.needed_lengths = {}  # of the tasks in use, found when first needed
 
         train_files, val_files = _split_files(self.folder)
         self.train = Split(train_files, used_vocabulary, self.bos)
@@ -369,29 +357,29 @@ class Dataset:
         self.fractions = (1.0,)
         self.labels = ()
 
-    def check_model(self, what: str, vocab_size: int, tokenizer: dict | None) -> None:
+    def check_model(self, what: str, vocab_size: int, tokenizer: dict | None):
         """Raise UserError unless a model can read this text.
 
         what: the model's name in messages. tokenizer: its to_json(), or None if it is unknown.
         """
-        remedy = (
-            "choose the --dataset that it was trained on, or prepare the text with the model's own "
-            "tokenizer (--tokenizer=RUN)"
-        )
+        known = tokenizer_from_json(tokenizer) if tokenizer else None
+        self.check_vocabulary(what, vocab_size, known, OTHER_DATASET)
+
+    def check_vocabulary(self, what: str, vocab_size: int, tokenizer, remedy: str):
+        """Raise UserError unless the tokens are those of another vocabulary, as far as known."""
         if self.vocab_size != vocab_size:
             raise UserError(
                 f"dataset {self.name} has a vocabulary of {self.vocab_size} and {what} one of "
                 f"{vocab_size}: {remedy}"
             )
-        if not tokenizer or not self.tokenizer:
-            return
-        if not same_vocabulary(self.tokenizer, tokenizer_from_json(tokenizer)):
+        known = self.tokenizer and tokenizer
+        if known and not same_vocabulary(self.tokenizer, tokenizer):
             raise UserError(
                 f"the tokens of dataset {self.name} stand for other text than those of {what}: "
                 f"{remedy}"
             )
 
-    def select(self, length: int, min_doc=0, upsample=1, separate=False) -> None:
+    def select(self, length: int, min_doc=0, upsample=1, separate=False):
         """Choose what is trained on.
 
         Only documents of at least min_doc tokens; those that hold a sequence of `length` tokens
@@ -409,28 +397,28 @@ class Dataset:
             self.train = self.train.select_documents(self.separator, min_doc, upsample, length)
         self.separate = separate
 
-    def long_fraction(self, length: int, max_tokens: int = 1 << 28) -> float:
+    def long_fraction(self, length, max_tokens=1 << 28):
         """Return the fraction of training tokens in documents of at least `length` tokens.
 
         Of a large dataset only the first files count, up to the one that exceeds max_tokens.
         """
         sizes = []
         seen = 0
-        for file, tokens in zip(self.train.files, self.train.tokens, strict=True):
-            documents = Split([file], self.vocab_size, None).documents(self.separator)[0]
+        for tokens in self.train.tokens:
+            documents = _find_documents(tokens, self.separator)
             sizes += [stop - start for start, stop in documents]
             seen += len(tokens)
             if seen > max_tokens:
                 break
         return sum(size for size in sizes if size >= length) / max(1, sum(sizes))
 
-    def document_ids(self, x: np.ndarray) -> np.ndarray | None:
+    def document_ids(self, x):
         """Number the documents of inputs (B, T): (B, T), or None unless they are kept separate."""
         if not self.separate:
             return None
         return (x == self.separator).cumsum(1)
 
-    def check_task(self, kind: str, length: int) -> None:
+    def check_task(self, kind: str, length: int):
         """Raise UserError if training sequences cannot be documents of a task."""
         if self.tokenizer is None:
             raise UserError(
@@ -440,12 +428,15 @@ class Dataset:
         if kind == "passkey":
             passkey(self.tokenizer, length, 0.5, np.random.default_rng(0), self.bos)
             return
-        needed = self._shortest_document(kind)
+        needed = self._needed_length(kind)
         if length < needed:
             raise UserError(
                 f"documents of the task {kind} need up to {needed} tokens, and the training "
                 f"sequences have {length}: leave out the task, or train on longer sequences"
             )
+
+    def _needed_length(self, kind):
+        return needed_length(kind, self.tokenizer, default_size(self.tokenizer), self.bos)
 
     def batch(self, index, batch_size, length, seed, max_position=0, tasks=None):
         """Read micro-batch `index` of a training run, a function of (seed, index).
@@ -470,11 +461,8 @@ class Dataset:
         """
         rng = np.random.Generator(np.random.PCG64([seed, index]))
         kind = _choose_task(tasks, rng)
-        if kind == "passkey":
-            x, y = self._passkey_sequence(length, rng)
-            return x, y, np.arange(length)
         if kind:
-            x, y = self._task_sequence(kind, length, seed, index, rng)
+            x, y = self._task_document(kind, length, seed, index, rng)
             return x, y, np.arange(length)
         file, start = self.train.training_location(index if text is None else text, length, seed)
         if max_position:
@@ -482,33 +470,24 @@ class Dataset:
         x, y = self.train.sequence_at(file, start, length)
         return x, y, None
 
-    def _passkey_sequence(self, length, rng):
-        """Make a passkey document of at most `length` tokens, padded: inputs and targets."""
-        shortest = min(length, max(length // 4, 24))
-        n = int(rng.integers(shortest, length + 1))
-        inputs, targets = passkey(self.tokenizer, n, rng.random(), rng, self.bos)
-        # Only the answer is scored: in the loss of all tokens, filler and hidden digits drown it.
-        targets[:-DIGITS] = -1
-        return _pad(inputs, targets, length)
-
-    def _task_sequence(self, kind, length, seed, index, rng):
+    def _task_document(self, kind, length, seed, index, rng):
         """Make a document of a task, of at most `length` tokens, padded: inputs and targets."""
-        shortest = max(length // 4, self._shortest_document(kind))
-        n = int(rng.integers(shortest, length + 1))
-        # evaluation takes the samples from 0 on
-        sample = TRAINING_SAMPLES + index
-        size = default_size(self.tokenizer)
-        prompt = ruler_prompt(kind, self.tokenizer, n, seed, sample, size, self.bos)
-        return _pad(prompt.inputs, prompt.targets, length)
-
-    def _shortest_document(self, kind):
-        """Return a length that is enough for every document of a task."""
-        if kind not in self.needed_lengths:
+        least = 24 if kind == "passkey" else self._needed_length(kind)
+        n = int(rng.integers(min(length, max(length // 4, least)), length + 1))
+        if kind == "passkey":
+            inputs, targets = passkey(self.tokenizer, n, rng.random(), rng, self.bos)
+            # Only the answer is scored: in the loss of all tokens, filler and digits drown it.
+            targets[:-DIGITS] = -1
+        else:
+            # evaluation takes the samples from 0 on
+            sample = TRAINING_SAMPLES + index
             size = default_size(self.tokenizer)
-            self.needed_lengths[kind] = needed_length(kind, self.tokenizer, size, self.bos)
-        return self.needed_lengths[kind]
+            prompt = ruler_prompt(kind, self.tokenizer, n, seed, sample, size, self.bos)
+            inputs, targets = prompt.inputs, prompt.targets
+        padding = (0, length - len(inputs))
+        return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
 
-    def count_bytes(self, targets: np.ndarray) -> int | None:
+    def count_bytes(self, targets):
         """Count the bytes of text of the scored targets; None if the tokenizer is unknown."""
         if self.tokenizer is None:
             return None
@@ -521,9 +500,7 @@ class Dataset:
 
 def _choose_task(tasks, rng):
     """Return one of the tasks with the probability of its fraction, or None."""
-    if not tasks:
-        return None
-    x = rng.random()
+    x = rng.random() if tasks else 0
     for kind, fraction in tasks.items():
         if x < fraction:
             return kind
@@ -531,17 +508,11 @@ def _choose_task(tasks, rng):
     return None
 
 
-def _pad(inputs, targets, length):
-    """Pad a document to `length` tokens, of which the last are not scored."""
-    padding = (0, length - len(inputs))
-    return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
-
-
 class TextFile:
     """A text file in the tokens of a model: what a model is measured on in place of a Dataset.
 
     name, val, tokenizer, bos, separator and hash are those of a Dataset; the text has no separator
-    in it. Raises UserError if the file cannot be read or encoded.
+    in it. Raises OSError or UserError if the file cannot be read or encoded.
     """
 
     def __init__(self, file, tokenizer, vocab_size: int, bos: int | None):
@@ -549,22 +520,14 @@ class TextFile:
         self.tokenizer = tokenizer
         self.bos = bos
         self.separator = bos
-        try:
-            content = Path(file).read_bytes()
-        except OSError as error:
-            raise UserError(
-                f"--text={file} cannot be read ({error.strerror}): give a text file"
-            ) from None
-        if not content:
-            raise UserError(f"--text={file} is empty: give a text file")
-        if b"\0" in content and tokenizer.to_json()["kind"] != "bytes":
-            raise UserError(f"--text={file} is not text, for it has zero bytes: give a text file")
+        content = Path(file).read_bytes()
+        is_bytes = tokenizer.to_json()["kind"] == "bytes"
+        if not content or (b"\0" in content and not is_bytes):
+            raise UserError(f"--text={file} is empty, or not text but zero bytes: give a text file")
         self.hash = hash_files([Path(file)])
-        text = content.decode("utf-8", "surrogateescape")
         self.val = Split([], vocab_size, bos)
-        self.val.files.append(Path(file))
-        self.val.tokens.append(np.array(tokenizer.encode(text)))
-        self.val.starts.append(0)
+        text = content.decode("utf-8", "surrogateescape")
+        self.val.add(Path(file), np.array(tokenizer.encode(text)))
 
 
 def _split_files(folder):
@@ -577,16 +540,12 @@ def _split_files(folder):
 
     train = files_with("train|training")
     val = files_with("val|valid|validation")
-    both = set(train) & set(val)
-    if both:
-        raise UserError(
-            f"{min(both)} could be text for training and for validation: name it after one of them"
-        )
+    for file in sorted({*train} & {*val}):
+        raise UserError(f"{file} could be of training or validation: name it after one of them")
     if not train or not val:
-        missing = "val" if train else "train"
         raise UserError(
-            f"{folder} holds no {missing}*.bin: prepare a text with python data/prepare.py FILE "
-            "--name=NAME, or copy nanoGPT's or llm.c's token files there"
+            f"{folder} holds no {'val' if train else 'train'}*.bin: prepare a text with python "
+            "data/prepare.py FILE --name=NAME, or copy nanoGPT's or llm.c's token files there"
         )
     return train, val
 
@@ -613,19 +572,18 @@ def find_dataset(name) -> Path:
     if folder.is_dir() and any(folder.glob("*.bin")):
         return folder
 
-    if name in ("python", "shakespeare", "fineweb10B"):
-        message = f"there is no dataset {name!r}: prepare it with "
-        message += f"python data/prepare.py --dataset={name}"
-        if name == "fineweb10B":
-            message += " --shards=N, with 100 million tokens in a shard (100 for config/gpt2.toml)"
-    elif "," in str(name) and not path.exists():
-        message = f"{name!r} names several datasets: choose one of them, or, to train on all, give "
-        message += "the fraction of each, as in long:0.34,short:0.66"
+    prepare = f"there is no dataset {name!r}: prepare it with python data/prepare.py"
+    if name in ("python", "shakespeare"):
+        message = f"{prepare} --dataset={name}"
+    elif name == "fineweb10B":
+        message = f"{prepare} --dataset={name} --shards=N, of 100 million tokens each"
     elif path.exists():
         message = f"{path} is a text, not a dataset: {commands_for_text(path)}"
+    elif "," in str(name):
+        message = f"{name!r} names several datasets: choose one of them, or, to train on all, give "
+        message += "the fraction of each, as in long:0.34,short:0.66"
     else:
-        message = f"there is no dataset {name!r}: prepare it with "
-        message += f"python data/prepare.py FILE_OR_FOLDER --name={shlex.quote(str(name))}"
+        message = f"{prepare} FILE_OR_FOLDER --name={shlex.quote(str(name))}"
     ready = ", ".join(sorted(file.parent.name for file in HERE.glob("*/meta.json")))
     if ready:
         message += f", or choose one that is ready ({ready})"
@@ -649,39 +607,35 @@ def split_mixture(name) -> dict[str, float]:
     name = str(name)
     if ":" not in name or Path(name).exists() or dataset_folder(name).exists():
         return {name: 1.0}
-    fractions = {}
-    unweighted = []
-    for item in name.split(","):
-        source, _, number = item.strip().rpartition(":")
-        try:
-            fraction = float(number)
-        except ValueError:
-            unweighted.append(item)
-            continue
+    items = [item.strip() for item in name.split(",")]
+    fractions = dict(map(split_fraction, items))
+    if all(map(math.isnan, fractions.values())):
+        # one dataset, or several without fractions: find_dataset() says what to do
+        return {name: 1.0}
+    for source, fraction in fractions.items():
         if not 0 < fraction <= 1:
             raise UserError(
-                f"the fraction of {source} in dataset={name} is {number}: give one above 0 and at "
-                "most 1"
+                f"the fraction of {source} in dataset={name} is {fraction}: give each dataset "
+                "one above 0 and at most 1, as in long:0.34,short:0.66"
             )
-        fractions[source] = fraction
-    if not fractions:  # one dataset, or several without fractions: find_dataset() says what to do
-        return {name: 1.0}
-    if unweighted:
-        raise UserError(
-            f"dataset={name} has no fraction of {unweighted[0]}: give each dataset one, as in "
-            "long:0.34,short:0.66"
-        )
-    if len({Path(source).name for source in fractions}) < len(name.split(",")):
+    if len({Path(source).name for source in fractions}) < len(items):
         raise UserError(
             f"dataset={name} has two datasets of the same name, which the log could not tell "
             "apart: rename the folder of one, or name each dataset once"
         )
     total = math.fsum(fractions.values())
     if abs(total - 1) > 1e-6:
-        raise UserError(
-            f"the fractions of dataset={name} add up to {total:g}: change them to add up to 1"
-        )
+        raise UserError(f"the fractions of dataset={name} add up to {total:g}: let them add to 1")
     return fractions
+
+
+def split_fraction(item):
+    """Split "name:0.3" into the name and the fraction, which is nan if there is none."""
+    name, _, number = item.strip().rpartition(":")
+    try:
+        return name, float(number)
+    except ValueError:
+        return item, math.nan
 
 
 def short_name(name) -> str:

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from data.dataset import Dataset, Split, split_mixture
-from data.tokenizer import same_vocabulary
 from nanolong.errors import UserError
 
 BLOCK = 4096  # sequences whose datasets are chosen at a time
 
 
-def open_dataset(name, bos: bool | None = None, reader: tuple | None = None) -> Dataset:
+def open_dataset(name, bos=None, reader=None):
     """Open a dataset by name or path, or a mixture as long:0.34,short:0.66."""
     is_mixture = list(split_mixture(name)) != [str(name)]
     return Mixture(name, bos, reader) if is_mixture else Dataset(name, bos, reader)
@@ -33,7 +32,7 @@ class Mixture(Dataset):
     hash         those of the sources, with commas
     """
 
-    def __init__(self, name, bos: bool | None = None, reader: tuple | None = None):
+    def __init__(self, name, bos=None, reader=None):
         fractions = split_mixture(name)
         self.name = name
         self.fractions = tuple(fractions.values())
@@ -47,36 +46,35 @@ class Mixture(Dataset):
         self.bos = first.bos
         self.separator = first.separator
         self.separate = False
-        self.needed_lengths = {}
         self.train = _join([source.train for source in self.sources])
         self.val = _join([source.val for source in self.sources])
         self.hash = ",".join(source.hash for source in self.sources)
-        self.counts = {}  # seed -> for each block, how many sequences before it are of each source
+        # seed -> for each block, how many sequences before it are of each source
+        self.counts = {}
 
-    def select(self, *args, **settings) -> None:
+    def select(self, *args, **settings):
         """Choose what is trained on in every source: Dataset.select()."""
         for source in self.sources:
             source.select(*args, **settings)
         self.separate = self.sources[0].separate
         self.train = _join([source.train for source in self.sources])
 
-    def long_fraction(self, length: int, max_tokens: int = 1 << 28) -> float:
+    def long_fraction(self, length, max_tokens=1 << 28):
         """Return the fraction of training tokens in documents of at least `length` tokens."""
         found = [source.long_fraction(length, max_tokens) for source in self.sources]
         return _weigh(self.fractions, found)
 
-    def source_of(self, index: int, seed: int) -> int:
+    def source_of(self, index, seed):
         """Return the number of the source of sequence `index` of a training run."""
         block, i = divmod(index, BLOCK)
         return int(_choose_sources(self.fractions, seed, block)[i])
 
-    def earlier_of_source(self, index: int, seed: int) -> int:
+    def earlier_of_source(self, index, seed):
         """Count the sequences before `index` that are of its source."""
         block, i = divmod(index, BLOCK)
-        source = self.source_of(index, seed)
         chosen = _choose_sources(self.fractions, seed, block)
-        in_block = (chosen[:i] == source).sum()
-        return int(self._count_before(seed, block)[source] + in_block)
+        in_block = (chosen[:i] == chosen[i]).sum()
+        return int(self._count_before(seed, block)[chosen[i]] + in_block)
 
     def _count_before(self, seed, block):
         """Count the sequences of each source before a block: (sources,). One thread calls it."""
@@ -86,7 +84,7 @@ class Mixture(Dataset):
             counts.append(counts[-1] + np.bincount(chosen, minlength=len(self.sources)))
         return counts[block]
 
-    def sources_of_batch(self, index: int, batch_size: int, seed: int) -> list[int]:
+    def sources_of_batch(self, index, batch_size, seed):
         """Return the number of the source of each sequence of micro-batch `index`."""
         sequences = range(index * batch_size, (index + 1) * batch_size)
         return [self.source_of(i, seed) for i in sequences]
@@ -97,11 +95,11 @@ class Mixture(Dataset):
         text = self.earlier_of_source(index, seed)
         return source.training_sequence(index, length, seed, max_position, tasks, text)
 
-    def combine(self, evaluations) -> dict | None:
+    def combine(self, evaluations):
         """Combine the evaluations of the sources: their mean, weighted by the fractions.
 
-        evaluations: an iterable of {"val_loss", ...}, which ends early if one is None; the result
-        is None then. Bits per byte are those of a text with these fractions of its tokens.
+        evaluations: an iterable of {"val_loss", ...}, read up to the first None, which is returned.
+        Bits per byte are those of a text with these fractions of its tokens.
         """
         found = []
         for evaluation in evaluations:
@@ -135,27 +133,13 @@ def _choose_sources(fractions, seed, block):
 
 def _check_same_tokens(first, other):
     """Raise UserError unless two datasets are in the same tokens."""
-    remedy = "prepare both with the same --tokenizer"
-    if first.vocab_size != other.vocab_size:
+    remedy = "prepare the sources of a mixture with the same --tokenizer"
+    first.check_vocabulary(other.name, other.vocab_size, other.tokenizer, remedy)
+    if first.separator != other.separator or first.bos != other.bos:
         raise UserError(
-            f"dataset {first.name} has a vocabulary of {first.vocab_size} and {other.name} one of "
-            f"{other.vocab_size}, and a mixture has one vocabulary: {remedy}"
-        )
-    tokenizers = (first.tokenizer, other.tokenizer)
-    if None not in tokenizers and not same_vocabulary(*tokenizers):
-        raise UserError(
-            f"the tokens of dataset {other.name} stand for other text than those of {first.name}, "
-            f"and a mixture has one tokenizer: {remedy}"
-        )
-    if first.separator != other.separator:
-        raise UserError(
-            f"the documents of dataset {first.name} start with token {first.separator}, those of "
-            f"{other.name} with {other.separator}: {remedy}"
-        )
-    if first.bos != other.bos:
-        raise UserError(
-            f"only one of {first.name} and {other.name} puts <bos> before every sequence by "
-            "default: give --bos=true or --bos=false"
+            f"documents of {first.name} start with token {first.separator} and its sequences with "
+            f"{first.bos}, those of {other.name} with {other.separator} and {other.bos}: {remedy}, "
+            "or give --bos=true or --bos=false"
         )
 
 
@@ -163,7 +147,6 @@ def _join(splits):
     """Make one Split with the files of several."""
     joined = Split([], splits[0].vocab_size, splits[0].bos)
     for split in splits:
-        joined.files += split.files
-        joined.tokens += split.tokens
-        joined.starts += split.starts
+        for part in zip(split.files, split.tokens, split.starts, strict=True):
+            joined.add(*part)
     return joined

@@ -18,7 +18,6 @@ import shlex
 import shutil
 import sys
 import sysconfig
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,13 +82,17 @@ def prepare(dataset, name="", shards=10, **options):
         source = f"standard library of Python {platform.python_version()}"
         return build(name, standard_library(), source, **options)
     if dataset == "shakespeare":
-        folder.mkdir(exist_ok=True)
         instruction = f"run python data/prepare.py FILE --tokenizer=char --name={shlex.quote(name)}"
         text = download(SHAKESPEARE, folder / "input.txt", SHAKESPEARE_SHA256, instruction)
         options = {"tokenizer": "char", **options}
         return build(name, {"input.txt": text}, SHAKESPEARE, **options)
     if dataset == "fineweb10B":
-        return download_fineweb(folder, shards)
+        for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
+            file = folder / f"fineweb_{part}.bin"
+            download(FINEWEB + file.name, file, None, f"put the file at {file}")
+            # raises if what was downloaded is damaged
+            open_tokens(file)
+        return folder
     raise UserError(
         f"there is no dataset {dataset!r} to prepare: choose python, shakespeare or fineweb10B, or "
         "give a file or folder of text"
@@ -109,11 +112,8 @@ def standard_library():
     """
     skipped = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
     root = Path(sysconfig.get_path("stdlib"))
-    files = {}
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if not skipped & set(relative.parts):
-            files[relative.as_posix()] = path
+    files = files_in(root, "*.py")
+    files = {name: file for name, file in files.items() if skipped.isdisjoint(name.split("/"))}
     if len(files) < 100:
         raise UserError(
             f"the standard library's source is not in {root}: install a Python with its sources, "
@@ -122,40 +122,23 @@ def standard_library():
     return files
 
 
-def download_fineweb(folder, shards):
-    """Download shards of FineWeb that are tokens of GPT-2 already. Returns their folder."""
-    folder.mkdir(exist_ok=True)
-    training = [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
-    for file_name in ["fineweb_val_000000.bin", *training]:
-        file = folder / file_name
-        download(FINEWEB + file_name, file, None, f"put the file at {file}")
-        # raises if what was downloaded is damaged
-        open_tokens(file)
-    return folder
-
-
 def prepare_text(path, name="", **options):
     """Make data/<name> from a text file, or from the text files of a folder. Raises UserError."""
     path = Path(path)
-    if path.is_file():
-        files = {path.name: path}
-    elif path.is_dir():
-        files = files_in(path)
-    else:
+    if not path.exists():
         raise UserError(f"there is no file or folder {path}: give the path of a text")
+    files = {path.name: path}
+    if path.is_dir():
+        # neither hidden files nor those in hidden folders
+        files = {name: file for name, file in files_in(path, "*").items() if "/." not in f"/{name}"}
     source = path.resolve().name
     return build(name or path.stem, files, source, binary=path.is_file(), **options)
 
 
-def files_in(folder):
-    """Find the files under a folder, hidden ones left out: relative path -> path."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        is_hidden = any(part.startswith(".") for part in relative.parts)
-        if path.is_file() and not is_hidden:
-            files[relative.as_posix()] = path
-    return files
+def files_in(folder, pattern):
+    """Find the files under a folder: relative path -> path."""
+    files = [file for file in folder.rglob(pattern) if file.is_file()]
+    return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def check_name(name):
@@ -219,15 +202,10 @@ def check_vocab_size(tokenizer, vocab_size):
     """Raise UserError for a vocab_size, None if it is not given, that cannot be."""
     if vocab_size is None:
         return
-    if tokenizer != "bpe":
+    if tokenizer != "bpe" or not 257 <= vocab_size <= MAX_VOCAB_SIZE:
         raise UserError(
-            f"--vocab_size={vocab_size} is for a vocabulary that is trained: give --tokenizer=bpe "
-            "too, or leave it out"
-        )
-    if not 257 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise UserError(
-            f"--vocab_size={vocab_size} is not possible: choose at least 257, which are the bytes "
-            f"and <|endoftext|>, and at most {MAX_VOCAB_SIZE}"
+            f"--vocab_size={vocab_size} is not possible: give --tokenizer=bpe too, and at least "
+            f"257, the bytes and <|endoftext|>, and at most {MAX_VOCAB_SIZE}"
         )
 
 
@@ -241,11 +219,9 @@ def read_texts(files, source, as_bytes, binary):
         content = path.read_bytes()
         if not content or (b"\0" in content and not binary):
             continue
-        if as_bytes:
-            texts[name] = content
-            continue
         try:
-            texts[name] = content.decode("utf-8").replace("\r\n", "\n")
+            text = content if as_bytes else content.decode("utf-8").replace("\r\n", "\n")
+            texts[name] = text
         except UnicodeDecodeError as error:
             if len(files) == 1:
                 raise UserError(
@@ -272,22 +248,21 @@ def split_texts(texts, val_fraction):
     val = {name: text for name, text in texts.items() if fractions[name] <= limit}
     share = sum(map(len, val.values())) / sum(map(len, texts.values()))
     expected = max(val_fraction, 1 / len(texts))
-    if len(texts) < FEW_FILES or not expected / 2 <= share <= expected * 2:
-        return split_each_text(texts, val_fraction)
-    train = [text for name, text in texts.items() if name not in val]
-    return train, list(val.values()), f"whole files, {some_names(val)}"
+    if len(texts) >= FEW_FILES and expected / 2 <= share <= expected * 2:
+        train = [text for name, text in texts.items() if name not in val]
+        return train, list(val.values()), f"whole files, {some_names(val)}"
 
-
-def split_each_text(texts, val_fraction):
-    """Split every text at the same fraction of it; returns as split_texts()."""
     train, val = [], []
     for text in texts.values():
         n_train = int(len(text) * (1 - val_fraction))
         train.append(text[:n_train])
         val.append(text[n_train:])
     # one of a few characters may have no beginning
-    train = [text for text in train if text]
-    return train, val, f"the last {100 * val_fraction:.3g}% of each file, {some_names(texts)}"
+    return (
+        list(filter(None, train)),
+        val,
+        f"the last {100 * val_fraction:.3g}% of each file, {some_names(texts)}",
+    )
 
 
 def some_names(texts):
@@ -382,13 +357,12 @@ def write_dataset(folder, tokenizer, splits, about, raw):
             ids = encode_documents(tokenizer, documents)
             write_tokens(file, ids, tokenizer.vocab_size, raw)
             meta["tokens"][split] = len(ids)
-            meta["sha256"][split] = hashlib.sha256(file.read_bytes()).hexdigest()
+            meta["sha256"][split] = hash_file(file)
         for name, content in tokenizer_files.contents(meta["tokenizer"]).items():
             (tmp / name).write_bytes(content)
-            meta["sha256"][name] = hashlib.sha256(content).hexdigest()
-        meta = tokenizer_files.without_contents(meta)
-        content = json.dumps(meta, indent=1, allow_nan=False) + "\n"
-        (tmp / "meta.json").write_text(content, encoding="utf-8")
+            meta["sha256"][name] = hash_file(tmp / name)
+        content = json.dumps(tokenizer_files.without_contents(meta), indent=1, allow_nan=False)
+        (tmp / "meta.json").write_text(content + "\n", encoding="utf-8")
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
@@ -403,6 +377,10 @@ def write_dataset(folder, tokenizer, splits, about, raw):
     return meta["tokens"]
 
 
+def hash_file(file):
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 # -----------------------------------------------------------------------------
 # Downloads
 
@@ -414,10 +392,11 @@ def download(url, file, sha256, instruction):
     only be downloaded manually. Raises UserError.
     """
     if not file.exists():
+        file.parent.mkdir(exist_ok=True)
         part = file.with_suffix(".part")
         try:
             download_part(url, part)
-        except (OSError, urllib.error.URLError) as error:
+        except OSError as error:
             part.unlink(missing_ok=True)
             reason = getattr(error, "reason", error)
             raise UserError(
@@ -425,7 +404,7 @@ def download(url, file, sha256, instruction):
                 f"and then {instruction}"
             ) from None
         os.replace(part, file)
-    if sha256 and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+    if sha256 and hash_file(file) != sha256:
         raise UserError(
             f"{file} is not the text that {url} is known to hold (SHA-256 differs): remove it and "
             "try again"

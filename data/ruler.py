@@ -49,26 +49,17 @@ class Prompt:
 class Task:
     """A document before its length is known."""
 
-    question: str
+    names: list[str]  # what the question names: keys or a value
     answers: list[str]
     haystack: Callable[[int], list[str]]  # n -> n units
     # (place, text, asked); the place is between 0, the start of the haystack, and 1
     needles: list[tuple[float, str, bool]] = field(default_factory=list)
-    opening: str = ""
     least_units: int = 0
     most_units: float = float("inf")  # with more units the answer would be ambiguous
 
 
 def ruler_prompt(
-    kind: str,
-    tokenizer,
-    length: int,
-    seed: int,
-    sample: int,
-    size: str = "small",
-    bos: int | None = None,
-    needles: bool = True,
-    distractors: bool = True,
+    kind, tokenizer, length, seed, sample, size="small", bos=None, needles=True, distractors=True
 ) -> Prompt:
     """Make a document of at most `length` inputs, and fewer by less than a unit of its haystack.
 
@@ -81,11 +72,8 @@ def ruler_prompt(
 
     Raises UserError if length is too short, or the vocabulary cannot write the document.
     """
-    task = _make_task(kind, size, [seed, sample, length], needles)
-    kept = [
-        (place, text) for place, text, asked in task.needles if (needles if asked else distractors)
-    ]
-    document = _Document(task, kept, kind, size, tokenizer, bos)
+    document = _Document(kind, size, [seed, sample, length], tokenizer, bos, needles, distractors)
+    task = document.task
     excess = document.count(task.least_units) - length
     if excess > 0:
         raise UserError(
@@ -104,14 +92,13 @@ def ruler_prompt(
     return Prompt(ids[:-1].copy(), targets, f"{document.text(n)} {document.answer}", task.answers)
 
 
+@functools.lru_cache(maxsize=64)
 def needed_length(kind: str, tokenizer, size: str, bos: int | None = None) -> int:
     """Return a length that is enough for every document of a kind. Raises as ruler_prompt()."""
     needs = []
     for sample in range(64):
-        task = _make_task(kind, size, [0, sample, 0], True)
-        needles = [(place, text) for place, text, _ in task.needles]
-        document = _Document(task, needles, kind, size, tokenizer, bos)
-        needs.append(document.count(task.least_units))
+        document = _Document(kind, size, [0, sample, 0], tokenizer, bos)
+        needs.append(document.count(document.task.least_units))
     # Words differ in their number of tokens: others may need more than the longest of these.
     return max(needs) + (max(needs) - min(needs))
 
@@ -126,32 +113,21 @@ def default_size(tokenizer) -> str:
 
 FILLER = "sun sea sky ice oak elm fog dew bay fen".split()
 
-SENTENCES = """
-The ferry left the harbour a little after dawn.
-A light rain fell on the roofs of the village.
-The baker opened the door and swept the steps.
-Two children counted the boats on the river.
-Somebody had left a ladder against the wall.
-The old clock in the hall was slow again.
-In the afternoon the wind came from the west.
-The gardener watered the beans and went home.
-A grey cat slept under the bench all morning.
-The train to the coast was almost empty.
-Nobody remembered who had painted the fence.
-The lamps along the bridge were lit at six.
-She folded the map and looked at the hills.
-He wrote a short letter and did not send it.
-The market was closed because of the holiday.
-Snow lay on the pass until the end of May.
-The teacher wiped the board and shut the window.
-A cart with apples stood in front of the mill.
-The path turned left behind the last house.
-They talked about the harvest and the weather.
-The kettle was still warm when they came back.
-Some geese flew over the fields to the south.
-The shop sold candles, string and lamp oil.
-After supper the guests walked along the shore.
-""".strip().split("\n")
+TEXT = """
+The ferry left the harbour a little after dawn. A light rain fell on the roofs of the village. The
+baker opened the door and swept the steps. Two children counted the boats on the river. Somebody
+had left a ladder against the wall. The old clock in the hall was slow again. In the afternoon the
+wind came from the west. The gardener watered the beans and went home. A grey cat slept under the
+bench all morning. The train to the coast was almost empty. Nobody remembered who had painted the
+fence. The lamps along the bridge were lit at six. She folded the map and looked at the hills. He
+wrote a short letter and did not send it. The market was closed because of the holiday. Snow lay
+on the pass until the end of May. The teacher wiped the board and shut the window. A cart with
+apples stood in front of the mill. The path turned left behind the last house. They talked about
+the harvest and the weather. The kettle was still warm when they came back. Some geese flew over
+the fields to the south. The shop sold candles, string and lamp oil. After supper the guests
+walked along the shore.
+"""
+SENTENCES = [f"{sentence}." for sentence in " ".join(TEXT.split())[:-1].split(". ")]
 
 FIRST_WORDS = """
 amber ancient basic blue bold brave brief bright broad broken calm careful cheap clean clear clever
@@ -170,17 +146,47 @@ pebble pencil pillow planet pocket pond rabbit ribbon river saddle shovel spoon 
 tunnel valley violin wagon window
 """.split()
 
-# of the niah kinds: how many keys, values of each key, and keys that are asked for
-SHAPES = {
-    ("niah", "small"): (1, 1, 1),
-    ("multikey", "small"): (3, 1, 1),
-    ("multivalue", "small"): (1, 3, 1),
-    ("multiquery", "small"): (3, 1, 3),
-    ("niah", "paper"): (1, 1, 1),
-    ("multikey", "paper"): (4, 1, 1),
-    ("multivalue", "paper"): (1, 4, 1),
-    ("multiquery", "paper"): (4, 1, 4),
+# kind -> the opening, the question and the start of its answer, in the size paper
+CODES = "Sentences that name a code are hidden in the text below. Remember the codes."
+TEXTS = {
+    "niah": (CODES, "Which code does {names} have", "The code of {names} is"),
+    "multikey": (CODES, "Which code does {names} have", "The code of {names} is"),
+    "multivalue": (
+        CODES,
+        "Which {n} codes does {names} have, in the order of the text",
+        "The codes of {names} are",
+    ),
+    "multiquery": (
+        CODES,
+        "Which codes do {names} have, in this order",
+        "The codes of {names} are",
+    ),
+    "vt": (
+        "The text below assigns values to variables, to some from another variable.",
+        "Which {n} variables have the value {names}, in the order of the text",
+        "The variables with the value {names} are",
+    ),
+    "cwe": (
+        "The list below repeats some words often, and the others rarely.",
+        "Which {n} words are the most common, in the order of the list",
+        "The most common words are",
+    ),
+    "fwe": (
+        "The words of the list below occur with different frequencies.",
+        "Which {n} words are the most frequent, the most frequent first",
+        "The most frequent words are",
+    ),
 }
+SMALL_QUESTIONS = {"multiquery": "? {} are", "cwe": "? most", "fwe": "? most"}  # else "? {} is"
+
+# of the niah kinds: how many keys, values of each key, and keys that are asked for; n: of SEVERAL
+SHAPES = {
+    "niah": (1, 1, 1),
+    "multikey": ("n", 1, 1),
+    "multivalue": (1, "n", 1),
+    "multiquery": ("n", 1, "n"),
+}
+SEVERAL = {"small": 3, "paper": 4}
 HOPS = {"small": 2, "paper": 4}  # of vt: the assignments after the first
 # of cwe: how many common words, how often each of them and each other word occurs
 COMMON_WORDS = {"small": (3, 4, 1), "paper": (10, 30, 3)}
@@ -223,21 +229,8 @@ def _distinct_numbers(digits, rng, n):
 
 def _listed(words):
     """Write words as in "a, b and c"."""
-    if len(words) == 1:
-        return words[0]
-    return ", ".join(words[:-1]) + " and " + words[-1]
-
-
-def _noise(size, rng):
-    """Return the function that makes n units of filler; fewer units are the start of more."""
-    units = FILLER if size == "small" else SENTENCES
-    state = rng.bit_generator.state
-
-    def haystack(n):
-        rng.bit_generator.state = state
-        return [units[int(x * len(units))] for x in rng.random(n)]
-
-    return haystack
+    *others, last = words or [""]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 # -----------------------------------------------------------------------------
@@ -248,19 +241,30 @@ def _make_task(kind, size, numbers, needles):
     """Make the task that is a function of (kind, size, numbers)."""
     entropy = [*numbers, KINDS.index(kind), SIZES.index(size)]
     rng = np.random.Generator(np.random.PCG64([*entropy, 0]))
-    # of its own, so that the haystack does not depend on the number of needles
-    haystack_rng = np.random.Generator(np.random.PCG64([*entropy, 1]))
+
+    def noise(n):
+        # of its own, so that the haystack does not depend on the number of needles; fewer numbers
+        # are the start of more
+        return np.random.Generator(np.random.PCG64([*entropy, 1])).random(n)
+
     if kind == "vt":
-        return _variable_tracking(size, rng, haystack_rng)
+        return _variable_tracking(size, rng, noise)
     if kind == "cwe":
-        return _common_words(size, rng, haystack_rng)
+        return _common_words(size, rng, noise)
     if kind == "fwe":
-        return _frequent_words(size, rng, haystack_rng, needles)
-    return _retrieval(kind, size, rng, haystack_rng)
+        return _frequent_words(size, rng, noise, needles)
+    return _retrieval(kind, size, rng, noise)
 
 
-def _retrieval(kind, size, rng, haystack_rng):
-    n_keys, n_values, n_asked = SHAPES[kind, size]
+def _filler(size, noise):
+    """Return the function that makes n units of filler."""
+    units = FILLER if size == "small" else SENTENCES
+    return lambda n: [units[int(x * len(units))] for x in noise(n)]
+
+
+def _retrieval(kind, size, rng, noise):
+    shape = [SEVERAL[size] if n == "n" else n for n in SHAPES[kind]]
+    n_keys, n_values, n_asked = shape
     keys = _distinct_words(size, rng, n_keys)
     values = _distinct_numbers(7 if size == "paper" else 3, rng, n_keys * n_values)
     places = rng.random(n_keys * n_values)
@@ -273,56 +277,30 @@ def _retrieval(kind, size, rng, haystack_rng):
         (place, sentence.format(key, value), key in asked)
         for place, key, value in zip(places, owners, values, strict=True)
     ]
-    answers = values[: n_asked * n_values]
-
-    haystack = _noise(size, haystack_rng)
-    if size == "small":
-        verb = "are" if n_asked > 1 else "is"
-        question = f"? {' '.join(asked)} {verb}"
-        return Task(question, answers, haystack, needles)
-    opening = "Sentences that name a code are hidden in the text below. Remember the codes."
-    if n_values > 1:
-        question = f"Question: Which {n_values} codes does {keys[0]} have, in the order of the text"
-        start = f"The codes of {keys[0]} are"
-    elif n_asked > 1:
-        question = f"Question: Which codes do {_listed(asked)} have, in this order"
-        start = f"The codes of {_listed(asked)} are"
-    else:
-        question = f"Question: Which code does {keys[0]} have"
-        start = f"The code of {keys[0]} is"
-    return Task(f"{question}?\nAnswer: {start}", answers, haystack, needles, opening)
+    return Task(asked, values[: n_asked * n_values], _filler(size, noise), needles)
 
 
-def _variable_tracking(size, rng, haystack_rng):
+def _variable_tracking(size, rng, noise):
     n_names = HOPS[size] + 1
     if size == "small":
         names = _distinct_words(size, rng, n_names)
         value = _distinct_numbers(3, rng, 1)[0]
-        texts = [
-            f"{name} is {source}." for name, source in zip(names, [value, *names], strict=False)
-        ]
+        sources = [value, *names]
+        sentence = "{} is {}."
     else:
         letters = string.ascii_uppercase
         names = _distinct(lambda: "".join(letters[i] for i in rng.integers(26, size=5)), n_names)
         value = _distinct_numbers(5, rng, 1)[0]
         sources = [value, *(f"VAR {name}" for name in names)]
-        texts = [f"VAR {name} = {source}." for name, source in zip(names, sources, strict=False)]
+        sentence = "VAR {} = {}."
+    texts = map(sentence.format, names, sources)
     # a variable is assigned before another is assigned from it
     places = np.sort(rng.random(n_names))
     needles = [(place, text, True) for place, text in zip(places, texts, strict=True)]
-
-    haystack = _noise(size, haystack_rng)
-    if size == "small":
-        return Task(f"? {value} is", names, haystack, needles)
-    opening = "The text below assigns values to variables, to some from another variable."
-    question = (
-        f"Question: Which {n_names} variables have the value {value}, in the order of the text?\n"
-        f"Answer: The variables with the value {value} are"
-    )
-    return Task(question, names, haystack, needles, opening)
+    return Task([value], names, _filler(size, noise), needles)
 
 
-def _common_words(size, rng, haystack_rng):
+def _common_words(size, rng, noise):
     n_common, n_often, n_rarely = COMMON_WORDS[size]
     words = _shuffled_vocabulary(size, rng)
     common = words[:n_common]
@@ -332,45 +310,27 @@ def _common_words(size, rng, haystack_rng):
     order = occurrences[np.argsort(rng.random(len(occurrences)), kind="stable")]
     needles = [(place, common[i], True) for place, i in zip(places, order, strict=True)]
     answers = [common[i] for i in dict.fromkeys(order.tolist())]
-    state = haystack_rng.bit_generator.state
 
     def haystack(n):
-        haystack_rng.bit_generator.state = state
-        order = np.argsort(haystack_rng.random(n), kind="stable")
+        order = np.argsort(noise(n), kind="stable")
         return [others[i // n_rarely % len(others)] for i in order]
 
     most = len(others) * (n_often - n_rarely)
-    if size == "small":
-        return Task("? most", answers, haystack, needles, most_units=most)
-    opening = "The list below repeats some words often, and the others rarely."
-    question = (
-        f"Question: Which {n_common} words are the most common, in the order of the list?\n"
-        "Answer: The most common words are"
-    )
-    return Task(question, answers, haystack, needles, opening, most_units=most)
+    return Task([], answers, haystack, needles, most_units=most)
 
 
-def _frequent_words(size, rng, haystack_rng, needles):
+def _frequent_words(size, rng, noise, needles):
     exponent, least = FREQUENT_WORDS[size]
     words = _shuffled_vocabulary(size, rng)
-    state = haystack_rng.bit_generator.state
 
     def haystack(n):
         entries = [words[rank] for rank in _zeta_ranks(n, exponent)]
         if not needles:
             rare = itertools.cycle(reversed(words))
             entries = [next(rare) if word in words[:3] else word for word in entries]
-        haystack_rng.bit_generator.state = state
-        return [entries[i] for i in np.argsort(haystack_rng.random(n), kind="stable")]
+        return [entries[i] for i in np.argsort(noise(n), kind="stable")]
 
-    if size == "small":
-        return Task("? most", words[:3], haystack, least_units=least)
-    opening = "The words of the list below occur with different frequencies."
-    question = (
-        "Question: Which 3 words are the most frequent, the most frequent first?\n"
-        "Answer: The most frequent words are"
-    )
-    return Task(question, words[:3], haystack, opening=opening, least_units=least)
+    return Task([], words[:3], haystack, least_units=least)
 
 
 def _zeta_ranks(n, exponent):
@@ -394,23 +354,31 @@ def _zeta_ranks(n, exponent):
 
 
 class _Document:
-    """The text and the tokens of a task with any number of units. needles: (place, text)."""
+    """The text and the tokens of a task with any number of units."""
 
-    def __init__(self, task, needles, kind, size, tokenizer, bos):
-        self.task = task
-        self.needles = needles
+    def __init__(self, kind, size, numbers, tokenizer, bos, needles=True, distractors=True):
+        self.task = task = _make_task(kind, size, numbers, needles)
+        kept = {True: needles, False: distractors}
+        self.needles = [(place, text) for place, text, asked in task.needles if kept[asked]]
+        if size == "small":
+            self.opening = ""
+            self.question = SMALL_QUESTIONS.get(kind, "? {} is").format(" ".join(task.names))
+        else:
+            self.opening, question, start = TEXTS[kind]
+            form = f"Question: {question}?\nAnswer: {start}"
+            self.question = form.format(names=_listed(task.names), n=len(task.answers))
         self.separator = " " if size == "small" else "\n"
         self.answer = (" " if size == "small" else ", ").join(task.answers)
         self.tokenizer = tokenizer
         self.prefix = [] if bos is None else [bos]
-        _check_characters(tokenizer, kind, task, needles, self.answer)
+        self.check_characters(kind)
         self.answer_ids = _encode_answer(tokenizer, kind, self.answer)
         self.encoded = {}
 
     def text(self, n):
         """Return the text without the answer."""
         body = " ".join(_insert(self.task.haystack(n), self.needles))
-        parts = (self.task.opening, body, self.task.question)
+        parts = (self.opening, body, self.question)
         return self.separator.join(part for part in parts if part)
 
     def ids(self, n):
@@ -423,6 +391,26 @@ class _Document:
     def count(self, n):
         """Return the number of inputs: the last token is only a target."""
         return len(self.ids(n)) - 1
+
+    def check_characters(self, kind):
+        """Raise UserError if a character of such documents, not only of this one, has no id."""
+        if not isinstance(self.tokenizer, CharTokenizer):
+            return
+        facts = " ".join([self.answer, *(text for _, text in self.needles)])
+        units = self.task.haystack(self.task.least_units + 1)
+        needed = set(" ".join([self.opening, self.question, facts, *units]))
+        needed |= set(string.ascii_lowercase)
+        if set(facts) & set(string.digits):
+            needed |= set(string.digits)
+        if self.answer.isupper():
+            needed |= set(string.ascii_uppercase)
+        missing = "".join(sorted(needed - set(self.tokenizer.characters)))
+        if missing:
+            raise UserError(
+                f"documents of the task {kind} need the characters {missing!r}, which this "
+                "vocabulary lacks: leave out the task, or prepare the dataset with "
+                "--tokenizer=bytes"
+            )
 
 
 def _most_units(count, low, limit):
@@ -448,14 +436,10 @@ def _most_units(count, low, limit):
 def _insert(units, needles):
     """Insert needles into a list of units, each at its place."""
     gaps = [int(place * (len(units) + 1)) for place, _ in needles]
-    texts = [text for _, text in needles]
-    parts = []
-    start = 0
-    for i in np.argsort(gaps, kind="stable"):
-        parts += units[start : gaps[i]]
-        parts.append(texts[i])
-        start = gaps[i]
-    return parts + units[start:]
+    parts = list(units)
+    for i in reversed(np.argsort(gaps, kind="stable")):
+        parts.insert(gaps[i], needles[i][1])
+    return parts
 
 
 def _encode_answer(tokenizer, kind, answer):
@@ -472,22 +456,3 @@ def _encode_answer(tokenizer, kind, answer):
             "task, or choose another tokenizer"
         )
     return ids
-
-
-def _check_characters(tokenizer, kind, task, needles, answer):
-    """Raise UserError if a character of such documents, not only of this one, has no id."""
-    if not isinstance(tokenizer, CharTokenizer):
-        return
-    facts = " ".join([answer, *(text for _, text in needles)])
-    text = " ".join([task.opening, task.question, facts, *task.haystack(task.least_units + 1)])
-    needed = set(text) | set(string.ascii_lowercase)
-    if set(facts) & set(string.digits):
-        needed |= set(string.digits)
-    if answer.isupper():
-        needed |= set(string.ascii_uppercase)
-    missing = "".join(sorted(needed - set(tokenizer.characters)))
-    if missing:
-        raise UserError(
-            f"documents of the task {kind} need the characters {missing!r}, which this vocabulary "
-            "lacks: leave out the task, or prepare the dataset with --tokenizer=bytes"
-        )

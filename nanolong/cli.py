@@ -47,32 +47,32 @@ OUT_OF_MEMORY = (
 
 # setting -> other programs' names of it that similar_setting() does not find by their spelling. If
 # a name could mean several settings, the first one that the script has is suggested.
-LENGTH = ("length", "context", "context_length", "ctx", "n_ctx", "seq_len", "max_length")
+LENGTH = "length context context_length ctx n_ctx seq_len max_length"
 OTHER_NAMES = {
     "lengths": LENGTH,
-    "factor": (*LENGTH, "scale", "scaling", "ratio"),
+    "factor": f"{LENGTH} scale scaling ratio",
     "block_size": LENGTH,
-    "max_new_tokens": ("max_tokens", "max_length"),
-    "pos": ("position", "positions", "position_embedding", "scheme"),
-    "n_layer": ("depth",),
-    "n_head": ("heads", "num_heads"),
-    "n_kv_head": ("num_kv_heads",),
-    "n_embd": ("embed", "embed_dim", "hidden_size", "d_model", "dim", "width"),
-    "rope_base": ("base", "theta", "rope_theta"),
-    "learning_rate": ("lr", "max_lr"),
-    "max_iters": ("steps", "num_steps", "iters", "iterations"),
-    "batch_size": ("bs",),
-    "gradient_accumulation_steps": ("grad_accum",),
-    "weight_decay": ("wd",),
-    "optimizer": ("optim",),
-    "init_from": ("resume", "load", "checkpoint", "ckpt"),
-    "num_samples": ("n",),
-    "start": ("prompt", "text", "input"),
-    "temperature": ("temp",),
-    "out_dir": ("output_dir", "run", "checkpoint", "ckpt"),
-    "name": ("out", "output", "out_dir"),
-    "dataset": ("data",),
-    "tokenizer": ("vocab", "encoding"),
+    "max_new_tokens": "max_tokens max_length",
+    "pos": "position positions position_embedding scheme",
+    "n_layer": "depth",
+    "n_head": "heads num_heads",
+    "n_kv_head": "num_kv_heads",
+    "n_embd": "embed embed_dim hidden_size d_model dim width",
+    "rope_base": "base theta rope_theta",
+    "learning_rate": "lr max_lr",
+    "max_iters": "steps num_steps iters iterations",
+    "batch_size": "bs",
+    "gradient_accumulation_steps": "grad_accum",
+    "weight_decay": "wd",
+    "optimizer": "optim",
+    "init_from": "resume load checkpoint ckpt",
+    "num_samples": "n",
+    "start": "prompt text input",
+    "temperature": "temp",
+    "out_dir": "output_dir run checkpoint ckpt",
+    "name": "out output out_dir",
+    "dataset": "data",
+    "tokenizer": "vocab encoding",
 }
 
 
@@ -100,13 +100,10 @@ def parse(*, about="", presets=False, paths=None, defaults=None, argv=None, unli
         looked up in config/ too.
     paths: what other positional arguments are, in words, for --help; None: there are none.
     defaults: a function of the given values by name and of the positional arguments; returns
-        values that replace the dataclasses' defaults, by name. Names that are no settings are
-        ignored.
-    argv: the words to read, sys.argv[1:] by default.
+        values by name that replace the dataclasses' defaults. Other names are ignored.
 
     Returns an object with the instances, with `given`, the set of names that a preset or flag has
-    set, `flags`, those of a flag alone, and `paths`, the list of positional arguments. Raises
-    UserError; --help prints and exits with status 0.
+    set, `flags`, those of a flag alone, and `paths`, the list of positional arguments.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     settings = {s.name: s for cls in classes.values() for s in settings_of(cls)}
@@ -133,7 +130,8 @@ def parse(*, about="", presets=False, paths=None, defaults=None, argv=None, unli
     given_values = {**from_presets, **from_flags}
     values = given_values
     if defaults is not None:
-        values = convert_defaults(defaults(given_values, positional), settings) | given_values
+        known = {n: v for n, v in defaults(given_values, positional).items() if n in settings}
+        values = convert_all(known, settings, "the earlier run has") | given_values
     args = types.SimpleNamespace(given=set(given_values), flags=set(from_flags), paths=positional)
     for name, cls in classes.items():
         own_values = {f.name: values[f.name] for f in fields(cls) if f.name in values}
@@ -147,8 +145,8 @@ def settings_of(cls):
     hidden = HIDDEN.get(cls.__name__, ())
     settings = []
     for field in fields(cls):
+        default = field.default if field.default is not MISSING else field.default_factory()
         if field.name not in hidden:
-            default = field.default if field.default is not MISSING else field.default_factory()
             settings.append(Setting(field.name, hints[field.name], default))
     return settings
 
@@ -161,34 +159,37 @@ def read_flag(word, following, settings):
     name, has_value, text = word[2:].partition("=")
     name = name.replace("-", "_")
     setting = find_setting(name, settings, word)
-    if not has_value:
-        next_is_bool = bool(following) and following[0].lower() in validate.BOOLS
-        is_bool = validate.without_none(setting.type) is bool
-        if is_bool and not next_is_bool:
-            text = "true"
-        elif following:
-            text = following.pop(0)
-        else:
+    next_is_bool = bool(following) and following[0].lower() in validate.BOOLS
+    if not has_value and validate.without_none(setting.type) is bool and not next_is_bool:
+        text = "true"
+    elif not has_value:
+        if not following:
             example = format_value(setting.default) or "TEXT"
             raise UserError(f"--{name} has no value: give one, as in --{name}={example}")
+        text = following.pop(0)
     return name, validate.convert(name, text, setting.type, f"--{name}={text:.60}")
 
 
 def read_preset(word, settings):
     """The converted values of a TOML file, which may be named without its folder."""
-    places = (Path(word), PRESETS / word, PRESETS.parent / word)
-    files = [file for file in places if file.is_file()]
+    files = [file for file in (Path(word), PRESETS / word, PRESETS.parent / word) if file.is_file()]
     if not files:
         raise UserError(f"there is no preset {word}: config/ holds {', '.join(preset_names())}")
     try:
         values = tomllib.loads(files[0].read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{word} is not valid TOML ({error}): correct it") from None
+    for name in values:
+        find_setting(name, settings, word)
+    return convert_all(values, settings, f"{word}:")
+
+
+def convert_all(values, settings, where):
+    """The values by name as the types of their settings."""
     converted = {}
     for name, value in values.items():
-        setting = find_setting(name, settings, word)
-        where = f"{word}: {name} = {value!r:.60}"
-        converted[name] = validate.convert(name, value, setting.type, where)
+        kind = settings[name].type
+        converted[name] = validate.convert(name, value, kind, f"{where} {name} = {value!r:.60}")
     return converted
 
 
@@ -213,7 +214,7 @@ def similar_setting(name, settings):
     known = {setting: setting for setting in settings}
     for setting, other_names in OTHER_NAMES.items():
         if setting in settings:
-            for other_name in other_names:
+            for other_name in other_names.split():
                 known.setdefault(other_name, setting)
     if name in known:
         return known[name]
@@ -225,16 +226,6 @@ def similar_setting(name, settings):
     return known[close[0]] if close else None
 
 
-def convert_defaults(values, settings):
-    """The values that the function `defaults` of parse() has returned, as the settings' types."""
-    converted = {}
-    for name, value in values.items():
-        if name in settings:
-            where = f"the earlier run has {name} = {value!r:.60}"
-            converted[name] = validate.convert(name, value, settings[name].type, where)
-    return converted
-
-
 # -----------------------------------------------------------------------------
 # --help.
 
@@ -243,8 +234,7 @@ def format_help(classes, about, presets, paths):
     """The text of --help: a line for each setting, in groups."""
     lines = [about.strip()]
     for group, entries in group_settings(classes).items():
-        if entries:
-            lines += ["", f"{group}:"]
+        lines += ["", f"{group}:"] if entries else []
         for setting, comment in entries:
             lines += format_setting(setting, comment)
     if presets:
@@ -286,34 +276,26 @@ def format_setting(setting, comment):
 
 def wrap(line, indent):
     """The line in pieces of HELP_WIDTH columns, all but the first indented."""
-    return textwrap.wrap(
-        line,
-        HELP_WIDTH,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, HELP_WIDTH, subsequent_indent=" " * indent, **options)
 
 
 def format_value(value):
     """A value as one would type it on the command line."""
-    if value is None:
-        return "auto"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "auto" if value is None else str(value)
 
 
 def field_comments(cls):
     """Field name -> (group, comment), each from the class of the hierarchy that states it."""
     comments = {}
-    for base in reversed(cls.__mro__):
-        if is_dataclass(base):
-            for name, (group, comment) in own_comments(base).items():
-                inherited_group, _ = comments.get(name, ("", ""))
-                comments[name] = (group or inherited_group, comment)
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        for name, (group, comment) in own_comments(base).items():
+            inherited_group, _ = comments.get(name, ("", ""))
+            comments[name] = (group or inherited_group, comment)
     return comments
 
 
@@ -331,12 +313,10 @@ def own_comments(cls):
         above = []
         for line in lines[end : node.lineno - 1]:
             if line.startswith("# [") and line.endswith("]"):
-                group = line.removeprefix("# [").removesuffix("]")
+                group = line[3:-1]
                 above = []
-            elif line.startswith("# "):
-                above.append(line.removeprefix("# "))
             else:
-                above = []
+                above = [*above, line[2:]] if line.startswith("# ") else []
         end = node.end_lineno
         trailing = lines[end - 1].partition("  # ")[2]
         comments[node.target.id] = (group, trailing or " ".join(above))
@@ -383,17 +363,11 @@ def print_error(message, on_every_rank):
         print(f"error: {message}", file=sys.stderr)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        write_error_file(error_file, message)
-
-
-def write_error_file(file, message):
-    """Have torchrun end its traceback, which it prints of every failure, with this message.
-
-    The format is that of torch.distributed.elastic.multiprocessing.errors.
-    """
-    error = {"message": str(message), "extraInfo": {"timestamp": str(int(time.time()))}}
-    with contextlib.suppress(OSError):
-        write_json(Path(file), {"message": error})
+        # torchrun ends its traceback, which it prints of every failure, with this message; the
+        # format is that of torch.distributed.elastic.multiprocessing.errors
+        error = {"message": str(message), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            write_json(Path(error_file), {"message": error})
 
 
 @contextlib.contextmanager
@@ -410,11 +384,6 @@ def silent(condition):
 def describe_os_error(error):
     if error.errno == errno.ENOMEM:
         return OUT_OF_MEMORY
-    if error.errno == errno.ENOSPC:
-        return (
-            f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space, "
-            "or choose another path"
-        )
     return (
         f"{error.filename or 'a file'} cannot be used ({error.strerror or error}): "
         "choose another path, or fix its permissions or the disk"

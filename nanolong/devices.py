@@ -38,14 +38,20 @@ PEAK_FLOPS = {
 
 
 def pick_device(name):
-    """The torch.device for "auto" or for a name, tried out.
+    """The torch.device for "auto" or for a name, tried out: of several processes each has its GPU.
 
     Raises UserError if the device cannot be used. A GPU that is there but does not work is an
     error, too, and never a reason to use the CPU instead.
     """
     try:
         device = torch.device(_best_device() if name == "auto" else name)
-        device = _device_of_this_process(device)
+        if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+            raise UserError(
+                f"--device={device} would put all processes on one GPU: "
+                "give --device=cuda, and each takes its own"
+            )
+        if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton launches kernels on the current device
         torch.ones(8, device=device).sum().item()
@@ -75,21 +81,8 @@ def _best_device():
 
 def _has_nvidia_gpu():
     """Whether Linux lists an NVIDIA GPU that is not hidden by CUDA_VISIBLE_DEVICES."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
-        return False
-    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
-
-
-def _device_of_this_process(device):
-    """Of the processes of torchrun, each takes its own GPU."""
-    if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
-        raise UserError(
-            f"--device={device} would put all processes on one GPU: "
-            "give --device=cuda, and each takes its own"
-        )
-    if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return device
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    return not is_hidden and any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def pick_dtype(name, device):
@@ -157,9 +150,7 @@ def pick_compile(wanted, device, steps):
     if wanted is False:
         return False, None
     reason = _reason_not_to_compile(wanted, device, steps)
-    if reason:
-        return False, f"torch.compile is off: {reason}"
-    return True, None
+    return reason is None, reason and f"torch.compile is off: {reason}"
 
 
 def _reason_not_to_compile(wanted, device, steps):
@@ -227,16 +218,14 @@ def set_malloc_options(keep_freed_memory):
     them takes up to twice the memory where the sizes of tensors differ, as with --parallel=fsdp.
     """
     trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8  # parameters of mallopt(3)
+    if keep_freed_memory:
+        options = {trim_threshold: 2**31 - 1, top_pad: 2**26, mmap_threshold: 2**25}
+    else:
+        options = {trim_threshold: 2**17, mmap_threshold: 2**17, arena_max: 1}
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
-        if keep_freed_memory:
-            libc.mallopt(trim_threshold, 2**31 - 1)
-            libc.mallopt(top_pad, 2**26)
-            libc.mallopt(mmap_threshold, 2**25)
-        else:
-            libc.mallopt(trim_threshold, 2**17)
-            libc.mallopt(mmap_threshold, 2**17)
-            libc.mallopt(arena_max, 1)
+        for parameter, value in options.items():
+            libc.mallopt(parameter, value)
 
 
 def to_device(x, device):

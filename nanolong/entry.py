@@ -38,32 +38,31 @@ def load_entry(file, positions):
     require(is_python, f"--entry={file} is no Python file: give the path of one")
     source = file.read_text(encoding="utf-8")
     if name in positions:
-        known = positions[name]
-        is_same = known in _files and _sources[known] == source
         require(
-            is_same,
+            _sources.get(positions[name]) == source,
             f"--entry={file}: there is already a scheme {name!r}: rename the file, or leave it out",
         )
         return name
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    if not is_other_module(name, file):
+    known = sys.modules.get(name, module)
+    if Path(getattr(known, "__file__", None) or "") == file.absolute():
         sys.modules[name] = module  # where torch.compile looks for the functions of the file
     try:
         spec.loader.exec_module(module)
-    except NameError as error:
-        raise UserError(
-            f"--entry={file} uses {error.name!r} without importing it: import what model.py does, "
-            "and the classes and functions of model.py from model"
-        ) from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"--entry={file} cannot be imported ({reason}): fix the file") from error
-    schemes = []
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, positions["nope"]):
-            if value.__module__ == name:
-                schemes.append(value)
+        raise UserError(
+            f"--entry={file} cannot be imported ({reason}): fix the file, which has to import what "
+            "it uses, as NoPE from model"
+        ) from error
+    schemes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, positions["nope"])
+        and value.__module__ == name
+    ]
     require(
         len(schemes) == 1,
         f"--entry={file} has {len(schemes)} classes that derive from model.NoPE: leave exactly one",
@@ -72,14 +71,6 @@ def load_entry(file, positions):
     _files[schemes[0]] = file
     _sources[schemes[0]] = source
     return name
-
-
-def is_other_module(name, file):
-    """Whether another file has been imported under this name."""
-    if name not in sys.modules:
-        return False
-    known = getattr(sys.modules[name], "__file__", None)
-    return known is None or Path(known) != file.absolute()
 
 
 def entry_file(scheme):

@@ -9,14 +9,15 @@ Every function here raises UserError with a message in one sentence.
 
 import math
 import numbers
+import re
 import types
 import typing
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 
 import torch
 
 import rope_scaling
-from data.dataset import TASKS
+from data.dataset import TASKS, split_fraction
 from nanolong.errors import UserError
 
 
@@ -29,16 +30,8 @@ def require(condition, message):
 # -----------------------------------------------------------------------------
 # Types.
 
-BOOLS = {
-    "true": True,
-    "1": True,
-    "yes": True,
-    "on": True,
-    "false": False,
-    "0": False,
-    "no": False,
-    "off": False,
-}
+BOOLS = dict.fromkeys(("true", "1", "yes", "on"), True)
+BOOLS |= dict.fromkeys(("false", "0", "no", "off"), False)
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -62,14 +55,13 @@ def coerce(cls, values, where):
     default; values that are no field are refused.
     """
     hints = typing.get_type_hints(cls)
-    unknown = [name for name in values if name not in hints]
-    require(
-        not unknown,
-        f"{where} has settings that this version does not know ({', '.join(map(str, unknown))}): "
-        "use the version of nanoLong that wrote it",
-    )
     converted = {}
     for name, value in values.items():
+        require(
+            name in hints,
+            f"{where} has a setting that this version does not know ({name}): use the version of "
+            "nanoLong that wrote it",
+        )
         converted[name] = convert(name, value, hints[name], f"{where}: {name} = {value!r:.60}")
     return build(cls, converted)
 
@@ -169,109 +161,69 @@ class Range:
         return is_inside or (self.or_zero and number == 0)
 
     def __str__(self):
-        bounds = []
-        if self.least > -math.inf:
-            bounds.append(f"at least {self.least:,}")
-        if self.above > -math.inf:
-            bounds.append(f"above {self.above:,}")
-        if self.most < math.inf:
-            bounds.append(f"at most {self.most:,}")
-        if self.below < math.inf:
-            bounds.append(f"below {self.below:,}")
-        return " and ".join(bounds) + (", or 0" if self.or_zero else "")
+        bounds = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        words = [f"{word} {n:,}" for word, n in bounds.items() if math.isfinite(n)]
+        return " and ".join(words) + (", or 0" if self.or_zero else "")
 
 
 RANGES = {
-    # the model; 0 for n_kv_head, head_dim and mlp_dim means that they follow from the others
-    "n_layer": Range(least=1, most=2**12),
-    "n_head": Range(least=1, most=2**16),
-    "n_kv_head": Range(least=0, most=2**16),
-    "head_dim": Range(least=0, most=2**16),
-    "n_embd": Range(least=1, most=2**24),
-    "mlp_dim": Range(least=0, most=2**26),
-    "vocab_size": Range(least=1, most=2**24),
-    "block_size": Range(least=1, most=2**40),
-    "dropout": Range(least=0, below=1),
-    "norm_eps": Range(above=0, below=1),
-    "attn_scale": Range(above=0),
-    "score_scale_length": Range(least=2, most=2**40, or_zero=True),
-    "score_scale_coefficient": Range(above=0),
-    "score_scale_offset": Range(least=0, most=1),
-    # positions
-    "rope_base": Range(above=1),
-    "rope_fraction": Range(least=0, most=1),
-    "rope_local_base": Range(above=1, or_zero=True),
-    "p_rope": Range(least=0, most=1),
-    "embed_scale": Range(above=0),
-    "window": Range(least=0),
-    "sinks": Range(least=0),
-    "random_positions": Range(least=0, most=2**24),
-    # training
-    "batch_size": Range(least=1, most=2**20),
-    "sequence_parallel": Range(least=1, most=2**16),
-    "gradient_accumulation_steps": Range(least=1, most=2**20),
-    "max_iters": Range(least=0),
-    "stop_at": Range(least=0),
-    "window_steps": Range(least=0),
-    "window_changes": Range(least=1, most=1000),
-    "learning_rate": Range(least=0),
-    "min_lr": Range(least=0),
-    "warmup_iters": Range(least=0),
-    "weight_decay": Range(least=0),
-    "beta1": Range(least=0, below=1),
-    "beta2": Range(least=0, below=1),
-    "grad_clip": Range(least=0),
-    "eval_interval": Range(least=1),
-    "eval_iters": Range(least=0),
-    "eval_length": Range(least=0),
-    "log_interval": Range(least=1),
-    "seed": Range(least=0),
-    # data
-    "min_doc": Range(least=0),
-    "upsample_docs": Range(least=1, most=1000),
-    "val_fraction": Range(above=0, below=1),
-    "shards": Range(least=1),
-    # context extension
-    "factor": Range(least=1, most=10**6),
-    "pose_window": Range(least=0),
-    "train_length": Range(least=0),
-    # sampling
-    "max_new_tokens": Range(least=0),
-    "num_samples": Range(least=1),
-    "temperature": Range(least=0),
-    "top_k": Range(least=0),
-    "top_p": Range(above=0, most=1),
-    # evaluation
-    "lengths": Range(least=1),
-    "stride": Range(least=0),
-    "max_tokens": Range(least=1),
-    "depths": Range(least=1, most=1000),
-    "trials": Range(least=0, most=2**20),
-    "short_context": Range(least=2),
-    "min_key_tokens": Range(least=1),
+    name: allowed
+    for allowed, names in (
+        # 0 turns many of these off
+        (Range(least=0), "window sinks pose_window train_length min_doc"),
+        (Range(least=0), "max_iters stop_at window_steps warmup_iters eval_iters eval_length seed"),
+        (Range(least=0), "learning_rate min_lr weight_decay grad_clip"),
+        (Range(least=0), "max_new_tokens temperature top_k stride"),
+        (Range(least=0, most=1), "rope_fraction p_rope score_scale_offset"),
+        (Range(least=0, below=1), "dropout beta1 beta2"),
+        # 0 for n_kv_head, head_dim and mlp_dim means that they follow from the others
+        (Range(least=0, most=2**16), "n_kv_head head_dim"),
+        (Range(least=0, most=2**20), "trials"),
+        (Range(least=0, most=2**24), "random_positions"),
+        (Range(least=0, most=2**26), "mlp_dim"),
+        # bounds that a typing error exceeds, and memory or time would feel first
+        (Range(least=1, most=1000), "window_changes upsample_docs depths"),
+        (Range(least=1, most=10**6), "factor"),
+        (Range(least=1, most=2**12), "n_layer"),
+        (Range(least=1, most=2**16), "n_head sequence_parallel"),
+        (Range(least=1, most=2**20), "batch_size gradient_accumulation_steps"),
+        (Range(least=1, most=2**24), "n_embd vocab_size"),
+        (Range(least=1, most=2**40), "block_size"),
+        # scales, fractions and bases of logarithms and powers
+        (Range(above=0), "attn_scale embed_scale score_scale_coefficient"),
+        (Range(above=0, below=1), "norm_eps val_fraction"),
+        (Range(above=0, most=1), "top_p"),
+        (Range(least=1), "eval_interval log_interval shards num_samples"),
+        (Range(least=1), "lengths max_tokens min_key_tokens"),
+        (Range(above=1), "rope_base"),
+        (Range(above=1, or_zero=True), "rope_local_base"),
+        (Range(least=2), "short_context"),
+        (Range(least=2, most=2**40, or_zero=True), "score_scale_length"),
+    )
+    for name in names.split()
 }
 
 
 def check_ranges(values):
     """Refuse numbers out of the range of their setting. values: a dict by name."""
     for name in values.keys() & RANGES.keys():
-        allowed = RANGES[name]
         for number in split_items(values[name]):
             require(
-                math.isfinite(number),
-                f"{name}={number} is not a finite number: give one that is {allowed}",
-            )
-            require(
-                number in allowed,
-                f"{name}={number} is out of range: it must be {allowed}",
+                number in RANGES[name],
+                f"{name}={number} is out of range: it must be {RANGES[name]}, and finite",
             )
 
 
 def build(cls, values):
     """Make a settings dataclass after the checks that its own __post_init__ relies on."""
     check_ranges(values)
-    settings = {f.name: f.default for f in fields(cls) if f.default is not MISSING} | values
-    if {"n_embd", "n_head", "head_dim"} <= settings.keys() and not settings["head_dim"]:
+    settings = {f.name: f.default for f in fields(cls)} | values
+    if "n_embd" in settings and not settings["head_dim"]:
         require(
             settings["n_embd"] % settings["n_head"] == 0,
             f"n_embd={settings['n_embd']} is not divisible by n_head={settings['n_head']}: "
@@ -293,8 +245,7 @@ def check_model(config, positions):
         "of your own with --entry=FILE.py",
     )
     check_architecture(config)
-    check_channels(config, positions)
-    check_rope(config, positions)
+    check_channels(config, positions[config.pos], positions["rope"])
     check_layer_pattern(config, positions)
     check_random_positions(config, positions)
     check_extension(config)
@@ -307,86 +258,60 @@ def check_architecture(config):
         f"n_head={config.n_head} is not divisible by n_kv_head={config.n_kv_head}: "
         "choose a divisor of n_head",
     )
-    for name, hint in typing.get_type_hints(type(config)).items():
-        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-        value = getattr(config, name)
-        require(
-            not choices or value in choices,
-            f"{name}={value} is unknown: choose one of {', '.join(choices)}",
-        )
-
-    block_parameters = config.n_embd * (config.n_head * config.head_dim + config.mlp_dim)
-    embedding_parameters = config.n_embd * config.vocab_size
+    check_choices(config)
+    parameters = config.n_layer * (config.n_head * config.head_dim + config.mlp_dim)
     require(
-        config.n_layer * block_parameters + embedding_parameters <= 2**40,
+        config.n_embd * (parameters + config.vocab_size) <= 2**40,
         "the model would have more than 2^40 parameters: lower n_layer, n_embd, n_head, head_dim, "
         "mlp_dim or vocab_size",
     )
 
 
-def check_channels(config, positions):
+def check_channels(config, scheme, rope):
     """Sines and cosines, and rotations, take channels in pairs."""
-    name = positions[config.pos].pairs
-    n = getattr(config, name, 0)
+    n = getattr(config, scheme.pairs, 0)
     require(
-        n % 2 == 0, f"{name}={n} is odd: --pos={config.pos} pairs channels, so give an even one"
+        n % 2 == 0,
+        f"{scheme.pairs}={n} is odd: --pos={config.pos} pairs channels, so give an even one",
     )
-
-
-def check_rope(config, positions):
-    """Rules of the settings that RoPE alone has."""
-    is_rope = issubclass(positions[config.pos], positions["rope"])
     rotary_dim = int(config.rope_fraction * config.head_dim)
     require(
-        not is_rope or rotary_dim % 2 == 0,
+        rotary_dim % 2 == 0 or not issubclass(scheme, rope),
         f"rope_fraction={config.rope_fraction} rotates {rotary_dim} of {config.head_dim} "
         "channels, which is odd: rotations pair channels, so give another fraction",
     )
-    is_plain = positions[config.pos] is positions["rope"]
     require(
-        not config.rope_local_base or (is_plain and config.is_hybrid),
+        not config.rope_local_base or (scheme is rope and config.is_hybrid),
         f"rope_local_base={config.rope_local_base:g} is of rope in layers with a window, next to "
         "layers without one: give a --layer_pattern of both, such as WWWF, and --window=N",
     )
     require(
-        config.p_rope == 1 or config.rope_fraction == 1,
-        f"p_rope={config.p_rope} and rope_fraction={config.rope_fraction} both leave channels "
-        "unrotated, at different frequencies: give one of them",
+        1 in (config.p_rope, config.rope_fraction),
+        "p_rope and rope_fraction both leave channels unrotated, at different frequencies: "
+        "give one of them",
     )
 
 
 def check_layer_pattern(config, positions):
     """F and N: full attention; W and S: sliding window; N and S: without positions."""
     pattern = config.layer_pattern
+    letters = set(pattern)
     require(
-        pattern and set(pattern) <= set("FWNS"),
-        f"layer_pattern={pattern!r} is not a word of the letters F, W, N and S: "
-        "give one such as FFFN",
+        letters and letters <= set("FWNS") and len(pattern) <= config.n_layer,
+        f"layer_pattern={pattern!r} is not a word of the letters F, W, N and S, at most one for "
+        f"each of the {config.n_layer} layers: give one such as FFFN",
     )
     require(
-        len(pattern) <= config.n_layer,
-        f"layer_pattern={pattern} has more letters than the {config.n_layer} layers: "
-        "shorten it or raise n_layer",
-    )
-    has_window_layers = not set(pattern).isdisjoint("WS")
-    require(
-        config.window or not has_window_layers,
-        f"layer_pattern={pattern} has sliding-window layers (W or S) without a window: "
-        "give --window=N",
-    )
-    require(
-        has_window_layers or not config.window,
-        f"window={config.window} is used by no layer of layer_pattern={pattern}: "
-        "put a W or S into the pattern, or leave the window out",
+        bool(letters & set("WS")) == bool(config.window),
+        f"layer_pattern={pattern} and window={config.window} do not fit, for W and S are layers "
+        "with a window: give --window=N and a pattern with one of them, or neither",
     )
     require(
         config.window or not config.sinks,
-        f"sinks={config.sinks} are tokens that stay visible beyond a window, and there is none: "
-        "give --window=N too",
+        "sinks are tokens that stay visible beyond a window: give --window=N too",
     )
-    has_layers_without_positions = not set(pattern).isdisjoint("NS")
     require(
-        acts_in_attention(config.pos, positions) or not has_layers_without_positions,
+        acts_in_attention(config.pos, positions) or not letters & set("NS"),
         f"layer_pattern={pattern} removes positions from some layers (N or S), and "
         f"--pos={config.pos} acts in none of them: use F and W only",
     )
@@ -395,24 +320,22 @@ def check_layer_pattern(config, positions):
 def check_score_scale(config):
     """Rules of the settings that --score_scale has for each of its kinds."""
     kind = config.score_scale
-    defaults = {f.name: f.default for f in fields(config)}
-    of_llama4 = ("score_scale_coefficient", "score_scale_offset")
-    for name in ("score_scale_length", "score_scale_layers", *of_llama4):
-        is_used = kind == "llama4" if name in of_llama4 else kind != "none"
-        needed = "llama4" if name in of_llama4 else "logn, llama4 or ssmax"
+    kinds = ("logn", "llama4", "ssmax")
+    users = {"score_scale_length": kinds, "score_scale_layers": kinds}
+    users |= {"score_scale_coefficient": ("llama4",), "score_scale_offset": ("llama4",)}
+    for name, used_by in users.items():
         require(
-            is_used or getattr(config, name) == defaults[name],
-            f"{name}={getattr(config, name)} does nothing with --score_scale={kind}: "
-            f"leave it out, or give --score_scale={needed}",
+            kind in used_by or getattr(config, name) == getattr(type(config), name),
+            f"{name}={getattr(config, name)} does nothing with --score_scale={kind}: leave it out, "
+            f"or give --score_scale={' or '.join(used_by)}",
         )
     require(
         config.score_scale_layers == "all" or not set(config.layer_pattern).isdisjoint("NS"),
-        f"score_scale_layers=nope is of layers without positions, and layer_pattern="
+        "score_scale_layers=nope is of layers without positions, and layer_pattern="
         f"{config.layer_pattern} has none: put an N or S into the pattern, or leave it out",
     )
-    length = config.score_scale_length or config.original_length
     require(
-        kind not in ("logn", "ssmax") or length > 1,
+        kind not in ("logn", "ssmax") or (config.score_scale_length or config.original_length) > 1,
         f"score_scale={kind} divides by the logarithm of the context length, which is 0 for 1 "
         "token: give a --score_scale_length of at least 2",
     )
@@ -429,12 +352,12 @@ def check_scheme_flags(pos, flags, positions):
     """Refuse flags that the position scheme does not read. A scheme of the user's may read any."""
     scheme = positions.get(pos, positions["rope"])
     is_ours = scheme.__module__ == positions["nope"].__module__
-    if is_ours and not issubclass(scheme, positions["rope"]):
-        of_rope = {"rope_base", "rope_fraction", "rope_local_base", "p_rope"}
-        for name in sorted(of_rope & set(flags)):
-            raise UserError(
-                f"--{name} is a setting of rope, and --pos={pos} has none: leave it out"
-            )
+    of_rope = {"rope_base", "rope_fraction", "rope_local_base", "p_rope"} & set(flags)
+    require(
+        not of_rope or not is_ours or issubclass(scheme, positions["rope"]),
+        f"--{', --'.join(sorted(of_rope))} is a setting of rope, and --pos={pos} has none: leave "
+        "it out",
+    )
 
 
 def check_random_positions(config, positions):
@@ -443,13 +366,13 @@ def check_random_positions(config, positions):
     scheme = positions[config.pos]
     require(
         not scheme.by_index and scheme is not positions["nope"],
-        f"random_positions={config.random_positions} needs a scheme that uses position ids, and "
-        f"--pos={config.pos} does not: choose learned, sinusoidal or rope, or leave it out",
+        f"random_positions needs a scheme that uses position ids, and --pos={config.pos} does not: "
+        "choose learned, sinusoidal or rope, or leave it out",
     )
     require(
         not config.window,
-        f"random_positions={config.random_positions} cannot be combined with a window, which "
-        "counts positions too: leave one of them out",
+        "random_positions cannot be combined with a window, which counts positions too: leave one "
+        "of them out",
     )
     require(
         config.random_positions >= config.block_size,
@@ -462,22 +385,18 @@ def check_extension(config):
     """`extension` is written by GPT.extend(), and comes back from a checkpoint's meta.json."""
     if config.extension is None:
         return
-    advice = "use an undamaged checkpoint, or extend the original model again"
-    layers = config.extension.get("layers", "full")
-    require(layers == "full", f"the model's extension has layers={layers!r:.60}: {advice}")
+    extension = {"layers": "full", **config.extension}
     kinds = {"method": str, "factor": (int, float), "options": dict, "original_length": int}
-    for name, kind in kinds.items():
-        value = config.extension.get(name)
-        require(
-            isinstance(value, kind) and not isinstance(value, bool),
-            f"the model's extension has {name}={value!r:.60}: {advice}",
-        )
-    factor = config.extension["factor"]
-    original_length = config.extension["original_length"]
+    is_whole = all(isinstance(extension.get(name), kind) for name, kind in kinds.items())
     require(
-        1 <= factor < 1e12 and 1 <= original_length <= config.block_size,
-        f"the model's extension by {factor} from {original_length} to {config.block_size} tokens "
-        f"is impossible: {advice}",
+        is_whole
+        and extension["layers"] == "full"
+        and not isinstance(extension["factor"], bool)
+        and 1 <= extension["factor"] < 1e12
+        and 1 <= extension["original_length"] <= config.block_size,
+        f"the model's extension to {config.block_size} tokens is damaged or impossible "
+        f"({config.extension!r:.200}): use an undamaged checkpoint, or extend the original model "
+        "again",
     )
 
 
@@ -506,18 +425,15 @@ def check_extend_model(config, method, factor):
 
 def check_inputs(config, tokens, **others):
     """Refuse tokens that are no ids (B, T), and others, if given, that are not as long."""
-    require(
-        torch.is_tensor(tokens),
-        f"tokens are a {type(tokens).__name__}: give a tensor, int64 (B, T)",
-    )
-    shape = tuple(tokens.shape)
-    require(
-        tokens.dim() == 2 and not tokens.is_floating_point(),
-        f"tokens are {tokens.dtype} of shape {shape}: give int64 (B, T)",
-    )
+    is_ids = torch.is_tensor(tokens) and tokens.dim() == 2 and not tokens.is_floating_point()
+    if not is_ids:
+        found = f"{tokens.dtype} of {tokens.shape}" if torch.is_tensor(tokens) else type(tokens)
+        raise UserError(f"tokens are {found}: give a tensor, int64 (B, T)")
     for name, x in others.items():
         if x is not None and x.shape not in (tokens.shape, tokens.shape[1:]):
-            raise UserError(f"{name} are {tuple(x.shape)}, tokens {shape}: give one a token")
+            raise UserError(
+                f"{name} are {tuple(x.shape)}, tokens {tuple(tokens.shape)}: give one each"
+            )
     # on the CPU only: this would wait for a GPU
     n = config.vocab_size
     if tokens.is_cpu and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < n:
@@ -534,31 +450,26 @@ def check_inputs(config, tokens, **others):
 def check_train(cfg):
     """Refuse a TrainConfig with a number out of range, or what no run can do. Raises UserError."""
     check_ranges(vars(cfg))
+    last_step = cfg.max_iters or math.inf
     require(
-        cfg.stop_at <= cfg.max_iters,
-        f"stop_at={cfg.stop_at} is beyond the last step, max_iters={cfg.max_iters}: give at most "
-        "that, or raise --max_iters",
+        cfg.stop_at <= cfg.max_iters and cfg.window_steps <= last_step,
+        f"stop_at={cfg.stop_at} or window_steps={cfg.window_steps} is beyond the last step, "
+        f"max_iters={cfg.max_iters}: give at most that, or raise --max_iters",
     )
     task_fractions(cfg.tasks)
+    if cfg.window_schedule:
+        read_window_schedule(cfg.window_schedule)
     require(
         cfg.window_schedule or not (cfg.window_steps or cfg.window_yarn),
         "window_steps and window_yarn are of a window that grows: give --window_schedule=START:END "
         "too, or leave them out",
     )
-    require(
-        cfg.window_steps <= cfg.max_iters or not cfg.max_iters,
-        f"window_steps={cfg.window_steps} is beyond the last step, max_iters={cfg.max_iters}: give "
-        "at most that",
-    )
-    if cfg.window_schedule:
-        read_window_schedule(cfg.window_schedule)
 
 
 def read_window_schedule(text):
     """Return START and END of the setting `window_schedule`, in tokens. Raises UserError."""
-    numbers = text.split(":")
-    is_whole = len(numbers) == 2 and all(number.strip().isdecimal() for number in numbers)
-    start, end = map(int, numbers) if is_whole else (0, 0)
+    found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    start, end = map(int, found.groups()) if found else (0, 0)
     require(
         0 < start < end,
         f"window_schedule={text} is no window that grows: give START:END in tokens, such as 32:256",
@@ -570,21 +481,12 @@ def task_fractions(tasks):
     """Return kind -> fraction of the setting `tasks`, words as "vt:0.05". Raises UserError."""
     fractions = {}
     for task in tasks:
-        kind, _, number = task.partition(":")
+        kind, fraction = split_fraction(task)
         require(
-            kind in TASKS,
-            f"tasks={task} is of no known kind: give KIND:FRACTION of {', '.join(TASKS)}",
+            kind in TASKS and kind not in fractions and 0 < fraction <= 1,
+            f"tasks={','.join(tasks)} has {task}: give each kind of {', '.join(TASKS)} at most "
+            "once, with a fraction of the sequences above 0 and at most 1, as in vt:0.05",
         )
-        try:
-            fraction = float(number)
-        except ValueError:
-            fraction = math.nan
-        require(
-            0 < fraction <= 1,
-            f"tasks={task} does not end in a fraction of the sequences, above 0 and at most 1: "
-            f"give one, as in {kind}:0.05",
-        )
-        require(kind not in fractions, f"tasks names {kind} twice: give each kind once")
         fractions[kind] = fraction
     total = math.fsum(fractions.values())
     require(
@@ -616,14 +518,10 @@ def check_sample(cfg):
 def check_evaluate(cfg):
     """Refuse an EvaluateConfig that measures nothing or draws in another format than PNG."""
     check_ranges(vars(cfg))
-    require(
-        not (cfg.text and cfg.dataset),
-        "--text and --dataset both name what is scored: leave one of them out",
-    )
+    require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: leave one out")
     require(
         not cfg.text or cfg.task == "loss",
-        f"--text is what --task=loss scores, and --task={cfg.task} has texts of its own: "
-        "leave one of them out",
+        f"--text is of --task=loss, and --task={cfg.task} has texts of its own: leave one out",
     )
     check_png("plot", cfg.plot)
     check_png("curves", cfg.curves)
@@ -636,22 +534,26 @@ def check_evaluate(cfg):
         not cfg.report or cfg.report.endswith(".html"),
         f"--report={cfg.report} is not a page: end it in .html",
     )
-    check_choices(cfg, "protocol")
-    check_choices(cfg, "ruler")
+    check_choices(cfg)
     require(
         bool(cfg.judge) == ("key-tokens" in cfg.protocol),
         "--protocol=key-tokens and --judge=RUN need each other: give both or neither",
     )
 
 
-def check_choices(cfg, name):
-    """Refuse a list of choices that is empty or has another word than its type names."""
-    values = getattr(cfg, name)
-    known = typing.get_args(typing.get_args(typing.get_type_hints(type(cfg))[name])[0])
-    require(
-        values and set(values) <= set(known),
-        f"{name}={','.join(values)} is not a list of choices: choose from " + ", ".join(known),
-    )
+def check_choices(cfg):
+    """Refuse a word that the type of its setting does not name, and an empty list of them."""
+    for name, hint in typing.get_type_hints(type(cfg)).items():
+        is_list = typing.get_origin(hint) is tuple
+        kind = typing.get_args(hint)[0] if is_list else hint
+        if typing.get_origin(kind) is typing.Literal:
+            choices = typing.get_args(kind)
+            value = getattr(cfg, name)
+            words = value if is_list else (value,)
+            require(
+                words and set(words) <= set(choices),
+                f"{name}={value} is unknown: choose one of {', '.join(choices)}",
+            )
 
 
 def check_png(name, path):

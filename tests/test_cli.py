@@ -88,9 +88,11 @@ def test_a_flag_alone_means_true():
     assert cfg.seed == 3
 
 
-def test_flags_may_have_dashes():
+def test_flags_may_have_dashes_and_are_given_once():
     config = parse("--n-layer=3", "--rope-base", "5e5").model_config
     assert (config.n_layer, config.rope_base) == (3, 500000.0)
+    with pytest.raises(UserError, match="--n_layer is given twice"):
+        parse("--n_layer=2", "--n-layer", "3")
 
 
 def test_auto_is_a_value_where_a_setting_is_optional():
@@ -158,55 +160,36 @@ def test_what_the_command_line_does_not_take(words, message):
         cli.parse(cfg=Derived, argv=words)
 
 
-MEANT = [
-    ("train.py", "lr", "learning_rate"),
-    ("train.py", "context", "block_size"),
-    ("train.py", "context-length", "block_size"),
-    ("train.py", "ctx", "block_size"),
-    ("train.py", "seq_len", "block_size"),
-    ("evaluate.py", "context", "lengths"),
-    ("evaluate.py", "length", "lengths"),
-    ("extend.py", "context", "factor"),
-    ("extend.py", "length", "factor"),
-    ("sample.py", "length", "max_new_tokens"),
-    ("sample.py", "tokens", "max_new_tokens"),
-    ("evaluate.py", "tokens", "max_tokens"),
-    ("sample.py", "prompt", "start"),
-    ("sample.py", "promt", "start"),
-    ("sample.py", "k", "top_k"),
-    ("train.py", "steps", "max_iters"),
-    ("train.py", "iters", "max_iters"),
-    ("train.py", "max_steps", "max_iters"),
-    ("extend.py", "steps", "max_iters"),
-    ("train.py", "position", "pos"),
-    ("train.py", "positon", "pos"),
-    ("train.py", "scheme", "pos"),
-    ("train.py", "batch", "batch_size"),
-    ("train.py", "out", "out_dir"),
-    ("data/prepare.py", "out", "name"),
-    ("train.py", "schedule", "lr_schedule"),
-    ("train.py", "layer_patern", "layer_pattern"),
-    ("train.py", "n_layers", "n_layer"),
-    ("train.py", "epochs", None),  # shares three letters with pos
-    ("train.py", "vocab_size", None),  # block_size is something else
-    ("evaluate.py", "lr", None),  # evaluate.py has no learning_rate
-    ("evaluate.py", "bos", None),
-    ("train.py", "size", None),  # batch_size or block_size
-]
+# script -> wrong name = the setting that is meant, or nothing
+MEANT = {
+    "train.py": """
+        lr=learning_rate context=block_size context-length=block_size ctx=block_size
+        seq_len=block_size steps=max_iters iters=max_iters max_steps=max_iters position=pos
+        positon=pos scheme=pos batch=batch_size out=out_dir schedule=lr_schedule
+        layer_patern=layer_pattern n_layers=n_layer epochs= vocab_size= size=
+    """,
+    "extend.py": "context=factor length=factor steps=max_iters",
+    "evaluate.py": "context=lengths length=lengths tokens=max_tokens lr= bos=",
+    "sample.py": "length=max_new_tokens tokens=max_new_tokens prompt=start promt=start k=top_k",
+    "data/prepare.py": "out=name",
+}
 
 
-@pytest.mark.parametrize("script, name, meant", MEANT)
-def test_a_wrong_name_is_answered_by_the_setting_that_is_meant(script, name, meant, call):
+@pytest.mark.parametrize(
+    "script, pair", [(script, pair) for script in MEANT for pair in MEANT[script].split()]
+)
+def test_a_wrong_name_is_answered_by_the_setting_that_is_meant(script, pair, call):
+    name, meant = pair.split("=")
     message = assert_refused(call(script, f"--{name}=x"))
     assert message.startswith(f"error: there is no setting {name.replace('-', '_')!r} (")
     assert message.endswith(f": did you mean {meant!r}?" if meant else ": --help lists them all")
 
 
 def test_other_names_are_those_of_settings():
+    classes = (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig)
     known = set()
-    for cls in (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig):
+    for cls in (*classes, prepare.PrepareConfig):
         known |= {setting.name for setting in cli.settings_of(cls)}
-    known |= {setting.name for setting in cli.settings_of(prepare.PrepareConfig)}
     assert set(cli.OTHER_NAMES) <= known
 
 
@@ -251,12 +234,8 @@ def test_the_gpt2_presets_differ_in_the_architecture_only():
     original_args = parse("gpt2_original.toml")
     assert args.cfg == original_args.cfg
     config, original = args.model_config, original_args.model_config
-    assert (original.pos, original.norm, original.mlp, original.bias) == (
-        "learned",
-        "layernorm",
-        "gelu",
-        "all",
-    )
+    architecture = (original.pos, original.norm, original.mlp, original.bias)
+    assert architecture == ("learned", "layernorm", "gelu", "all")
     for name in ("n_layer", "n_head", "n_embd", "block_size"):
         assert getattr(config, name) == getattr(original, name)
 
@@ -288,10 +267,8 @@ def test_help_has_a_group_and_a_line_for_each_setting(capsys):
 
 
 def test_help_may_stand_above_the_field():
-    assert cli.field_comments(Base)["rate"] == (
-        "speed",
-        "a help text that is too long for the line of the field, so it stands above",
-    )
+    comment = "a help text that is too long for the line of the field, so it stands above"
+    assert cli.field_comments(Base)["rate"] == ("speed", comment)
 
 
 @pytest.mark.parametrize(
@@ -337,11 +314,6 @@ def run_main(raised, capfd, result=0):
     return exit.value.code, *capfd.readouterr()
 
 
-def test_a_flag_is_given_once():
-    with pytest.raises(UserError, match="--n_layer is given twice"):
-        parse("--n_layer=2", "--n-layer", "3")
-
-
 @pytest.mark.parametrize("pos", ["alibi", "learned", "nope"])
 @pytest.mark.parametrize("name", ["rope_base", "rope_fraction"])
 def test_a_flag_of_another_scheme_is_refused(pos, name):
@@ -357,17 +329,12 @@ def test_schemes_of_the_user_may_read_any_setting():
         validate.check_scheme_flags(pos, {"rope_base", "pos"}, positions)
 
 
-def test_the_status_of_main_is_the_exit_status(capfd):
-    for result in (0, 1, None):
-        assert run_main(None, capfd, result) == (result, "", "")
-
-
 @pytest.mark.parametrize(
     "error, message",
     [
         (UserError("x is wrong: choose y"), "x is wrong: choose y"),
         (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt cannot be used"),
-        (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be written"),
+        (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be used (No space"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: "),
         (MemoryError(), "out of memory: "),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: "),
@@ -393,7 +360,9 @@ def test_an_interrupt_while_a_script_imports_is_silent():
     assert done.returncode == 1 and "Traceback" in done.stderr
 
 
-def test_keyboard_interrupt_and_closed_output_are_silent(capfd, monkeypatch):
+def test_the_status_of_main_is_the_exit_status(capfd, monkeypatch):
+    for result in (0, 1, None):
+        assert run_main(None, capfd, result) == (result, "", "")
     assert run_main(KeyboardInterrupt(), capfd) == (130, "", "")
     monkeypatch.setattr(cli, "discard_stdout", lambda: None)
     assert run_main(BrokenPipeError(errno.EPIPE, "Broken pipe"), capfd) == (0, "", "")
@@ -407,17 +376,15 @@ def test_of_several_processes_rank_0_prints_what_all_meet(capfd, monkeypatch):
 
 
 def test_a_lost_process_ends_the_others_with_status_1():
-    code = (
+    done = run_python(
         "import sys, torch\n"
         "from nanolong import cli\n"
         "def main():\n"
         "    raise RuntimeError('Connection closed by peer')\n"
         "cli.run_main(main)\n"
     )
-    done = run_python(code)
-    assert done.returncode == 1
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: process 0 has lost another process")
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_terminal_that_knows_ascii_only_is_no_obstacle():

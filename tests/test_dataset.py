@@ -111,28 +111,23 @@ def test_the_hash_of_a_large_file_depends_on_its_size_and_ends(tmp_path):
 
 
 def test_sequences_cover_every_target_once_within_files(tmp_path):
-    split = make_split(tmp_path, [9, *range(1, 8), 9, 8], range(5), vocab_size=10, bos=None)
+    """With <bos> they begin with it, and it is never scored."""
+    files = [9, *range(1, 8), 9, 8], range(5)
+    split = make_split(tmp_path, *files, vocab_size=10, bos=None)
     assert len(split) == 15
     assert split.n_sequences(4).tolist() == [2, 1]
     assert split.n_sequences(5).tolist() == [1, 0]
-    x, y = split.sequence(1, 4)
-    assert x.tolist() == [4, 5, 6, 7]
-    assert y.tolist() == [5, 6, 7, 9]
-    x, y = split.sequence(2, 4)
-    assert x.tolist() == [0, 1, 2, 3]
-    assert y.tolist() == [1, 2, 3, 4]
+    assert_sequence(split, 1, [4, 5, 6, 7], [5, 6, 7, 9])
+    assert_sequence(split, 2, [0, 1, 2, 3], [1, 2, 3, 4])
+    split = data.Split(split.files, 10, bos=9)
+    assert split.n_sequences(4).tolist() == split.n_sequences(5).tolist() == [2, 1]
+    assert_sequence(split, 0, [9, 9, 1, 2, 3], [-1, 1, 2, 3, 4])
+    assert_sequence(split, 1, [9, 5, 6, 7, 9], [5, 6, 7, -1, 8])
 
 
-def test_bos_comes_first_and_is_never_scored(tmp_path):
-    split = make_split(tmp_path, [9, *range(1, 8), 9, 8], range(5), vocab_size=10, bos=9)
-    assert split.n_sequences(4).tolist() == [2, 1]
-    assert split.n_sequences(5).tolist() == [2, 1]
-    x, y = split.sequence(0, 5)
-    assert x.tolist() == [9, 9, 1, 2, 3]
-    assert y.tolist() == [-1, 1, 2, 3, 4]
-    x, y = split.sequence(1, 5)
-    assert x.tolist() == [9, 5, 6, 7, 9]
-    assert y.tolist() == [5, 6, 7, -1, 8]
+def assert_sequence(split, index, inputs, targets):
+    x, y = split.sequence(index, len(inputs))
+    assert (x.tolist(), y.tolist()) == (inputs, targets)
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
@@ -279,33 +274,6 @@ def test_a_passkey_that_cannot_be_made_is_refused():
         data.passkey(data.CharTokenizer("abc"), 80, 0.5, rng)
 
 
-def test_batches_hold_passkeys_whose_digits_alone_are_scored(text_data):
-    dataset = data.Dataset(text_data)
-    x, y, positions, documents = dataset.batch(0, 200, 64, 7, tasks={"passkey": 0.25})
-    assert positions is None
-    assert documents is None
-    is_passkey = (y >= 0).sum(1) == data.DIGITS
-    assert 30 <= is_passkey.sum() <= 70
-    halves = [dataset.batch(i, 100, 64, 7, tasks={"passkey": 0.25})[0] for i in (0, 1)]
-    assert np.array_equal(np.concatenate(halves), x)
-    assert not np.array_equal(dataset.batch(0, 200, 64, 8, tasks={"passkey": 0.25})[0], x)
-    # the other sequences are those of a run without passkeys
-    plain, *_ = dataset.batch(0, 200, 64, 7)
-    assert np.array_equal(x[~is_passkey], plain[~is_passkey])
-    for inputs, targets in zip(x[is_passkey], y[is_passkey], strict=True):
-        scored = np.flatnonzero(targets >= 0)
-        assert (np.diff(scored) == 1).all()
-        assert 15 <= scored[0] < 64
-        assert b"key" in bytes(inputs[1:].tolist())
-
-
-def test_passkeys_and_pose_can_be_combined(text_data):
-    dataset = data.Dataset(text_data)
-    x, y, positions, _ = dataset.batch(0, 8, 64, 7, max_position=256, tasks={"passkey": 0.5})
-    assert x.shape == y.shape == positions.shape == (8, 64)
-    assert 64 < positions.max() < 256
-
-
 # -----------------------------------------------------------------------------
 # Documents
 
@@ -349,6 +317,9 @@ def test_short_documents_are_left_out_and_long_ones_repeated(documents):
 def test_documents_of_min_doc_tokens_are_kept(min_doc, n_documents, documents):
     documents.select(3, min_doc=min_doc)
     assert len(documents.train.tokens) == n_documents
+    documents.select(3, min_doc=100)
+    with pytest.raises(UserError, match="--min_doc"):
+        documents.train.require_length(3)
 
 
 def test_a_token_outside_the_vocabulary_is_named_by_its_place_in_the_file(documents):
@@ -364,12 +335,6 @@ def test_documents_are_numbered_where_attention_stays_inside(documents):
     documents.select(12, separate=True)
     assert documents.document_ids(x).tolist() == [[1, 1, 2, 3, 3]]
     assert documents.batch(0, 2, 12, 1)[3].shape == (2, 12)
-
-
-def test_no_document_that_is_long_enough_is_refused(documents):
-    documents.select(12, min_doc=100)
-    with pytest.raises(UserError, match="--min_doc"):
-        documents.train.require_length(12)
 
 
 @pytest.mark.parametrize("setting", [{"min_doc": 3}, {"upsample": 2}, {"separate": True}])
@@ -420,11 +385,8 @@ def test_shards_of_llm_c_are_read(tmp_path):
     (tmp_path / "fw_val_000000.bin").unlink()
     with pytest.raises(UserError, match="holds no val"):
         data.Dataset(str(tmp_path))
-
-
-def test_uint32_shards_need_a_vocabulary(tmp_path):
-    for name in ("train.bin", "val.bin"):
-        data.write_tokens(tmp_path / name, range(100), 100_000)
+    (tmp_path / "fw_train_000001.bin").unlink()
+    data.write_tokens(tmp_path / "fw_train_000001.bin", range(100), 100_000)
     with pytest.raises(UserError, match="uint32"):
         data.Dataset(str(tmp_path))
 
@@ -454,21 +416,17 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
 
 def test_bos_needs_a_dataset_that_has_one(tmp_path):
     plain = make_dataset(tmp_path / "plain", [1, 2, 3], 5)
-    with pytest.raises(UserError, match="no <bos>"):
+    with pytest.raises(UserError, match="no <bos>: leave --bos out"):
         data.Dataset(plain, bos=True)
-    marked = make_dataset(tmp_path / "marked", [1, 2, 3], 5, bos=4)
-    assert data.Dataset(marked).bos == 4
-    assert data.Dataset(marked, bos=False).bos is None
-    assert data.Dataset(marked, bos=False).separator == 4
-
-
-def test_a_model_that_needs_bos_is_named_where_a_dataset_has_none(tmp_path):
-    plain = make_dataset(tmp_path / "plain", [1, 2, 3], 5)
     with pytest.raises(UserError, match="no <bos>, with which out/r was trained") as error:
         data.Dataset(plain, bos=True, reader=("out/r", 5, None))
     assert "--bos" not in str(error.value)
     with pytest.raises(UserError, match="vocabulary of 5 and out/r one of 6"):
         data.Dataset(plain, bos=True, reader=("out/r", 6, None))
+    marked = make_dataset(tmp_path / "marked", [1, 2, 3], 5, bos=4)
+    assert data.Dataset(marked).bos == 4
+    assert data.Dataset(marked, bos=False).bos is None
+    assert data.Dataset(marked, bos=False).separator == 4
 
 
 @pytest.mark.parametrize(

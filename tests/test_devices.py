@@ -22,13 +22,10 @@ MPS = torch.device("mps")
 GPU = torch.device("cuda")
 
 
-def test_the_cpu_can_always_be_picked():
-    assert devices.pick_device("cpu") == CPU
-    assert devices.pick_device("auto").type in ("cpu", "cuda", "mps")
-
-
 @pytest.mark.parametrize("name", ["tpu", "cuda:99", "", "cpu:-7"])
 def test_a_device_that_cannot_be_used_is_an_error(name):
+    assert devices.pick_device("cpu") == CPU
+    assert devices.pick_device("auto").type in ("cpu", "cuda", "mps")
     with pytest.raises(UserError, match="--device=cpu"):
         devices.pick_device(name)
 
@@ -64,18 +61,16 @@ def test_dtype_follows_the_device(monkeypatch):
         devices.pick_dtype("float16", MPS)
 
 
-def test_compilation_is_left_out_with_a_reason(monkeypatch):
+def test_compilation_is_used_where_it_pays_and_left_out_with_a_reason(monkeypatch):
     assert devices.pick_compile(False, CPU, 10**6) == (False, None)
     assert "a run this short" in devices.pick_compile(None, CPU, 499)[1]
     assert "mps" in devices.pick_compile(True, MPS, 10**6)[1]
-    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    found = {"compiler": None}
+    monkeypatch.setattr(devices.shutil, "which", lambda name: found["compiler"])
+    monkeypatch.setattr(devices.Path, "is_file", lambda path: True)
     compiles, reason = devices.pick_compile(True, CPU, 0)
     assert not compiles and reason.startswith("torch.compile is off: there is no C++ compiler")
-
-
-def test_compilation_is_used_where_it_pays(monkeypatch):
-    monkeypatch.setattr(devices.shutil, "which", lambda name: "/usr/bin/g++")
-    monkeypatch.setattr(devices.Path, "is_file", lambda path: True)
+    found["compiler"] = "/usr/bin/g++"
     assert devices.pick_compile(True, CPU, 0) == (True, None)
     assert devices.pick_compile(None, CPU, 500) == (True, None)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
@@ -208,30 +203,26 @@ def test_a_lock_is_held_once_and_released(tmp_path):
     assert_success(run_python(code, tmp_path))
 
 
-def test_one_process_without_torchrun(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert processes.join_processes("cpu") == (0, 1)
-    assert processes.rank_and_world() == (0, 1)
-
-
 @pytest.mark.parametrize(("name", "expected"), [("cuda:1", ("nccl", 1)), ("cpu", ("gloo", None))])
 def test_a_process_names_its_gpu_when_it_joins(name, expected, monkeypatch):
     """NCCL otherwise guesses it from the rank, and every process warns."""
+    monkeypatch.delenv("RANK", raising=False)
+    assert processes.join_processes("cpu") == processes.rank_and_world() == (0, 1)
     joined = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setattr(processes, "pick_device", lambda device: torch.device(device))
+    monkeypatch.setattr(processes, "pick_device", torch.device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     dist = torch.distributed
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(None, 1, 2)]))
     monkeypatch.setattr(processes, "_store_of_this_start", lambda *args: None)
-    monkeypatch.setattr(
-        dist,
-        "init_process_group",
-        lambda backend, device_id=None, **options: joined.append((backend, device_id)),
-    )
+
+    def join(backend, device_id=None, **options):
+        joined.append((backend, device_id))
+
+    monkeypatch.setattr(dist, "init_process_group", join)
     assert processes.join_processes(name) == (1, 2)
     assert joined == [expected]
 

@@ -527,8 +527,8 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
     for checkpoint, words, phrases in (
         (run, [f"--text={text_file}", "--dataset=x"], ("--text and --dataset",)),
         (run, [f"--text={text_file}", "--task=needle"], ("--text", "--task=needle")),
-        (run, [f"--text={tmp_path}/gone.txt"], ("gone.txt cannot be read", "No such file")),
-        (run, [f"--text={tmp_path}"], (f"{tmp_path} cannot be read", "directory")),
+        (run, [f"--text={tmp_path}/gone.txt"], ("gone.txt cannot be used", "No such file")),
+        (run, [f"--text={tmp_path}"], (f"{tmp_path} cannot be used", "directory")),
         (run, [f"--text={empty}"], ("empty.txt is empty",)),
         (run, [f"--text={short}"], ("short.txt holds", "sequence of 24", "--lengths")),
         (run, [f"--text={binary}"], ("no UTF-8",)),

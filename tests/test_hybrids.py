@@ -161,7 +161,7 @@ def test_a_scheme_of_ones_own_is_shared_by_all_layers(monkeypatch, make):
         ({**HYBRID, "pos": "alibi"}, "layer_pattern of both"),
         ({**HYBRID, "rope_local_base": 0.5}, "must be above 1, or 0"),
         ({**HYBRID, "rope_local_base": 1.0}, "must be above 1, or 0"),
-        ({**HYBRID, "rope_local_base": float("inf")}, "give one that is above 1, or 0"),
+        ({**HYBRID, "rope_local_base": float("inf")}, "it must be above 1, or 0, and finite"),
         ({"p_rope": 0.5, "rope_fraction": 0.5}, "give one of them"),
         ({"p_rope": 1.5}, "at most 1"),
         ({"norm_position": "after"}, "pre, post, both, parallel"),

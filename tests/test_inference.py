@@ -143,8 +143,8 @@ def test_what_are_no_prompts_is_refused_at_once(tokens, message, make):
     "settings, message",
     [
         ({"temperature": -1}, "temperature=-1.0 is out of range: it must be at least 0"),
-        ({"temperature": math.nan}, "temperature=nan is not a finite number"),
-        ({"temperature": math.inf}, "temperature=inf is not a finite number"),
+        ({"temperature": math.nan}, "temperature=nan is out of range"),
+        ({"temperature": math.inf}, "temperature=inf is out of range"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"top_k": -1}, "top_k=-1 is out of range: it must be at least 0"),
         ({"top_k": 1.5}, "top_k must be a whole number"),

@@ -94,11 +94,8 @@ def find_common_words(body, question, size):
 
 def find_frequent_words(body, question, size):
     """Return the three most frequent words, if their order is certain."""
-    counts = Counter(body.split(" ")).most_common(4)
-    numbers = [number for _, number in counts]
-    if len(set(numbers)) < 4:
-        return []
-    return [word for word, _ in counts[:3]]
+    counts = dict(Counter(body.split(" ")).most_common(4))
+    return list(counts)[:3] if len(set(counts.values())) == 4 else []
 
 
 PARSERS = {"vt": find_variables, "cwe": find_common_words, "fwe": find_frequent_words}
@@ -135,17 +132,11 @@ def check_prompt(kind, size, sample, length):
     assert length - unit < len(empty.inputs) <= length
 
 
+@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @each_document
-def test_answers_follow_from_the_text_and_only_from_the_needles(kind, size):
-    for sample in range(100):
-        check_prompt(kind, size, sample, LENGTHS[size])
-
-
-@pytest.mark.slow
-@each_document
-def test_answers_of_a_thousand_prompts_follow_from_the_text(kind, size):
-    for sample in range(1000):
-        check_prompt(kind, size, sample, LENGTHS[size] + sample % 300)
+def test_answers_follow_from_the_text_and_only_from_the_needles(kind, size, n):
+    for sample in range(n):
+        check_prompt(kind, size, sample, LENGTHS[size] + sample // 100 * 30)
 
 
 # the first 16 digits of the SHA-256 of sample 0's text
@@ -246,12 +237,11 @@ def test_words_have_the_frequencies_of_their_task(size):
 
 
 def test_bos_starts_the_document_if_it_is_given():
-    prompt = make_prompt("niah", "small")
+    assert 256 not in whole(make_prompt("niah", "small"))
     with_bos = make_prompt("niah", "small", bos=256)
-    assert 256 not in whole(prompt)
-    assert with_bos.inputs[0] == 256
-    assert 256 not in whole(with_bos)[1:]
-    assert BYTES.decode(whole(with_bos)).decode() == with_bos.text
+    first, *ids = whole(with_bos)
+    assert first == 256 and 256 not in ids
+    assert BYTES.decode(ids).decode() == with_bos.text
 
 
 # -----------------------------------------------------------------------------
@@ -401,24 +391,20 @@ def test_evaluation_does_not_ask_what_training_showed(text_data):
 @pytest.mark.parametrize(
     "tasks, message",
     [
-        (("needle:0.1",), "tasks=needle:0.1 is of no known kind: .*passkey, niah, multikey"),
-        (("niah",), "tasks=niah does not end in a fraction .*niah:0.05"),
-        (("niah:1.5",), "tasks=niah:1.5 does not end in a fraction"),
-        (("niah:0",), "tasks=niah:0 does not end in a fraction"),
-        (("niah:nan",), "tasks=niah:nan does not end in a fraction"),
-        (("niah:0.1", "niah:0.2"), "tasks names niah twice"),
+        (("needle:0.1",), "tasks=needle:0.1 has needle:0.1: .* of passkey, niah, multikey"),
+        (("niah",), "has niah: .* a fraction"),
+        (("niah:1.5",), "has niah:1.5: .* at most 1"),
+        (("niah:0",), "has niah:0: .* above 0"),
+        (("niah:nan",), "has niah:nan: .* a fraction"),
+        (("niah:0.1", "niah:0.2"), "has niah:0.2: give each kind .* at most once"),
         (("niah:0.7", "vt:0.7"), "the fractions of tasks=niah:0.7,vt:0.7 add up to 1.4"),
     ],
 )
 def test_impossible_tasks_are_refused(tasks, message):
+    one = [f"{kind}:{1 / 7}" for kind in data.KINDS]  # fractions may add up to one
+    assert sum(validate.task_fractions(one).values()) == pytest.approx(1)
     with pytest.raises(UserError, match=message):
         train.TrainConfig(tasks=tasks)
-
-
-def test_fractions_may_add_up_to_one():
-    tasks = [f"{kind}:{1 / 7}" for kind in data.KINDS]
-    assert sum(validate.task_fractions(tasks).values()) == pytest.approx(1)
-    assert validate.task_fractions(()) == {}
 
 
 def test_the_old_setting_is_refused_with_the_new_one(call, tmp_path):

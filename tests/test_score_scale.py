@@ -222,7 +222,7 @@ def test_only_the_gains_are_new_in_an_untrained_model():
     "settings, words",
     [
         ({"score_scale_length": 64}, "score_scale_length=64 does nothing with --score_scale=none"),
-        ({"score_scale_layers": "nope"}, "give --score_scale=logn, llama4 or ssmax"),
+        ({"score_scale_layers": "nope"}, "give --score_scale=logn or llama4 or ssmax"),
         ({"score_scale": "logn", "score_scale_coefficient": 0.2}, "give --score_scale=llama4"),
         ({"score_scale": "ssmax", "score_scale_offset": 1}, "give --score_scale=llama4"),
         ({"score_scale": "logn", "score_scale_layers": "nope"}, "layer_pattern=F has none"),

@@ -1,10 +1,9 @@
 """The scripts as a user meets them: errors in one line, and the path from training to sampling."""
 
 import json
-import os
+import re
 import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from conftest import (
     command_of,
     logged,
     newest,
+    run_python,
 )
 
 import data
@@ -50,79 +50,42 @@ def files_of(folder):
 
 
 TRAIN_ERRORS = [
-    ("--learning_rat=1", "learning_rat", "did you mean 'learning_rate'"),
-    ("--n_layer=four", "--n_layer=four", "a whole number"),
-    ("--n_layer=2.5", "a whole number"),
-    ("--n_layer", "--n_layer=4"),
-    ("--optimizer=sgd", "adamw, muon"),
-    ("--tie_embeddings=perhaps", "true or false"),
     ("--pos=cope", ", ".join(POSITIONS)),
-    ("--vocab_size=3", "vocab_size"),
-    ("rope", "--name=value"),
-    ("config/nothing.toml", "demo.toml"),
     ("--batch_size=0", "at least 1"),
-    ("--learning_rate=nan", "learning_rate=nan"),
     ("--dataset=nothing", "prepare.py"),
     ("--device=tpu", "--device=cpu"),
     ("--n_embd=100 --n_head=3", "not divisible"),
     ("--init_from=resume --out_dir=out/never-made", "no run in out/never-made"),
     ("--block_size=100000000 --dataset=DATA", "--block_size"),
-    ("--bos=maybe", "true or false"),
     ("--layer_pattern=FFFFFFFFN", "4 layers"),
-    ("--layer_pattern=FX", "F, W, N and S"),
-    ("--layer_pattern=WN", "--window"),
-    ("--pos=learned --layer_pattern=FN", "--pos=learned"),
-    ("--pos=alibi --random_positions=999", "--pos=alibi", "rope"),
     ("--random_positions=100", "block_size=256"),
-    ("--attn_scale=0", "attn_scale=0.0"),
-    ("--norm=batchnorm", "rmsnorm", "layernorm"),
 ]
-EXTEND_ERRORS = [
-    ("", "run folder"),
-    ("out/never-made", "does not exist"),
-    ("RUN --method=yarm", "there is no extension method 'yarm': did you mean 'yarn'?"),
-    ("RUN --method=magic", "none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-pi"),
-    ("RUN --method=clamp", "--pos=rope has no extension method 'clamp': use --method=none, pi"),
-    ("RUN --factor=0.5", "at least 1"),
-    ("RUN --options=beta", "NAME=VALUE"),
-    ("RUN --options=beta=1", "beta_fast"),
-    ("RUN --plot=a.svg", ".png"),
+OTHER_ERRORS = [
+    ("extend.py", "", "run folder"),
+    ("extend.py", "out/never-made", "does not exist"),
+    ("extend.py", "RUN --method=yarm", "'yarm': did you mean 'yarn'?"),
+    ("extend.py", "RUN --method=magic", "none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-pi"),
+    ("extend.py", "RUN --method=clamp", "--pos=rope has no extension method 'clamp': use --method"),
+    ("extend.py", "RUN --options=beta", "NAME=VALUE"),
+    ("extend.py", "RUN --options=beta=1", "beta_fast"),
+    ("extend.py", "RUN --plot=a.svg", ".png"),
+    ("extend.py", "RUN --method=llama3 --options=high_freq_factor=0.5", "low_freq_factor=1.0"),
+    ("extend.py", "RUN --n_layer=3", "n_layer=2"),
+    ("sample.py", "out/never-made", "does not exist"),
+    ("sample.py", "RUN --start=FILE:gone.txt", "gone.txt"),
+    ("evaluate.py", "", "run folder"),
     (
-        "RUN --method=llama3 --options=high_freq_factor=0.5",
-        "low_freq_factor=1.0",
-        "high_freq_factor=0.5",
+        "evaluate.py",
+        "RUN --protocol=sliding-ish",
+        "chunked, last-quarter, position, sliding, token",
     ),
-    ("RUN --n_layer=3", "n_layer=2"),
+    ("data/prepare.py", "", "either"),
+    ("data/prepare.py", "gone.txt", "gone.txt"),
+    ("data/prepare.py", "--dataset=imagenet", "imagenet"),
+    ("experiments/leaderboard.py", "--entries=rope,ropey", "'ropey'", "rope, rope-window"),
+    ("experiments/leaderboard.py", "--entry=gone.py", "gone.py"),
 ]
-SAMPLE_ERRORS = [
-    ("out/never-made", "does not exist"),
-    ("RUN --top_p=0", "top_p"),
-    ("RUN --start=FILE:gone.txt", "gone.txt"),
-]
-EVALUATE_ERRORS = [
-    ("", "run folder"),
-    ("RUN --protocol=sliding --stride=-1", "stride"),
-    ("RUN --protocol=sliding-ish", "chunked, last-quarter, position, sliding, token-aligned"),
-    ("RUN --lengths=0", "at least 1"),
-]
-PREPARE_ERRORS = [
-    ("", "either"),
-    ("gone.txt", "gone.txt"),
-    ("--dataset=imagenet", "imagenet"),
-    ("gone.txt --val_fraction=1", "val_fraction"),
-]
-LEADERBOARD_ERRORS = [
-    ("--entries=rope,ropey", "'ropey'", "rope, rope-window"),
-    ("--entry=gone.py", "gone.py"),
-]
-ERRORS = [
-    *(("train.py", *case) for case in TRAIN_ERRORS),
-    *(("extend.py", *case) for case in EXTEND_ERRORS),
-    *(("sample.py", *case) for case in SAMPLE_ERRORS),
-    *(("evaluate.py", *case) for case in EVALUATE_ERRORS),
-    *(("data/prepare.py", *case) for case in PREPARE_ERRORS),
-    *(("experiments/leaderboard.py", *case) for case in LEADERBOARD_ERRORS),
-]
+ERRORS = [*(("train.py", *case) for case in TRAIN_ERRORS), *OTHER_ERRORS]
 
 
 @pytest.mark.parametrize("case", ERRORS, ids=lambda case: " ".join(case[:2]))
@@ -135,11 +98,6 @@ def test_an_error_is_one_line_and_writes_nothing(case, call, request, text_data,
     before = files_of(tmp_path)
     assert_refused(call(script, *words, cwd=tmp_path), *expected)
     assert files_of(tmp_path) == before
-
-
-def test_an_error_of_a_process_is_one_line_too(run, tmp_path):
-    """As the cases above, from a shell."""
-    assert_refused(run("extend.py", "gone", cwd=tmp_path), "gone")
 
 
 def test_an_existing_run_is_not_overwritten(call, trained, text_data):
@@ -297,38 +255,37 @@ def test_a_table_of_factors_comes_from_a_file(call, trained, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["--method=self-extend"], ["self-extend", "--max_iters=0"]),
-        (["--method=drope", "--pose=true"], ["--pose"]),
-        (["--method=longrope"], ["long_factor"]),
-        (["--options=bad.json"], ["bad.json"]),
-        (["--options=none.json"], ["none.json"]),
-        (["--min_doc=1000000"], ["--min_doc"]),
-        (["--tasks=passkey:2"], ["passkey:2", "at most 1"]),
-        (["--passkey=0.5"], ["passkey is now one of the tasks", "--tasks=passkey:FRACTION"]),
+        ("--method=self-extend", "method 'self-extend' .*--max_iters=0"),
+        ("--method=drope --pose=true", "--pose"),
+        ("--method=longrope", "long_factor"),
+        ("--options=bad.json", "bad.json"),
+        ("--options=none.json", "none.json"),
+        ("--min_doc=1000000", "--min_doc"),
+        ("--tasks=passkey:2", "passkey:2.*at most 1"),
     ],
 )
 def test_extensions_that_cannot_be_are_refused(words, expected, call, trained, tmp_path):
     (tmp_path / "bad.json").write_text("[1]")
-    done = call("extend.py", trained, *words, f"--out_dir={tmp_path}/no", cwd=tmp_path)
-    assert_refused(done, *expected)
+    done = call("extend.py", trained, *words.split(), f"--out_dir={tmp_path}/no", cwd=tmp_path)
+    assert re.search(expected, assert_refused(done))
     assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["--method=lm-infinite", "--options=sinks=inf"],
-        ["--method=lm-infinite", "--options=sinks=nan"],
-        ["--method=llama3", "--options=low_freq_factor=true"],
-        ["--method=yarn", "--options=beta_fast=1e308"],
-        ["--method=ntk-lceg", "--options=length=1e308"],
-        ["--method=self-extend", "--options=window=inf"],
-        ["--method=abf", "--options=new_base=true"],
-        ["--method=ntk", "--factor=1e6"],
+        "--method=lm-infinite --options=sinks=inf",
+        "--method=lm-infinite --options=sinks=nan",
+        "--method=llama3 --options=low_freq_factor=true",
+        "--method=yarn --options=beta_fast=1e308",
+        "--method=ntk-lceg --options=length=1e308",
+        "--method=self-extend --options=window=inf",
+        "--method=abf --options=new_base=true",
+        "--method=ntk --factor=1e6",
     ],
 )
 def test_extreme_options_are_computed_or_refused(words, call, trained, tmp_path):
-    done = call("extend.py", trained, *words, "--max_iters=0", f"--out_dir={tmp_path}/x")
+    done = call("extend.py", trained, *words.split(), "--max_iters=0", f"--out_dir={tmp_path}/x")
     if done.returncode:
         assert_refused(done)
         assert not (tmp_path / "x").exists()
@@ -337,23 +294,24 @@ def test_extreme_options_are_computed_or_refused(words, call, trained, tmp_path)
 @pytest.mark.parametrize(
     "words",
     [
-        ["--layer_pattern=WN", "--window=8", "--sinks=2"],
-        ["--random_positions=100"],
-        ["--pos=nope", "--attn_scale=1.5"],
-        ["--norm=layernorm", "--mlp=gelu", "--bias=all"],
+        "--layer_pattern=WN --window=8 --sinks=2",
+        "--random_positions=100",
+        "--pos=nope --attn_scale=1.5",
+        "--norm=layernorm --mlp=gelu --bias=all",
     ],
 )
 def test_the_checkpoint_remembers_the_architecture(words, call, text_data, tmp_path):
     """Resuming, sampling and evaluating need no flags."""
     out = tmp_path / "run"
-    assert_success(call("train.py", *TINY, *words, f"--dataset={text_data}", f"--out_dir={out}"))
+    flags = [*words.split(), f"--dataset={text_data}", f"--out_dir={out}"]
+    assert_success(call("train.py", *TINY, *flags))
     cut = shutil.copytree(out, tmp_path / "cut")
     shutil.rmtree(newest(cut))
     assert_success(call("train.py", f"--out_dir={cut}", "--init_from=resume"))
     assert_same_bits(cut, out)
     assert_success(call("sample.py", out, "--max_new_tokens=50"))
     assert_success(call("evaluate.py", out, "--lengths=32,64", "--max_tokens=640"))
-    if words == ["--random_positions=100"]:
+    if words == "--random_positions=100":
         done = call("extend.py", out, "--factor=2", f"--out_dir={tmp_path}/x")
         assert_refused(done, "--random_positions")
 
@@ -382,13 +340,8 @@ def write_letters(folder, characters, tokenizer=True):
     for split, n in (("train", 400), ("val", 200)):
         tokens = [i * i % len(characters) for i in range(n)]
         data.write_tokens(folder / f"{split}.bin", tokens, len(characters))
-    spec = {"kind": "char", "characters": characters, "bos": False}
-    meta = {
-        "tokenizer": spec if tokenizer else None,
-        "vocab_size": len(characters),
-        "bos": None,
-        "bos_default": False,
-    }
+    spec = {"kind": "char", "characters": characters, "bos": False} if tokenizer else None
+    meta = {"tokenizer": spec, "vocab_size": len(characters), "bos": None, "bos_default": False}
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -479,12 +432,7 @@ def test_everything_but_the_kernels_works_without_triton(run, text_data, tmp_pat
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide" / "sitecustomize.py").write_text(HIDE_TRITON)
     env = {"PYTHONPATH": str(tmp_path / "hide")}
-    probe = subprocess.run(
-        [sys.executable, "-c", "import triton"],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-    )
+    probe = run_python("import triton", env=env)
     assert "ModuleNotFoundError" in probe.stderr
     longer = tmp_path / "long"
     for words in (

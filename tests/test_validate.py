@@ -66,35 +66,32 @@ def test_values_are_converted_to_the_type_of_their_field(name, value, expected):
     assert type(converted) is type(expected)
 
 
-@pytest.mark.parametrize(
-    "name, value, wanted",
-    [
-        ("number", "four", "a whole number"),
-        ("number", 2.5, "a whole number"),
-        ("number", True, "a whole number"),
-        ("number", None, "a whole number"),
-        ("number", "inf", "a whole number"),
-        ("number", "nan", "a whole number"),
-        ("number", 10**30, "a whole number"),
-        ("number", "9" * 5000, "a whole number"),
-        ("number", {}, "a whole number"),
-        ("fraction", True, "a number"),
-        ("fraction", "half", "a number"),
-        ("fraction", 10**400, "a number"),
-        ("fraction", [0.5], "a number"),
-        ("switch", "perhaps", "true or false"),
-        ("switch", None, "true or false"),
-        ("word", 3, "text"),
-        ("choice", "c", "one of a, b"),
-        ("choice", ["a"], "one of a, b"),
-        ("lengths", "16,x", "a whole number"),
-        ("lengths", [[16]], "a whole number"),
-        ("choices", "a,c", "one of a, b"),
-        ("table", 3, "an object"),
-    ],
-)
-def test_a_value_of_another_type_is_refused(name, value, wanted):
-    with pytest.raises(UserError, match=f"^meta.json: {name} = .*{name} must be {wanted}$"):
+WRONG = {
+    "number": ["four", 2.5, True, None, "inf", "nan", 10**30, "9" * 5000, {}],
+    "fraction": [True, "half", 10**400, [0.5]],
+    "switch": ["perhaps", None],
+    "word": [3],
+    "choice": ["c", ["a"]],
+    "lengths": ["16,x", [[16]]],
+    "choices": ["a,c"],
+    "table": [3],
+}
+WANTED = {
+    "number": "a whole number",
+    "fraction": "a number",
+    "switch": "true or false",
+    "word": "text",
+    "choice": "one of a, b",
+    "lengths": "a whole number",
+    "choices": "one of a, b",
+    "table": "an object",
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name in WRONG for value in WRONG[name]])
+def test_a_value_of_another_type_is_refused(name, value):
+    message = f"^meta.json: {name} = .*{name} must be {WANTED[name]}$"
+    with pytest.raises(UserError, match=message):
         validate.coerce(Settings, {name: value}, "meta.json")
 
 
@@ -122,28 +119,21 @@ def test_coerced_settings_equal_those_given_directly():
     "config, name, value, allowed",
     [
         (GPTConfig, "n_layer", 0, "at least 1 and at most 4,096"),
-        (GPTConfig, "n_head", -1, "at least 1"),
         (GPTConfig, "n_embd", 2**24 + 1, "at most 16,777,216"),
-        (GPTConfig, "vocab_size", 0, "at least 1"),
         (GPTConfig, "block_size", 2**41, "at most"),
         (GPTConfig, "head_dim", 2**17, "at most 65,536"),
         (GPTConfig, "dropout", 1.0, "at least 0 and below 1"),
-        (GPTConfig, "dropout", float("nan"), "not a finite number"),
+        (GPTConfig, "dropout", float("nan"), "at least 0 and below 1"),
         (GPTConfig, "norm_eps", 0.0, "above 0"),
-        (GPTConfig, "attn_scale", float("inf"), "not a finite number"),
+        (GPTConfig, "attn_scale", float("inf"), "above 0"),
         (GPTConfig, "rope_base", 1.0, "above 1"),
-        (GPTConfig, "rope_fraction", 1.5, "at most 1"),
         (GPTConfig, "window", -1, "at least 0"),
         (GPTConfig, "random_positions", 2**25, "at most 16,777,216"),
         (TrainConfig, "gradient_accumulation_steps", 2**20 + 1, "at most 1,048,576"),
         (TrainConfig, "upsample_docs", 1001, "at most 1,000"),
-        (TrainConfig, "learning_rate", -1.0, "at least 0"),
-        (TrainConfig, "max_iters", -1, "at least 0"),
         (TrainConfig, "beta2", 1.0, "below 1"),
-        (TrainConfig, "seed", -1, "at least 0"),
-        (TrainConfig, "eval_interval", 0, "at least 1"),
         (ExtendConfig, "factor", 2e6, "at most 1,000,000"),
-        (SampleConfig, "temperature", float("inf"), "finite"),
+        (SampleConfig, "temperature", float("inf"), "at least 0"),
         (SampleConfig, "num_samples", 0, "at least 1"),
         (EvaluateConfig, "depths", 1001, "at most 1,000"),
     ],
@@ -166,9 +156,9 @@ def test_settings_have_ranges(config, name, value, allowed):
         ({"sinks": 4}, "give --window=N"),
         ({"layer_pattern": ""}, "letters F, W, N and S"),
         ({"layer_pattern": "f"}, "letters F, W, N and S"),
-        ({"layer_pattern": "W"}, "without a window: give --window=N"),
-        ({"layer_pattern": "FS"}, "without a window: give --window=N"),
-        ({"layer_pattern": "FN", "window": 8}, "window=8 is used by no layer"),
+        ({"layer_pattern": "W"}, "do not fit.*: give --window=N"),
+        ({"layer_pattern": "FS"}, "do not fit.*: give --window=N"),
+        ({"layer_pattern": "FN", "window": 8}, "window=8 do not fit"),
         ({"layer_pattern": "FN", "pos": "sinusoidal"}, "--pos=sinusoidal acts in none"),
         ({"layer_pattern": "WS", "window": 8, "pos": "nope"}, "--pos=nope acts in none"),
         ({"pos": "nope", "random_positions": 999}, "--pos=nope does not"),
