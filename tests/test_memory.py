@@ -150,5 +150,5 @@ def test_the_bytes_of_the_weights_are_those_of_the_model(mlp, monkeypatch):
     required = []
     monkeypatch.setattr(memory, "require_memory", required.append)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=257, mlp=mlp))
-    memory.check_weights_fit(model.config)
+    memory.check_weights_fit(model)
     assert required == [4 * sum(p.numel() for p in model.parameters())]
