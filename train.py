@@ -356,7 +356,9 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
 
     metrics: of an evaluation before the first step, or None. Returns what train() returns.
     """
-    model, cfg, folder = loader.model, loader.cfg, Path(loader.cfg.out_dir)
+    model = loader.model
+    cfg = loader.cfg
+    folder = Path(cfg.out_dir)
     last_eval = {"step": state.step}
     if metrics:
         last_eval = run.record_evaluation(folder, state, metrics, logger)

@@ -153,7 +153,5 @@ def require_memory(size):
     except (AttributeError, ValueError, OSError):  # Windows
         return
     if size > available:
-        raise UserError(
-            f"the weights alone take {size / 2**30:,.0f} GiB, and this machine has "
-            f"{available / 2**30:,.0f} GiB: lower --n_layer or --n_embd"
-        )
+        sizes = f"{size / 2**30:,.0f} GiB, and this machine has {available / 2**30:,.0f} GiB"
+        raise UserError(f"the weights alone take {sizes}: lower --n_layer or --n_embd")

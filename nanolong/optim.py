@@ -64,10 +64,8 @@ def gradients(model):
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name, grad in grads.items():
         if grad is None:
-            raise UserError(
-                f"{name} gets no gradient: use it in the forward pass, or remove it (a "
-                "--layer_pattern of N and S alone uses no scheme: give --pos=nope)"
-            )
+            repair = "use it in the forward pass (with no layer of its scheme: give --pos=nope)"
+            raise UserError(f"{name} gets no gradient: {repair}")
     return list(grads.values())
 
 

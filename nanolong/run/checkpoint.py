@@ -35,6 +35,8 @@ from nanolong.tensor_file import (
 )
 
 FORMAT = 2  # of checkpoints, in meta.json
+# what values of other types or sizes than ours lead to; RecursionError is a RuntimeError
+BAD_VALUES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 # what weights are stored in: safetensors' name -> torch's
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
@@ -96,8 +98,8 @@ def settings_record(name, settings):
 def write_checkpoint(folder, tensors, meta):
     """Write into .tmp-*, sync it to disk, and publish it by one rename.
 
-    tensors: file stem -> TensorStream. Raises UserError when the folder exists,
-    and OSError when the disk is full; then nothing of it is left.
+    tensors: file stem -> TensorStream. Raises UserError when the folder exists, and OSError when
+    the disk is full; then nothing of it is left.
     """
     folder = Path(folder)
     if folder.exists():
@@ -185,7 +187,7 @@ def read_meta(folder):
         if version == FORMAT:
             intact = meta["checksums"]["meta.json"] == checksum_of_meta(meta)
             check_meta(meta)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except BAD_VALUES as error:
         raise damaged(file, error) from None
     if version != FORMAT:
         raise UserError(
@@ -228,9 +230,10 @@ def check_meta(meta):
             scale, good_steps = value
             fits = is_number(scale) and scale > 0 and is_count(good_steps)
         elif name == "train" and value:
-            sizes = (value["batch_size"], value["gradient_accumulation_steps"])
-            fits = isinstance(value["dataset"], str) and all(is_count(size) for size in sizes)
-            fits = fits and all(isinstance(task, str) for task in value.get("tasks") or [])
+            texts = [value["dataset"], *(value.get("tasks") or [])]
+            counts = [value["batch_size"], value["gradient_accumulation_steps"]]
+            fits = all(isinstance(text, str) for text in texts) and all(map(is_count, counts))
+            fits = fits and is_number(value["learning_rate"])
             validate.check_ranges(value)
         if not fits:
             raise ValueError(f"{name} is {value!r:.60}")
@@ -363,14 +366,7 @@ def open_model(GPT, path, best=False):
         shapes = {name: tuple(p.shape) for name, p in parameters}
         if (meta.get("bos") or 0) >= config.vocab_size:
             raise ValueError(f"bos {meta['bos']} is outside the vocabulary")
-    except (
-        TypeError,
-        LookupError,
-        AttributeError,
-        ValueError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
+    except BAD_VALUES as error:
         raise damaged(file, error) from None
     stored_dtype = check_weights(folder / "model.safetensors", meta, shapes)
     note_other_entry(GPT.schemes[config.pos], meta.get("entry_hash"), folder)
