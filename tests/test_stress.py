@@ -10,7 +10,7 @@ from conftest import ROOT
 STRESS = ROOT / "tests" / "stress"
 # section -> flags, and the number of trials that it has then at least
 SECTIONS = {
-    "concurrency": ([], 7),
+    "concurrency": ([], 6),
     "numerics": ([], 13),
     "crash": (["--kills=12"], 23),
     "interrupt": ([], 4),

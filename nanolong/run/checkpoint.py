@@ -414,7 +414,7 @@ def saved_settings(folder, model_class, train_class):
     """The settings of a run to resume, as defaults by name: those that belong to the run itself."""
     file, meta = Path(folder) / "meta.json", read_meta(folder)
     if "method" in (meta.get("train") or {}) and not hasattr(train_class, "method"):
-        return {}  # made by extend.py: load_resumed() refuses it
+        raise UserError(f"{folder} was written by extend.py: resume it with extend.py")
     settings = known_settings(file, meta, "config", model_class)
     settings.update(known_settings(file, meta, "train", train_class))
     # of one command: code is never taken from a checkpoint

@@ -90,8 +90,6 @@ def load_resumed(GPT, cfg, model_config, given):
     model = GPT.load(run, weights=cfg.parallel != "fsdp")
     if not model.meta.keys() >= NEEDED_TO_RESUME:
         raise UserError(f"{model.folder} was not written by training: use extend.py to train it")
-    if "method" in model.meta["train"] and not hasattr(cfg, "method"):
-        raise UserError(f"{model.folder} was written by extend.py: resume it with extend.py")
     check_same_settings(model, model_config, given)
     return model
 
