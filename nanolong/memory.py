@@ -69,7 +69,8 @@ def count_memory(
     # at the last MLP: two gradients of its width, two of width C
     head = 4 * config.vocab_size * C
     recomputed = block if checkpointing else 0
-    at_mlp = kept + recomputed + head + N * (2 * config.mlp_dim * e + 2 * 4 * C)
+    mlp_gradients = N * (2 * config.mlp_dim * e + 2 * 4 * C)
+    at_mlp = kept + recomputed + head + mlp_gradients
 
     # At the end of the backward pass the embedding's gradient comes last and is added to the
     # head's, if they share weights, and to that of earlier micro-batches.
@@ -82,10 +83,12 @@ def count_memory(
         at_mlp += 3 * 4 * matrices // config.n_layer
         # of all that is in no block two gradients, or one and the copy that is sent
         at_end += 2 * 4 * others
+    peak = (4 * parameters + moments) // shards
+    peak += max(at_loss, at_mlp, at_end)
     return Memory(
         parameters=4 * parameters // shards,
         optimizer=moments // shards,
-        peak=(4 * parameters + moments) // shards + max(at_loss, at_mlp, at_end),
+        peak=peak,
     )
 
 
@@ -99,7 +102,8 @@ def count_loss(config, N, e):
     A chunk holds logits and softmax first, then the softmax and its share of the head's gradient.
     """
     V, C = config.vocab_size, config.n_embd
-    R = min(N, max(128, (1 << 25) // V // 128 * 128))  # tokens whose logits exist at a time
+    chunk = (1 << 25) // V // 128 * 128
+    R = min(N, max(128, chunk))  # tokens whose logits exist at a time
     head = V * C
     # autocast multiplies by a copy of the head, and so has a copy of its gradient
     head_copy = e * head if e < 4 else 0
@@ -131,9 +135,11 @@ def block_bytes_per_token(config, T, e, device):
     attention = (2 * A + 2 * K) * e
     if is_autocast and device == "cpu" and T < 512:
         attention = (2 * A + 2 * K) * 4 + A * e
-    attention += 4 * C + (3 * e if is_autocast else 4) * C + 4 * config.n_head
+    normed = 3 * e * C if is_autocast else 4 * C
+    attention += 4 * C + normed + 4 * config.n_head
     n_inputs, n_hidden = (2, 4) if config.is_gated else (1, 2)
-    mlp = 4 * C + (n_inputs * e if is_autocast else 4) * C + n_hidden * config.mlp_dim * e
+    normed = n_inputs * e * C if is_autocast else 4 * C
+    mlp = 4 * C + normed + n_hidden * config.mlp_dim * e
     dropout = 8 * C if config.dropout else 0
     return norms + attention + mlp + dropout
 

@@ -64,8 +64,10 @@ def gradients(model):
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name, grad in grads.items():
         if grad is None:
-            repair = "use it in the forward pass (with no layer of its scheme: give --pos=nope)"
-            raise UserError(f"{name} gets no gradient: {repair}")
+            raise UserError(
+                f"{name} gets no gradient: use it in the forward pass, or remove it (a "
+                "--layer_pattern of N and S alone uses no scheme: give --pos=nope)"
+            )
     return list(grads.values())
 
 
