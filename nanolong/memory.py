@@ -61,39 +61,45 @@ def count_memory(
     earlier = 4 * parameters if accumulation > 1 else 0
     kept = config.n_layer * of_block + autocast_copies + earlier
 
-    # at the loss: the last block's output and the normed states too
-    norm_copy = 4 * C if device == "cpu" else 0
-    final_norm = N * (2 * 4 * C + norm_copy)
-    at_loss = kept + final_norm + 4 * N * C + count_loss(config, N, e)
-
-    # at the last MLP: two gradients of its width, two of width C
-    head = 4 * config.vocab_size * C
+    # in the backward pass, of which the loss or the last MLP may be the peak
     recomputed = block if checkpointing else 0
-    mlp_gradients = N * (2 * config.mlp_dim * e + 2 * 4 * C)
-    at_mlp = kept + recomputed + head + mlp_gradients
+    at_loss, at_mlp = count_backward(config, N, e, kept, recomputed, device)
 
     # At the end of the backward pass the embedding's gradient comes last and is added to the
     # head's, if they share weights, and to that of earlier micro-batches.
     at_end = max(earlier, 4 * parameters // shards)
     if shards == 1:
-        at_end += head * (config.tie_embeddings + (accumulation > 1))
+        n_added = config.tie_embeddings + (accumulation > 1)
+        at_end += 4 * config.vocab_size * C * n_added
     else:
         # embedding and head are gathered; later a block and the next one, which is copied
         at_loss += 4 * others
         at_mlp += 3 * 4 * matrices // config.n_layer
         # of all that is in no block two gradients, or one and the copy that is sent
         at_end += 2 * 4 * others
-    peak = (4 * parameters + moments) // shards
-    peak += max(at_loss, at_mlp, at_end)
     return Memory(
         parameters=4 * parameters // shards,
         optimizer=moments // shards,
-        peak=peak,
+        peak=(4 * parameters + moments) // shards + max(at_loss, at_mlp, at_end),
     )
 
 
 def count_parameters(model):
     return sum(p.numel() for p in model.parameters())
+
+
+def count_backward(config, N, e, kept, recomputed, device):
+    """The bytes at the loss and at the last MLP, above parameters and moments.
+
+    kept: at the end of the forward pass; recomputed: by a block in the backward pass.
+    """
+    C = config.n_embd
+    norm_copy = 4 * C if device == "cpu" else 0
+    final_norm = N * (2 * 4 * C + norm_copy)  # the last block's output and the normed states
+    at_loss = kept + final_norm + 4 * N * C + count_loss(config, N, e)
+    mlp_gradients = N * (2 * config.mlp_dim * e + 2 * 4 * C)  # two of its width, two of width C
+    at_mlp = kept + recomputed + 4 * config.vocab_size * C + mlp_gradients
+    return at_loss, at_mlp
 
 
 def count_loss(config, N, e):
@@ -105,11 +111,14 @@ def count_loss(config, N, e):
     chunk = (1 << 25) // V // 128 * 128
     R = min(N, max(128, chunk))  # tokens whose logits exist at a time
     head = V * C
-    # autocast multiplies by a copy of the head, and so has a copy of its gradient
-    head_copy = e * head if e < 4 else 0
+    head_copy = 0
+    if e < 4:  # autocast multiplies by a copy of the head, and so has a copy of its gradient
+        head_copy = e * head
     part = 4 * head + head_copy
     # the sum of the gradients of the chunks before
-    of_other_chunks = 4 * head if N > R else 0
+    of_other_chunks = 0
+    if N > R:
+        of_other_chunks = 4 * head
     forward = R * V * (4 + e)
     backward = R * V * e + part
     return head_copy + R * C * e + of_other_chunks + max(forward, backward)

@@ -282,7 +282,7 @@ def test_an_edited_meta_json_and_another_format_are_refused(run_folder):
         ({"n_layer": 3}, "does not fit its meta.json: blocks.2"),
         ({"n_layer": "two"}, "n_layer must be a whole number"),
         ({"n_layer": 0}, "n_layer=0 is out of range"),
-        ({"pos": "quantum"}, "trained with --pos=quantum, which this checkout lacks: add"),
+        ({"pos": "quantum"}, "trained with --pos=quantum, which this checkout lacks: use"),
         ({"pos": ["t5"]}, "pos must be text"),
         ({"pos": "shaw"}, "does not fit its meta.json: pos"),
         ({"n_embd": 10**6}, "does not fit its meta.json: embed.weight"),

@@ -437,8 +437,8 @@ def check_scheme(file, settings, schemes, entry):
             load = f"nanolong.entry.load_entries([{entry!r}], model.POSITIONS)"
             repair = f"give --entry={shlex.quote(entry)} (in Python: {load})"
         raise UserError(
-            f"{file} was trained with --pos={pos}, which this checkout lacks: add its class to "
-            f"POSITIONS in model.py, or {repair}"
+            f"{file} was trained with --pos={pos}, which this checkout lacks: {repair}, or add its "
+            "class to POSITIONS in model.py"
         )
     method = extension.get("method") if isinstance(extension, dict) else None
     if isinstance(method, str) and method not in schemes[pos].methods:

@@ -184,8 +184,8 @@ def open_run(folder, model, cfg, state, dataset, dtype):
     n, world = cfg.gradient_accumulation_steps, data_rank_and_world()[1]
     if n % world:
         raise UserError(
-            f"gradient_accumulation_steps={n}, the total over processes, is not divisible by "
-            f"{world} of them: choose a multiple of {world}"
+            f"gradient_accumulation_steps={n} is the total, and not divisible by {world} "
+            f"processes: choose a multiple of {world}"
         )
     resumed = is_resumed(model, cfg)
     if list_steps(folder) and not (resumed or cfg.overwrite):
