@@ -14,7 +14,6 @@ bits.
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import math
-import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +104,7 @@ class TrainState:
     val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
-    kernels: str = ""  # what computes attention: nanolong/run/warmup.py
+    kernels: str = ""  # what computes attention, in words
 
 
 class BatchLoader:
@@ -121,17 +120,19 @@ class BatchLoader:
         self.model = model
         self.cfg = cfg
         self.train_length = train_length
-        self.tokens_per_step = cfg.gradient_accumulation_steps * cfg.batch_size * self.train_length
-        self.part = parallel.own_part(self.train_length)
         self.max_position = max_position
-        self.tasks = validate.task_fractions(cfg.tasks)
         self.device = device
+        self.tasks = validate.task_fractions(cfg.tasks)
+        self.tokens_per_step = cfg.gradient_accumulation_steps * cfg.batch_size * train_length
         # A mixture needs the loss of each token, to log that of each dataset. Its backward pass
         # reads the head's weight again, which fsdp has freed by then.
         by_token = dataset.labels and cfg.parallel != "fsdp"
         self.reduction = "none" if by_token else "sum"
-        self.rank, self.world = parallel.data_rank_and_world()
-        self.index = step * cfg.gradient_accumulation_steps + self.rank
+        # processes take the micro-batches of a step in turn
+        rank, self.world = parallel.data_rank_and_world()
+        self.micro_batches = cfg.gradient_accumulation_steps // self.world  # own ones, of a step
+        self.part = parallel.own_part(train_length)  # of a sequence's tokens, usually all
+        self.index = step * cfg.gradient_accumulation_steps + rank
         self.executor = ThreadPoolExecutor(1)
         self.prefetch = self.executor.submit(self.prepare, self.index)
 
@@ -154,18 +155,11 @@ class BatchLoader:
 
     def next(self):
         """The next micro-batch: (index, arguments of the model, scored tokens, seed)."""
-        batch, n_targets, seed = self.prefetch.result()
         index = self.index
-        self.index = self.following(index)
+        batch, n_targets, seed = self.prefetch.result()
+        self.index += self.world
         self.prefetch = self.executor.submit(self.prepare, self.index)
         return index, batch, n_targets, seed
-
-    def following(self, index):
-        """The index after this one; processes take the micro-batches of a step in turn."""
-        step, micro_batch = divmod(index, self.cfg.gradient_accumulation_steps)
-        if micro_batch + self.world < self.cfg.gradient_accumulation_steps:
-            return index + self.world
-        return (step + 1) * self.cfg.gradient_accumulation_steps + self.rank
 
     def wait(self):
         wait([self.prefetch])
@@ -190,7 +184,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     device = next(model.parameters()).device
     indices = dataset.val.spaced(cfg.eval_iters * cfg.batch_size, T)
     batches = [indices[i : i + cfg.batch_size] for i in range(0, len(indices), cfg.batch_size)]
-    part = parallel.own_part(T)
+    part = parallel.own_part(T)  # of a sequence's tokens, usually all
     _, n_parts = parallel.sequence_rank_and_size()
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop signals
     was_training = model.training
@@ -239,17 +233,16 @@ def forward_backward(forward, loader, state, dtype):
     Returns the sums of losses and of scored tokens, float64 (2,) on the device, of a mixture
     followed by those of each dataset, and the loss of each micro-batch by index.
     """
-    device, world = loader.device, loader.world
+    device = loader.device
     _, n_processes = parallel.rank_and_world()
-    accumulation = loader.cfg.gradient_accumulation_steps
-    n_sums = 2 + 2 * len(loader.dataset.labels)
-    sums = torch.zeros(n_sums, dtype=sum_dtype(device), device=device)
+    float_type = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+    sums = torch.zeros(2 + 2 * len(loader.dataset.labels), dtype=float_type, device=device)
     losses = {}
-    for micro_batch in range(loader.rank, accumulation, world):
+    for number in range(loader.micro_batches):
         index, batch, n_targets, seed = loader.next()
         torch.manual_seed(seed)  # dropout too is a function of (seed, index)
         # Gradients are summed over processes at the last micro-batch only.
-        parallel.set_gradient_sync(forward, micro_batch + world >= accumulation)
+        parallel.set_gradient_sync(forward, number == loader.micro_batches - 1)
         with devices.autocast(device, dtype):
             loss = forward(**batch, reduction=loader.reduction)
         loss_sum = loss.sum()
@@ -262,17 +255,13 @@ def forward_backward(forward, loader, state, dtype):
         sums[0] += loss_sum.detach()
         sums[1] += n_targets
         if loader.reduction == "none":
-            sums[2:] += run.sum_by_source(loader, index, loss.detach(), batch["targets"])
+            by_token = loss.detach().to(float_type)
+            sums[2:] += run.sum_by_source(loader, index, by_token, batch["targets"])
     return sums, losses
 
 
-def sum_dtype(device):
-    return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
-
-
 def reduce_and_read(sums, stop_signals, grad_norm):
-    """
-    Sum over processes, and read (*sums, stop signals, gradient norm) on the host.
+    """Sum over processes, and read (*sums, stop signals, gradient norm) on the host.
 
     This is the one device-to-host read of a step (a dynamic method reads PoSE's positions, too).
     """
@@ -302,16 +291,16 @@ def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
         state.loss_scale /= 2
         state.good_steps = 0
     for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     grads.clear()  # or they would take memory until the next step has its own
 
 
 def has_diverged(loss_sum, grad_norm, state, dtype):
     """Whether the step must not be taken; an overflow of float16 is only skipped."""
-    if math.isfinite(loss_sum) and math.isfinite(grad_norm):
-        return False
-    may_retry = dtype == torch.float16 and math.isfinite(loss_sum) and state.loss_scale > 1
-    return not may_retry
+    if not math.isfinite(loss_sum):
+        return True
+    may_retry = dtype == torch.float16 and state.loss_scale > 1
+    return not (math.isfinite(grad_norm) or may_retry)
 
 
 # -----------------------------------------------------------------------------
@@ -329,13 +318,23 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     device = devices.pick_device(cfg.device)
     dtype = devices.pick_dtype(cfg.dtype, device)
     train_length = train_length or model.config.block_size
-    dataset = run.open_dataset(model, cfg, train_length)
     folder = Path(cfg.out_dir)
     state = TrainState()
-    # before the loader, for it sets which data this process reads; it does nothing by default
+
+    # the data, and the run folder, from which a resumed run fills in the state
+    dataset = run.open_dataset(model, cfg, train_length)
     parallel.share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
     run.open_run(folder, model, cfg, state, dataset, dtype)
-    forward, optimizers = set_up(model, cfg, device)
+
+    # the model on the device, compiled, and wrapped for several processes
+    devices.prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")
+    compiles, _ = devices.pick_compile(cfg.compile, device, cfg.max_iters)
+    model.activation_checkpointing = cfg.checkpoint_activations
+    forward = parallel.distribute(model.train(), cfg.parallel, device, compiles)
+    optimizers = optim.make_optimizers(model, cfg)
+    if run.goes_on(model, cfg):
+        run.load_optimizers(model, optimizers, model.folder / "optim.safetensors")
+
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     logger = None
     with run.catch_signals() as stop_signals, run.explaining_out_of_memory(loader, dtype):
@@ -346,10 +345,10 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
                 metrics = None
                 if state.val_loss is None and is_due(state.step, cfg):
                     metrics = estimate_loss(model, dataset, cfg, dtype)
-            logger = run.begin_run(folder, model, cfg, state, loader)
+            logger = run.begin_run(folder, state, loader)
             return fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype)
         finally:
-            run.release_run(folder, model, loader, logger)
+            run.release_run(folder, loader, logger)
 
 
 def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype):
@@ -357,19 +356,15 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
 
     metrics: of an evaluation before the first step, or None. Returns what train() returns.
     """
-    model, cfg, folder = loader.model, loader.cfg, Path(loader.cfg.out_dir)
+    model = loader.model
+    cfg = loader.cfg
+    folder = Path(cfg.out_dir)
     last_eval = {"step": state.step}
-    evaluates = metrics is not None
+    if metrics:
+        last_eval = run.record_evaluation(folder, state, metrics, logger)
+        run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
     stopped = False
-    while True:
-        # save, with the evaluation that belongs to the step
-        if metrics:
-            last_eval = run.record_evaluation(folder, state, metrics, logger)
-        if evaluates or stopped:
-            run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
-        if stopped or state.step >= cfg.last_step:
-            return {**last_eval, "stopped": stopped, "last_step": state.step}
-
+    while not stopped and state.step < cfg.last_step:
         # forward and backward, with the window of this step
         run.set_window(model, cfg, state.step)
         if logger:
@@ -391,16 +386,19 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
         state.tokens += loader.tokens_per_step
         state.val_loss = None
         if logger:
-            labels = loader.dataset.labels
-            logger.step(state, loss_sum / max(n_targets, 1), grad_norm, labels, of_sources)
+            logger.step(state, loss_sum / max(n_targets, 1), grad_norm, of_sources)
 
-        # evaluate
+        # evaluate and save; after a stop signal only save
         stopped = n_signals > 0
-        evaluates = is_due(state.step, cfg)
         metrics = None
-        if evaluates and not stopped:
+        if is_due(state.step, cfg) and not stopped:
             metrics = estimate_loss(model, loader.dataset, cfg, dtype, stop_signals)
             stopped = metrics is None
+        if metrics:
+            last_eval = run.record_evaluation(folder, state, metrics, logger)
+        if metrics or stopped:
+            run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
+    return {**last_eval, "stopped": stopped, "last_step": state.step}
 
 
 def is_due(step, cfg):
@@ -410,19 +408,6 @@ def is_due(step, cfg):
 
 # -----------------------------------------------------------------------------
 # Before and after the loop.
-
-
-def set_up(model, cfg, device):
-    """Move the model to the device. Returns what is called for training, and the optimizers."""
-    devices.prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")
-    compiles, _ = devices.pick_compile(cfg.compile, device, cfg.max_iters)
-    # moved, compiled, and wrapped for several processes
-    forward = parallel.distribute(model.train(), cfg.parallel, device, compiles)
-    model.activation_checkpointing = cfg.checkpoint_activations
-    optimizers = optim.make_optimizers(model, cfg)
-    if run.goes_on(model, cfg):
-        run.load_optimizers(model, optimizers, model.folder / "optim.safetensors")
-    return forward, optimizers
 
 
 def run_defaults(given, paths):
@@ -443,17 +428,15 @@ def run_defaults(given, paths):
 
 def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample from an empty prompt. Returns the exit status."""
-    rank, _ = parallel.rank_and_world()
     if run.is_finished(model, cfg):
         run.prune_finished_run(model, cfg)
         return 0
     try:
         result = train(model, cfg, train_length, max_position)
     except FloatingPointError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+        cli.print_error(error, on_every_rank=False)
         return 1
-    if rank == 0:
+    if parallel.rank_and_world()[0] == 0:
         run.report_end(model, cfg, result["stopped"])
     return 0
 
@@ -473,10 +456,11 @@ def main():
         validate.check_scheme_flags(model_config.pos, args.flags, POSITIONS)
     run.prepare_dataset(cfg.dataset)
     if model is None:
-        torch.manual_seed(cfg.seed)
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)
-        memory.check_weights_fit(model_config)
         run.prepare_schedule(model_config, cfg)
+        with torch.device("meta"):  # shapes without memory
+            memory.check_weights_fit(GPT(model_config))
+        torch.manual_seed(cfg.seed)
         model = GPT(model_config)
     return train_and_sample(model, cfg)
 

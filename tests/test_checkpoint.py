@@ -3,11 +3,11 @@
 import errno
 import json
 import os
+import shutil
 
 import pytest
 import torch
 from conftest import TINY, assert_refused, assert_success
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import model as model_file
@@ -59,37 +59,17 @@ def test_a_saved_model_loads_to_the_bit(run_folder, make):
 def test_the_newest_checkpoint_is_loaded_or_the_one_that_is_named(run_folder):
     newest = GPT.load(run_folder)
     assert newest.folder == run_folder / "step-000010"
-    assert newest.meta["step"] == 10
-    assert newest.meta["val_loss"] == 2.0
-    assert "config" not in newest.meta
+    assert newest.meta["val_loss"] == 2.0 and "config" not in newest.meta
     assert GPT.load(run_folder / "step-000005").meta["step"] == 5
 
 
-def test_the_best_checkpoint_has_the_lowest_validation_loss(make, tmp_path):
-    for step, best in ((1, [1, 3.0]), (2, [2, 1.0]), (3, [2, 1.0]), (4, [2, 1.0])):
-        save_model(make(), tmp_path / f"step-{step:06d}", step=step, best=best)
-    assert GPT.load(tmp_path, best=True).meta["step"] == 2
+@pytest.mark.parametrize("best, step", [([2, 1.0], 2), (None, 4)])
+def test_the_best_checkpoint_has_the_lowest_validation_loss(best, step, make, tmp_path):
+    """The newest says which it is; where none was evaluated, the newest is the best."""
+    for number in (1, 2, 4):
+        save_model(make(), tmp_path / f"step-{number:06d}", step=number, best=best)
+    assert GPT.load(tmp_path, best=True).meta["step"] == step
     assert GPT.load(tmp_path).meta["step"] == 4
-
-
-def test_the_newest_checkpoint_is_the_best_where_none_was_evaluated(make, tmp_path):
-    for step in (1, 2):
-        save_model(make(), tmp_path / f"step-{step:06d}", step=step)
-    assert GPT.load(tmp_path, best=True).meta["step"] == 2
-
-
-def test_weights_are_stored_once_and_in_float32(make, tmp_path):
-    model = make(pos="alibi").bfloat16()
-    model.save(tmp_path / "step-000000")
-    with safe_open(tmp_path / "step-000000/model.safetensors", framework="pt") as file:
-        names = set(file.keys())
-        dtypes = {file.get_tensor(name).dtype for name in names}
-    assert "embed.weight" in names
-    assert "head.weight" not in names  # tied to embed.weight
-    assert dtypes == {torch.float32}
-    loaded = GPT.load(tmp_path)
-    assert torch.equal(loaded.embed.weight, model.embed.weight.float())
-    assert loaded.head.weight is loaded.embed.weight
 
 
 @pytest.mark.parametrize("pos", ["rope", "t5", "learned"])
@@ -115,9 +95,11 @@ def test_weights_can_be_stored_and_loaded_in_bfloat16(pos, make, tmp_path):
             expected = dtype or torch.bfloat16 if matrix else torch.float32
             assert (p.dtype, p.requires_grad) == (expected, True), name
             assert p.float().equal(rounded[name].float())
-    model.save(tmp_path / "wide" / "step-000000")
+    # by default in float32, whatever the dtype of the model
+    model.bfloat16().save(tmp_path / "wide" / "step-000000")
     again = GPT.load(tmp_path / "wide", dtype=None)
-    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    for name, p in again.named_parameters():
+        assert p.dtype == torch.float32 and p.equal(rounded[name].float())
 
 
 def test_what_is_no_parameter_is_built_as_ever(run_folder, monkeypatch):
@@ -142,17 +124,6 @@ def test_a_loaded_model_keeps_its_meta_when_it_is_saved_again(run_folder, tmp_pa
     assert read_meta(tmp_path / "later")["step"] == 11
 
 
-def test_meta_json_names_its_format_the_version_of_torch_and_checksums(run_folder):
-    meta = json.loads((run_folder / "step-000005/meta.json").read_text())
-    assert meta["format"] == 2
-    assert meta["torch"] == torch.__version__
-    assert meta["checksums"].keys() == {"model.safetensors", "meta.json"}
-    assert meta["config"]["pos"] == "t5"
-    assert step_names(run_folder) == ["step-000005", "step-000010"]
-    files = {file.name for file in run_folder.rglob("*") if file.is_file()}
-    assert files == {"model.safetensors", "meta.json"}  # nothing of how they were written
-
-
 # -----------------------------------------------------------------------------
 # Whole or absent.
 
@@ -162,16 +133,6 @@ def test_an_existing_folder_is_not_overwritten(run_folder, make):
     with pytest.raises(UserError, match="step-000005 exists already: remove it"):
         make().save(run_folder / "step-000005")
     assert (run_folder / "step-000005/meta.json").read_bytes() == before
-
-
-def test_a_full_disk_leaves_nothing(run_folder, make, monkeypatch):
-    def fsync(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match="No space left"):
-        make().save(run_folder / "step-000015")
-    assert sorted(folder.name for folder in run_folder.iterdir()) == ["step-000005", "step-000010"]
 
 
 def test_a_full_disk_is_named_with_what_is_needed_and_what_is_whole(
@@ -195,6 +156,7 @@ def test_a_full_disk_is_named_with_what_is_needed_and_what_is_whole(
     assert str(run_folder / "step-000015") in message
     assert f"it takes {n_bytes / 1e6:,.1f} MB" in message
     assert f"{run_folder}/step-000010 is whole" in message
+    assert sorted(folder.name for folder in run_folder.iterdir()) == ["step-000005", "step-000010"]
     with pytest.raises(OSError, match="No space left .*new/step-000000"):
         model.save(tmp_path / "new" / "step-000000")
     assert list(tmp_path.iterdir()) == [run_folder]
@@ -256,12 +218,9 @@ def test_damaged_weights_are_refused_with_the_checkpoint_before_them(damage, run
     message = "missing: " if damage == "missing" else ""
     with pytest.raises(UserError, match=f"{message}use the one before it, .*step-000005"):
         GPT.load(run_folder)
-
-
-def test_the_first_checkpoint_has_none_before_it(run_folder):
-    (run_folder / "step-000005/model.safetensors").write_bytes(b"")
+    shutil.rmtree(run_folder / "step-000005")
     with pytest.raises(UserError, match="no earlier checkpoint is left, so train again"):
-        GPT.load(run_folder / "step-000005")
+        GPT.load(run_folder)
 
 
 def replace_weights(folder, tensors):
@@ -305,19 +264,16 @@ def test_a_meta_json_that_is_none_is_refused(text, run_folder):
         GPT.load(run_folder)
 
 
-def test_an_edited_meta_json_is_refused(run_folder):
+def test_an_edited_meta_json_and_another_format_are_refused(run_folder):
     file = run_folder / "step-000010/meta.json"
-    file.write_text(file.read_text().replace('"val_loss": 2.0', '"val_loss": 1.0'))
+    text = file.read_text()
+    file.write_text(text.replace('"val_loss": 2.0', '"val_loss": 1.0'))
     with pytest.raises(UserError, match="it was edited or cut off"):
         GPT.load(run_folder)
-
-
-@pytest.mark.parametrize("version", [1, 99, "two"])
-def test_another_format_is_refused(version, run_folder):
-    file = run_folder / "step-000010/meta.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": version}))
-    with pytest.raises(UserError, match=f"has format {version!r}, and this version reads 2"):
-        GPT.load(run_folder)
+    for version in (1, 99, "two"):
+        file.write_text(json.dumps({**json.loads(text), "format": version}))
+        with pytest.raises(UserError, match=f"has format {version!r}, and this version reads 2"):
+            GPT.load(run_folder)
 
 
 @pytest.mark.parametrize(
@@ -326,10 +282,7 @@ def test_another_format_is_refused(version, run_folder):
         ({"n_layer": 3}, "does not fit its meta.json: blocks.2"),
         ({"n_layer": "two"}, "n_layer must be a whole number"),
         ({"n_layer": 0}, "n_layer=0 is out of range"),
-        (
-            {"pos": "quantum"},
-            "trained with --pos=quantum, which this checkout lacks: add",
-        ),
+        ({"pos": "quantum"}, "trained with --pos=quantum, which this checkout lacks: use"),
         ({"pos": ["t5"]}, "pos must be text"),
         ({"pos": "shaw"}, "does not fit its meta.json: pos"),
         ({"n_embd": 10**6}, "does not fit its meta.json: embed.weight"),
@@ -377,16 +330,10 @@ def test_settings_of_other_branches_do_not_bar_a_checkpoint(run_folder):
 def test_an_extension_method_that_the_checkout_lacks_is_no_damage(run_folder):
     folder = run_folder / "step-000010"
     meta = read_meta(folder)
-    meta["config"]["extension"] = {
-        "method": "mixed",
-        "factor": 2.0,
-        "options": {},
-        "original_length": 12,
-    }
+    extension = {"method": "mixed", "factor": 2.0, "options": {}, "original_length": 12}
+    meta["config"]["extension"] = extension
     write_meta(folder, meta)
-    with pytest.raises(
-        UserError, match="was extended by method 'mixed', which this checkout lacks"
-    ):
+    with pytest.raises(UserError, match="by method 'mixed', which this checkout lacks"):
         GPT.load(folder)
 
 
@@ -415,12 +362,8 @@ def test_the_training_settings_of_another_branch(call, text_data, tmp_path):
     assert_success(call(*resume))
 
 
-TRAIN = {
-    "dataset": "data/x",
-    "learning_rate": 0.1,
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-}
+TRAIN = {"dataset": "data/x", "learning_rate": 0.1, "batch_size": 1}
+TRAIN["gradient_accumulation_steps"] = 1
 
 
 @pytest.mark.parametrize(

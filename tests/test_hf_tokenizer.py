@@ -24,6 +24,7 @@ from nanolong.hub import tokenizer as hub_tokenizer
 from nanolong.hub.gguf_tokenizer import PRE_TOKENIZERS, empty_bpe
 from nanolong.run.checkpoint import read_meta, write_checkpoint, write_meta
 from nanolong.run.folder import CHECKPOINT_FILES
+from nanolong.tensor_file import TensorStream
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -376,7 +377,7 @@ def files():
 def test_a_checkpoint_keeps_the_files(files, tmp_path):
     tokenizer = data.ImportedTokenizer(files, 0, 1, 707)
     meta = {"config": {}, "tokenizer": tokenizer.to_json()}
-    write_checkpoint(tmp_path / "step-000000", {"model": {}}, meta)
+    write_checkpoint(tmp_path / "step-000000", {"model": TensorStream({}, [])}, meta)
     stored = json.loads((tmp_path / "step-000000" / "meta.json").read_text())
     assert stored["tokenizer"]["files"] == sorted(files)
     assert stored["checksums"].keys() == {*files, "model.safetensors", "meta.json"}
@@ -386,7 +387,7 @@ def test_a_checkpoint_keeps_the_files(files, tmp_path):
 
     # read, written again as a later step, and changed as save() does after an evaluation
     meta = read_meta(tmp_path / "step-000000")
-    write_checkpoint(tmp_path / "step-000001", {"model": {}}, meta)
+    write_checkpoint(tmp_path / "step-000001", {"model": TensorStream({}, [])}, meta)
     later = read_meta(tmp_path / "step-000001")
     write_meta(tmp_path / "step-000001", {**later, "val_loss": 1.5})
     again = data.tokenizer_from_json(read_meta(tmp_path / "step-000001")["tokenizer"])
@@ -400,7 +401,7 @@ def test_damaged_files_are_named(files, tmp_path):
     tokenizer = data.ImportedTokenizer(files, 0, 1, 707)
     folder = tmp_path / "step-000000"
     meta = {"config": {}, "tokenizer": tokenizer.to_json()}
-    write_checkpoint(folder, {"model": {}}, meta)
+    write_checkpoint(folder, {"model": TensorStream({}, [])}, meta)
     dataset = write_dataset(tmp_path / "set", tokenizer, [0, 1, 2])
     for place, read, remedy in (
         (folder, read_meta, "no earlier checkpoint is left"),

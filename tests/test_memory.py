@@ -10,7 +10,6 @@ from conftest import SMALLEST, Operators, logged
 import train
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import memory
 
 
 def count(operators, part):
@@ -143,12 +142,3 @@ def test_attention_in_chunks_keeps_no_scores_for_the_backward_pass(pos, make, mo
         results, in_chunks = train_in_chunks(model, tokens, 4000, monkeypatch)
         assert in_chunks < fused + scores
         assert_all_close(results, expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
-def test_the_bytes_of_the_weights_are_those_of_the_model(mlp, monkeypatch):
-    required = []
-    monkeypatch.setattr(memory, "require_memory", required.append)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=257, mlp=mlp))
-    memory.check_weights_fit(model.config)
-    assert required == [4 * sum(p.numel() for p in model.parameters())]

@@ -211,7 +211,7 @@ def test_other_fractions_start_the_best_loss_over(mixture, call, tmp_path):
     out = ["train.py", f"--out_dir={tmp_path}/run"]
     assert_success(call(*out, *TINY, f"--dataset={mixture}"))
     resume = [*out, "--init_from=resume", "--max_iters=12"]
-    assert_refused(call(*resume, f"--dataset={mixture.split(':0.3')[0]}"), "are not those that")
+    assert_refused(call(*resume, f"--dataset={mixture.split(':0.3')[0]}"), "is not the data of")
     other = mixture.replace(":0.3", ":0.5").replace(":0.7", ":0.5")
     done = assert_success(call(*resume, f"--dataset={other}"))
     assert "so the best loss starts over" in done.stdout

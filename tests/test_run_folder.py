@@ -174,13 +174,8 @@ def test_overwrite_replaces_a_run_whole(call, words, tmp_path):
     assert_success(call(*words, "--pos=alibi", "--max_iters=4", "--overwrite"))
     assert [step.name for step in list_steps(run)] == ["step-000000", "step-000004"]
     assert GPT.load(run).config.pos == "alibi"
-    assert sorted(item.name for item in run.iterdir()) == [
-        "curve.png",
-        "lock",
-        "log.jsonl",
-        "step-000000",
-        "step-000004",
-    ]
+    names = ["curve.png", "lock", "log.jsonl", "step-000000", "step-000004"]
+    assert sorted(item.name for item in run.iterdir()) == names
     # also where there is nothing to replace
     assert_success(call(*words, "--overwrite", f"--out_dir={tmp_path}/new"))
 
@@ -194,7 +189,11 @@ def test_a_start_that_fails_leaves_the_old_run_as_it_was(call, words, tmp_path, 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device", str(run))
 
-    for module, place in ((train.run, "save"), (train, "estimate_loss"), (train, "set_up")):
+    for module, place in (
+        (train.run, "save"),
+        (train, "estimate_loss"),
+        (train.optim, "make_optimizers"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(module, place, fail)
             done = call(*words, *failing)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from conftest import TINY, assert_refused, assert_success, logged
 
-from model import POSITIONS, GPTConfig
+from model import GPT, POSITIONS, GPTConfig
 from nanolong.errors import UserError
-from nanolong.memory import count_block_matrices, count_other_parameters
 from nanolong.parallel import sequence
 from rope_scaling import METHODS
 
@@ -56,39 +55,25 @@ def test_tokens_are_exchanged_between_compiled_graphs(monkeypatch):
     assert [names & {"mul", "flip", "add"} for names in operators] == [{"mul"}, {"add"}]
 
 
-def count_sent_bytes(
-    config,
-    B,
-    T,
-    dtype="bfloat16",
-    checkpointing=False,
-    processes=1,
-    parts=1,
-    parallel="ddp",
-    accumulation=1,
-):
-    """Count the bytes that a process sends in a training step of GPT(config): (gradients, tokens).
+def count_sent_bytes(config, B, T, checkpointing, processes, parts, parallel):
+    """Count the bytes that a process sends in a training step in float32: (gradients, tokens).
 
-    B sequences of T tokens in a micro-batch; processes: all of them; parts: those that share a
-    sequence; accumulation: micro-batches of a process in a step. The first number is what ddp or
-    fsdp sends for weights and gradients, in float32; the second what attention exchanges. Of n
-    processes each sends (n - 1) / n of a tensor that is gathered or scattered, and twice that to
-    sum one.
+    B sequences of T tokens in the only micro-batch; processes: all of them; parts: those that share
+    a sequence. The first number is what ddp or fsdp sends for weights and gradients; the second
+    what attention exchanges. Of n processes each sends (n - 1) / n of a tensor that is gathered or
+    scattered, and twice that to sum one.
     """
-    weights = 4 * (count_block_matrices(config) + count_other_parameters(config))
-    to_others = (processes - 1) / processes
+    weights = 4 * sum(p.numel() for p in GPT(config).parameters())
     # ddp sums gradients; fsdp gathers weights forward and backward, and scatters gradients
-    times = 2 if parallel == "ddp" else 2 * accumulation + 1
-    of_weights = times * weights * to_others
+    times = 2 if parallel == "ddp" else 3
+    of_weights = times * weights * (processes - 1) / processes
 
     # q, k and v to other heads, the output back; keys and values repeated to divide the heads
-    e = 4 if dtype == "float32" else 2
     repeated = math.lcm(config.n_kv_head, parts)
     channels = (2 * config.n_head + 2 * repeated) * config.head_dim
     passes = 3 if checkpointing else 2  # forward, backward, and forward again
-    exchanged = passes * config.n_layer * B * T // parts * channels * e
-    of_tokens = accumulation * exchanged * (parts - 1) / parts
-    return round(of_weights), round(of_tokens)
+    exchanged = passes * config.n_layer * B * T // parts * channels * 4
+    return of_weights, exchanged * (parts - 1) / parts
 
 
 @pytest.fixture
@@ -194,19 +179,14 @@ def test_processes_of_an_evaluation_share_sequences_or_are_refused(save_run, run
     odd = ["--lengths=129", "--sequence_parallel=2"]
     done = run("evaluate.py", folder, *text[:2], *odd, processes=2)
     assert done.returncode
-    assert "a sequence of 129 tokens" in done.stderr
+    assert "does not divide 129 tokens" in done.stderr
     assert done.stderr.count("error: ") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "parts", "checkpointing"),
-    [
-        ("fsdp", 2, False),
-        ("fsdp", 1, True),
-        ("ddp", 2, True),
-        ("ddp", 4, False),
-    ],
+    [("fsdp", 2, False), ("fsdp", 1, True), ("ddp", 2, True), ("ddp", 4, False)],
 )
 def test_sent_bytes_are_those_of_the_count(parallel, parts, checkpointing, run):
     """What ddp sends for gradients, its own code in C++ sends: it is not measured."""
@@ -217,7 +197,7 @@ def test_sent_bytes_are_those_of_the_count(parallel, parts, checkpointing, run):
     done = assert_success(run("tests/sent_bytes.py", json.dumps(settings), processes=processes))
     sent = json.loads(done.stdout)
     of_weights, of_tokens = count_sent_bytes(
-        GPTConfig(**config), 2, 64, "float32", checkpointing, processes, parts, parallel
+        GPTConfig(**config), 2, 64, checkpointing, processes, parts, parallel
     )
     assert sent["tokens"] == pytest.approx(of_tokens, rel=0.01)
     if parallel == "fsdp":

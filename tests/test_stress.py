@@ -10,7 +10,7 @@ from conftest import ROOT
 STRESS = ROOT / "tests" / "stress"
 # section -> flags, and the number of trials that it has then at least
 SECTIONS = {
-    "concurrency": ([], 7),
+    "concurrency": ([], 6),
     "numerics": ([], 13),
     "crash": (["--kills=12"], 23),
     "interrupt": ([], 4),
@@ -40,7 +40,7 @@ def test_guarantees_hold_under_stress(section, tmp_path):
     assert n_tried >= least
     assert n_tried == sum(row["passed"] for row in rows)
     for row in rows:
-        assert row["tried"] or "not tried" in row["note"], row
+        assert row["tried"], row
     first = rows[0]
     line = f"| {first['trial']} | {first['tried']} | {first['tried']} | 0 |"
     assert line in (tmp_path / "trust.md").read_text()

@@ -97,13 +97,6 @@ def test_no_two_tensors_are_kept(tmp_path):
     assert len(load_file(tmp_path / "file")) == 3
 
 
-def test_tensors_become_the_dtype_of_the_file(tmp_path, rng):
-    tensor = torch.randn(3, 4).t()
-    like = {"a": torch.empty(4, 3, dtype=torch.bfloat16, device="meta")}
-    write_tensors(tmp_path / "file", TensorStream(like, [("a", tensor)]))
-    assert load_file(tmp_path / "file")["a"].equal(tensor.bfloat16())
-
-
 def test_a_tensor_that_is_missing_or_of_another_shape_is_an_error(tmp_path):
     like = {"a": torch.ones(2), "b": torch.ones(2)}
     for pairs in ([("a", like["a"])], [("a", torch.ones(3))]):

@@ -1,7 +1,6 @@
 """Training: the update, the loop, and its guarantees with real processes and real signals."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -104,15 +103,9 @@ def adamw_by_hand(weights, dataset, n_steps, lr, decay, clip):
 def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, text_data):
     """Targets of <bos> are not scored, so micro-batches count by their scored tokens."""
     model = tiny()
-    settings = cfg(
-        gradient_accumulation_steps=3,
-        max_iters=2,
-        learning_rate=1e-2,
-        warmup_iters=0,
-        lr_schedule="constant",
-        grad_clip=0.5,
-        weight_decay=0.3,
-    )
+    schedule = {"learning_rate": 1e-2, "warmup_iters": 0, "lr_schedule": "constant"}
+    steps = {"gradient_accumulation_steps": 3, "max_iters": 2}
+    settings = cfg(**schedule, **steps, grad_clip=0.5, weight_decay=0.3)
     weights = {name: p.detach().clone().double() for name, p in model.named_parameters()}
     start = {name: w.clone() for name, w in weights.items()}
     expected = adamw_by_hand(weights, data.Dataset(text_data), 2, 1e-2, 0.3, 0.5)
@@ -124,7 +117,9 @@ def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, text_data):
 
 
 @pytest.mark.parametrize("eval_length", [0, 11])
-def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(eval_length, cfg, text_data):
+def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(
+    eval_length, cfg, text_data, tmp_path
+):
     model = tiny()
     result = train.train(model, cfg(max_iters=2, eval_length=eval_length))
     split = data.Dataset(text_data).val
@@ -137,13 +132,15 @@ def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(eval_lengt
         loss_sum += F.cross_entropy(logits, y, ignore_index=-1, reduction="sum").item()
         n_tokens += int((y >= 0).sum())
     assert result["val_loss"] == pytest.approx(loss_sum / n_tokens, rel=1e-5)
-    assert result["step"] == 2
+    assert (result["step"], result["stopped"]) == (2, False)
+    assert logged(tmp_path / "run")[-1]["val_loss"] == result["val_loss"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     # a token is a byte, and a bit is ln 2 nats
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / 0.693147, rel=1e-5)
 
 
 def test_an_evaluation_beyond_the_context_length_is_refused(cfg):
-    with pytest.raises(UserError, match="eval_length=17 is beyond the context length of 16 tokens"):
+    with pytest.raises(UserError, match="eval_length=17 is beyond the context length: .* 16"):
         train.train(tiny(), cfg(eval_length=17))
 
 
@@ -177,16 +174,6 @@ def test_optimizers_hold_every_parameter_once(pos, tied, kind):
         if p.dim() < 2 or name.startswith("pos."):
             expected.add(id(p))
     assert not_decayed == expected
-
-
-def test_train_returns_its_last_evaluation(cfg):
-    settings = cfg(eval_iters=0, max_iters=3, eval_interval=100, batch_size=64)
-    result = train.train(tiny(pos="alibi", window=8, sinks=2), settings)
-    assert result["step"] == 3
-    assert result["stopped"] is False
-    assert logged(settings.out_dir)[-1]["val_loss"] == result["val_loss"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert os.environ.get("RANK") is None
 
 
 # -----------------------------------------------------------------------------
@@ -277,19 +264,10 @@ def cost_of_a_step(text):
     return next((line for line in text.splitlines() if line.startswith("a step:")), None)
 
 
-def test_a_cheap_step_is_not_tried_before_the_first(cfg, monkeypatch, capfd):
-    def try_batch(*args):
-        raise AssertionError("a batch was tried")
-
-    monkeypatch.setattr(warmup, "try_batch", try_batch)
-    train.train(tiny(), cfg(max_iters=1))
-    assert cost_of_a_step(capfd.readouterr().out) is None
-
-
 def test_the_cost_of_a_step_is_that_of_its_micro_batches(cfg, monkeypatch, capfd):
     """The time of the one that is measured, times their number; the memory is estimated before."""
     monkeypatch.setattr(warmup, "EXPENSIVE_STEP", 0)
-    monkeypatch.setattr(warmup, "try_batch", lambda *args: time.sleep(0.05))
+    monkeypatch.setattr(warmup, "measure_batch", lambda *args: (2.5, 0, 0))
     counted = []
 
     def count(*args):
@@ -297,19 +275,9 @@ def test_the_cost_of_a_step_is_that_of_its_micro_batches(cfg, monkeypatch, capfd
         return SimpleNamespace(peak=3.141e9)
 
     monkeypatch.setattr(warmup, "count_memory", count)
-    described = []
-    real = warmup.describe_step
-
-    def describe_step(loader, cost, *args):
-        described.append(cost)
-        return real(loader, warmup.Cost(2.5), *args)
-
-    monkeypatch.setattr(warmup, "describe_step", describe_step)
     model = tiny()
     train.train(model, cfg(gradient_accumulation_steps=3, checkpoint_activations=True), 11)
-    assert 0.05 <= described[0].seconds < 1
-    assert described[0].peak == described[0].reserved == 0  # nothing measures them on a CPU
-    assert counted == [(model.config, 2, 11, "float32", True, "adamw", "cpu", 3, 1, 1)]
+    assert counted == [(model, 2, 11, "float32", True, "adamw", "cpu", 3, 1, 1)]
     lines = capfd.readouterr().out.splitlines()
     estimate = "memory of a step: 3.14 GB of tensors, estimated from shapes without torch.compile"
     step = (
@@ -335,7 +303,7 @@ def loader(cfg, text_data):
     return loader
 
 
-def memory_of_cuda(monkeypatch, peak, reserved, total=0, on_reset=None):
+def memory_of_cuda(monkeypatch, peak, reserved, on_reset=None):
     """Stand-ins for what torch says of a GPU."""
     names = {
         "reset_peak_memory_stats": lambda device: on_reset and on_reset(),
@@ -343,7 +311,6 @@ def memory_of_cuda(monkeypatch, peak, reserved, total=0, on_reset=None):
         "max_memory_allocated": lambda device: peak,
         "max_memory_reserved": lambda device: reserved,
         "memory_reserved": lambda device: reserved,
-        "get_device_properties": lambda device: SimpleNamespace(total_memory=total),
     }
     for name, function in names.items():
         monkeypatch.setattr(torch.cuda, name, function)
@@ -352,9 +319,9 @@ def memory_of_cuda(monkeypatch, peak, reserved, total=0, on_reset=None):
 def test_a_step_with_cuda_says_its_measured_peak(loader, monkeypatch):
     loader = loader("cuda:0")
     memory_of_cuda(monkeypatch, 13_449_000_000, 812_400_000)
-    cost = warmup.measure_batch(loader.model, [], loader, torch.float32)
-    cost.seconds = 2.5
-    assert warmup.describe_step(loader, cost, 1) == (
+    seconds, *memory = warmup.measure_batch(loader.model, [], loader, torch.float32)
+    assert 0 < seconds < 1
+    assert warmup.describe_step(loader, 2.5, *memory, 1) == (
         "a step: 32 tokens, about 2.5 s (1 micro-batch of 2.5 s, measured); 13.4 GB of tensors at "
         "the peak (measured), 812 MB reserved so far; 1 step: 2.5 s, evaluations apart"
     )
@@ -407,29 +374,24 @@ def out_of_memory(*args):
 
 def test_out_of_memory_names_the_estimate_and_what_to_lower(call, text_data, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "forward_backward", out_of_memory)
-    monkeypatch.setattr(warmup, "estimate_memory", lambda *args: 16.8e9)
+    monkeypatch.setattr(warmup, "estimate_memory", lambda *args: "16.8 GB")
     done = call("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}")
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: out of memory (a step was estimated to take 16.8 GB of tensors without "
-        "torch.compile): give --checkpoint_activations=true, or lower --batch_size (more "
-        "--gradient_accumulation_steps keep the batch), or shorten the sequences (--block_size; in "
-        "extend.py --factor or --pose), or share the model or its sequences between devices "
-        "(docs/training.md), or train a smaller model\n"
+    assert_refused(
+        done,
+        "out of memory (a step was estimated to take 16.8 GB of tensors): shorten the sequences "
+        "(--block_size; in extend.py --factor or --pose), or lower --batch_size (more "
+        "--gradient_accumulation_steps keep the batch), or give --checkpoint_activations=true, or "
+        "share the model",
     )
 
 
 @pytest.mark.parametrize("reserved, is_far_above", [(52e9, False), (55e9, True)])
 def test_out_of_memory_with_cuda_names_the_allocator(reserved, is_far_above, loader, monkeypatch):
     loader = loader("cuda:0", checkpoint_activations=True, batch_size=1)
-    monkeypatch.setattr(warmup, "estimate_memory", lambda *args: 50.3e9)
-    memory_of_cuda(monkeypatch, 50.5e9, reserved, 80e9)
+    monkeypatch.setattr(warmup, "estimate_memory", lambda *args: "50.3 GB")
+    memory_of_cuda(monkeypatch, 50.5e9, reserved)
     text = warmup.describe_out_of_memory(loader, torch.bfloat16)
-    assert text.startswith(
-        "out of memory (a step was estimated to take 50.3 GB of tensors without torch.compile; of "
-        f"the GPU's 80 GB this process has reserved {reserved / 1e9:g} GB, for 50.5 GB of tensors "
-        "at the peak): "
-    )
+    assert f"50.3 GB of tensors; 50.5 GB were, of {reserved / 1e9:g} GB reserved" in text
     assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text) == is_far_above
     assert "--checkpoint_activations" not in text and "--batch_size" not in text
 
@@ -508,12 +470,8 @@ LONG = [*TINY, "--max_iters=300", "--eval_interval=20"]
 )  # torchrun turns SIGINT into an error of its own after passing it on
 def test_signals_save_and_exit(number, processes, text_data, tmp_path):
     """Guarantee 5."""
-    words = [
-        *LONG,
-        f"--dataset={text_data}",
-        "--gradient_accumulation_steps=2",
-        f"--out_dir={tmp_path}/run",
-    ]
+    words = [*LONG, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+    words.append("--gradient_accumulation_steps=2")
     process = start("train.py", *words, processes=processes)
     log = tmp_path / "run" / "log.jsonl"
     wait_for(lambda: log.exists() and log.read_text().count("loss") > 30, process)
@@ -581,23 +539,16 @@ def test_a_signal_before_the_first_step_changes_nothing(start_of, call, text_dat
     assert list(tmp_path.glob("run")) == ([folder] if before else [])
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(2, 40), pytest.param(12, 600, marks=pytest.mark.slow)]
-)
-def test_kill_9_and_resume_is_bit_exact(kills, steps, run, text_data, tmp_path):
+def test_kill_9_and_resume_is_bit_exact(run, text_data, tmp_path):
     """Guarantees 1, 2 and 7: killed in training and in saving, then resumed each time."""
-    words = [
-        *TINY,
-        *(f"--max_iters={steps}", "--eval_interval=2"),
-        f"--dataset={text_data}",
-    ]
+    words = [*TINY, "--max_iters=40", "--eval_interval=2", f"--dataset={text_data}"]
     assert_success(run("train.py", *words, f"--out_dir={tmp_path}/a"))
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
     b = tmp_path / "b"
     killed = 0
-    while killed < kills:
+    while killed < 2:
         newest = list_steps(b)[-1] if list_steps(b) else None
         resume = ["--init_from=resume"] if b.exists() else []
         process = start("train.py", *words, f"--out_dir={b}", *resume)
@@ -612,7 +563,7 @@ def test_kill_9_and_resume_is_bit_exact(kills, steps, run, text_data, tmp_path):
         assert "Traceback" not in out
         assert "error" not in out
         saved = int(list_steps(b)[-1].name[5:]) if list_steps(b) else 0
-        assert saved < steps, f"the run was over after {killed} kills"
+        assert saved < 40, f"the run was over after {killed} kills"
     assert_success(run("train.py", *words, f"--out_dir={b}", "--init_from=resume"))
     assert_same_bits(tmp_path / "a", b)
     assert not list(b.glob(".tmp*"))
@@ -796,11 +747,8 @@ def test_the_time_left_is_that_of_the_steps(cfg, monkeypatch, capsys):
     monkeypatch.setattr(train, "forward_backward", lambda *args: advance(1, real(*args)))
     train.train(tiny(), cfg(max_iters=20, eval_interval=5))
     lines = [line for line in capsys.readouterr().out.splitlines() if "s left" in line]
-    assert [line.rpartition(", ")[2] for line in lines[:3]] == [
-        "18 s left",
-        "16 s left",
-        "14 s left",
-    ]
+    left = [line.rpartition(", ")[2] for line in lines[:3]]
+    assert left == ["18 s left", "16 s left", "14 s left"]
 
 
 @pytest.mark.parametrize(
@@ -866,21 +814,16 @@ def test_resume_with_other_data_is_refused(call, text_data, tmp_path):
     (other / "meta.json").write_text((text_data / "meta.json").read_text())
     words = ["train.py", f"--out_dir={out}", "--init_from=resume", "--max_iters=9"]
     refused = call(*words, f"--dataset={other}")
-    assert "not those" in refused.stderr
+    assert_refused(refused, "is not the data of")
 
 
 def test_restarts_need_a_name(text_data, tmp_path, call, monkeypatch):
     """Without one, a restart would resume an older nameless run of the folder."""
-    environment = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_MAX_RESTARTS": "2",
-    }  # as `torchrun --master_port=29511 --max-restarts=2` sets them
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    environment = "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 "
+    # as `torchrun --master_port=29511 --max-restarts=2` sets them
+    environment += "TORCHELASTIC_RUN_ID=none TORCHELASTIC_MAX_RESTARTS=2"
+    for word in environment.split():
+        monkeypatch.setenv(*word.split("="))
     out = tmp_path / "run"
     done = call("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={out}")
     assert_refused(done, "--rdzv_id=NAME")

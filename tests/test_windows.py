@@ -1,7 +1,5 @@
 """The window schedule of training: --window_schedule."""
 
-import shutil
-
 import pytest
 import torch
 from conftest import TINY, assert_refused, assert_same_bits, assert_success, logged, newest
@@ -102,18 +100,6 @@ def test_a_resumed_schedule_has_the_same_bits(yarn, call, text_data, tmp_path):
     assert logged(whole, "val_loss")[-1] == pytest.approx(expected, abs=1e-5)
     extension = {"method": "yarn", "factor": 8.0, "options": {}, "original_length": 4}
     assert model.config.extension == (extension if yarn else None)
-
-
-@pytest.mark.slow
-def test_two_processes_train_with_a_schedule_as_one(run, text_data, tmp_path):
-    words = [*WORDS, "--gradient_accumulation_steps=2", f"--dataset={text_data}"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert_success(run(*words, f"--out_dir={one}"))
-    assert_success(run(*words, f"--out_dir={two}", processes=2))
-    assert logged(one, "loss") == pytest.approx(logged(two, "loss"), abs=1e-5, rel=0)
-    shutil.rmtree(newest(two))
-    assert_success(run(*words, f"--out_dir={two}", "--init_from=resume", processes=2))
-    assert logged(one, "val_loss") == pytest.approx(logged(two, "val_loss"), abs=1e-4, rel=0)
 
 
 def test_yarn_rescales_rope_at_each_change(make):

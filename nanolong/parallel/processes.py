@@ -42,10 +42,8 @@ def join_processes(device):
         return 0, 1
     max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     if max_restarts and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
-        raise UserError(
-            "torchrun --max-restarts without a name cannot tell a restart from another run in the "
-            "same folder: add --standalone, or on several machines --rdzv_id=NAME"
-        )
+        repair = "add --standalone, or on several machines --rdzv_id=NAME"
+        raise UserError(f"torchrun --max-restarts without a name may resume another run: {repair}")
     device = pick_device(device)
     device_id = None
     if device.type == "cuda":
@@ -120,22 +118,18 @@ def collective_timeout():
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e7:
-        raise UserError(
-            f"NANOLONG_TIMEOUT={text} is not a number of seconds: give one above 0, such as 600"
-        )
+        raise UserError(f"NANOLONG_TIMEOUT={text} is not a number of seconds: give 600 or so")
     return seconds
 
 
 def _store_of_this_start(store, rank, world):
     """The part of torchrun's store that only the processes of this start use.
 
-    torchrun keeps its store over restarts, so it may still hold the addresses of dead processes.
-    Rank 0 makes a fresh name for the group and hands it to every rank that announced itself in this
-    launch.
-
-    The count of restarts may differ between machines, and then torch's own prefix of the store does
-    not serve (tests/stress/elastic.py: two launchers, one of which loses its worker). All processes
-    take the highest one, so that all of them resume or none does.
+    torchrun keeps its store over restarts, so it may still hold the addresses of dead processes:
+    rank 0 makes a fresh name for the group and hands it to every rank. The count of restarts may
+    differ between machines, and with it torch's own prefix of the store (tests/stress/elastic.py:
+    two launchers, one of which loses its worker). All processes take the highest one, so that all
+    of them resume or none does.
     """
     token = os.urandom(8).hex()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -174,11 +168,8 @@ def lost_peer_message(error):
     """The message for an error of torch.distributed that a lost process causes, else None."""
     if not dist.is_available():
         return None
-    text = str(error)
-    is_lost_peer = (
-        isinstance(error, dist.DistError) or "gloo" in text or "Connection closed by peer" in text
-    )
-    if not is_lost_peer:
+    phrases = ("gloo", "Connection closed by peer")
+    if not (isinstance(error, dist.DistError) or any(phrase in str(error) for phrase in phrases)):
         return None
     return (
         f"process {os.environ.get('RANK', 0)} has lost another process, which ended or has not "

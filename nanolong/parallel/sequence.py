@@ -95,23 +95,15 @@ def own_part(length):
 
 def check_model(model, lengths, size):
     config = model.config
-    if config.n_head % size:
-        heads = "1 head" if config.n_head == 1 else f"{config.n_head} heads"
-        raise UserError(
-            f"--sequence_parallel={size} does not divide the model's {heads}: choose a divisor"
-        )
-    for length in lengths:
-        length = length or config.block_size
-        if length % size:
+    counts = [(config.n_head, "head"), *((n or config.block_size, "token") for n in lengths)]
+    for n, thing in counts:
+        if n % size:
+            thing += "" if n == 1 else "s"
             raise UserError(
-                f"--sequence_parallel={size} does not divide a sequence of {length} tokens: choose "
-                "another length"
+                f"--sequence_parallel={size} does not divide {n} {thing}: choose another"
             )
     if config.dropout:
-        raise UserError(
-            f"--sequence_parallel={size} cannot drop the activations that one process would drop: "
-            "train with --dropout=0"
-        )
+        raise UserError(f"--sequence_parallel={size} cannot drop activations: give --dropout=0")
 
 
 def any_process(condition, everywhere=False):

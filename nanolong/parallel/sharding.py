@@ -26,10 +26,8 @@ from nanolong.tensor_file import read_tensor
 def check_parallel(parallel):
     """Raise UserError for --parallel=fsdp with one process."""
     if parallel == "fsdp" and rank_and_world()[1] == 1:
-        raise UserError(
-            "--parallel=fsdp shards a model over processes, and there is one: start several by "
-            "torchrun --nproc_per_node=N, or give --parallel=ddp"
-        )
+        repair = "start several by torchrun --nproc_per_node=N, or give --parallel=ddp"
+        raise UserError(f"--parallel=fsdp needs several processes, and there is one: {repair}")
 
 
 def distribute(model, parallel, device, use_compile):

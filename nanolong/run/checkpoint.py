@@ -26,9 +26,17 @@ from nanolong.run.folder import (
     readable_steps,
     step_number,
 )
-from nanolong.tensor_file import TensorStream, read_header, read_tensor, write_tensors
+from nanolong.tensor_file import (
+    StoredTensor,
+    TensorStream,
+    read_header,
+    read_tensor,
+    write_tensors,
+)
 
 FORMAT = 2  # of checkpoints, in meta.json
+# what values of other types or sizes than ours lead to; RecursionError is a RuntimeError
+BAD_VALUES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 # what weights are stored in: safetensors' name -> torch's
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
@@ -90,8 +98,8 @@ def settings_record(name, settings):
 def write_checkpoint(folder, tensors, meta):
     """Write into .tmp-*, sync it to disk, and publish it by one rename.
 
-    tensors: file stem -> dict of tensors, or TensorStream. Raises UserError when the folder exists,
-    and OSError when the disk is full; then nothing of it is left.
+    tensors: file stem -> TensorStream. Raises UserError when the folder exists, and OSError when
+    the disk is full; then nothing of it is left.
     """
     folder = Path(folder)
     if folder.exists():
@@ -102,8 +110,6 @@ def write_checkpoint(folder, tensors, meta):
     try:
         tmp.mkdir(parents=True)
         for stem, stream in tensors.items():
-            if isinstance(stream, dict):
-                stream = TensorStream(stream, stream.items())
             write_tensors(tmp / f"{stem}.safetensors", stream)
         for name, content in tokenizer_files.contents(meta.get("tokenizer")).items():
             (tmp / name).write_bytes(content)
@@ -119,21 +125,13 @@ def write_checkpoint(folder, tensors, meta):
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()
         if isinstance(error, OSError) and error.filename is None:  # where the disk is full
+            n_bytes = sum(x.nbytes for stream in tensors.values() for x in stream.like.values())
+            newest = [f"{step} is whole" for step in list_steps(folder.parent)[-1:]]
+            needed = [f"it takes {n_bytes / 1e6:,.1f} MB", *newest]
             error.filename = str(folder)
-            error.strerror = f"{error.strerror}; {describe_need(folder, tensors)}"
+            error.strerror = f"{error.strerror}; {', and '.join(needed)}"
         raise
     sync(folder.parent)
-
-
-def describe_need(folder, tensors):
-    """The size of a checkpoint that did not fit the disk, and what is left to resume from."""
-    n_bytes = 0
-    for stream in tensors.values():
-        like = stream if isinstance(stream, dict) else stream.like
-        n_bytes += sum(tensor.nbytes for tensor in like.values())
-    whole = list_steps(folder.parent)
-    newest = f"{whole[-1]} is whole" if whole else "no step is whole yet"
-    return f"it takes {n_bytes / 1e6:,.1f} MB, and {newest}"
 
 
 def write_meta(folder, meta):
@@ -183,14 +181,13 @@ def read_meta(folder):
     """
     folder = Path(folder)
     file = folder / "meta.json"
-    intact = False
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
         version = meta["format"]
         if version == FORMAT:
             intact = meta["checksums"]["meta.json"] == checksum_of_meta(meta)
             check_meta(meta)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except BAD_VALUES as error:
         raise damaged(file, error) from None
     if version != FORMAT:
         raise UserError(
@@ -200,22 +197,64 @@ def read_meta(folder):
     if not intact:
         raise damaged(file, "it was edited or cut off: its checksum is not the one that it holds")
     spec = meta.get("tokenizer")
-    if tokenizer_files.has_files(spec):
-        hint = hint_other_checkpoints(folder)
-        meta["tokenizer"] = tokenizer_files.read(folder, spec, meta["checksums"], hint)
+    hint = hint_other_checkpoints(folder)
+    meta["tokenizer"] = tokenizer_files.read(folder, spec, meta["checksums"], hint)
     replace_old_settings(meta)
     return meta
+
+
+def check_meta(meta):
+    """Check the types of meta.json's values, where they are there. Raises ValueError."""
+    dict(meta["config"])
+    str(meta["checksums"]["model.safetensors"])
+    for name, value in meta.items():
+        if value is None:
+            continue
+        fits = True
+        if name in ("step", "tokens", "pretraining_tokens", "bos"):
+            fits = is_count(value)
+        elif name in ("dataset", "data_hash", "kernels", "parent", "launch", "entry", "entry_hash"):
+            fits = isinstance(value, str)
+        elif name in ("config_defaults", "train_defaults"):
+            fits = all(isinstance(setting, str) for setting in value)
+        elif name == "val_loss":
+            fits = is_number(value)
+        elif name == "tokenizer":
+            fits = isinstance(value, dict)
+        elif name == "kept":
+            fits = all(is_count(step) for step in value)
+        elif name == "best":
+            step, loss = value
+            fits = is_count(step) and is_number(loss)
+        elif name == "scaler":
+            scale, good_steps = value
+            fits = is_number(scale) and scale > 0 and is_count(good_steps)
+        elif name == "train" and value:
+            texts = [value["dataset"], *(value.get("tasks") or [])]
+            counts = [value["batch_size"], value["gradient_accumulation_steps"]]
+            fits = all(isinstance(text, str) for text in texts) and all(map(is_count, counts))
+            fits = fits and is_number(value["learning_rate"])
+            validate.check_ranges(value)
+        if not fits:
+            raise ValueError(f"{name} is {value!r:.60}")
+
+
+def is_number(value):
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 53
+
+
+def is_count(value):
+    return type(value) is int and 0 <= value < 1 << 53
 
 
 def replace_old_settings(meta):
     """Write settings of older versions as those of now: passkey is one of the tasks."""
     train = meta.get("train") or {}
-    if "passkey" not in train:
-        return
-    fraction = train.pop("passkey")
-    train["tasks"] = [f"passkey:{fraction}"] if fraction else []
-    defaults = meta.get("train_defaults") or []
-    meta["train_defaults"] = ["tasks" if name == "passkey" else name for name in defaults]
+    if "passkey" in train:
+        fraction = train.pop("passkey")
+        train["tasks"] = [f"passkey:{fraction}"] if fraction else []
+        defaults = meta.get("train_defaults") or []
+        meta["train_defaults"] = ["tasks" if name == "passkey" else name for name in defaults]
 
 
 def damaged(file, reason):
@@ -223,6 +262,18 @@ def damaged(file, reason):
     if isinstance(reason, Exception) and not isinstance(reason, UserError):
         reason = f"{type(reason).__name__}: {reason}"
     return UserError(f"{file} is damaged ({reason}): {hint_other_checkpoints(file.parent)}")
+
+
+def verify(file, meta):
+    """Compare a file's SHA-256 with the one in meta.json. Raises UserError."""
+    if not file.is_file():
+        raise UserError(f"{file} is missing: {hint_other_checkpoints(file.parent)}")
+    if sha256(file) != meta["checksums"].get(file.name):
+        raise damaged(file, "its checksum is not the one in meta.json")
+
+
+# -----------------------------------------------------------------------------
+# Which checkpoint.
 
 
 def find_checkpoint(path, best=False):
@@ -237,17 +288,13 @@ def find_checkpoint(path, best=False):
     if not path.exists() and list_steps(path.parent):
         names = ", ".join(step.name for step in list_steps(path.parent))
         raise UserError(f"there is no {path}: the steps in {path.parent} are {names}")
-    if not path.exists():
-        raise UserError(
-            f"there is no checkpoint in {path}: it does not exist; train one with "
-            f"python train.py --out_dir={shlex.quote(str(path))}"
-        )
     found = readable_steps(path)
     if not found:
-        raise UserError(
-            f"there is no checkpoint in {path}: give a run folder (out/NAME) or one of its "
-            "step folders"
-        )
+        repair = "give a run folder (out/NAME) or one of its step folders"
+        if not path.exists():
+            out_dir = shlex.quote(str(path))
+            repair = f"it does not exist; train one with python train.py --out_dir={out_dir}"
+        raise UserError(f"there is no checkpoint in {path}: {repair}")
     newest = found[-1]
     for folder in damaged_steps(newest.parent):
         if step_number(folder) > step_number(newest):
@@ -285,53 +332,8 @@ def weights_hash(model):
     return model.meta.get("checksums", {}).get("model.safetensors", "none")[:16]
 
 
-def check_meta(meta):
-    """Check the types of meta.json's values, where they are there. Raises ValueError."""
-    dict(meta["config"])
-    str(meta["checksums"]["model.safetensors"])
-    for name in ("step", "tokens", "pretraining_tokens", "bos"):
-        require(meta, name, meta.get(name) is None or is_count(meta[name]))
-    for name in ("dataset", "data_hash", "kernels", "parent", "launch", "entry", "entry_hash"):
-        require(meta, name, meta.get(name) is None or isinstance(meta[name], str))
-    require(meta, "val_loss", meta.get("val_loss") is None or is_number(meta["val_loss"]))
-    require(meta, "tokenizer", meta.get("tokenizer") is None or isinstance(meta["tokenizer"], dict))
-    for name in ("config_defaults", "train_defaults"):
-        require(meta, name, all(isinstance(setting, str) for setting in meta.get(name) or []))
-    if meta.get("best") is not None:
-        step, loss = meta["best"]
-        require(meta, "best", is_count(step) and is_number(loss))
-    require(meta, "kept", all(is_count(step) for step in meta.get("kept") or []))
-    if meta.get("scaler") is not None:
-        scale, good_steps = meta["scaler"]
-        require(meta, "scaler", is_number(scale) and scale > 0 and is_count(good_steps))
-    if meta.get("train"):
-        train = meta["train"]
-        sizes = (train["batch_size"], train["gradient_accumulation_steps"])
-        require(meta, "train", isinstance(train["dataset"], str))
-        require(meta, "train", is_number(train["learning_rate"]) and train["learning_rate"] >= 0)
-        require(meta, "train", all(is_count(size) and size >= 1 for size in sizes))
-        require(meta, "train", all(isinstance(task, str) for task in train.get("tasks") or []))
-
-
-def require(meta, name, condition):
-    if not condition:
-        raise ValueError(f"{name} is {meta[name]!r:.60}")
-
-
-def is_number(value):
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 53
-
-
-def is_count(value):
-    return type(value) is int and 0 <= value < 1 << 53
-
-
-def verify(file, meta):
-    """Compare a file's SHA-256 with the one in meta.json. Raises UserError."""
-    if not file.is_file():
-        raise UserError(f"{file} is missing: {hint_other_checkpoints(file.parent)}")
-    if sha256(file) != meta["checksums"].get(file.name):
-        raise damaged(file, "its checksum is not the one in meta.json")
+# -----------------------------------------------------------------------------
+# Models.
 
 
 def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
@@ -355,8 +357,7 @@ def open_model(GPT, path, best=False):
     settings = known_settings(file, meta, "config", GPT.config_class)
     for name in ("config", "config_defaults"):
         meta.pop(name, None)
-    check_scheme(file, settings.get("pos"), GPT.schemes, meta.pop("entry", None))
-    check_method(file, settings, GPT.schemes)
+    check_scheme(file, settings, GPT.schemes, meta.pop("entry", None))
     try:
         config = validate.coerce(GPT.config_class, settings, str(file))
         validate.check_model(config, GPT.schemes)
@@ -365,14 +366,7 @@ def open_model(GPT, path, best=False):
         shapes = {name: tuple(p.shape) for name, p in parameters}
         if (meta.get("bos") or 0) >= config.vocab_size:
             raise ValueError(f"bos {meta['bos']} is outside the vocabulary")
-    except (
-        TypeError,
-        KeyError,
-        AttributeError,
-        ValueError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
+    except BAD_VALUES as error:
         raise damaged(file, error) from None
     stored_dtype = check_weights(folder / "model.safetensors", meta, shapes)
     note_other_entry(GPT.schemes[config.pos], meta.get("entry_hash"), folder)
@@ -420,7 +414,7 @@ def saved_settings(folder, model_class, train_class):
     """The settings of a run to resume, as defaults by name: those that belong to the run itself."""
     file, meta = Path(folder) / "meta.json", read_meta(folder)
     if "method" in (meta.get("train") or {}) and not hasattr(train_class, "method"):
-        return {}  # made by extend.py: load_resumed() refuses it
+        raise UserError(f"{folder} was written by extend.py: resume it with extend.py")
     settings = known_settings(file, meta, "config", model_class)
     settings.update(known_settings(file, meta, "train", train_class))
     # of one command: code is never taken from a checkpoint
@@ -429,28 +423,28 @@ def saved_settings(folder, model_class, train_class):
     return settings
 
 
-def check_scheme(file, pos, positions, entry):
-    """Raise UserError for a scheme that this checkout lacks. entry: the file that it was in."""
-    if not isinstance(pos, str) or pos in positions:
-        return
-    advice = "add its class to POSITIONS in model.py, or use the checkout that trained it"
-    if entry:
-        in_python = f"nanolong.entry.load_entries([{entry!r}], model.POSITIONS)"
-        advice = (
-            f"give --entry={shlex.quote(entry)} (in Python: {in_python}), or add its class to "
-            "POSITIONS in model.py"
-        )
-    raise UserError(f"{file} was trained with --pos={pos}, which this checkout lacks: {advice}")
+def check_scheme(file, settings, schemes, entry):
+    """Raise UserError for a scheme or an extension method that this checkout lacks.
 
-
-def check_method(file, settings, positions):
-    """Raise UserError for an extension method that this checkout lacks."""
-    extension, scheme = settings.get("extension"), positions.get(str(settings.get("pos")))
-    method = extension.get("method") if isinstance(extension, dict) else None
-    if scheme and isinstance(method, str) and method not in scheme.methods:
+    entry: the file that the scheme was in, None for one of model.py.
+    """
+    pos, extension = settings.get("pos"), settings.get("extension")
+    if not isinstance(pos, str):
+        return  # refused with the other settings
+    if pos not in schemes:
+        repair = "use the checkout that trained it"
+        if entry:
+            load = f"nanolong.entry.load_entries([{entry!r}], model.POSITIONS)"
+            repair = f"give --entry={shlex.quote(entry)} (in Python: {load})"
         raise UserError(
-            f"{file} was extended by method {method!r}, which this checkout lacks for "
-            f"--pos={settings['pos']}: add the method, or use the checkout that extended it"
+            f"{file} was trained with --pos={pos}, which this checkout lacks: {repair}, or add its "
+            "class to POSITIONS in model.py"
+        )
+    method = extension.get("method") if isinstance(extension, dict) else None
+    if isinstance(method, str) and method not in schemes[pos].methods:
+        raise UserError(
+            f"{file} was extended by method {method!r}, which this checkout lacks for --pos={pos}: "
+            "add the method, or use the checkout that extended it"
         )
 
 
@@ -532,45 +526,27 @@ def optimizer_tensors(model, optimizers):
 def load_optimizers(model, optimizers, file):
     """Put the tensors of optim.safetensors back. Raises UserError when they do not fit."""
     stored = stored_tensors(file)
-    check_optimizer_tensors(file, stored, model, optimizers)
-    optimizer_of = optimizers_by_parameter(optimizers)
-    params = dict(model.named_parameters())
-    for key in stored:
-        name, _, moment = key.rpartition(".")
-        p = params[name]
-        like = torch.empty((), device=p.device) if moment == "step" else p
-        optimizer_of[id(p)].state[p][moment] = read_part(file, key, like)
-
-
-def optimizers_by_parameter(optimizers):
-    """id of a parameter -> the optimizer that updates it."""
-    optimizer_of = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    places = {}  # key in the file -> (optimizer, parameter, moment, a tensor of its shape)
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            optimizer_of.update((id(p), optimizer) for p in group["params"])
-    return optimizer_of
+        is_muon = isinstance(optimizer, torch.optim.Muon)
+        moments = ["momentum_buffer"] if is_muon else ["exp_avg", "exp_avg_sq", "step"]
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for moment in moments:
+                like = torch.empty((), device=p.device) if moment == "step" else p
+                places[f"{names[id(p)]}.{moment}"] = (optimizer, p, moment, like)
 
-
-def check_optimizer_tensors(file, stored, model, optimizers):
-    """Raise UserError unless the StoredTensors are exactly what these optimizers keep."""
-    optimizer_of = optimizers_by_parameter(optimizers)
-    params = dict(model.named_parameters())
-    shapes = {}
-    for name, p in params.items():
-        if isinstance(optimizer_of[id(p)], torch.optim.Muon):
-            shapes[f"{name}.momentum_buffer"] = tuple(p.shape)
-        else:
-            shapes[f"{name}.exp_avg"] = tuple(p.shape)
-            shapes[f"{name}.exp_avg_sq"] = tuple(p.shape)
-            shapes[f"{name}.step"] = ()
     wrong = []
     for key, tensor in sorted(stored.items()):
-        if shapes.get(key) != tensor.shape or tensor.dtype != "F32":
+        if key not in places or tensor != StoredTensor("F32", tuple(places[key][-1].shape)):
             wrong.append(f"holds {key}")
     if stored:  # before the first step an optimizer keeps nothing
-        wrong += [f"lacks {key}" for key in sorted(shapes.keys() - stored.keys())]
+        wrong += [f"lacks {key}" for key in sorted(places.keys() - stored.keys())]
     if wrong:
         raise UserError(
             f"{file} {wrong[0]}, which is not what this optimizer keeps: resume with the optimizer "
             "that the run was started with"
         )
+    for key in stored:
+        optimizer, p, moment, like = places[key]
+        optimizer.state[p][moment] = read_part(file, key, like)

@@ -119,16 +119,13 @@ def run_items(run):
 def check_only_run(run):
     """Raise UserError if a folder holds files that are no part of a run."""
     unknown = []
-    for item in sorted(Path(run).iterdir()):
+    for item in sorted(Path(run).glob("*")):
         if is_step(item):
             unknown += [file for file in item.iterdir() if file.name not in CHECKPOINT_FILES]
         elif item.name not in RUN_FILES and not item.name.startswith("."):
             unknown.append(item)
     if unknown:
-        raise UserError(
-            f"--overwrite would remove {unknown[0]}, which is no part of a run: move it away, or "
-            "choose another --out_dir"
-        )
+        raise UserError(f"--overwrite would remove {unknown[0]}, no part of a run: move it away")
 
 
 def remove(path):

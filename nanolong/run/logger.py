@@ -30,9 +30,12 @@ class Logger:
     Records past the step that a run resumes from are dropped: the log agrees with the weights.
     """
 
-    def __init__(self, folder, state, model, cfg, train_length, device):
+    def __init__(self, folder, state, loader):
         from tqdm import tqdm
 
+        self.loader = loader
+        cfg = loader.cfg
+        self.cfg = cfg
         evaluated = state.val_loss is not None
         file = folder / "log.jsonl"
         kept = kept_lines(file, state.step, evaluated) if state.step or evaluated else []
@@ -40,10 +43,6 @@ class Logger:
         os.replace(folder / ".log", file)
         # unbuffered: what a full disk has refused would be written again when the file is closed
         self.file = open(file, "ab", buffering=0)
-        self.cfg = cfg
-        self.model = model
-        self.train_length = train_length
-        self.peak_flops = peak_flops(device)  # None: not in the table
         self.first_step = state.step
         self.last_printed = state.step
         self.seconds = 0.0  # of training steps, without evaluations and compilation
@@ -56,8 +55,8 @@ class Logger:
             import wandb
 
             self.wandb = wandb.init(project=cfg.wandb, name=folder.name, config=asdict(cfg))
-        if is_resumed(model, cfg):
-            self.record_changes(state, model)
+        if is_resumed(loader.model, cfg):
+            self.record_changes(state, loader.model)
 
     def record_changes(self, state, model):
         """Log the settings that differ from those of the checkpoint."""
@@ -88,18 +87,18 @@ class Logger:
             values = {key: value for key, value in record.items() if key != "step"}
             self.wandb.log(values, step=record["step"])
 
-    def evaluation(self, step, val_loss, val_bits_per_byte=None, **of_sources):
-        """Log and print an evaluation. of_sources: val_loss_<name> of each dataset of a mixture."""
-        record = {"step": step, "val_loss": val_loss}
-        text = f"step {step}: validation loss {val_loss:.4f} nats per token"
-        if val_bits_per_byte is not None:
-            record["val_bits_per_byte"] = val_bits_per_byte
-            text += f", {val_bits_per_byte:.4f} bits per byte"
-        for name, loss in of_sources.items():
-            label = name.removeprefix("val_loss_")
-            text += f", {label} {loss:.4f}"
-        self.record(**record, **of_sources)
-        report(text)
+    def evaluation(self, step, metrics):
+        """Log and print what estimate_loss() has returned."""
+        self.record(step=step, **metrics)
+        texts = []
+        for name, value in metrics.items():
+            if name == "val_loss":
+                texts.append(f"validation loss {value:.4f} nats per token")
+            elif name == "val_bits_per_byte":
+                texts.append(f"{value:.4f} bits per byte")
+            else:  # of a dataset of a mixture
+                texts.append(f"{name.removeprefix('val_loss_')} {value:.4f}")
+        report(f"step {step}: {', '.join(texts)}")
         self.clock = None
 
     def start_step(self, tokens):
@@ -109,16 +108,17 @@ class Logger:
             self.clock = self.step_start
             self.clock_tokens = tokens
 
-    def step(self, state, loss, grad_norm, labels=(), of_sources=()):
-        """Log a step, and show it. labels, of_sources: of a mixture, and sum_by_source() of it."""
+    def step(self, state, loss, grad_norm, of_sources):
+        """Log a step, and show it. of_sources: sum_by_source() of a mixture."""
         now = time.perf_counter()
         self.seconds += now - self.step_start
         speed = (state.tokens - self.clock_tokens) / (now - self.clock)
         text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
-        if self.peak_flops:
-            flops = self.model.flops_per_token(self.train_length)  # a window may have grown
-            mfu = speed * flops / self.peak_flops / rank_and_world()[1]
-            text += f", MFU {mfu:.1%}"
+        peak = peak_flops(self.loader.device)  # None: not in the table
+        if peak:
+            # counted at every step: a window may have grown
+            flops = self.loader.model.flops_per_token(self.loader.train_length)
+            text += f", MFU {speed * flops / peak / rank_and_world()[1]:.1%}"
         self.progress(state.step, text)
         if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.last_step:
             window = {}
@@ -132,7 +132,7 @@ class Logger:
                 norm=grad_norm if math.isfinite(grad_norm) else None,
                 tokens=state.tokens,
                 tokens_per_second=round(speed),
-                **losses_by_source(labels, of_sources),
+                **losses_by_source(self.loader.dataset.labels, of_sources),
             )
             self.clock = None
 
@@ -171,22 +171,20 @@ def sum_by_source(loader, index, losses, targets):
     """Sum the losses of micro-batch `index` of a mixture, and count its scored tokens, by dataset.
 
     losses: of the tokens that this process computes, (B, T); targets: of all tokens, (B, T).
-    Returns the summed losses of the S datasets followed by the counts, (2 S,).
+    Returns the summed losses of the S datasets followed by the counts, (2 S,), as losses' dtype.
     """
     dataset, cfg = loader.dataset, loader.cfg
     sources = dataset.sources_of_batch(index, cfg.batch_size, cfg.seed)
     is_source = torch.tensor(sources)[:, None] == torch.arange(len(dataset.sources))  # (B, S)
     scored = targets[:, loader.part] >= 0
-    dtype = torch.float32 if losses.device.type == "mps" else torch.float64  # mps has no float64
-    by_sequence = torch.stack((losses.to(dtype).sum(1), scored.to(dtype).sum(1)))  # (2, B)
-    return (by_sequence @ is_source.to(losses.device, dtype)).flatten()
+    by_sequence = torch.stack((losses.sum(1), scored.to(losses.dtype).sum(1)))  # (2, B)
+    return (by_sequence @ is_source.to(losses)).flatten()
 
 
 def losses_by_source(labels, sums):
     """The mean loss of each dataset by its name in the log. sums: of sum_by_source()."""
     losses = {}
-    for i, label in enumerate(labels):
-        loss_sum, n_tokens = sums[i], sums[len(labels) + i]
+    for label, loss_sum, n_tokens in zip(labels, sums, sums[len(labels) :], strict=False):
         if n_tokens:  # a step may have no sequence of a dataset
             losses[f"loss_{label}"] = loss_sum / n_tokens
     return losses
@@ -200,10 +198,9 @@ def kept_lines(file, step, evaluated):
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut off by a crash
             record = json.loads(line)
-            before = record["step"] < step
             # a validation loss that the checkpoint does not have will be computed again
             at_step = record["step"] == step and (evaluated or "val_loss" not in record)
-            if before or at_step:
+            if record["step"] < step or at_step:
                 kept.append(line)
     return kept
 
@@ -243,12 +240,12 @@ def print_header(loader, dtype):
 
 def print_data(loader, dataset, fraction):
     """Print how much is trained and validated on of a dataset, the fraction of all of it."""
-    model, cfg = loader.model, loader.cfg
+    cfg = loader.cfg
     n_tokens = cfg.last_step * loader.tokens_per_step * fraction
     epochs = n_tokens / len(dataset.train)
     name = f" of {dataset.name}" if fraction < 1 else ""
     report(f"training: {n_tokens:,.0f} tokens{name}, {epochs:.2g} epochs of {len(dataset.train):,}")
-    T = cfg.eval_length or model.config.block_size
+    T = cfg.eval_length or loader.model.config.block_size
     n = len(dataset.val.spaced(cfg.eval_iters * cfg.batch_size, T))
     names = [file.name for file in dataset.val.files]
     files = ", ".join(names) if len(names) <= 3 else f"{len(names)} files"
@@ -263,10 +260,10 @@ def describe_scheme(config):
     scheme = config.pos
     if config.score_scale != "none":
         scheme += f", score scale {config.score_scale}"
-    if not config.extension:
-        return scheme
-    method, factor = config.extension["method"], config.extension["factor"]
-    return f"{scheme}, extended by {method} x {factor:g}"
+    if config.extension:
+        method, factor = config.extension["method"], config.extension["factor"]
+        scheme += f", extended by {method} x {factor:g}"
+    return scheme
 
 
 def device_name(device):

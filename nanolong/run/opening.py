@@ -37,6 +37,9 @@ from nanolong.run.logger import Logger, check_wandb, report
 from nanolong.run.windows import check_schedule, set_window
 from nanolong.validate import task_fractions
 
+# of meta.json
+NEEDED_TO_RESUME = {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}
+
 
 def check_processes_agree(given, *configs):
     """Check that code, torch, newest checkpoint and settings are the same in all processes.
@@ -53,6 +56,10 @@ def check_processes_agree(given, *configs):
     )
 
 
+# -----------------------------------------------------------------------------
+# The model of a run to resume.
+
+
 def load_resumed(GPT, cfg, model_config, given):
     """Load the model of the run to resume, or return None if there is none to resume.
 
@@ -60,52 +67,29 @@ def load_resumed(GPT, cfg, model_config, given):
     raises UserError.
     """
     run = Path(cfg.out_dir)
-    rank = int(os.environ.get("RANK", 0))
     if (run / "meta.json").is_file():
-        raise UserError(
-            f"{run} is a checkpoint, not a run folder: give --out_dir={run.parent} (to resume from "
-            "this step, move the newer ones away)"
-        )
+        raise UserError(f"{run} is a checkpoint: give its run folder, --out_dir={run.parent}")
     if cfg.overwrite and cfg.init_from == "resume":
-        raise UserError(
-            "--overwrite replaces a run and --init_from=resume goes on with it: leave one of them "
-            "out"
-        )
+        raise UserError("--overwrite and --init_from=resume contradict: leave one of them out")
     if is_elastic_restart(run):
         cfg.init_from = "resume"
     if cfg.init_from != "resume":
         return None
     if not run.is_dir():
-        raise UserError(
-            f"there is no run in {run} to resume: leave out --init_from=resume to start one, or "
-            "name its --out_dir"
-        )
-    if rank == 0:
-        lock(run)  # or another process might remove the checkpoint while it is read
-        settle_replaced(run)
+        raise UserError(f"there is no run in {run} to resume: leave --init_from=resume out")
+    if int(os.environ.get("RANK", 0)) == 0:
+        lock_run(run)  # or another process might remove the checkpoint while it is read
     if dist.is_initialized():
         dist.barrier()
     damaged = damaged_steps(run)
     if damaged:
-        raise UserError(
-            f"{damaged[-1]} is damaged (it has no meta.json): move it away to resume from the step "
-            "before it"
-        )
+        raise UserError(f"{damaged[-1]} is damaged (it has no meta.json): move it away")
     if not list_steps(run):
         report(f"{run} holds no checkpoint yet: starting from the beginning")
         return None
     model = GPT.load(run, weights=cfg.parallel != "fsdp")
-    needed = {"train", "step", "best", "tokens", "val_loss", "scaler", "data_hash"}
-    if not model.meta.keys() >= needed:
-        raise UserError(
-            f"{model.folder} was not written by training and cannot be resumed: fine-tune it with "
-            "extend.py"
-        )
-    if "method" in model.meta["train"] and not hasattr(cfg, "method"):
-        raise UserError(
-            f"{model.folder} was written by extend.py: resume it with the command that made it, "
-            "and --init_from=resume"
-        )
+    if not model.meta.keys() >= NEEDED_TO_RESUME:
+        raise UserError(f"{model.folder} was not written by training: use extend.py to train it")
     check_same_settings(model, model_config, given)
     return model
 
@@ -115,10 +99,7 @@ def check_same_settings(model, model_config, given):
     for name in sorted(given & {field.name for field in fields(model_config)}):
         asked, saved = getattr(model_config, name), getattr(model.config, name)
         if asked != saved:
-            raise UserError(
-                f"{model.folder} has {name}={saved}, not {asked}: leave the setting out, or train "
-                "again with another --out_dir"
-            )
+            raise UserError(f"{model.folder} has {name}={saved}, not {asked}: leave --{name} out")
 
 
 def ignore_overwrite_of_preset(cfg, flags):
@@ -149,6 +130,10 @@ def prune_finished_run(model, cfg):
     print(f"{model.folder} is finished: to train beyond step {step}, {setting}")
 
 
+# -----------------------------------------------------------------------------
+# The dataset.
+
+
 def prepare_dataset(name):
     """Make those of the small datasets that are named and missing; in every process of a run."""
     if rank_and_world()[0] == 0:
@@ -169,23 +154,23 @@ def open_dataset(model, cfg, train_length):
     if cfg.separate_docs is None:
         cfg.separate_docs = dataset.separator is not None
     dataset.select(train_length, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
+    T, longest = cfg.eval_length, model.config.block_size
+    if T > longest:
+        raise UserError(f"eval_length={T} is beyond the context length: give at most {longest}")
     for source in dataset.sources:
         source.train.require_length(train_length)
-    if cfg.eval_length > model.config.block_size:
-        raise UserError(
-            f"eval_length={cfg.eval_length} is beyond the context length of "
-            f"{model.config.block_size} tokens: give at most that"
-        )
-    for source in dataset.sources:
-        source.val.require_length(cfg.eval_length or model.config.block_size)
+        source.val.require_length(T or longest)
     for kind in task_fractions(cfg.tasks):
         dataset.check_task(kind, train_length)
     if is_resumed(model, cfg) and model.meta["data_hash"] not in (None, dataset.hash):
         raise UserError(
-            f"the files of dataset {cfg.dataset} are not those that {cfg.out_dir} was trained on: "
-            "restore them, or train again with another --out_dir"
+            f"{cfg.dataset} is not the data of {cfg.out_dir} any more: restore its files"
         )
     return dataset
+
+
+# -----------------------------------------------------------------------------
+# The folder: taken, begun, released.
 
 
 def open_run(folder, model, cfg, state, dataset, dtype):
@@ -193,64 +178,55 @@ def open_run(folder, model, cfg, state, dataset, dtype):
 
     state: a new TrainState of train.py. release_run() gives the folder back.
     """
-    _, world = data_rank_and_world()
     check_wandb(cfg.wandb)
     check_schedule(model.config, cfg)
     check_parallel(cfg.parallel)
-    if cfg.gradient_accumulation_steps % world:
+    n, world = cfg.gradient_accumulation_steps, data_rank_and_world()[1]
+    if n % world:
         raise UserError(
-            f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is the total over "
-            f"processes and not divisible by {world} of them: choose a multiple of {world}"
+            f"gradient_accumulation_steps={n} is the total, and not divisible by {world} "
+            f"processes: choose a multiple of {world}"
         )
     resumed = is_resumed(model, cfg)
     if list_steps(folder) and not (resumed or cfg.overwrite):
         raise existing_run(folder)
+    restore_state(folder, model, cfg, state, dataset, dtype)
+    if rank_and_world()[0]:
+        return
+    if cfg.overwrite and not resumed:
+        check_replaceable(folder)  # before anything is written
+    lock_run(folder)
+    newest = [None, *list_steps(folder)][-1]
+    if newest != (model.folder if resumed else None) and (resumed or not cfg.overwrite):
+        raise UserError(f"another process has just written to {folder}: start again")
+    prune(folder, state.best, state.kept)  # removes what a crash may have left
+
+
+def restore_state(folder, model, cfg, state, dataset, dtype):
+    """Fill in how far training is and what validation has found, from the model's checkpoint."""
     if dtype == torch.float16:
         state.loss_scale = 65536.0
     if goes_on(model, cfg):
-        restore_step(model, state, dtype)
-    if resumed:
-        restore_evaluation(folder, model, cfg, state, dataset)
-    if rank_and_world()[0] == 0:
-        take_folder(folder, model.folder if resumed else None, cfg.overwrite and not resumed)
-        prune(folder, state.best, state.kept)  # removes what a crash may have left
-
-
-def restore_step(model, state, dtype):
-    """Fill in how far training is, from the checkpoint in model.folder."""
-    # the model may be extended by now, and model.meta that of its new run
-    meta = read_meta(model.folder)
-    verify(model.folder / "optim.safetensors", meta)
-    state.step = meta["step"]
-    state.tokens = meta["tokens"]
-    if dtype == torch.float16 and meta["scaler"]:
-        state.loss_scale, state.good_steps = meta["scaler"]
-
-
-def restore_evaluation(folder, model, cfg, state, dataset):
-    """Fill in the validation losses of the checkpoint that a run resumes from."""
-    meta = model.meta
-    state.best = meta["best"]
-    state.val_loss = meta["val_loss"]
-    state.kept = meta.get("kept", [])
+        # the model may be extended by now, and model.meta that of its new run
+        meta = read_meta(model.folder)
+        verify(model.folder / "optim.safetensors", meta)
+        state.step = meta["step"]
+        state.tokens = meta["tokens"]
+        if dtype == torch.float16 and meta["scaler"]:
+            state.loss_scale, state.good_steps = meta["scaler"]
+    if not is_resumed(model, cfg):
+        return
+    state.best = model.meta["best"]
+    state.val_loss = model.meta["val_loss"]
+    state.kept = model.meta.get("kept", [])
     if state.best and validated_on_others(model, cfg, dataset):
-        restart_best(folder, state)
-
-
-def take_folder(folder, resumed_from, overwrite):
-    """Make and lock the folder of a run, and check that it holds what it held before.
-
-    resumed_from: the step folder that the run resumes from, or None.
-    """
-    if overwrite and folder.is_dir():
-        check_only_run(folder)  # before anything is written
-    lock_run(folder)
-    steps = list_steps(folder)
-    newest = steps[-1] if steps else None
-    if overwrite:
-        check_replaceable(folder)
-    elif newest != resumed_from:
-        raise UserError(f"another process has just written to {folder}: start again")
+        state.kept = [*state.kept, state.best[0]]
+        state.best = None
+        state.val_loss = None
+        report(
+            "validation scores other sequences than before, so the best loss starts over; "
+            f"{folder}/step-{state.kept[-1]:06d}, the best so far, is kept"
+        )
 
 
 def validated_on_others(model, cfg, dataset):
@@ -266,17 +242,6 @@ def validated_on_others(model, cfg, dataset):
     return any(split.spaced(n, T) != split.spaced(n_before, T) for split in splits)
 
 
-def restart_best(run, state):
-    """Let the best loss start over, with the checkpoint of now; the best one so far is kept."""
-    state.kept = [*state.kept, state.best[0]]
-    state.best = None
-    state.val_loss = None
-    report(
-        "validation scores other sequences than before, so the best loss starts over; "
-        f"{run}/step-{state.kept[-1]:06d}, the best so far, is kept"
-    )
-
-
 def lock_run(run):
     """Make and lock a run folder, and repair what a crash may have left of replacing it."""
     run.mkdir(parents=True, exist_ok=True)
@@ -285,20 +250,15 @@ def lock_run(run):
 
 
 def existing_run(run):
-    return UserError(
-        f"{run} holds a run already: resume it with --init_from=resume, replace it with "
-        "--overwrite, or choose another --out_dir"
-    )
+    repairs = "give --init_from=resume, --overwrite or another --out_dir"
+    return UserError(f"{run} holds a run already: {repairs}")
 
 
 def check_replaceable(run):
     """Raise UserError unless a folder is empty, or holds what train.py or extend.py has written."""
     check_only_run(run)
     if list_steps(run) and "train" not in read_meta(list_steps(run)[-1]):
-        raise UserError(
-            f"--overwrite would remove {run}, which was not trained here: move it away, or choose "
-            "another --out_dir"
-        )
+        raise UserError(f"--overwrite would remove {run}, not trained here: move it away")
 
 
 def replace_run(folder):
@@ -310,6 +270,29 @@ def replace_run(folder):
     if list_steps(folder):
         report(f"replacing {list_steps(folder)[-1]}")
     set_aside(folder)
+
+
+def begin_run(folder, state, loader):
+    """From here on the run is written: set an old one aside, and open the log.
+
+    Returns the logger, or None but in the first process.
+    """
+    if rank_and_world()[0]:
+        return None
+    if loader.cfg.overwrite and not is_resumed(loader.model, loader.cfg):
+        replace_run(folder)
+    return Logger(folder, state, loader)
+
+
+def release_run(folder, loader, logger):
+    """End the threads, the log and the lock of a run, however training ends."""
+    loader.close()
+    set_window(loader.model, loader.cfg)  # the final one, that of the checkpoint
+    if logger:
+        logger.close()
+    stop_sharing(loader.model)
+    loader.model.eval()
+    release_folder(folder)
 
 
 def release_folder(folder):
@@ -325,26 +308,3 @@ def release_folder(folder):
             (folder / "lock").unlink()
             folder.rmdir()
     unlock(folder)
-
-
-def begin_run(folder, model, cfg, state, loader):
-    """From here on the run is written: set an old one aside, and open the log.
-
-    Returns the logger, or None but in the first process.
-    """
-    if rank_and_world()[0]:
-        return None
-    if cfg.overwrite and not is_resumed(model, cfg):
-        replace_run(folder)
-    return Logger(folder, state, model, cfg, loader.train_length, loader.device)
-
-
-def release_run(folder, model, loader, logger):
-    """End the threads, the log and the lock of a run, however training ends."""
-    loader.close()
-    set_window(model, loader.cfg)  # the final one, that of the checkpoint
-    if logger:
-        logger.close()
-    stop_sharing(model)
-    model.eval()
-    release_folder(folder)

@@ -65,13 +65,12 @@ def record_evaluation(folder, state, metrics, logger):
     """Put an evaluation into the state and the log. Returns it with its step."""
     val_loss = metrics["val_loss"]
     if not math.isfinite(val_loss):
-        message = f"the validation loss at step {state.step} is {val_loss}"
-        raise FloatingPointError(f"{message}: {hint_after_divergence(folder)}")
+        raise not_finite(f"the validation loss at step {state.step} is {val_loss}", folder)
     if state.best is None or val_loss < state.best[1]:
         state.best = [state.step, val_loss]
     state.val_loss = val_loss
     if logger:
-        logger.evaluation(state.step, **metrics)
+        logger.evaluation(state.step, metrics)
     return {"step": state.step, **metrics}
 
 
@@ -81,8 +80,8 @@ def divergence_error(run, state, cfg, loss_sum, losses):
     losses: of this process's micro-batches by index; the first bad one of all processes is named.
     """
     what = "gradient" if math.isfinite(loss_sum) else "loss"
-    accumulation = cfg.gradient_accumulation_steps
-    first, last = state.step * accumulation, (state.step + 1) * accumulation - 1
+    n = cfg.gradient_accumulation_steps
+    first, last = state.step * n, (state.step + 1) * n - 1
     bad = [index for index, loss in losses.items() if not loss.isfinite()]
     device = next(iter(losses.values())).device
     first_bad = torch.tensor(min(bad, default=last + 1), device=device)
@@ -91,16 +90,15 @@ def divergence_error(run, state, cfg, loss_sum, losses):
     where = f"micro-batches {first} to {last}"
     if first_bad <= last:
         where += f", first of micro-batch {first_bad}"
-    message = f"the {what} of step {state.step + 1} ({where}) is not finite"
-    return FloatingPointError(f"{message}: {hint_after_divergence(run)}")
+    return not_finite(f"the {what} of step {state.step + 1} ({where}) is not finite", run)
 
 
-def hint_after_divergence(run):
+def not_finite(what, run):
+    """The error that ends a run, with what to do."""
     steps = list_steps(run)
     newest = f"the last checkpoint is {steps[-1]}" if steps else "there is no checkpoint yet"
-    return (
-        f"stopped before the update, and {newest}; try a lower --learning_rate, or check the data"
-    )
+    repair = "try a lower --learning_rate, or check the data"
+    return FloatingPointError(f"{what}: stopped before the update, and {newest}; {repair}")
 
 
 def report_end(model, cfg, stopped):
@@ -111,10 +109,8 @@ def report_end(model, cfg, stopped):
         return
     print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
     if cfg.last_step < cfg.max_iters:
-        print(
-            f"step {cfg.last_step} of {cfg.max_iters}: go on with --init_from=resume, or at "
-            "another length with extend.py --keep_optimizer=true"
-        )
+        ways = "--init_from=resume, or at another length with extend.py --keep_optimizer=true"
+        print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")
     if cfg.max_iters:
         plots.plot_finished_run(cfg.out_dir)
     meta = read_meta(folder)

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -40,16 +39,14 @@ def check_and_compile(forward, optimizers, loader, state, dtype):
     compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
     measures_step = loader.device.type == "cuda" or expected_seconds(loader) > EXPENSIVE_STEP
     if measures_step:
-        estimate = format_bytes(estimate_memory(loader, dtype))
-        report(
-            f"memory of a step: {estimate} of tensors, estimated from shapes without torch.compile"
-        )
+        estimate = f"{estimate_memory(loader, dtype)} of tensors, estimated from shapes"
+        report(f"memory of a step: {estimate} without torch.compile")
     # the first batch compiles kernels
     if compiles or (measures_step and loader.device.type != "cpu"):
         try_batch(forward, loader, dtype)
     if measures_step:
-        cost = measure_batch(forward, optimizers, loader, dtype)
-        report(describe_step(loader, cost, cfg.last_step - state.step))
+        measured = measure_batch(forward, optimizers, loader, dtype)
+        report(describe_step(loader, *measured, cfg.last_step - state.step))
     if needs_trial_sum(forward):
         try_batch(forward, loader, dtype, sync=True)
 
@@ -62,19 +59,15 @@ def check_kernels(loader, dtype):
     device = next(loader.model.parameters()).device
     on_triton = kernels.triton_runs(device)
     if on_triton:
-        call_kernels(loader, dtype)
+        # Call each kernel once. A forward pass is enough: a check includes the gradients.
+        batch, _, _ = loader.prefetch.result()
+        inputs = {name: batch[name] for name in ("tokens", "positions", "docs")}
+        inputs = {name: part[:1, :16] for name, part in inputs.items() if part is not None}
+        with autocast(loader.device, dtype):
+            loader.model(**inputs)
+        free_gathered(loader.model)
     kernels.first_call.share_faults(device)
     return kernels.first_call.describe(device) if on_triton else "plain PyTorch"
-
-
-def call_kernels(loader, dtype):
-    """Call each kernel once. A forward pass is enough: a check includes the gradients."""
-    batch, _, _ = loader.prefetch.result()
-    inputs = {name: batch[name] for name in ("tokens", "positions", "docs")}
-    inputs = {name: part[:1, :16] for name, part in inputs.items() if part is not None}
-    with autocast(loader.device, dtype):
-        loader.model(**inputs)
-    free_gathered(loader.model)
 
 
 def expected_seconds(loader):
@@ -100,17 +93,8 @@ def try_batch(forward, loader, dtype, sync=False, keep_gradients=False):
         forward.zero_grad(set_to_none=True)
 
 
-@dataclass
-class Cost:
-    """What the last micro-batch of a step takes."""
-
-    seconds: float
-    peak: int = 0  # bytes of tensors, by torch's allocator of CUDA memory
-    reserved: int = 0  # bytes that it had taken from the device by then; more when they fragment
-
-
 def measure_batch(forward, optimizers, loader, dtype):
-    """Measure the Cost of a micro-batch.
+    """Measure a micro-batch: its seconds, and with CUDA the peak bytes of tensors and reserved.
 
     With CUDA, all that a later step finds in memory is there: tensors like the moments that the
     optimizers make in their first step, and the gradients of the micro-batches before.
@@ -119,7 +103,7 @@ def measure_batch(forward, optimizers, loader, dtype):
     device = loader.device
     is_cuda = device.type == "cuda"
     moments = tensors_like_new_moments(optimizers) if is_cuda else []
-    if is_cuda and micro_batches_of(loader) > 1:
+    if is_cuda and loader.micro_batches > 1:
         try_batch(forward, loader, dtype, keep_gradients=True)
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -127,12 +111,11 @@ def measure_batch(forward, optimizers, loader, dtype):
     start = time.perf_counter()
     try_batch(forward, loader, dtype)
     synchronize(device)
-    cost = Cost(time.perf_counter() - start)
+    seconds = time.perf_counter() - start
     del moments
-    if is_cuda:
-        cost.peak = torch.cuda.max_memory_allocated(device)
-        cost.reserved = torch.cuda.max_memory_reserved(device)
-    return cost
+    if not is_cuda:
+        return seconds, 0, 0
+    return seconds, torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
 def tensors_like_new_moments(optimizers):
@@ -146,48 +129,42 @@ def tensors_like_new_moments(optimizers):
     return tensors
 
 
-def micro_batches_of(loader):
-    """The micro-batches of a process in a step."""
-    return loader.cfg.gradient_accumulation_steps // loader.world
-
-
 def estimate_memory(loader, dtype):
-    """The bytes of tensors of a process in a step, counted from shapes for the eager model."""
+    """The bytes of tensors of a process in a step, in words; counted for the eager model."""
     cfg = loader.cfg
     memory = count_memory(
-        loader.model.config,
+        loader.model,
         cfg.batch_size,
         loader.train_length // cfg.sequence_parallel,
         "float32" if dtype == torch.float32 else "bfloat16",
         cfg.checkpoint_activations,
         cfg.optimizer,
         loader.device.type,
-        micro_batches_of(loader),
+        loader.micro_batches,
         rank_and_world()[1] if cfg.parallel == "fsdp" else 1,
         cfg.sequence_parallel,
     )
-    return memory.peak
+    return format_bytes(memory.peak)
 
 
-def describe_step(loader, cost, n_steps):
+def describe_step(loader, seconds, peak, reserved, n_steps):
     """One line: the tokens, time and measured memory of a step, and the time of all that are left.
 
-    cost: of one micro-batch.
+    seconds, peak, reserved: of one micro-batch, by measure_batch().
     """
-    micro_batches = micro_batches_of(loader)
-    step_seconds = micro_batches * cost.seconds
+    n = loader.micro_batches
     steps = "1 step" if n_steps == 1 else f"{n_steps:,} steps"
-    batches = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    batches = "1 micro-batch" if n == 1 else f"{n} micro-batches"
     memory = ""
-    if cost.peak:
+    if peak:
         memory = (
-            f"; {format_bytes(cost.peak)} of tensors at the peak (measured), "
-            f"{format_bytes(cost.reserved)} reserved so far"
+            f"; {format_bytes(peak)} of tensors at the peak (measured), {format_bytes(reserved)} "
+            "reserved so far"
         )
     return (
-        f"a step: {loader.tokens_per_step:,} tokens, about {format_time(step_seconds)} "
-        f"({batches} of {cost.seconds:.2g} s, measured){memory}; {steps}: "
-        f"{format_time(n_steps * step_seconds)}, evaluations apart"
+        f"a step: {loader.tokens_per_step:,} tokens, about {format_time(n * seconds)} "
+        f"({batches} of {seconds:.2g} s, measured){memory}; {steps}: "
+        f"{format_time(n_steps * n * seconds)}, evaluations apart"
     )
 
 
@@ -204,28 +181,19 @@ def explaining_out_of_memory(loader, dtype):
 
 def describe_out_of_memory(loader, dtype):
     cfg = loader.cfg
-    estimate = format_bytes(estimate_memory(loader, dtype))
-    found = f"a step was estimated to take {estimate} of tensors without torch.compile"
-    remedies = []
-    if not cfg.checkpoint_activations:
-        remedies.append("give --checkpoint_activations=true")
+    found = f"a step was estimated to take {estimate_memory(loader, dtype)} of tensors"
+    remedies = ["shorten the sequences (--block_size; in extend.py --factor or --pose)"]
     if cfg.batch_size > 1:
         remedies.append("lower --batch_size (more --gradient_accumulation_steps keep the batch)")
+    if not cfg.checkpoint_activations:
+        remedies.append("give --checkpoint_activations=true")
     if loader.device.type == "cuda":
-        total = torch.cuda.get_device_properties(loader.device).total_memory
         reserved = torch.cuda.memory_reserved(loader.device)
         peak = torch.cuda.max_memory_allocated(loader.device)
-        found += (
-            f"; of the GPU's {format_bytes(total)} this process has reserved "
-            f"{format_bytes(reserved)}, for {format_bytes(peak)} of tensors at the peak"
-        )
+        found += f"; {format_bytes(peak)} were, of {format_bytes(reserved)} reserved"
         if reserved > 1.05 * peak:  # the rest is in pieces that are too small
             remedies.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
-    remedies += [
-        "shorten the sequences (--block_size; in extend.py --factor or --pose)",
-        "share the model or its sequences between devices (docs/training.md)",
-        "train a smaller model",
-    ]
+    remedies.append("share the model or its sequences between devices (docs/training.md)")
     return f"out of memory ({found}): {', or '.join(remedies)}"
 
 

@@ -49,27 +49,25 @@ def check_schedule(config, cfg):
     _, end = read_window_schedule(cfg.window_schedule)
     lengths = {config.block_size, config.window} - {0}
     known = " or ".join(str(length) for length in sorted(lengths))
+    schedule = f"window_schedule={cfg.window_schedule}"
     require(
         end in lengths,
-        f"window_schedule={cfg.window_schedule} ends at {end} tokens, which is neither the model's "
-        f"window nor its context length: end at {known}",
+        f"{schedule} ends at neither the model's window nor its context length: end at {known}",
     )
     require(
         not config.random_positions,
-        f"random_positions={config.random_positions} cannot be combined with a window, which "
-        "counts positions too: leave out one of them and --window_schedule",
+        f"random_positions={config.random_positions} and {schedule} contradict: leave one out",
     )
     if not cfg.window_yarn:
         return
     require(
         config.pos == "rope" and end == config.block_size,
-        f"window_yarn=true extends rope up to its context length of {config.block_size} tokens, "
-        f"not pos={config.pos} up to {end}: leave it out",
+        f"window_yarn=true extends rope to {config.block_size} tokens, not pos={config.pos} to "
+        f"{end}: leave it out",
     )
     require(
         config.extension == yarn_extension(cfg),
-        "window_yarn=true extends a new model while it is trained, and this one is extended "
-        "otherwise or not at all: leave it out",
+        "window_yarn=true extends a new model in training, not an extended one: leave it out",
     )
 
 

@@ -102,7 +102,7 @@ FAULTS = {
     ),
     "gradients are not summed over processes": Fault(
         "train.py",
-        "parallel.set_gradient_sync(forward, micro_batch + world >= accumulation)",
+        "parallel.set_gradient_sync(forward, number == loader.micro_batches - 1)",
         "parallel.set_gradient_sync(forward, False)",
         "test_distributed.py -k resumes and ddp",
     ),

@@ -7,7 +7,6 @@ import time
 
 from harness import (
     assert_same,
-    assert_whole,
     measure_workload,
     send_signal_at_evaluation,
     train_until_checkpoint,
@@ -16,11 +15,9 @@ from harness import (
 
 def trials(harness):
     """Yield (description, what went wrong or None) for each trial."""
-    reference = harness.new_path()
-    training = measure_workload(harness, harness.train_command, reference)
+    training = measure_workload(harness, harness.train_command, harness.new_path())
     yield from simultaneous_trainings(harness, training)
     yield from locks_without_owner(harness, training)
-    yield from simultaneous_extensions(harness, reference)
 
 
 def simultaneous_trainings(harness, training):
@@ -89,18 +86,4 @@ def locks_without_owner(harness, training):
         trial,
         10,
         cases=[(True,), (False,)],
-    )
-
-
-def simultaneous_extensions(harness, parent):
-    def trial(run):
-        command = harness.extend_command(parent, run)
-        children = [harness.start(command), harness.start(command)]
-        statuses = sorted(child.wait() for child in children)
-        output = "".join(child.read_output() for child in children)
-        assert statuses == [0, 2] and "Traceback" not in output, output
-        assert_whole(run)
-
-    yield from harness.repeat(
-        "two extensions into one folder: one writes, the other ends with a clear error", trial, 10
     )

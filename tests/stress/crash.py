@@ -1,8 +1,7 @@
-"""Kills at any moment, full disks, read-only folders, vanished data, damaged checkpoints, a clock
-that jumps. Afterwards the run is resumed and must be bit-exact with an undisturbed one."""
+"""Kills at any moment, too little space, read-only folders, vanished data, damaged checkpoints, a
+clock that jumps. Afterwards the run is resumed and must be bit-exact with an undisturbed one."""
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -15,7 +14,6 @@ import time
 from pathlib import Path
 
 from harness import (
-    Skip,
     assert_same,
     assert_whole,
     attempt,
@@ -28,11 +26,6 @@ from harness import (
 
 from nanolong.run.folder import list_steps
 
-# Linux: flags of unshare(2) and mount(2)
-CLONE_NEWNS = 0x20000
-CLONE_NEWUSER = 0x10000000
-MS_REMOUNT = 0x20
-MS_REC_PRIVATE = 0x44000
 NOBODY = 65534
 
 
@@ -49,9 +42,7 @@ def trials(harness):
     yield from random_kills(harness, extension, "extend.py", kills["extend"])
     yield from kills_of_evaluation(harness, reference, kills["evaluate"])
     yield from kills_of_pairs(harness, kills["pair"])
-    yield from kills_of_processes(harness, training, kills["process"])
     yield from file_size_limits(harness, training, extension, reference)
-    yield from full_disks(harness, training)
     yield from read_only_folders(harness, training)
     yield from vanished_data(harness, training)
     yield from damaged_checkpoints(harness, training)
@@ -61,14 +52,12 @@ def trials(harness):
 def split_kills(n):
     """How often each kind of process is killed, of n kills in all."""
     kills = {
-        "train": n * 35 // 100,
         "files": n * 25 // 100,
         "extend": n * 15 // 100,
         "evaluate": -(-n * 5 // 100),
         "pair": n * 15 // 100,
     }
-    kills["process"] = n - sum(kills.values())
-    return kills
+    return {**kills, "train": n - sum(kills.values())}
 
 
 # -----------------------------------------------------------------------------
@@ -207,31 +196,6 @@ def kills_of_pairs(harness, n):
     )
 
 
-def kills_of_processes(harness, training, n):
-    """kill -9 of a process that was started by python, not forked: imports are killed too."""
-    start = time.monotonic()
-    process, _ = harness.launch(harness.train_command(harness.new_path()))
-    assert process.wait() == 0
-    seconds = time.monotonic() - start
-
-    def trial(run):
-        process, output_file = harness.launch(harness.train_command(run))
-        time.sleep(harness.rng.uniform(0, seconds))
-        process.kill()
-        process.wait()
-        output = output_file.read_text()
-        assert "Traceback" not in output, output
-        assert_whole(run)
-        resume_and_compare(harness, training, run)
-
-    yield from harness.repeat(
-        "kill -9 of a whole process, imports included, at a random moment: resumed, bit-exact",
-        trial,
-        n,
-        fast=n,
-    )
-
-
 # -----------------------------------------------------------------------------
 # Disks and folders.
 
@@ -262,71 +226,6 @@ def file_size_limits(harness, training, extension, reference):
         10,
         cases=[(training,), (extension,)],
     )
-
-
-def mount_small_disk(folder):
-    """Mount a tmpfs of 64 MiB in a mount namespace of this process. Returns the C library.
-
-    Raises Skip where that is not permitted.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    flags = CLONE_NEWNS if os.geteuid() == 0 else CLONE_NEWNS | CLONE_NEWUSER
-    failed = (
-        libc.unshare(flags)
-        or libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
-        or libc.mount(b"tmpfs", bytes(folder), b"tmpfs", 0, b"size=64m")
-    )
-    if failed:
-        reason = os.strerror(ctypes.get_errno())
-        raise Skip(f"mounting a small disk is not permitted here ({reason})")
-    return libc
-
-
-def full_disks(harness, training):
-    """A disk that is too small for the run, and is enlarged later."""
-
-    def trial(run):
-        folder = run.parent / f"disk-{run.name}"
-        folder.mkdir()
-        libc = mount_small_disk(folder)
-        run = folder / "run"
-        if harness.rng.random() < 0.5:
-            train_until_checkpoint(harness, training.command(run), run, 1)
-        # shrink it to what is used (in pages of 4 KiB) and a little more
-        used = 2 + sum(-(-path.stat().st_size // 4096) for path in folder.rglob("*"))
-        size = 4 * (used + harness.rng.randrange(1, 100))
-        assert not libc.mount(b"tmpfs", bytes(folder), b"tmpfs", MS_REMOUNT, b"size=%dk" % size)
-        output = harness.run(training.command(run), status=2)
-        assert "No space left" in output, output
-        assert not list(run.glob(".tmp*")), "something half-written is left"
-        assert_whole(run)
-        assert not libc.mount(b"tmpfs", bytes(folder), b"tmpfs", MS_REMOUNT, b"size=64m")
-        resume_and_compare(harness, training, run)
-
-    for _ in range(1 if harness.cfg.fast else 10):
-        yield attempt_in_fork(
-            harness,
-            "a full disk (a tmpfs of its own): a clear error, nothing half-written; with space "
-            "again resumed, bit-exact",
-            trial,
-            harness.new_path(),
-        )
-
-
-def attempt_in_fork(harness, description, trial, *args):
-    """attempt() in a forked process, which has mounts of its own."""
-    report = harness.new_path("report")
-    pid = os.fork()
-    if pid == 0:
-        try:
-            failure = attempt(description, trial, *args)[1] or ""
-        except Skip as skip:
-            failure = f"SKIP {skip}"
-        report.write_text(failure)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    failure = report.read_text() if report.exists() else "the process of the trial died"
-    return description, failure or None
 
 
 def become_nobody():

@@ -38,27 +38,13 @@ from nanolong.run.folder import list_steps
 from tests.flags import TINY, last_of_each_flag
 
 # Audit events that must never happen, and those that write, with their arguments that are paths.
-FORBIDDEN_EVENTS = (
-    "pickle.find_class",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.spawn",
-    "subprocess.Popen",
-    "pty.spawn",
-    "socket.connect",
-    "ctypes.dlopen",
+FORBIDDEN_EVENTS = set(
+    "pickle.find_class os.system os.exec os.posix_spawn os.spawn subprocess.Popen pty.spawn "
+    "socket.connect ctypes.dlopen".split()
 )
 WRITING_EVENTS = {
-    "os.rename": (0, 1),
-    "os.remove": (0,),
-    "os.mkdir": (0,),
-    "os.rmdir": (0,),
-    "os.truncate": (0,),
-    "os.link": (0, 1),
-    "os.symlink": (0, 1),
-    "os.chmod": (0,),
-    "shutil.rmtree": (0,),
+    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), (0, 1)),
+    **dict.fromkeys("os.remove os.mkdir os.rmdir os.truncate os.chmod shutil.rmtree".split(), (0,)),
 }
 SECONDS_PER_EXAMPLE = 10
 EXTRA_MEMORY = 1 << 30
@@ -267,46 +253,17 @@ def call(*command):
 # -----------------------------------------------------------------------------
 # What is generated.
 
+ODD_NUMBERS = (1 << 31, 1 << 63, 10**30, -(10**9), 1e308, 1e-308, -0.5, 1 << 24, 65537)
+ODD_WORDS = ("", "x", "rope", "none", "../../x", "/", "9" * 400, "\0", "\ud800", "1e999", "true")
+ODD_OTHERS = ([], {}, [1], {"a": 1}, [[]], math.inf, math.nan, None, True, False)
 ODD_VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 3),
-    st.sampled_from(
-        # fmt: off
-        (
-            1 << 31,
-            1 << 63,
-            10**30,
-            -(10**9),
-            1e308,
-            1e-308,
-            -0.5,
-            math.inf,
-            math.nan,
-            1 << 24,
-            65537,
-            "",
-            "x",
-            "rope",
-            "none",
-            "../../x",
-            "/",
-            "9" * 400,
-            [],
-            {},
-            [1],
-            {"a": 1},
-            [[]],
-            "\0",
-            "\ud800",
-            "1e999",
-            "true",
-        )
-        # fmt: on
-    ),
+    st.sampled_from(ODD_NUMBERS),
+    st.sampled_from(ODD_WORDS),
+    st.sampled_from(ODD_OTHERS),
     st.text(max_size=9),
     st.floats(),
     st.integers(),
+    st.integers(-3, 3),
 )
 ODD_TEXTS = st.sampled_from(
     (
@@ -320,26 +277,11 @@ ODD_PROMPTS = st.sampled_from(
     + ["", " ", "é" * 40]
 )
 # pieces of a prompt file, and how often each is repeated
-PROMPT_PIECES = st.sampled_from(
-    (
-        (b"", 1),
-        (b"a", 1_000_000),
-        (b"\xff", 1000),
-        (b"\0", 100),
-        (b"<|endoftext|>", 99),
-        (b"\xef\xbb\xbfx", 1),
-        ("\U0001f600".encode(), 20),
-    )
-)
+PROMPT_PIECES = {b"": 1, b"a": 1_000_000, b"\xff": 1000, b"\0": 100, b"<|endoftext|>": 99}
+PROMPT_PIECES |= {b"\xef\xbb\xbfx": 1, "\U0001f600".encode(): 20}
 # the beginning, middle and end of a text; beginning and end are repeated
-NESTINGS = (
-    ('{"a":', "1", "}"),
-    ("[", "", "]"),
-    ("[", "", ""),
-    ('{"a":', "", ""),
-    ("99999", "", ""),
-    ("", "", " "),
-)
+NESTINGS = [('{"a":', "1", "}"), ("[", "", "]"), ("[", "", ""), ('{"a":', "", "")]
+NESTINGS += [("99999", "", ""), ("", "", " ")]
 CPU = "--device=cpu"
 
 
@@ -424,8 +366,7 @@ def draw_token_file(draw):
     n_tokens = draw(st.sampled_from((200, 100, 0, -1, 1 << 30, (1 << 31) - 1)))
     uint16 = b"\1\0" * 200
     uint32 = b"\1\0\0\0" * 200
-    bodies = (b"", b"\0", uint16, uint32, b"\xff" * 400, os.urandom(400))
-    body = draw(st.sampled_from(bodies))
+    body = draw(st.sampled_from((b"", b"\0", uint16, uint32, b"\xff" * 400, os.urandom(400))))
     if not draw(st.booleans()):
         return body
     header = b"".join(x.to_bytes(4, "little", signed=True) for x in (magic, version, n_tokens))
@@ -555,14 +496,8 @@ class HostileInputs:
         call("train.py", *TINY, "--max_iters=2", "--eval_interval=2", *files)
 
     def tokenizers(self, draw, folder):
-        bpe = {
-            "kind": "bpe",
-            "name": "x",
-            "pattern": r"\w+|\W+",
-            "special": {"<|endoftext|>": 256},
-            "bos": 256,
-            "ranks": draw_packed_ranks(draw),
-        }
+        bpe = {"kind": "bpe", "name": "x", "pattern": r"\w+|\W+", "bos": 256}
+        bpe |= {"special": {"<|endoftext|>": 256}, "ranks": draw_packed_ranks(draw)}
         char = {"kind": "char", "characters": "ab\nc", "bos": True}
         spec = draw(st.sampled_from((bpe, char, {"kind": "bytes"})))
         if draw(st.integers(0, 5)):
@@ -624,8 +559,8 @@ class HostileInputs:
     def prompts(self, draw, folder):
         prompt = draw(st.one_of(ODD_PROMPTS, st.text(max_size=40)))
         if draw(st.booleans()):
-            piece, n = draw(st.one_of(PROMPT_PIECES, st.tuples(st.binary(max_size=99), st.just(1))))
-            (folder / "prompt").write_bytes(piece * n)
+            piece = draw(st.one_of(st.sampled_from([*PROMPT_PIECES]), st.binary(max_size=99)))
+            (folder / "prompt").write_bytes(piece * PROMPT_PIECES.get(piece, 1))
             prompt = f"FILE:{folder}/prompt"
         # the command line holds bytes without NUL
         flag = f"--start={prompt}".replace("\0", "").encode("utf-8", "surrogatepass")
@@ -635,18 +570,14 @@ class HostileInputs:
             assert status == 2, "a folder was accepted as a prompt"
 
     def options(self, draw, folder):
-        names = (
-            "beta_fast long_factor ramp scale length new_base group sinks of attention_factor x"
-        ).split()
-        methods = (
-            "yarn ntk longrope llama3 dynamic-ntk drope abf self-extend lm-infinite resonance pi"
-        ).split()
+        names = "beta_fast long_factor ramp scale length new_base group sinks of attention_factor x"
+        methods = "yarn ntk longrope llama3 dynamic-ntk drope abf self-extend lm-infinite resonance"
         file = folder / "options.json"
         if draw(st.integers(0, 5)):
-            options = {draw(st.sampled_from(names)): draw(ODD_VALUES)}
+            options = {draw(st.sampled_from(names.split())): draw(ODD_VALUES)}
             file.write_text(json.dumps(options))
         else:
             file.write_text(draw_deep_nesting(draw))
-        method = draw(st.sampled_from(methods))
+        method = draw(st.sampled_from([*methods.split(), "pi"]))
         how = (f"--method={method}", f"--options={file}", "--max_iters=0")
         call("extend.py", self.run, *how, f"--out_dir={folder}/run")

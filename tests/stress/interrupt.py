@@ -11,14 +11,8 @@ from harness import attempt
 
 from nanolong.run.folder import list_steps
 
-COMPILED = [
-    "--compile=true",
-    "--max_iters=100000",
-    "--eval_interval=50000",
-    "--log_interval=10",
-    "--n_embd=48",
-    "--n_head=3",
-]
+COMPILED = ["--compile=true", "--max_iters=100000", "--eval_interval=50000", "--log_interval=10"]
+COMPILED += ["--n_embd=48", "--n_head=3"]
 MAX_LINES = 3
 MAX_SECONDS = 25  # torchrun kills after 30 s what is still there
 STATUSES = ({130}, {0}, {1, 130})  # all before the first step; all after it; one has begun
@@ -30,22 +24,14 @@ def trials(harness):
     cache = harness.new_path("cache")
     seconds = time_compilation(harness, cache)
     description = "Ctrl-C to the process group while torch.compile compiles: nothing is written"
-    for _ in range(n):
-        delay = harness.rng.uniform(0, seconds)
-        yield attempt(f"{description}", interrupt, harness, 1, delay)
-    for _ in range(n // 2 or 1):
-        delay = harness.rng.uniform(0, 2 * seconds)
-        yield attempt(f"{description}, two processes", interrupt, harness, 2, delay)
-    for _ in range(n // 2 or 1):
-        delay = harness.rng.uniform(seconds / 3, seconds)
-        yield attempt(
-            f"{description}, one of two processes compiling alone",
-            interrupt,
-            harness,
-            2,
-            delay,
-            cache,
-        )
+    kinds = [("", n, 1, 0, seconds, None)]
+    kinds += [(", two processes", n // 2 or 1, 2, 0, 2 * seconds, None)]
+    alone = ", one of two processes compiling alone"
+    kinds += [(alone, n // 2 or 1, 2, seconds / 3, seconds, cache)]
+    for kind, n_trials, processes, earliest, latest, filled in kinds:
+        for _ in range(n_trials):
+            delay = harness.rng.uniform(earliest, latest)
+            yield attempt(description + kind, interrupt, harness, processes, delay, filled)
 
 
 def time_compilation(harness, cache):

@@ -20,8 +20,6 @@ def trials(harness):
     yield from not_finite(harness)
     yield from bad_tokens(harness)
     yield from repeated_commands(harness)
-    if torch.cuda.is_available() and not harness.cfg.fast:
-        yield from repeated_commands_on_a_gpu(harness)
 
 
 # -----------------------------------------------------------------------------
@@ -33,68 +31,45 @@ def hash_weights(model):
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-class Injection:
-    """In a child: puts a value into one forward or backward pass of training.
+def inject(place, value, call, notes):
+    """In a child: put a value into one forward or backward pass of training.
 
     place: "the loss", "the gradients" or "the activations". call: which training forward pass of
     this process, from 0; None: never. notes: a file to which the hash of the weights is appended
-    before each forward pass and at the end.
+    before each forward pass and at the end, by the function that is returned.
     """
+    model_forward, block_forward = GPT.forward, Block.forward
+    models = []  # the model, once for each forward pass
 
-    def __init__(self, place, value, call, notes):
-        self.place = place
-        self.value = value
-        self.call = call
-        self.notes = notes
-        self.n_calls = 0
-        self.model = None
-        self.model_forward = GPT.forward
-        self.block_forward = Block.forward
+    def note_weights():
+        with open(notes, "a") as file:
+            file.write(hash_weights(models[-1]) + "\n")
 
-    def install(self):
-        """Replace the forward methods. Returns the function to be called at the end."""
-        injection = self
-
-        def model_forward(self, *args, **kwargs):
-            return injection.forward_model(self, *args, **kwargs)
-
-        def block_forward(self, *args, **kwargs):
-            return injection.forward_block(self, *args, **kwargs)
-
-        GPT.forward = model_forward
-        Block.forward = block_forward
-        return self.note_weights
-
-    def note_weights(self):
-        with open(self.notes, "a") as file:
-            file.write(hash_weights(self.model) + "\n")
-
-    def forward_model(self, model, *args, **kwargs):
+    def forward_model(model, *args, **kwargs):
         if not model.training:
-            return self.model_forward(model, *args, **kwargs)
-        self.model = model
-        self.note_weights()
-        loss = self.model_forward(model, *args, **kwargs)
-        if self.place == "the loss" and self.n_calls == self.call:
-            loss = loss * self.value
-        self.n_calls += 1
-        return loss
+            return model_forward(model, *args, **kwargs)
+        models.append(model)
+        note_weights()
+        loss = model_forward(model, *args, **kwargs)
+        return loss * value if place == "the loss" and len(models) - 1 == call else loss
 
-    def forward_block(self, block, *args, **kwargs):
-        out = self.block_forward(block, *args, **kwargs)
-        if not block.training or self.n_calls != self.call:
+    def forward_block(block, *args, **kwargs):
+        out = block_forward(block, *args, **kwargs)
+        if not block.training or len(models) - 1 != call:
             return out
-        if self.place == "the activations":
-            out = out.clone()
-            out[0, -1, 0] = self.value
-        if self.place == "the gradients":
-            out.register_hook(self.spoil_gradient)
+        if place == "the activations":
+            return spoiled(out)
+        if place == "the gradients":
+            out.register_hook(spoiled)
         return out
 
-    def spoil_gradient(self, grad):
-        grad = grad.clone()
-        grad[-1, 0, 0] = self.value
-        return grad
+    def spoiled(x):
+        x = x.clone()
+        x[0, -1, 0] = value
+        return x
+
+    GPT.forward, Block.forward = forward_model, forward_block
+    return note_weights
 
 
 def not_finite(harness):
@@ -108,7 +83,7 @@ def not_finite(harness):
 
         def before(rank):
             call = micro // n_processes if rank == bad_rank else None
-            return Injection(place, value, call, notes[rank]).install()
+            return inject(place, value, call, notes[rank])
 
         children = harness.start_ranks(harness.train_command(run), n_processes, before=before)
         output = [child.expect(status=1) for child in children][0]
@@ -199,44 +174,30 @@ def spoil_token(folder, micro, rng):
 # -----------------------------------------------------------------------------
 # The same command twice.
 
-OTHER_FLAGS = (
-    ["--optimizer=muon"],
-    ["--dropout=0.3"],
-    ["--dtype=bfloat16"],
-    ["--dtype=float16"],
-    ["--random_positions=99"],
-    ["--tasks=passkey:0.5"],
-    ["--window=8", "--sinks=2"],
-    ["--layer_pattern=FN", "--qk_norm=true"],
-)
+OTHER_FLAGS = [["--optimizer=muon"], ["--dropout=0.3"], ["--dtype=bfloat16"], ["--dtype=float16"]]
+OTHER_FLAGS += [["--random_positions=99"], ["--tasks=passkey:0.5"], ["--window=8", "--sinks=2"]]
+OTHER_FLAGS += [["--layer_pattern=FN", "--qk_norm=true"]]
 
 
 def repeated_commands(harness):
-    flags = [[f"--pos={pos}"] for pos in POSITIONS] + list(OTHER_FLAGS)
-    if harness.cfg.fast:
-        flags = harness.rng.sample(flags, 4)
+    """On a CPU, and if there is one on a GPU: in whole processes, for CUDA survives no fork."""
+    flags = [[f"--pos={pos}"] for pos in POSITIONS]
 
-    def trial(flags):
+    def trial(words, on_gpu):
         runs = [harness.new_path(), harness.new_path()]
         for run in runs:
-            harness.run(harness.train_command(run, *flags), seconds=120)
-        assert_same(runs[1], fingerprint(runs[0]))
-
-    for words in flags:
-        yield attempt("the same command twice, on a CPU: bit-exact", trial, words)
-
-
-def repeated_commands_on_a_gpu(harness):
-    """Whole processes, because CUDA does not survive a fork."""
-
-    def trial(pos):
-        runs = [harness.new_path(), harness.new_path()]
-        for run in runs:
-            command = harness.train_command(run, f"--pos={pos}")
+            command = harness.train_command(run, *words)
+            if not on_gpu:
+                harness.run(command, seconds=120)
+                continue
             of_cpu = ("--device=cpu", "--dtype=float32")
             process, output_file = harness.launch([w for w in command if w not in of_cpu])
             assert process.wait(300) == 0, output_file.read_text()[-2000:]
         assert_same(runs[1], fingerprint(runs[0]))
 
-    for pos in POSITIONS:
-        yield attempt("the same command twice, on a GPU: bit-exact", trial, pos)
+    on_cpu = flags + OTHER_FLAGS
+    for words in harness.rng.sample(on_cpu, 4) if harness.cfg.fast else on_cpu:
+        yield attempt("the same command twice, on a CPU: bit-exact", trial, words, False)
+    if torch.cuda.is_available() and not harness.cfg.fast:
+        for words in flags:
+            yield attempt("the same command twice, on a GPU: bit-exact", trial, words, True)
