@@ -161,47 +161,51 @@ class EvaluateConfig:
 # Loss
 
 
-def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
-    """Return the Measurement of protocols that share their forward passes, at one length.
-
-    If a loss cannot be measured, its record has "refused" with the reason.
-    """
-    split = text.val
-    placement = {"protocol": protocols[0], "lengths": lengths, **fields}
-    settings = {"protocols": protocols, **fields, "sequences": []}
-    try:
-        settings["sequences"] = scoring.find_sequences(split, length, cfg.max_tokens, **placement)
-    except UserError as error:
-        settings["refused"] = str(error)
-    sequences = settings["sequences"]
-
-    def measure():
-        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-        try:
-            if "refused" in settings:
-                raise UserError(settings["refused"])
-            sums, counts = losses.loss_by_part(model, split, length, sequences, dtype)
-        except UserError as error:
-            refused = {**fields, "refused": str(error)}
-            return [scoring.loss_record(name, word, length, **refused) for word in protocols]
-        n_bytes = scoring.bytes_by_part(text, length, sequences)
-        return scoring.make_records(name, length, sums, counts, protocols, n_bytes, **fields)
-
-    flops = len(sequences) * length * model.flops_per_token(length)
-    return evaluation_log.Measurement(name, length, settings, flops, measure)
-
-
 def load_judge(cfg, models):
     """Load the judge of key tokens. Raises UserError unless it reads the tokens of all models."""
     device = next(next(iter(models.values())).parameters()).device
-    dtype = devices.pick_dtype(cfg.dtype, device)
     judge = GPT.load(cfg.judge, cfg.best).to(device)
     if scoring.have_different_vocabularies({"": judge, **models}):
         raise UserError(
             f"the judge {cfg.judge} and the checkpoints have different vocabularies: give a "
             "--judge with their tokenizer"
         )
-    return key_tokens.Judge(judge, cfg.short_context, dtype)
+    return key_tokens.Judge(judge, cfg.short_context, devices.pick_dtype(cfg.dtype, device))
+
+
+def plan_loss(name, model, text, cfg, lengths, length, protocols, fields, judge):
+    """Return the Measurement of protocols that share their forward passes, at one length.
+
+    judge: a key_tokens.Judge for the protocol key-tokens, otherwise None.
+    """
+    records = [scoring.loss_record(name, word, length, **fields) for word in protocols]
+    settings = {"sequences": []}
+    if judge:
+        records[0]["short_context"] = judge.short_context
+        settings.update(judge=judge.weights, min_key_tokens=cfg.min_key_tokens)
+    try:
+        if judge:
+            judge.check_length(length)
+        settings["sequences"] = scoring.find_sequences(
+            text.val, length, cfg.max_tokens, protocols[0], lengths=lengths, **fields
+        )
+    except UserError as error:
+        settings["refused"] = str(error)
+    sequences = settings["sequences"]
+
+    def find():
+        if "refused" in settings:
+            raise UserError(settings["refused"])
+        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
+        if judge:
+            what = (model, text, sequences, judge, cfg.min_key_tokens, dtype)
+            return [key_tokens.measure(records[0], *what)]
+        sums, counts = losses.loss_by_part(model, text.val, length, sequences, dtype)
+        n_bytes = scoring.bytes_by_part(text, length, sequences)
+        return scoring.make_records(records, sums, counts, n_bytes)
+
+    flops = len(sequences) * length * model.flops_per_token(length)
+    return evaluation_log.Measurement(records, find, flops, settings)
 
 
 def plan_losses(models, cfg, lengths, texts):
@@ -209,17 +213,13 @@ def plan_losses(models, cfg, lengths, texts):
 
     texts: of scoring.open_texts(). Returns Measurements.
     """
-    judge = None
-    if "key-tokens" in cfg.protocol:
-        judge = load_judge(cfg, models)
+    judge = load_judge(cfg, models) if "key-tokens" in cfg.protocol else None
     groups = scoring.group_protocols(cfg.protocol, cfg.stride, lengths)
     measurements = []
     for name, length, (protocols, fields) in product(models, lengths, groups):
-        what = (name, models[name], texts[name], cfg, lengths, length)
-        if protocols == ("key-tokens",):
-            measurements.append(key_tokens.plan(*what, judge))
-        else:
-            measurements.append(plan_loss(*what, protocols, fields))
+        what = (name, models[name], texts[name], cfg, lengths, length, protocols, fields)
+        judges = "key-tokens" in protocols
+        measurements.append(plan_loss(*what, judge if judges else None))
     return measurements
 
 
@@ -230,8 +230,7 @@ def measure_losses(models, cfg, lengths, texts=None):
     measured, the record has "refused" with the reason in place of "loss" and "tokens".
     """
     texts = texts or scoring.open_texts(models, cfg, lengths)
-    measurements = plan_losses(models, cfg, lengths, texts)
-    records = [record for planned in measurements for record in planned.measure()]
+    records = evaluation_log.measure_all(plan_losses(models, cfg, lengths, texts))
     scoring.compare(records, scoring.identify_texts(models, texts))
     return records
 

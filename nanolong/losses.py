@@ -117,16 +117,12 @@ def text_losses(model, text, lengths, max_tokens, dtype=torch.float32, n_tokens=
         losses, y = (torch.cat(column).flatten() for column in zip(*batches, strict=True))
         scored = (y >= 0).nonzero()[:n_tokens, 0]
         tokens = token_texts(y[scored].tolist(), text.tokenizer)
-        starts = (scored // length).diff().nonzero()[:, 0] + 1
-        for i in starts.tolist():
-            tokens[i] = NEXT_SEQUENCE + tokens[i]
+        for i in (scored // length).diff().nonzero()[:, 0].tolist():
+            tokens[i + 1] = NEXT_SEQUENCE + tokens[i + 1]
         file, start, _ = sequences[0]
-        return {
-            "length": length,
-            "start": f"{split.files[file].name}, token {start:,}",
-            "tokens": tokens,
-            "losses": losses[scored].tolist(),
-        }
+        start = f"{split.files[file].name}, token {start:,}"
+        losses = losses[scored].tolist()
+        return {"length": length, "start": start, "tokens": tokens, "losses": losses}
     return {}
 
 
