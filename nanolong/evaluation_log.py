@@ -60,10 +60,8 @@ def read_records(file):
     except (ValueError, TypeError, KeyError, RecursionError):
         is_ours = False
     if not is_ours:
-        raise UserError(
-            f"{file} holds something else than records of evaluate.py, and would be overwritten: "
-            "give another --json, or remove the file"
-        )
+        what = "something else than records of evaluate.py, and would be overwritten"
+        raise UserError(f"{file} holds {what}: give another --json, or remove the file")
     return records
 
 
@@ -141,6 +139,7 @@ class EvaluationLog:
         seconds = time.perf_counter() - start
         name = records[0]["checkpoint"]
         found[key] = [{**record, **self.origins[name], "key": key} for record in records]
+        # A refusal takes no time, so it says nothing about the speed.
         if "refused" not in records[0]:
             flops, total = self.speeds.get(name, (0, 0))
             self.speeds[name] = (flops + measurement.flops, total + seconds)
@@ -164,20 +163,18 @@ class EvaluationLog:
         return found
 
     def print_reused(self, keys, found):
-        others = [record for record in self.saved if "summary" not in record]
-        n_others = sum(record.get("key") not in keys for record in others)
+        saved = [record for record in self.saved if "summary" not in record]
+        n_others = sum(record.get("key") not in keys for record in saved)
         if found:
             print(f"reused: {len(found)} of {len(keys)} measurements, from {self.file}", flush=True)
         if n_others:
-            note(
-                f"{self.file} has {n_others} records that other settings, weights, data or code "
-                "gave: they are not used, and replaced"
-            )
+            others = f"{n_others} records that other settings, weights, data or code gave"
+            note(f"{self.file} has {others}: they are not used, and replaced")
 
     def save(self, keys, found):
         """Write the records so far, if the file is one and not a device as /dev/stdout."""
         path = Path(self.file)
-        if self.file and (path.is_file() or not path.exists()):
+        if path.is_file() or not path.exists():
             self.write([record for key in dict.fromkeys(keys) for record in found.get(key, [])])
 
     def write(self, records):

@@ -37,7 +37,9 @@ def ratio_interval(sums, counts):
     pairs = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     n = len(pairs)
     n_tokens = sum(count for _, count in pairs)
-    mean = sum(total for total, _ in pairs) / n_tokens if n else math.nan
+    mean = math.nan
+    if n:
+        mean = sum(total for total, _ in pairs) / n_tokens
     if n < MIN_SAMPLES:
         return {"mean": mean, "low": None, "high": None, "n": n}
     squares = sum((total - mean * count) ** 2 for total, count in pairs)

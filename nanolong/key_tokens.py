@@ -45,23 +45,26 @@ class Judge:
         key, float64 (N, 2): the sum over a sequence and its number of such tokens.
         """
         key = (text.hash, length, tuple(sequences))
-        if key in self.found:
-            return self.found[key]
+        if key not in self.found:
+            self.found[key] = self._find(text.val, length, sequences)
+        return self.found[key]
+
+    def _find(self, split, length, sequences):
         are_key, benefits = [], []
-        passes = sequence_losses(self.model, text.val, length, sequences, self.dtype)
+        passes = sequence_losses(self.model, split, length, sequences, self.dtype)
         n_done = 0
         for long, y in passes:
             batch = sequences[n_done : n_done + len(y)]
             n_done += len(y)
-            gain = self.short_losses(text.val, length, batch) - long
+            short = self._short_losses(split, length, batch)
+            gain = short - long
             judged = (y >= 0) & ~gain.isnan()
             are_key.append(judged & (gain > KEY_GAIN) & (-long > KEY_LOG_PROBABILITY))
             gain = gain.where(judged, 0)
             benefits.append(torch.stack((gain.sum(1), judged.sum(1).double()), 1))
-        self.found[key] = torch.cat(are_key), torch.cat(benefits)
-        return self.found[key]
+        return torch.cat(are_key), torch.cat(benefits)
 
-    def short_losses(self, split, length, sequences):
+    def _short_losses(self, split, length, sequences):
         """Return the loss of each target with a short context, (B, length), nan for the first."""
         context = self.short_context
         block = max(1, context // 4)
@@ -87,6 +90,7 @@ def measure(record, model, text, sequences, judge, min_key_tokens, dtype):
     length = record["length"]
     are_key, benefits = judge.find(text, length, sequences)
     n_key = int(are_key.sum())
+    n_judged = benefits[:, 1].sum().item()
     if n_key < min_key_tokens:
         raise UserError(
             f"there are only {n_key} key tokens at {length} tokens, and fewer than "
@@ -99,6 +103,6 @@ def measure(record, model, text, sequences, judge, min_key_tokens, dtype):
         **record,
         **scoring.loss_fields(columns),
         "by_sequence": list(zip(*columns, strict=True)),
-        "key_fraction": n_key / benefits[:, 1].sum().item(),
+        "key_fraction": n_key / n_judged,
         "judge_benefit": intervals.ratio_interval(*benefits.T.tolist()),
     }

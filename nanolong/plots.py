@@ -48,8 +48,7 @@ SCORED_TOKENS = {
 def format_loss_table(records, lengths):
     """Return the losses as text: a table for each protocol, a line for each checkpoint.
 
-    The columns are the lengths. `position` has a table for each length, whose columns are the
-    parts of a sequence.
+    The columns are the lengths. `position` has a table for each length, a column for each part.
     """
     lines = []
     for protocol in unique(records, "protocol"):
@@ -64,10 +63,7 @@ def format_loss_table(records, lengths):
 
 
 def bits_per_byte(records):
-    """Return the records of the protocol chunked with their losses in bits per byte of text.
-
-    Those that do not say how many bytes they scored are left out.
-    """
+    """Return the records of chunked that know their bytes, with losses in bits per byte of text."""
     converted = []
     for record in records:
         if record["protocol"] != "chunked":
@@ -90,19 +86,24 @@ def format_lengths(records, lengths, unit="nats per token"):
     if n_sequences:
         rows["sequences"] = [n_sequences.get(length, "") for length in lengths]
     lines = [f"{title}, {unit}, by context length", *align(rows, 17)]
-    # Below the table stands what only some protocols have.
     for record in records:
-        place = f"{record['checkpoint']} at {record['length']}"
-        if "benefit" in record:
-            saved = intervals.format_interval(record["benefit"], 4)
-            saved = f"a doubling of the context saves {saved} nats per token"
-            lines.append(f"{place}: from the shortest length on, {saved}")
-        elif "key_fraction" in record:
-            fraction = f"{record['key_fraction']:.2%} of all judged"
-            saved = intervals.format_interval(record["judge_benefit"], 4)
-            saved = f"of all, a long context saves the judge {saved} nats per token"
-            lines.append(f"{place}: {record['tokens']} key tokens, {fraction}; {saved}")
+        lines += format_extras(record)
     return lines
+
+
+def format_extras(record):
+    """Return the lines that only some protocols have, below their table."""
+    place = f"{record['checkpoint']} at {record['length']}"
+    if "benefit" in record:
+        saved = intervals.format_interval(record["benefit"], 4)
+        saved = f"a doubling of the context saves {saved} nats per token"
+        return [f"{place}: from the shortest length on, {saved}"]
+    if "key_fraction" in record:
+        fraction = f"{record['key_fraction']:.2%} of all judged"
+        saved = intervals.format_interval(record["judge_benefit"], 4)
+        saved = f"of all, a long context saves the judge {saved} nats per token"
+        return [f"{place}: {record['tokens']} key tokens, {fraction}; {saved}"]
+    return []
 
 
 def loss_cells(records, lengths):
@@ -114,7 +115,8 @@ def loss_cells(records, lengths):
     for record in records:
         cell = "refused"
         if "loss" in record:
-            cell = intervals.format_interval(record, key="loss") + asterisk(record)
+            cell = intervals.format_interval(record, key="loss")
+            cell += asterisk(record)
         cells[record["checkpoint"], record["length"]] = cell
     names = unique(records, "checkpoint")
     return {name: [cells.get((name, length), "unknown") for length in lengths] for name in names}
@@ -122,7 +124,9 @@ def loss_cells(records, lengths):
 
 def asterisk(record):
     """Return "*" if a record differs from that of the first checkpoint, else ""."""
-    return "*" if "difference" in record and intervals.separation(record["difference"]) else ""
+    if "difference" in record and intervals.separation(record["difference"]):
+        return "*"
+    return ""
 
 
 def align(rows, width, name_width=10, compared="sequences"):
@@ -136,8 +140,10 @@ def align(rows, width, name_width=10, compared="sequences"):
     for name, cells in rows.items():
         line = name.ljust(name_width)
         for cell in cells:
-            mark = " " if is_starred and not str(cell).endswith("*") else ""
-            line += f"{cell}{mark}".rjust(width)
+            text = str(cell)
+            if is_starred and not text.endswith("*"):
+                text += " "
+            line += text.rjust(width)
         lines.append(line.rstrip())
     if is_starred:
         interval = f"95 % interval over the same {compared}"
@@ -180,7 +186,9 @@ def format_needle_table(records, lengths):
         rows = {"   depth ": lengths}
         measured = [record for record in records if record["checkpoint"] == name]
         for depth in unique(measured, "depth"):
-            label = "  no key " if depth is None else f"{depth:>8.2f} "
+            label = "  no key "
+            if depth is not None:
+                label = f"{depth:>8.2f} "
             cells = {r["length"]: format_accuracy(r) for r in measured if r["depth"] == depth}
             rows[label] = [cells[length] for length in lengths]
         lines += [name, *align(rows, 25, name_width=9), ""]
@@ -229,8 +237,10 @@ def ruler_cell(summary, field):
         return "refused"
     if summary[field] is None:
         return "no gain alone"
-    mark = asterisk(summary) if field == "nats" else ""
-    return intervals.format_interval(summary[field], 2) + mark
+    cell = intervals.format_interval(summary[field], 2)
+    if field == "nats":
+        cell += asterisk(summary)
+    return cell
 
 
 def x_of(record):
@@ -282,18 +292,24 @@ def terminal_plot(series, height=12, width=64):
     for letter, (name, points) in zip(letters, curves.items(), strict=False):
         legend.append(f"  {letter} {name}")
         cells = [to_cell(x, y) for x, y in points]
-        for start, end in itertools.pairwise(cells):
-            draw_marks(grid, np.linspace(start, end, 17)[1:-1], ".")
+        for ends in itertools.pairwise(cells):
+            dots = np.linspace(*ends, 17)[1:-1]
+            draw_marks(grid, dots, ".")
         draw_marks(grid, cells, letter)
 
     # Put the axes around the grid.
     lines = []
     for i, row in enumerate(grid):
         y = high - (high - low) * i / height
-        label = f"{y:7.3f} |" if i % 3 == 0 else " " * 8 + "|"
+        label = "        |"
+        if i % 3 == 0:
+            label = f"{y:7.3f} |"
         lines.append(label + "".join(row).rstrip())
-    lines.append(" " * 8 + "+" + "-" * (width + 1))
-    ticks = [(round(to_cell(x, low)[0]), str(x)) for x in sorted(set(xs))]
+    lines.append("        +" + "-" * (width + 1))
+    ticks = []
+    for x in sorted(set(xs)):
+        column, _ = to_cell(x, low)
+        ticks.append((round(column), str(x)))
     lines.append(" " * 9 + tick_labels(ticks, width))
     return "\n".join(lines + legend)
 
@@ -309,11 +325,9 @@ def draw_marks(grid, cells, mark):
 
 
 def tick_labels(ticks, width):
-    """Return a line with the labels of ticks (column, label), without those that would touch.
-
-    The first and the last one go before the others.
-    """
+    """Return a line with the labels of ticks (column, label), without those that would touch."""
     line = [" "] * (width + 12)
+    # The first and the last one go before the others.
     for column, label in [ticks[0], ticks[-1], *ticks[1:-1]]:
         end = column + len(label)
         if not "".join(line[max(0, column - 1) : end + 1]).strip():
@@ -338,13 +352,18 @@ def import_pyplot(file):
     return plt
 
 
-def new_figure(file, size, n_rows=1, n_columns=1, **options):
-    """Return a figure for a file and its axes, (n_rows, n_columns); None without matplotlib."""
+def new_figure(file, size, n_rows=1, n_columns=1, title="", note="", sharey=False):
+    """Return a figure for a file and its axes, (n_rows, n_columns); None without matplotlib.
+
+    note: in small print below.
+    """
     plt = import_pyplot(file)
     if plt is None:
         return None, None
     figure = plt.Figure(size, dpi=120, layout="constrained")
-    return figure, figure.subplots(n_rows, n_columns, squeeze=False, **options)
+    figure.suptitle(title, fontsize=10, wrap=True)
+    figure.supxlabel(note, fontsize=7, color="gray")
+    return figure, figure.subplots(n_rows, n_columns, squeeze=False, sharey=sharey)
 
 
 def save_figure(figure, file):
@@ -363,13 +382,11 @@ def spread(values, gap):
 
 
 def plot_losses(records, lengths, file, note, title="", unit="nats per token"):
-    """Write a PNG with a panel and a table for each protocol; without matplotlib, say so.
-
-    note: what the losses were measured on, in small print below.
-    """
+    """Write a PNG with a panel and a table for each protocol; note: what was scored."""
     protocols = unique(records, "protocol")
-    size = (6.4 * len(protocols), 5.2 + 0.16 * len(unique(records, "checkpoint")))
-    figure, axes = new_figure(file, size, 1, len(protocols))
+    width = 6.4 * len(protocols)
+    height = 5.2 + 0.16 * len(unique(records, "checkpoint"))
+    figure, axes = new_figure(file, (width, height), 1, len(protocols), title, note)
     if figure is None:
         return
     for axis, protocol in zip(axes[0], protocols, strict=True):
@@ -377,21 +394,15 @@ def plot_losses(records, lengths, file, note, title="", unit="nats per token"):
         axis.set_ylabel(f"loss ({unit})")
     if axes[0, 0].lines:
         axes[0, 0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    figure.supxlabel(note, fontsize=7, color="gray")
     save_figure(figure, file)
 
 
 def draw_losses(axis, records, protocol, lengths):
-    """Draw the curves of one protocol, and its table below them.
-
-    The colours are the same in all panels.
-    """
-    names = unique(records, "checkpoint")
+    """Draw the curves of one protocol, and its table below them."""
+    names = unique(records, "checkpoint")  # which have the same colours in all panels
     for name, points in loss_curves(records, protocol).items():
-        x, y, low, high = np.array(
-            [point[:4] for point in points], float
-        ).T  # without an interval low and high are nan
+        numbers = [point[:4] for point in points]
+        x, y, low, high = np.array(numbers, float).T  # without an interval low and high are nan
         colour = f"C{names.index(name) % 10}"
         axis.plot(x, y, marker="o", markersize=4, label=name, color=colour)
         axis.fill_between(x, low, high, alpha=0.15, color=colour, linewidth=0)
@@ -407,22 +418,21 @@ def draw_losses(axis, records, protocol, lengths):
         font_size = min(8, 680 / width)
         axis.set_xlabel("\n".join(lines), family="monospace", fontsize=font_size)
     # A label takes about a tenth of the axis.
-    shown = spread(lengths, 0.1 * math.log(max(lengths) / min(lengths)))
+    gap = 0.1 * math.log(max(lengths) / min(lengths))
+    shown = spread(lengths, gap)
     axis.set_xticks(shown, [f"{length:,}" for length in shown])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
 
 
 def plot_needle_heatmaps(records, lengths, file, note, title=""):
-    """Write a PNG with a heatmap of passkey retrieval for each checkpoint, in one colour scale.
-
-    Below each is the highest accuracy of the control. note: how it was measured, in small print.
-    """
+    """Write a PNG with a heatmap of passkey retrieval for each checkpoint, in one colour scale."""
     names = unique(records, "checkpoint")
     n_columns = min(5, len(names))
     n_rows = math.ceil(len(names) / n_columns)
-    size = (2.9 * n_columns + 0.9, 2.6 * n_rows + 0.5)
-    figure, axes = new_figure(file, size, n_rows, n_columns)
+    width = 2.9 * n_columns + 0.9
+    height = 2.6 * n_rows + 0.5
+    figure, axes = new_figure(file, (width, height), n_rows, n_columns, title, note)
     if figure is None:
         return
     for axis in axes.flat[len(names) :]:
@@ -434,13 +444,11 @@ def plot_needle_heatmaps(records, lengths, file, note, title=""):
         axis.set_ylabel("depth", fontsize=8)
     colorbar = figure.colorbar(image, ax=axes, shrink=0.6)
     colorbar.set_label("fraction of passkeys found", fontsize=8)
-    figure.suptitle(title, fontsize=9, wrap=True)
-    figure.supxlabel(note, fontsize=7, color="gray")
     save_figure(figure, file)
 
 
 def draw_heatmap(axis, records, name, lengths):
-    """Draw the accuracy of one checkpoint by depth and length. Returns the image."""
+    """Draw the accuracy of one checkpoint, and the highest of its control. Returns the image."""
     accuracy = {}
     for record in records:
         accuracy[record["depth"], record["length"]] = record.get("accuracy", math.nan)
@@ -451,18 +459,19 @@ def draw_heatmap(axis, records, name, lengths):
         axis.text(j, i, f"{value:.2f}".lstrip("0"), ha="center", va="center", fontsize=7)
 
     known = cells[~np.isnan(cells)]
-    mean = f"mean {known.mean():.2f}" if known.size else "refused"
-    most = np.fmax.reduce(
-        [accuracy[None, length] for length in lengths]
-    )  # without nan, of refusals
+    mean = "refused"
+    if known.size:
+        mean = f"mean {known.mean():.2f}"
+    control = [accuracy[None, length] for length in lengths]
+    most = np.fmax.reduce(control)  # without nan, of refusals
     axis.set_title(f"{name}: {mean}", fontsize=9)
     axis.set_xlabel(f"context length (tokens)\nwithout a passkey at most {most:.2f}", fontsize=7)
     labels = [f"{length:,}" for length in lengths]
     # The axis has room for about 36 characters: label every length, or every second, or ...
-    characters = sum(len(label) + 1 for label in labels)
-    shown = slice(0, None, math.ceil(characters / 36))
-    axis.set_xticks(range(len(lengths))[shown], labels[shown], fontsize=7)
-    axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+    step = math.ceil(len(" ".join(labels)) / 36)
+    axis.set_xticks(range(0, len(lengths), step), labels[::step])
+    axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    axis.tick_params(labelsize=7)
     return image
 
 
@@ -485,37 +494,35 @@ def describe_wavelengths(before, after, original_length):
 
 
 def plot_wavelengths(before, after, original_length, target_length, file, note):
-    """Plot the wavelength in tokens of each of RoPE's pairs before and after an extension.
+    """Print and plot the wavelength of each of RoPE's pairs before and after an extension.
 
     before, after: inverse frequencies, (R/2,) each. A pair whose wavelength exceeds the original
     length completed no period in training: beyond that length, these pairs meet unseen angles.
-    Prints a plot in characters and writes a PNG.
     """
     before = 2 * math.pi / before.double().cpu()  # inf: a pair that is not rotated
     after = 2 * math.pi / after.double().cpu()
     print(describe_wavelengths(before, after, original_length))
     pairs = range(1, len(before) + 1)
-    curves = {
-        "before": list(zip(pairs, before.log10().tolist(), strict=True)),
-        "after": list(zip(pairs, after.log10().tolist(), strict=True)),
-    }
+    wavelengths = {"before": before.tolist(), "after": after.tolist()}
     lengths = {"original length": original_length, "target length": target_length}
+    curves = {}
+    for name, values in wavelengths.items():
+        curves[name] = list(zip(pairs, map(math.log10, values), strict=True))
     for name, length in lengths.items():
         height = math.log10(length)
         curves[f"{name} {length}"] = [(1, height), (len(before), height)]
     print("log10 of the wavelength, by pair (1: the fastest)")
     print(terminal_plot(curves))
 
-    figure, axes = new_figure(file, (7, 4.4))
+    figure, axes = new_figure(file, (7, 4.4), title=note)
     if figure is None:
         return
     axis = axes[0, 0]
-    for name, wavelengths in (("before", before), ("after", after)):
-        axis.plot(pairs, wavelengths, marker="o", markersize=4, label=name)
+    for name, values in wavelengths.items():
+        axis.plot(pairs, values, marker="o", markersize=4, label=name)
     for (name, length), style in zip(lengths.items(), ("--", ":"), strict=True):
         axis.axhline(length, color="gray", linestyle=style, label=f"{name} {length:,}")
     axis.set(yscale="log", xlabel="frequency pair (fastest first)", ylabel="wavelength (tokens)")
-    axis.set_title(note)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     save_figure(figure, file)
@@ -558,8 +565,7 @@ def read_log(run):
 def read_rows(file):
     """Return the rows of a log.jsonl, without damaged ones, in the order of their steps.
 
-    A run that has gone on from an earlier step is as it went on: what followed that step before is
-    left out.
+    Where a run has gone on from an earlier step, what followed that step before is left out.
     """
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -9,7 +9,6 @@ from pathlib import Path
 from string import Template
 
 from nanolong import intervals, page, plots
-from nanolong.errors import UserError
 
 MAX_CHECKPOINTS = page.GRAY  # as many styles of curves as can be told apart
 PAGE = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
@@ -327,12 +326,9 @@ def describe_source(records):
 def write_report(file, checkpoints, records, texts, omitted, title):
     """Write the report, one HTML file.
 
-    checkpoints: of describe_checkpoint(), at most six. records: of evaluate.py. texts: name ->
-    {"length", "start", "tokens", "losses"}, tokens as text and losses in nats; {} for none.
-    omitted: sentences that say what was not measured. Raises UserError.
+    checkpoints: of describe_checkpoint(), at most six. texts: name -> what losses.text_losses()
+    returns; {} for none. omitted: sentences that say what was not measured.
     """
-    if len(checkpoints) > MAX_CHECKPOINTS:
-        raise UserError(f"a report compares at most {MAX_CHECKPOINTS} checkpoints: name fewer")
     names = [checkpoint["name"] for checkpoint in checkpoints]
     losses = [record for record in records if record["task"] == "loss"]
     left_out = [*omitted, *plots.format_refusals(records)]

@@ -156,8 +156,7 @@ def note_untrained(name, model, kinds):
 def plan_ruler_prompt(name, model, tokenizer, cfg, length, kind, sample):
     """Return the Measurement of one prompt of a task.
 
-    Its record has "correct" and "nats" of the answer; "gain", the nats that the needles save
-    against the same prompt without them; of tasks with distractors "gain_alone", without these.
+    "gain" is what the needles save of the answer's nats, "gain_alone" that without distractors.
     """
     size = cfg.prompt_size
     if size == "auto":

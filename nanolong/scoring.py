@@ -48,7 +48,11 @@ def place_sequences(protocol, length, start, stop, stride, lengths):
         step = min(stride, length)
         first_end = max(length, start + step)  # what comes before `start` is context, too
     ends = [start, *range(first_end, stop, step), stop]
-    return [(end - length, length - (end - before)) for before, end in pairwise(ends)]
+    sequences = []
+    for previous_end, end in pairwise(ends):
+        n_new = end - previous_end
+        sequences.append((end - length, length - n_new))
+    return sequences
 
 
 def group_protocols(protocols, stride, lengths):
@@ -74,8 +78,12 @@ def group_protocols(protocols, stride, lengths):
 
 
 def fitting_lengths(split, lengths, max_tokens):
-    """Return those of `lengths` of which some file of `split` holds a sequence."""
-    return [n for n in lengths if n <= max_tokens and split.n_sequences(n).any()]
+    """Return those of `lengths` of which some file of a split holds a sequence."""
+    fitting = []
+    for length in lengths:
+        if length <= max_tokens and split.n_sequences(length).any():
+            fitting.append(length)
+    return fitting
 
 
 def find_spans(split, longest, max_tokens):
@@ -257,10 +265,7 @@ def compare(records, text_ids):
 
 
 def paired_difference(record, other, divisor=1.0):
-    """Return the interval of the difference of two losses of the same tokens, by sequence.
-
-    divisor: of the difference.
-    """
+    """Return the interval of a difference of losses, by sequence, divided by the divisor."""
     differences, n_tokens = [], []
     for found, of_other in zip(record["by_sequence"], other["by_sequence"], strict=True):
         differences.append((found[0] - of_other[0]) / divisor)
@@ -269,10 +274,7 @@ def paired_difference(record, other, divisor=1.0):
 
 
 def identify_texts(models, texts):
-    """Return an id for the text of each checkpoint: the same if they score the same tokens.
-
-    texts: of open_texts().
-    """
+    """Return an id for the text of each checkpoint: the same if they score the same tokens."""
     ids = {}
     for name, model in models.items():
         ids[name] = name
@@ -291,16 +293,18 @@ def identify_texts(models, texts):
 
 
 def open_texts(models, cfg, lengths):
-    """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile.
-
-    cfg: an EvaluateConfig of evaluate.py.
-    """
+    """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile."""
     datasets = {}
     texts = {}
     for name, model in models.items():
         if cfg.text:
             texts[name] = read_text(model, cfg.text)
-            check_text_length(texts[name], lengths)
+            split = texts[name].val
+            if not split.n_sequences(min(lengths)).any():
+                raise UserError(
+                    f"--text={cfg.text} holds {len(split)} tokens, too few for a sequence of "
+                    f"{min(lengths)}: give a longer text, or shorter --lengths"
+                )
             continue
         meta = model.meta
         key = (name_of_text(cfg.dataset or meta["dataset"]), meta.get("bos") is not None)
@@ -338,15 +342,6 @@ def read_text(model, file):
     return TextFile(file, tokenizer, model.config.vocab_size, model.meta.get("bos"))
 
 
-def check_text_length(text, lengths):
-    """Raise UserError for a text that is too short for a sequence of any length."""
-    if not text.val.n_sequences(min(lengths)).any():
-        raise UserError(
-            f"--text={text.name} holds {len(text.val)} tokens, too few for a sequence of "
-            f"{min(lengths)}: give a longer text, or shorter --lengths"
-        )
-
-
 def note_changed_data(what, meta, dataset):
     """Print a note if a dataset has changed since a checkpoint was trained on it.
 
@@ -378,7 +373,7 @@ def have_different_vocabularies(models):
 
 
 def describe_scored(texts, lengths, max_tokens):
-    """Say which part of each different text is scored: a list of lines. texts: of open_texts()."""
+    """Say which part of each different text is scored: a list of lines."""
     lines = []
     for text in texts.values():
         split = text.val
@@ -387,11 +382,15 @@ def describe_scored(texts, lengths, max_tokens):
         if fitting:
             spans = find_spans(split, max(fitting), max_tokens)
         n_tokens = sum(stop - start for _, start, stop in spans)
-        pieces = "1 piece" if len(spans) == 1 else f"{len(spans)} pieces"
+        pieces = f"{len(spans)} pieces"
+        if len(spans) == 1:
+            pieces = "1 piece"
         used = sorted({file for file, _, _ in spans})
-        files = ", ".join(split.files[file].name for file in used) or "it"
+        files = ", ".join(split.files[file].name for file in used)
         if len(used) > 3:
             files = f"{len(used)} of {len(split.files)} files"
-        scored = f"{n_tokens:,} of {len(split):,} tokens of {text.name}"
-        lines.append(f"{scored}, {pieces} of {files}, data {text.hash}")
+        lines.append(
+            f"{n_tokens:,} of {len(split):,} tokens of {text.name}, {pieces} of {files or 'it'}, "
+            f"data {text.hash}"
+        )
     return list(dict.fromkeys(lines))

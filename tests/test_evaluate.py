@@ -1,4 +1,4 @@
-"""Every protocol against losses that are summed one sequence at a time, and the needle task."""
+"""Every protocol against losses that are summed one sequence at a time."""
 
 import json
 import math
@@ -15,7 +15,7 @@ import data
 import evaluate
 import train
 from model import GPT, POSITIONS
-from nanolong import key_tokens, losses, retrieval, scoring
+from nanolong import key_tokens, losses, scoring
 from nanolong.errors import UserError
 from nanolong.provenance import current_commit
 
@@ -66,16 +66,8 @@ def pieces_of(val, longest, max_tokens):
 
 @pytest.mark.parametrize("bos", [None, 49])
 @pytest.mark.parametrize(
-    ("length", "longest", "max_tokens"),
-    [
-        (16, 64, 400),
-        (24, 60, 400),  # the last sequence of a piece overlaps
-        (64, 64, 1000),
-        (400, 400, 400),
-        (1, 7, 50),
-        (33, 500, 5000),
-        (999, 999, 5000),
-    ],
+    ("length", "longest", "max_tokens"),  # of 24 in 60 the last sequence of a piece overlaps
+    [(16, 64, 400), (24, 60, 400), (400, 400, 400), (1, 7, 50), (33, 500, 5000), (999, 999, 5000)],
 )
 def test_chunked_equals_one_sequence_at_a_time(length, longest, max_tokens, bos, make, split):
     """Where sequences overlap at the end of a piece, only the new tokens are scored."""
@@ -318,8 +310,8 @@ def test_records_keep_the_stride_of_their_protocol(make, text_data):
 def test_a_loss_that_cannot_be_measured_is_refused_in_its_record(make, text_data):
     models = {"m": text_model(make, text_data, pos="learned")}
     good, beyond, too_long = measure(models, (24, 48, 500), "chunked", max_tokens=200)
-    keys = ["checkpoint", "task", "protocol", "length", "loss", "low", "high", "n", "tokens"]
-    assert list(good) == [*keys, "bytes", "by_sequence"]
+    keys = "checkpoint task protocol length loss low high n tokens bytes by_sequence"
+    assert list(good) == keys.split()
     assert good["bytes"] == good["tokens"]
     assert list(beyond) == ["checkpoint", "task", "protocol", "length", "refused"]
     assert "--pos=learned" in beyond["refused"]
@@ -674,86 +666,6 @@ def test_a_judge_of_another_vocabulary_is_refused(runs, imported, call):
 
 
 # -----------------------------------------------------------------------------
-# Needle
-
-
-class Oracle(torch.nn.Module):
-    """A model that answers with the three bytes after the first "key ", the first n of them wrong.
-
-    It keeps the prompts that it has seen.
-    """
-
-    def __init__(self, n_wrong=0):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.n_wrong = n_wrong
-        self.prompts = []
-
-    def sample_positions(self, batch_size, length, seed):
-        return None
-
-    def hidden_states(self, x, positions):
-        self.prompts.append(x)
-        logits = torch.zeros(*x.shape, 257)
-        for i, row in enumerate(x.tolist()):
-            text = bytes(token for token in row if token < 256)
-            key_start = text.index(b"key ") + 4
-            for j, digit in enumerate(text[key_start : key_start + 3]):
-                answer = digit + 1 if j < self.n_wrong else digit
-                logits[i, len(row) - 3 + j, answer] = 9.0
-        return logits
-
-    def head(self, x):
-        return x
-
-
-@pytest.mark.parametrize("length", [30, 64, 129])
-@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
-def test_a_model_that_knows_the_passkey_finds_every_needle(length, depth):
-    """One with a wrong digit finds none, and of another seed the prompts are others."""
-    right, wrong, other = Oracle(), Oracle(n_wrong=1), Oracle()
-    found = []
-    for model, seed in ((right, 3), (wrong, 3), (other, 4)):
-        tokenizer = data.ByteTokenizer()
-        found.append(retrieval.find_needle(model, tokenizer, length, depth, 20, seed, 256))
-    accuracy, nll = found[0]
-    assert accuracy == found[2][0] == 1.0 and nll < 0.1
-    assert found[1][0] == 0.0 and found[1][1] > 1
-    assert torch.equal(right.prompts[0], wrong.prompts[0])
-    assert not torch.equal(right.prompts[0], other.prompts[0])
-
-
-def test_a_model_that_never_saw_a_passkey_is_named(make, capsys):
-    model = make(vocab_size=257)
-    for tasks in (["niah:0.5"], ["passkey:0.5"]):
-        model.meta = {"tokenizer": {"kind": "bytes"}, "train": {"tasks": tasks}}
-        cfg = evaluate.EvaluateConfig(depths=1, trials=1)
-        retrieval.plan_needles({"mine": model}, cfg, (200,))
-        is_named = "mine was not trained on passkey" in capsys.readouterr().err
-        assert is_named == (tasks == ["niah:0.5"])
-
-
-def test_needles_need_a_tokenizer(make):
-    with pytest.raises(UserError, match="no tokenizer to write prompts with: give that of"):
-        retrieval.find_needle(make(), None, 64, 0.5)
-
-
-def test_needle_records_cover_every_depth_and_the_control(make):
-    models = {pos: make(pos=pos, vocab_size=257) for pos in ("rope", "learned")}
-    for model in models.values():
-        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
-    cfg = evaluate.EvaluateConfig(task="needle", depths=3, trials=5, device="cpu", dtype="float32")
-    records = retrieval.measure_needles(models, cfg, (24, 60))
-    assert [record["depth"] for record in records] == [0, 0.5, 1, None] * 4
-    measured = [record for record in records if "refused" not in record]
-    assert all(record["accuracy"] == 0 and record["nll"] > 1 for record in measured)
-    refused = [record for record in records if "refused" in record]
-    assert {(record["checkpoint"], record["length"]) for record in refused} == {("learned", 60)}
-    keys = ["checkpoint", "task", "length", "depth", "trials", "seed", "accuracy", "low", "high"]
-    assert list(records[0]) == [*keys, "n", "nll", "nll_low", "nll_high"]
-
-
-# -----------------------------------------------------------------------------
 # The command line
 
 
@@ -834,15 +746,13 @@ def test_lengths_of_few_sequences_are_not_compared_without_a_note(
 
 def test_by_default_lengths_are_compared_on_the_same_tokens_too(runs, call):
     """Of a single length there is nothing to align, unless that is asked for."""
-    for words, aligned in (
-        (["--lengths=24,48"], True),
-        (["--lengths=24"], False),
-        (["--lengths=24", "--protocol=token-aligned"], True),
-        (["--lengths=24,48", "--protocol=last-quarter"], False),
-    ):
-        done = assert_success(call("evaluate.py", runs[0], *words, "--max_tokens=960"))
-        assert ("token-aligned (the same tokens at every length)" in done.stdout) == aligned, words
-        assert "last-quarter (" in done.stdout or words[-1] == "--protocol=token-aligned"
+    aligned = "token-aligned (the same tokens at every length)"
+    for words, is_aligned in (("24,48", True), ("24", False)):
+        done = call("evaluate.py", runs[0], f"--lengths={words}", "--max_tokens=960")
+        assert (aligned in assert_success(done).stdout) == is_aligned
+        assert "last-quarter (" in done.stdout
+    done = call("evaluate.py", runs[0], "--lengths=24", "--protocol=token-aligned")
+    assert aligned in assert_success(done).stdout
 
 
 def test_json_holds_null_for_a_loss_that_is_no_number(runs, call, tmp_path):
@@ -869,9 +779,8 @@ def test_the_report_chooses_what_to_measure_and_says_what_it_left_out(runs, call
     page = (tmp_path / "a/r.html").read_text(encoding="utf-8")
     records = json.loads((tmp_path / "a/r.json").read_text())
     assert {record.get("protocol") for record in records} >= {"chunked", "position"}
-    assert {record.get("kind") for record in records if "summary" in record} == {
-        *("niah", "multikey", "vt")
-    }
+    kinds = {record.get("kind") for record in records if "summary" in record}
+    assert kinds == {"niah", "multikey", "vt"}
     longest = [r for r in records if r.get("protocol") == "position" and r["length"] == 72]
     found = [r for r in records if r.get("protocol") == "chunked"] + longest
     for record in found:
@@ -955,7 +864,7 @@ def test_checkpoints_of_different_texts_are_not_compared_without_a_note(make, ca
     models = {"a": make(), "b": make()}
     for model, dataset in zip(models.values(), ("x", "y"), strict=True):
         model.meta["dataset"] = dataset
-    evaluate.note_different_texts(models, evaluate.EvaluateConfig())
+    evaluate.check_texts(models, evaluate.EvaluateConfig())
     assert "cannot be compared" in capsys.readouterr().err
-    evaluate.note_different_texts(models, evaluate.EvaluateConfig(dataset="x"))
+    evaluate.check_texts(models, evaluate.EvaluateConfig(dataset="x"))
     assert not capsys.readouterr().err
