@@ -161,65 +161,62 @@ class EvaluateConfig:
 # Loss
 
 
-def plan_loss(name, model, text, cfg, lengths, length, protocols, fields):
-    """Return the Measurement of protocols that share their forward passes, at one length.
-
-    If a loss cannot be measured, its record has "refused" with the reason.
-    """
-    split = text.val
-    placement = {"protocol": protocols[0], "lengths": lengths, **fields}
-    settings = {"protocols": protocols, **fields, "sequences": []}
-    try:
-        settings["sequences"] = scoring.find_sequences(split, length, cfg.max_tokens, **placement)
-    except UserError as error:
-        settings["refused"] = str(error)
-    sequences = settings["sequences"]
-
-    def measure():
-        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-        try:
-            if "refused" in settings:
-                raise UserError(settings["refused"])
-            sums, counts = losses.loss_by_part(model, split, length, sequences, dtype)
-        except UserError as error:
-            refused = {**fields, "refused": str(error)}
-            return [scoring.loss_record(name, word, length, **refused) for word in protocols]
-        n_bytes = scoring.bytes_by_part(text, length, sequences)
-        return scoring.make_records(name, length, sums, counts, protocols, n_bytes, **fields)
-
-    flops = len(sequences) * length * model.flops_per_token(length)
-    return evaluation_log.Measurement(name, length, settings, flops, measure)
-
-
 def load_judge(cfg, models):
     """Load the judge of key tokens. Raises UserError unless it reads the tokens of all models."""
     device = next(next(iter(models.values())).parameters()).device
-    dtype = devices.pick_dtype(cfg.dtype, device)
     judge = GPT.load(cfg.judge, cfg.best).to(device)
     if scoring.have_different_vocabularies({"": judge, **models}):
         raise UserError(
             f"the judge {cfg.judge} and the checkpoints have different vocabularies: give a "
             "--judge with their tokenizer"
         )
-    return key_tokens.Judge(judge, cfg.short_context, dtype)
+    return key_tokens.Judge(judge, cfg.short_context, devices.pick_dtype(cfg.dtype, device))
+
+
+def plan_loss(name, model, text, cfg, lengths, length, protocols, fields, judge):
+    """Return the Measurement of protocols that share their forward passes, at one length.
+
+    judge: a key_tokens.Judge for the protocol key-tokens, otherwise None.
+    """
+    records = [scoring.loss_record(name, word, length, **fields) for word in protocols]
+    settings = {"sequences": []}
+    if judge:
+        records[0]["short_context"] = judge.short_context
+        settings.update(judge=judge.weights, min_key_tokens=cfg.min_key_tokens)
+    try:
+        if judge:
+            judge.check_length(length)
+        settings["sequences"] = scoring.find_sequences(
+            text.val, length, cfg.max_tokens, protocols[0], lengths=lengths, **fields
+        )
+    except UserError as error:
+        settings["refused"] = str(error)
+    sequences = settings["sequences"]
+
+    def find():
+        if "refused" in settings:
+            raise UserError(settings["refused"])
+        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
+        if judge:
+            what = (model, text, sequences, judge, cfg.min_key_tokens, dtype)
+            return [key_tokens.measure(records[0], *what)]
+        sums, counts = losses.loss_by_part(model, text.val, length, sequences, dtype)
+        n_bytes = scoring.bytes_by_part(text, length, sequences)
+        return scoring.make_records(records, sums, counts, n_bytes)
+
+    flops = len(sequences) * length * model.flops_per_token(length)
+    return evaluation_log.Measurement(records, find, flops, settings)
 
 
 def plan_losses(models, cfg, lengths, texts):
-    """Plan every checkpoint (name -> GPT, on its device) at every length, by every protocol.
-
-    texts: of scoring.open_texts(). Returns Measurements.
-    """
-    judge = None
-    if "key-tokens" in cfg.protocol:
-        judge = load_judge(cfg, models)
+    """Plan what measure_losses() measures. Returns a list of Measurements."""
+    judge = load_judge(cfg, models) if "key-tokens" in cfg.protocol else None
     groups = scoring.group_protocols(cfg.protocol, cfg.stride, lengths)
     measurements = []
     for name, length, (protocols, fields) in product(models, lengths, groups):
-        what = (name, models[name], texts[name], cfg, lengths, length)
-        if protocols == ("key-tokens",):
-            measurements.append(key_tokens.plan(*what, judge))
-        else:
-            measurements.append(plan_loss(*what, protocols, fields))
+        what = (name, models[name], texts[name], cfg, lengths, length, protocols, fields)
+        judges = "key-tokens" in protocols
+        measurements.append(plan_loss(*what, judge if judges else None))
     return measurements
 
 
@@ -230,8 +227,7 @@ def measure_losses(models, cfg, lengths, texts=None):
     measured, the record has "refused" with the reason in place of "loss" and "tokens".
     """
     texts = texts or scoring.open_texts(models, cfg, lengths)
-    measurements = plan_losses(models, cfg, lengths, texts)
-    records = [record for planned in measurements for record in planned.measure()]
+    records = evaluation_log.measure_all(plan_losses(models, cfg, lengths, texts))
     scoring.compare(records, scoring.identify_texts(models, texts))
     return records
 
@@ -257,33 +253,23 @@ def name_folders(paths):
 
 
 def load_models(paths, best, device, dtype=torch.float32):
-    """Load the checkpoints of arguments FOLDER or NAME=FOLDER: a dict from name to GPT.
-
-    dtype: of their weights, or None for what is stored.
-    """
+    """Load FOLDER or NAME=FOLDER: name -> GPT, with weights in dtype, None for the stored one."""
     folders = name_folders(paths)
     return {name: GPT.load(folder, best, dtype).to(device) for name, folder in folders.items()}
 
 
-def check_datasets(models, cfg):
-    """Raise UserError if neither a checkpoint nor the command line names the text to score."""
+def check_texts(models, cfg):
+    """Raise UserError if nothing names a text to score; note if losses cannot be compared."""
     for name, model in models.items():
         if not (model.meta.get("dataset") or cfg.dataset or cfg.text):
+            tokenizer = shlex.quote(str(model.folder.parent))
             raise UserError(
                 f"{name} does not say on which text it was trained: give --text=FILE, or --dataset "
-                "(for an imported checkpoint, prepare a text by python data/prepare.py FILE "
-                f"--tokenizer={shlex.quote(str(model.folder.parent))} --name=NAME)"
+                f"(prepared by python data/prepare.py FILE --tokenizer={tokenizer} --name=NAME)"
             )
-
-
-def note_different_texts(models, cfg):
-    """Print a note if the losses of the checkpoints cannot be compared."""
     texts = {cfg.text or cfg.dataset or model.meta.get("dataset") for model in models.values()}
     if len(texts) > 1 or scoring.have_different_vocabularies(models):
-        note(
-            "these checkpoints are scored on different texts or vocabularies, so their "
-            "losses per token cannot be compared"
-        )
+        note("texts or vocabularies differ, so these losses per token cannot be compared")
 
 
 def note_few_sequences(records, lengths):
@@ -313,42 +299,34 @@ def check_writable(file):
 
 
 def origins(models, texts, dtype, device):
-    """Return what the records of each checkpoint came from: a dict of fields by its name.
-
-    texts: of scoring.open_texts(), {} where no text was scored.
-    """
-    fields = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": run.device_name(device),
-        "commit": provenance.current_commit(),
-    }
+    """Return what the records of each checkpoint came from: name -> fields."""
+    fields = {"dtype": str(dtype).removeprefix("torch."), "device": run.device_name(device)}
+    fields["commit"] = provenance.current_commit()
     found = {name: {"folder": str(model.folder), **fields} for name, model in models.items()}
     for name, text in texts.items():
         found[name]["data_hash"] = text.hash
     return found
 
 
-def losses_to_plot(records, models):
-    """Return the records to plot and their unit, which all vocabularies must have in common."""
-    if not scoring.have_different_vocabularies(models):
-        return records, "nats per token"
-    in_bits = plots.bits_per_byte(records)
-    if not in_bits:
-        note(
-            "nothing is plotted, for a loss per token means something else in each "
-            "vocabulary: bits per byte need --protocol=chunked and checkpoints with a tokenizer"
-        )
-    return in_bits, "bits per byte"
-
-
-def print_losses(records, lengths, in_bits, plotted, unit):
+def print_losses(records, models, cfg, lengths):
     """Print the losses as tables and as plots in characters.
 
-    in_bits: print a table in bits per byte, too; plotted, unit: of losses_to_plot().
+    Returns the records to plot and their unit, which all vocabularies must have in common.
     """
+    bits = plots.bits_per_byte(records)
+    plotted, unit = records, "nats per token"
+    if scoring.have_different_vocabularies(models):
+        plotted, unit = bits, "bits per byte"
+        if not bits:
+            note(
+                "nothing is plotted, for a loss per token means something else in each "
+                "vocabulary: bits per byte need --protocol=chunked and checkpoints with a tokenizer"
+            )
+    print()
     print(plots.format_loss_table(records, lengths))
-    bits = plots.bits_per_byte(records) if in_bits else []
-    if bits:
+    # where a token is a byte, bits per byte would say nothing new
+    has_words = any(r.get("bytes") not in (None, r.get("tokens")) for r in records)
+    if bits and (cfg.text or has_words or unit == "bits per byte"):
         print()
         print("\n".join(plots.format_lengths(bits, lengths, "bits per byte")))
     for protocol in plots.unique(plotted, "protocol"):
@@ -357,12 +335,14 @@ def print_losses(records, lengths, in_bits, plotted, unit):
         x_axis = "position" if protocol == "position" else "context length"
         print(f"\n{protocol}, {unit}, by {x_axis}")
         print(plots.terminal_plot(plots.loss_curves(plotted, protocol)))
+    note_few_sequences(records, lengths)
+    return plotted, unit
 
 
 def plot_records(records, models, cfg, lengths, scored, unit):
     """Write the figure of either task, with what it was measured on in its title and note.
 
-    scored: of scoring.describe_scored(); unit: of losses_to_plot().
+    scored: of scoring.describe_scored(); unit: of print_losses().
     """
     original = sorted({model.config.original_length for model in models.values()})
     trained_at = " or ".join(f"{length:,}" for length in original)
@@ -430,8 +410,7 @@ def evaluate(cfg, given, paths, writes):
     for model in models.values():
         devices.set_weights_dtype(model, cfg.weights, dtype)
     if cfg.task == "loss":
-        check_datasets(models, cfg)
-        note_different_texts(models, cfg)
+        check_texts(models, cfg)
     validate.require(
         not cfg.report or len(models) <= report.MAX_CHECKPOINTS,
         f"--report compares at most {report.MAX_CHECKPOINTS} checkpoints: name fewer",
@@ -483,13 +462,7 @@ def print_records(records, models, cfg, lengths, tasks):
     plotted, unit = records, ""
     if "loss" in tasks:
         of_losses = [record for record in records if record["task"] == "loss"]
-        plotted, unit = losses_to_plot(of_losses, models)
-        # where a token is a byte, bits per byte would say nothing new
-        has_words = any(r.get("bytes") not in (None, r.get("tokens")) for r in of_losses)
-        in_bits = bool(cfg.text) or unit == "bits per byte" or has_words
-        print()
-        print_losses(of_losses, lengths, in_bits, plotted, unit)
-        note_few_sequences(of_losses, lengths)
+        plotted, unit = print_losses(of_losses, models, cfg, lengths)
     if "needle" in tasks:
         print()
         print(plots.format_needle_table(records, lengths))

@@ -28,12 +28,23 @@ SECONDS_BETWEEN_BRIEF = 1.0
 class Measurement:
     """What is measured at once, of one checkpoint at one length: one record or several."""
 
-    checkpoint: str
-    length: int
-    settings: dict  # all else that they depend on, but for the model and the data; JSON values
+    records: list  # of one checkpoint and length, without what find() adds; JSON values
+    find: Callable  # returns the records with what was measured; may raise UserError
     flops: float  # what it costs, by GPT.flops_per_token(): more per token in a longer sequence
-    measure: Callable  # returns the records
+    settings: dict | None = None  # what else it depends on, but for model and data; JSON values
     brief: bool = False  # one of very many
+
+    def measure(self):
+        """Return the records; if they cannot be measured, they have "refused" with the reason."""
+        try:
+            return self.find()
+        except UserError as error:
+            return [{**record, "refused": str(error)} for record in self.records]
+
+
+def measure_all(measurements):
+    """Return the records of all measurements."""
+    return [record for measurement in measurements for record in measurement.measure()]
 
 
 def read_records(file):
@@ -49,10 +60,8 @@ def read_records(file):
     except (ValueError, TypeError, KeyError, RecursionError):
         is_ours = False
     if not is_ours:
-        raise UserError(
-            f"{file} holds something else than records of evaluate.py, and would be overwritten: "
-            "give another --json, or remove the file"
-        )
+        what = "something else than records of evaluate.py, and would be overwritten"
+        raise UserError(f"{file} holds {what}: give another --json, or remove the file")
     return records
 
 
@@ -88,10 +97,9 @@ class EvaluationLog:
         self.speeds = {}  # by checkpoint: FLOPs and seconds so far
 
     def key(self, measurement):
-        name = measurement.checkpoint
+        name = measurement.records[0]["checkpoint"]
         origin = {field: value for field, value in self.origins[name].items() if field != "commit"}
-        facts = [self.facts, self.models[name], origin]
-        facts += [name, measurement.length, measurement.settings]
+        facts = [self.facts, self.models[name], origin, measurement.records, measurement.settings]
         return hashlib.sha256(to_json(facts).encode()).hexdigest()[:16]
 
     def measure(self, measurements):
@@ -100,22 +108,24 @@ class EvaluationLog:
         keys = broadcast([self.key(measurement) for measurement in measurements])
         found = broadcast(self.find_saved(keys))
         self.print_reused(keys, found)
+        pairs = list(zip(keys, measurements, strict=True))
         written = time.perf_counter()
         try:
-            for i, (key, measurement) in enumerate(zip(keys, measurements, strict=True)):
+            for i, (key, measurement) in enumerate(pairs, 1):
                 if key in found:
                     continue
                 seconds = self.measure_one(measurement, key, found)
-                is_last = i + 1 == len(keys)
                 now = time.perf_counter()
+                is_last = i == len(pairs)
                 if measurement.brief and not is_last and now < written + SECONDS_BETWEEN_BRIEF:
                     continue
                 written = now
                 self.save(keys, found)
-                left = self.seconds_left(measurements[i + 1 :], keys[i + 1 :], found)
+                left = self.format_time_left([rest for key, rest in pairs[i:] if key not in found])
+                first = found[key][0]
                 print(
-                    f"measured {i + 1} of {len(keys)}: {measurement.checkpoint} at "
-                    f"{measurement.length}: {summarise(found[key])} ({format_time(seconds)}{left})",
+                    f"measured {i} of {len(pairs)}: {first['checkpoint']} at {first['length']}: "
+                    f"{summarise(found[key])} ({format_time(seconds)}{left})",
                     flush=True,
                 )
         finally:
@@ -125,12 +135,14 @@ class EvaluationLog:
     def measure_one(self, measurement, key, found):
         """Add the records of a measurement to `found`. Returns the seconds that it took."""
         start = time.perf_counter()
-        origin = {**self.origins[measurement.checkpoint], "key": key}
-        found[key] = [{**record, **origin} for record in measurement.measure()]
+        records = measurement.measure()
         seconds = time.perf_counter() - start
-        if "refused" not in found[key][0]:
-            flops, total = self.speeds.get(measurement.checkpoint, (0, 0))
-            self.speeds[measurement.checkpoint] = (flops + measurement.flops, total + seconds)
+        name = records[0]["checkpoint"]
+        found[key] = [{**record, **self.origins[name], "key": key} for record in records]
+        # A refusal takes no time, so it says nothing about the speed.
+        if "refused" not in records[0]:
+            flops, total = self.speeds.get(name, (0, 0))
+            self.speeds[name] = (flops + measurement.flops, total + seconds)
         return seconds
 
     def find_saved(self, keys):
@@ -138,32 +150,31 @@ class EvaluationLog:
         found = {}
         for record in self.saved:
             if record.get("key") in keys:
-                found.setdefault(record["key"], []).append(record)
-        for key, records in list(found.items()):
-            for record in records:
                 # of other checkpoints and lengths; scoring.compare() finds them again
                 record.pop("difference", None)
                 record.pop("benefit", None)
-                numbers = [record.get(field, 0) for field in ("loss", "nll", "nats", "gain")]
-                if None in numbers:
-                    found.pop(key, None)
+                found.setdefault(record["key"], []).append(record)
+        for key, records in list(found.items()):
+            numbers = [
+                r.get(field, 0) for r in records for field in ("loss", "nll", "nats", "gain")
+            ]
+            if None in numbers:
+                del found[key]
         return found
 
     def print_reused(self, keys, found):
-        others = [record for record in self.saved if "summary" not in record]
-        n_others = sum(record.get("key") not in keys for record in others)
+        saved = [record for record in self.saved if "summary" not in record]
+        n_others = sum(record.get("key") not in keys for record in saved)
         if found:
             print(f"reused: {len(found)} of {len(keys)} measurements, from {self.file}", flush=True)
         if n_others:
-            note(
-                f"{self.file} has {n_others} records that other settings, weights, data or code "
-                "gave: they are not used, and replaced"
-            )
+            others = f"{n_others} records that other settings, weights, data or code gave"
+            note(f"{self.file} has {others}: they are not used, and replaced")
 
     def save(self, keys, found):
         """Write the records so far, if the file is one and not a device as /dev/stdout."""
         path = Path(self.file)
-        if self.file and (path.is_file() or not path.exists()):
+        if path.is_file() or not path.exists():
             self.write([record for key in dict.fromkeys(keys) for record in found.get(key, [])])
 
     def write(self, records):
@@ -171,18 +182,20 @@ class EvaluationLog:
         if self.file:
             write_lines(Path(self.file), records)
 
-    def seconds_left(self, measurements, keys, found):
-        """The time that what is not found yet will take, as the end of a line, or "".
+    def format_time_left(self, measurements):
+        """The time that these will take, as the end of a line, or "".
 
         A checkpoint goes on at its own speed in FLOP/s, and one that was not measured yet at that
         of all others together.
         """
+        if not self.speeds:
+            return ""
         of_all = [sum(column) for column in zip(*self.speeds.values(), strict=True)]
         left = 0.0
-        for key, measurement in zip(keys, measurements, strict=True):
-            if key not in found and self.speeds:
-                flops, seconds = self.speeds.get(measurement.checkpoint, of_all)
-                left += measurement.flops * seconds / flops
+        for measurement in measurements:
+            name = measurement.records[0]["checkpoint"]
+            flops, seconds = self.speeds.get(name, of_all)
+            left += measurement.flops * seconds / flops
         return f", about {format_time(left)} left" if left else ""
 
 
@@ -193,18 +206,15 @@ def summarise(records):
         return "refused"
     if first["task"] == "needle":
         place = "no passkey" if first["depth"] is None else f"passkey at depth {first['depth']:g}"
-        found = {**first, "mean": first["accuracy"]}
-        return f"{place}, found {intervals.format_interval(found, 2)}"
+        return f"{place}, found {intervals.format_interval(first, 2, key='accuracy')}"
     if first["task"] == "ruler":
         verdict = "all right" if first["correct"] else "not all right"
         prompt = f"{first['kind']}, prompt {first['sample']}"
         return f"{prompt}: {verdict}, {first['nats']:.2f} nats, {first['gain']:+.2f} by the needles"
-    losses = {}
-    for record in records:
-        loss = intervals.format_interval({**record, "mean": record["loss"]})
-        losses.setdefault(record["protocol"], []).append(loss)
     words = []
-    for protocol, values in losses.items():
-        of_last_part = f" to {values[-1]}" if len(values) > 1 else ""
-        words.append(f"{protocol} {values[0]}{of_last_part}")
+    for protocol in dict.fromkeys(record["protocol"] for record in records):
+        of_protocol = [record for record in records if record["protocol"] == protocol]
+        losses = [intervals.format_interval(record, key="loss") for record in of_protocol]
+        of_last_part = f" to {losses[-1]}" if len(losses) > 1 else ""
+        words.append(f"{protocol} {losses[0]}{of_last_part}")
     return f"{', '.join(words)} nats per token"

@@ -36,15 +36,16 @@ def ratio_interval(sums, counts):
     """
     pairs = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     n = len(pairs)
-    if not n:
-        return interval(math.nan, None, 0)
     n_tokens = sum(count for _, count in pairs)
-    mean = sum(total for total, _ in pairs) / n_tokens
+    mean = math.nan
+    if n:
+        mean = sum(total for total, _ in pairs) / n_tokens
     if n < MIN_SAMPLES:
-        return interval(mean, None, n)
+        return {"mean": mean, "low": None, "high": None, "n": n}
     squares = sum((total - mean * count) ** 2 for total, count in pairs)
     standard_error = math.sqrt(n / (n - 1) * squares) / n_tokens
-    return interval(mean, student_t(n - 1) * standard_error, n)
+    half_width = student_t(n - 1) * standard_error
+    return {"mean": mean, "low": mean - half_width, "high": mean + half_width, "n": n}
 
 
 def mean_interval(values):
@@ -71,24 +72,19 @@ def fraction_interval(successes):
     return {"mean": mean, "low": low, "high": high, "n": n}
 
 
-def interval(mean, half_width, n):
-    """Return an interval that is symmetric about its mean; half_width: None if it is unknown."""
-    if half_width is None:
-        return {"mean": mean, "low": None, "high": None, "n": n}
-    return {"mean": mean, "low": mean - half_width, "high": mean + half_width, "n": n}
+def separation(found):
+    """Return 1 or -1 if an interval, of a difference, is above or below 0; 0 if it may hold 0."""
+    if found["low"] is None:
+        return 0
+    return int(found["low"] > 0) - int(found["high"] < 0)
 
 
-def is_separated(found):
-    """Return whether an interval, of a difference, excludes 0."""
-    return found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
-
-
-def format_interval(found, digits=3, sign=""):
+def format_interval(found, digits=3, sign="", key="mean"):
     """Return an interval as text: "1.716 ± 0.021", "0.95 (0.76 to 0.99)" or "1.716 (n = 1)".
 
-    sign: "+" for differences.
+    sign: "+" for differences. key: of the mean, which is "loss" in the record of one.
     """
-    mean, low, high = found["mean"], found["low"], found["high"]
+    mean, low, high = found[key], found["low"], found["high"]
     if mean is None or not math.isfinite(mean):
         return "not finite"
     text = f"{mean:{sign}.{digits}f}"

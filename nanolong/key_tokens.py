@@ -2,9 +2,8 @@
 
 import torch
 
-from nanolong import devices, intervals, scoring
+from nanolong import intervals, scoring
 from nanolong.errors import UserError
-from nanolong.evaluation_log import Measurement
 from nanolong.losses import sequence_losses
 from nanolong.run.checkpoint import weights_hash
 
@@ -26,7 +25,17 @@ class Judge:
         self.model = model
         self.short_context = min(short_context, model.config.block_size // 2)
         self.dtype = dtype
+        self.weights = weights_hash(model)
         self.found = {}
+
+    def check_length(self, length):
+        """Raise UserError for a length at which key tokens cannot be told."""
+        longest = self.model.config.block_size
+        if not self.short_context < length <= longest:
+            raise UserError(
+                f"the judge tells key tokens in sequences of {self.short_context + 1} to {longest} "
+                "tokens: choose other --lengths, or another --judge"
+            )
 
     def find(self, text, length, sequences):
         """Return which targets of the sequences are key tokens, bool (N, length), and the benefits.
@@ -64,69 +73,36 @@ class Judge:
             stop = min(start + block, length)
             pieces = [(file, first + start - context, 0) for file, first, _ in sequences]
             n = stop - start + context
-            found = [
-                batch for batch, _ in sequence_losses(self.model, split, n, pieces, self.dtype)
-            ]
-            losses[:, start:stop] = torch.cat(found)[:, context:]
+            passes = sequence_losses(self.model, split, n, pieces, self.dtype)
+            losses[:, start:stop] = torch.cat([batch for batch, _ in passes])[:, context:]
         return losses
 
 
 def key_token_losses(model, split, length, sequences, are_key, dtype=torch.float32):
     """Sum the loss of the key tokens of every sequence: float64 (N,), and their number (N,)."""
-    sums = []
-    n_done = 0
-    for losses, y in sequence_losses(model, split, length, sequences, dtype):
-        sums.append(losses.where(are_key[n_done : n_done + len(y)], 0).sum(1))
-        n_done += len(y)
-    return torch.cat(sums), are_key.sum(1).double()
+    passes = sequence_losses(model, split, length, sequences, dtype)
+    losses = torch.cat([batch for batch, _ in passes])
+    return losses.where(are_key, 0).sum(1), are_key.sum(1).double()
 
 
-def check_judge(judge, length):
-    """Raise UserError for a length at which a judge cannot tell key tokens."""
-    longest = judge.model.config.block_size
-    if not judge.short_context < length <= longest:
+def measure(record, model, text, sequences, judge, min_key_tokens, dtype):
+    """Add to a record the loss on the key tokens of a judge. Raises UserError if they are few."""
+    length = record["length"]
+    are_key, benefits = judge.find(text, length, sequences)
+    n_key = int(are_key.sum())
+    n_judged = benefits[:, 1].sum().item()
+    if n_key < min_key_tokens:
         raise UserError(
-            f"the judge tells key tokens in sequences of {judge.short_context + 1} to {longest} "
-            "tokens: choose other --lengths, or another --judge"
+            f"there are only {n_key} key tokens at {length} tokens, and fewer than "
+            f"{min_key_tokens} say too little: raise --max_tokens, give another text, or lower "
+            "--min_key_tokens"
         )
-
-
-def plan(name, model, text, cfg, lengths, length, judge):
-    """Return the Measurement of the loss on the key tokens of a judge, at one length."""
-    split = text.val
-    settings = {
-        "protocols": ("key-tokens",),
-        "judge": weights_hash(judge.model),
-        "short_context": judge.short_context,
-        "min_key_tokens": cfg.min_key_tokens,
-        "max_tokens": cfg.max_tokens,
-        "lengths": lengths,
+    sums, counts = key_token_losses(model, text.val, length, sequences, are_key, dtype)
+    columns = [sums.tolist(), counts.int().tolist()]
+    return {
+        **record,
+        **scoring.loss_fields(columns),
+        "by_sequence": list(zip(*columns, strict=True)),
+        "key_fraction": n_key / n_judged,
+        "judge_benefit": intervals.ratio_interval(*benefits.T.tolist()),
     }
-
-    def measure():
-        record = scoring.loss_record(name, "key-tokens", length)
-        record["short_context"] = judge.short_context
-        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-        try:
-            check_judge(judge, length)
-            sequences = scoring.find_sequences(split, length, cfg.max_tokens, lengths=lengths)
-            are_key, benefits = judge.find(text, length, sequences)
-            n_key = int(are_key.sum())
-            if n_key < cfg.min_key_tokens:
-                raise UserError(
-                    f"there are only {n_key} key tokens at {length} tokens, and fewer than "
-                    f"{cfg.min_key_tokens} say too little: raise --max_tokens, give another text, "
-                    "or lower --min_key_tokens"
-                )
-            found = key_token_losses(model, split, length, sequences, are_key, dtype)
-        except UserError as error:
-            return [{**record, "refused": str(error)}]
-        columns = [found[0].tolist(), found[1].int().tolist()]
-        record.update(scoring.loss_fields(columns))
-        record["by_sequence"] = list(zip(*columns, strict=True))
-        record["key_fraction"] = n_key / benefits[:, 1].sum().item()
-        record["judge_benefit"] = intervals.ratio_interval(*benefits.T.tolist())
-        return [record]
-
-    flops = cfg.max_tokens * model.flops_per_token(length)
-    return Measurement(name, length, settings, flops, measure)

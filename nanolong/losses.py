@@ -72,9 +72,8 @@ def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32
     """Sum the loss at each position of sequences of `length` tokens.
 
     Returns two float64 tensors (length,): the summed loss in nats and the number of scored tokens.
-    placement: the protocol, stride and all `lengths` that are to be compared, which are arguments
-    of scoring.find_sequences(). Raises UserError when the text or the context of the model is too
-    short.
+    placement: arguments of scoring.find_sequences(), the protocol, stride and all `lengths` to
+    compare. Raises UserError when the text or the context of the model is too short.
     """
     sequences = scoring.find_sequences(split, length, max_tokens, **placement)
     loss_sum = torch.zeros(length, dtype=torch.float64)
@@ -88,8 +87,7 @@ def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32
 def loss_by_part(model, split, length, sequences, dtype=torch.float32):
     """Sum the loss in each of 16 equal parts of every sequence.
 
-    Returns two float64 tensors (N, 16), fewer parts if length < 16: the summed loss in nats and the
-    number of scored tokens. sequences, errors: of sequence_losses().
+    Returns two float64 tensors (N, 16), fewer parts if length < 16: loss in nats and scored tokens.
     """
     sums, counts = [], []
     for losses, y in sequence_losses(model, split, length, sequences, dtype):

@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 
+from nanolong.plots import spread
 from nanolong.strict_json import without_infinities
 
 # -----------------------------------------------------------------------------
@@ -129,13 +130,11 @@ def linear_axis(label, values, ends):
 
 def log_axis(label, values, ends, ticks):
     """Return an Axis on a log scale, with those of the ticks whose labels do not touch."""
-    axis = Axis(label, min(values) / 1.2, max(values) * 1.2, *ends, True, [])
+    low, high = min(values) / 1.2, max(values) * 1.2
     label_size = 80 if ends == X else 24
-    for tick in sorted(ticks):
-        far = not axis.ticks or abs(axis.at(tick) - axis.at(axis.ticks[-1])) > label_size
-        if far and axis.low <= tick <= axis.high:
-            axis.ticks.append(tick)
-    return axis
+    gap = label_size / abs(ends[1] - ends[0]) * math.log(high / low)
+    ticks = spread([tick for tick in ticks if low <= tick <= high], gap)
+    return Axis(label, low, high, *ends, True, ticks)
 
 
 def draw_axes(x, y):
@@ -157,14 +156,12 @@ def draw_axes(x, y):
 def draw_rule(x, y, axis, value, label):
     """Return a dashed line across the figure at a value of one of its axes."""
     place = f"{axis.at(value):.1f}"
+    path = f"M{place} {TOP}V{BOTTOM}"
+    at = f'x="{place}" dx="6" y="{TOP + 4}"'
     if axis is y:
         path = f"M{LEFT} {place}H{RIGHT}"
         at = f'class="end" x="{RIGHT}" y="{axis.at(value) - 12:.1f}"'
-    elif axis.at(value) < (LEFT + RIGHT) / 2:
-        path = f"M{place} {TOP}V{BOTTOM}"
-        at = f'x="{place}" dx="6" y="{TOP + 4}"'
-    else:
-        path = f"M{place} {TOP}V{BOTTOM}"
+    elif axis.at(value) >= (LEFT + RIGHT) / 2:
         at = f'class="end" x="{place}" dx="-6" y="{TOP + 4}"'
     return f'<path class="rule" d="{path}"/><text {at}>{escape(label)}</text>'
 
@@ -216,13 +213,4 @@ def figure(caption, curves, x, y, rules=()):
         f'<div class="keys">{"".join(map(draw_key, curves))}</div>'
         f'<svg class="chart" viewBox="0 0 720 330" role="group" aria-label="{caption}">'
         f"{draw_axes(x, y)}{''.join(shapes)}</svg></figure>\n"
-    )
-
-
-def switches():
-    """Return the style rules that hide the curves of a figure whose checkbox has no tick."""
-    return "\n".join(
-        f".style{i} {{ --colour: var(--style{i}); }}\n"
-        f"figure:has(.style{i} input:not(:checked)) .curve.style{i} {{ display: none; }}"
-        for i in range(len(MARKERS))
     )

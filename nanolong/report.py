@@ -9,7 +9,6 @@ from pathlib import Path
 from string import Template
 
 from nanolong import intervals, page, plots
-from nanolong.errors import UserError
 
 MAX_CHECKPOINTS = page.GRAY  # as many styles of curves as can be told apart
 PAGE = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
@@ -18,14 +17,7 @@ PAGE = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-
 # Loss
 
 
-def separation(record):
-    """Return ▲ or ▼ if the interval of the difference from the first excludes 0, else ""."""
-    difference = record.get("difference", {"low": None})
-    if difference["low"] is None:
-        return ""
-    if difference["low"] > 0:
-        return " ▲"
-    return " ▼" if difference["high"] < 0 else ""
+MARKS = {1: " ▲", 0: "", -1: " ▼"}  # of intervals.separation()
 
 
 def format_loss(record):
@@ -34,32 +26,41 @@ def format_loss(record):
         return "not measured"
     if "refused" in record:
         return "refused"
-    return intervals.format_interval({**record, "mean": record["loss"]})
+    return intervals.format_interval(record, key="loss")
 
 
-def x_of(record):
-    """Return the length of a record, or the end of its part of the positions."""
-    return record["position"][1] if "position" in record else record["length"]
+def mark(record):
+    """Return ▲ or ▼ if the interval of the difference from the first excludes 0, else ""."""
+    if record is None or "difference" not in record:
+        return ""
+    return MARKS[intervals.separation(record["difference"])]
 
 
-def loss_curves(measured, names):
-    """Return a Curve for each checkpoint, with the losses that are finite."""
-    curves = [page.Curve(i, name, []) for i, name in enumerate(names)]
-    for record in sorted(measured, key=x_of):
-        if not page.is_finite(record.get("loss")):
-            continue
-        text = f"{record['checkpoint']}, {x_of(record):,} tokens: {format_loss(record)} nats"
-        if "difference" in record:
-            difference = intervals.format_interval(record["difference"], sign="+")
-            text += f"; {difference} from {names[0]}{separation(record)}"
-        point = (x_of(record), record["loss"], record["low"], record["high"], text)
-        curves[names.index(record["checkpoint"])].points.append(point)
-    return curves
+def format_difference(record):
+    """Return the difference from the first checkpoint, with its interval."""
+    return intervals.format_interval(record["difference"], sign="+")
+
+
+def describe_loss(record, x, first):
+    """Return what the point of a loss says; first: the name of the first checkpoint."""
+    text = f"{record['checkpoint']}, {x:,} tokens: {format_loss(record)} nats"
+    if "difference" in record:
+        text += f"; {format_difference(record)} from {first}{mark(record)}"
+    return text
 
 
 def loss_figure(caption, x_label, measured, checkpoints):
     """Return the curves of one protocol, with the original lengths marked."""
-    curves = loss_curves(measured, [checkpoint["name"] for checkpoint in checkpoints])
+    names = [checkpoint["name"] for checkpoint in checkpoints]
+    curves = []
+    for name, points in plots.loss_curves(measured, measured[0]["protocol"]).items():
+        points.sort(key=lambda point: point[0])
+        shown = [
+            (x, loss, low, high, describe_loss(record, x, names[0]))
+            for x, loss, low, high, record in points
+            if page.is_finite(loss)
+        ]
+        curves.append(page.Curve(names.index(name), name, shown))
     points = [point for curve in curves for point in curve.points]
     if not points:
         return "<p>There is no finite loss to plot.</p>"
@@ -78,7 +79,7 @@ def loss_figure(caption, x_label, measured, checkpoints):
 def loss_table(caption, x_label, measured, checkpoints):
     """Return a row for each length or position, and below it what the marks mean."""
     names = [checkpoint["name"] for checkpoint in checkpoints]
-    cells = {(x_of(record), record["checkpoint"]): record for record in measured}
+    cells = {(plots.x_of(record), record["checkpoint"]): record for record in measured}
     # One refusal stands for all positions.
     by_position = measured[0]["protocol"] == "position"
     refused = {r["checkpoint"]: r for r in measured if by_position and "refused" in r}
@@ -86,21 +87,22 @@ def loss_table(caption, x_label, measured, checkpoints):
     for x in sorted({x for x, _ in cells}):
         found = [refused.get(name) or cells.get((x, name)) for name in names]
         scored = [record for record in found if record and "refused" not in record]
-        row = [format_loss(r) + (separation(r) if r else "") for r in found]
+        row = [f"{x:,}", *(format_loss(record) + mark(record) for record in found)]
         for field in ("n", "tokens"):
             row.append(" or ".join(f"{n:,}" for n in sorted({r[field] for r in scored})))
-        rows.append([f"{x:,}", *row])
+        rows.append(row)
     text = page.table(caption, [x_label, *names, "sequences", "tokens"], rows)
-    if any(map(separation, measured)):
-        text += (
-            f'<p class="note">▲ higher, ▼ lower than {page.escape(names[0])}: the 95 % interval of '
-            "the difference on the same sequences excludes 0.</p>"
+    notes = []
+    if any(map(mark, measured)):
+        notes.append(
+            f"▲ higher, ▼ lower than {names[0]}: the 95 % interval of the difference on the same "
+            "sequences excludes 0."
         )
     # Key tokens are those of the judge, so they are the same for all checkpoints.
     for length, record in {r["length"]: r for r in measured if "key_fraction" in r}.items():
         key_tokens = f"{record['tokens']:,} are key tokens, {record['key_fraction']:.2%}"
-        text += f'<p class="note">At {length:,} tokens {key_tokens}.</p>'
-    return text
+        notes.append(f"At {length:,} tokens {key_tokens}.")
+    return text + "".join(f'<p class="note">{page.escape(sentence)}</p>' for sentence in notes)
 
 
 def lengths_section(losses, checkpoints):
@@ -108,22 +110,20 @@ def lengths_section(losses, checkpoints):
     text = ""
     for protocol, scored in plots.SCORED_TOKENS.items():
         measured = [record for record in losses if record["protocol"] == protocol]
-        if not measured:
-            continue
-        caption = f"Loss by context length in nats per token, {protocol}"
-        text += f"<h3>{protocol}</h3>\n<p>Scored: {scored}.</p>\n"
-        text += loss_figure(caption, "context length (tokens)", measured, checkpoints)
-        text += loss_table(caption, "length", measured, checkpoints)
+        if measured:
+            caption = f"Loss by context length in nats per token, {protocol}"
+            text += f"<h3>{protocol}</h3>\n<p>Scored: {scored}.</p>\n"
+            text += loss_figure(caption, "context length (tokens)", measured, checkpoints)
+            text += loss_table(caption, "length", measured, checkpoints)
     return text
 
 
 def positions_section(losses, checkpoints):
     """Return the loss by position in sequences of the greatest length."""
-    measured = [record for record in losses if record["protocol"] == "position"]
+    longest = max((record["length"] for record in losses), default=0)
+    measured = [r for r in losses if (r["protocol"], r["length"]) == ("position", longest)]
     if not measured:
         return ""
-    longest = max(record["length"] for record in measured)
-    measured = [record for record in measured if record["length"] == longest]
     caption = f"Loss by position in sequences of {longest:,} tokens, in nats per token"
     text = loss_figure(caption, "position (tokens)", measured, checkpoints)
     return text + loss_table(caption, "up to", measured, checkpoints)
@@ -139,9 +139,7 @@ def cost_section(losses, checkpoints):
         record = found.get((name, length))
         difference = "" if name == first else "not measured"
         if record and "difference" in record:
-            difference = intervals.format_interval(record["difference"], sign="+") + separation(
-                record
-            )
+            difference = format_difference(record) + mark(record)
         rows.append([name, f"{length:,}", format_loss(record), difference])
     header = ["checkpoint", "original length", "loss", f"difference from {first}"]
     return page.table("Loss at the original length in nats per token, chunked", header, rows)
@@ -185,10 +183,19 @@ def heatmap(measured, name):
     return page.table(name, ["length", *(f"{length:,}" for length in lengths)], rows, shades=shades)
 
 
+RETRIEVAL = Template("""<h3>$title</h3>
+<p>Fraction of prompts with the right answer, by length; below it the gain: the nats that the
+needles in a prompt save on its answer. Recovery is the gain among distractors as a fraction of the
+gain without them.</p>
+<div class="maps">$maps</div>
+<details><summary>All numbers, with intervals</summary>$numbers</details>
+""")
+
+
 def retrieval_section(records, names):
     """Return a heatmap for each checkpoint and task, and all numbers with their intervals."""
     text = ""
-    columns = ("accuracy", "nats", "gain", "recovery")
+    header = ["checkpoint", "prompt", "length", "accuracy", "nats", "gain", "recovery"]
     for task, title in (("needle", "Passkey"), ("ruler", "RULER")):
         of_task = [record for record in records if record["task"] == task]
         measured = [as_summary(r) for r in of_task if task == "needle" or "summary" in r]
@@ -196,22 +203,16 @@ def retrieval_section(records, names):
             continue
         rows = []
         for record in measured:
-            missing = "refused" if "refused" in record else ""
-            estimates = [record.get(column) for column in columns]
-            numbers = [
-                intervals.format_interval(found) if found else missing for found in estimates
-            ]
-            numbers[1] += separation(record)
-            rows.append([record["checkpoint"], record["kind"], f"{record['length']:,}", *numbers])
-        header = ["checkpoint", "prompt", "length", *columns]
-        maps = "".join(heatmap(measured, name) for name in names)
-        text += (
-            f"<h3>{title}</h3>\n<p>Fraction of prompts with the right answer, by length; below it "
-            "the gain: the nats that the needles in a prompt save on its answer. Recovery is the "
-            "gain among distractors as a fraction of the gain without them.</p>\n"
-            f'<div class="maps">{maps}</div>\n'
-            "<details><summary>All numbers, with intervals</summary>"
-            f"{page.table(f'{title}, with 95 % intervals', header, rows)}</details>\n"
+            row = [record["checkpoint"], record["kind"], f"{record['length']:,}"]
+            for estimate in map(record.get, header[3:]):
+                missing = "refused" if "refused" in record else ""
+                row.append(intervals.format_interval(estimate) if estimate else missing)
+            row[header.index("nats")] += mark(record)
+            rows.append(row)
+        text += RETRIEVAL.substitute(
+            title=title,
+            maps="".join(heatmap(measured, name) for name in names),
+            numbers=page.table(f"{title}, with 95 % intervals", header, rows),
         )
     return text
 
@@ -229,35 +230,34 @@ def checkpoints_section(checkpoints):
     return page.table("Settings and provenance", header, rows, kind="wrapped")
 
 
-def wavelength_curve(style, when, wavelengths):
-    """Return the Curve of wavelengths (R/2,); a pair that is not rotated has None, and no point."""
-    points = []
-    for pair, value in enumerate(wavelengths, 1):
-        if value is not None:
-            points.append((pair, value, None, None, f"{when}, pair {pair}: {value:,.1f} tokens"))
-    return page.Curve(style, when, points)
-
-
 def wavelengths_section(checkpoints):
-    """Return the wavelengths before and after of each checkpoint that has them."""
+    """Return the wavelengths before and after of each checkpoint that has them.
+
+    A pair that is not rotated has None.
+    """
     text = ""
     for style, checkpoint in enumerate(checkpoints):
         if not checkpoint["wavelengths"]:
             continue
         original = checkpoint["original_length"]
-        before, after = checkpoint["wavelengths"]["before"], checkpoint["wavelengths"]["after"]
-        curves = [wavelength_curve(page.GRAY, "before", before)]
-        curves.append(wavelength_curve(style, "after", after))
-        values = [original, *(value for value in before + after if value is not None)]
-        x = page.linear_axis("pair of channels, fastest first", range(1, len(before) + 1), page.X)
+        curves, values, cells = [], [original], []
+        for when, style_of in (("before", page.GRAY), ("after", style)):
+            wavelengths = checkpoint["wavelengths"][when]
+            cells.append(["not rotated" if w is None else f"{w:,.1f}" for w in wavelengths])
+            points = [
+                (pair, value, None, None, f"{when}, pair {pair}: {value:,.1f} tokens")
+                for pair, value in enumerate(wavelengths, 1)
+                if value is not None
+            ]
+            values += [point[1] for point in points]
+            curves.append(page.Curve(style_of, when, points))
+        rows = [[pair, *row] for pair, row in enumerate(zip(*cells, strict=True), 1)]
+        x = page.linear_axis("pair of channels, fastest first", range(1, len(rows) + 1), page.X)
         y = page.log_axis("wavelength (tokens)", values, page.Y, [10**k for k in range(16)])
-        rules = [(y, original, f"original length {original:,}")]
         caption = f"Wavelengths of {checkpoint['name']} in tokens"
-        text += page.figure(caption, curves, x, y, rules)
-        rows = []
-        for pair, values in enumerate(zip(before, after, strict=True), 1):
-            rows.append([pair, *("not rotated" if v is None else f"{v:,.1f}" for v in values)])
+        rules = [(y, original, f"original length {original:,}")]
         numbers = page.table(caption, ["pair", "before", "after"], rows)
+        text += page.figure(caption, curves, x, y, rules)
         text += f"<details><summary>All wavelengths</summary>{numbers}</details>\n"
     return text
 
@@ -272,11 +272,10 @@ TEXT = Template("""<noscript><p>The colours need JavaScript.</p></noscript>
 """)
 
 
-def text_data(texts, names):
+def text_data(texts):
     """Return what the script needs to show any two texts; those with the same tokens share them."""
     data = {"tokens": [], "texts": []}
-    for name in names:
-        text = texts[name]
+    for name, text in texts.items():
         tokens = [page.visible(token) for token in text["tokens"]]
         if tokens not in data["tokens"]:
             data["tokens"].append(tokens)
@@ -292,20 +291,20 @@ def text_data(texts, names):
     return data
 
 
-def text_section(texts, names):
+def text_section(texts):
     """Return the texts of the first two checkpoints, and the data to colour any two."""
-    names = [name for name in names if name in texts]
-    if not names:
+    if not texts:
         return ""
-    data = text_data(texts, names)
-    options = "".join(f"<option>{page.escape(name)}</option>" for name in names)
+    data = text_data(texts)
+    options = "".join(f"<option>{page.escape(name)}</option>" for name in texts)
     choices = panes = ""
-    for i, which in enumerate(("first", "second")[: len(names)]):
+    for i, (which, shown) in enumerate(zip(("first", "second"), data["texts"], strict=False)):
         choices += f'<label>{which} <select id="choice{i}">{options}</select></label>\n'
-        plain = page.escape("".join(data["tokens"][data["texts"][i]["tokens"]]))
+        about = page.escape(shown["about"])
+        plain = page.escape("".join(data["tokens"][shown["tokens"]]))
         panes += (
-            f'<div><p id="about{i}">{page.escape(data["texts"][i]["about"])}</p><div class="text" '
-            f'role="group" aria-label="{which} text" translate="no">{plain}</div></div>\n'
+            f'<div><p id="about{i}">{about}</p><div class="text" role="group" '
+            f'aria-label="{which} text" translate="no">{plain}</div></div>\n'
         )
     return TEXT.substitute(choices=choices, panes=panes, data=page.inline_json(data))
 
@@ -327,12 +326,9 @@ def describe_source(records):
 def write_report(file, checkpoints, records, texts, omitted, title):
     """Write the report, one HTML file.
 
-    checkpoints: of describe_checkpoint(), at most six. records: of evaluate.py. texts: name ->
-    {"length", "start", "tokens", "losses"}, tokens as text and losses in nats; {} for none.
-    omitted: sentences that say what was not measured. Raises UserError.
+    checkpoints: of describe_checkpoint(), at most six. texts: name -> what losses.text_losses()
+    returns; {} for none. omitted: sentences that say what was not measured.
     """
-    if len(checkpoints) > MAX_CHECKPOINTS:
-        raise UserError(f"a report compares at most {MAX_CHECKPOINTS} checkpoints: name fewer")
     names = [checkpoint["name"] for checkpoint in checkpoints]
     losses = [record for record in records if record["task"] == "loss"]
     left_out = [*omitted, *plots.format_refusals(records)]
@@ -343,7 +339,7 @@ def write_report(file, checkpoints, records, texts, omitted, title):
         "Cost at the original length": losses and cost_section(losses, checkpoints),
         "Retrieval": retrieval_section(records, names),
         "Wavelengths": wavelengths_section(checkpoints),
-        "The text, coloured by loss": text_section(texts, names),
+        "The text, coloured by loss": text_section(texts),
         "Left out": "".join(f"<p>{page.escape(sentence)}</p>\n" for sentence in left_out),
     }
     links = body = ""
@@ -356,6 +352,5 @@ def write_report(file, checkpoints, records, texts, omitted, title):
         source=page.escape(describe_source(records)),
         links=links,
         sections=body,
-        switches=page.switches(),
     )
     Path(file).write_text(text, encoding="utf-8")

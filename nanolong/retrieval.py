@@ -1,6 +1,5 @@
 """Retrieval from synthetic prompts: a hidden passkey, and tasks as in RULER (2404.06654)."""
 
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 import data
 from nanolong import devices, intervals, parallel, validate
 from nanolong.errors import UserError, note
-from nanolong.evaluation_log import Measurement
+from nanolong.evaluation_log import Measurement, measure_all
 from nanolong.losses import BATCH_TOKENS, evaluation_mode
 from nanolong.scoring import have_different_vocabularies
 
@@ -19,21 +18,14 @@ NEEDLE_TRIALS = 64
 RULER_TRIALS = 20
 
 
-@dataclass
-class Answers:
-    """What a model says to a batch of prompts whose answers have equally many tokens."""
-
-    correct: list[bool]  # whether all tokens had the highest probability (teacher forcing)
-    nats: list[float]  # the loss of the answer: the sum over its tokens
-
-
 def answer_prompts(model, prompts, device, seed=0):
-    """Ask a model for the answers at the end of prompts of equally many tokens. Returns Answers.
+    """Ask a model for the answers at the end of prompts of equally many tokens, all as long.
 
     prompts: inputs and targets of each, int64 (length,), where targets before the answer are -1.
+    Returns two lists: whether all tokens of an answer had the highest probability (teacher
+    forcing), and its loss in nats, the sum over its tokens.
     """
-    x = torch.from_numpy(np.stack([inputs for inputs, _ in prompts])).to(device)
-    y = torch.from_numpy(np.stack([targets for _, targets in prompts])).to(device)
+    x, y = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*prompts, strict=True))
     # Processes that share a sequence compute equally many of its tokens.
     _, n_processes = parallel.sequence_rank_and_size()
     padding = (0, -x.shape[1] % n_processes)
@@ -50,7 +42,7 @@ def answer_prompts(model, prompts, device, seed=0):
     losses = F.cross_entropy(
         logits.flatten(0, 1), answer.flatten(), reduction="none", ignore_index=-1
     )
-    return Answers(correct.all(1).tolist(), losses.view_as(answer).double().sum(1).tolist())
+    return correct.all(1).tolist(), losses.view_as(answer).double().sum(1).tolist()
 
 
 # -----------------------------------------------------------------------------
@@ -58,7 +50,7 @@ def answer_prompts(model, prompts, device, seed=0):
 
 
 def ask_for_needles(model, tokenizer, length, depth, trials, seed, bos, dtype, hidden):
-    """Ask for passkeys; arguments are those of find_needle(). Returns Answers to all trials."""
+    """Ask for passkeys; arguments are those of find_needle(). Returns as answer_prompts()."""
     if tokenizer is None:
         raise UserError(
             "find_needle() has no tokenizer to write prompts with: give that of the model, "
@@ -72,13 +64,13 @@ def ask_for_needles(model, tokenizer, length, depth, trials, seed, bos, dtype, h
         targets[: -data.DIGITS] = -1
         prompts.append((inputs, targets))
     batch_size = max(1, BATCH_TOKENS // length)
-    answers = Answers([], [])
+    correct, nats = [], []
     with evaluation_mode(model, dtype) as device:
         for i in range(0, trials, batch_size):
             found = answer_prompts(model, prompts[i : i + batch_size], device, seed)
-            answers.correct += found.correct
-            answers.nats += found.nats
-    return answers
+            correct += found[0]
+            nats += found[1]
+    return correct, nats
 
 
 def find_needle(
@@ -89,39 +81,33 @@ def find_needle(
     Returns two floats: the fraction of trials in which all digits had the highest probability, and
     the mean loss in nats per digit. hidden=False leaves the passkey out of the prompt (control).
     """
-    answers = ask_for_needles(model, tokenizer, length, depth, trials, seed, bos, dtype, hidden)
-    return sum(answers.correct) / trials, sum(answers.nats) / trials / data.DIGITS
+    correct, nats = ask_for_needles(
+        model, tokenizer, length, depth, trials, seed, bos, dtype, hidden
+    )
+    return sum(correct) / trials, sum(nats) / trials / data.DIGITS
 
 
 def plan_needle(name, model, tokenizer, cfg, length, depth):
     """Return the Measurement of retrieval at one length and depth, or of the control (None)."""
     trials = cfg.trials or NEEDLE_TRIALS
+    record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
+    record.update(trials=trials, seed=cfg.seed)
 
-    def measure():
-        record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
-        record.update(trials=trials, seed=cfg.seed)
+    def find():
         dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
         # Nothing is hidden in the control, whose depth only seeds its prompts.
         hidden = depth is not None
         place = depth if hidden else 0.5
         bos = model.meta.get("bos")
-        try:
-            answers = ask_for_needles(
-                model, tokenizer, length, place, trials, cfg.seed, bos, dtype, hidden
-            )
-        except UserError as error:
-            return [{**record, "refused": str(error)}]
-        found = intervals.fraction_interval(answers.correct)
-        record["accuracy"] = found["mean"]
-        record.update(low=found["low"], high=found["high"], n=found["n"])
-        found = intervals.mean_interval([nats / data.DIGITS for nats in answers.nats])
-        record["nll"] = found["mean"]
-        record.update(nll_low=found["low"], nll_high=found["high"])
-        return [record]
+        correct, nats = ask_for_needles(
+            model, tokenizer, length, place, trials, cfg.seed, bos, dtype, hidden
+        )
+        accuracy = intervals.fraction_interval(correct)
+        found = {**record, "accuracy": accuracy.pop("mean"), **accuracy}
+        nll = intervals.mean_interval([total / data.DIGITS for total in nats])
+        return [{**found, "nll": nll["mean"], "nll_low": nll["low"], "nll_high": nll["high"]}]
 
-    settings = {"depth": depth, "trials": trials, "seed": cfg.seed}
-    flops = trials * length * model.flops_per_token(length)
-    return Measurement(name, length, settings, flops, measure)
+    return Measurement([record], find, trials * length * model.flops_per_token(length))
 
 
 def plan_needles(models, cfg, lengths):
@@ -138,9 +124,7 @@ def plan_needles(models, cfg, lengths):
 
 def measure_needles(models, cfg, lengths):
     """Measure what plan_needles() plans. Returns a list of records."""
-    return [
-        record for planned in plan_needles(models, cfg, lengths) for record in planned.measure()
-    ]
+    return measure_all(plan_needles(models, cfg, lengths))
 
 
 def tokenizer_of(name, model):
@@ -172,39 +156,36 @@ def note_untrained(name, model, kinds):
 def plan_ruler_prompt(name, model, tokenizer, cfg, length, kind, sample):
     """Return the Measurement of one prompt of a task.
 
-    Its record has "correct" and "nats" of the answer; "gain", the nats that the needles save
-    against the same prompt without them; of tasks with distractors "gain_alone", without these.
+    "gain" is what the needles save of the answer's nats, "gain_alone" that without distractors.
     """
     size = cfg.prompt_size
     if size == "auto":
         size = data.default_size(tokenizer)
-    settings = {"kind": kind, "sample": sample, "size": size, "seed": cfg.seed}
-    n_passes = 4 if kind in data.WITH_DISTRACTORS else 2
+    record = {"checkpoint": name, "task": "ruler", "length": length, "kind": kind}
+    record.update(sample=sample, size=size, seed=cfg.seed)
+    has_distractors = kind in data.WITH_DISTRACTORS
 
-    def measure():
-        record = {"checkpoint": name, "task": "ruler", "length": length, **settings}
+    def ask(**parts):
         dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
+        prompt = data.ruler_prompt(
+            kind, tokenizer, length, cfg.seed, sample, size, model.meta.get("bos"), **parts
+        )
+        with evaluation_mode(model, dtype) as device:
+            found = answer_prompts(model, [(prompt.inputs, prompt.targets)], device, cfg.seed)
+        return found[0][0], found[1][0]
 
-        def ask(**parts):
-            prompt = data.ruler_prompt(
-                kind, tokenizer, length, cfg.seed, sample, size, model.meta.get("bos"), **parts
-            )
-            with evaluation_mode(model, dtype) as device:
-                found = answer_prompts(model, [(prompt.inputs, prompt.targets)], device, cfg.seed)
-            return found.correct[0], found.nats[0]
+    def find():
+        correct, nats = ask()
+        found = {**record, "correct": correct, "nats": nats}
+        found["gain"] = ask(needles=False)[1] - nats
+        if has_distractors:
+            alone = ask(distractors=False)[1]
+            found["gain_alone"] = ask(needles=False, distractors=False)[1] - alone
+        return [found]
 
-        try:
-            record["correct"], record["nats"] = ask()
-            record["gain"] = ask(needles=False)[1] - record["nats"]
-            if kind in data.WITH_DISTRACTORS:
-                alone = ask(distractors=False)[1]
-                record["gain_alone"] = ask(needles=False, distractors=False)[1] - alone
-        except UserError as error:
-            return [{**record, "refused": str(error)}]
-        return [record]
-
+    n_passes = 4 if has_distractors else 2
     flops = n_passes * length * model.flops_per_token(length)
-    return Measurement(name, length, settings, flops, measure, brief=True)
+    return Measurement([record], find, flops, brief=True)
 
 
 def plan_ruler(models, cfg, lengths):
@@ -237,11 +218,10 @@ def summarise_ruler(records, same_prompts=True):
     summaries = []
     first_of = {}
     for (name, kind, length), prompts in cells.items():
-        gains = [prompt["gain"] for prompt in prompts]
+        correct, nats, gains = ([p[f] for p in prompts] for f in ("correct", "nats", "gain"))
         summary = {"checkpoint": name, "task": "ruler", "kind": kind, "length": length}
         summary.update(summary=True, size=prompts[0]["size"], n=len(prompts))
-        summary["accuracy"] = intervals.fraction_interval([p["correct"] for p in prompts])
-        nats = [prompt["nats"] for prompt in prompts]
+        summary["accuracy"] = intervals.fraction_interval(correct)
         summary["nats"] = intervals.mean_interval(nats)
         first = first_of.setdefault((kind, length), nats)
         if same_prompts and first is not nats:
@@ -259,6 +239,5 @@ def summarise_ruler(records, same_prompts=True):
 
 def measure_ruler(models, cfg, lengths):
     """Measure what plan_ruler() plans. Returns a list of records, of summarise_ruler()."""
-    planned = plan_ruler(models, cfg, lengths)
-    records = [record for measurement in planned for record in measurement.measure()]
+    records = measure_all(plan_ruler(models, cfg, lengths))
     return summarise_ruler(records, not have_different_vocabularies(models))

@@ -30,11 +30,11 @@ def aligned_stride(stride, lengths):
     return min(stride, half_shortest)
 
 
-def place_sequences(protocol, length, stop, stride=STRIDE, lengths=(), start=0):
+def place_sequences(protocol, length, start, stop, stride, lengths):
     """Place sequences of `length` targets that score the targets from `start` to `stop` of a text.
 
     Returns a list of (start, n_context): the first n_context targets of a sequence are context
-    only and are not scored. Aligned protocols need all `lengths` that are to be compared.
+    only and are not scored. lengths: all that are to be compared.
     """
     if protocol in ALIGNED:
         # Sequences of the longest length lie end to end; shorter ones end where these end.
@@ -47,9 +47,9 @@ def place_sequences(protocol, length, stop, stride=STRIDE, lengths=(), start=0):
     if protocol == "sliding":
         step = min(stride, length)
         first_end = max(length, start + step)  # what comes before `start` is context, too
-    ends = [*range(first_end, stop, step), stop]
+    ends = [start, *range(first_end, stop, step), stop]
     sequences = []
-    for previous_end, end in pairwise([start, *ends]):
+    for previous_end, end in pairwise(ends):
         n_new = end - previous_end
         sequences.append((end - length, length - n_new))
     return sequences
@@ -78,7 +78,7 @@ def group_protocols(protocols, stride, lengths):
 
 
 def fitting_lengths(split, lengths, max_tokens):
-    """Return those of `lengths` of which some file of `split` holds a sequence."""
+    """Return those of `lengths` of which some file of a split holds a sequence."""
     fitting = []
     for length in lengths:
         if length <= max_tokens and split.n_sequences(length).any():
@@ -118,7 +118,7 @@ def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=S
         )
     sequences = []
     for file, start, stop in find_spans(split, max(fitting), max_tokens):
-        placed = place_sequences(protocol, length, stop, stride, fitting, start)
+        placed = place_sequences(protocol, length, start, stop, stride, fitting)
         sequences += [(file, *place) for place in placed]
     return sequences
 
@@ -192,24 +192,20 @@ def loss_record(name, protocol, length, **fields):
     return {"checkpoint": name, "task": "loss", "protocol": protocol, "length": length, **fields}
 
 
-def interval_fields(found):
-    """Return the fields of a record for an interval of intervals.py, without its mean."""
-    return {key: found[key] for key in ("low", "high", "n")}
-
-
-def make_records(name, length, sums, counts, protocols, n_bytes=None, **fields):
-    """Turn the sums of every sequence by part into records: one for each protocol.
+def make_records(records, sums, counts, n_bytes=None):
+    """Add the sums of every sequence by part to records of loss_record(), one for each protocol.
 
     `position` makes one for each part of the sequence. sums, counts: of losses.loss_by_part();
-    n_bytes: of bytes_by_part(), None if they are unknown. `fields` are added to every record.
+    n_bytes: of bytes_by_part(), None if they are unknown. Returns a list of records.
     """
+    length = records[0]["length"]
     edges = part_edges(length)
-    records = []
-    for protocol in protocols:
+    found = []
+    for record in records:
         ranges = [(0, length)]
-        if protocol == "position":
+        if record["protocol"] == "position":
             ranges = pairwise(edges)
-        elif protocol == "last-quarter":
+        elif record["protocol"] == "last-quarter":
             ranges = [(length * 3 // 4, length)]
         for start, end in ranges:
             parts = slice(edges.index(start), edges.index(end))
@@ -217,14 +213,12 @@ def make_records(name, length, sums, counts, protocols, n_bytes=None, **fields):
             columns = [of_sequences, counts[:, parts].sum(1).int().tolist()]
             if n_bytes is not None:
                 columns.append(n_bytes[:, parts].sum(1).tolist())
-            record = loss_record(name, protocol, length, **fields)
-            if protocol == "position":
-                record["position"] = [start, end]
-            record.update(loss_fields(columns))
-            if protocol != "position":  # the others are compared sequence by sequence
-                record["by_sequence"] = list(zip(*columns, strict=True))
-            records.append(record)
-    return records
+            if record["protocol"] == "position":
+                found.append({**record, "position": [start, end], **loss_fields(columns)})
+            else:  # these are compared sequence by sequence
+                by_sequence = list(zip(*columns, strict=True))
+                found.append({**record, **loss_fields(columns), "by_sequence": by_sequence})
+    return found
 
 
 def loss_fields(columns):
@@ -234,7 +228,7 @@ def loss_fields(columns):
     """
     sums, tokens, *n_bytes = columns
     found = intervals.ratio_interval(sums, tokens)
-    fields = {"loss": found["mean"], **interval_fields(found), "tokens": sum(tokens)}
+    fields = {"loss": found.pop("mean"), **found, "tokens": sum(tokens)}
     if n_bytes:
         fields["bytes"] = sum(n_bytes[0])
     return fields
@@ -244,7 +238,7 @@ def in_bits_per_byte(record):
     """Return a record with its loss and interval in bits per byte of the text."""
     sums, _, n_bytes = zip(*record["by_sequence"], strict=True)
     found = intervals.ratio_interval([total / math.log(2) for total in sums], n_bytes)
-    return {**record, "loss": found["mean"], **interval_fields(found)}
+    return {**record, "loss": found.pop("mean"), **found}
 
 
 def compare(records, text_ids):
@@ -271,24 +265,16 @@ def compare(records, text_ids):
 
 
 def paired_difference(record, other, divisor=1.0):
-    """Return the interval of the difference of two losses of the same tokens, by sequence.
-
-    divisor: of the difference.
-    """
-    differences = []
-    for (loss_sum, *_), (other_sum, *_) in zip(
-        record["by_sequence"], other["by_sequence"], strict=True
-    ):
-        differences.append((loss_sum - other_sum) / divisor)
-    n_tokens = [tokens for _, tokens, *_ in record["by_sequence"]]
+    """Return the interval of a difference of losses, by sequence, divided by the divisor."""
+    differences, n_tokens = [], []
+    for found, of_other in zip(record["by_sequence"], other["by_sequence"], strict=True):
+        differences.append((found[0] - of_other[0]) / divisor)
+        n_tokens.append(found[1])
     return intervals.ratio_interval(differences, n_tokens)
 
 
 def identify_texts(models, texts):
-    """Return an id for the text of each checkpoint: the same if they score the same tokens.
-
-    texts: of open_texts().
-    """
+    """Return an id for the text of each checkpoint: the same if they score the same tokens."""
     ids = {}
     for name, model in models.items():
         ids[name] = name
@@ -307,28 +293,28 @@ def identify_texts(models, texts):
 
 
 def open_texts(models, cfg, lengths):
-    """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile.
-
-    cfg: an EvaluateConfig of evaluate.py.
-    """
+    """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile."""
     datasets = {}
     texts = {}
     for name, model in models.items():
         if cfg.text:
             texts[name] = read_text(model, cfg.text)
-            check_text_length(texts[name], lengths)
+            split = texts[name].val
+            if not split.n_sequences(min(lengths)).any():
+                raise UserError(
+                    f"--text={cfg.text} holds {len(split)} tokens, too few for a sequence of "
+                    f"{min(lengths)}: give a longer text, or shorter --lengths"
+                )
             continue
-        key = (
-            name_of_text(cfg.dataset or model.meta["dataset"]),
-            model.meta.get("bos") is not None,
-        )
+        meta = model.meta
+        key = (name_of_text(cfg.dataset or meta["dataset"]), meta.get("bos") is not None)
         folder = getattr(model, "folder", name)
-        reader = (folder, model.config.vocab_size, model.meta.get("tokenizer"))
+        reader = (folder, model.config.vocab_size, meta.get("tokenizer"))
         if key not in datasets:
             datasets[key] = Dataset(*key, reader)
         texts[name] = datasets[key]
         texts[name].check_model(*reader)
-        note_changed_data(folder, model.meta, texts[name])
+        note_changed_data(folder, meta, texts[name])
     longest = max(len(text.val) for text in texts.values())
     if cfg.text and longest > cfg.max_tokens and have_different_vocabularies(models):
         note(
@@ -356,36 +342,22 @@ def read_text(model, file):
     return TextFile(file, tokenizer, model.config.vocab_size, model.meta.get("bos"))
 
 
-def check_text_length(text, lengths):
-    """Raise UserError for a text that is too short for a sequence of any length."""
-    if not text.val.n_sequences(min(lengths)).any():
-        raise UserError(
-            f"--text={text.name} holds {len(text.val)} tokens, too few for a sequence of "
-            f"{min(lengths)}: give a longer text, or shorter --lengths"
-        )
-
-
 def note_changed_data(what, meta, dataset):
     """Print a note if a dataset has changed since a checkpoint was trained on it.
 
     What is validation text now may have been training text then. meta: the checkpoint's.
     """
-    trained_on = hashes_of_data(meta).get(dataset.name, dataset.hash)
+    name, found = meta.get("dataset"), meta.get("data_hash")
+    if not name or not found:
+        return
+    sources = split_mixture(name) if "," in found else [name]  # a mixture has a hash for each
+    hashes = dict(zip(sources, found.split(","), strict=False))
+    trained_on = hashes.get(dataset.name, dataset.hash)
     if trained_on != dataset.hash:
         note(
             f"dataset {dataset.name} is now {dataset.hash}, and {what} was trained on "
             f"{trained_on}: the model may have seen in training what is scored here"
         )
-
-
-def hashes_of_data(meta):
-    """Return the hash of each dataset that a checkpoint was trained on, by its name."""
-    name, found = meta.get("dataset"), meta.get("data_hash")
-    if not name or not found:
-        return {}
-    if "," not in found:
-        return {name: found}
-    return dict(zip(split_mixture(name), found.split(","), strict=False))
 
 
 def have_different_vocabularies(models):
@@ -401,7 +373,7 @@ def have_different_vocabularies(models):
 
 
 def describe_scored(texts, lengths, max_tokens):
-    """Say which part of each different text is scored: a list of lines. texts: of open_texts()."""
+    """Say which part of each different text is scored: a list of lines."""
     lines = []
     for text in texts.values():
         split = text.val

@@ -73,13 +73,14 @@ def test_the_time_left_follows_from_the_flops_of_each_checkpoint(make, monkeypat
     measurements = []
     for name, seconds_per_flop in (("a", 1.0), ("b", 3.0)):
         for length, flops in ((10, 10), (20, 30)):
+            unknown = {"loss": 1.5, "low": None, "high": None, "n": 1}
+            record = scoring.loss_record(name, "chunked", length, **unknown)
 
-            def measure(name=name, length=length, seconds=flops * seconds_per_flop):
+            def find(record=record, seconds=flops * seconds_per_flop):
                 clock.now += seconds
-                unknown = {"low": None, "high": None, "n": 1}
-                return [scoring.loss_record(name, "chunked", length, loss=1.5, **unknown)]
+                return [record]
 
-            measurements.append(Measurement(name, length, {}, flops, measure))
+            measurements.append(Measurement([record], find, flops))
     models = {name: make() for name in "ab"}
     records = EvaluationLog("", [], models, {"a": {}, "b": {}}).measure(measurements)
     assert [record["checkpoint"] for record in records] == ["a", "a", "b", "b"]

@@ -59,10 +59,9 @@ def test_too_few_samples_have_no_interval(n):
     found = intervals.mean_interval([1.5] * n)
     assert found == {"mean": 1.5, "low": None, "high": None, "n": n}
     assert intervals.format_interval(found) == f"1.500 (n = {n})"
-    assert (
-        intervals.format_interval(intervals.fraction_interval([True] * n), 2) == f"1.00 (n = {n})"
-    )
-    assert not intervals.is_separated(found)
+    fraction = intervals.fraction_interval([True] * n)
+    assert intervals.format_interval(fraction, 2) == f"1.00 (n = {n})"
+    assert intervals.separation(found) == 0
 
 
 def test_nothing_measured_has_no_mean():
@@ -73,12 +72,7 @@ def test_nothing_measured_has_no_mean():
 @pytest.mark.parametrize(
     "successes, n, low, high",
     # (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
-    [
-        (0, 10, 0.0, 0.2775),
-        (10, 10, 0.7225, 1.0),
-        (5, 10, 0.2366, 0.7634),
-        (81, 263, 0.2553, 0.3662),
-    ],
+    [(0, 10, 0, 0.2775), (10, 10, 0.7225, 1), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
 )
 def test_fractions_have_wilsons_interval(successes, n, low, high):
     found = intervals.fraction_interval([True] * successes + [False] * (n - successes))
@@ -88,15 +82,15 @@ def test_fractions_have_wilsons_interval(successes, n, low, high):
 
 
 def test_an_interval_is_separated_if_it_excludes_zero():
-    for low, high, separated in ((0.1, 0.2, True), (-0.2, -0.1, True), (-0.1, 0.1, False)):
+    for low, high, separation in ((0.1, 0.2, 1), (-0.2, -0.1, -1), (-0.1, 0.1, 0)):
         found = {"mean": (low + high) / 2, "low": low, "high": high, "n": 9}
-        assert intervals.is_separated(found) == separated
+        assert intervals.separation(found) == separation
 
 
 def test_intervals_as_text():
-    assert intervals.format_interval({"mean": 1.716, "low": 1.695, "high": 1.737, "n": 9}) == (
-        "1.716 ± 0.021"
-    )
-    assert intervals.format_interval({"mean": 0.95, "low": 0.76, "high": 0.99, "n": 20}, 2) == (
-        "0.95 (0.76 to 0.99)"
-    )
+    loss = {"loss": 1.716, "low": 1.695, "high": 1.737, "n": 9}
+    assert intervals.format_interval(loss, key="loss") == "1.716 ± 0.021"
+    fraction = {"mean": 0.95, "low": 0.76, "high": 0.99, "n": 20}
+    assert intervals.format_interval(fraction, 2) == "0.95 (0.76 to 0.99)"
+    assert intervals.format_interval({**fraction, "mean": math.inf}) == "not finite"
+    assert intervals.format_interval(fraction, 1, sign="+") == "+0.9 (+0.8 to +1.0)"

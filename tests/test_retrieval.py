@@ -1,4 +1,4 @@
-"""Prompts of RULER's tasks asked of models whose answers are known."""
+"""Prompts of RULER's tasks, and passkeys, asked of models whose answers are known."""
 
 import json
 import math
@@ -12,32 +12,24 @@ from conftest import assert_refused, assert_success
 import data
 import evaluate
 from nanolong import plots, retrieval
+from nanolong.errors import UserError
 from nanolong.intervals import fraction_interval
 
 CFG = {"task": "ruler", "trials": 6, "device": "cpu", "dtype": "float32"}
 
 
 class Oracle(torch.nn.Module):
-    """A model of bytes that knows the answers to prompts that have their needles, and no others.
+    """A model of bytes that gives each byte of an answer that it knows this probability.
 
-    probability: that it gives each byte of an answer; the other bytes share the rest.
+    The other bytes share the rest. It keeps the prompts that it has seen.
     """
 
-    def __init__(self, probability, kinds, lengths=(100, 150)):
+    def __init__(self, probability=0.99):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.probability = probability
         self.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
         self.prompts = []
-        self.answers = {}
-        for kind, length, sample in product(kinds, lengths, range(6)):
-            for distractors in (True, False):
-                prompt = data.ruler_prompt(
-                    *(kind, data.ByteTokenizer(), length, 1, sample),
-                    bos=256,
-                    distractors=distractors,
-                )
-                self.answers[tuple(prompt.inputs)] = prompt.targets
 
     def sample_positions(self, batch_size, length, seed):
         return None
@@ -47,15 +39,47 @@ class Oracle(torch.nn.Module):
 
     def hidden_states(self, x, positions):
         logits = torch.zeros(*x.shape, 257)
-        prompt = tuple(x[0].tolist())
-        self.prompts.append(prompt)
-        for place, target in enumerate(self.answers.get(prompt, [])):
-            logits[0, place] = math.log((1 - self.probability) / 256)
-            logits[0, place, target] = math.log(self.probability)
+        for i, row in enumerate(x.tolist()):
+            self.prompts.append(tuple(row))
+            for place, target in self.answer(row):
+                logits[i, place] = math.log((1 - self.probability) / 256)
+                logits[i, place, target] = math.log(self.probability)
         return logits
 
     def head(self, x):
         return x
+
+
+class RulerOracle(Oracle):
+    """It knows the answers to prompts that have their needles, and no others."""
+
+    def __init__(self, probability, kinds, lengths=(100, 150)):
+        super().__init__(probability)
+        self.answers = {}
+        tokenizer = data.ByteTokenizer()
+        for kind, length, sample in product(kinds, lengths, range(6)):
+            for distractors in (True, False):
+                prompt = data.ruler_prompt(
+                    kind, tokenizer, length, 1, sample, bos=256, distractors=distractors
+                )
+                self.answers[tuple(prompt.inputs)] = prompt.targets
+
+    def answer(self, prompt):
+        return enumerate(self.answers.get(tuple(prompt), []))
+
+
+class NeedleOracle(Oracle):
+    """It answers with the three bytes after the first "key ", the first n of them wrong."""
+
+    def __init__(self, n_wrong=0):
+        super().__init__()
+        self.n_wrong = n_wrong
+
+    def answer(self, prompt):
+        text = bytes(token for token in prompt if token < 256)
+        key_start = text.index(b"key ") + 4
+        for i, digit in enumerate(text[key_start : key_start + 3]):
+            yield len(prompt) - 3 + i, digit + (i < self.n_wrong)
 
 
 def measured(model, **settings):
@@ -68,7 +92,7 @@ def measured(model, **settings):
 def test_a_model_that_knows_the_answers_scores_one_and_an_empty_one_zero(kind):
     """Nats are exact: each byte of the answer has 0.9 or, without the needles, 1/257."""
     for probability, accuracy in ((0.9, 1.0), (1 / 257, 0.0)):
-        records = measured(Oracle(probability, (kind,)), ruler=(kind,))
+        records = measured(RulerOracle(probability, (kind,)), ruler=(kind,))
         assert len(records) == 12
         for record in records:
             prompt = data.ruler_prompt(
@@ -123,7 +147,7 @@ def test_checkpoints_are_compared_prompt_by_prompt():
 
 
 def test_the_prompts_of_all_checkpoints_are_the_same():
-    first, second = Oracle(0.9, ("niah",)), Oracle(0.5, ())
+    first, second = RulerOracle(0.9, ("niah",)), RulerOracle(0.5, ())
     for model in (first, second):
         measured(model, ruler=("niah",))
     assert first.prompts == second.prompts and len(set(first.prompts)) == 24
@@ -174,3 +198,53 @@ def test_ruler_refuses_what_it_cannot_ask(runs, call, make, tmp_path):
     make().save(tmp_path / "nameless/step-000001")
     done = call("evaluate.py", tmp_path / "nameless", "--task=ruler")
     assert_refused(done, "has no tokenizer, so it cannot be asked")
+
+
+# -----------------------------------------------------------------------------
+# Needle
+
+
+@pytest.mark.parametrize("length", [30, 64, 129])
+@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+def test_a_model_that_knows_the_passkey_finds_every_needle(length, depth):
+    """One with a wrong digit finds none, and of another seed the prompts are others."""
+    right, wrong, other = NeedleOracle(), NeedleOracle(n_wrong=1), NeedleOracle()
+    found = []
+    for model, seed in ((right, 3), (wrong, 3), (other, 4)):
+        tokenizer = data.ByteTokenizer()
+        found.append(retrieval.find_needle(model, tokenizer, length, depth, 20, seed, 256))
+    accuracy, nll = found[0]
+    assert accuracy == found[2][0] == 1.0 and nll < 0.1
+    assert found[1][0] == 0.0 and found[1][1] > 1
+    assert right.prompts == wrong.prompts
+    assert right.prompts != other.prompts
+
+
+def test_a_model_that_never_saw_a_passkey_is_named(make, capsys):
+    model = make(vocab_size=257)
+    for tasks in (["niah:0.5"], ["passkey:0.5"]):
+        model.meta = {"tokenizer": {"kind": "bytes"}, "train": {"tasks": tasks}}
+        cfg = evaluate.EvaluateConfig(depths=1, trials=1)
+        retrieval.plan_needles({"mine": model}, cfg, (200,))
+        is_named = "mine was not trained on passkey" in capsys.readouterr().err
+        assert is_named == (tasks == ["niah:0.5"])
+
+
+def test_needles_need_a_tokenizer(make):
+    with pytest.raises(UserError, match="no tokenizer to write prompts with: give that of"):
+        retrieval.find_needle(make(), None, 64, 0.5)
+
+
+def test_needle_records_cover_every_depth_and_the_control(make):
+    models = {pos: make(pos=pos, vocab_size=257) for pos in ("rope", "learned")}
+    for model in models.values():
+        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
+    cfg = evaluate.EvaluateConfig(task="needle", depths=3, trials=5, device="cpu", dtype="float32")
+    records = retrieval.measure_needles(models, cfg, (24, 60))
+    assert [record["depth"] for record in records] == [0, 0.5, 1, None] * 4
+    measured = [record for record in records if "refused" not in record]
+    assert all(record["accuracy"] == 0 and record["nll"] > 1 for record in measured)
+    refused = [record for record in records if "refused" in record]
+    assert {(record["checkpoint"], record["length"]) for record in refused} == {("learned", 60)}
+    keys = ["checkpoint", "task", "length", "depth", "trials", "seed", "accuracy", "low", "high"]
+    assert list(records[0]) == [*keys, "n", "nll", "nll_low", "nll_high"]
