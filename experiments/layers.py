@@ -24,16 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import itertools
-import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from experiments.extensibility import LEARNING_RATE, SeedRun
+from experiments.extensibility import SeedRun
 from experiments.layers_report import FACTOR, LENGTHS, plot, report
-from experiments.report import TextExperiment, count, run_experiment, train_model
+from experiments.report import TextExperiment, check_names, commits_of, effort, run_experiment
 from model import GPT, GPTConfig
 from nanolong import cli
-from nanolong.validate import require
 
 
 @dataclass
@@ -45,9 +43,7 @@ class LayersConfig(TextExperiment):
     def __post_init__(self):
         super().__post_init__()
         self.models = self.models or tuple(TRAINED)
-        for name in self.models:
-            known = ", ".join(TRAINED)
-            require(name in TRAINED, f"there is no model {name!r}: choose from {known}")
+        check_names("model", self.models, TRAINED)
 
 
 # steps of pretraining and of fine-tuning, scored tokens of text, and prompts of each length
@@ -139,24 +135,19 @@ def with_logn(model):
 class ModelRun(SeedRun):
     """One trained model of one seed, its extensions, and what has been measured on them."""
 
-    budgets = BUDGETS
     factor = FACTOR
     lengths = LENGTHS
 
     def __init__(self, cfg, seed, dataset, name):
         # a file for each model, so that several processes may share a seed
-        super().__init__(cfg, seed, dataset, cfg.run_folder() / str(seed) / name)
+        folder = cfg.run_folder() / str(seed) / name
+        super().__init__(cfg, seed, dataset, BUDGETS[cfg.budget], folder)
         self.name = name
 
     def load_model(self, logn):
         """Return the trained model, which is trained at the first call."""
-        config = self.train_config(
-            "trained",
-            self.budget["steps"],
-            batch_size=self.budget["batch_size"],
-            learning_rate=LEARNING_RATE,
-        )
-        model = train_model(model_settings(self.name, self.budget), config, self.dataset)
+        settings = model_settings(self.name, self.budget)
+        model = self.pretrain(settings, "trained", self.budget["steps"])
         return (with_logn(model) if logn else model).to(self.device)
 
     def measure_before(self, logn):
@@ -190,15 +181,11 @@ def select_extensions(model):
 def measure(cfg):
     """Measure the models with all seeds; return what layers.json holds."""
     dataset = cfg.load_dataset()
-    pairs = itertools.product(dict.fromkeys(cfg.seeds), dict.fromkeys(cfg.models))
+    pairs = itertools.product(cfg.seeds, cfg.models)
     runs = [ModelRun(cfg, seed, dataset, name) for seed, name in pairs]
     records = [record for run in runs for record in run.measure_all()]
-    minutes = math.ceil(sum(run.seconds() for run in runs) / 60)
-    commits = [commit for run in runs for commit in run.commits()]
-    seeds = count(len(set(cfg.seeds)), "seed")
     return {
-        "note": f"{cfg.note(dataset, commits)}; {seeds}, {count(minutes, 'minute')} over all "
-        "processes",
+        "note": f"{cfg.note(dataset, commits_of(runs))}; {effort(runs)}",
         "budget": BUDGETS[cfg.budget],
         "models": {name: extension.about for name, extension in EXTENSIONS.items()},
         "records": records,

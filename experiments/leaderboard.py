@@ -29,17 +29,16 @@ import itertools
 import json
 import math
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 import rope_scaling
-from evaluate import EvaluateConfig, measure_losses
 from experiments.report import (
     RULE,
     TextExperiment,
+    check_names,
     confidence_interval,
     count,
     count_parameters,
@@ -54,6 +53,7 @@ from experiments.report import (
     run_all,
     run_experiment,
     save_figure,
+    score_losses,
     section,
     select,
     time_in_turns,
@@ -72,7 +72,6 @@ from nanolong.plots import terminal_plot
 from nanolong.run.checkpoint import settings_record
 from nanolong.scoring import find_sequences
 from nanolong.strict_json import write_json
-from nanolong.validate import require
 from train import TrainConfig, forward_backward, optimizer_step
 
 
@@ -151,8 +150,7 @@ def choose_entries(cfg):
     """Return the names of the entries to run: rope first, since throughput is relative to it."""
     own = load_entries(cfg.entry, POSITIONS)
     known = [*POSITIONS, *HYBRIDS]
-    for name in cfg.entries:
-        require(name in known, f"there is no entry {name!r}: choose from {', '.join(known)}")
+    check_names("entry", cfg.entries, known)
     names = dict.fromkeys([*(cfg.entries or known), *own])
     return sorted(names, key=lambda name: name != "rope")
 
@@ -204,22 +202,13 @@ def run_entry(name, seed, cfg, dataset):
         print(f"taken from {run}: remove it to train again")
         return read_json(scores)["records"]
 
-    start = time.perf_counter()
     train_config.out_dir = str(run)
     model = train_model(model_settings(name, budget), train_config, dataset)
-    evaluate_config = EvaluateConfig(
-        dataset=cfg.dataset,
-        max_tokens=cfg.max_tokens,
-        dtype=cfg.dtype,
-        protocol=("chunked", "last-quarter"),
-    )
     lengths = evaluation_lengths(budget["model"]["block_size"])
-    records = measure_losses({name: model}, evaluate_config, lengths)
-    for record in records:
-        record["seed"] = seed
-        record.pop("by_sequence", None)  # the intervals are over seeds, and these are many
-    seconds = round(time.perf_counter() - start)
-    write_json(scores, {**key, "seconds": seconds, "records": records}, indent=1)
+    protocols = ("chunked", "last-quarter")
+    records = score_losses(name, model, cfg, lengths, protocols, cfg.max_tokens)
+    records = [{**record, "seed": seed} for record in records]
+    write_json(scores, {**key, "records": records}, indent=1)
     return records
 
 

@@ -216,7 +216,7 @@ def attention_records(run):
     for pos in ("nope", "t5", "alibi", "rope", "learned"):
         model = run.text_model(pos)
         heads = distances(model, run.dataset, pos, run.length, seed=run.seed)
-        layers, _ = compare(nope, model, run.dataset, run.length, 32, run.seed, run.device)
+        layers, _ = compare(nope, model, run.dataset, run.length, 32, run.seed)
         records[pos] = {
             "divergence": layers.mean().item(),
             "distance": mean_of(heads, "distance"),
@@ -271,7 +271,7 @@ def measure_seed(run, parts):
 def measure(cfg):
     """Measure all seeds; return what claims.json holds."""
     dataset = cfg.load_dataset()
-    runs = [SeedRun(cfg, seed, dataset) for seed in dict.fromkeys(cfg.seeds)]
+    runs = [SeedRun(cfg, seed, dataset) for seed in cfg.seeds]
     found = {str(run.seed): measure_seed(run, cfg.parts) for run in runs}
     seconds = sum(run.seconds() for run in runs)
     commits = [commit for run in runs for commit in run.commits()]

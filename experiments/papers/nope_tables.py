@@ -32,10 +32,9 @@ from experiments.report import (
     format_interval,
     grid,
     hash_code,
-    load_finished_run,
+    measure_run,
     run_all,
     run_experiment,
-    save_finished_run,
     select,
     title,
     train_model,
@@ -119,9 +118,6 @@ def run_model(name, pos, length, size, seed, cfg):
         "max_tokens": cfg.max_tokens,
         "scored": hash_code([loss_by_position, find_sequences]),
     }
-    finished = load_finished_run(run / "score.json", key)
-    if finished:
-        return [finished["record"]]
     train_config = TrainConfig(
         dataset=name,
         out_dir=str(run),
@@ -137,18 +133,18 @@ def run_model(name, pos, length, size, seed, cfg):
         compile=None if cfg.budget == "gpu" else False,
     )
     shape = {"n_layer": budget["n_layer"], "n_head": size // budget["head_dim"], "n_embd": size}
-    device, dtype = cfg.pick_device()
-    model = train_model({"pos": pos, "block_size": length, **shape}, train_config, dataset)
-    loss_sum, n_scored = loss_by_position(
-        model.to(device), dataset.val, length, cfg.max_tokens, dtype, lengths=budget["lengths"]
-    )
-    record = {
-        **key,
-        "loss": float(loss_sum.sum() / n_scored.sum()),
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    save_finished_run(run / "score.json", key, record=record)
-    return [record]
+
+    def train_and_score():
+        device, dtype = cfg.pick_device()
+        model = train_model({"pos": pos, "block_size": length, **shape}, train_config, dataset)
+        loss_sum, n_scored = loss_by_position(
+            model.to(device), dataset.val, length, cfg.max_tokens, dtype, lengths=budget["lengths"]
+        )
+        loss = float(loss_sum.sum() / n_scored.sum())
+        parameters = sum(p.numel() for p in model.parameters())
+        return {**key, "loss": loss, "parameters": parameters}
+
+    return [measure_run(run / "score.json", key, train_and_score)]
 
 
 def loss_table(records, schemes, columns):

@@ -41,28 +41,28 @@ from experiments.papers.segment_memory import (
 from experiments.report import (
     RULE,
     TextExperiment,
+    by_seed,
     count,
     format_interval,
     format_settings,
     grid,
-    load_finished_run,
     markdown_table,
+    measure_run,
     not_judged,
     paired_claim,
     run_experiment,
     save_figure,
-    save_finished_run,
     section,
-    select,
     title,
     topic_lines,
+    train_step,
 )
 from model import GPTConfig
 from nanolong import cli
 from nanolong.devices import prepare_device
 from nanolong.errors import UserError
 from nanolong.losses import evaluation_mode
-from nanolong.optim import get_lr, make_optimizers, update_weights
+from nanolong.optim import get_lr, make_optimizers
 from nanolong.plots import unique
 from nanolong.provenance import current_commit
 from nanolong.tensor_file import TensorStream, read_tensor, write_tensors
@@ -123,7 +123,6 @@ class RecurrenceConfig(TextExperiment):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.schemes, "schemes is empty: leave it out for all")
         for name in ("segment", "train_tokens"):
             value = getattr(self, name)
             require(value >= 0, f"{name}={value} is negative: leave it out for the usual one")
@@ -145,10 +144,10 @@ def list_runs(cfg, dataset):
     """Return the runs, those of a seed together."""
     budget = BUDGETS[cfg.budget]
     runs = []
-    for seed in dict.fromkeys(cfg.seeds):
-        for pos in dict.fromkeys(cfg.schemes):
+    for seed in cfg.seeds:
+        for pos in cfg.schemes:
             modes = ["shuffled", "streams"]
-            for n_segments in dict.fromkeys(cfg.memories):
+            for n_segments in cfg.memories:
                 if n_segments == 1 or pos in WITH_LONG_MEMORIES:
                     modes.append(f"memory-{n_segments}")
             runs += [Run(cfg, budget, dataset, pos, mode, seed) for mode in modes]
@@ -321,13 +320,11 @@ class Run:
         cfg = self.training
         optimizers = make_optimizers(model, cfg)
         for step in range(cfg.max_iters):
-            x, y = self.batch(step)
             if memory is not None and step % self.text.n_segments == 0:
                 memory.clear()  # the streams start, again perhaps
-            # Forward and backward.
-            loss = model(x.to(device), y.to(device), cache=memory)
-            loss.backward()
-            update_weights(model, optimizers, get_lr(cfg, step), cfg.grad_clip)
+            run_on, rate = (device, torch.float32), get_lr(cfg, step)
+            batch = self.batch(step)
+            train_step(model, batch, run_on, optimizers, rate, cfg.grad_clip, cache=memory)
         return model
 
     # Evaluation
@@ -348,9 +345,10 @@ class Run:
     def measure(self, device):
         """Train and evaluate, or read what that has left in the run folder: a record."""
         file = self.folder / "record.json"
-        finished = load_finished_run(file, self.key())
-        if finished:
-            return finished["record"]
+        return measure_run(file, self.key(), self.train_and_evaluate, device)
+
+    def train_and_evaluate(self, device):
+        """Train and evaluate; return a record. All losses are left in losses.safetensors."""
         start = time.perf_counter()
         model = self.train(device)
         training_seconds = time.perf_counter() - start
@@ -364,7 +362,7 @@ class Run:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was stopped here
         model.save(self.folder / f"step-{self.training.max_iters:06d}")
         write_tensors(self.folder / "losses.safetensors", stream)
-        record = {
+        return {
             "pos": self.pos,
             "mode": self.mode,
             "seed": self.seed,
@@ -376,8 +374,6 @@ class Run:
             "seconds": time.perf_counter() - start,
             "commit": current_commit(),
         }
-        save_finished_run(file, self.key(), record=record)
-        return record
 
     def token_losses(self):
         """Return what evaluate() has computed, of a measured run."""
@@ -439,6 +435,11 @@ class Losses:
         without = self.select(pos, "streams", groups=groups)
         with_memory = self.select(pos, "memory-1", groups=groups)
         return subtract(with_memory, without)
+
+    def contexts(self, pos, mode, fraction):
+        """Return seed -> relative effective context length in segments."""
+        contexts = self.board["contexts"]
+        return by_seed(contexts, "segments", pos=pos, mode=mode, fraction=fraction)
 
 
 def subtract(a, b):
@@ -503,17 +504,11 @@ def context_table(losses):
     for pos, mode in losses.records:
         row = [pos, mode]
         for fraction in fractions:
-            found = select_contexts(losses.board, pos, mode, fraction)
+            found = losses.contexts(pos, mode, fraction)
             row.append(cell({seed: segment * n for seed, n in found.items()}, digits=0))
         if any(text != "–" for text in row[2:]):
             rows.append(row)
     return markdown_table(header, rows)
-
-
-def select_contexts(board, pos, mode, fraction):
-    """Return seed -> relative effective context length in segments."""
-    found = select(board["contexts"], pos=pos, mode=mode, fraction=fraction)
-    return {record["seed"]: record["segments"] for record in found}
 
 
 def time_table(losses):
@@ -565,8 +560,8 @@ def judge(losses):
             longer, own = losses.select(pos, mode, length), losses.select(pos, mode, memory)
             compare("Longer memories in evaluation", text, longer, own, below=0)
     for pos in losses.schemes:
-        with_memory = select_contexts(losses.board, pos, "memory-1", 0.1)
-        without = select_contexts(losses.board, pos, "streams", 0.1)
+        with_memory = losses.contexts(pos, "memory-1", 0.1)
+        without = losses.contexts(pos, "streams", 0.1)
         text = f"{pos}: RECL in segments (r = 0.1) above that of streams without"
         compare("Effective context", text, with_memory, without, above=0)
     return topics
@@ -679,7 +674,7 @@ def measure(cfg):
     return {
         "note": (
             f"{cfg.note(dataset, [record['commit'] for record in records])}, "
-            f"{records[0]['scored']:,} tokens scored, {count(len(set(cfg.seeds)), 'seed')}"
+            f"{records[0]['scored']:,} tokens scored, {count(len(cfg.seeds), 'seed')}"
         ),
         "model": BUDGETS[cfg.budget]["model"],
         "segment": runs[0].segment,
