@@ -376,7 +376,6 @@ def plot_slopes(axes, records, names, length):
 
 
 def plot_divergences(figure, axes, pairs, names):
-    """Draw the matrix of divergences."""
     matrix = torch.full((len(names), len(names)), float("nan")).fill_diagonal_(0)
     for record in pairs:
         a = names.index(record["checkpoint"])

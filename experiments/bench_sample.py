@@ -240,7 +240,6 @@ def time_implementation(implementation, case, device, scratch):
 
 
 def measure_case(case, seed, cfg, device, scratch):
-    """The rows of a case."""
     ours, theirs = Path(scratch, "ours"), Path(scratch, "transformers")
     save_checkpoint(ROOT, case.config, seed, ours)
     if cfg.baseline:

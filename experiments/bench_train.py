@@ -147,8 +147,6 @@ print("RESULT", json.dumps([n_steps * B * T / seconds, torch.cuda.max_memory_all
 
 @dataclass
 class Timing:
-    """One training run."""
-
     step: float  # seconds, the median
     first_step: float  # seconds from the start of the process
     peak_mb: float
@@ -298,7 +296,6 @@ def list_runs(case, cfg, dataset, steps, scratch):
 
 
 def measure_case(case, cfg, dataset, scratch):
-    """The rows of a case."""
     runs = list_runs(case, cfg, dataset, cfg.iterations or case.steps, scratch)
     timings = {name: [] for name in runs}
     for round_number in range(cfg.rounds):

@@ -55,7 +55,7 @@ from experiments.report import (
     format_settings,
     grid,
     hash_code,
-    run_experiment,
+    make_main,
     score_losses,
     section,
     select,
@@ -229,7 +229,6 @@ class SeedRun(base.SeedRun):
 
 
 def measure(cfg):
-    """Measure all models with all seeds; return what extensibility.json holds."""
     dataset = cfg.load_dataset()
     budget, folder = BUDGETS[cfg.budget], cfg.run_folder()
     seeds = cfg.seeds
@@ -251,7 +250,6 @@ def measure(cfg):
 
 
 def values_by_seed(board, stage, length, measure):
-    """Return the values of each seed: a list."""
     found = {}
     for record in select(board["records"], stage=stage, length=length):
         found.setdefault(record["seed"], {})[record["model"]] = record[measure]
@@ -390,7 +388,6 @@ def table(board, names, function, columns):
 
 
 def report(board):
-    """Return the lines of extensibility.md."""
     budget = board["budget"]
     tuning = count(budget["tuning_steps"], "step")
     models = (
@@ -418,9 +415,7 @@ def report(board):
     ]
 
 
-def main():
-    return run_experiment(ExtensibilityConfig, measure, report)
-
+main = make_main(ExtensibilityConfig, measure, report)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -46,12 +46,12 @@ from experiments.report import (
     format_settings,
     hash_code,
     length_axis,
+    make_main,
     markdown_table,
     not_judged,
     paired_claim,
     read_json,
     run_all,
-    run_experiment,
     save_figure,
     score_losses,
     section,
@@ -164,7 +164,6 @@ def model_settings(name, budget):
 
 
 def make_model(name, budget, vocab_size):
-    """Return a new model of an entry."""
     return GPT(GPTConfig(**model_settings(name, budget), vocab_size=vocab_size))
 
 
@@ -321,7 +320,6 @@ def summarize(tokens, baseline, seconds):
 
 
 def measure(cfg):
-    """Run all entries with all seeds; return what leaderboard.json holds and the report needs."""
     names = choose_entries(cfg)
     dataset = cfg.load_dataset()
     runs = [(name, seed) for seed in range(1, cfg.seeds + 1) for name in names]
@@ -511,7 +509,6 @@ def judge_orderings(board):
 
 
 def report(board):
-    """Return the lines of leaderboard.md."""
     names = rank_entries(board["records"], board["model"]["block_size"])
     figure = "![loss by context length](leaderboard.png)"
     quarter = loss_table(board, names, "last-quarter")
@@ -569,9 +566,7 @@ def plot_losses(board, folder):
     save_figure(folder / "leaderboard.png", draw, (9.5, 5.6), board["note"])
 
 
-def main():
-    return run_experiment(LeaderboardConfig, measure, report, plot_losses)
-
+main = make_main(LeaderboardConfig, measure, report, plot_losses)
 
 if __name__ == "__main__":
     cli.run_main(main)

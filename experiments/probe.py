@@ -395,7 +395,6 @@ def load_checkpoints(paths, cfg):
 
 
 def shortest_context(loaded):
-    """The shortest original context length of loaded checkpoints."""
     return min(model.config.original_length for model, _ in loaded.values())
 
 

@@ -176,7 +176,6 @@ class Public(Measurements):
         super().__init__(self.folder / "measured.json", self.key())
 
     def key(self):
-        """Return what the measurements are made with."""
         texts = {}
         for text, split in self.texts.items():
             texts[text] = hashlib.sha256(split.tokens[0].tobytes()).hexdigest()[:16]
@@ -195,7 +194,6 @@ class Public(Measurements):
         return round(lengths * self.original_length)
 
     def needle_lengths(self, plan=None):
-        """Return the lengths of the prompts with a passkey, in tokens."""
         plan = plan or self.plan
         long = [round(length * self.original_length) for length in plan.needle_lengths]
         return sorted({plan.needle_tokens, *long})
@@ -433,7 +431,6 @@ def choose_plan(public):
 
 
 def mean_beyond(losses, fraction):
-    """Return the mean loss of the part of a document after this fraction of it."""
     return float(np.mean(losses[round(fraction * len(losses)) :]))
 
 

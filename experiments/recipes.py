@@ -45,8 +45,8 @@ from experiments.report import (
     format_settings,
     grid,
     length_axis,
+    make_main,
     paired_claim,
-    run_experiment,
     save_figure,
     score_losses,
     section,
@@ -150,7 +150,6 @@ class SeedRun(base.SeedRun):
         return settings | changes
 
     def pretrain(self, name, length=None, **changes):
-        """Train a new model; return it."""
         length = length or self.length
         config = TrainConfig(**self.settings(name, length, **changes))
         model_settings = {**self.budget["model"], "block_size": length}
@@ -270,7 +269,6 @@ PARTS = {
 
 
 def measure(cfg):
-    """Measure all parts with all seeds; return what recipes.json holds."""
     dataset = cfg.load_dataset()
     records, runs = [], []
     for part, seed in itertools.product(cfg.part, cfg.seeds):
@@ -352,7 +350,6 @@ def table(board, part):
 
 
 def report(board):
-    """Return the lines of recipes.md."""
     budget = board["budget"]
     about = (
         f"Models of {format_settings(budget['model'])}, trained for {budget['steps']} steps of "
@@ -399,9 +396,7 @@ def draw_part(board, part, axis):
     axis.legend(fontsize=7)
 
 
-def main():
-    return run_experiment(RecipesConfig, measure, report, plot)
-
+main = make_main(RecipesConfig, measure, report, plot)
 
 if __name__ == "__main__":
     cli.run_main(main)

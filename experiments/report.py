@@ -2,10 +2,11 @@
 
 A script states a dataclass based on Experiment, and has three functions: measure(cfg) returns a
 board, the dict that becomes NAME.json; report(board) returns the lines of NAME.md; and plot(board,
-folder) writes figures. run_experiment() does the rest, also with --redraw.
+folder) writes figures. make_main() does the rest, also with --redraw.
 """
 
 import ast
+import functools
 import hashlib
 import inspect
 import itertools
@@ -86,7 +87,6 @@ class Experiment:
 
     @classmethod
     def script(cls):
-        """The script of this experiment, relative to the project."""
         return Path(inspect.getfile(cls)).resolve().relative_to(ROOT).as_posix()
 
     @classmethod
@@ -123,6 +123,11 @@ def check_names(kind, names, known):
     """Raise UserError unless all of these names are known."""
     for name in names:
         require(name in known, f"there is no {kind} {name!r}: choose from {', '.join(known)}")
+
+
+def make_main(settings, measure, report, plot=None):
+    """Return the main() of a script; the arguments are those of run_experiment()."""
+    return functools.partial(run_experiment, settings, measure, report, plot)
 
 
 def run_experiment(settings, measure, report, plot=None):
@@ -183,7 +188,6 @@ class Measurements:
         return values[name]
 
     def seconds(self):
-        """The seconds of all measurements."""
         return sum(self.measured["seconds"].values())
 
     def commits(self):
@@ -501,7 +505,6 @@ def command_line(script):
 
 
 def read_json(file):
-    """Return the value of a JSON file."""
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -172,8 +172,8 @@ def test_intervals_of_paired_and_unpaired_differences():
     a = rng.normal(0, 1, 50)
     noise = rng.normal(0, 1, 50)
     claims = reproduce.SeedClaims(1)
-    claims.paired("topic", "paired", list(a), list(a + 0.1 + 0.01 * noise), below=0)
-    claims.unpaired("topic", "unpaired", list(a), list(a + 0.1), below=0)
+    claims.losses("topic", "paired", list(a), list(a + 0.1 + 0.01 * noise), True, below=0)
+    claims.losses("topic", "unpaired", list(a), list(a + 0.1), False, below=0)
     paired, unpaired = claims.claims
     differences = -(0.1 + 0.01 * noise)
     assert paired["passed"] and paired["mean"] == pytest.approx(differences.mean())

@@ -48,10 +48,10 @@ from experiments.report import (
     count,
     format_interval,
     grid,
+    make_main,
     markdown_table,
     paired_claim,
     read_json,
-    run_experiment,
     save_figure,
     section,
     select,
@@ -250,7 +250,6 @@ def unrotated_records(run):
 
 
 def measure_seed(run, parts):
-    """Measure the parts of one seed; return them by name."""
     found = {}
     if "examples" in parts:
         found["examples"] = {}
@@ -269,7 +268,6 @@ def measure_seed(run, parts):
 
 
 def measure(cfg):
-    """Measure all seeds; return what claims.json holds."""
     dataset = cfg.load_dataset()
     runs = [SeedRun(cfg, seed, dataset) for seed in cfg.seeds]
     found = {str(run.seed): measure_seed(run, cfg.parts) for run in runs}
@@ -325,7 +323,6 @@ def example_groups(n):
 
 
 def report_examples(board):
-    """Return the lines of part 1."""
     settings = board["examples"]
     n = settings["examples"]
     groups = example_groups(n)
@@ -388,7 +385,6 @@ def plot_examples(board, folder):
 
 
 def report_learned(board):
-    """Return the lines of part 2."""
     L = board["text_models"]["model"]["block_size"]
     names = list(values_of(board, "learned")[0])
 
@@ -413,7 +409,6 @@ def report_learned(board):
 
 
 def report_attention(board):
-    """Return the lines of part 3."""
     schemes = list(values_of(board, "attention")[0])
     rows = []
     for pos in schemes:
@@ -442,7 +437,6 @@ def report_attention(board):
 
 
 def report_pairs(board):
-    """Return the lines of part 4."""
     rows = []
     for name in ("none", "faster", "slower"):
         losses = values_of(board, "pairs", name, "loss")
@@ -510,7 +504,6 @@ def report_leaderboard(board):
 
 
 def report(board):
-    """Return the lines of claims.md."""
     lines = title(board, "Claims that no other experiment tests")
     lines[-1] += " Values are means over the seeds with their 95 % intervals."
     lines += ["", f"Differences are paired by seed. {RULE}"]
@@ -524,9 +517,7 @@ def report(board):
     return lines
 
 
-def main():
-    return run_experiment(ClaimsConfig, measure, report, plot_examples)
-
+main = make_main(ClaimsConfig, measure, report, plot_examples)
 
 if __name__ == "__main__":
     cli.run_main(main)

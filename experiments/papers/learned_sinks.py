@@ -23,10 +23,11 @@ from experiments.leaderboard import BUDGETS
 from experiments.report import (
     TextExperiment,
     format_interval,
+    make_main,
     markdown_table,
-    run_experiment,
     train_model,
 )
+from nanolong import cli
 from nanolong.attention_maps import attention_maps
 from nanolong.losses import loss_by_position
 from nanolong.scoring import find_sequences, read_sequences
@@ -113,5 +114,7 @@ def report(board):
     ]
 
 
+main = make_main(SinksConfig, measure, report)
+
 if __name__ == "__main__":
-    sys.exit(run_experiment(SinksConfig, measure, report))
+    cli.run_main(main)

@@ -44,12 +44,12 @@ from experiments.report import (
     grid,
     hash_code,
     length_axis,
+    make_main,
     markdown_table,
     measure_run,
     not_judged,
     paired_claim,
     run_all,
-    run_experiment,
     save_figure,
     score_losses,
     section,
@@ -346,7 +346,6 @@ def time_steps(models, cfg, dataset, rounds=7):
 
 
 def measure(cfg):
-    """Run all models with all seeds: what linear_attention.json holds and the report needs."""
     models = model_settings(cfg.pos)
     dataset = cfg.load_dataset()
     budget = BUDGETS[cfg.budget]
@@ -488,7 +487,6 @@ def compare(records, text, a, b, length, above=None, below=None):
 
 
 def judge(board):
-    """Return the claims that could be judged."""
     records = board["records"]
     L = board["model"]["block_size"]
     pairs = (
@@ -503,7 +501,6 @@ def judge(board):
 
 
 def step_table(board):
-    """Return a Markdown table of the times of a training step."""
     lengths = {f"{length:,} tokens": length for length in unique(board["steps"], "length")}
 
     def cell(name, length):
@@ -560,7 +557,6 @@ ABOUT_ALONE = (
 
 
 def report(board):
-    """Return the lines of linear_attention.md."""
     records = board["records"]
     L, steps = board["model"]["block_size"], board["training"]["max_iters"]
     tokens = board["training"]["batch_size"] * L
@@ -623,9 +619,7 @@ def plot(board, folder):
     save_figure(folder / "linear_attention.png", draw, (11, 4.6), board["note"], panels=(1, 2))
 
 
-def main():
-    return run_experiment(LinearConfig, measure, report, plot)
-
+main = make_main(LinearConfig, measure, report, plot)
 
 if __name__ == "__main__":
     cli.run_main(main)

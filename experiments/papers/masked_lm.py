@@ -43,11 +43,11 @@ from experiments.report import (
     count_parameters,
     format_interval,
     format_settings,
+    make_main,
     markdown_table,
     measure_run,
     paired_claim,
     run_all,
-    run_experiment,
     section,
     title,
     train_step,
@@ -300,7 +300,6 @@ def describe_runs(cfg, dataset):
 
 
 def measure(cfg):
-    """Run every scheme with both objectives and every seed; return what masked_lm.json holds."""
     dataset = cfg.load_dataset()
     length = BUDGETS[cfg.budget]["model"]["block_size"]
     dataset.train.require_length(length)
@@ -325,7 +324,6 @@ def measure(cfg):
 
 
 def report(board):
-    """Return the lines of masked_lm.md."""
     schemes = unique(board["records"], "pos")
     table = loss_table(board["records"], schemes, board["unigram_loss"])
     lines = [*title(board, "Causal and masked language models"), "", board["about"], "", *table]
@@ -336,9 +334,7 @@ def report(board):
     return lines
 
 
-def main():
-    return run_experiment(MaskedConfig, measure, report)
-
+main = make_main(MaskedConfig, measure, report)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -32,9 +32,9 @@ from experiments.report import (
     format_interval,
     grid,
     hash_code,
+    make_main,
     measure_run,
     run_all,
-    run_experiment,
     select,
     title,
     train_model,
@@ -163,7 +163,6 @@ def loss_table(records, schemes, columns):
 
 
 def measure(cfg):
-    """Run every text, scheme, length, size and seed; return what nope.json holds."""
     for name in cfg.datasets:
         prepare_missing(name)
         data.find_dataset(name)  # or say at once that there is none
@@ -188,7 +187,6 @@ def measure(cfg):
 
 
 def report(board):
-    """Return the lines of nope.md."""
     lines = title(board, "Without positions")
     for name in unique(board["records"], "dataset"):
         measured = select(board["records"], dataset=name)
@@ -199,9 +197,7 @@ def report(board):
     return lines
 
 
-def main():
-    return run_experiment(NopeConfig, measure, report)
-
+main = make_main(NopeConfig, measure, report)
 
 if __name__ == "__main__":
     cli.run_main(main)

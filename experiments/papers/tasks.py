@@ -62,11 +62,11 @@ from experiments.report import (
     format_interval,
     format_settings,
     grid,
+    make_main,
     markdown_table,
     measure_run,
     paired_claim,
     run_all,
-    run_experiment,
     save_figure,
     section,
     select,
@@ -449,7 +449,6 @@ def score_table(records, tasks, schemes, beyond):
 
 
 def select_scores(records, task, pos, length):
-    """Return the scores of all seeds at one length."""
     found = select(records, task=task, pos=pos, length=length)
     return [record[score_name(task)] for record in found]
 
@@ -526,7 +525,6 @@ def judge_all(records):
 
 
 def measure(cfg):
-    """Run every task with every scheme and seed; return what tasks.json holds."""
     schemes, tasks = cfg.pos, cfg.tasks or tuple(TASKS)
     seeds = range(1, cfg.seeds + 1)
     runs = [(task, pos, seed) for seed in seeds for task in tasks for pos in schemes]
@@ -545,7 +543,6 @@ def measure(cfg):
 
 
 def report(board):
-    """Return the lines of tasks.md."""
     records, ranks = board["records"], board["reciprocal_ranks"]
     tasks, schemes = unique(records, "task"), unique(records, "pos")
     beyond = score_table(records, tasks, schemes, beyond=True)
@@ -566,9 +563,7 @@ def report(board):
     return lines + section("Orderings", *([RULE] if claims else []), [*claims, reported])
 
 
-def main():
-    return run_experiment(TasksConfig, measure, report, plot_scores)
-
+main = make_main(TasksConfig, measure, report, plot_scores)
 
 if __name__ == "__main__":
     cli.run_main(main)
