@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from try_budget import try_words
 
 from experiments import layers
 from experiments.extensibility import STAGES
@@ -123,13 +124,8 @@ def test_an_unknown_model_is_refused(call):
 
 
 @pytest.mark.slow
-def test_processes_share_a_seed_and_one_collects(call, text_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = [
-        "experiments/layers.py",
-        *("--budget=try", "--seeds=1", "--device=cpu", "--dtype=float32"),
-        *(f"--dataset={text_data}", f"--runs={tmp_path}/runs", f"--out_dir={tmp_path}/results"),
-    ]
+def test_processes_share_a_seed_and_one_collects(call, text_data, tmp_path):
+    words = try_words("layers", tmp_path, "--seeds=1", text=text_data)
     done = call(*words, "--models=WWWF")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "try-text" / "1"
