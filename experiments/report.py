@@ -49,6 +49,8 @@ EXAMPLES = {
     "pos": "nope,rope",
     "schemes": "xl,rope",
     "objectives": "causal,masked",
+    "tables": "length,size",
+    "datasets": "python",
 }
 
 
@@ -292,6 +294,23 @@ def train_step(model, batch, run_on, optimizers, learning_rate, max_norm=1.0, **
     loss.backward()
     update_weights(model, optimizers, learning_rate, max_norm)
     return loss.detach()
+
+
+def train_on_samples(model, make_batch, steps, learning_rate, warmup, run_on, weight_decay=0.01):
+    """Train a GPT in place on make_batch(step), inputs and targets; return the loss of each step.
+
+    The learning rate rises over `warmup` steps and falls linearly over the last fifth.
+    """
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay
+    )
+    losses = []
+    for step in range(steps):
+        rate = learning_rate * min(1, (step + 1) / warmup, (steps - step) / (0.2 * steps))
+        losses.append(train_step(model, make_batch(step), run_on, [optimizer], rate))
+    model.eval()
+    return torch.stack(losses)
 
 
 def score_losses(name, model, cfg, lengths, protocols, max_tokens, dataset=""):

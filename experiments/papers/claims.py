@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import copy
-import math
 import statistics
 import warnings
 from dataclasses import dataclass
@@ -45,7 +44,9 @@ from experiments.report import (
     ROOT,
     RULE,
     TextExperiment,
+    commits_of,
     count,
+    effort,
     format_interval,
     grid,
     make_main,
@@ -57,12 +58,12 @@ from experiments.report import (
     select,
     title,
     topic_lines,
+    train_on_samples,
 )
 from experiments.reproduce import DEPTHS, FACTOR, SeedRun, average_needles, extend, needle_lengths
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.attention_maps import attention_maps
-from nanolong.optim import update_weights
 
 PARTS = ("examples", "learned", "attention", "pairs")
 
@@ -139,16 +140,14 @@ def most_shown(inputs, targets, keys):
 
 
 def train_examples(model, run, n, batch_size, steps, learning_rate, first_seed):
-    """Train a GPT in place; the rate rises over 50 steps and falls over the last fifth."""
+    """Train a GPT in place, on samples of its own; products are in float32."""
     keys = EXAMPLES[run.cfg.budget]["keys"]
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95))
-    model.train()
-    for step in range(steps):
-        rate = min(1, (step + 1) / 50, (steps - step) / (0.2 * steps))
-        x, y = make_examples(n, keys, batch_size, first_seed + step)
-        model(x.to(run.device), y.to(run.device)).backward()
-        update_weights(model, [optimizer], learning_rate * rate)
-    model.eval()
+
+    def make_batch(step):
+        return make_examples(n, keys, batch_size, first_seed + step)
+
+    run_on = (run.device, torch.float32)
+    train_on_samples(model, make_batch, steps, learning_rate, 50, run_on)
 
 
 @torch.no_grad()
@@ -271,13 +270,10 @@ def measure(cfg):
     dataset = cfg.load_dataset()
     runs = [SeedRun(cfg, seed, dataset) for seed in cfg.seeds]
     found = {str(run.seed): measure_seed(run, cfg.parts) for run in runs}
-    seconds = sum(run.seconds() for run in runs)
-    commits = [commit for run in runs for commit in run.commits()]
     return {
         "note": (
-            f"{cfg.note(dataset, commits)}; {count(len(runs), 'seed')}; scored: "
-            f"{runs[0].budget['max_tokens']:,} tokens, spread over the validation text; "
-            f"{count(math.ceil(seconds / 60), 'minute')} of training and measuring in all"
+            f"{cfg.note(dataset, commits_of(runs))}; {effort(runs)}; scored: "
+            f"{runs[0].budget['max_tokens']:,} tokens, spread over the validation text"
         ),
         "examples": EXAMPLES[cfg.budget],
         "text_models": runs[0].budget,
@@ -338,15 +334,16 @@ def report_examples(board):
 
     table = grid(names, {title: title for title in groups}, cell)
     _, within, *_, longest = groups
-    claims = []
+    pairs = {}
     for name in names[1:]:
         text = f"{name}: accuracy at examples {longest} above that at {within}"
-        late, early = accuracies(name, longest), accuracies(name, within)
-        claims.append(claim_difference(text, late, early, above=0))
+        pairs[text] = (name, longest), (name, within)
     for better, worse in (("yarn", "none"), ("yarn", "window"), ("yarn, fine-tuned", "window")):
         text = f"rope, {better} above {worse}, at examples {longest}"
-        above, below = accuracies(f"rope, {better}", longest), accuracies(f"rope, {worse}", longest)
-        claims.append(claim_difference(text, above, below, above=0))
+        pairs[text] = (f"rope, {better}", longest), (f"rope, {worse}", longest)
+    claims = []
+    for text, (a, b) in pairs.items():
+        claims.append(claim_difference(text, accuracies(*a), accuracies(*b), above=0))
     return section(
         "More examples in a longer prompt",
         f"Fraction of right digits by the number of the example, after {settings['steps']:,} steps "

@@ -44,7 +44,6 @@ from nanolong.losses import loss_by_position
 from nanolong.plots import unique
 from nanolong.provenance import provenance
 from nanolong.scoring import find_sequences
-from nanolong.validate import require
 from train import TrainConfig
 
 
@@ -58,11 +57,6 @@ class NopeConfig(Experiment):
     max_tokens: int = 65536  # tokens of validation text that are scored
 
     name = "nope"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(self.tables, "tables is empty: give --tables=length,size")
-        require(self.datasets, "datasets is empty: name a text, as in --datasets=python")
 
 
 # All lengths are trained at the middle one of the sizes (n_embd).

@@ -71,14 +71,14 @@ from experiments.report import (
     section,
     select,
     title,
-    train_step,
+    train_on_samples,
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.devices import autocast, prepare_device
-from nanolong.errors import UserError
 from nanolong.plots import unique
 from nanolong.provenance import provenance
+from nanolong.validate import require
 
 
 @dataclass
@@ -271,32 +271,21 @@ def make_config(task, pos, settings):
 
 
 def train(model, task, seed, steps, batch_size, learning_rate, warmup, device, dtype):
-    """Train a GPT in place; return the mean loss of the last tenth of the steps, in nats.
-
-    The learning rate rises over `warmup` steps and falls linearly over the last fifth.
-    """
+    """Train a GPT in place; return the mean loss of the last tenth of the steps, in nats."""
     prepare_device(device)
-    model.to(device).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.05
-    )
-    first_counted = steps * 9 // 10
-    loss_sum = torch.zeros((), device=device)
-    for step in range(steps):
-        lr_scale = min(1, (step + 1) / warmup, (steps - step) / (0.2 * steps))
-        batch = training_batch(task, seed, step, batch_size)
-        rate = learning_rate * lr_scale
-        loss = train_step(model, batch, (device, dtype), [optimizer], rate)
-        if step >= first_counted:
-            loss_sum += loss
-    model.eval()
 
-    mean_loss = loss_sum.item() / (steps - first_counted)
-    if not math.isfinite(mean_loss):
-        raise UserError(
-            f"{task} with --pos={model.config.pos}, seed {seed}: the loss is not finite: "
-            "try --dtype=float32, or another number of --steps"
-        )
+    def make_batch(step):
+        return training_batch(task, seed, step, batch_size)
+
+    run_on = (device, dtype)
+    rates = (learning_rate, warmup)
+    losses = train_on_samples(model.to(device), make_batch, steps, *rates, run_on, 0.05)
+    mean_loss = losses[steps * 9 // 10 :].mean().item()
+    require(
+        math.isfinite(mean_loss),
+        f"{task} with --pos={model.config.pos}, seed {seed}: the loss is not finite: "
+        "try --dtype=float32, or another number of --steps",
+    )
     return mean_loss
 
 
@@ -321,13 +310,8 @@ def score(predict, task, samples, device, dtype=torch.float32):
             correct = predict(x).argmax(-1) == y
         exact = (correct | (y < 0)).all(1)
         answers = (y >= 0) & (y != EOS)
-        records.append(
-            {
-                "length": length,
-                "exact": exact.float().mean().item(),
-                "accuracy": correct[answers].float().mean().item(),
-            }
-        )
+        record = {"length": length, "exact": exact.float().mean().item()}
+        records.append({**record, "accuracy": correct[answers].float().mean().item()})
     return records
 
 
