@@ -114,7 +114,8 @@ def maps_of(model, tokens):
     """The attention of each sequence: a list of (1, H, T, T) over layers. One at a time: large."""
     for i, sequence in enumerate(tokens.split(1)):
         with evaluation_mode(model, torch.float32):
-            yield attention_maps(model, sequence, i)
+            maps = attention_maps(model, sequence, i)
+        yield maps
 
 
 def distances(model, dataset, name="model", length=None, windows=32, bins=10, seed=1337):

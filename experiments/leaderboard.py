@@ -283,30 +283,30 @@ def measure_throughput(names, cfg, dataset, rounds=7, steps=4):
     compiles, _ = pick_compile(budget["training"].get("compile"), device, 10**6)
     if compiles:
         torch._dynamo.config.recompile_limit = 4 * len(names)  # all models live in one process
-    models, forwards, optimizers = {}, {}, {}
-    for name in names:
-        torch.manual_seed(0)
-        models[name] = make_model(name, budget, dataset.vocab_size).to(device).train()
-        forwards[name] = torch.compile(models[name]) if compiles else models[name]
-        optimizers[name] = make_optimizers(models[name], TrainConfig())
+    batch_size, length = budget["training"]["batch_size"], budget["model"]["block_size"]
 
-    def train_steps(name):
+    def train_steps(model, forward, optimizers):
         for step in range(steps):
-            batch_size = budget["training"]["batch_size"]
-            x, y, *_ = dataset.batch(step, batch_size, budget["model"]["block_size"], 0)
+            x, y, *_ = dataset.batch(step, batch_size, length, 0)
             x = torch.from_numpy(x).to(device)
             y = torch.from_numpy(y).to(device)
-            positions = models[name].sample_positions(len(x), x.shape[1], step)
+            positions = model.sample_positions(len(x), x.shape[1], step)
             with autocast(device, dtype):
-                loss = forwards[name](x, y, positions)
+                loss = forward(x, y, positions)
             loss.backward()
-            for optimizer in optimizers[name]:
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-    functions = {name: functools.partial(train_steps, name) for name in names}
+    functions = {}
+    for name in names:
+        torch.manual_seed(0)
+        model = make_model(name, budget, dataset.vocab_size).to(device).train()
+        forward = torch.compile(model) if compiles else model
+        optimizers = make_optimizers(model, TrainConfig())
+        functions[name] = functools.partial(train_steps, model, forward, optimizers)
     seconds = time_in_turns(functions, rounds, device)
-    tokens = steps * budget["training"]["batch_size"] * budget["model"]["block_size"]
+    tokens = steps * batch_size * length
     return {name: summarize(tokens, seconds[names[0]], seconds[name]) for name in names}
 
 
@@ -522,22 +522,17 @@ def report(board):
     ]
 
 
-def loss_curves(board, names):
-    """Return name -> [(length, mean last-quarter loss, half-width of its interval), ...]."""
-    curves = {}
-    for name in names:
-        for length in evaluation_lengths(board["model"]["block_size"]):
-            losses = select_losses(board["records"], name, "last-quarter", length)
-            if losses and length % board["model"]["block_size"] == 0:
-                point = (length, *confidence_interval(losses))
-                curves.setdefault(name, []).append(point)
-    return curves
-
-
 def plot_losses(board, folder):
     """Plot the last-quarter loss by length, the intervals as bands, as a PNG and in characters."""
     L = board["model"]["block_size"]
-    curves = loss_curves(board, rank_entries(board["records"], L))
+    lengths = sorted(L * factor for factor in (*FACTORS, 2))
+    curves = {}  # name -> [(length, mean, half-width of its interval), ...]
+    for name in rank_entries(board["records"], L):
+        for length in lengths:
+            losses = select_losses(board["records"], name, "last-quarter", length)
+            if losses:
+                point = (length, *confidence_interval(losses))
+                curves.setdefault(name, []).append(point)
     means = {name: [point[:2] for point in curve] for name, curve in curves.items()}
     print(terminal_plot(means, height=18))
 
@@ -560,7 +555,7 @@ def plot_losses(board, folder):
         axes.set_ylim(min(losses) - margin, max(losses) + margin)
         axes.set_title(f"Trained at {L} tokens, evaluated at up to {32 * L:,}")
         axes.set_ylabel("nats per token, last quarter of the sequence")
-        length_axis(axes, [L * factor for factor in (1, 2, *FACTORS[1:])])
+        length_axis(axes, lengths)
         figure.legend(loc="outside right upper", fontsize=8, title="best mean first")
 
     save_figure(folder / "leaderboard.png", draw, (9.5, 5.6), board["note"])

@@ -111,8 +111,7 @@ def sample_sequences(split, length, count, seed):
     rng = np.random.default_rng(seed)
     chosen = rng.choice(available, min(count, available), replace=False)
     pairs = [split.sequence(int(index), length) for index in chosen]
-    inputs = np.stack([x for x, _ in pairs])
-    targets = np.stack([y for _, y in pairs])
+    inputs, targets = map(np.stack, zip(*pairs, strict=True))
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 

@@ -81,7 +81,7 @@ def test_what_is_measured_is_what_the_model_computes(
 
     # nothing is measured twice
     monkeypatch.setattr(public, "loss_by_position", None)
-    monkeypatch.setattr(public, "train", None)
+    monkeypatch.setattr(public, "train_or_stop", None)
     assert call(*words).returncode == 0
     assert (tmp_path / "results/public.md").read_text() == report
     assert_refused(call(*words, "--factor=2"), "--runs")

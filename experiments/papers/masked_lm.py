@@ -176,9 +176,8 @@ def validation_batches(objective, dataset, length, max_tokens, batch_size=64):
     n = min(available, max(1, max_tokens // length))
     for start in range(0, n, batch_size):
         indices = [i * available // n for i in range(start, min(n, start + batch_size))]
-        sequences = [dataset.val.sequence(i, length) for i in indices]
-        x = np.stack([inputs for inputs, _ in sequences])
-        y = np.stack([targets for _, targets in sequences])
+        pairs = [dataset.val.sequence(i, length) for i in indices]
+        x, y = map(np.stack, zip(*pairs, strict=True))
         yield make_examples(objective, x, y, dataset, seed=start)
 
 
@@ -275,12 +274,11 @@ def judge(records, schemes):
     claims = []
     nope = by_seed(records, "loss", pos="nope", objective="masked")
     for pos in schemes:
-        if pos == "nope" or not nope:
-            continue
-        other = by_seed(records, "loss", pos=pos, objective="masked")
-        text = f"masked: nope's perplexity is more than twice {pos}'s, in nats"
-        claims.append(paired_claim(text, nope, other, above=math.log(2)))
-    return claims
+        if pos != "nope":
+            other = by_seed(records, "loss", pos=pos, objective="masked")
+            text = f"masked: nope's perplexity is more than twice {pos}'s, in nats"
+            claims.append(paired_claim(text, nope, other, above=math.log(2)))
+    return [claim for claim in claims if claim]
 
 
 def describe_runs(cfg, dataset):
