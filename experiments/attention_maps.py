@@ -136,14 +136,25 @@ def distances(model, dataset, name="model", length=None, windows=32, bins=10, se
     records = []
     for layer, heads in enumerate((sums / n).tolist()):
         slopes = layer_slopes(model, layer, length)
+        if slopes is not None:
+            alone = slope_distances(model, layer, slopes, length)
         for head, (distance, normalised, *histogram) in enumerate(heads):
-            record = {"checkpoint": name, "task": "attention", "length": length}
-            record |= {"layer": layer, "head": head, "distance": distance}
-            record |= {"normalised": normalised, "histogram": histogram, "windows": n}
+            record = {
+                "checkpoint": name,
+                "task": "attention",
+                "length": length,
+                "layer": layer,
+                "head": head,
+                "distance": distance,
+                "normalised": normalised,
+                "histogram": histogram,
+                "windows": n,
+            }
             if slopes is not None:
                 slope = slopes[head].item()
-                alone = slope_distances(model, layer, slopes, length)[head].item()
-                record |= {"slope": slope, "range": 1 / slope, "slope_alone": alone}
+                record["slope"] = slope
+                record["range"] = 1 / slope
+                record["slope_alone"] = alone[head].item()
             records.append(record)
     return records
 

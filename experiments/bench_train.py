@@ -313,11 +313,16 @@ def measure_case(case, cfg, dataset, scratch):
         seconds = statistics.median(timing.step for timing in of_run)
         # a row that ran in fewer rounds is compared in those
         speedups = [a.step / b.step for a, b in zip(first, of_run, strict=False)]
-        row = {"case": case.name, "name": name, "tokens_per_second": case.tokens_per_step / seconds}
-        row |= {"ms": 1000 * seconds, "speedup": statistics.median(speedups)}
-        row["lowest_speedup"] = min(speedups)
-        row["first_step_s"] = statistics.median(timing.first_step for timing in of_run)
-        row["peak_mb"] = statistics.median(timing.peak_mb for timing in of_run)
+        row = {
+            "case": case.name,
+            "name": name,
+            "tokens_per_second": case.tokens_per_step / seconds,
+            "ms": 1000 * seconds,
+            "speedup": statistics.median(speedups),
+            "lowest_speedup": min(speedups),
+            "first_step_s": statistics.median(timing.first_step for timing in of_run),
+            "peak_mb": statistics.median(timing.peak_mb for timing in of_run),
+        }
         rows.append(row)
     return rows
 
@@ -369,13 +374,20 @@ def measure_gpu(cfg, device):
         with torch.device("meta"):
             flops = GPT(GPTConfig(block_size=T, **GPU_SHAPE)).flops_per_token()
         for name, path in paths.items():
-            row = {"case": f"124 M, {B} x {T}", "name": name, "tokens_per_second": None}
-            row |= {"mfu": None, "peak_mb": None, "note": ""}
+            row = {
+                "case": f"124 M, {B} x {T}",
+                "name": name,
+                "tokens_per_second": None,
+                "mfu": None,
+                "peak_mb": None,
+                "note": "",
+            }
             code = f"SHAPE = {GPU_SHAPE!r}\n{GPU_CHILD}"
             try:
                 words = [code, name, str(B), str(T), str(path)]
                 speed, memory = run_child(words, tempfile.gettempdir())
-                row |= {"tokens_per_second": speed, "peak_mb": memory / 2**20}
+                row["tokens_per_second"] = speed
+                row["peak_mb"] = memory / 2**20
                 row["mfu"] = speed * flops / peak if peak else None
             except UserError as error:
                 row["note"] = str(error)
@@ -409,9 +421,16 @@ def format_report(result):
     header += ["first step after, s", "peak memory, MB"]
     rows = []
     for row in result["rows"]:
-        cells = [row["case"], row["name"], f"{row['tokens_per_second']:,.0f}", f"{row['ms']:.1f}"]
-        cells.append(f"{row['speedup']:.2f} ({row['lowest_speedup']:.2f})")
-        rows.append([*cells, f"{row['first_step_s']:.1f}", f"{row['peak_mb']:,.0f}"])
+        cells = [
+            row["case"],
+            row["name"],
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['ms']:.1f}",
+            f"{row['speedup']:.2f} ({row['lowest_speedup']:.2f})",
+            f"{row['first_step_s']:.1f}",
+            f"{row['peak_mb']:,.0f}",
+        ]
+        rows.append(cells)
     return [result["setup"], "", *markdown_table(header, rows)]
 
 

@@ -221,9 +221,16 @@ def probe(
         trained = train_probe(hidden_states(model, train_tokens, layer), hidden, steps, seed)
         predicted = trained.predict(hidden_states(model, test_tokens, layer))  # (held_out, T)
         distance = (predicted - torch.arange(length, device=predicted.device)).abs()
-        record = {"checkpoint": name, "task": "probe", "length": length, "layer": layer}
-        record |= {"error": distance.float().mean().item(), **guesses}
-        records.append({**record, "tokens": test_tokens.numel()})
+        record = {
+            "checkpoint": name,
+            "task": "probe",
+            "length": length,
+            "layer": layer,
+            "error": distance.float().mean().item(),
+            **guesses,
+            "tokens": test_tokens.numel(),
+        }
+        records.append(record)
     return records
 
 
@@ -273,13 +280,23 @@ def shuffled_prefix(model, dataset, name="model", length=None, windows=500, seed
         shuffled = sequence_losses(model, mixed_inputs, scored_targets)
         counts = (scored_targets >= 0).sum(1)
         total = max(1, counts.sum().item())
-        mean, mixed_mean = intact.sum().item() / total, shuffled.sum().item() / total
+        mean = intact.sum().item() / total
+        mixed_mean = shuffled.sum().item() / total
         # the standard error of a ratio of sums: sequences may differ in their scored targets
         deviations = shuffled - intact - (mixed_mean - mean) * counts
         standard_error = deviations.square().sum().sqrt().item() / total
-        record = {"checkpoint": name, "task": "shuffle", "length": length, "scored": scored}
-        record |= {"intact": mean, "shuffled": mixed_mean, "raised": mixed_mean - mean}
-        records.append({**record, "interval": 1.96 * standard_error, "tokens": total})
+        record = {
+            "checkpoint": name,
+            "task": "shuffle",
+            "length": length,
+            "scored": scored,
+            "intact": mean,
+            "shuffled": mixed_mean,
+            "raised": mixed_mean - mean,
+            "interval": 1.96 * standard_error,
+            "tokens": total,
+        }
+        records.append(record)
     return records
 
 
@@ -312,9 +329,14 @@ def format_table(records, cfg=None):
         for scored, title in TITLES.items():
             rows = []
             for r in select(at_length, scored=scored):
-                losses = [f"{r['intact']:.3f}", f"{r['shuffled']:.3f}"]
-                difference = f"{r['raised']:+.3f} ± {r['interval']:.3f}"
-                rows.append([r["checkpoint"], *losses, difference, f"{r['tokens']:,}"])
+                row = [
+                    r["checkpoint"],
+                    f"{r['intact']:.3f}",
+                    f"{r['shuffled']:.3f}",
+                    f"{r['raised']:+.3f} ± {r['interval']:.3f}",
+                    f"{r['tokens']:,}",
+                ]
+                rows.append(row)
             header = ["", "in order", "shuffled", "difference", "tokens"]
             lines += ["", f"{title}, sequences of {length}, nats per token"]
             lines += text_table(header, rows)

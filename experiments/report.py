@@ -214,19 +214,25 @@ class SeedRun(Measurements):
         self.budget = budget
         self.folder = folder
         self.device, self.dtype = cfg.pick_device()
-        key |= {"budget": budget, "data": dataset.hash}
-        key |= {"dtype": str(self.dtype), "device": self.device.type}
+        key |= {
+            "budget": budget,
+            "data": dataset.hash,
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+        }
         super().__init__(folder / "measured.json", key)
 
     def train_settings(self, name, max_iters, **changes):
         """Return the settings of TrainConfig of a run of this name, which is evaluated once."""
         settings = {
+            # Each name has a run of its own, which goes on if it was stopped.
             "dataset": self.cfg.dataset,
             "out_dir": str(self.folder / name),
             "seed": self.seed,
             "max_iters": max_iters,
             "warmup_iters": min(50, max_iters // 4),
             "learning_rate": 3e-3,
+            # What counts is measured after training.
             "eval_interval": 10**9,
             "eval_iters": 1,
             "device": self.cfg.device,
@@ -288,6 +294,7 @@ def train_step(model, batch, run_on, optimizers, learning_rate, max_norm=1.0, **
     run_on: device and dtype of matrix products; options: of GPT.forward().
     """
     device, dtype = run_on
+    # Forward, backward and update.
     x, y = (part.to(device) for part in batch)
     with autocast(device, dtype):
         loss = model(x, y, **options)

@@ -129,12 +129,22 @@ def measure_passkeys(model, tokenizer, dtype, factor, method, options, trials, s
     Returns the fraction that is found and the nats per digit, means over DEPTHS.
     """
     # A second extension multiplies the factors and replaces the method.
-    model.extend(method, 1.0 if model.config.extension else factor, **options)
-    bos, trials = model.meta.get("bos"), max(1, trials // len(DEPTHS))
+    if model.config.extension:
+        factor = 1.0
+    model.extend(method, factor, **options)
     results = []
     for depth in DEPTHS:
-        prompts = (model.config.block_size, depth, trials, seed, bos)
-        results.append(find_needle(model, tokenizer, *prompts, dtype))
+        result = find_needle(
+            model,
+            tokenizer,
+            model.config.block_size,
+            depth,
+            max(1, trials // len(DEPTHS)),
+            seed,
+            model.meta.get("bos"),
+            dtype,
+        )
+        results.append(result)
     found, loss = np.mean(results, 0).tolist()
     return found, loss
 
@@ -147,7 +157,11 @@ def load(path):
     extended = model.config.extension
     require(not extended, f"{path} is extended already: give the checkpoint it was made from")
     tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
-    require(tokenizer, f"{path} has no tokenizer: give one trained on text of data/prepare.py")
+    require(
+        tokenizer,
+        f"{path} has no tokenizer to make prompts with: give a checkpoint that was trained on a "
+        "text prepared by data/prepare.py",
+    )
     return model, tokenizer
 
 
@@ -171,8 +185,12 @@ def main():
     # Search.
     test = functools.partial(measure_passkeys, model, tokenizer, dtype, cfg.factor)
     config = model.config
-    rope = (config.rope_base, model.pos.rotary_dim, config.original_length)
-    start = list(initial_tables(*rope, cfg.factor).values())
+    start = initial_tables(
+        config.rope_base,
+        model.pos.rotary_dim,
+        config.original_length,
+        cfg.factor,
+    )
 
     def fitness(table):
         _, loss = test("longrope", {"long_factor": table.tolist()}, cfg.trials, cfg.seed)
@@ -180,7 +198,15 @@ def main():
 
     rng = np.random.default_rng(cfg.seed)
     report = functools.partial(print, flush=True)
-    best, _ = evolve(start, fitness, cfg.factor, cfg.population, cfg.rounds, rng, report)
+    best, _ = evolve(
+        list(start.values()),
+        fitness,
+        cfg.factor,
+        cfg.population,
+        cfg.rounds,
+        rng,
+        report,
+    )
 
     # Compare with the methods, on new prompts.
     trials, seed = 4 * cfg.trials, cfg.seed + 1000
