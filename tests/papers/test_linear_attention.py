@@ -323,7 +323,7 @@ def test_experiment_continues_and_reports(call, text_data, tmp_path, monkeypatch
     text = (tmp_path / "results/linear_attention.md").read_text()
     assert "- linear rope, `self-extend`: method 'self-extend' replaces attention" in text
     with monkeypatch.context() as patched:
-        patched.setattr(experiment, "train", None)
+        patched.setattr(experiment, "train_or_stop", None)
         assert call(*words, cwd=tmp_path).returncode == 0
     again = json.loads((tmp_path / "results/linear_attention.json").read_text())
     assert again["records"] == board["records"]
