@@ -38,12 +38,13 @@ from experiments.probe import (
     sample_sequences,
     shortest_context,
 )
-from experiments.report import line_style, save_figure, select
-from nanolong import cli, validate
+from experiments.report import line_style, save_figure, select, text_table
+from nanolong import cli
 from nanolong.attention_maps import attention_maps, dense_attention
 from nanolong.errors import UserError
 from nanolong.losses import evaluation_mode
 from nanolong.plots import format_refusals, unique
+from nanolong.validate import require
 
 
 @dataclass
@@ -53,11 +54,11 @@ class MapsConfig(CheckpointsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        validate.require(
+        require(
             min(self.windows, self.bins) >= 1,
             "windows and bins must be at least 1: raise the one that is not",
         )
-        validate.require(
+        require(
             min(self.lengths, default=2) >= 2,
             "the first query sees only itself: give lengths of at least 2",
         )
@@ -109,53 +110,50 @@ def slope_distances(model, layer, slopes, length):
     return summarise(slope_attention(slopes, length, window, sinks))[0]
 
 
-def distances(
-    model, dataset, name="model", length=None, windows=32, bins=10, seed=1337, device=None
-):
-    """Measure where each head looks on validation text. Returns a record per layer and head.
-
-    Each has "distance" in tokens, "normalised", "histogram" and, where the scheme adds slopes,
-    "slope", "range" (1 / slope) and "slope_alone". model: a GPT, moved to the device (default:
-    where it is). dataset: a data.Dataset. length: default the original context length. Raises
-    UserError when the text is shorter, or the model cannot compute so many positions.
-    """
-    length = length or model.config.original_length
-    tokens, _ = sample_sequences(dataset.val, length, windows, seed)
-    model.to(device or next(model.parameters()).device)
-
-    # Sum over sequences, one at a time: maps are large.
-    sums = None
+def maps_of(model, tokens):
+    """The attention of each sequence: a list of (1, H, T, T) over layers. One at a time: large."""
     for i, sequence in enumerate(tokens.split(1)):
         with evaluation_mode(model, torch.float32):
             maps = attention_maps(model, sequence, i)
-        layers = [summarise(p, bins) for p in maps]
-        if sums is None:
-            sums = layers
-        else:
-            pairs = zip(sums, layers, strict=True)
-            sums = [tuple(map(torch.add, total, new)) for total, new in pairs]
+        yield maps
 
+
+def distances(model, dataset, name="model", length=None, windows=32, bins=10, seed=1337):
+    """Measure where each head looks on validation text. Returns a record per layer and head.
+
+    Each has "distance" in tokens, "normalised", "histogram" and, where the scheme adds slopes,
+    "slope", "range" (1 / slope) and "slope_alone". model: a GPT. dataset: a data.Dataset. length:
+    default the original context length. Raises UserError when the text is shorter, or the model
+    cannot compute so many positions.
+    """
+    length = length or model.config.original_length
+    tokens, _ = sample_sequences(dataset.val, length, windows, seed)
     n = len(tokens)
+    sums = 0  # over sequences: (layers, H, 2 + bins)
+    for maps in maps_of(model, tokens):
+        summaries = [summarise(p, bins) for p in maps]
+        sums = sums + torch.stack([torch.column_stack(summary) for summary in summaries])
     records = []
-    for layer, (distance, normalised, histogram) in enumerate(sums):
+    for layer, heads in enumerate((sums / n).tolist()):
         slopes = layer_slopes(model, layer, length)
         if slopes is not None:
             alone = slope_distances(model, layer, slopes, length)
-        for head in range(len(distance)):
+        for head, (distance, normalised, *histogram) in enumerate(heads):
             record = {
                 "checkpoint": name,
                 "task": "attention",
                 "length": length,
                 "layer": layer,
                 "head": head,
-                "distance": distance[head].item() / n,
-                "normalised": normalised[head].item() / n,
-                "histogram": (histogram[head] / n).tolist(),
+                "distance": distance,
+                "normalised": normalised,
+                "histogram": histogram,
                 "windows": n,
             }
             if slopes is not None:
-                record["slope"] = slopes[head].item()
-                record["range"] = 1 / slopes[head].item()
+                slope = slopes[head].item()
+                record["slope"] = slope
+                record["range"] = 1 / slope
                 record["slope_alone"] = alone[head].item()
             records.append(record)
     return records
@@ -203,37 +201,28 @@ def head_divergences(maps, other_maps):
 
 def check_comparable(name, model, dataset, other_name, other_model, other_dataset):
     """Raise UserError if two checkpoints differ in depth or text."""
-    n_layer = model.config.n_layer
-    other_n_layer = other_model.config.n_layer
-    if n_layer != other_n_layer:
-        raise UserError(
-            f"{name} has {n_layer} layers and {other_name} {other_n_layer}: "
-            "compare checkpoints of the same depth"
-        )
-    if (dataset.hash, dataset.bos) != (other_dataset.hash, other_dataset.bos):
-        raise UserError(
-            f"{name} and {other_name} differ in their dataset or in --bos: "
-            "compare checkpoints of one dataset"
-        )
+    n_layer, other_n_layer = model.config.n_layer, other_model.config.n_layer
+    require(
+        n_layer == other_n_layer,
+        f"{name} has {n_layer} layers and {other_name} {other_n_layer}: compare checkpoints of the "
+        "same depth",
+    )
+    require(
+        (dataset.hash, dataset.bos) == (other_dataset.hash, other_dataset.bos),
+        f"{name} and {other_name} differ in their dataset or in --bos: compare checkpoints of one "
+        "dataset",
+    )
 
 
-def compare(model, other, dataset, length, windows, seed, device):
+def compare(model, other, dataset, length, windows, seed):
     """The divergence of each layer of two models, and the number of sequences."""
     tokens, _ = sample_sequences(dataset.val, length, windows, seed)
-    for one in (model, other):
-        one.to(device or next(one.parameters()).device)
-    total = 0
-    for i, sequence in enumerate(tokens.split(1)):
-        maps = []
-        for one in (model, other):
-            with evaluation_mode(one, torch.float32):
-                maps.append(attention_maps(one, sequence, i))
-        total = total + head_divergences(*maps)
-    mean = total / len(tokens)
+    pairs = zip(maps_of(model, tokens), maps_of(other, tokens), strict=True)
+    mean = sum(head_divergences(*maps) for maps in pairs) / len(tokens)
     return mean.flatten(1).amin(1), len(tokens)
 
 
-def divergences(loaded, length=None, windows=32, seed=1337, device=None):
+def divergences(loaded, length=None, windows=32, seed=1337):
     """Compare all pairs of checkpoints. Returns a record per pair.
 
     Each has "divergence" in nats and "layers", that of each layer, or "refused" with the reason why
@@ -248,7 +237,7 @@ def divergences(loaded, length=None, windows=32, seed=1337, device=None):
         record = {"checkpoint": a, "with": b, "task": "divergence", "length": length}
         try:
             check_comparable(a, model, dataset, b, other, other_dataset)
-            layers, n = compare(model, other, dataset, length, windows, seed, device)
+            layers, n = compare(model, other, dataset, length, windows, seed)
             record["divergence"] = layers.mean().item()
             record["layers"] = layers.tolist()
             record["windows"] = n
@@ -268,96 +257,77 @@ def mean_of(records, key):
     return values.mean(0).tolist()
 
 
-def summary_lines(records, length, names, bins, width):
+def summary_lines(records, length, names, bins):
     """A line per checkpoint, averaged over layers and heads, and one of uniform attention."""
-    edges = [(b + 1) / bins for b in range(bins)]
-    lines = [
+    rows = []
+    for name in (*names, "uniform"):
+        heads = select(records, checkpoint=name) or [uniform(length, bins)]
+        row = [name, f"{mean_of(heads, 'distance'):.1f}", f"{mean_of(heads, 'normalised'):.3f}"]
+        rows.append(row + [f"{100 * p:.1f}" for p in mean_of(heads, "histogram")])
+    edges = [f"{(b + 1) / bins:.2f}" for b in range(bins)]
+    return [
         f"attention at length {length}, mean over layers and heads: distance in tokens, "
         f"normalised distance, percent of the probability in each bin of it (nearest first)",
-        " " * width + f"{'tokens':>8}{'norm.':>7}  " + "".join(f"{edge:>6.2f}" for edge in edges),
+        *text_table(["", "tokens", "norm.", *edges], rows),
     ]
-    for name in (*names, "uniform"):
-        heads = select(records, checkpoint=name, length=length)
-        if name not in names:
-            heads = [uniform(length, bins)]
-        percents = [100 * p for p in mean_of(heads, "histogram")]
-        lines.append(
-            name.ljust(width)
-            + f"{mean_of(heads, 'distance'):>8.1f}{mean_of(heads, 'normalised'):>7.3f}  "
-            + "".join(f"{percent:>6.1f}" for percent in percents)
-        )
-    return lines
 
 
 def head_lines(heads, name):
-    """The distance of each head of a checkpoint: a line per layer."""
-    n_head = 1 + max(record["head"] for record in heads)
-    titles = [f"head {head}" for head in range(n_head)]
-    lines = [
-        f"{name}, tokens (normalised) of each head",
-        " " * 10 + "".join(f"{title:>14}" for title in titles),
-    ]
+    """The distance of each head of a checkpoint, a line per layer; and each slope, if it has any.
+
+    Of a slope: its range and the measured distance, averaged over layers.
+    """
+    rows = []
     for layer in unique(heads, "layer"):
         cells = [
-            f"{record['distance']:>7.1f} ({record['normalised']:.2f})"
+            f"{record['distance']:.1f} ({record['normalised']:.2f})"
             for record in select(heads, layer=layer)
         ]
-        lines.append(f"layer {layer}".ljust(10) + "".join(cells))
-    return lines
-
-
-def slope_lines(heads, name):
-    """Each slope of a checkpoint, its range and the measured distance, averaged over layers."""
-    lines = [
-        f"{name}, by slope m, tokens",
-        f"{'head':<10}{'m':>10}{'1/m':>10}{'m alone':>10}{'measured':>10}",
-    ]
-    for head in unique(heads, "head"):
-        layers = select(heads, head=head)
+        rows.append([f"layer {layer}", *cells])
+    titles = [f"head {head}" for head in unique(heads, "head")]
+    lines = ["", f"{name}, tokens (normalised) of each head", *text_table(["", *titles], rows)]
+    with_slopes = [record for record in heads if "slope" in record]
+    if not with_slopes:
+        return lines
+    rows = []
+    for head in unique(with_slopes, "head"):
+        layers = select(with_slopes, head=head)
         first = layers[0]
-        lines.append(
-            f"{head:<10}{first['slope']:>10.5f}{first['range']:>10.1f}"
-            f"{first['slope_alone']:>10.1f}{mean_of(layers, 'distance'):>10.1f}"
-        )
-    return lines
+        distances = [first["range"], first["slope_alone"], mean_of(layers, "distance")]
+        rows.append([str(head), f"{first['slope']:.5f}", *(f"{x:.1f}" for x in distances)])
+    header = ["head", "m", "1/m", "m alone", "measured"]
+    return [*lines, "", f"{name}, by slope m, tokens", *text_table(header, rows)]
 
 
 def divergence_lines(pairs):
     """A line per pair of checkpoints, the most alike first."""
-    lines = [
-        "Jensen-Shannon divergence of attention in nats, 0 to 0.693, of the closest heads of each "
-        "layer: mean over layers, then each layer; the most alike first"
-    ]
-    titles = [f"{record['checkpoint']}, {record['with']}" for record in pairs]
-    width = max(map(len, titles))
+    rows = []
     for record in sorted(pairs, key=lambda record: record["divergence"]):
         title = f"{record['checkpoint']}, {record['with']}"
-        layers = "".join(f"{layer:>7.3f}" for layer in record["layers"])
-        lines.append(f"{title.ljust(width)}{record['divergence']:>8.3f}  {layers}")
-    return lines
+        rows.append([title, *(f"{x:.3f}" for x in (record["divergence"], *record["layers"]))])
+    layers = [str(layer) for layer in range(len(pairs[0]["layers"]))]
+    return [
+        "Jensen-Shannon divergence of attention in nats, 0 to 0.693, of the closest heads of each "
+        "layer: mean over layers, then each layer; the most alike first",
+        *text_table(["", "mean", *layers], rows),
+    ]
 
 
 def format_table(records, cfg):
     """The records as text: per length the summary, heads, slopes and divergences."""
-    width = max(10, *(len(record["checkpoint"]) for record in records))
     lines = []
     for length in unique(records, "length"):
         at_length = select(records, length=length)
         measured = [record for record in at_length if "distance" in record]
         names = unique(measured, "checkpoint")
-        lines += summary_lines(measured, length, names, cfg.bins, width)
+        lines += summary_lines(measured, length, names, cfg.bins)
         for name in names:
-            heads = select(measured, checkpoint=name)
-            lines += ["", *head_lines(heads, name)]
-            with_slopes = [record for record in heads if "slope" in record]
-            if with_slopes:
-                lines += ["", *slope_lines(with_slopes, name)]
+            lines += head_lines(select(measured, checkpoint=name), name)
         lines.append("")
         pairs = [record for record in at_length if "divergence" in record]
         if pairs:
             lines += [*divergence_lines(pairs), ""]
-    lines += format_refusals(records)
-    return "\n".join(lines).rstrip()
+    return "\n".join(lines + format_refusals(records)).rstrip()
 
 
 # -----------------------------------------------------------------------------
@@ -418,7 +388,6 @@ def plot_slopes(axes, records, names, length):
 
 
 def plot_divergences(figure, axes, pairs, names):
-    """Draw the matrix of divergences."""
     matrix = torch.full((len(names), len(names)), float("nan")).fill_diagonal_(0)
     for record in pairs:
         a = names.index(record["checkpoint"])
@@ -472,22 +441,17 @@ def plot_records(records, cfg, note):
 # The command line.
 
 
-def measure(loaded, length, cfg):
-    """All records of one length: distances of each checkpoint, divergences of each pair."""
-    records = []
-    comparable = {}
-    for name, (model, dataset) in loaded.items():
-        try:
-            records += distances(model, dataset, name, length, cfg.windows, cfg.bins, cfg.seed)
-            comparable[name] = (model, dataset)
-        except UserError as error:
-            record = {"checkpoint": name, "task": "attention", "length": length}
-            records.append({**record, "refused": str(error)})
-    return records + divergences(comparable, length, cfg.windows, cfg.seed)
+def measure(model, dataset, name, length, cfg):
+    return distances(model, dataset, name, length, cfg.windows, cfg.bins, cfg.seed)
+
+
+def compare_all(loaded, length, cfg):
+    return divergences(loaded, length, cfg.windows, cfg.seed)
 
 
 def main():
-    return run_on_checkpoints(MapsConfig, measure, format_table, plot_records)
+    scripts = (measure, format_table, plot_records, compare_all)
+    return run_on_checkpoints(MapsConfig, "attention", *scripts)
 
 
 if __name__ == "__main__":

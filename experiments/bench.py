@@ -28,25 +28,32 @@ import importlib.util
 import re
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
+import torch.utils.benchmark
 
 import kernels
 from experiments import bench_sample, bench_train
-from experiments.report import load_board, markdown_table, save_figure
+from experiments.report import (
+    check_names,
+    load_board,
+    markdown_table,
+    save_figure,
+    section,
+    select,
+)
 from kernels import eager
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import cli, validate
+from nanolong import cli
 from nanolong.devices import pick_device
 from nanolong.errors import UserError
 from nanolong.plots import unique
 from nanolong.provenance import provenance
 from nanolong.strict_json import write_json
+from nanolong.validate import require
 
-OPERATORS = ("ceilings", "rope", "attention", "decode", "loss", "step")
 WHOLE_RUNS = {"train": bench_train, "sample": bench_sample}
 
 
@@ -66,20 +73,12 @@ class BenchConfig:
     out_dir: str = ""  # default: out/bench/<device>
 
     def __post_init__(self):
-        sections = (*OPERATORS, *WHOLE_RUNS)
-        for section in self.only:
-            validate.require(
-                section in sections,
-                f"there is no section {section!r}: --only takes {', '.join(sections)}",
-            )
-        validate.require(
-            self.minutes > 0 and self.rounds >= 1,
-            "minutes and rounds must be above 0: raise the one that is not",
-        )
-        validate.require(
+        check_names("section", self.only, (*OPERATORS, *WHOLE_RUNS))
+        positive = self.minutes > 0 and self.rounds >= 1
+        require(positive, "minutes and rounds must be above 0: raise the one that is not")
+        require(
             self.iterations == 0 or self.iterations >= 8,
-            f"iterations={self.iterations} leaves nothing to time after the warm-up: "
-            "give at least 8",
+            f"iterations={self.iterations} has nothing to time after warm-up: give at least 8",
         )
 
 
@@ -126,13 +125,9 @@ class Benchmark:
             from triton.testing import do_bench
 
             return do_bench(run, warmup=30, rep=1000 * seconds, return_mode="median")
-        times = []
-        end = time.perf_counter() + seconds
-        while len(times) < 3 or time.perf_counter() < end:
-            start = time.perf_counter()
-            run()
-            times.append(1000 * (time.perf_counter() - start))
-        return statistics.median(times)
+        n_threads = torch.get_num_threads()
+        timer = torch.utils.benchmark.Timer("run()", globals={"run": run}, num_threads=n_threads)
+        return 1000 * timer.blocked_autorange(min_run_time=seconds).median
 
     def check_and_compile(self, run, row):
         """Call run() once to compile it; on a GPU once more to measure its memory."""
@@ -184,7 +179,7 @@ class Benchmark:
                 row.rate = amount / scale / (row.ms / 1000)
                 if rows[0].ms:
                     row.speedup = rows[0].ms / row.ms
-            print_row(row)
+            print(section, *table_row(row), sep="  ", flush=True)
         self.rows += rows
 
 
@@ -193,17 +188,6 @@ def first_line(error):
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return str(error).strip().split("\n")[0][:100]
-
-
-def print_row(row):
-    cells = []
-    if row.ms:
-        cells += [f"{row.ms:.3f} ms", f"{row.rate:.1f} {row.unit}"]
-    if row.speedup:
-        cells.append(f"x{row.speedup:.2f}")
-    if row.note:
-        cells.append(row.note)
-    print(f"{row.section:10} {row.case:38} {row.name:34} {'  '.join(cells)}", flush=True)
 
 
 def first_output(out):
@@ -288,26 +272,12 @@ def rope(bench):
         bench.compare("rope", f"backward {shape}", backward, n_bytes, "GB/s")
 
 
-@dataclass
-class Candidate:
-    """An implementation of attention, or the reason why it is left out."""
-
-    run: Callable | None = None
-    inputs: tuple = ()  # what needs a gradient besides q, k and v
-    left_out: str = ""
-
-
-def materialise_bias(table, T):
-    """The (1, H, T, T) of a table by distance (H, m), -inf above the diagonal."""
-    index = torch.arange(T, device=table.device)
+def sdpa_with_bias(q, k, v, table):
+    """SDPA with the bias of a table (H, m), materialised at every call as training would."""
+    index = torch.arange(q.shape[2], device=table.device)
     distance = index[:, None] - index
     bias = table[:, distance.clamp(0, table.shape[1] - 1)]
-    return bias.masked_fill(distance < 0, float("-inf"))[None]
-
-
-def sdpa_with_bias(q, k, v, table):
-    """SDPA with the bias of a table, materialised at every call as training would."""
-    mask = materialise_bias(table, q.shape[2]).to(q.dtype)
+    mask = bias.masked_fill(distance < 0, float("-inf"))[None].to(q.dtype)  # (1, H, T, T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -348,10 +318,10 @@ def flex_attention_with_table(q, k, v, table):
 def our_attention(bench, q, k, v):
     """kernels.attention with each of its score terms.
 
-    Returns name -> Candidate, and the table and slopes that the alternatives use too.
+    Returns name -> (function, what needs a gradient besides q, k and v), or -> the reason why it is
+    left out; and the table and slopes that the alternatives use too.
     """
     _, H, T, D = q.shape
-    ours = functools.partial(kernels.attention, q, k, v)
     fixed_slopes = bench.randn(H, requires_grad=False, dtype=torch.float32).abs()
     slopes = bench.randn(H, requires_grad=False, dtype=torch.float32).abs().requires_grad_()
     table = bench.randn(H, T, dtype=torch.float32)
@@ -359,36 +329,35 @@ def our_attention(bench, q, k, v):
     shaw = tuple(bench.randn(1, min(129, T), D) for _ in range(2))
     xl = bench.randn(H, T, D)
 
-    candidates = {
-        "ours, no term": Candidate(ours),
-        "ours, fixed slopes": Candidate(functools.partial(ours, bias=fixed_slopes)),
-        "ours, trained slopes": Candidate(functools.partial(ours, bias=slopes), (slopes,)),
-        "ours, T5's table of 114": Candidate(
-            functools.partial(ours, bias=short_table), (short_table,)
-        ),
-        "ours, table of T": Candidate(functools.partial(ours, bias=table), (table,)),
-        "ours, Shaw's vectors": Candidate(functools.partial(ours, relative=(*shaw, None)), shaw),
-        "ours, Transformer-XL's": Candidate(
-            functools.partial(ours, relative=(xl, None, None)), (xl,)
-        ),
+    terms = {
+        "no term": ({}, ()),
+        "fixed slopes": ({"bias": fixed_slopes}, ()),
+        "trained slopes": ({"bias": slopes}, (slopes,)),
+        "T5's table of 114": ({"bias": short_table}, (short_table,)),
+        "table of T": ({"bias": table}, (table,)),
+        "Shaw's vectors": ({"relative": (*shaw, None)}, shaw),
+        "Transformer-XL's": ({"relative": (xl, None, None)}, (xl,)),
     }
+    candidates = {}
+    for name, (options, inputs) in terms.items():
+        run = functools.partial(kernels.attention, q, k, v, **options)
+        candidates[f"ours, {name}"] = (run, inputs)
     if T > 1024 and not bench.is_gpu:
-        candidates["ours, Shaw's vectors"] = Candidate(left_out="needs a GPU")
+        candidates["ours, Shaw's vectors"] = "needs a GPU"
     if T > (32768 if bench.is_gpu else 1024):
-        candidates["ours, Transformer-XL's"] = Candidate(left_out="left out: minutes")
+        candidates["ours, Transformer-XL's"] = "left out: minutes"
     return candidates, short_table, fixed_slopes
 
 
 def other_attention(bench, q, k, v, table, slopes):
-    """The alternatives: name -> Candidate."""
-    T = q.shape[2]
-    is_small = T <= (4096 if bench.is_gpu else 1024)
+    """The alternatives, as our_attention() returns them."""
+    is_small = q.shape[2] <= (4096 if bench.is_gpu else 1024)
     sdpa = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-    candidates = {"SDPA, no term": Candidate(sdpa)}
-    materialised = Candidate(left_out="left out: (H, T, T) scores")
+    candidates = {"SDPA, no term": (sdpa, ())}
+    candidates["SDPA, T5's table materialised"] = "left out: (H, T, T) scores"
     if is_small:
-        materialised = Candidate(functools.partial(sdpa_with_bias, q, k, v, table), (table,))
-    candidates["SDPA, T5's table materialised"] = materialised
+        run = functools.partial(sdpa_with_bias, q, k, v, table)
+        candidates["SDPA, T5's table materialised"] = (run, (table,))
     if not bench.is_gpu:
         return candidates
 
@@ -396,30 +365,27 @@ def other_attention(bench, q, k, v, table, slopes):
 
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     for name, backend in backends.items():
-        run = functools.partial(sdpa_by, backend, q, k, v)
-        candidates[f"SDPA {name}, no term"] = Candidate(run)
-    flex = Candidate(left_out="left out: minutes")
+        candidates[f"SDPA {name}, no term"] = (functools.partial(sdpa_by, backend, q, k, v), ())
+    candidates["FlexAttention, T5's table"] = "left out: minutes"
     if is_small:
-        flex = Candidate(flex_attention_with_table(q, k, v, table), (table,))
-    candidates["FlexAttention, T5's table"] = flex
+        flex = flex_attention_with_table(q, k, v, table)
+        candidates["FlexAttention, T5's table"] = (flex, (table,))
     if is_installed("flash_attn"):
         from flash_attn import flash_attn_func
 
         # flash-attn's layout is (B, T, H, D)
         layout = [x.transpose(1, 2) for x in (q, k, v)]
         run = functools.partial(flash_attn_func, *layout, causal=True, alibi_slopes=slopes)
-        candidates["flash-attn, slopes without gradient"] = Candidate(run)
+        candidates["flash-attn, slopes without gradient"] = (run, ())
     return candidates
 
 
 def attention_case(bench, T, D):
     """Measure forward, and forward with backward, at one length and head dimension."""
-    B = 1
-    H = 12
+    B, H = 1, 12
     if bench.is_gpu:
         # 16k tokens and 2048 channels
-        B = max(1, 16384 // T)
-        H = 2048 // D
+        B, H = max(1, 16384 // T), 2048 // D
     if T > 32768:
         H = min(H, 12)
     q, k, v = (bench.randn_heads(B, T, H, D) for _ in range(3))
@@ -428,19 +394,18 @@ def attention_case(bench, T, D):
     flops = 4 * B * H * T * T * D / 2
     shape = f"D{D} T{T} B{B} H{H}"
 
-    forward = {name: c.left_out or c.run for name, c in candidates.items()}
+    measurable = {name: both for name, both in candidates.items() if not isinstance(both, str)}
+    forward = candidates | {name: run for name, (run, _) in measurable.items()}
     with torch.no_grad():
         bench.compare("attention", f"forward {shape}", forward, flops, bench.flops_unit)
     if bench.out_of_time():
         return
-    both = {}
-    for name, candidate in candidates.items():
-        both[name] = candidate.left_out
-        if not candidate.left_out:
-            try:
-                both[name] = forward_backward(candidate.run, (q, k, v, *candidate.inputs))
-            except Exception as error:
-                both[name] = f"{type(error).__name__}: {first_line(error)}"[:100]
+    both = dict(candidates)
+    for name, (run, inputs) in measurable.items():
+        try:
+            both[name] = forward_backward(run, (q, k, v, *inputs))
+        except Exception as error:
+            both[name] = f"{type(error).__name__}: {first_line(error)}"[:100]
     case = f"forward + backward {shape}"
     bench.compare("attention", case, both, 3.5 * flops, bench.flops_unit)
 
@@ -534,27 +499,24 @@ def loss(bench):
         gc.collect()
 
 
-class TrainingStep:
-    """Forward, backward and AdamW of a model that is built at the first call."""
+def training_step(config, tokens):
+    """A function: forward, backward and AdamW of a model that is built at the first call."""
 
-    def __init__(self, config, tokens):
-        self.config = config
-        self.tokens = tokens
-        self.model = None
+    @functools.cache
+    def build():
+        model = GPT(GPTConfig(**config)).to(tokens.device)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def build(self):
-        self.model = GPT(GPTConfig(**self.config)).to(self.tokens.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-
-    def __call__(self):
-        if self.model is None:
-            self.build()
-        device = self.tokens.device.type
+    def step():
+        model, optimizer = build()
+        device = tokens.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = self.model(self.tokens, self.tokens)
+            loss = model(tokens, tokens)
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def step(bench):
@@ -569,73 +531,52 @@ def step(bench):
     tokens = torch.randint(0, shape["vocab_size"], (B, T), device=bench.device)
     # NoPE first: the others are compared with it
     schemes = ["nope", *(pos for pos in POSITIONS if pos != "nope")]
-    implementations = {pos: TrainingStep({**shape, "pos": pos}, tokens) for pos in schemes}
+    implementations = {pos: training_step({**shape, "pos": pos}, tokens) for pos in schemes}
     windowed = {**shape, "pos": "rope", "window": T // 4}
-    implementations["rope, window of T / 4"] = TrainingStep(windowed, tokens)
+    implementations["rope, window of T / 4"] = training_step(windowed, tokens)
     case = f"{shape['n_layer']} layers of {shape['n_embd']}, {B} x {T} tokens"
     bench.compare("step", case, implementations, B * T, "tokens/s")
 
 
-SECTIONS = {
-    "ceilings": ceilings,
-    "rope": rope,
-    "attention": attention,
-    "decode": decode,
-    "loss": loss,
-    "step": step,
-}
+OPERATORS = {run.__name__: run for run in (ceilings, rope, attention, decode, loss, step)}
 
 
 # -----------------------------------------------------------------------------
 # Reports.
 
 
-def format_rate(row):
-    if not row.rate:
-        return ""
-    if row.rate > 1000:
-        return f"{row.rate:,.0f} {row.unit}"
-    if row.rate > 1:
-        return f"{row.rate:.1f} {row.unit}"
-    return f"{row.rate:.3f} {row.unit}"
-
-
 def table_row(row):
     time = f"{row.ms:.3f}" if row.ms else row.note or "not measured"
+    rate = ""
+    if row.rate:
+        digits = 3 if row.rate <= 1 else 1
+        digits = 0 if row.rate > 1000 else digits
+        rate = f"{row.rate:,.{digits}f} {row.unit}"
     peak = "" if row.peak_mb is None else f"{row.peak_mb:,.0f}"
     speedup = f"{row.speedup:.2f}" if row.speedup else ""
-    return [row.case, row.name, time, format_rate(row), peak, speedup]
+    return [row.case, row.name, time, rate, peak, speedup]
 
 
-def format_report(result, has_plot):
+def format_report(result):
     """bench.md, from what bench.json holds."""
-    if result["device"] == "cuda":
-        kind = "Kernels in Triton."
-    else:
+    kind = "Kernels in Triton."
+    if result["device"] != "cuda":
         kind = (
             "On a CPU every operator is plain PyTorch, so this is the cost of the reference; "
             "the speed of the kernels is not measured."
         )
     lines = [
-        "# Benchmark",
-        "",
-        f"`{result['command']}`; {result['provenance']}.",
-        "",
         "Medians of one run, in turns. `speedup` is the time of the first row of a case divided by "
         f"this row's: above 1 is faster. {kind}",
-        "",
     ]
-    if has_plot:
-        lines += ["![attention, forward and backward](bench.png)", ""]
-    rows = [Row(**row) for row in result["rows"]]
-    for section in dict.fromkeys(row.section for row in rows):
-        description = " ".join(SECTIONS[section].__doc__.split())
-        lines += [f"## {section}", "", description, ""]
+    if attention_rows(result):
+        lines += ["", "![attention, forward and backward](bench.png)"]
+    for name in unique(result["rows"], "section"):
+        description = " ".join(OPERATORS[name].__doc__.split())
         header = ["case", "", "ms", "rate", "peak MB", "speedup"]
-        of_section = [table_row(row) for row in rows if row.section == section]
-        lines += markdown_table(header, of_section)
-        lines.append("")
-    return "\n".join(lines)
+        rows = [table_row(Row(**row)) for row in select(result["rows"], section=name)]
+        lines += section(name, description, markdown_table(header, rows))
+    return lines
 
 
 def case_number(row, letter):
@@ -643,13 +584,17 @@ def case_number(row, letter):
     return int(re.search(rf"\b{letter}(\d+)", row.case)[1])
 
 
+def attention_rows(result):
+    """The rows of the figure: attention, forward and backward."""
+    rows = [Row(**row) for row in select(result["rows"], section="attention")]
+    return [row for row in rows if row.rate and row.case.startswith("forward + backward")]
+
+
 def plot_attention(result, file):
-    """Plot the rate of attention, forward and backward, by length. Returns whether it did."""
-    rows = [Row(**row) for row in result["rows"]]
-    rows = [r for r in rows if r.section == "attention" and r.rate]
-    rows = [r for r in rows if r.case.startswith("forward + backward")]
+    """Plot the rate of attention, forward and backward, by length."""
+    rows = attention_rows(result)
     if not rows:
-        return False
+        return
     head_dims = sorted({case_number(row, "D") for row in rows})
 
     def draw(figure, *panels):
@@ -667,52 +612,43 @@ def plot_attention(result, file):
             panel.set(xlabel="tokens", ylabel=rows[0].unit, ylim=(0, None))
             panel.legend(fontsize=7)
 
-    return save_figure(file, draw, (7 * len(head_dims), 4.5), panels=(1, len(head_dims)), dpi=130)
+    save_figure(file, draw, (7 * len(head_dims), 4.5), panels=(1, len(head_dims)), dpi=130)
 
 
-def bench_operators(cfg, device, sections, folder):
-    """Measure the operators, or read what was measured; write bench.md, .json and .png."""
-    file = folder / "bench.json"
+def measure(cfg, device):
+    """What bench.json holds besides the provenance: the rows of the operators."""
+    torch.manual_seed(0)
+    bench = Benchmark(cfg, device)
+    for name in [name for name in cfg.only if name in OPERATORS] or OPERATORS:
+        OPERATORS[name](bench)
+    return {"rows": [asdict(row) for row in bench.rows]}
+
+
+def run_bench(name, cfg, device, folder):
+    """Measure bench, train or sample, or read what was measured; write its .md and .json."""
+    module = WHOLE_RUNS.get(name, sys.modules[__name__])
+    file = folder / f"{name}.json"
     if cfg.redraw:
         result = load_board(file)
     else:
-        torch.manual_seed(0)
-        bench = Benchmark(cfg, device)
-        for section in sections:
-            SECTIONS[section](bench)
-        result = {
-            "provenance": provenance(device),
-            "command": "python experiments/bench.py",
-            "device": device.type,
-            "rows": [asdict(row) for row in bench.rows],
-        }
-        write_json(file, result, indent=1)
-    has_plot = plot_attention(result, folder / "bench.png")
-    (folder / "bench.md").write_text(format_report(result, has_plot))
-    print(f"wrote {folder / 'bench.md'} and bench.json")
-
-
-def bench_whole_run(section, cfg, device, folder):
-    """Measure train or sample, or read what was measured; write its .md and .json."""
-    module = WHOLE_RUNS[section]
-    file = folder / f"{section}.json"
-    if cfg.redraw:
-        result = load_board(file)
-    else:
-        command = f"python experiments/bench.py {section}"
-        if section == "train" and cfg.nanogpt:
-            command += " --nanogpt=PATH"
-        if cfg.baseline:
-            command += " --baseline=PATH"
+        command = "python experiments/bench.py"
+        if name in WHOLE_RUNS:
+            command += f" {name}"
+            command += " --nanogpt=PATH" if name == "train" and cfg.nanogpt else ""
+            command += " --baseline=PATH" if cfg.baseline else ""
         result = {"provenance": provenance(device), "command": command, "device": device.type}
         result |= module.measure(cfg, device)
         write_json(file, result, indent=1)
-    lines = module.format_report(result)
-    header = [f"# {section}", "", f"`{result['command']}`; {result['provenance']}.", ""]
-    report = [*header, module.__doc__.partition("\n\n")[2].strip(), "", *lines, ""]
-    (folder / f"{section}.md").write_text("\n".join(report))
+    heading, about = "Benchmark", []
+    if name in WHOLE_RUNS:
+        heading, about = name, [module.__doc__.partition("\n\n")[2].strip(), ""]
+    else:
+        plot_attention(result, folder / "bench.png")
+    lines = [f"# {heading}", "", f"`{result['command']}`; {result['provenance']}.", "", *about]
+    lines += [*module.format_report(result), ""]
+    file.with_suffix(".md").write_text("\n".join(lines))
     print("\n".join(lines))
-    print(f"wrote {folder / section}.md and .json")
+    print(f"wrote {folder / name}.md and .json")
 
 
 def device_folder(device):
@@ -733,12 +669,9 @@ def main():
         raise UserError(f"--device={cfg.device} has no timer here: choose cpu or cuda")
     folder = Path(cfg.out_dir or device_folder(device))
     folder.mkdir(parents=True, exist_ok=True)
-    for section in dict.fromkeys(cfg.only):
-        if section in WHOLE_RUNS:
-            bench_whole_run(section, cfg, device, folder)
-    operators = [section for section in cfg.only if section in OPERATORS]
-    if operators or not cfg.only:
-        bench_operators(cfg, device, operators or OPERATORS, folder)
+    names = [name if name in WHOLE_RUNS else "bench" for name in cfg.only]
+    for name in dict.fromkeys(names or ["bench"]):
+        run_bench(name, cfg, device, folder)
     return 0
 
 

@@ -15,7 +15,6 @@ the dtype of the products, relative to a copy in the same process.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,11 +24,13 @@ from pathlib import Path
 
 import torch
 
-from experiments.report import markdown_table
+from experiments.bench_train import run_child
+from experiments.report import ROOT, markdown_table
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
+from nanolong.plots import unique
+from nanolong.validate import require
 
-ROOT = Path(__file__).resolve().parent.parent
 GOAL = 1.5  # times transformers in float32, at batch size 1
 
 
@@ -76,6 +77,7 @@ with torch.no_grad():
         if p.dim() == 2:
             p.normal_(0, 0.04)
 model.save(job["folder"])
+print("RESULT true")
 """
 NANOLONG = """
 sys.path.insert(0, job["root"])
@@ -99,7 +101,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 dtype = getattr(torch, job["dtype"])
-model = AutoModelForCausalLM.from_pretrained(job["export"], dtype=dtype)
+model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=dtype)
 model.eval().to(job["device"])
 width = max(len(p) for p in prompts)
 ids = [pad(p, (width - len(p), 0)) for p in prompts]
@@ -181,69 +183,36 @@ class Implementation:
 # Preparing checkpoints and running children.
 
 
-def run_python(command, cwd, **env):
-    """Run Python with these arguments. Returns the finished process."""
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-    )
-
-
-def last_line(text):
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it printed nothing"
-
-
 def save_checkpoint(root, config, seed, folder):
     """Save a model of random weights by the code of a checkout, in the format that it reads."""
     job = {"root": str(root), "config": config, "seed": seed, "folder": str(folder)}
-    done = run_python(["-c", SAVE, json.dumps(job)], folder.parent)
-    if done.returncode:
-        reason = last_line(done.stderr)
-        raise UserError(f"the checkout {root} cannot save a model: fix it ({reason[:200]})")
-
-
-def export_checkpoint(folder, export):
-    """Convert a checkpoint for transformers."""
-    command = ["hf.py", "export", str(folder), str(export), "--verify=false"]
-    done = run_python(command, ROOT)
-    if done.returncode:
-        reason = last_line(done.stderr)
-        raise UserError(f"hf.py cannot export the model: fix that first ({reason[:200]})")
+    try:
+        run_child([SAVE, json.dumps(job)], folder.parent)
+    except UserError as error:
+        raise UserError(f"the checkout {root} cannot save a model: fix it ({error})") from None
 
 
 def default_dtype(n_parameters, device):
     """The dtype that sample.py chooses for --dtype=auto."""
-    if device.type == "cuda":
-        return "bfloat16"
-    is_large = n_parameters > 16e6
-    return "bfloat16" if is_large and torch.cpu._is_avx512_bf16_supported() else "float32"
+    is_fast = n_parameters > 16e6 and torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if device.type == "cuda" or is_fast else "float32"
 
 
 def list_implementations(dtype, baseline, scratch):
     """What is compared. dtype: the default of sample.py."""
-    ours = {"root": str(ROOT), "folder": str(Path(scratch, "model"))}
-    default = Implementation(f"ours, {dtype}", NANOLONG, dtype, is_default=True, **ours)
-    implementations = [
-        Implementation("transformers, float32", TRANSFORMERS, "float32"),
-        Implementation("transformers, bfloat16", TRANSFORMERS, "bfloat16"),
-    ]
-    for other in ("float32", "bfloat16"):
-        if other == dtype:
-            implementations.append(default)
-        else:
-            implementations.append(Implementation(f"ours, {other}", NANOLONG, other, **ours))
-    implementations.append(
-        Implementation(f"ours, {dtype}, compiled", NANOLONG, dtype, compiled=True, **ours)
-    )
+    rows = [("transformers", TRANSFORMERS, other, False) for other in ("float32", "bfloat16")]
+    rows += [("ours", NANOLONG, other, False) for other in ("float32", "bfloat16")]
+    rows.append(("ours", NANOLONG, dtype, True))
     if baseline:
-        theirs = {"root": str(Path(baseline).resolve()), "folder": str(Path(scratch, "baseline"))}
-        for compiled in (False, True):
-            name = f"baseline, {dtype}" + (", compiled" if compiled else "")
-            implementations.append(Implementation(name, NANOLONG, dtype, compiled, **theirs))
+        rows += [("baseline", NANOLONG, dtype, compiled) for compiled in (False, True)]
+    roots = {"ours": str(ROOT), "baseline": str(Path(baseline).resolve())}
+    implementations = []
+    for program, code, own_dtype, compiled in rows:
+        name = f"{program}, {own_dtype}" + (", compiled" if compiled else "")
+        is_default = (program, own_dtype, compiled) == ("ours", dtype, False)
+        folder = str(Path(scratch, program))
+        details = (is_default, roots.get(program, ""), folder)
+        implementations.append(Implementation(name, code, own_dtype, compiled, *details))
     return implementations
 
 
@@ -257,22 +226,13 @@ def make_prompts(case):
     return prompts
 
 
-def run_child(implementation, case, device, scratch):
-    """Time one implementation: the result of TIMING_END. Raises RuntimeError with the reason."""
-    job = {
-        **asdict(implementation),
-        "export": str(Path(scratch, "export")),
-        "device": device.type,
-        "prompts": make_prompts(case),
-        "new_tokens": case.new_tokens,
-    }
+def time_implementation(implementation, case, device, scratch):
+    """Time one implementation: the result of TIMING_END. Raises UserError with the reason."""
+    job = asdict(implementation) | {"device": device.type}
+    job |= {"prompts": make_prompts(case), "new_tokens": case.new_tokens}
     code = TIMING_START + implementation.code + TIMING_END
-    cache = tempfile.mkdtemp(dir=scratch)
-    command = ["-c", code, json.dumps(job)]
-    done = run_python(command, scratch, PYTHONPATH="", TORCHINDUCTOR_CACHE_DIR=cache)
-    if "RESULT" not in done.stdout:
-        raise RuntimeError(last_line(done.stderr)[:120])
-    return json.loads(done.stdout.split("RESULT")[1])
+    env = {"PYTHONPATH": "", "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(dir=scratch)}
+    return run_child([code, json.dumps(job)], scratch, **env)
 
 
 # -----------------------------------------------------------------------------
@@ -280,11 +240,14 @@ def run_child(implementation, case, device, scratch):
 
 
 def measure_case(case, seed, cfg, device, scratch):
-    """The rows of a case."""
-    save_checkpoint(ROOT, case.config, seed, Path(scratch, "model"))
+    ours, theirs = Path(scratch, "ours"), Path(scratch, "transformers")
+    save_checkpoint(ROOT, case.config, seed, ours)
     if cfg.baseline:
         save_checkpoint(Path(cfg.baseline).resolve(), case.config, seed, Path(scratch, "baseline"))
-    export_checkpoint(Path(scratch, "model"), Path(scratch, "export"))
+    command = [sys.executable, "hf.py", "export", ours, theirs, "--verify=false"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    reason = done.stderr.strip()[-200:]
+    require(not done.returncode, f"hf.py cannot export the model: fix that first ({reason})")
     n_parameters = sum(p.numel() for p in GPT(GPTConfig(**case.config)).parameters())
     dtype = default_dtype(n_parameters, device)
     implementations = list_implementations(dtype, cfg.baseline, scratch)
@@ -295,8 +258,8 @@ def measure_case(case, seed, cfg, device, scratch):
         for implementation in implementations:
             name = implementation.name
             try:
-                result = run_child(implementation, case, device, scratch)
-            except RuntimeError as error:
+                result = time_implementation(implementation, case, device, scratch)
+            except UserError as error:
                 failures[name] = str(error)
                 continue
             results[name].append(result)
@@ -340,8 +303,8 @@ def make_row(implementation, case, results, first, n_parameters):
 
 def measure(cfg, device):
     """What sample.json holds besides the provenance: rows."""
-    if cfg.baseline and not Path(cfg.baseline, "model.py").is_file():
-        raise UserError(f"{cfg.baseline} has no model.py: give --baseline=PATH of a checkout")
+    found = not cfg.baseline or Path(cfg.baseline, "model.py").is_file()
+    require(found, f"{cfg.baseline} has no model.py: give --baseline=PATH of a checkout")
     rows = []
     for seed, case in enumerate(CASES):
         with tempfile.TemporaryDirectory() as scratch:
@@ -361,17 +324,14 @@ def format_report(result):
     for row in rows:
         measured = [row.get("note") or "not measured", "", ""]
         if row.get("speedup"):
-            measured = [
-                f"{row['ms']:.2f}",
-                f"{row['tokens_per_second']:,.1f}",
-                f"{row['speedup']:.2f}",
-            ]
+            measured = [f"{row['ms']:.2f}", f"{row['tokens_per_second']:,.1f}"]
+            measured.append(f"{row['speedup']:.2f}")
         bandwidth = f"{row['bandwidth']:.0%}" if row.get("bandwidth") else ""
         same_greedy = {True: "yes", False: "no", None: ""}[row.get("same_greedy")]
         cells.append([row["case"], row["name"], *measured, bandwidth, same_greedy])
     lines = markdown_table([*header, "same greedy tokens"], cells)
     lines.append("")
-    for case in dict.fromkeys(row["case"] for row in rows):
+    for case in unique(rows, "case"):
         if "batch 1" in case:
             lines += goal_lines([row for row in rows if row["case"] == case and "ms" in row])
     return lines

@@ -24,17 +24,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from data import find_dataset
 from data.prepare import prepare_missing
-from experiments.report import markdown_table
+from experiments.report import ROOT, count, markdown_table
+from model import GPT, GPTConfig
+from nanolong.devices import peak_flops
 from nanolong.errors import UserError
-
-ROOT = Path(__file__).resolve().parent.parent
+from nanolong.validate import require
 
 
 @dataclass
@@ -145,8 +147,6 @@ print("RESULT", json.dumps([n_steps * B * T / seconds, torch.cuda.max_memory_all
 
 @dataclass
 class Timing:
-    """One training run."""
-
     step: float  # seconds, the median
     first_step: float  # seconds from the start of the process
     peak_mb: float
@@ -159,39 +159,30 @@ class Timing:
 def run_timed(command, cwd, has_stepped):
     """Run a Python script to its end.
 
-    has_stepped: a function of the lines printed so far; whether the first step is done.
+    has_stepped: a function of the text printed so far; whether the first step is done.
     Returns (output, peak memory in MB, seconds until has_stepped first came true).
     """
-    lines = []
     first_step = None
-    compile_cache = tempfile.mkdtemp()
-    start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-u", *map(str, command)],
-        cwd=cwd,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": compile_cache},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
-    reader.start()
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if first_step is None and has_stepped(lines):
-            first_step = time.monotonic() - start
-        if pid:
-            break
-        time.sleep(0.01)
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "printed"), "w+") as printed:
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-u", *map(str, command)],
+            cwd=cwd,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+        pid = 0
+        while not pid:
+            time.sleep(0.01)
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            output = Path(printed.name).read_text(errors="replace")
+            if first_step is None and has_stepped(output):
+                first_step = time.monotonic() - start
     process.returncode = os.waitstatus_to_exitcode(status)
-    reader.join(5)
-    if first_step is None and has_stepped(lines):  # its line was read after the end
-        first_step = time.monotonic() - start
-    shutil.rmtree(compile_cache, ignore_errors=True)
-    output = "".join(lines)
-    if process.returncode:
-        words = " ".join(map(str, command[:3]))
-        raise UserError(f"{words} failed: run it yourself; it ended with {output[-300:].strip()!r}")
+    words = " ".join(map(str, command[:3]))
+    ending = output[-300:].strip()
+    require(not process.returncode, f"{words} failed: run it yourself; it ended with {ending!r}")
     return output, usage.ru_maxrss / 1024, first_step
 
 
@@ -201,7 +192,7 @@ def time_nanolong(root, flags, dataset, tokens_per_step, steps, scratch):
     shutil.rmtree(run, ignore_errors=True)
     log = run / "log.jsonl"
 
-    def has_stepped(lines):
+    def has_stepped(output):
         return log.exists() and '"loss"' in log.read_text()
 
     command = [
@@ -225,8 +216,8 @@ def time_nanolong(root, flags, dataset, tokens_per_step, steps, scratch):
 def time_nanogpt(path, shape, compile_model, steps, scratch):
     """Time train.py of nanoGPT, its character configuration with another shape: Timing."""
 
-    def has_stepped(lines):
-        return any(line.startswith("iter ") for line in list(lines))
+    def has_stepped(output):
+        return re.search(r"^iter .*\n", output, re.M)
 
     command = [
         "train.py",
@@ -268,20 +259,16 @@ def copy_nanogpt_data(path, folder):
 
 def check_paths(cfg):
     """Raise UserError unless there is something to compare with."""
-    if not cfg.nanogpt and not cfg.baseline:
-        raise UserError(
-            "train is compared with nanoGPT or an older nanoLong: give --nanogpt=PATH of a "
-            "checkout in which python data/shakespeare_char/prepare.py has run, or --baseline=PATH"
-        )
-    if cfg.nanogpt:
-        for file in ("train.py", "data/shakespeare_char/train.bin"):
-            if not Path(cfg.nanogpt, file).is_file():
-                raise UserError(
-                    f"{cfg.nanogpt} has no {file}: give --nanogpt=PATH of a checkout in which "
-                    "python data/shakespeare_char/prepare.py has run"
-                )
-    if cfg.baseline and not Path(cfg.baseline, "train.py").is_file():
-        raise UserError(f"{cfg.baseline} has no train.py: give --baseline=PATH of a checkout")
+    repair = (
+        "give --nanogpt=PATH of a checkout in which python data/shakespeare_char/prepare.py has "
+        "run, or --baseline=PATH of an older nanoLong"
+    )
+    require(cfg.nanogpt or cfg.baseline, f"there is nothing to compare train with: {repair}")
+    needed = {cfg.nanogpt: ("train.py", "data/shakespeare_char/train.bin")}
+    needed |= {cfg.baseline: ("train.py",)}
+    for path, files in needed.items():
+        for file in files if path else ():
+            require(Path(path, file).is_file(), f"{path} has no {file}: {repair}")
 
 
 def list_runs(case, cfg, dataset, steps, scratch):
@@ -309,7 +296,6 @@ def list_runs(case, cfg, dataset, steps, scratch):
 
 
 def measure_case(case, cfg, dataset, scratch):
-    """The rows of a case."""
     runs = list_runs(case, cfg, dataset, cfg.iterations or case.steps, scratch)
     timings = {name: [] for name in runs}
     for round_number in range(cfg.rounds):
@@ -327,18 +313,17 @@ def measure_case(case, cfg, dataset, scratch):
         seconds = statistics.median(timing.step for timing in of_run)
         # a row that ran in fewer rounds is compared in those
         speedups = [a.step / b.step for a, b in zip(first, of_run, strict=False)]
-        rows.append(
-            {
-                "case": case.name,
-                "name": name,
-                "tokens_per_second": case.tokens_per_step / seconds,
-                "ms": 1000 * seconds,
-                "speedup": statistics.median(speedups),
-                "lowest_speedup": min(speedups),
-                "first_step_s": statistics.median(timing.first_step for timing in of_run),
-                "peak_mb": statistics.median(timing.peak_mb for timing in of_run),
-            }
-        )
+        row = {
+            "case": case.name,
+            "name": name,
+            "tokens_per_second": case.tokens_per_step / seconds,
+            "ms": 1000 * seconds,
+            "speedup": statistics.median(speedups),
+            "lowest_speedup": min(speedups),
+            "first_step_s": statistics.median(timing.first_step for timing in of_run),
+            "peak_mb": statistics.median(timing.peak_mb for timing in of_run),
+        }
+        rows.append(row)
     return rows
 
 
@@ -350,15 +335,11 @@ def commit_of(path):
 
 def describe_setup(cfg):
     """The commits that are compared, the rounds and the steps, as a sentence."""
-    parts = []
-    if cfg.nanogpt:
-        parts.append(f"nanoGPT {commit_of(cfg.nanogpt)}")
-    if cfg.baseline:
-        parts.append(f"baseline {commit_of(cfg.baseline)}")
-    parts.append(f"{cfg.rounds} round{'s' * (cfg.rounds > 1)}, in turns")
+    paths = {"nanoGPT": cfg.nanogpt, "baseline": cfg.baseline}
+    commits = [f"{name} {commit_of(path)}; " for name, path in paths.items() if path]
     steps = ", ".join(str(cfg.iterations or case.steps) for case in CASES)
-    parts.append(f"{steps} steps per run.")
-    return "; ".join(parts)
+    rounds = count(cfg.rounds, "round")
+    return f"{''.join(commits)}{rounds}, in turns; {steps} steps per run."
 
 
 def measure(cfg, device):
@@ -384,16 +365,8 @@ def measure(cfg, device):
 
 def measure_gpu(cfg, device):
     """A row per shape and implementation."""
-    import torch
-
-    from model import GPT, GPTConfig
-    from nanolong.devices import peak_flops
-
-    paths = {"ours": ROOT}
-    if cfg.baseline:
-        paths["baseline"] = Path(cfg.baseline).resolve()
-    if cfg.nanogpt:
-        paths["nanogpt"] = Path(cfg.nanogpt).resolve()
+    paths = {"ours": ROOT, "baseline": cfg.baseline, "nanogpt": cfg.nanogpt}
+    paths = {name: Path(path).resolve() for name, path in paths.items() if path}
     paths["transformers"] = Path(tempfile.gettempdir())
     peak = peak_flops(device)
     rows = []
@@ -401,31 +374,39 @@ def measure_gpu(cfg, device):
         with torch.device("meta"):
             flops = GPT(GPTConfig(block_size=T, **GPU_SHAPE)).flops_per_token()
         for name, path in paths.items():
-            speed, memory, note = run_gpu_child(name, B, T, path)
             row = {
                 "case": f"124 M, {B} x {T}",
                 "name": name,
-                "tokens_per_second": speed,
-                "mfu": speed * flops / peak if speed and peak else None,
-                "peak_mb": memory and memory / 2**20,
-                "note": note,
+                "tokens_per_second": None,
+                "mfu": None,
+                "peak_mb": None,
+                "note": "",
             }
+            code = f"SHAPE = {GPU_SHAPE!r}\n{GPU_CHILD}"
+            try:
+                words = [code, name, str(B), str(T), str(path)]
+                speed, memory = run_child(words, tempfile.gettempdir())
+                row["tokens_per_second"] = speed
+                row["peak_mb"] = memory / 2**20
+                row["mfu"] = speed * flops / peak if peak else None
+            except UserError as error:
+                row["note"] = str(error)
             print(row, flush=True)
             rows.append(row)
     return rows
 
 
-def run_gpu_child(name, B, T, path):
-    """Tokens per second and peak bytes of an implementation, or None, None and the reason."""
-    code = f"SHAPE = {GPU_SHAPE!r}\n{GPU_CHILD}"
-    command = [sys.executable, "-c", code, name, str(B), str(T), str(path)]
-    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True)
-    found = re.search(r"^RESULT (.*)", done.stdout, re.M)
-    if found:
-        speed, memory = json.loads(found[1])
-        return speed, memory, ""
-    last_line = (done.stderr.strip().splitlines() or ["failed"])[-1]
-    return None, None, last_line[:100]
+def run_child(words, cwd, **env):
+    """Run Python code, words[0], with arguments; return the JSON that it prints after RESULT.
+
+    Raises UserError with the reason, if it fails.
+    """
+    command = [sys.executable, "-c", *words]
+    env = {**os.environ, **env}
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
+    reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    require("RESULT" in done.stdout, reason[:120])
+    return json.loads(done.stdout.split("RESULT")[1])
 
 
 # -----------------------------------------------------------------------------
@@ -457,12 +438,9 @@ def format_gpu_report(rows):
     forms = {"tokens_per_second": ",.0f", "mfu": ".1%", "peak_mb": ",.0f"}
     lines = []
     for row in rows:
-        cells = [format_measured(row[name], form) for name, form in forms.items()]
-        lines.append([row["case"], row["name"], *cells, row["note"]])
+        cells = dict.fromkeys(forms, "not measured")
+        cells |= {name: format(row[name], forms[name]) for name in forms if row[name] is not None}
+        lines.append([row["case"], row["name"], *cells.values(), row["note"]])
     header = ["case", "", "tokens/s", "MFU", "peak memory, MB", ""]
     text = "MFU counts the FLOPs per token of our model for all, whose shapes are alike."
     return [text, "", *markdown_table(header, lines)]
-
-
-def format_measured(value, form):
-    return "not measured" if value is None else format(value, form)

@@ -31,7 +31,6 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 import functools
 import itertools
-import math
 import statistics
 from dataclasses import dataclass
 from operator import getitem
@@ -42,29 +41,32 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from data.ruler import ruler_prompt
-from evaluate import EvaluateConfig, measure_losses
+from experiments import report as base
 from experiments.report import (
     RULE,
     Claim,
-    Measurements,
     TextExperiment,
     claim_lines,
+    commits_of,
     confidence_interval,
     count,
+    effort,
     format_interval,
     format_settings,
     grid,
     hash_code,
-    run_experiment,
+    make_main,
+    score_losses,
     section,
     select,
     title,
     train_model,
+    train_or_stop,
 )
 from nanolong import cli
 from nanolong.losses import evaluation_mode
 from nanolong.scoring import find_sequences
-from train import TrainConfig, train
+from train import TrainConfig
 
 
 @dataclass
@@ -164,45 +166,25 @@ def answer(model, x, y, dtype):
     return losses.sum(1), is_predicted.all(1)
 
 
-class SeedRun(Measurements):
-    """The models of one seed and what has been measured on them, kept in measured.json."""
+class SeedRun(base.SeedRun):
+    """The models of one seed, which learn a task, too, and are extended and fine-tuned."""
 
-    budgets = BUDGETS
     factor = FACTOR
     lengths = LENGTHS
 
-    def __init__(self, cfg, seed, dataset, folder=None):
-        self.cfg = cfg
-        self.seed = seed
-        self.dataset = dataset
-        self.budget = self.budgets[cfg.budget]
-        self.device, self.dtype = cfg.pick_device()
-        self.folder = folder or cfg.run_folder() / str(seed)
-        key = {
-            "budget": self.budget,
-            "training": [LEARNING_RATE, TASK, TASK_FRACTION, self.factor],
-            "data": dataset.hash,
-            "dtype": str(self.dtype),
-            "device": self.device.type,
-            "scored": hash_code([find_sequences, ruler_prompt]),
-        }
-        super().__init__(self.folder / "measured.json", key)
+    def __init__(self, cfg, seed, dataset, budget, folder):
+        training = [LEARNING_RATE, TASK, TASK_FRACTION, self.factor]
+        scored = hash_code([find_sequences, ruler_prompt])
+        super().__init__(cfg, seed, dataset, budget, folder, training=training, scored=scored)
 
     def train_config(self, name, steps, **settings):
-        return TrainConfig(
-            dataset=self.cfg.dataset,
-            out_dir=str(self.folder / name),
-            seed=self.seed,
-            tasks=(f"{TASK}:{TASK_FRACTION}",),
-            max_iters=steps,
-            warmup_iters=min(50, steps // 4),
-            eval_interval=10**9,
-            eval_iters=1,
-            device=self.cfg.device,
-            dtype=self.cfg.dtype,
-            compile=False if self.device.type == "cpu" else None,
-            **settings,
-        )
+        tasks = (f"{TASK}:{TASK_FRACTION}",)
+        return TrainConfig(**self.train_settings(name, steps, tasks=tasks, **settings))
+
+    def pretrain(self, settings, name, steps):
+        """Return the model with these settings of GPTConfig, trained at the first call."""
+        config = self.train_config(name, steps, batch_size=self.budget["batch_size"])
+        return train_model(settings, config, self.dataset)
 
     def fine_tune(self, model, name):
         """Train an extended model at its new length, with as many tokens a step as before."""
@@ -214,19 +196,13 @@ class SeedRun(Measurements):
             weight_decay=0.0,
             overwrite=True,  # what was stopped begins again
         )
-        if train(model, config)["stopped"]:
-            raise KeyboardInterrupt
+        train_or_stop(model, config)
 
     def measure_stage(self, model, stage):
         """Measure loss and retrieval at all lengths: a list of records."""
-        settings = EvaluateConfig(
-            dataset=self.cfg.dataset,
-            max_tokens=self.budget["max_tokens"],
-            dtype=self.cfg.dtype,
-            protocol=("last-quarter",),
-        )
         lengths = [factor * self.budget["model"]["block_size"] for factor in self.lengths]
-        losses = measure_losses({stage: model}, settings, lengths)
+        max_tokens = self.budget["max_tokens"]
+        losses = score_losses(stage, model, self.cfg, lengths, ("last-quarter",), max_tokens)
         records = []
         for factor, length, loss in zip(self.lengths, lengths, losses, strict=True):
             prompts = (self.dataset, length, self.budget["prompts"])
@@ -244,10 +220,7 @@ class SeedRun(Measurements):
         steps = self.budget["steps"]
         if "S" in name:
             steps //= 2
-        batch_size = self.budget["batch_size"]
-        config = self.train_config(name, steps, batch_size=batch_size, learning_rate=LEARNING_RATE)
-        model = train_model(model_settings(name, self.budget), config, self.dataset)
-        model = model.to(self.device)
+        model = self.pretrain(model_settings(name, self.budget), name, steps).to(self.device)
         records = self.measure_stage(model, "before")
         model.extend("yarn", self.factor)
         records += self.measure_stage(model, "zero-shot")
@@ -256,20 +229,18 @@ class SeedRun(Measurements):
 
 
 def measure(cfg):
-    """Measure all models with all seeds; return what extensibility.json holds."""
     dataset = cfg.load_dataset()
-    runs = [SeedRun(cfg, seed, dataset) for seed in dict.fromkeys(cfg.seeds)]
+    budget, folder = BUDGETS[cfg.budget], cfg.run_folder()
+    seeds = cfg.seeds
+    runs = [SeedRun(cfg, seed, dataset, budget, folder / str(seed)) for seed in seeds]
     records = []
     for run in runs:
         for name in MODELS:
             for record in run.measure(name, run.measure_model, name):
                 records.append({"seed": run.seed, "model": name, **record})
-    minutes = math.ceil(sum(run.seconds() for run in runs) / 60)
-    commits = [commit for run in runs for commit in run.commits()]
-    effort = f"{count(len(runs), 'seed')}, {count(minutes, 'minute')} over all processes"
     return {
-        "note": f"{cfg.note(dataset, commits)}; {effort}",
-        "budget": BUDGETS[cfg.budget],
+        "note": f"{cfg.note(dataset, commits_of(runs))}; {effort(runs)}",
+        "budget": budget,
         "records": records,
     }
 
@@ -279,7 +250,6 @@ def measure(cfg):
 
 
 def values_by_seed(board, stage, length, measure):
-    """Return the values of each seed: a list."""
     found = {}
     for record in select(board["records"], stage=stage, length=length):
         found.setdefault(record["seed"], {})[record["model"]] = record[measure]
@@ -418,7 +388,6 @@ def table(board, names, function, columns):
 
 
 def report(board):
-    """Return the lines of extensibility.md."""
     budget = board["budget"]
     tuning = count(budget["tuning_steps"], "step")
     models = (
@@ -446,9 +415,7 @@ def report(board):
     ]
 
 
-def main():
-    return run_experiment(ExtensibilityConfig, measure, report)
-
+main = make_main(ExtensibilityConfig, measure, report)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from experiments.report import save_figure
 from model import POSITIONS, GPTConfig
 from nanolong import cli, plots, validate
 from rope_scaling import METHODS
@@ -40,18 +41,12 @@ class FiguresConfig:
     def __post_init__(self):
         validate.check_png("out", self.out)
         validate.check_png("yarn_out", self.yarn_out)
+        for name, least in (("length", 2), ("n_head", 1), ("head_dim", 2)):
+            given = getattr(self, name)
+            in_range = least <= given <= 8192
+            validate.require(in_range, f"{name}={given} is out of range: give {least} to 8,192")
         validate.require(
-            2 <= self.length <= 8192,
-            f"length={self.length} is out of range: it must be at least 2 and at most 8,192",
-        )
-        validate.require(
-            self.n_head <= 8192 and self.head_dim <= 8192,
-            f"n_head={self.n_head} or head_dim={self.head_dim} is too large: give at most 8,192",
-        )
-        validate.require(
-            self.n_head >= 1 and self.head_dim >= 2 and self.head_dim % 2 == 0,
-            f"n_head={self.n_head} or head_dim={self.head_dim} is impossible: "
-            "give at least one head, and an even head_dim",
+            self.head_dim % 2 == 0, f"head_dim={self.head_dim} is odd: give an even number"
         )
 
 
@@ -66,16 +61,10 @@ def make_scheme(pos, cfg):
 
 def draw_heatmap(axis, values, title, x_label, y_label):
     """Draw values between -1 and 1, (rows, columns), the first row at the bottom."""
-    image = axis.imshow(
-        values.numpy(),
-        aspect="auto",
-        cmap="RdBu",
-        vmin=-1,
-        vmax=1,
-        interpolation="nearest",
-        origin="lower",
-    )
+    style = {"aspect": "auto", "cmap": "RdBu", "interpolation": "nearest", "origin": "lower"}
+    image = axis.imshow(values.numpy(), vmin=-1, vmax=1, **style)
     axis.set(title=title, xlabel=x_label, ylabel=y_label)
+    axis.grid(False)
     axis.figure.colorbar(image, ax=axis, shrink=0.8)
 
 
@@ -114,11 +103,12 @@ def draw_t5(axis, cfg):
     axis.step(distance.tolist(), bucket.tolist(), where="post")
     axis.set(title="t5: bucket of a distance", xscale="log")
     axis.set(xlabel="distance (tokens)", ylabel="bucket")
-    axis.grid(alpha=0.3)
 
 
-def draw_bias(axis, cfg, pos, title, colormap):
+def draw_bias(axis, cfg, pos, title):
     """Draw the bias over distance of every head."""
+    from matplotlib import colormaps
+
     scheme = make_scheme(pos, cfg)
     distance = torch.arange(cfg.length)
     bias = scheme.bias(cfg.length, 0)
@@ -127,42 +117,40 @@ def draw_bias(axis, cfg, pos, title, colormap):
     else:  # a table over distances (H, m), constant from its last column on
         bias = bias[:, distance.clamp(max=bias.shape[1] - 1)]
     for head, line in enumerate(bias):
-        colour = colormap(head / max(1, cfg.n_head - 1))
+        colour = colormaps["viridis"](head / max(1, cfg.n_head - 1))
         axis.plot(distance.numpy(), line.numpy(), color=colour, label=f"head {head}")
     lowest = max(LOWEST_BIAS, bias.min().item())
     axis.set(title=title, xlabel="distance (tokens)", ylabel="attention bias")
     axis.set_ylim(lowest * 1.03 - 0.01, 0.03 * -lowest + 0.01)
-    axis.grid(alpha=0.3)
+
+
+BIASES = {
+    "alibi": "alibi",
+    "sandwich": "sandwich",
+    "kerple": "kerple, at initialisation",
+    "kerple-power": "kerple-power, at initialisation",
+}
 
 
 @torch.no_grad()
-def plot_positions(plt, cfg):
-    """Write the figure of the position schemes."""
-    figure, axes = plt.subplots(2, 4, figsize=(17, 7.6), layout="constrained")
-    draw_sinusoidal(axes[0][0], cfg)
-    draw_rope(axes[0][1], cfg)
-    draw_nezha(axes[0][2], cfg)
-    draw_t5(axes[0][3], cfg)
-    titles = {
-        "alibi": "alibi",
-        "sandwich": "sandwich",
-        "kerple": "kerple, at initialisation",
-        "kerple-power": "kerple-power, at initialisation",
-    }
-    for axis, (pos, title) in zip(axes[1], titles.items(), strict=True):
-        draw_bias(axis, cfg, pos, title, plt.get_cmap("viridis"))
-    if cfg.n_head <= 12:
-        lines, labels = axes[1][0].get_legend_handles_labels()
-        figure.legend(lines, labels, fontsize=9, ncols=cfg.n_head, loc="outside lower center")
-    figure.suptitle(
+def plot_positions(cfg):
+    """Write the figure of the position schemes. Returns whether there is matplotlib for it."""
+
+    def draw(figure, *axes):
+        first_row = (draw_sinusoidal, draw_rope, draw_nezha, draw_t5)
+        for axis, draw_scheme in zip(axes[:4], first_row, strict=True):
+            draw_scheme(axis, cfg)
+        for axis, (pos, title) in zip(axes[4:], BIASES.items(), strict=True):
+            draw_bias(axis, cfg, pos, title)
+        if cfg.n_head <= 12:
+            lines, labels = axes[4].get_legend_handles_labels()
+            figure.legend(lines, labels, fontsize=9, ncols=cfg.n_head, loc="outside lower center")
+
+    note = (
         f"{cfg.n_head} heads of {cfg.head_dim} channels, {cfg.length} tokens; "
-        f"biases below {LOWEST_BIAS:.0f} are cut off",
-        fontsize=9,
-        color="gray",
+        f"biases below {LOWEST_BIAS:.0f} are cut off"
     )
-    figure.savefig(cfg.out, dpi=100)
-    plt.close(figure)
-    print(f"wrote {cfg.out}")
+    return save_figure(cfg.out, draw, (17, 7.6), note, panels=(2, 4), dpi=100)
 
 
 def plot_yarn(cfg):
@@ -177,13 +165,11 @@ def plot_yarn(cfg):
 
 def main():
     cfg = cli.parse(cfg=FiguresConfig, about=__doc__).cfg
-    plt = plots.import_pyplot(cfg.out)
-    if plt is None:
-        return 1
+    torch.manual_seed(0)
     for file in (cfg.out, cfg.yarn_out):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    plot_positions(plt, cfg)
+    if not plot_positions(cfg):
+        return 1
     plot_yarn(cfg)
     return 0
 

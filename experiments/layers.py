@@ -24,16 +24,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import itertools
-import math
+import statistics
 from dataclasses import asdict, dataclass
+from operator import getitem
 from typing import Literal
 
-from experiments.extensibility import LEARNING_RATE, SeedRun
-from experiments.layers_report import FACTOR, LENGTHS, plot, report
-from experiments.report import TextExperiment, count, run_experiment, train_model
+from experiments.extensibility import STAGES, SeedRun, table, values_by_seed
+from experiments.report import (
+    RULE,
+    Claim,
+    TextExperiment,
+    check_names,
+    claim_lines,
+    commits_of,
+    confidence_interval,
+    count,
+    effort,
+    format_settings,
+    length_axis,
+    line_style,
+    make_main,
+    save_figure,
+    section,
+    select,
+    title,
+)
 from model import GPT, GPTConfig
 from nanolong import cli
-from nanolong.validate import require
+
+FACTOR = 8  # of the context extension
+LENGTHS = (1, 2, 4, FACTOR)  # that are measured, in training lengths
 
 
 @dataclass
@@ -45,9 +65,7 @@ class LayersConfig(TextExperiment):
     def __post_init__(self):
         super().__post_init__()
         self.models = self.models or tuple(TRAINED)
-        for name in self.models:
-            known = ", ".join(TRAINED)
-            require(name in TRAINED, f"there is no model {name!r}: choose from {known}")
+        check_names("model", self.models, TRAINED)
 
 
 # steps of pretraining and of fine-tuning, scored tokens of text, and prompts of each length
@@ -125,7 +143,6 @@ def model_settings(name, budget):
 
 
 def with_logn(model):
-    """Return a copy of a model, with logn."""
     copy = GPT(GPTConfig(**asdict(model.config) | {"score_scale": "logn"}))
     copy.load_state_dict(model.state_dict())
     copy.meta = dict(model.meta)
@@ -139,24 +156,19 @@ def with_logn(model):
 class ModelRun(SeedRun):
     """One trained model of one seed, its extensions, and what has been measured on them."""
 
-    budgets = BUDGETS
     factor = FACTOR
     lengths = LENGTHS
 
     def __init__(self, cfg, seed, dataset, name):
         # a file for each model, so that several processes may share a seed
-        super().__init__(cfg, seed, dataset, cfg.run_folder() / str(seed) / name)
+        folder = cfg.run_folder() / str(seed) / name
+        super().__init__(cfg, seed, dataset, BUDGETS[cfg.budget], folder)
         self.name = name
 
     def load_model(self, logn):
         """Return the trained model, which is trained at the first call."""
-        config = self.train_config(
-            "trained",
-            self.budget["steps"],
-            batch_size=self.budget["batch_size"],
-            learning_rate=LEARNING_RATE,
-        )
-        model = train_model(model_settings(self.name, self.budget), config, self.dataset)
+        settings = model_settings(self.name, self.budget)
+        model = self.pretrain(settings, "trained", self.budget["steps"])
         return (with_logn(model) if logn else model).to(self.device)
 
     def measure_before(self, logn):
@@ -172,7 +184,6 @@ class ModelRun(SeedRun):
         return records + self.measure_stage(model, "fine-tuned")
 
     def measure_all(self):
-        """Return the records of all extensions of the model."""
         records = []
         for name, extension in select_extensions(self.name).items():
             before = "before, logn" if extension.logn else "before"
@@ -183,31 +194,167 @@ class ModelRun(SeedRun):
 
 
 def select_extensions(model):
-    """Return the extensions of a trained model: name -> Extension."""
     return {name: found for name, found in EXTENSIONS.items() if found.model == model}
 
 
 def measure(cfg):
-    """Measure the models with all seeds; return what layers.json holds."""
     dataset = cfg.load_dataset()
-    pairs = itertools.product(dict.fromkeys(cfg.seeds), dict.fromkeys(cfg.models))
+    pairs = itertools.product(cfg.seeds, cfg.models)
     runs = [ModelRun(cfg, seed, dataset, name) for seed, name in pairs]
     records = [record for run in runs for record in run.measure_all()]
-    minutes = math.ceil(sum(run.seconds() for run in runs) / 60)
-    commits = [commit for run in runs for commit in run.commits()]
-    seeds = count(len(set(cfg.seeds)), "seed")
     return {
-        "note": f"{cfg.note(dataset, commits)}; {seeds}, {count(minutes, 'minute')} over all "
-        "processes",
+        "note": f"{cfg.note(dataset, commits_of(runs))}; {effort(runs)}",
         "budget": BUDGETS[cfg.budget],
         "models": {name: extension.about for name, extension in EXTENSIONS.items()},
         "records": records,
     }
 
 
-def main():
-    return run_experiment(LayersConfig, measure, report, plot)
+# -----------------------------------------------------------------------------
+# Claims
 
+# what is published about pairs of models; a claim for each stage and measure
+PREDICTIONS = {
+    "Full-attention layers only (Olmo 3, 2512.13961, section 3.6.4)": [
+        ("WWWF full", "WWWF all", STAGES[1:], ("loss", "gain")),
+    ],
+    "p-RoPE: the slowest pairs are those that break (Barbero et al. 2024)": [
+        ("p=0.25", "FFFF", STAGES, ("loss",)),
+        ("p=0.5", "FFFF", STAGES, ("loss",)),
+    ],
+    "Score scale on layers without positions (SWAN, 2504.08719), or on all": [
+        ("WWWN+logn none", "WWWN none", ("before", "fine-tuned"), ("loss", "gain")),
+        ("WWWN+logn all", "WWWN all", STAGES[1:], ("loss", "gain")),
+        ("FFFF+logn", "FFFF", STAGES, ("loss", "gain")),
+        ("FFFF+ssmax", "FFFF", STAGES, ("loss", "gain")),
+    ],
+    "Hybrids extend better than full attention with RoPE": [
+        ("WWWF full", "FFFF", STAGES, ("loss", "gain")),
+        ("FFFN", "FFFF", STAGES, ("loss", "gain")),
+        ("WWWN none", "FFFF", STAGES, ("loss", "gain")),
+        ("WWWN+logn none", "FFFF", STAGES, ("loss", "gain")),
+    ],
+}
+LEARNED = 1.0  # nats: a model with less gain at the training length has not learned to find values
+
+
+def difference(values, pair):
+    """Return the first model's value minus the second's, of the values of one seed."""
+    first, second = pair.split(" - ")
+    return values[first] - values[second]
+
+
+def first_gains(board, name):
+    """Return a model's gain at the training length before any extension, by seed."""
+    return [values[name] for values in values_by_seed(board, "before", 1, "gain")]
+
+
+def has_learned(board, name):
+    """Whether a model finds values before any extension, in the mean over the seeds."""
+    return statistics.fmean(first_gains(board, name)) >= LEARNED
+
+
+def judge(board, predictions):
+    """Return Claims about the target length; none about the gain of models that find no value."""
+    claims = []
+    for first, second, stages, measures in predictions:
+        for measure, stage in itertools.product(measures, stages):
+            if measure == "gain" and not (has_learned(board, first) and has_learned(board, second)):
+                continue
+            pair = f"{first} - {second}"
+            values = values_by_seed(board, stage, FACTOR, measure)
+            interval = confidence_interval([difference(found, pair) for found in values])
+            bound = {"below": 0} if measure == "loss" else {"above": 0}
+            claims.append(Claim(f"{stage}, {measure}: {pair}", *interval, **bound))
+    return claims
+
+
+# -----------------------------------------------------------------------------
+# The report
+
+MODEL_NOTE = (
+    "A letter for each layer: F full attention, W a window of a quarter of the training length, N "
+    "full attention without positions; none, full and all: the layers that YaRN changes. `loss`: "
+    "nats per byte in the last quarter of a sequence. Of prompts that hide a value, `nats`: of the "
+    "answer; `gain`: how many more it has if the value is not in the prompt. Lengths are in "
+    "training lengths. The mean over the seeds and its 95 % interval."
+)
+DIFFERENCE_NOTE = (
+    "Of two models of the same seed, the first minus the second. An asterisk: the interval "
+    "excludes 0, as by chance one of 20 does."
+)
+CLAIM_NOTE = (
+    "Paired differences at the target length; a published order predicts a lower loss, or a higher "
+    "gain, of the first. Gains are judged of models that find values before they are extended: at "
+    f"least {LEARNED:.0f} nat at the training length, in the mean. {RULE}"
+)
+
+
+def measured_models(board):
+    return [name for name in board["models"] if select(board["records"], model=name)]
+
+
+def stage_tables(board, names, function):
+    """Return the parts of a section: a heading and a table for each stage."""
+    parts = []
+    for stage in STAGES:
+        columns = [(stage, length, name) for name in ("loss", "nats", "gain") for length in LENGTHS]
+        parts += [f"### {stage}", table(board, names, function, columns)]
+    return parts
+
+
+def report(board):
+    budget = board["budget"]
+    models = (
+        f"Models of {format_settings(budget['model'])}, trained for {budget['steps']} steps of "
+        f"{budget['batch_size']} sequences, extended {FACTOR} times by YaRN, and fine-tuned for "
+        f"{count(budget['tuning_steps'], 'step')}. {MODEL_NOTE}"
+    )
+    measured = measured_models(board)
+    names = [f"- {name}: {board['models'][name]}" for name in measured]
+    pairs, claims = [], []
+    for topic, predictions in PREDICTIONS.items():
+        found = [row for row in predictions if {*row[:2]} <= {*measured}]
+        pairs += [f"{first} - {second}" for first, second, *_ in found]
+        claims += [f"### {topic}", claim_lines(judge(board, found)) or "Not measured."]
+    unlearned = [name for name in measured if not has_learned(board, name)]
+    not_judged = f"Models whose gain is not judged: {', '.join(unlearned) or 'none'}."
+    learned = {name: sum(g >= LEARNED for g in first_gains(board, name)) for name in measured}
+    by_model = ", ".join(f"{name} {n}" for name, n in learned.items())
+    learning = f"Seeds that have it: {by_model}. {not_judged}"
+    return [
+        *title(board, "Which layers of a hybrid should be extended"),
+        *section("Models", models, names, "![Loss and gain by length](layers.png)"),
+        *section("Measured", *stage_tables(board, measured, getitem)),
+        *section("Differences", DIFFERENCE_NOTE, *stage_tables(board, pairs, difference)),
+        *section("Claims", CLAIM_NOTE, learning, *claims),
+    ]
+
+
+def plot(board, folder):
+    """Plot the mean loss and gain by length at each stage."""
+    lengths = [board["budget"]["model"]["block_size"] * length for length in LENGTHS]
+
+    def draw(figure, *axes):
+        panels = itertools.product(("loss", "gain"), STAGES)
+        for axis, (measure, stage) in zip(axes, panels, strict=True):
+            for i, name in enumerate(measured_models(board)):
+                records = select(board["records"], model=name, stage=stage)
+                means = [
+                    statistics.fmean(r[measure] for r in select(records, length=length))
+                    for length in LENGTHS
+                ]
+                style = line_style(i) | {"linestyle": "--" if i >= 10 else "-"}
+                axis.plot(lengths, means, label=name, **style)
+            axis.set(title=stage, ylabel=f"{measure} in nats")
+            length_axis(axis, lengths)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+
+    save_figure(folder / "layers.png", draw, (13, 7), board["note"], (2, 3))
+
+
+main = make_main(LayersConfig, measure, report, plot)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -29,17 +29,16 @@ import itertools
 import json
 import math
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 import rope_scaling
-from evaluate import EvaluateConfig, measure_losses
 from experiments.report import (
     RULE,
     TextExperiment,
+    check_names,
     confidence_interval,
     count,
     count_parameters,
@@ -47,13 +46,14 @@ from experiments.report import (
     format_settings,
     hash_code,
     length_axis,
+    make_main,
     markdown_table,
     not_judged,
     paired_claim,
     read_json,
     run_all,
-    run_experiment,
     save_figure,
+    score_losses,
     section,
     select,
     time_in_turns,
@@ -72,7 +72,6 @@ from nanolong.plots import terminal_plot
 from nanolong.run.checkpoint import settings_record
 from nanolong.scoring import find_sequences
 from nanolong.strict_json import write_json
-from nanolong.validate import require
 from train import TrainConfig, forward_backward, optimizer_step
 
 
@@ -151,8 +150,7 @@ def choose_entries(cfg):
     """Return the names of the entries to run: rope first, since throughput is relative to it."""
     own = load_entries(cfg.entry, POSITIONS)
     known = [*POSITIONS, *HYBRIDS]
-    for name in cfg.entries:
-        require(name in known, f"there is no entry {name!r}: choose from {', '.join(known)}")
+    check_names("entry", cfg.entries, known)
     names = dict.fromkeys([*(cfg.entries or known), *own])
     return sorted(names, key=lambda name: name != "rope")
 
@@ -166,7 +164,6 @@ def model_settings(name, budget):
 
 
 def make_model(name, budget, vocab_size):
-    """Return a new model of an entry."""
     return GPT(GPTConfig(**model_settings(name, budget), vocab_size=vocab_size))
 
 
@@ -204,22 +201,13 @@ def run_entry(name, seed, cfg, dataset):
         print(f"taken from {run}: remove it to train again")
         return read_json(scores)["records"]
 
-    start = time.perf_counter()
     train_config.out_dir = str(run)
     model = train_model(model_settings(name, budget), train_config, dataset)
-    evaluate_config = EvaluateConfig(
-        dataset=cfg.dataset,
-        max_tokens=cfg.max_tokens,
-        dtype=cfg.dtype,
-        protocol=("chunked", "last-quarter"),
-    )
     lengths = evaluation_lengths(budget["model"]["block_size"])
-    records = measure_losses({name: model}, evaluate_config, lengths)
-    for record in records:
-        record["seed"] = seed
-        record.pop("by_sequence", None)  # the intervals are over seeds, and these are many
-    seconds = round(time.perf_counter() - start)
-    write_json(scores, {**key, "seconds": seconds, "records": records}, indent=1)
+    protocols = ("chunked", "last-quarter")
+    records = score_losses(name, model, cfg, lengths, protocols, cfg.max_tokens)
+    records = [{**record, "seed": seed} for record in records]
+    write_json(scores, {**key, "records": records}, indent=1)
     return records
 
 
@@ -295,30 +283,30 @@ def measure_throughput(names, cfg, dataset, rounds=7, steps=4):
     compiles, _ = pick_compile(budget["training"].get("compile"), device, 10**6)
     if compiles:
         torch._dynamo.config.recompile_limit = 4 * len(names)  # all models live in one process
-    models, forwards, optimizers = {}, {}, {}
-    for name in names:
-        torch.manual_seed(0)
-        models[name] = make_model(name, budget, dataset.vocab_size).to(device).train()
-        forwards[name] = torch.compile(models[name]) if compiles else models[name]
-        optimizers[name] = make_optimizers(models[name], TrainConfig())
+    batch_size, length = budget["training"]["batch_size"], budget["model"]["block_size"]
 
-    def train_steps(name):
+    def train_steps(model, forward, optimizers):
         for step in range(steps):
-            batch_size = budget["training"]["batch_size"]
-            x, y, *_ = dataset.batch(step, batch_size, budget["model"]["block_size"], 0)
+            x, y, *_ = dataset.batch(step, batch_size, length, 0)
             x = torch.from_numpy(x).to(device)
             y = torch.from_numpy(y).to(device)
-            positions = models[name].sample_positions(len(x), x.shape[1], step)
+            positions = model.sample_positions(len(x), x.shape[1], step)
             with autocast(device, dtype):
-                loss = forwards[name](x, y, positions)
+                loss = forward(x, y, positions)
             loss.backward()
-            for optimizer in optimizers[name]:
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-    functions = {name: functools.partial(train_steps, name) for name in names}
+    functions = {}
+    for name in names:
+        torch.manual_seed(0)
+        model = make_model(name, budget, dataset.vocab_size).to(device).train()
+        forward = torch.compile(model) if compiles else model
+        optimizers = make_optimizers(model, TrainConfig())
+        functions[name] = functools.partial(train_steps, model, forward, optimizers)
     seconds = time_in_turns(functions, rounds, device)
-    tokens = steps * budget["training"]["batch_size"] * budget["model"]["block_size"]
+    tokens = steps * batch_size * length
     return {name: summarize(tokens, seconds[names[0]], seconds[name]) for name in names}
 
 
@@ -332,7 +320,6 @@ def summarize(tokens, baseline, seconds):
 
 
 def measure(cfg):
-    """Run all entries with all seeds; return what leaderboard.json holds and the report needs."""
     names = choose_entries(cfg)
     dataset = cfg.load_dataset()
     runs = [(name, seed) for seed in range(1, cfg.seeds + 1) for name in names]
@@ -522,7 +509,6 @@ def judge_orderings(board):
 
 
 def report(board):
-    """Return the lines of leaderboard.md."""
     names = rank_entries(board["records"], board["model"]["block_size"])
     figure = "![loss by context length](leaderboard.png)"
     quarter = loss_table(board, names, "last-quarter")
@@ -536,22 +522,17 @@ def report(board):
     ]
 
 
-def loss_curves(board, names):
-    """Return name -> [(length, mean last-quarter loss, half-width of its interval), ...]."""
-    curves = {}
-    for name in names:
-        for length in evaluation_lengths(board["model"]["block_size"]):
-            losses = select_losses(board["records"], name, "last-quarter", length)
-            if losses and length % board["model"]["block_size"] == 0:
-                point = (length, *confidence_interval(losses))
-                curves.setdefault(name, []).append(point)
-    return curves
-
-
 def plot_losses(board, folder):
     """Plot the last-quarter loss by length, the intervals as bands, as a PNG and in characters."""
     L = board["model"]["block_size"]
-    curves = loss_curves(board, rank_entries(board["records"], L))
+    lengths = sorted(L * factor for factor in (*FACTORS, 2))
+    curves = {}  # name -> [(length, mean, half-width of its interval), ...]
+    for name in rank_entries(board["records"], L):
+        for length in lengths:
+            losses = select_losses(board["records"], name, "last-quarter", length)
+            if losses:
+                point = (length, *confidence_interval(losses))
+                curves.setdefault(name, []).append(point)
     means = {name: [point[:2] for point in curve] for name, curve in curves.items()}
     print(terminal_plot(means, height=18))
 
@@ -574,15 +555,13 @@ def plot_losses(board, folder):
         axes.set_ylim(min(losses) - margin, max(losses) + margin)
         axes.set_title(f"Trained at {L} tokens, evaluated at up to {32 * L:,}")
         axes.set_ylabel("nats per token, last quarter of the sequence")
-        length_axis(axes, [L * factor for factor in (1, 2, *FACTORS[1:])])
+        length_axis(axes, lengths)
         figure.legend(loc="outside right upper", fontsize=8, title="best mean first")
 
     save_figure(folder / "leaderboard.png", draw, (9.5, 5.6), board["note"])
 
 
-def main():
-    return run_experiment(LeaderboardConfig, measure, report, plot_losses)
-
+main = make_main(LeaderboardConfig, measure, report, plot_losses)
 
 if __name__ == "__main__":
     cli.run_main(main)

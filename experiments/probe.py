@@ -23,7 +23,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 import math
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,15 +32,17 @@ import torch.nn.functional as F
 
 from data import Dataset
 from evaluate import check_writable, load_models
-from experiments.report import line_style, save_figure, select
-from model import POSITIONS, ContextLengthWarning
-from nanolong import cli, validate
+from experiments.report import line_style, save_figure, select, text_table
+from model import POSITIONS
+from nanolong import cli
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError
+from nanolong.losses import evaluation_mode
 from nanolong.plots import format_refusals, unique
 from nanolong.provenance import provenance
 from nanolong.strict_json import write_json
+from nanolong.validate import check_png, require
 
 TOKENS_PER_BATCH = 16384
 
@@ -61,7 +62,7 @@ class CheckpointsConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
-        validate.check_png("plot", self.plot)
+        check_png("plot", self.plot)
 
 
 @dataclass
@@ -75,11 +76,11 @@ class ProbeConfig(CheckpointsConfig):
     def __post_init__(self):
         super().__post_init__()
         counts = (self.windows, self.held_out, self.hidden, self.steps)
-        validate.require(
+        require(
             min(counts) >= 1,
             "windows, held_out, hidden and steps must be at least 1: raise the one that is not",
         )
-        validate.require(
+        require(
             min(self.lengths, default=4) >= 4,
             "lengths are cut into quarters: give lengths of at least 4",
         )
@@ -110,47 +111,32 @@ def sample_sequences(split, length, count, seed):
     rng = np.random.default_rng(seed)
     chosen = rng.choice(available, min(count, available), replace=False)
     pairs = [split.sequence(int(index), length) for index in chosen]
-    inputs = np.stack([x for x, _ in pairs])
-    targets = np.stack([y for _, y in pairs])
+    inputs, targets = map(np.stack, zip(*pairs, strict=True))
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-def prepare_model(model, device, length):
-    """Move the model to the device, in eval mode. Returns the device and the sequence length.
-
-    The defaults are the model's own device and its original context length.
-    """
+def choose_length(model, length):
+    """The sequence length: by default the original context length of the model."""
     length = length or model.config.original_length
-    if length < 4:
-        raise UserError(f"a sequence of {length} tokens has no quarters: give --lengths=4 or more")
-    device = next(model.parameters()).device if device is None else torch.device(device)
-    model.to(device).eval()
-    return device, length
+    require(length >= 4, f"a sequence of {length} tokens has no quarters: give --lengths=4 or more")
+    return length
 
 
-@torch.no_grad()
 def hidden_states(model, tokens, layer):
     """The hidden states (N, T, C), float32, that enter block `layer`, of tokens (N, T).
 
     With layer = n_layer: the states that enter the final norm.
     """
-    device = next(model.parameters()).device
-    n_layer = len(model.blocks)
-    module = model.blocks[layer] if layer < n_layer else model.norm
+    module = [*model.blocks, model.norm][layer]
     states = []
 
     def keep_input(module, args):
         states.append(args[0].float())
 
     hook = module.register_forward_pre_hook(keep_input)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ContextLengthWarning)
-            for i, x in enumerate(batches(tokens)):
-                positions = model.sample_positions(*x.shape, i)
-                model.hidden_states(x.to(device), positions)
-    finally:
-        hook.remove()
+    with hook, evaluation_mode(model, torch.float32) as device:
+        for i, x in enumerate(batches(tokens)):
+            model.hidden_states(x.to(device), model.sample_positions(*x.shape, i))
     return torch.cat(states)
 
 
@@ -219,7 +205,6 @@ def probe(
     hidden=256,
     steps=1000,
     seed=1337,
-    device=None,
 ):
     """Train a probe for each layer 0 .. n_layer. Returns a record per layer with its test error.
 
@@ -227,26 +212,25 @@ def probe(
     text. length: default the original context length. A model of random positions gets positions
     as in training, and the probe predicts the index. Raises UserError when the text is too short.
     """
-    device, length = prepare_model(model, device, length)
+    length = choose_length(model, length)
     train_tokens, _ = sample_sequences(dataset.train, length, windows, seed)
     test_tokens, _ = sample_sequences(dataset.val, length, held_out, seed)
-    true = torch.arange(length, device=device)
+    guesses = {"random_guess": random_guess(length), "best_constant": best_constant(length)}
     records = []
     for layer in range(model.config.n_layer + 1):
         trained = train_probe(hidden_states(model, train_tokens, layer), hidden, steps, seed)
         predicted = trained.predict(hidden_states(model, test_tokens, layer))  # (held_out, T)
-        records.append(
-            {
-                "checkpoint": name,
-                "task": "probe",
-                "length": length,
-                "layer": layer,
-                "error": (predicted - true).abs().float().mean().item(),
-                "random_guess": random_guess(length),
-                "best_constant": best_constant(length),
-                "tokens": test_tokens.numel(),
-            }
-        )
+        distance = (predicted - torch.arange(length, device=predicted.device)).abs()
+        record = {
+            "checkpoint": name,
+            "task": "probe",
+            "length": length,
+            "layer": layer,
+            "error": distance.float().mean().item(),
+            **guesses,
+            "tokens": test_tokens.numel(),
+        }
+        records.append(record)
     return records
 
 
@@ -261,12 +245,10 @@ def shuffle_prefix(tokens, end, generator, start=0):
     return torch.cat((tokens[:, :start], shuffled, tokens[:, end:]), 1)
 
 
-@torch.no_grad()
-def sequence_losses(model, inputs, targets, device):
+def sequence_losses(model, inputs, targets):
     """The summed loss of each sequence in nats: float64 (N,)."""
     sums = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ContextLengthWarning)
+    with evaluation_mode(model, torch.float32) as device:
         for i, (x, y) in enumerate(zip(batches(inputs), batches(targets), strict=True)):
             positions = model.sample_positions(*x.shape, i)
             losses = model(x.to(device), y.to(device), positions, reduction="none")
@@ -274,7 +256,7 @@ def sequence_losses(model, inputs, targets, device):
     return torch.cat(sums)
 
 
-def shuffled_prefix(model, dataset, name="model", length=None, windows=500, seed=1337, device=None):
+def shuffled_prefix(model, dataset, name="model", length=None, windows=500, seed=1337):
     """Measure the loss after an intact and a shuffled prefix. Returns two records.
 
     The first scores the last quarter after three shuffled quarters, the second the last target
@@ -282,7 +264,7 @@ def shuffled_prefix(model, dataset, name="model", length=None, windows=500, seed
     "intact" and "shuffled" of the same targets, the difference "raised", and "interval", the
     half-width of its 95 % interval over sequences. Arguments and errors as of probe().
     """
-    device, length = prepare_model(model, device, length)
+    length = choose_length(model, length)
     inputs, targets = sample_sequences(dataset.val, length, windows, seed)
     generator = torch.Generator().manual_seed(seed)
     start = 0 if dataset.bos is None else 1
@@ -293,91 +275,82 @@ def shuffled_prefix(model, dataset, name="model", length=None, windows=500, seed
     for scored, first, end in cases:
         scored_targets = targets.clone()
         scored_targets[:, :first] = -1
-        intact = sequence_losses(model, inputs, scored_targets, device)
+        intact = sequence_losses(model, inputs, scored_targets)
         mixed_inputs = shuffle_prefix(inputs, end, generator, start)
-        shuffled = sequence_losses(model, mixed_inputs, scored_targets, device)
+        shuffled = sequence_losses(model, mixed_inputs, scored_targets)
         counts = (scored_targets >= 0).sum(1)
         total = max(1, counts.sum().item())
-        mean_intact = intact.sum().item() / total
-        mean_shuffled = shuffled.sum().item() / total
+        mean = intact.sum().item() / total
+        mixed_mean = shuffled.sum().item() / total
         # the standard error of a ratio of sums: sequences may differ in their scored targets
-        deviations = shuffled - intact - (mean_shuffled - mean_intact) * counts
+        deviations = shuffled - intact - (mixed_mean - mean) * counts
         standard_error = deviations.square().sum().sqrt().item() / total
-        records.append(
-            {
-                "checkpoint": name,
-                "task": "shuffle",
-                "length": length,
-                "scored": scored,
-                "intact": mean_intact,
-                "shuffled": mean_shuffled,
-                "raised": mean_shuffled - mean_intact,
-                "interval": 1.96 * standard_error,
-                "tokens": total,
-            }
-        )
+        record = {
+            "checkpoint": name,
+            "task": "shuffle",
+            "length": length,
+            "scored": scored,
+            "intact": mean,
+            "shuffled": mixed_mean,
+            "raised": mixed_mean - mean,
+            "interval": 1.96 * standard_error,
+            "tokens": total,
+        }
+        records.append(record)
     return records
 
 
 # -----------------------------------------------------------------------------
 # Table and figure.
 
-
-def probe_lines(records, length, names, width):
-    """The table of probe errors: a line per checkpoint, a column per layer."""
-    probed = [r for r in select(records, length=length, task="probe") if "error" in r]
-    n_columns = 1 + max((record["layer"] for record in probed), default=0)
-    lines = [
-        f"position probe at length {length}: mean |predicted - true| in tokens after each layer; "
-        f"random {random_guess(length):.1f}, always the middle {best_constant(length):.1f}",
-        " " * width + "".join(f"{layer:>8}" for layer in range(n_columns)),
-    ]
-    for name in names:
-        cells = [f"{record['error']:>8.2f}" for record in select(probed, checkpoint=name)]
-        lines.append(name.ljust(width) + ("".join(cells) or f"{'refused':>8}"))
-    return lines
-
-
-def shuffle_lines(records, length, scored, title, width):
-    """The table of losses after an intact and a shuffled prefix: a line per checkpoint."""
-    lines = [
-        f"{title}, sequences of {length}, nats per token",
-        " " * width + f"{'in order':>10}{'shuffled':>10}{'difference':>19}{'tokens':>9}",
-    ]
-    for r in select(records, length=length, scored=scored):
-        lines.append(
-            r["checkpoint"].ljust(width)
-            + f"{r['intact']:>10.3f}{r['shuffled']:>10.3f}"
-            + f"{r['raised']:>+10.3f} ± {r['interval']:.3f} {r['tokens']:>9,}"
-        )
-    return lines
+TITLES = {
+    "last quarter": "last quarter, after three quarters in order and shuffled",
+    "last token": "last target, after the sequence in order and shuffled",
+}
 
 
 def format_table(records, cfg=None):
     """The records as text: for each length the probe errors, then the shuffled prefixes."""
-    names = unique(records, "checkpoint")
-    width = max(10, *map(len, names))
-    titles = {
-        "last quarter": "last quarter, after three quarters in order and shuffled",
-        "last token": "last target, after the sequence in order and shuffled",
-    }
     lines = []
     for length in unique(records, "length"):
-        lines += [*probe_lines(records, length, names, width), ""]
-        for scored, title in titles.items():
-            lines += [*shuffle_lines(records, length, scored, title, width), ""]
-    lines += format_refusals(records)
-    return "\n".join(lines).rstrip()
+        at_length = select(records, length=length)
+        probed = [r for r in select(at_length, task="probe") if "error" in r]
+        rows = []
+        for name in unique(records, "checkpoint"):
+            errors = [f"{record['error']:.2f}" for record in select(probed, checkpoint=name)]
+            rows.append([name, *(errors or ["refused"])])
+        layers = sorted({record["layer"] for record in probed})
+        lines += [
+            f"position probe at length {length}: mean |predicted - true| in tokens after each "
+            f"layer; random {random_guess(length):.1f}, always the middle "
+            f"{best_constant(length):.1f}",
+            *text_table(["", *map(str, layers)], rows),
+        ]
+        for scored, title in TITLES.items():
+            rows = []
+            for r in select(at_length, scored=scored):
+                row = [
+                    r["checkpoint"],
+                    f"{r['intact']:.3f}",
+                    f"{r['shuffled']:.3f}",
+                    f"{r['raised']:+.3f} ± {r['interval']:.3f}",
+                    f"{r['tokens']:,}",
+                ]
+                rows.append(row)
+            header = ["", "in order", "shuffled", "difference", "tokens"]
+            lines += ["", f"{title}, sequences of {length}, nats per token"]
+            lines += text_table(header, rows)
+        lines.append("")
+    return "\n".join(lines + format_refusals(records)).rstrip()
 
 
 def plot_probe(axes, records, length, names):
     """Draw the probe error of each layer, a line per checkpoint."""
     for i, name in enumerate(names):
-        probed = [r for r in select(records, checkpoint=name, length=length) if "error" in r]
-        if probed:
-            layers = [record["layer"] for record in probed]
-            errors = [record["error"] for record in probed]
-            axes.plot(layers, errors, label=name, **line_style(i))
+        probed = select(records, checkpoint=name, length=length, task="probe")
+        errors = [record["error"] for record in probed if "error" in record]
+        if errors:
+            axes.plot(range(len(errors)), errors, label=name, **line_style(i))
     axes.axhline(random_guess(length), color="gray", linestyle="--", label="random")
     axes.axhline(best_constant(length), color="gray", linestyle=":", label="always the middle")
     axes.set_title(f"position probe, sequences of {length}")
@@ -443,15 +416,15 @@ def load_checkpoints(paths, cfg):
 
 
 def shortest_context(loaded):
-    """The shortest original context length of loaded checkpoints."""
     return min(model.config.original_length for model, _ in loaded.values())
 
 
-def run_on_checkpoints(settings, measure, format_table, plot_records):
+def run_on_checkpoints(settings, task, measure, format_table, plot_records, compare=None):
     """Run a script on the checkpoints of its command line.
 
-    settings: the class based on CheckpointsConfig. measure(loaded, length, cfg) returns records,
-    format_table(records, cfg) their text, and plot_records(records, cfg, note) writes a figure.
+    settings: the class based on CheckpointsConfig. measure(model, dataset, name, length, cfg)
+    returns records, and compare(loaded, length, cfg) those of several checkpoints.
+    format_table(records, cfg) returns text, and plot_records(records, cfg, note) writes a figure.
     """
     about = sys.modules[settings.__module__].__doc__
     paths = "run folders or step folders; NAME=FOLDER gives a name"
@@ -462,7 +435,16 @@ def run_on_checkpoints(settings, measure, format_table, plot_records):
     loaded = load_checkpoints(args.paths, cfg)
     records = []
     for length in cfg.lengths or (shortest_context(loaded),):
-        records += measure(loaded, length, cfg)
+        measured = {}
+        for name, (model, dataset) in loaded.items():
+            try:
+                records += measure(model, dataset, name, length, cfg)
+                measured[name] = (model, dataset)
+            except UserError as error:
+                refused = {"checkpoint": name, "task": task, "length": length}
+                records.append({**refused, "refused": str(error)})
+        if compare:
+            records += compare(measured, length, cfg)
     print(format_table(records, cfg))
 
     first_dataset = next(iter(loaded.values()))[1]
@@ -479,23 +461,16 @@ def run_on_checkpoints(settings, measure, format_table, plot_records):
     return 0
 
 
-def measure(loaded, length, cfg):
-    """All records of one length; of a checkpoint without any, one with the reason."""
+def measure(model, dataset, name, length, cfg):
+    """The records of a checkpoint at one length."""
     sizes = {"windows": cfg.windows, "seed": cfg.seed}
     probes = {"held_out": cfg.held_out, "hidden": cfg.hidden, "steps": cfg.steps}
-    records = []
-    for name, (model, dataset) in loaded.items():
-        try:
-            records += probe(model, dataset, name, length, **sizes, **probes)
-            records += shuffled_prefix(model, dataset, name, length, **sizes)
-        except UserError as error:
-            refused = {"checkpoint": name, "task": "probe", "length": length}
-            records.append({**refused, "refused": str(error)})
-    return records
+    records = probe(model, dataset, name, length, **sizes, **probes)
+    return records + shuffled_prefix(model, dataset, name, length, **sizes)
 
 
 def main():
-    return run_on_checkpoints(ProbeConfig, measure, format_table, plot_records)
+    return run_on_checkpoints(ProbeConfig, "probe", measure, format_table, plot_records)
 
 
 if __name__ == "__main__":

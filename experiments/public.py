@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import hashlib
-import json
 import sysconfig
 import time
 import tomllib
@@ -37,12 +36,11 @@ import torch
 import data
 from data.prepare import build, standard_library
 from experiments.public_report import write_report
-from experiments.report import Measurements, command_line
+from experiments.report import Measurements, command_line, read_json, train_or_stop
 from extend import ExtendConfig
 from model import GPT
 from nanolong import cli
 from nanolong.devices import autocast, pick_device, pick_dtype
-from nanolong.errors import UserError
 from nanolong.losses import evaluation_mode, loss_by_position
 from nanolong.provenance import provenance
 from nanolong.run.checkpoint import read_meta
@@ -50,7 +48,6 @@ from nanolong.run.folder import list_steps
 from nanolong.scoring import read_text
 from nanolong.validate import require
 from rope_scaling import EVALUATION_ONLY
-from train import train
 
 PRESET = Path(__file__).resolve().parent.parent / "config" / "finetune_public.toml"
 
@@ -176,7 +173,6 @@ class Public(Measurements):
         super().__init__(self.folder / "measured.json", self.key())
 
     def key(self):
-        """Return what the measurements are made with."""
         texts = {}
         for text, split in self.texts.items():
             texts[text] = hashlib.sha256(split.tokens[0].tobytes()).hexdigest()[:16]
@@ -195,7 +191,6 @@ class Public(Measurements):
         return round(lengths * self.original_length)
 
     def needle_lengths(self, plan=None):
-        """Return the lengths of the prompts with a passkey, in tokens."""
         plan = plan or self.plan
         long = [round(length * self.original_length) for length in plan.needle_lengths]
         return sorted({plan.needle_tokens, *long})
@@ -217,7 +212,7 @@ class Public(Measurements):
             return model
         options = {}
         if name == "longrope":
-            options = json.loads(Path(self.cfg.longrope).read_text(encoding="utf-8"))
+            options = read_json(Path(self.cfg.longrope))
         model.extend(name, self.cfg.factor, **options)
         model.meta = {key: model.meta.get(key) for key in ("bos", "tokenizer")}
         return model
@@ -247,9 +242,8 @@ class Public(Measurements):
 
     def loss_in_float32(self):
         """Return the untouched checkpoint's tax() on code in float32."""
-        return self.measure(
-            f"float32/spread/{UNTOUCHED}", self.measure_tax, UNTOUCHED, "code", torch.float32
-        )
+        key = f"float32/spread/{UNTOUCHED}"
+        return self.measure(key, self.measure_tax, UNTOUCHED, "code", torch.float32)
 
     # Passkeys
 
@@ -285,8 +279,7 @@ class Public(Measurements):
         question = encode("\nWhat is the pass key that was hidden in the text? The pass key is")
         answer = encode(f" {passkey}")
         n_filler = length - len(start) - len(hidden) - len(question) - len(answer)
-        if n_filler < 0:
-            raise UserError(f"{length} tokens are too few for a prompt with a passkey")
+        require(n_filler >= 0, f"{length} tokens are too few for a passkey: give a longer text")
         body = [filler[i % len(filler)] for i in range(n_filler)]
         # between two repetitions of the filler
         place = round(depth * n_filler / len(filler)) * len(filler)
@@ -295,12 +288,9 @@ class Public(Measurements):
 
     # Fine-tuning
 
-    def tuned_name(self, method):
-        return f"{method} + {self.plan.steps} steps"
-
     def tune(self, method):
         """Fine-tune the checkpoint, extended by a method; return the name of the result."""
-        name = self.tuned_name(method)
+        name = f"{method} + {self.plan.steps} steps"
         self.measure(f"tune/{name}", self.train, method, name)
         return name
 
@@ -310,10 +300,8 @@ class Public(Measurements):
         if list_steps(self.folder / name):
             model = GPT.load(self.folder / name)
             config.init_from = "resume"
-        result = train(model, config, config.pose_window, model.config.block_size)
-        if result["stopped"]:
-            raise KeyboardInterrupt
-        return result["val_loss"]
+        options = (config.pose_window, model.config.block_size)
+        return train_or_stop(model, config, *options)["val_loss"]
 
     def train_config(self, name):
         """Return the preset's settings, for a run of this name."""
@@ -333,11 +321,8 @@ class Public(Measurements):
         }
         return ExtendConfig(**settings)
 
-    def time_step(self):
-        """Return the seconds of a step of fine-tuning, from one of its sequences."""
-        return self.measure("step", self.measure_step)
-
     def measure_step(self):
+        """Return the seconds of a step of fine-tuning, from one of its sequences."""
         window = self.train_config("step").pose_window
         model = self.model(UNTOUCHED).train()
         tokens = torch.from_numpy(self.texts["code"].tokens[0][: window + 1].astype(np.int64))
@@ -387,7 +372,7 @@ def time_kinds(public):
     for length in public.needle_lengths():
         public.needle(UNTOUCHED, length, depth, 0)
         taken[f"passkey at {length:,}"] = seconds[f"needle/{UNTOUCHED}/{length}/{depth}/0"]
-    taken["step"] = public.time_step()
+    taken["step"] = public.measure("step", public.measure_step)
     return taken
 
 
@@ -432,18 +417,13 @@ def choose_plan(public):
         print(f"  given up: {words}")
 
 
-def mean_beyond(losses, fraction):
-    """Return the mean loss of the part of a document after this fraction of it."""
-    return float(np.mean(losses[round(fraction * len(losses)) :]))
-
-
 def measure_all(public):
     """Measure everything in the plan; return the names of all models."""
     choose_plan(public)
     names = [UNTOUCHED, *public.methods]
     beyond = {}
     for name in names:
-        beyond[name] = mean_beyond(public.loss(name, "code"), 0.5)
+        beyond[name] = float(np.mean(public.loss(name, "code")[BINS // 2 :]))
         for text in public.texts:
             public.loss(name, text)
             public.tax(name, text)
@@ -472,11 +452,11 @@ def measure_all(public):
 
 def main():
     args = cli.parse(cfg=PublicConfig, about=__doc__, paths="the run folder of an import")
-    if len(args.paths) != 1:
-        raise UserError(
-            "public.py measures one checkpoint: import it by hf.py and name its run folder, as in "
-            "python experiments/public.py out/smollm2"
-        )
+    require(
+        len(args.paths) == 1,
+        "public.py measures one checkpoint: import it by hf.py and name its run folder, as in "
+        "python experiments/public.py out/smollm2",
+    )
     public = Public(args.cfg, Path(args.paths[0]))
     names, asked = measure_all(public)
     where = provenance(public.device, public.commits())

@@ -1,5 +1,6 @@
 """The report of public.py: tables, figures, and where the orders of small models do not hold."""
 
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -57,10 +58,8 @@ def describe(public, source):
         f"{length:,} tokens, extended {public.cfg.factor:g} times. Losses are in nats per token; "
         f"products are in {str(public.dtype).removeprefix('torch.')}"
     )
-    in_float32 = public.loss_in_float32()
-    text += (
-        f" (loss at {public.plan.tax_length:,} tokens of code {public.tax('untouched', 'code'):.4f}"
-    )
+    tax, in_float32 = public.tax("untouched", "code"), public.loss_in_float32()
+    text += f" (loss at {public.plan.tax_length:,} tokens of code {tax:.4f}"
     text += f", in float32 {in_float32:.4f})."
     if public.imported.lower().endswith(".gguf"):
         text += " The weights have the quantisation of that file."
@@ -244,11 +243,6 @@ def compare_order(values, column):
 
 
 def time_section(public):
-    seconds = public.measured["seconds"]
-    kinds = {}
-    for name, taken in seconds.items():
-        kind = name.partition("/")[0]
-        kinds[kind] = kinds.get(kind, 0) + taken
     words = {
         "loss": "loss by position",
         "tax": "loss at the short length",
@@ -257,8 +251,11 @@ def time_section(public):
         "step": "timing a step",
         "tune": "fine-tuning",
     }
-    parts = [f"{words[kind]} {taken / 60:.1f}" for kind, taken in kinds.items()]
-    total = sum(seconds.values()) / 60
+    kinds = Counter()
+    for name, taken in public.measured["seconds"].items():
+        kinds[words[name.partition("/")[0]]] += taken / 60
+    parts = [f"{kind} {minutes:.1f}" for kind, minutes in kinds.items()]
+    total = kinds.total()
     return ["## Times", "", f"Minutes: {', '.join(parts)}; {total:.0f} in all.", ""]
 
 

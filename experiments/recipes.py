@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-import math
+import itertools
 import random
 import time
 from dataclasses import dataclass
@@ -31,31 +31,35 @@ from typing import Literal
 
 import data
 from data.prepare import write_dataset
-from evaluate import EvaluateConfig, measure_losses
+from experiments import report as base
 from experiments.report import (
     RULE,
-    Measurements,
     TextExperiment,
+    by_seed,
+    check_names,
     claim_lines,
+    commits_of,
     confidence_interval,
-    count,
+    effort,
     format_interval,
     format_settings,
     grid,
     length_axis,
+    make_main,
     paired_claim,
-    run_experiment,
     save_figure,
+    score_losses,
     section,
     select,
     title,
     train_model,
+    train_or_stop,
 )
 from extend import ExtendConfig, extend_model
 from model import GPT
 from nanolong import cli
-from nanolong.validate import require
-from train import TrainConfig, train
+from nanolong.plots import unique
+from train import TrainConfig
 
 
 @dataclass
@@ -67,8 +71,7 @@ class RecipesConfig(TextExperiment):
     def __post_init__(self):
         super().__post_init__()
         self.part = self.part or tuple(PARTS)
-        for name in self.part:
-            require(name in PARTS, f"there is no part {name!r}: choose from {', '.join(PARTS)}")
+        check_names("part", self.part, PARTS)
 
 
 # tokens of a step; steps of a run, and of the fine-tuning on a mixture; scored tokens
@@ -132,45 +135,21 @@ def write_sources(dataset, folder, length, target):
 # Measuring
 
 
-class SeedRun(Measurements):
-    """The runs of one part and seed, and what has been measured on them, in measured.json."""
+class SeedRun(base.SeedRun):
+    """The runs of one part and seed, and what has been measured on them."""
 
     def __init__(self, cfg, part, seed, dataset):
-        self.cfg = cfg
-        self.seed = seed
-        self.dataset = dataset
-        self.budget = BUDGETS[cfg.budget]
+        folder = cfg.run_folder() / f"{part}-{seed}"
+        super().__init__(cfg, seed, dataset, BUDGETS[cfg.budget], folder)
         self.length = self.budget["length"]
-        self.device, self.dtype = cfg.pick_device()
-        self.folder = cfg.run_folder() / f"{part}-{seed}"
-        key = {
-            "budget": self.budget,
-            "data": dataset.hash,
-            "dtype": str(self.dtype),
-            "device": self.device.type,
-        }
-        super().__init__(self.folder / "measured.json", key)
 
     def settings(self, name, length, **changes):
         """Return the settings of TrainConfig of a run with sequences of this length."""
-        settings = {
-            "dataset": self.cfg.dataset,
-            "out_dir": str(self.folder / name),
-            "seed": self.seed,
-            "batch_size": max(1, self.budget["tokens"] // length),
-            "max_iters": self.budget["steps"],
-            "warmup_iters": min(50, self.budget["steps"] // 4),
-            "learning_rate": LEARNING_RATE,
-            "eval_interval": 10**9,
-            "eval_iters": 1,
-            "device": self.cfg.device,
-            "dtype": self.cfg.dtype,
-            "compile": False if self.device.type == "cpu" else None,
-        }
-        return {**settings, **changes}
+        batch_size = max(1, self.budget["tokens"] // length)
+        settings = self.train_settings(name, self.budget["steps"], batch_size=batch_size)
+        return settings | changes
 
     def pretrain(self, name, length=None, **changes):
-        """Train a new model; return it."""
         length = length or self.length
         config = TrainConfig(**self.settings(name, length, **changes))
         model_settings = {**self.budget["model"], "block_size": length}
@@ -181,8 +160,7 @@ class SeedRun(Measurements):
         changes = {"learning_rate": 0.3 * LEARNING_RATE, "weight_decay": 0.0, **changes}
         config = self.settings(name, length, max_iters=steps, **changes)
         config |= {"warmup_iters": min(10, steps // 4), "overwrite": True}
-        if train(model, TrainConfig(**config), length)["stopped"]:
-            raise KeyboardInterrupt
+        train_or_stop(model, TrainConfig(**config), length)
         return model
 
     def go_on(self, parent, name, factor, **changes):
@@ -193,20 +171,14 @@ class SeedRun(Measurements):
         settings = {"weight_decay": TrainConfig.weight_decay, **settings}
         config = ExtendConfig(factor=factor, keep_optimizer=True, **settings)
         extend_model(model, config, {}, 0)
-        if train(model, config)["stopped"]:
-            raise KeyboardInterrupt
+        train_or_stop(model, config)
         return model
 
-    def losses(self, model, factors, dataset=None):
+    def losses(self, model, factors, dataset=""):
         """Return the loss in the last quarter at each length, in original lengths: name -> nats."""
-        settings = EvaluateConfig(
-            dataset=dataset or self.cfg.dataset,
-            max_tokens=self.budget["max_tokens"],
-            dtype=self.cfg.dtype,
-            protocol=("last-quarter",),
-        )
         lengths = [factor * self.length for factor in factors]
-        records = measure_losses({"": model}, settings, lengths)
+        max_tokens = self.budget["max_tokens"]
+        records = score_losses("", model, self.cfg, lengths, ("last-quarter",), max_tokens, dataset)
         return {str(f): record["loss"] for f, record in zip(factors, records, strict=True)}
 
     # The parts: each returns variant -> measures.
@@ -297,21 +269,16 @@ PARTS = {
 
 
 def measure(cfg):
-    """Measure all parts with all seeds; return what recipes.json holds."""
     dataset = cfg.load_dataset()
-    records, commits, seconds = [], [], 0
-    for part in cfg.part:
-        for seed in dict.fromkeys(cfg.seeds):
-            run = SeedRun(cfg, part, seed, dataset)
-            found = run.measure(part, PARTS[part], run)
-            for variant, values in found.items():
-                records.append({"part": part, "seed": seed, "variant": variant, **values})
-            commits += run.commits()
-            seconds += run.seconds()
-    minutes = count(math.ceil(seconds / 60), "minute")
-    effort = f"{count(len(cfg.seeds), 'seed')}, {minutes} over all processes"
+    records, runs = [], []
+    for part, seed in itertools.product(cfg.part, cfg.seeds):
+        run = SeedRun(cfg, part, seed, dataset)
+        found = run.measure(part, PARTS[part], run)
+        for variant, values in found.items():
+            records.append({"part": part, "seed": seed, "variant": variant, **values})
+        runs.append(run)
     return {
-        "note": f"{cfg.note(dataset, commits)}; {effort}",
+        "note": f"{cfg.note(dataset, commits_of(runs))}; {effort(runs)}",
         "budget": BUDGETS[cfg.budget],
         "records": records,
     }
@@ -337,59 +304,52 @@ NOTES = {
 }
 
 
-def values_of(board, part, variant, measure):
-    """Return seed -> number."""
-    found = select(board["records"], part=part, variant=variant)
-    return {record["seed"]: record[measure] for record in found}
+# what the literature says of a part: the first variant has the higher loss
+PREDICTIONS = {
+    "mixtures": [
+        ("100 % long raises the loss on short documents", "100 % long", "0 % long", "short"),
+        ("34 % long raises it less than 100 %", "100 % long", "34 % long", "short"),
+        ("100 % is not best at the target: 66 % is", "100 % long", "66 % long", "long"),
+    ],
+    "stages": [
+        ("one late jump is worse than three lengths", "one late jump", "three lengths", "16"),
+        ("the target from the start is worse", "target length", "three lengths", "16"),
+        ("it is worse at the original length, too", "target length", "three lengths", "1"),
+    ],
+    "windows": [("full attention throughout is worse", *WINDOW_VARIANTS, "8")],
+    "drope": [
+        ("YaRN is worse than 2 % of DroPE at 8 lengths", "YaRN, zero-shot", "DroPE 2 %", "8"),
+        ("0.5 % of DroPE is worse than 8 %", "DroPE 0.5 %", "DroPE 8 %", "8"),
+        ("8 % of DroPE costs at the original length", "DroPE 8 %", "not extended", "1"),
+    ],
+}
 
 
 def judge(board, part):
     """Return the Claims of the literature about a part; a difference is a minus b, by seed."""
-    a_b = {
-        "mixtures": [
-            ("100 % long raises the loss on short documents", "100 % long", "0 % long", "short", 0),
-            ("34 % long raises it less than 100 %", "100 % long", "34 % long", "short", 0),
-            ("100 % is not best at the target: 66 % is", "100 % long", "66 % long", "long", 0),
-        ],
-        "stages": [
-            ("one late jump is worse than three lengths", *STAGE_VARIANTS[2:0:-1], "16", 0),
-            ("the target from the start is worse", "target length", "three lengths", "16", 0),
-            ("it is worse at the original length, too", "target length", "three lengths", "1", 0),
-        ],
-        "windows": [("full attention throughout is worse", *WINDOW_VARIANTS, "8", 0)],
-        "drope": [
-            ("YaRN is worse than 2 % of DroPE at 8 lengths", *DROPE_VARIANTS[1:4:2], "8", 0),
-            ("0.5 % of DroPE is worse than 8 %", DROPE_VARIANTS[2], DROPE_VARIANTS[4], "8", 0),
-            (
-                "8 % of DroPE costs at the original length",
-                DROPE_VARIANTS[4],
-                "not extended",
-                "1",
-                0,
-            ),
-        ],
-    }[part]
     claims = []
-    for text, a, b, measure, bound in a_b:
-        values = [values_of(board, part, variant, measure) for variant in (a, b)]
-        claims.append(paired_claim(text, *values, above=bound))
+    for text, *pair, measure in PREDICTIONS[part]:
+        a, b = (by_seed(board["records"], measure, part=part, variant=name) for name in pair)
+        claims.append(paired_claim(text, a, b, above=0))
     return [claim for claim in claims if claim]
+
+
+def measures_of(records):
+    return [key for key in records[0] if key not in ("part", "seed", "variant")]
 
 
 def table(board, part):
     records = select(board["records"], part=part)
-    variants = list(dict.fromkeys(record["variant"] for record in records))
-    measures = [key for key in records[0] if key not in ("part", "seed", "variant")]
 
     def cell(variant, measure):
         digits = 0 if measure == "seconds" else 3
-        return format_interval(values_of(board, part, variant, measure).values(), digits)
+        return format_interval(by_seed(records, measure, variant=variant).values(), digits)
 
-    return grid(variants, {measure: measure for measure in measures}, cell)
+    columns = {measure: measure for measure in measures_of(records)}
+    return grid(unique(records, "variant"), columns, cell)
 
 
 def report(board):
-    """Return the lines of recipes.md."""
     budget = board["budget"]
     about = (
         f"Models of {format_settings(budget['model'])}, trained for {budget['steps']} steps of "
@@ -398,7 +358,7 @@ def report(board):
         f"interval. {RULE}"
     )
     lines = [*title(board, "When to extend, and on which data"), "", about]
-    for part in dict.fromkeys(record["part"] for record in board["records"]):
+    for part in unique(board["records"], "part"):
         lines += section(TITLES[part], NOTES[part], table(board, part))
         lines += ["", *claim_lines(judge(board, part))]
     return lines
@@ -406,7 +366,7 @@ def report(board):
 
 def plot(board, folder):
     """Draw the losses of each part, with their 95 % intervals."""
-    parts = list(dict.fromkeys(record["part"] for record in board["records"]))
+    parts = unique(board["records"], "part")
 
     def draw(figure, *axes):
         for part, axis in zip(parts, axes, strict=True):
@@ -417,9 +377,9 @@ def plot(board, folder):
 
 def draw_part(board, part, axis):
     records = select(board["records"], part=part)
-    for variant in dict.fromkeys(record["variant"] for record in records):
+    measures = [measure for measure in measures_of(records) if measure != "seconds"]
+    for variant in unique(records, "variant"):
         of_variant = select(records, variant=variant)
-        measures = [m for m in of_variant[0] if m not in ("part", "seed", "variant", "seconds")]
         intervals = [confidence_interval([r[m] for r in of_variant]) for m in measures]
         means, half_widths = zip(*intervals, strict=True)
         if part == "mixtures":
@@ -436,9 +396,7 @@ def draw_part(board, part, axis):
     axis.legend(fontsize=7)
 
 
-def main():
-    return run_experiment(RecipesConfig, measure, report, plot)
-
+main = make_main(RecipesConfig, measure, report, plot)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -18,25 +18,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from experiments.leaderboard import BUDGETS, FACTORS, LeaderboardConfig, measure, select_losses
-from experiments.report import (
-    confidence_interval,
-    format_interval,
-    markdown_table,
-    read_json,
-)
+from experiments.report import ROOT, confidence_interval, format_interval, markdown_table, read_json
 from model import POSITIONS
 from nanolong import cli
 from nanolong.entry import entry_hash, load_entry
-from nanolong.errors import UserError
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "records"
 SEEDS = 3
 
@@ -121,11 +113,11 @@ def check_record(json_file, cfg):
 def check_agreement(name, factor, recorded, new):
     """Raise UserError if the 95 % intervals of two differences do not meet."""
     (mean, half_width), (new_mean, new_half_width) = map(confidence_interval, (recorded, new))
-    if abs(mean - new_mean) > half_width + new_half_width or not math.isfinite(new_mean):
-        raise UserError(
-            f"{name} at {factor}x differs from rope by {format_interval(new)} nats, and the record "
-            f"has {format_interval(recorded)}: make the record again, and say why it moved"
-        )
+    require(
+        abs(mean - new_mean) <= half_width + new_half_width,
+        f"{name} at {factor}x differs from rope by {format_interval(new)} nats, and the record "
+        f"has {format_interval(recorded)}: make the record again, and say why it moved",
+    )
 
 
 def table_row(record, name):
@@ -133,10 +125,6 @@ def table_row(record, name):
     found = differences(record, name)
     cells = [format_interval(found[f]) if f in found else "refused" for f in FACTORS]
     return [f"[{name}](../{record['file']})", *cells]
-
-
-def format_table(rows):
-    return "\n".join(markdown_table(["", *(f"{factor}x" for factor in FACTORS)], rows))
 
 
 def main():
@@ -149,7 +137,7 @@ def main():
     made = [make_record(file, cfg) for file in files if file.suffix == ".py"]
     rows = [check_record(file, cfg) for file in files if file.suffix == ".json"]
     rows += [table_row(read_json(file), file.stem) for file in made]
-    print(format_table(rows))
+    print("\n".join(markdown_table(["", *(f"{factor}x" for factor in FACTORS)], rows)))
     return 0
 
 

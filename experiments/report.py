@@ -2,19 +2,21 @@
 
 A script states a dataclass based on Experiment, and has three functions: measure(cfg) returns a
 board, the dict that becomes NAME.json; report(board) returns the lines of NAME.md; and plot(board,
-folder) writes figures. run_experiment() does the rest, also with --redraw.
+folder) writes figures. make_main() does the rest, also with --redraw.
 """
 
 import ast
+import functools
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import statistics
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -22,11 +24,13 @@ import torch
 
 import data
 from data.prepare import prepare_missing
+from evaluate import EvaluateConfig, measure_losses
 from kernels.definition import dump_code
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
-from nanolong.devices import pick_device, pick_dtype
+from nanolong.devices import autocast, pick_device, pick_dtype, synchronize
 from nanolong.entry import entry_hash
+from nanolong.optim import update_weights
 from nanolong.plots import import_pyplot
 from nanolong.provenance import current_commit, provenance
 from nanolong.run.folder import list_steps
@@ -38,6 +42,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # -----------------------------------------------------------------------------
 # An experiment
+
+# of settings that must not be empty
+EXAMPLES = {
+    "seeds": "1,2,3",
+    "pos": "nope,rope",
+    "schemes": "xl,rope",
+    "objectives": "causal,masked",
+    "tables": "length,size",
+    "datasets": "python",
+}
 
 
 @dataclass
@@ -57,9 +71,13 @@ class Experiment:
         name = self.report_name()
         self.runs = self.runs or f"out/{name}"
         self.out_dir = self.out_dir or f"out/{name}"
-        for setting, example in (("seeds", "1,2,3"), ("pos", "nope,rope")):
+        for setting, example in EXAMPLES.items():
             given = getattr(self, setting, None) != ()
             require(given, f"{setting} is empty: give some, as in --{setting}={example}")
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if isinstance(given, tuple):
+                setattr(self, field.name, tuple(dict.fromkeys(given)))  # each of them once
         seeds = getattr(self, "seeds", 1)
         if isinstance(seeds, int):
             require(seeds >= 1, f"seeds={seeds} is too small: give at least 1")
@@ -67,12 +85,10 @@ class Experiment:
             require(min(seeds) >= 0, f"seed {min(seeds)} is negative: give 0 or more")
         steps = getattr(self, "steps", 0)
         require(steps >= 0, f"steps={steps} is negative: give 0 for the budget's own")
-        for pos in getattr(self, "pos", ()):
-            check_scheme(pos)
+        check_names("position scheme", getattr(self, "pos", ()), POSITIONS)
 
     @classmethod
     def script(cls):
-        """The script of this experiment, relative to the project."""
         return Path(inspect.getfile(cls)).resolve().relative_to(ROOT).as_posix()
 
     @classmethod
@@ -105,9 +121,15 @@ class TextExperiment(Experiment):
         return f"{where}; {self.dataset} {dataset.hash}"
 
 
-def check_scheme(pos):
-    known = ", ".join(POSITIONS)
-    require(pos in POSITIONS, f"there is no position scheme {pos!r}: choose from {known}")
+def check_names(kind, names, known):
+    """Raise UserError unless all of these names are known."""
+    for name in names:
+        require(name in known, f"there is no {kind} {name!r}: choose from {', '.join(known)}")
+
+
+def make_main(settings, measure, report, plot=None):
+    """Return the main() of a script; the arguments are those of run_experiment()."""
+    return functools.partial(run_experiment, settings, measure, report, plot)
 
 
 def run_experiment(settings, measure, report, plot=None):
@@ -124,8 +146,7 @@ def run_experiment(settings, measure, report, plot=None):
         board = {"command": command_line(cfg.script()), **measure(cfg)}
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, board, indent=1)
-        # as it is in the file, in which a number that is not finite is null
-        board = json.loads(json.dumps(board))
+        board = as_in_json(board)
     text = "\n".join(report(board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")
     print("\n" + text)
@@ -143,13 +164,14 @@ class Measurements:
 
     def __init__(self, file, key):
         self.file = file
+        key = as_in_json(key)
         self.measured = {"key": key, "values": {}, "seconds": {}, "commits": {}}
         if file.is_file():
             self.measured = read_json(file)
         require(
             self.measured["key"] == key,
-            f"{file.parent} was made with other settings, data, device or version: remove it, or "
-            "choose another --runs",
+            f"{file} was made with other settings, data, device or version: remove it, or choose "
+            "another --runs",
         )
 
     def measure(self, name, function, *args, **options):
@@ -158,21 +180,77 @@ class Measurements:
         if name not in values:
             start = time.perf_counter()
             value = function(*args, **options)
-            self.measured["seconds"][name] = time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.measured["seconds"][name] = seconds
             self.measured["commits"][name] = current_commit()
-            values[name] = json.loads(json.dumps(value))  # as it is in the file
+            values[name] = as_in_json(value)
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.file, self.measured)
-            seconds = self.measured["seconds"][name]
             print(f"{self.file.parent.name}: {name}, {seconds:.0f} s", flush=True)
         return values[name]
 
     def seconds(self):
-        """The seconds of all measurements."""
         return sum(self.measured["seconds"].values())
 
     def commits(self):
         return list(self.measured["commits"].values())
+
+
+def measure_run(file, key, function, *args):
+    """Return what function(*args) measures, or what it has left in the file of its run."""
+    return Measurements(file, key).measure(file.stem, function, *args)
+
+
+class SeedRun(Measurements):
+    """The models of one seed and what has been measured on them, kept in measured.json.
+
+    folder: of both. key: what the measurements are made with, besides budget, data and device.
+    """
+
+    def __init__(self, cfg, seed, dataset, budget, folder, **key):
+        self.cfg = cfg
+        self.seed = seed
+        self.dataset = dataset
+        self.budget = budget
+        self.folder = folder
+        self.device, self.dtype = cfg.pick_device()
+        key |= {
+            "budget": budget,
+            "data": dataset.hash,
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+        }
+        super().__init__(folder / "measured.json", key)
+
+    def train_settings(self, name, max_iters, **changes):
+        """Return the settings of TrainConfig of a run of this name, which is evaluated once."""
+        settings = {
+            # Each name has a run of its own, which goes on if it was stopped.
+            "dataset": self.cfg.dataset,
+            "out_dir": str(self.folder / name),
+            "seed": self.seed,
+            "max_iters": max_iters,
+            "warmup_iters": min(50, max_iters // 4),
+            "learning_rate": 3e-3,
+            # What counts is measured after training.
+            "eval_interval": 10**9,
+            "eval_iters": 1,
+            "device": self.cfg.device,
+            "dtype": self.cfg.dtype,
+            "compile": False if self.device.type == "cpu" else None,
+        }
+        return settings | changes
+
+
+def commits_of(runs):
+    return [commit for run in runs for commit in run.commits()]
+
+
+def effort(runs):
+    """Return how many seeds and minutes SeedRuns have taken, as text."""
+    seeds = count(len({run.seed for run in runs}), "seed")
+    minutes = count(math.ceil(sum(run.seconds() for run in runs) / 60), "minute")
+    return f"{seeds}, {minutes} over all processes"
 
 
 def run_all(runs, function, *others):
@@ -183,6 +261,14 @@ def run_all(runs, function, *others):
         print(f"\n== {name} ({number} of {len(runs)})", flush=True)
         records += function(*run, *others)
     return records
+
+
+def train_or_stop(model, train_config, *options):
+    """Train a model by train.py; a signal that stops it stops the experiment."""
+    result = train(model, train_config, *options)
+    if result["stopped"]:
+        raise KeyboardInterrupt
+    return result
 
 
 def train_model(settings, train_config, dataset):
@@ -197,10 +283,52 @@ def train_model(settings, train_config, dataset):
         torch.manual_seed(train_config.seed)
         model = GPT(GPTConfig(**settings, vocab_size=dataset.vocab_size))
     if model.meta.get("step") != train_config.max_iters:
-        if train(model, train_config)["stopped"]:
-            raise KeyboardInterrupt
+        train_or_stop(model, train_config)
     model.meta["bos"] = dataset.bos  # a model that was not loaded does not know it
     return model
+
+
+def train_step(model, batch, run_on, optimizers, learning_rate, max_norm=1.0, **options):
+    """Take a training step of a GPT on a batch of inputs and targets; return its loss.
+
+    run_on: device and dtype of matrix products; options: of GPT.forward().
+    """
+    device, dtype = run_on
+    # Forward, backward and update.
+    x, y = (part.to(device) for part in batch)
+    with autocast(device, dtype):
+        loss = model(x, y, **options)
+    loss.backward()
+    update_weights(model, optimizers, learning_rate, max_norm)
+    return loss.detach()
+
+
+def train_on_samples(model, make_batch, steps, learning_rate, warmup, run_on, weight_decay=0.01):
+    """Train a GPT in place on make_batch(step), inputs and targets; return the loss of each step.
+
+    The learning rate rises over `warmup` steps and falls linearly over the last fifth.
+    """
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay
+    )
+    losses = []
+    for step in range(steps):
+        rate = learning_rate * min(1, (step + 1) / warmup, (steps - step) / (0.2 * steps))
+        losses.append(train_step(model, make_batch(step), run_on, [optimizer], rate))
+    model.eval()
+    return torch.stack(losses)
+
+
+def score_losses(name, model, cfg, lengths, protocols, max_tokens, dataset=""):
+    """Return evaluate.py's records of a model's loss at each length by each protocol."""
+    settings = EvaluateConfig(
+        dataset=dataset or cfg.dataset, max_tokens=max_tokens, dtype=cfg.dtype, protocol=protocols
+    )
+    records = measure_losses({name: model}, settings, lengths)
+    for record in records:
+        record.pop("by_sequence", None)  # the intervals are over seeds, and these are many
+    return records
 
 
 def count_parameters(settings, vocab_size):
@@ -225,26 +353,11 @@ def time_in_turns(functions, rounds, device):
     return {name: times[1:] for name, times in seconds.items()}
 
 
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 # -----------------------------------------------------------------------------
 # Intervals and claims
 
-# Student's t, two-sided 95 %, by degrees of freedom.
-T95 = {
-    1: 12.706,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-}
+# Student's t, two-sided 95 %, of 1 degree of freedom and more; of yet more it is taken as 2.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def confidence_interval(values):
@@ -253,7 +366,8 @@ def confidence_interval(values):
     mean = statistics.fmean(values)
     if n == 1:
         return mean, math.nan
-    return mean, T95.get(n - 1, 2.0) * statistics.stdev(values) / math.sqrt(n)
+    t = T95[n - 2] if n - 2 < len(T95) else 2.0
+    return mean, t * statistics.stdev(values) / math.sqrt(n)
 
 
 def format_interval(values, digits=3):
@@ -338,6 +452,11 @@ def select(records, **wanted):
     return [r for r in records if all(r.get(key) == value for key, value in wanted.items())]
 
 
+def by_seed(records, measure, **wanted):
+    """Return seed -> a measure of the record with the wanted values."""
+    return {record["seed"]: record[measure] for record in select(records, **wanted)}
+
+
 def title(board, text, end="."):
     """Return the first lines of a report."""
     return [f"# {text}", "", f"`{board['command']}`: {board['note']}{end}"]
@@ -379,6 +498,19 @@ def markdown_table(header, rows):
     return lines
 
 
+def text_table(header, rows):
+    """Return a table as lines of text: the first column on the left, all others on the right."""
+    columns = list(itertools.zip_longest(header, *rows, fillvalue=""))
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for first, *cells in zip(*columns, strict=True):
+        line = first.ljust(max(10, widths[0]))
+        for cell, width in zip(cells, widths[1:], strict=True):
+            line += "  " + cell.rjust(width)
+        lines.append(line.rstrip())
+    return lines
+
+
 def grid(names, columns, cell):
     """Return a Markdown table of cell(name, column): a line per name.
 
@@ -399,31 +531,12 @@ def command_line(script):
 
 
 def read_json(file):
-    """Return the value of a JSON file."""
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def load_finished_run(file, key):
-    """Return what a finished run wrote into this file, or None if there is no such file.
-
-    key: the settings and data of the run, as JSON has them. Raises UserError if the file was
-    written by a run with another key.
-    """
-    if not file.is_file():
-        return None
-    run = read_json(file)
-    require(
-        run["key"] == json.loads(to_json(key)),
-        f"{file} was made with another version of the scheme, other settings or other data: "
-        "remove it, or choose another --runs",
-    )
-    return run
-
-
-def save_finished_run(file, key, **values):
-    """Write what load_finished_run() returns."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"key": key, **values})
+def as_in_json(value):
+    """Return a value as a JSON file has it, in which a number that is not finite is null."""
+    return json.loads(to_json(value))
 
 
 def load_board(file):

@@ -33,39 +33,38 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 import copy
 import math
 import statistics
-import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
-import numpy as np
 import torch
 
+from experiments import report as base
 from experiments.attention_maps import distances
 from experiments.probe import probe, shuffled_prefix
 from experiments.report import (
     RULE,
     Claim,
-    Measurements,
     TextExperiment,
+    commits_of,
     count,
     count_parameters,
     format_settings,
     hash_code,
     length_axis,
+    make_main,
     markdown_table,
-    run_experiment,
     save_figure,
     section,
     select,
     title,
     train_model,
+    train_step,
 )
-from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
-from nanolong.devices import autocast
 from nanolong.errors import UserError
-from nanolong.losses import evaluation_mode
-from nanolong.optim import make_optimizers, update_weights
+from nanolong.losses import evaluation_mode, sequence_losses
+from nanolong.optim import make_optimizers
 from nanolong.plots import plot_needle_heatmaps, unique
 from nanolong.retrieval import find_needle
 from nanolong.scoring import find_sequences
@@ -151,7 +150,6 @@ MEASURED_HEADS = ("nope", "alibi", "t5", "rope")
 
 
 def extend(model, name):
-    """Extend a model in place by one of the VARIANTS."""
     method, options = VARIANTS[name]
     model.extend(method, FACTOR, **options)
     if name == "window":
@@ -168,50 +166,22 @@ def needle_lengths(length):
 # Measuring
 
 
-class SeedRun(Measurements):
-    """The models of one seed and what has been measured on them.
-
-    A model is trained when it is first needed. Measurements are kept in measured.json.
-    """
+class SeedRun(base.SeedRun):
+    """The models of one seed, each trained when it is first needed, and their measurements."""
 
     def __init__(self, cfg, seed, dataset):
-        self.cfg = cfg
-        self.seed = seed
-        self.dataset = dataset
-        self.budget = BUDGETS[cfg.budget]
+        folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}-{seed}"
+        scored = hash_code([find_sequences])
+        super().__init__(cfg, seed, dataset, BUDGETS[cfg.budget], folder, scored=scored)
         self.length = self.budget["model"]["block_size"]  # the training length
-        self.device, self.dtype = cfg.pick_device()
-        self.folder = Path(cfg.runs) / f"{cfg.budget}-{Path(cfg.dataset).name}-{seed}"
-        key = {
-            "budget": self.budget,
-            "data": dataset.hash,
-            "dtype": str(self.dtype),
-            "device": self.device.type,
-            "scored": hash_code([find_sequences]),
-            "version": 2,  # of the file
-        }
-        super().__init__(self.folder / "measured.json", key)
 
     def train_model(self, name, length, max_iters, tasks=(), pos="rope"):
         """Train a model, or what is left of it to train; return it on the device."""
-        tokens_per_step = self.budget["batch_size"] * self.length
-        train_config = TrainConfig(
-            dataset=self.cfg.dataset,
-            out_dir=str(self.folder / name),
-            seed=self.seed,
-            batch_size=max(1, tokens_per_step // length),
-            max_iters=max_iters,
-            learning_rate=3e-3,
-            warmup_iters=min(50, max_iters // 4),
-            eval_interval=10**9,
-            eval_iters=1,
-            device=self.cfg.device,
-            dtype=self.cfg.dtype,
-            tasks=tasks,
-            compile=False if self.device.type == "cpu" else None,
-        )
-        settings = {**self.budget["model"], "block_size": length, "pos": pos}
-        return train_model(settings, train_config, self.dataset).to(self.device).eval()
+        batch_size = max(1, self.budget["batch_size"] * self.length // length)
+        settings = self.train_settings(name, max_iters, batch_size=batch_size, tasks=tasks)
+        model_settings = {**self.budget["model"], "block_size": length, "pos": pos}
+        model = train_model(model_settings, TrainConfig(**settings), self.dataset)
+        return model.to(self.device).eval()
 
     def text_model(self, pos="rope"):
         """Return the model that was trained on text at the training length."""
@@ -229,17 +199,11 @@ class SeedRun(Measurements):
         split = self.dataset.val
         longest = 2 * FACTOR * self.length  # of all lengths, which score the same text
         sequences = find_sequences(split, length, self.budget["max_tokens"], lengths=(longest,))
-        batch_size = max(1, 16384 // length)
+        quarter = slice(length * 3 // 4, None)
         losses = []
-        with evaluation_mode(model, self.dtype) as device:
-            for i in range(0, len(sequences), batch_size):
-                batch = sequences[i : i + batch_size]
-                pairs = [split.sequence_at(file, start, length) for file, start, _ in batch]
-                x = torch.from_numpy(np.stack([inputs for inputs, _ in pairs]))
-                y = torch.from_numpy(np.stack([targets for _, targets in pairs]))
-                y[:, : length * 3 // 4] = -1
-                loss = model(x.to(device), y.to(device), reduction="none").cpu().double()
-                losses += (loss.sum(1) / (y >= 0).sum(1)).tolist()
+        for loss, y in sequence_losses(model, split, length, sequences, self.dtype):
+            n_scored = (y[:, quarter] >= 0).sum(1)
+            losses += (loss[:, quarter].sum(1) / n_scored).tolist()
         return [round(loss, 5) for loss in losses]
 
     def fine_tune(
@@ -257,15 +221,12 @@ class SeedRun(Measurements):
             x, y, positions, _ = self.dataset.batch(
                 index, batch_size, length, self.seed, max_position, tasks
             )
-            x = torch.from_numpy(x).to(self.device)
-            y = torch.from_numpy(y).to(self.device)
             if positions is not None:
                 positions = torch.from_numpy(positions).to(self.device)
             model.train()
-            with autocast(self.device, self.dtype):
-                loss = model(x, y, positions)
-            loss.backward()
-            update_weights(model, optimizers, learning_rate * min(1, (step + 1) / 5))
+            batch = (torch.from_numpy(x), torch.from_numpy(y))
+            rate, run_on = learning_rate * min(1, (step + 1) / 5), (self.device, self.dtype)
+            train_step(model, batch, run_on, optimizers, rate, positions=positions)
         yield steps
 
     def method_losses(self, name):
@@ -295,7 +256,6 @@ class SeedRun(Measurements):
         return losses
 
     def native_losses(self):
-        """Train at the target for all tokens of pretraining and fine-tuning; return its losses."""
         target = FACTOR * self.length
         max_iters = self.budget["max_iters"] + self.budget["tuning_steps"][-1]
         model = self.train_model("native", target, max_iters)
@@ -356,24 +316,21 @@ class SeedRun(Measurements):
 
     def measure_all(self, parts):
         """Measure the parts; return {"methods", "native", "needles", "probe", "heads"}, or None."""
+
+        def measure_each(kind, names, function):
+            return {name: self.measure(f"{kind} {name}", function, name) for name in names}
+
         found = dict.fromkeys(("methods", "native", "needles", "probe", "heads"))
         if "methods" in parts:
             found["native"] = self.measure("native", self.native_losses)
-            found["methods"] = {}
-            for name in VARIANTS:
-                losses = self.measure(f"method {name}", self.method_losses, name)
-                found["methods"][name] = losses
+            found["methods"] = measure_each("method", VARIANTS, self.method_losses)
         if "needles" in parts:
-            found["needles"] = []
-            for name in NEEDLE_VARIANTS:
-                found["needles"] += self.measure(f"needles {name}", self.needle_records, name)
+            needles = measure_each("needles", NEEDLE_VARIANTS, self.needle_records)
+            found["needles"] = sum(needles.values(), [])
         if "probe" in parts:
-            found["probe"] = []
-            found["heads"] = []
-            for pos in PROBED:
-                found["probe"] += self.measure(f"probe {pos}", self.probe_records, pos)
-            for pos in MEASURED_HEADS:
-                found["heads"] += self.measure(f"heads {pos}", self.head_records, pos)
+            found["probe"] = sum(measure_each("probe", PROBED, self.probe_records).values(), [])
+            heads = measure_each("heads", MEASURED_HEADS, self.head_records)
+            found["heads"] = sum(heads.values(), [])
         return found
 
 
@@ -395,9 +352,8 @@ def try_methods(vocab_size=64):
             errors[pos][method] = ""
             try:
                 model.extend(method, 2, **options)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", ContextLengthWarning)
-                    model.eval()(tokens)
+                with evaluation_mode(model, torch.float32):
+                    model(tokens)
             except UserError as error:
                 errors[pos][method] = str(error)
     return errors
@@ -421,16 +377,16 @@ class SeedClaims:
             {"topic": topic, "seed": self.seed, **asdict(claim), "passed": claim.passed}
         )
 
-    def paired(self, topic, text, a, b, **bound):
-        """Add a claim on the mean of a minus that of b, losses of the same sequences."""
-        differences = [x - y for x, y in zip(a, b, strict=True)]
-        standard_error = statistics.stdev(differences) / math.sqrt(len(differences))
-        mean = statistics.fmean(differences)
-        self.add(topic, text, mean, 1.96 * standard_error, **bound)
+    def losses(self, topic, text, a, b, is_paired, **bound):
+        """Add a claim on the mean of a minus that of b, losses of sequences.
 
-    def unpaired(self, topic, text, a, b, **bound):
-        """Add a claim on the mean of a minus that of b, losses of different sequences."""
-        variance = statistics.variance(a) / len(a) + statistics.variance(b) / len(b)
+        is_paired: they are of the same sequences.
+        """
+        if is_paired:
+            differences = [x - y for x, y in zip(a, b, strict=True)]
+            variance = statistics.variance(differences) / len(differences)
+        else:
+            variance = statistics.variance(a) / len(a) + statistics.variance(b) / len(b)
         mean = statistics.fmean(a) - statistics.fmean(b)
         self.add(topic, text, mean, 1.96 * math.sqrt(variance), **bound)
 
@@ -439,14 +395,9 @@ class SeedClaims:
 
         The interval is that of Agresti and Caffo (2000), which adds a success and a failure.
         """
-        p = (p * n + 1) / (n + 2)
-        variance = p * (1 - p) / (n + 2)
-        mean = p
-        if q is not None:
-            q = (q * n + 1) / (n + 2)
-            variance += q * (1 - q) / (n + 2)
-            mean = p - q
-        self.add(topic, text, mean, 1.96 * math.sqrt(variance), **bound)
+        p, *others = ((x * n + 1) / (n + 2) for x in (p, q) if x is not None)
+        variance = sum(x * (1 - x) / (n + 2) for x in (p, *others))
+        self.add(topic, text, p - sum(others), 1.96 * math.sqrt(variance), **bound)
 
 
 def judge(run, found):
@@ -472,9 +423,8 @@ def judge_methods(claims, run, methods):
         return methods[name][str(step)][str(length)]
 
     def compare(topic, text, a, b, **bound):
-        same_sequences = a[-1] == b[-1]
-        add = claims.paired if same_sequences else claims.unpaired
-        add(topic, text, losses(*a), losses(*b), **bound)
+        is_paired = a[-1] == b[-1]  # at one length
+        claims.losses(topic, text, losses(*a), losses(*b), is_paired, **bound)
 
     topic = "Zero-shot at the target"
     for a, b in (("yarn", "ntk"), ("ntk-parts", "ntk"), ("ntk", "none")):
@@ -561,13 +511,8 @@ def judge_probe(claims, run, records):
         if record["task"] == "probe":
             error[record["checkpoint"], record["layer"]] = record["error"] / chance
 
-    distance = abs(error["nope", 0] - 1.1)
-    claims.add(
-        topic,
-        "nope, layer 0: 0.7 to 1.5 times the error of a guess (as the distance from 1.1)",
-        distance,
-        below=0.4,
-    )
+    text = "nope, layer 0: 0.7 to 1.5 times the error of a guess (as the distance from 1.1)"
+    claims.add(topic, text, abs(error["nope", 0] - 1.1), below=0.4)
     layers = range(1, run.budget["model"]["n_layer"] + 1)
     best = min(error["nope", layer] for layer in layers)
     claims.add(topic, "nope, best layer: at most 1/4 of the error of a guess", best, below=0.25)
@@ -605,7 +550,6 @@ def mean_distances(records):
 
 
 def mean_losses(losses):
-    """Replace the list of losses at each length by its mean."""
     return {length: round(statistics.fmean(values), 5) for length, values in losses.items()}
 
 
@@ -615,16 +559,12 @@ def summarize_heads(by_seed):
     summary = {}
     for name in means[0]:
         values = [mean[name] for mean in means]
-        summary[name] = {
-            "mean": round(statistics.fmean(values), 1),
-            "min": round(min(values), 1),
-            "max": round(max(values), 1),
-        }
+        numbers = {"mean": statistics.fmean(values), "min": min(values), "max": max(values)}
+        summary[name] = {key: round(number, 1) for key, number in numbers.items()}
     return summary
 
 
 def measure(cfg):
-    """Measure all seeds; return what reproduce.json holds and the report needs."""
     dataset = cfg.load_dataset()
     require(
         dataset.tokenizer is not None,
@@ -633,26 +573,19 @@ def measure(cfg):
     )
     budget = BUDGETS[cfg.budget]
     runs = [SeedRun(cfg, seed, dataset) for seed in range(1, budget["seeds"] + 1)]
-    found = []
-    claims = []
-    for run in runs:
-        found.append(run.measure_all(cfg.parts))
-        claims += judge(run, found[-1])
-
+    found = [run.measure_all(cfg.parts) for run in runs]
+    claims = [claim for pair in zip(runs, found, strict=True) for claim in judge(*pair)]
     methods = []
     for seed in found:
-        curves = seed["methods"] or {}
-        methods.append(
-            {
-                name: {step: mean_losses(losses) for step, losses in curve.items()}
-                for name, curve in curves.items()
-            }
-        )
-    commits = [commit for run in runs for commit in run.commits()]
+        curves = {}
+        for name, curve in (seed["methods"] or {}).items():
+            curves[name] = {step: mean_losses(losses) for step, losses in curve.items()}
+        methods.append(curves)
     scored = f"{budget['max_tokens']:,} tokens, spread over the validation text"
     has_heads = "probe" in cfg.parts
     return {
-        "note": f"{cfg.note(dataset, commits)}; {count(len(runs), 'seed')}; scored: {scored}",
+        "note": f"{cfg.note(dataset, commits_of(runs))}; {count(len(runs), 'seed')}; "
+        f"scored: {scored}",
         "seconds": round(sum(run.seconds() for run in runs)),
         "parts": list(cfg.parts),
         "budget": budget,
@@ -695,11 +628,9 @@ class MethodCurves:
         return str(self.steps[-1]) in self.seeds[0][name]
 
     def losses(self, name, step, length):
-        """Return the losses of the seeds."""
         return [seed[name][str(step)][str(length)] for seed in self.seeds]
 
     def native_losses(self):
-        """Return the losses of the native models at the target."""
         return [losses[str(self.target)] for losses in self.native]
 
     def final_loss(self, name):
@@ -708,7 +639,6 @@ class MethodCurves:
         return statistics.fmean(self.losses(name, step, self.target))
 
     def gap_closed(self, name, step):
-        """Return the gap closed at the target in each seed."""
         baseline = self.losses("none", 0, self.target)
         losses = self.losses(name, step, self.target)
         triples = zip(baseline, losses, self.native_losses(), strict=True)
@@ -716,7 +646,6 @@ class MethodCurves:
 
 
 def report_methods(board):
-    """Return the lines of part 1."""
     curves = MethodCurves(board)
     L, target, steps = curves.length, curves.target, curves.steps
     max_iters = board["budget"]["max_iters"]
@@ -791,14 +720,12 @@ def average_needles(board):
             accuracies.setdefault(key, []).append(record["accuracy"])
     averaged = []
     for (name, length, depth), values in accuracies.items():
-        accuracy = statistics.fmean(values)
-        record = {"checkpoint": name, "length": length, "depth": depth, "accuracy": accuracy}
-        averaged.append(record)
+        record = {"checkpoint": name, "length": length, "depth": depth}
+        averaged.append({**record, "accuracy": statistics.fmean(values)})
     return averaged
 
 
 def report_needles(board):
-    """Return the lines of part 2."""
     needle = board["budget"]["needle"]
     lengths = needle_lengths(needle["length"])
     records = average_needles(board)
@@ -865,7 +792,6 @@ def report_probe(board):
 
 
 def report_support(board):
-    """Return the lines of part 4."""
     support = board["support"]
     methods = list(next(iter(support.values())))
     rows = []
@@ -882,7 +808,6 @@ def report_support(board):
 
 
 def report_claims(board):
-    """Return the lines of the orderings."""
     claims = board["claims"]
     passed = sum(claim["passed"] for claim in claims)
     texts = {claim["text"] for claim in claims}
@@ -905,7 +830,6 @@ def report_claims(board):
 
 
 def report(board):
-    """Return the lines of reproduce.md."""
     budget = board["budget"]
     tokens = budget["batch_size"] * budget["model"]["block_size"]
     minutes = f"; {board['seconds'] / 60:.0f} minutes of training and measuring in all."
@@ -940,9 +864,7 @@ def plot(board, folder):
         plot_needle_heatmaps(average_needles(board), lengths, folder / "needles.png", note)
 
 
-def main():
-    return run_experiment(ReproduceConfig, measure, report, plot)
-
+main = make_main(ReproduceConfig, measure, report, plot)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +33,6 @@ from model import GPT, POSITIONS, RoPE
 from nanolong import cli
 from nanolong.devices import pick_device, pick_dtype
 from nanolong.entry import load_entries
-from nanolong.errors import UserError
 from nanolong.retrieval import find_needle
 from nanolong.strict_json import write_json
 from nanolong.validate import require
@@ -123,53 +123,44 @@ def evolve(start, fitness, factor, population, rounds, rng, report=None):
     return best, judge(best)
 
 
-class PasskeyTest:
-    """Passkeys at the target length, as the test of a method on a checkpoint."""
+def measure_passkeys(model, tokenizer, dtype, factor, method, options, trials, seed):
+    """Extend a model by a method, and hide passkeys at the target length.
 
-    def __init__(self, model, tokenizer, factor, dtype):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.factor = factor
-        self.dtype = dtype
-
-    def run(self, method, options, trials, seed):
-        """Return the fraction of passkeys found and the nats per digit, means over DEPTHS."""
-        # A second extension multiplies the factors and replaces the method.
-        factor = 1.0 if self.model.config.extension else self.factor
-        self.model.extend(method, factor, **options)
-        found, losses = [], []
-        for depth in DEPTHS:
-            accuracy, loss = find_needle(
-                self.model,
-                self.tokenizer,
-                self.model.config.block_size,
-                depth,
-                max(1, trials // len(DEPTHS)),
-                seed,
-                self.model.meta.get("bos"),
-                self.dtype,
-            )
-            found.append(accuracy)
-            losses.append(loss)
-        return float(np.mean(found)), float(np.mean(losses))
+    Returns the fraction that is found and the nats per digit, means over DEPTHS.
+    """
+    # A second extension multiplies the factors and replaces the method.
+    if model.config.extension:
+        factor = 1.0
+    model.extend(method, factor, **options)
+    results = []
+    for depth in DEPTHS:
+        result = find_needle(
+            model,
+            tokenizer,
+            model.config.block_size,
+            depth,
+            max(1, trials // len(DEPTHS)),
+            seed,
+            model.meta.get("bos"),
+            dtype,
+        )
+        results.append(result)
+    found, loss = np.mean(results, 0).tolist()
+    return found, loss
 
 
 def load(path):
     """Return a RoPE checkpoint, not extended, and its tokenizer. Raises UserError for others."""
     model = GPT.load(path)
-    require(
-        isinstance(model.pos, RoPE),
-        f"{path} is --pos={model.config.pos}: give a checkpoint of --pos=rope",
-    )
-    require(
-        not model.config.extension,
-        f"{path} is extended already: give the checkpoint that it was made from",
-    )
+    is_rope = isinstance(model.pos, RoPE)
+    require(is_rope, f"{path} is --pos={model.config.pos}: give a checkpoint of --pos=rope")
+    extended = model.config.extension
+    require(not extended, f"{path} is extended already: give the checkpoint it was made from")
     tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
     require(
         tokenizer,
-        f"{path} has no tokenizer to make prompts with: "
-        "give a checkpoint that was trained on a text prepared by data/prepare.py",
+        f"{path} has no tokenizer to make prompts with: give a checkpoint that was trained on a "
+        "text prepared by data/prepare.py",
     )
     return model, tokenizer
 
@@ -181,8 +172,8 @@ def main():
         paths="the run folder of a RoPE model, trained with --tasks=passkey:0.1",
     )
     cfg = args.cfg
-    if len(args.paths) != 1:
-        raise UserError("give one run folder, as in python experiments/search.py out/rope")
+    usage = "give one run folder, as in python experiments/search.py out/rope"
+    require(len(args.paths) == 1, usage)
     load_entries(cfg.entry, POSITIONS)
     model, tokenizer = load(args.paths[0])
     device = pick_device(cfg.device)
@@ -192,22 +183,29 @@ def main():
     out.parent.mkdir(parents=True, exist_ok=True)
 
     # Search.
-    test = PasskeyTest(model, tokenizer, cfg.factor, dtype)
+    test = functools.partial(measure_passkeys, model, tokenizer, dtype, cfg.factor)
     config = model.config
     start = initial_tables(
-        config.rope_base, model.pos.rotary_dim, config.original_length, cfg.factor
+        config.rope_base,
+        model.pos.rotary_dim,
+        config.original_length,
+        cfg.factor,
     )
 
     def fitness(table):
-        _, loss = test.run("longrope", {"long_factor": table.tolist()}, cfg.trials, cfg.seed)
+        _, loss = test("longrope", {"long_factor": table.tolist()}, cfg.trials, cfg.seed)
         return loss
 
-    def report(text):
-        print(text, flush=True)
-
     rng = np.random.default_rng(cfg.seed)
+    report = functools.partial(print, flush=True)
     best, _ = evolve(
-        list(start.values()), fitness, cfg.factor, cfg.population, cfg.rounds, rng, report
+        list(start.values()),
+        fitness,
+        cfg.factor,
+        cfg.population,
+        cfg.rounds,
+        rng,
+        report,
     )
 
     # Compare with the methods, on new prompts.
@@ -216,7 +214,7 @@ def main():
     candidates = {name: (name, {}) for name in ("none", "pi", "ntk", "ntk-parts", "yarn")}
     candidates["searched"] = ("longrope", {"long_factor": best.tolist()})
     for name, (method, options) in candidates.items():
-        found, loss = test.run(method, options, trials, seed)
+        found, loss = test(method, options, trials, seed)
         print(f"  {name:<10} {found:5.2f} found, {loss:.4f} nats a digit")
     write_json(out, {"long_factor": best.tolist()})
     command = f"python extend.py {shlex.quote(args.paths[0])} --method=longrope"

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from try_budget import try_words
 
 import data
 from data.ruler import ruler_prompt
@@ -167,12 +168,7 @@ def test_answers_are_those_of_each_prompt_alone(make, text_data):
 
 @pytest.mark.slow
 def test_the_script_measures_all_models_once(call, text_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = [
-        "experiments/extensibility.py",
-        *("--budget=try", "--seeds=1", "--device=cpu", "--dtype=float32"),
-        *(f"--dataset={text_data}", f"--runs={tmp_path}/runs", f"--out_dir={tmp_path}/results"),
-    ]
+    words = try_words("extensibility", tmp_path, "--seeds=1", text=text_data)
     done = call(*words)
     assert done.returncode == 0, done.stderr
     board = json.loads((tmp_path / "results/extensibility.json").read_text())

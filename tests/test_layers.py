@@ -7,11 +7,11 @@ import re
 
 import pytest
 import torch
+from try_budget import try_words
 
-from experiments import layers, layers_report
+from experiments import layers
 from experiments.extensibility import STAGES
-from experiments.layers import EXTENSIONS, TRAINED
-from experiments.layers_report import LENGTHS, PREDICTIONS
+from experiments.layers import EXTENSIONS, LENGTHS, PREDICTIONS, TRAINED
 
 
 def test_every_extension_is_one_that_its_model_can_have(make):
@@ -20,7 +20,7 @@ def test_every_extension_is_one_that_its_model_can_have(make):
     pairs = {}
     for name, extension in EXTENSIONS.items():
         model = make(**layers.model_settings(extension.model, budget), vocab_size=257)
-        model.extend(extension.method, layers_report.FACTOR, layers=extension.layers)
+        model.extend(extension.method, layers.FACTOR, layers=extension.layers)
         assert model.config.block_size == 512
         pairs[name] = model
     assert {extension.model for extension in EXTENSIONS.values()} == set(TRAINED)
@@ -64,7 +64,7 @@ def make_board(loss, gain):
 
 
 def judge_all(board):
-    claims = [layers_report.judge(board, found) for found in PREDICTIONS.values()]
+    claims = [layers.judge(board, found) for found in PREDICTIONS.values()]
     return {claim.text: claim for claim in itertools.chain(*claims)}
 
 
@@ -85,7 +85,7 @@ def test_claims_are_paired_differences_at_the_target_length():
     assert all(claim.passed for claim in claims.values())
     assert claims["zero-shot, loss: WWWF full - WWWF all"].mean == -1 / 8
     assert claims["fine-tuned, gain: FFFF+logn - FFFF"].mean == 2 / 8
-    text = "\n".join(layers_report.report(board))
+    text = "\n".join(layers.report(board))
     assert text.count(": pass") == len(claims) and "FAIL" not in text
     # the other way round all fail
     board = make_board(lambda *where: 10 - loss(*where), loss)
@@ -97,7 +97,7 @@ def test_gains_of_models_that_never_learned_are_not_judged():
         return 0.5 if name == "p=0.5" or name.startswith("WWWF") else 3.0
 
     board = make_board(lambda *where: 1.0, gain)
-    text = "\n".join(layers_report.report(board))
+    text = "\n".join(layers.report(board))
     assert "Models whose gain is not judged: p=0.5, WWWF full, WWWF all.\n" in text
     assert "Seeds that have it: FFFF 3, FFFF+logn 3, FFFF+ssmax 3, p=0.25 3, p=0.5 0, " in text
     claims = judge_all(board)
@@ -109,7 +109,7 @@ def test_gains_of_models_that_never_learned_are_not_judged():
 def test_some_models_are_reported_without_the_others():
     board = make_board(lambda *where: where[3] + len(where[0]), lambda *where: 0.0)
     board["records"] = [r for r in board["records"] if r["model"].startswith("WWWF")]
-    text = "\n".join(layers_report.report(board))
+    text = "\n".join(layers.report(board))
     assert re.search(r"^\| WWWF full - WWWF all \| 1\.000 ± 0\.000 \*", text, re.M)
     assert text.count("Not measured.") == 3 and "FFFN:" not in text
 
@@ -124,13 +124,8 @@ def test_an_unknown_model_is_refused(call):
 
 
 @pytest.mark.slow
-def test_processes_share_a_seed_and_one_collects(call, text_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = [
-        "experiments/layers.py",
-        *("--budget=try", "--seeds=1", "--device=cpu", "--dtype=float32"),
-        *(f"--dataset={text_data}", f"--runs={tmp_path}/runs", f"--out_dir={tmp_path}/results"),
-    ]
+def test_processes_share_a_seed_and_one_collects(call, text_data, tmp_path):
+    words = try_words("layers", tmp_path, "--seeds=1", text=text_data)
     done = call(*words, "--models=WWWF")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "try-text" / "1"

@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from conftest import ROOT
+from try_budget import try_words
 
 from experiments import leaderboard, report
 from experiments.report import Claim, confidence_interval, format_interval
@@ -23,10 +23,7 @@ class Decay(NoPE):
 '''
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch, entries_do_not_stay):
-    """It is faster for models this small."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("entries_do_not_stay")
 
 
 @pytest.fixture
@@ -35,17 +32,8 @@ def words(text_data, tmp_path, monkeypatch):
     (tmp_path / "my_decay.py").write_text(OWN_SCHEME)
     measure_throughput = functools.partial(leaderboard.measure_throughput, rounds=1, steps=1)
     monkeypatch.setattr(leaderboard, "measure_throughput", measure_throughput)
-    return [
-        "experiments/leaderboard.py",
-        "--budget=try",
-        "--entries=rope,learned",
-        f"--entry={tmp_path}/my_decay.py",
-        f"--dataset={text_data}",
-        "--max_tokens=2000",
-        f"--runs={tmp_path}/runs",
-        f"--out_dir={tmp_path}/results",
-        "--device=cpu",
-    ]
+    entries = ["--entries=rope,learned", f"--entry={tmp_path}/my_decay.py", "--max_tokens=2000"]
+    return try_words("leaderboard", tmp_path, *entries, text=text_data)
 
 
 def read_board(tmp_path):
@@ -65,11 +53,7 @@ def test_an_entry_from_a_file_is_ranked_and_finished_runs_are_not_repeated(
     assert set(board["throughput"]) == {"rope", "learned", "my_decay"}
     assert board["throughput"]["rope"]["relative"] == 1.0
     for name in board["throughput"]:
-        records = [
-            record
-            for record in board["records"]
-            if record["checkpoint"] == name and record["protocol"] == "last-quarter"
-        ]
+        records = report.select(board["records"], checkpoint=name, protocol="last-quarter")
         assert {record["length"] for record in records} == {16, 32, 36, 64, 128, 512}
         for record in records:
             is_refused = name == "learned" and record["length"] > 16
@@ -156,11 +140,12 @@ def test_a_run_that_was_stopped_goes_on_unless_its_scheme_was_edited(
         patch.setattr(report, "train", stopped)
         assert call(*words).returncode == 130
     first = []
-    monkeypatch.setattr(
-        report,
-        "train",
-        lambda model, config: first.append(model.meta.get("step", 0)) or real(model, config),
-    )
+
+    def noted(model, config):
+        first.append(model.meta.get("step", 0))
+        return real(model, config)
+
+    monkeypatch.setattr(report, "train", noted)
     for text, step in ((OWN_SCHEME.replace("sqrt", "log1p"), 0), (OWN_SCHEME, 10)):
         del POSITIONS["my_decay"]
         (tmp_path / "my_decay.py").write_text(text)
@@ -328,22 +313,3 @@ def test_every_prediction_is_judged_where_its_schemes_were_run():
     rope_only = {key: value for key, value in losses.items() if key[0] == "rope"}
     claims = leaderboard.Orderings(make_records(rope_only), 64).judge()
     assert [claim.text[:4] for topic in claims for claim in claims[topic]] == ["rope", "rope"]
-
-
-def test_the_published_claims_are_those_of_the_records():
-    """RoPE at twice its length, from the records themselves."""
-    board = json.loads((ROOT / "results/leaderboard.json").read_text())
-    loss = {}
-    for record in board["records"]:
-        if (record["checkpoint"], record["protocol"]) == ("rope", "last-quarter"):
-            loss[record["length"], record["seed"]] = record["loss"]
-    differences = [loss[128, seed] - loss[64, seed] for seed in (1, 2, 3)]
-    claims = leaderboard.Orderings(board["records"], 64).judge()
-    claim = next(
-        claim
-        for topic in claims
-        for claim in claims[topic]
-        if "rope, last quarter, 2L" in claim.text
-    )
-    assert claim.mean == pytest.approx(sum(differences) / 3)
-    assert claim.above == pytest.approx(math.log(1.5)) and claim.passed

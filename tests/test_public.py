@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import assert_refused
+from try_budget import try_words
 
 from data import ByteTokenizer
 from experiments import public, public_report
@@ -26,11 +28,6 @@ PLAN = Plan(
 LENGTH = 256
 
 
-def assert_refused(done, message=""):
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 @pytest.fixture
 def checkpoint(make, tmp_path):
     """A run folder as an import leaves it: a model of bytes, with a context length of 256."""
@@ -46,18 +43,9 @@ def words(checkpoint, tmp_path, text_data, monkeypatch):
     monkeypatch.setitem(public.PLANS, "try", PLAN)
     code = tmp_path / "code.py"
     code.write_text(inspect.getsource(argparse)[:20000])
-    return [
-        "experiments/public.py",
-        checkpoint,
-        "--budget=try",
-        f"--code={code}",
-        f"--prose={code}",
-        f"--dataset={text_data}",
-        f"--runs={tmp_path}/runs",
-        f"--out_dir={tmp_path}/results",
-        "--device=cpu",
-        "--dtype=float32",
-    ]
+    words = (f"--code={code}", f"--prose={code}")
+    script, *words = try_words("public", tmp_path, *words, text=text_data)
+    return [script, checkpoint, *words]
 
 
 def test_what_is_measured_is_what_the_model_computes(
@@ -93,7 +81,7 @@ def test_what_is_measured_is_what_the_model_computes(
 
     # nothing is measured twice
     monkeypatch.setattr(public, "loss_by_position", None)
-    monkeypatch.setattr(public, "train", None)
+    monkeypatch.setattr(public, "train_or_stop", None)
     assert call(*words).returncode == 0
     assert (tmp_path / "results/public.md").read_text() == report
     assert_refused(call(*words, "--factor=2"), "--runs")
@@ -120,12 +108,8 @@ def test_prompts_hide_a_passkey_and_end_with_it(words, checkpoint, tmp_path):
 
 def test_the_plan_shrinks_to_the_minutes(words, checkpoint, tmp_path, monkeypatch, capsys):
     def plan(minutes):
-        cfg = PublicConfig(
-            budget="try",
-            code=str(tmp_path / "code.py"),
-            runs=str(tmp_path / "runs"),
-            minutes=minutes,
-        )
+        paths = {"code": str(tmp_path / "code.py"), "runs": str(tmp_path / "runs")}
+        cfg = PublicConfig(budget="try", minutes=minutes, **paths)
         experiment = Public(cfg, checkpoint)
         # 10 s for each loss, 1 s for each passkey, 60 s for each step
         taken = {"loss on code": 10.0, "tax on code": 0.0, "step": 60.0}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from try_budget import try_words
 
 import data
 from data.prepare import write_dataset
@@ -88,12 +89,11 @@ def test_claims_are_judged_by_paired_differences(sign, verdict):
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(call, text_data, tmp_path):
     """Parts that are measured apart are collected, and not measured again."""
-    words = ["experiments/recipes.py", "--budget=try", f"--dataset={text_data}", "--device=cpu"]
-    words += [f"--runs={tmp_path / 'runs'}", f"--out_dir={tmp_path / 'out'}", "--seeds=1"]
+    words = try_words("recipes", tmp_path, "--seeds=1", text=text_data)
     for part in ("windows", "stages"):
         assert call(*words, f"--part={part}").returncode == 0
     done = call(*words, "--part=windows,stages")
     assert done.returncode == 0 and "step" not in done.stdout.split("#")[0]
-    board = json.loads((tmp_path / "out" / "recipes.json").read_text())
+    board = json.loads((tmp_path / "results/recipes.json").read_text())
     assert {record["part"] for record in board["records"]} == {"windows", "stages"}
     assert call(*words, "--part=mistures").returncode == 2

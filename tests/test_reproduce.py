@@ -7,12 +7,12 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, assert_refused
+from try_budget import try_words
 
 import data
 from experiments import report, reproduce, search
 from model import GPT, POSITIONS
-from nanolong.errors import UserError
 from nanolong.losses import loss_by_position
 from rope_scaling import METHODS
 
@@ -26,24 +26,9 @@ def one_thread(monkeypatch):
 @pytest.fixture
 def seed_run(text_data, tmp_path):
     """The smallest budget's first seed; nothing is trained yet."""
-    return make_seed_run(text_data, tmp_path)
-
-
-def make_seed_run(text_data, tmp_path, **settings):
-    cfg = reproduce.ReproduceConfig(
-        budget="try",
-        runs=str(tmp_path),
-        device="cpu",
-        dtype="float32",
-        dataset=str(text_data),
-        **settings,
-    )
+    settings = {"budget": "try", "device": "cpu", "dtype": "float32", "dataset": str(text_data)}
+    cfg = reproduce.ReproduceConfig(runs=str(tmp_path), **settings)
     return reproduce.SeedRun(cfg, 1, data.Dataset(text_data))
-
-
-def assert_refused(done, message=""):
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 # -----------------------------------------------------------------------------
@@ -53,14 +38,7 @@ def assert_refused(done, message=""):
 @pytest.mark.slow
 def test_all_parts_of_the_smallest_budget(run, text_data, tmp_path):
     """As a script; the same command measures only what is missing, with the same result."""
-    words = [
-        "experiments/reproduce.py",
-        "--budget=try",
-        f"--dataset={text_data}",
-        f"--runs={tmp_path}/runs",
-        "--device=cpu",
-        f"--out_dir={tmp_path}/results",
-    ]
+    words = try_words("reproduce", tmp_path, text=text_data)
     done = run(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     text = (tmp_path / "results/reproduce.md").read_text()
@@ -91,25 +69,6 @@ def test_all_parts_of_the_smallest_budget(run, text_data, tmp_path):
     measured["key"]["data"] = "other"
     file.write_text(json.dumps(measured))
     assert_refused(run(*words, cwd=tmp_path), "--runs")
-
-
-def test_measurements_are_kept_for_the_same_settings(seed_run, text_data, tmp_path):
-    calls = []
-
-    def function(value):
-        calls.append(value)
-        return {1: value}
-
-    assert seed_run.measure("a", function, 2.5) == {"1": 2.5}  # as JSON has it
-    assert seed_run.measure("a", function, 3.5) == {"1": 2.5}
-    again = make_seed_run(text_data, tmp_path)
-    assert again.measure("a", function, 3.5) == {"1": 2.5} and calls == [2.5]
-
-    kept = json.loads(seed_run.file.read_text())
-    kept["key"]["data"] = "other"
-    seed_run.file.write_text(json.dumps(kept))
-    with pytest.raises(UserError, match="--runs"):
-        make_seed_run(text_data, tmp_path)
 
 
 def test_methods_are_evaluated_before_and_after_fine_tuning(seed_run):
@@ -172,8 +131,8 @@ def test_intervals_of_paired_and_unpaired_differences():
     a = rng.normal(0, 1, 50)
     noise = rng.normal(0, 1, 50)
     claims = reproduce.SeedClaims(1)
-    claims.paired("topic", "paired", list(a), list(a + 0.1 + 0.01 * noise), below=0)
-    claims.unpaired("topic", "unpaired", list(a), list(a + 0.1), below=0)
+    claims.losses("topic", "paired", list(a), list(a + 0.1 + 0.01 * noise), True, below=0)
+    claims.losses("topic", "unpaired", list(a), list(a + 0.1), False, below=0)
     paired, unpaired = claims.claims
     differences = -(0.1 + 0.01 * noise)
     assert paired["passed"] and paired["mean"] == pytest.approx(differences.mean())
@@ -353,26 +312,19 @@ def test_a_searched_table_extends_the_model(call, text_data, tmp_path):
 
 
 def test_nope_tables_train_each_length_and_size_once(call, text_data, tmp_path, monkeypatch):
-    words = [
-        "experiments/papers/nope_tables.py",
-        "--budget=try",
-        f"--datasets={text_data}",
-        "--pos=nope,alibi",
-        f"--runs={tmp_path}/runs",
-        f"--out_dir={tmp_path}",
-        "--device=cpu",
-        "--max_tokens=500",
-    ]
+    words = [f"--datasets={text_data}", "--pos=nope,alibi", "--max_tokens=500"]
+    words = try_words("papers/nope_tables", tmp_path, *words)
     done = call(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    records = json.loads((tmp_path / "nope.json").read_text())["records"]
+    results = tmp_path / "results/nope.json"
+    records = json.loads(results.read_text())["records"]
     runs = sorted((record["pos"], record["length"], record["n_embd"]) for record in records)
     columns = [(8, 64), (16, 32), (16, 64)]
     assert runs == [(pos, *column) for pos in ("alibi", "nope") for column in columns]
     assert all(4 < record["loss"] < 6 for record in records)
-    assert "By length" in (tmp_path / "nope.md").read_text()
+    assert "By length" in results.with_suffix(".md").read_text()
 
     monkeypatch.setattr(report, "train", None)
     assert call(*words).returncode == 0
-    assert json.loads((tmp_path / "nope.json").read_text())["records"] == records
+    assert json.loads(results.read_text())["records"] == records
     assert_refused(call(*words, "--max_tokens=600"), "--runs")

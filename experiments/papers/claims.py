@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import copy
-import math
 import statistics
 import warnings
 from dataclasses import dataclass
@@ -45,24 +44,26 @@ from experiments.report import (
     ROOT,
     RULE,
     TextExperiment,
+    commits_of,
     count,
+    effort,
     format_interval,
     grid,
+    make_main,
     markdown_table,
     paired_claim,
     read_json,
-    run_experiment,
     save_figure,
     section,
     select,
     title,
     topic_lines,
+    train_on_samples,
 )
 from experiments.reproduce import DEPTHS, FACTOR, SeedRun, average_needles, extend, needle_lengths
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.attention_maps import attention_maps
-from nanolong.optim import update_weights
 
 PARTS = ("examples", "learned", "attention", "pairs")
 
@@ -139,16 +140,14 @@ def most_shown(inputs, targets, keys):
 
 
 def train_examples(model, run, n, batch_size, steps, learning_rate, first_seed):
-    """Train a GPT in place; the rate rises over 50 steps and falls over the last fifth."""
+    """Train a GPT in place, on samples of its own; products are in float32."""
     keys = EXAMPLES[run.cfg.budget]["keys"]
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95))
-    model.train()
-    for step in range(steps):
-        rate = min(1, (step + 1) / 50, (steps - step) / (0.2 * steps))
-        x, y = make_examples(n, keys, batch_size, first_seed + step)
-        model(x.to(run.device), y.to(run.device)).backward()
-        update_weights(model, [optimizer], learning_rate * rate)
-    model.eval()
+
+    def make_batch(step):
+        return make_examples(n, keys, batch_size, first_seed + step)
+
+    run_on = (run.device, torch.float32)
+    train_on_samples(model, make_batch, steps, learning_rate, 50, run_on)
 
 
 @torch.no_grad()
@@ -216,7 +215,7 @@ def attention_records(run):
     for pos in ("nope", "t5", "alibi", "rope", "learned"):
         model = run.text_model(pos)
         heads = distances(model, run.dataset, pos, run.length, seed=run.seed)
-        layers, _ = compare(nope, model, run.dataset, run.length, 32, run.seed, run.device)
+        layers, _ = compare(nope, model, run.dataset, run.length, 32, run.seed)
         records[pos] = {
             "divergence": layers.mean().item(),
             "distance": mean_of(heads, "distance"),
@@ -250,7 +249,6 @@ def unrotated_records(run):
 
 
 def measure_seed(run, parts):
-    """Measure the parts of one seed; return them by name."""
     found = {}
     if "examples" in parts:
         found["examples"] = {}
@@ -269,17 +267,13 @@ def measure_seed(run, parts):
 
 
 def measure(cfg):
-    """Measure all seeds; return what claims.json holds."""
     dataset = cfg.load_dataset()
-    runs = [SeedRun(cfg, seed, dataset) for seed in dict.fromkeys(cfg.seeds)]
+    runs = [SeedRun(cfg, seed, dataset) for seed in cfg.seeds]
     found = {str(run.seed): measure_seed(run, cfg.parts) for run in runs}
-    seconds = sum(run.seconds() for run in runs)
-    commits = [commit for run in runs for commit in run.commits()]
     return {
         "note": (
-            f"{cfg.note(dataset, commits)}; {count(len(runs), 'seed')}; scored: "
-            f"{runs[0].budget['max_tokens']:,} tokens, spread over the validation text; "
-            f"{count(math.ceil(seconds / 60), 'minute')} of training and measuring in all"
+            f"{cfg.note(dataset, commits_of(runs))}; {effort(runs)}; scored: "
+            f"{runs[0].budget['max_tokens']:,} tokens, spread over the validation text"
         ),
         "examples": EXAMPLES[cfg.budget],
         "text_models": runs[0].budget,
@@ -325,7 +319,6 @@ def example_groups(n):
 
 
 def report_examples(board):
-    """Return the lines of part 1."""
     settings = board["examples"]
     n = settings["examples"]
     groups = example_groups(n)
@@ -341,15 +334,16 @@ def report_examples(board):
 
     table = grid(names, {title: title for title in groups}, cell)
     _, within, *_, longest = groups
-    claims = []
+    pairs = {}
     for name in names[1:]:
         text = f"{name}: accuracy at examples {longest} above that at {within}"
-        late, early = accuracies(name, longest), accuracies(name, within)
-        claims.append(claim_difference(text, late, early, above=0))
+        pairs[text] = (name, longest), (name, within)
     for better, worse in (("yarn", "none"), ("yarn", "window"), ("yarn, fine-tuned", "window")):
         text = f"rope, {better} above {worse}, at examples {longest}"
-        above, below = accuracies(f"rope, {better}", longest), accuracies(f"rope, {worse}", longest)
-        claims.append(claim_difference(text, above, below, above=0))
+        pairs[text] = (f"rope, {better}", longest), (f"rope, {worse}", longest)
+    claims = []
+    for text, (a, b) in pairs.items():
+        claims.append(claim_difference(text, accuracies(*a), accuracies(*b), above=0))
     return section(
         "More examples in a longer prompt",
         f"Fraction of right digits by the number of the example, after {settings['steps']:,} steps "
@@ -388,7 +382,6 @@ def plot_examples(board, folder):
 
 
 def report_learned(board):
-    """Return the lines of part 2."""
     L = board["text_models"]["model"]["block_size"]
     names = list(values_of(board, "learned")[0])
 
@@ -413,7 +406,6 @@ def report_learned(board):
 
 
 def report_attention(board):
-    """Return the lines of part 3."""
     schemes = list(values_of(board, "attention")[0])
     rows = []
     for pos in schemes:
@@ -442,7 +434,6 @@ def report_attention(board):
 
 
 def report_pairs(board):
-    """Return the lines of part 4."""
     rows = []
     for name in ("none", "faster", "slower"):
         losses = values_of(board, "pairs", name, "loss")
@@ -510,7 +501,6 @@ def report_leaderboard(board):
 
 
 def report(board):
-    """Return the lines of claims.md."""
     lines = title(board, "Claims that no other experiment tests")
     lines[-1] += " Values are means over the seeds with their 95 % intervals."
     lines += ["", f"Differences are paired by seed. {RULE}"]
@@ -524,9 +514,7 @@ def report(board):
     return lines
 
 
-def main():
-    return run_experiment(ClaimsConfig, measure, report, plot_examples)
-
+main = make_main(ClaimsConfig, measure, report, plot_examples)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -23,10 +23,13 @@ from experiments.leaderboard import BUDGETS
 from experiments.report import (
     TextExperiment,
     format_interval,
+    make_main,
     markdown_table,
-    run_experiment,
+    run_all,
+    select,
     train_model,
 )
+from nanolong import cli
 from nanolong.attention_maps import attention_maps
 from nanolong.losses import loss_by_position
 from nanolong.scoring import find_sequences, read_sequences
@@ -47,17 +50,13 @@ class SinksConfig(TextExperiment):
 
 def measure(cfg):
     dataset = cfg.load_dataset()
-    records = []
-    for seed in range(1, cfg.seeds + 1):
-        for name, has_sinks in MODELS.items():
-            print(f"\n== {name}, seed {seed}", flush=True)
-            record = {"model": name, "seed": seed}
-            records.append(record | measure_model(cfg, dataset, seed, name, has_sinks))
+    runs = [(name, seed) for seed in range(1, cfg.seeds + 1) for name in MODELS]
+    records = run_all(runs, measure_model, cfg, dataset)
     return {"note": cfg.note(dataset), "budget": cfg.budget, "records": records}
 
 
-def measure_model(cfg, dataset, seed, name, has_sinks):
-    """Train a model, and measure its losses and its attention."""
+def measure_model(name, seed, cfg, dataset):
+    """Train a model, and measure its losses and its attention: a list of one record."""
     device, dtype = cfg.pick_device()
     budget = BUDGETS[cfg.budget]
     folder = cfg.run_folder() / f"{name.replace(' ', '-')}-{seed}"
@@ -70,10 +69,12 @@ def measure_model(cfg, dataset, seed, name, has_sinks):
         seed=seed,
         eval_interval=10**6,
     )
-    model = train_model({**budget["model"], "sink_scores": has_sinks}, config, dataset).to(device)
+    model = train_model({**budget["model"], "sink_scores": MODELS[name]}, config, dataset).to(
+        device
+    )
     T = model.config.block_size
     lengths = [factor * T for factor in FACTORS]
-    record = {}
+    record = {"model": name, "seed": seed}
     for length in lengths:
         sums, counts = loss_by_position(
             model, dataset.val, length, MAX_TOKENS, dtype, lengths=lengths
@@ -85,26 +86,24 @@ def measure_model(cfg, dataset, seed, name, has_sinks):
     maps = torch.stack([p[:, :, T // 2 :] for p in attention_maps(model, x)])
     record["first token"] = maps[..., 0].mean().item()
     record["sink"] = 1 - maps.sum(-1).mean().item()
-    return record
+    return [record]
 
 
 def report(board):
     """Return the lines of the Markdown report."""
     keys = [key for key in board["records"][0] if key not in ("model", "seed")]
-    rows = []
-    for name in MODELS:
-        records = [record for record in board["records"] if record["model"] == name]
-        rows.append([name, *(format_interval([r[key] for r in records], 4) for key in keys)])
-    differences = ["difference"]
+    rows = [[name] for name in (*MODELS, "difference")]
     for key in keys:
-        of_model = [[r[key] for r in board["records"] if r["model"] == name] for name in MODELS]
-        differences.append(format_interval([b - a for a, b in zip(*of_model, strict=True)], 4))
+        values = [[r[key] for r in select(board["records"], model=name)] for name in MODELS]
+        values.append([b - a for a, b in zip(*values, strict=True)])
+        for row, column in zip(rows, values, strict=True):
+            row.append(format_interval(column, 4))
     return [
         "# Learned sinks",
         "",
         f"`{board['command']}`, {board['note']}",
         "",
-        *markdown_table(["model", *keys], [*rows, differences]),
+        *markdown_table(["model", *keys], rows),
         "",
         "`loss N`: nats per token of validation text in sequences of N tokens. `first token` and",
         "`sink`: the mean share of attention, over layers, heads and the second half of the",
@@ -113,5 +112,7 @@ def report(board):
     ]
 
 
+main = make_main(SinksConfig, measure, report)
+
 if __name__ == "__main__":
-    sys.exit(run_experiment(SinksConfig, measure, report))
+    cli.run_main(main)

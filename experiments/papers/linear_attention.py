@@ -28,14 +28,13 @@ from typing import Literal
 
 import torch
 
-from evaluate import EvaluateConfig, measure_losses
 from examples.schemes.linear_attention import LinearAttention, running_dot
 from experiments.leaderboard import identify
 from experiments.papers.masked_lm import unigram_loss
 from experiments.report import (
     RULE,
     TextExperiment,
-    check_scheme,
+    check_names,
     claim_lines,
     confidence_interval,
     count,
@@ -45,18 +44,19 @@ from experiments.report import (
     grid,
     hash_code,
     length_axis,
-    load_finished_run,
+    make_main,
     markdown_table,
+    measure_run,
     not_judged,
     paired_claim,
-    read_json,
-    run_experiment,
+    run_all,
     save_figure,
-    save_finished_run,
+    score_losses,
     section,
     select,
     time_in_turns,
     title,
+    train_or_stop,
 )
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
@@ -68,7 +68,7 @@ from nanolong.plots import unique
 from nanolong.provenance import current_commit
 from nanolong.scoring import find_sequences
 from rope_scaling import METHODS
-from train import TrainConfig, train
+from train import TrainConfig
 
 SCHEME = Path(__file__).resolve().parents[2] / "examples" / "schemes" / "linear_attention.py"
 BUDGETS = {
@@ -123,7 +123,7 @@ REFUSED = {
 
 def check_pos(pos):
     """Raise UserError unless a scheme of model.py works in linear attention."""
-    check_scheme(pos)
+    check_names("position scheme", [pos], POSITIONS)
     if pos in REFUSED:
         reason = REFUSED[pos]
         raise UserError(f"{pos} is not used in linear attention, since {reason}: use nope or rope")
@@ -220,8 +220,7 @@ def train_run(model, train_config, dataset):
         record["denominators"] += measure_denominators(model, dataset, "untrained")
         seen = model.pos.observe = Denominators()
     try:
-        if train(model, train_config)["stopped"]:
-            raise KeyboardInterrupt
+        train_or_stop(model, train_config)
     except FloatingPointError as error:
         record["diverged"] = str(error).partition(":")[0]
     log = (Path(train_config.out_dir) / "log.jsonl").read_text(encoding="utf-8")
@@ -237,11 +236,8 @@ def train_run(model, train_config, dataset):
 
 def score(model, cfg, lengths, protocols, max_tokens):
     """Return records of the loss at each length by each protocol, or of why it is refused."""
-    evaluate_config = EvaluateConfig(
-        dataset=cfg.dataset, max_tokens=max_tokens, dtype=cfg.dtype, protocol=protocols
-    )
     kept = ("protocol", "length", "loss", "refused")
-    records = measure_losses({"": model}, evaluate_config, lengths)
+    records = score_losses("", model, cfg, lengths, protocols, max_tokens)
     return [{key: record[key] for key in kept if key in record} for record in records]
 
 
@@ -264,10 +260,10 @@ def score_extensions(model, cfg):
     return records
 
 
-def run_model(name, settings, seed, cfg, dataset, folder):
-    """Train and evaluate one run, or read what it has left in its file: its record."""
+def run_model(name, seed, models, cfg, dataset, folder):
+    """Train and evaluate one run, or read what it has left in its file: a list of its record."""
     budget = BUDGETS[cfg.budget]
-    config = GPTConfig(**budget["model"], **settings, vocab_size=dataset.vocab_size)
+    config = GPTConfig(**budget["model"], **models[name], vocab_size=dataset.vocab_size)
     train_config = TrainConfig(
         dataset=cfg.dataset,
         seed=seed,
@@ -289,26 +285,23 @@ def run_model(name, settings, seed, cfg, dataset, folder):
         "experiment": hash_code([run_model, loss_by_position, find_sequences]),
     }
     run = folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}"
-    file = run.with_suffix(".json")
-    finished = load_finished_run(file, key)
-    if finished:
-        print(f"taken from {file}")
-        return finished["record"]
-
-    start = time.perf_counter()
     train_config.out_dir = str(run)
     train_config.overwrite = True  # of a run that was stopped: the whole of it is observed
-    record = {"model": name, "seed": seed, "commit": current_commit()}
-    record |= train_run(model, train_config, dataset)
-    record["training_seconds"] = round(time.perf_counter() - start)
-    model.meta["bos"] = dataset.bos  # a model that was not loaded does not know it
-    lengths = [factor * config.block_size for factor in FACTORS]
-    record["losses"] = score(model, cfg, lengths, ("chunked", "last-quarter"), cfg.max_tokens)
-    if name in ("softmax rope", "linear rope"):
-        record["extensions"] = score_extensions(model, cfg)
-    record["seconds"] = round(time.perf_counter() - start)
-    save_finished_run(file, key, record=record)
-    return read_json(file)["record"]  # a loss that is not finite is None
+
+    def train_and_score():
+        start = time.perf_counter()
+        record = {"model": name, "seed": seed, "commit": current_commit()}
+        record |= train_run(model, train_config, dataset)
+        record["training_seconds"] = round(time.perf_counter() - start)
+        model.meta["bos"] = dataset.bos  # a model that was not loaded does not know it
+        lengths = [factor * config.block_size for factor in FACTORS]
+        record["losses"] = score(model, cfg, lengths, ("chunked", "last-quarter"), cfg.max_tokens)
+        if name in ("softmax rope", "linear rope"):
+            record["extensions"] = score_extensions(model, cfg)
+        record["seconds"] = round(time.perf_counter() - start)
+        return record
+
+    return [measure_run(run.with_suffix(".json"), key, train_and_score)]
 
 
 # -----------------------------------------------------------------------------
@@ -353,21 +346,17 @@ def time_steps(models, cfg, dataset, rounds=7):
 
 
 def measure(cfg):
-    """Run all models with all seeds: what linear_attention.json holds and the report needs."""
     models = model_settings(cfg.pos)
     dataset = cfg.load_dataset()
     budget = BUDGETS[cfg.budget]
     length = budget["model"]["block_size"]
     folder = cfg.run_folder()
-    records = []
-    for seed in dict.fromkeys(cfg.seeds):
-        for name, settings in models.items():
-            print(f"\n== {name}, seed {seed}", flush=True)
-            records.append(run_model(name, settings, seed, cfg, dataset, folder))
+    runs = [(name, seed) for seed in cfg.seeds for name in models]
+    records = run_all(runs, run_model, models, cfg, dataset, folder)
     timed = {name: models[name] for name in models if "both" not in name}
     note = (
         f"{cfg.note(dataset, [record['commit'] for record in records])}, {cfg.max_tokens:,} tokens "
-        f"scored, spread over the validation text, {count(len(set(cfg.seeds)), 'seed')}"
+        f"scored, spread over the validation text, {count(len(cfg.seeds), 'seed')}"
     )
     return {
         "note": note,
@@ -498,7 +487,6 @@ def compare(records, text, a, b, length, above=None, below=None):
 
 
 def judge(board):
-    """Return the claims that could be judged."""
     records = board["records"]
     L = board["model"]["block_size"]
     pairs = (
@@ -513,7 +501,6 @@ def judge(board):
 
 
 def step_table(board):
-    """Return a Markdown table of the times of a training step."""
     lengths = {f"{length:,} tokens": length for length in unique(board["steps"], "length")}
 
     def cell(name, length):
@@ -570,7 +557,6 @@ ABOUT_ALONE = (
 
 
 def report(board):
-    """Return the lines of linear_attention.md."""
     records = board["records"]
     L, steps = board["model"]["block_size"], board["training"]["max_iters"]
     tokens = board["training"]["batch_size"] * L
@@ -633,9 +619,7 @@ def plot(board, folder):
     save_figure(folder / "linear_attention.png", draw, (11, 4.6), board["note"], panels=(1, 2))
 
 
-def main():
-    return run_experiment(LinearConfig, measure, report, plot)
-
+main = make_main(LinearConfig, measure, report, plot)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -27,7 +27,6 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 import contextlib
 import functools
 import math
-import time
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -38,28 +37,27 @@ import kernels
 from experiments.report import (
     RULE,
     TextExperiment,
+    by_seed,
     claim_lines,
     count,
     count_parameters,
     format_interval,
     format_settings,
-    load_finished_run,
+    make_main,
     markdown_table,
+    measure_run,
     paired_claim,
     run_all,
-    run_experiment,
-    save_finished_run,
     section,
-    select,
     title,
+    train_step,
 )
 from model import GPT, GPTConfig
 from nanolong import cli
 from nanolong.devices import autocast, prepare_device
 from nanolong.errors import UserError
-from nanolong.optim import get_lr, make_optimizers, update_weights
+from nanolong.optim import get_lr, make_optimizers
 from nanolong.plots import unique
-from nanolong.validate import require
 from train import TrainConfig
 
 
@@ -74,10 +72,6 @@ class MaskedConfig(TextExperiment):
     steps: int = 0  # training steps of a run; 0: as the budget says
     max_tokens: int = 65536  # tokens of the validation sequences that are scored
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(self.objectives, "objectives is empty: give --objectives=causal,masked")
 
 
 # Settings of model and training, the same for all schemes and both objectives.
@@ -167,10 +161,8 @@ def train(model, objective, dataset, cfg, device, dtype):
         x, y, *_ = dataset.batch(step, cfg.batch_size, model.config.block_size, cfg.seed)
         x, y = make_examples(objective, x, y, dataset, (cfg.seed << 40) + step)
         with attention_of(objective):
-            with autocast(device, dtype):
-                loss = model(x.to(device), y.to(device))
-            loss.backward()
-        update_weights(model, optimizers, get_lr(cfg, step), cfg.grad_clip)
+            rate = get_lr(cfg, step)
+            train_step(model, (x, y), (device, dtype), optimizers, rate, cfg.grad_clip)
     model.eval()
 
 
@@ -184,9 +176,8 @@ def validation_batches(objective, dataset, length, max_tokens, batch_size=64):
     n = min(available, max(1, max_tokens // length))
     for start in range(0, n, batch_size):
         indices = [i * available // n for i in range(start, min(n, start + batch_size))]
-        sequences = [dataset.val.sequence(i, length) for i in indices]
-        x = np.stack([inputs for inputs, _ in sequences])
-        y = np.stack([targets for _, targets in sequences])
+        pairs = [dataset.val.sequence(i, length) for i in indices]
+        x, y = map(np.stack, zip(*pairs, strict=True))
         yield make_examples(objective, x, y, dataset, seed=start)
 
 
@@ -228,39 +219,29 @@ def run_objective(pos, objective, seed, cfg, dataset):
         "max_tokens": cfg.max_tokens,
         "masked_fraction": MASKED_FRACTION,
     }
-    file = cfg.run_folder() / f"{pos}-{objective}-{seed}.json"
-    finished = load_finished_run(file, key)
-    if finished:
-        return [finished["record"]]
 
-    start = time.perf_counter()
-    device, dtype = cfg.pick_device()
-    if dtype == torch.float16:  # which would need loss scaling
-        dtype = torch.float32
-    torch.manual_seed(seed)
-    model = GPT(config)
-    train(model, objective, dataset, train_config, device, dtype)
-    loss, tokens = evaluate(model, objective, dataset, cfg.max_tokens, device, dtype)
-    if not math.isfinite(loss):
-        raise UserError(
-            f"{objective} with --pos={pos}, seed {seed}: the loss is not finite: "
-            "try --dtype=float32, or another number of --steps"
-        )
-    seconds = round(time.perf_counter() - start)
-    record = {"pos": pos, "objective": objective, "seed": seed, "loss": loss, "tokens": tokens}
-    save_finished_run(file, key, seconds=seconds, record=record)
-    print(f"   {seconds} s; {loss:.3f} nats per token", flush=True)
-    return [record]
+    def train_and_evaluate():
+        device, dtype = cfg.pick_device()
+        if dtype == torch.float16:  # which would need loss scaling
+            dtype = torch.float32
+        torch.manual_seed(seed)
+        model = GPT(config)
+        train(model, objective, dataset, train_config, device, dtype)
+        loss, tokens = evaluate(model, objective, dataset, cfg.max_tokens, device, dtype)
+        if not math.isfinite(loss):
+            raise UserError(
+                f"{objective} with --pos={pos}, seed {seed}: the loss is not finite: "
+                "try --dtype=float32, or another number of --steps"
+            )
+        print(f"   {loss:.3f} nats per token")
+        return {"pos": pos, "objective": objective, "seed": seed, "loss": loss, "tokens": tokens}
+
+    file = cfg.run_folder() / f"{pos}-{objective}-{seed}.json"
+    return [measure_run(file, key, train_and_evaluate)]
 
 
 # -----------------------------------------------------------------------------
 # The results
-
-
-def select_losses(records, pos, objective):
-    """Return seed -> nats per token."""
-    found = select(records, pos=pos, objective=objective)
-    return {record["seed"]: record["loss"] for record in found}
 
 
 def loss_table(records, schemes, unigram):
@@ -275,7 +256,7 @@ def loss_table(records, schemes, unigram):
     for pos in schemes:
         row = [pos]
         for objective in unigram:
-            losses = list(select_losses(records, pos, objective).values())
+            losses = by_seed(records, "loss", pos=pos, objective=objective).values()
             row.append(format_interval(losses))
             row.append(format_interval([math.exp(loss) for loss in losses], digits=2))
         rows.append(row)
@@ -291,14 +272,13 @@ def judge(records, schemes):
     Masked, NoPE's perplexity is more than twice that of every other scheme.
     """
     claims = []
-    nope = select_losses(records, "nope", "masked")
+    nope = by_seed(records, "loss", pos="nope", objective="masked")
     for pos in schemes:
-        if pos == "nope" or not nope:
-            continue
-        other = select_losses(records, pos, "masked")
-        text = f"masked: nope's perplexity is more than twice {pos}'s, in nats"
-        claims.append(paired_claim(text, nope, other, above=math.log(2)))
-    return claims
+        if pos != "nope":
+            other = by_seed(records, "loss", pos=pos, objective="masked")
+            text = f"masked: nope's perplexity is more than twice {pos}'s, in nats"
+            claims.append(paired_claim(text, nope, other, above=math.log(2)))
+    return [claim for claim in claims if claim]
 
 
 def describe_runs(cfg, dataset):
@@ -318,17 +298,14 @@ def describe_runs(cfg, dataset):
 
 
 def measure(cfg):
-    """Run every scheme with both objectives and every seed; return what masked_lm.json holds."""
     dataset = cfg.load_dataset()
     length = BUDGETS[cfg.budget]["model"]["block_size"]
     dataset.train.require_length(length)
-    schemes = list(dict.fromkeys(cfg.pos))
     unigram = {}
     for objective in cfg.objectives:
         unigram[objective] = unigram_loss(objective, dataset, length, cfg.max_tokens)
     seeds = range(1, cfg.seeds + 1)
-    models = [(pos, objective) for pos in schemes for objective in cfg.objectives]
-    runs = [(*model, seed) for seed in seeds for model in models]
+    runs = [(pos, task, seed) for seed in seeds for pos in cfg.pos for task in cfg.objectives]
     records = run_all(runs, run_objective, cfg, dataset)
     scored = {record["objective"]: record["tokens"] for record in records}
     scored = [f"{tokens:,} {objective}" for objective, tokens in scored.items()]
@@ -338,14 +315,13 @@ def measure(cfg):
             f"{count(cfg.seeds, 'seed')}"
         ),
         "about": describe_runs(cfg, dataset),
-        "orderings": [str(claim) for claim in judge(records, schemes)],
+        "orderings": [str(claim) for claim in judge(records, cfg.pos)],
         "unigram_loss": unigram,
         "records": records,
     }
 
 
 def report(board):
-    """Return the lines of masked_lm.md."""
     schemes = unique(board["records"], "pos")
     table = loss_table(board["records"], schemes, board["unigram_loss"])
     lines = [*title(board, "Causal and masked language models"), "", board["about"], "", *table]
@@ -356,9 +332,7 @@ def report(board):
     return lines
 
 
-def main():
-    return run_experiment(MaskedConfig, measure, report)
-
+main = make_main(MaskedConfig, measure, report)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -29,7 +29,7 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 import torch
 
-from experiments.report import Experiment, markdown_table, run_experiment, title
+from experiments.report import Experiment, make_main, markdown_table, title
 from model import GPT, GPTConfig
 from nanolong import cli
 from nanolong.provenance import provenance
@@ -173,7 +173,6 @@ def measure(cfg):
 
 
 def report(board):
-    """Return the lines of nope_positions.md."""
     rows = []
     for record in board["records"]:
         row = [record["dtype"], f"{record['hidden units']:,}", f"{record['length']:,}"]
@@ -190,9 +189,7 @@ def report(board):
     ]
 
 
-def main():
-    return run_experiment(PositionsConfig, measure, report)
-
+main = make_main(PositionsConfig, measure, report)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -32,10 +32,9 @@ from experiments.report import (
     format_interval,
     grid,
     hash_code,
-    load_finished_run,
+    make_main,
+    measure_run,
     run_all,
-    run_experiment,
-    save_finished_run,
     select,
     title,
     train_model,
@@ -45,7 +44,6 @@ from nanolong.losses import loss_by_position
 from nanolong.plots import unique
 from nanolong.provenance import provenance
 from nanolong.scoring import find_sequences
-from nanolong.validate import require
 from train import TrainConfig
 
 
@@ -59,11 +57,6 @@ class NopeConfig(Experiment):
     max_tokens: int = 65536  # tokens of validation text that are scored
 
     name = "nope"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(self.tables, "tables is empty: give --tables=length,size")
-        require(self.datasets, "datasets is empty: name a text, as in --datasets=python")
 
 
 # All lengths are trained at the middle one of the sizes (n_embd).
@@ -119,9 +112,6 @@ def run_model(name, pos, length, size, seed, cfg):
         "max_tokens": cfg.max_tokens,
         "scored": hash_code([loss_by_position, find_sequences]),
     }
-    finished = load_finished_run(run / "score.json", key)
-    if finished:
-        return [finished["record"]]
     train_config = TrainConfig(
         dataset=name,
         out_dir=str(run),
@@ -137,18 +127,18 @@ def run_model(name, pos, length, size, seed, cfg):
         compile=None if cfg.budget == "gpu" else False,
     )
     shape = {"n_layer": budget["n_layer"], "n_head": size // budget["head_dim"], "n_embd": size}
-    device, dtype = cfg.pick_device()
-    model = train_model({"pos": pos, "block_size": length, **shape}, train_config, dataset)
-    loss_sum, n_scored = loss_by_position(
-        model.to(device), dataset.val, length, cfg.max_tokens, dtype, lengths=budget["lengths"]
-    )
-    record = {
-        **key,
-        "loss": float(loss_sum.sum() / n_scored.sum()),
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    save_finished_run(run / "score.json", key, record=record)
-    return [record]
+
+    def train_and_score():
+        device, dtype = cfg.pick_device()
+        model = train_model({"pos": pos, "block_size": length, **shape}, train_config, dataset)
+        loss_sum, n_scored = loss_by_position(
+            model.to(device), dataset.val, length, cfg.max_tokens, dtype, lengths=budget["lengths"]
+        )
+        loss = float(loss_sum.sum() / n_scored.sum())
+        parameters = sum(p.numel() for p in model.parameters())
+        return {**key, "loss": loss, "parameters": parameters}
+
+    return [measure_run(run / "score.json", key, train_and_score)]
 
 
 def loss_table(records, schemes, columns):
@@ -167,7 +157,6 @@ def loss_table(records, schemes, columns):
 
 
 def measure(cfg):
-    """Run every text, scheme, length, size and seed; return what nope.json holds."""
     for name in cfg.datasets:
         prepare_missing(name)
         data.find_dataset(name)  # or say at once that there is none
@@ -192,7 +181,6 @@ def measure(cfg):
 
 
 def report(board):
-    """Return the lines of nope.md."""
     lines = title(board, "Without positions")
     for name in unique(board["records"], "dataset"):
         measured = select(board["records"], dataset=name)
@@ -203,9 +191,7 @@ def report(board):
     return lines
 
 
-def main():
-    return run_experiment(NopeConfig, measure, report)
-
+main = make_main(NopeConfig, measure, report)
 
 if __name__ == "__main__":
     cli.run_main(main)

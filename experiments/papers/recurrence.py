@@ -41,28 +41,29 @@ from experiments.papers.segment_memory import (
 from experiments.report import (
     RULE,
     TextExperiment,
+    by_seed,
     count,
     format_interval,
     format_settings,
     grid,
-    load_finished_run,
+    make_main,
     markdown_table,
+    measure_run,
     not_judged,
     paired_claim,
-    run_experiment,
     save_figure,
-    save_finished_run,
     section,
     select,
     title,
     topic_lines,
+    train_step,
 )
 from model import GPTConfig
 from nanolong import cli
 from nanolong.devices import prepare_device
 from nanolong.errors import UserError
 from nanolong.losses import evaluation_mode
-from nanolong.optim import get_lr, make_optimizers, update_weights
+from nanolong.optim import get_lr, make_optimizers
 from nanolong.plots import unique
 from nanolong.provenance import current_commit
 from nanolong.tensor_file import TensorStream, read_tensor, write_tensors
@@ -123,7 +124,6 @@ class RecurrenceConfig(TextExperiment):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.schemes, "schemes is empty: leave it out for all")
         for name in ("segment", "train_tokens"):
             value = getattr(self, name)
             require(value >= 0, f"{name}={value} is negative: leave it out for the usual one")
@@ -142,32 +142,16 @@ class RecurrenceConfig(TextExperiment):
 
 
 def list_runs(cfg, dataset):
-    """Return the runs, those of a seed together."""
     budget = BUDGETS[cfg.budget]
     runs = []
-    for seed in dict.fromkeys(cfg.seeds):
-        for pos in dict.fromkeys(cfg.schemes):
+    for seed in cfg.seeds:
+        for pos in cfg.schemes:
             modes = ["shuffled", "streams"]
-            for n_segments in dict.fromkeys(cfg.memories):
+            for n_segments in cfg.memories:
                 if n_segments == 1 or pos in WITH_LONG_MEMORIES:
                     modes.append(f"memory-{n_segments}")
             runs += [Run(cfg, budget, dataset, pos, mode, seed) for mode in modes]
     return runs
-
-
-def measure_runs(runs, device):
-    """Measure all runs; return their records."""
-    records = []
-    for number, run in enumerate(runs, 1):
-        record = run.measure(device)
-        own = record["losses"][record["evaluated"].index(run.n_memory)]
-        print(
-            f"{run.name} ({number} of {len(runs)}): {own:.3f} nats per token with its own memory; "
-            f"{record['training_seconds']:.0f} s of training, {record['seconds']:.0f} s in all",
-            flush=True,
-        )
-        records.append(record)
-    return records
 
 
 def relative_contexts(losses, lengths):
@@ -293,7 +277,6 @@ class Run:
         self.evaluated = budget["evaluated"][: 2 if mode == "shuffled" else None]
 
     def key(self):
-        """Return what decides the results."""
         evaluation = [self.evaluated, self.budget["val_streams"], self.budget["val_segments"]]
         return {
             "memory": self.n_memory * self.segment,
@@ -307,13 +290,11 @@ class Run:
     # Training
 
     def batch(self, step):
-        """Read the batch of a training step."""
         if self.mode == "shuffled":
             return self.text.shuffled_batch(step, self.seed, self.training.max_iters)
         return self.text.batch(step)
 
     def train(self, device):
-        """Train and return the model."""
         prepare_device(device)
         torch.manual_seed(self.seed)
         model = RecurrentGPT(self.config).to(device).train()
@@ -321,13 +302,11 @@ class Run:
         cfg = self.training
         optimizers = make_optimizers(model, cfg)
         for step in range(cfg.max_iters):
-            x, y = self.batch(step)
             if memory is not None and step % self.text.n_segments == 0:
                 memory.clear()  # the streams start, again perhaps
-            # Forward and backward.
-            loss = model(x.to(device), y.to(device), cache=memory)
-            loss.backward()
-            update_weights(model, optimizers, get_lr(cfg, step), cfg.grad_clip)
+            run_on, rate = (device, torch.float32), get_lr(cfg, step)
+            batch = self.batch(step)
+            train_step(model, batch, run_on, optimizers, rate, cfg.grad_clip, cache=memory)
         return model
 
     # Evaluation
@@ -348,9 +327,10 @@ class Run:
     def measure(self, device):
         """Train and evaluate, or read what that has left in the run folder: a record."""
         file = self.folder / "record.json"
-        finished = load_finished_run(file, self.key())
-        if finished:
-            return finished["record"]
+        return measure_run(file, self.key(), self.train_and_evaluate, device)
+
+    def train_and_evaluate(self, device):
+        """Train and evaluate; return a record. All losses are left in losses.safetensors."""
         start = time.perf_counter()
         model = self.train(device)
         training_seconds = time.perf_counter() - start
@@ -364,7 +344,9 @@ class Run:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was stopped here
         model.save(self.folder / f"step-{self.training.max_iters:06d}")
         write_tensors(self.folder / "losses.safetensors", stream)
-        record = {
+        own = means[self.evaluated.index(self.n_memory)]
+        print(f"{self.name}: {own:.3f} nats per token with its own memory", flush=True)
+        return {
             "pos": self.pos,
             "mode": self.mode,
             "seed": self.seed,
@@ -376,8 +358,6 @@ class Run:
             "seconds": time.perf_counter() - start,
             "commit": current_commit(),
         }
-        save_finished_run(file, self.key(), record=record)
-        return record
 
     def token_losses(self):
         """Return what evaluate() has computed, of a measured run."""
@@ -409,12 +389,10 @@ class Losses:
 
     def __init__(self, board):
         self.board = board
-        self.records = {}  # (pos, mode) -> {seed: record}
-        for record in board["records"]:
-            by_seed = self.records.setdefault((record["pos"], record["mode"]), {})
-            by_seed[record["seed"]] = record
-        self.schemes = list(dict.fromkeys(pos for pos, _ in self.records))
-        self.modes = list(dict.fromkeys(mode for _, mode in self.records))
+        self.schemes = unique(board["records"], "pos")
+        self.modes = unique(board["records"], "mode")
+        self.models = list(dict.fromkeys((r["pos"], r["mode"]) for r in board["records"]))
+        self.n_groups = len(board["records"][0]["by_position"][0])  # of positions
 
     def select(self, pos, mode, memory=None, groups=None):
         """Return seed -> mean loss, or {} of what was not measured.
@@ -424,14 +402,13 @@ class Losses:
         """
         losses = {}
         memory = memory_of(mode) if memory is None else memory
-        for seed, record in self.records.get((pos, mode), {}).items():
+        for record in select(self.board["records"], pos=pos, mode=mode):
             if memory not in record["evaluated"]:
                 continue
             row = list(record["evaluated"]).index(memory)
-            if groups is None:
-                losses[seed] = record["losses"][row]
-            else:
-                losses[seed] = statistics.fmean(record["by_position"][row][groups])
+            losses[record["seed"]] = record["losses"][row]
+            if groups is not None:
+                losses[record["seed"]] = statistics.fmean(record["by_position"][row][groups])
         return losses
 
     def gain_at(self, pos, groups):
@@ -440,15 +417,20 @@ class Losses:
         with_memory = self.select(pos, "memory-1", groups=groups)
         return subtract(with_memory, without)
 
+    def contexts(self, pos, mode, fraction):
+        """Return seed -> relative effective context length in segments."""
+        contexts = self.board["contexts"]
+        return by_seed(contexts, "segments", pos=pos, mode=mode, fraction=fraction)
+
 
 def subtract(a, b):
     """Return seed -> a - b, of two results of select()."""
     return {seed: value - b[seed] for seed, value in a.items() if seed in b}
 
 
-def cell(losses, digits=3):
-    """Return the mean and interval of the values of select()."""
-    return format_interval(losses.values(), digits) if losses else "–"
+def cell(values, digits=3):
+    """Return the mean and interval of values by seed."""
+    return format_interval(values.values(), digits) if values else "–"
 
 
 # -----------------------------------------------------------------------------
@@ -460,27 +442,25 @@ def main_table(losses):
     header = ["", *losses.modes, "memory-1 - streams", "streams - shuffled"]
     rows = []
     for pos in losses.schemes:
-        by_mode = {mode: losses.select(pos, mode) for mode in ("shuffled", "streams", "memory-1")}
         row = [pos, *(cell(losses.select(pos, mode)) for mode in losses.modes)]
-        row.append(cell(subtract(by_mode["memory-1"], by_mode["streams"])))
-        row.append(cell(subtract(by_mode["streams"], by_mode["shuffled"])))
+        for a, b in (("memory-1", "streams"), ("streams", "shuffled")):
+            row.append(cell(subtract(losses.select(pos, a), losses.select(pos, b))))
         rows.append(row)
     return markdown_table(header, rows)
 
 
 def memory_table(losses):
     """Return the table by the memory in evaluation: a line per scheme and mode."""
-    header = ["", "trained", *map(str, losses.board["evaluated"])]
+    lengths = losses.board["evaluated"]
     rows = []
-    for pos, mode in losses.records:
-        by_length = [losses.select(pos, mode, length) for length in losses.board["evaluated"]]
-        rows.append([pos, mode, *map(cell, by_length)])
-    return markdown_table(header, rows)
+    for model in losses.models:
+        rows.append([*model, *(cell(losses.select(*model, length)) for length in lengths)])
+    return markdown_table(["", "trained", *map(str, lengths)], rows)
 
 
 def position_table(losses):
     """Return the gain of a memory by position: a line per scheme, and the first quarter's share."""
-    n_groups = len(losses.board["records"][0]["by_position"][0])
+    n_groups = losses.n_groups
     size = losses.board["segment"] / n_groups
     header = ["", *(f"{round(i * size)}–{round((i + 1) * size) - 1}" for i in range(n_groups))]
     rows = []
@@ -488,32 +468,25 @@ def position_table(losses):
         gains = [losses.gain_at(pos, slice(i, i + 1)) for i in range(n_groups)]
         if not gains[0]:
             continue
-        means = [statistics.fmean(by_seed.values()) for by_seed in gains]
+        means = [statistics.fmean(gain.values()) for gain in gains]
         share = f"{sum(means[: n_groups // 4]) / sum(means):.0%}" if sum(means) < 0 else "–"
-        rows.append([pos, *(cell(by_seed) for by_seed in gains), share])
+        rows.append([pos, *map(cell, gains), share])
     return markdown_table([*header, "the first quarter's share"], rows)
 
 
 def context_table(losses):
     """Return the table of relative effective context lengths, in tokens of memory."""
-    segment = losses.board["segment"]
     fractions = unique(losses.board["contexts"], "fraction")
-    header = ["", "trained", *(f"r = {fraction:g}" for fraction in fractions)]
     rows = []
-    for pos, mode in losses.records:
-        row = [pos, mode]
+    for model in losses.models:
+        cells = []
         for fraction in fractions:
-            found = select_contexts(losses.board, pos, mode, fraction)
-            row.append(cell({seed: segment * n for seed, n in found.items()}, digits=0))
-        if any(text != "–" for text in row[2:]):
-            rows.append(row)
-    return markdown_table(header, rows)
-
-
-def select_contexts(board, pos, mode, fraction):
-    """Return seed -> relative effective context length in segments."""
-    found = select(board["contexts"], pos=pos, mode=mode, fraction=fraction)
-    return {record["seed"]: record["segments"] for record in found}
+            segments = losses.contexts(*model, fraction)
+            tokens = {seed: losses.board["segment"] * n for seed, n in segments.items()}
+            cells.append(cell(tokens, digits=0))
+        if set(cells) != {"–"}:
+            rows.append([*model, *cells])
+    return markdown_table(["", "trained", *(f"r = {f:g}" for f in fractions)], rows)
 
 
 def time_table(losses):
@@ -523,7 +496,7 @@ def time_table(losses):
     """
 
     def fastest(pos, mode):
-        records = losses.records.get((pos, mode), {}).values()
+        records = select(losses.board["records"], pos=pos, mode=mode)
         seconds = [record["training_seconds"] for record in records]
         return f"{min(seconds):.1f}" if seconds else "–"
 
@@ -549,7 +522,7 @@ def judge(losses):
         compare("Recurrence", text, with_memory, without, below=0)
     for pos in losses.schemes:
         # Gains are negative differences.
-        quarter = len(losses.board["records"][0]["by_position"][0]) // 4
+        quarter = losses.n_groups // 4
         early = losses.gain_at(pos, slice(0, quarter))
         late = losses.gain_at(pos, slice(-quarter, None))
         text = f"{pos}: the first quarter of a segment gains more than the last"
@@ -558,15 +531,16 @@ def judge(losses):
         if memory_of(mode):
             xl, shaw = losses.select("xl", mode), losses.select("shaw", mode)
             compare("Encodings", f"{mode}: xl below shaw", xl, shaw, below=0)
-    for (pos, mode), memory in ((key, memory_of(key[1])) for key in losses.records):
+    for pos, mode in losses.models:
+        memory = memory_of(mode)
         lengths = [n for n in losses.board["evaluated"] if n > memory][:2] if memory else []
         for length in lengths:
             text = f"{pos}, {mode}: a memory of {length} below one of {memory} in evaluation"
             longer, own = losses.select(pos, mode, length), losses.select(pos, mode, memory)
             compare("Longer memories in evaluation", text, longer, own, below=0)
     for pos in losses.schemes:
-        with_memory = select_contexts(losses.board, pos, "memory-1", 0.1)
-        without = select_contexts(losses.board, pos, "streams", 0.1)
+        with_memory = losses.contexts(pos, "memory-1", 0.1)
+        without = losses.contexts(pos, "streams", 0.1)
         text = f"{pos}: RECL in segments (r = 0.1) above that of streams without"
         compare("Effective context", text, with_memory, without, above=0)
     return topics
@@ -606,7 +580,6 @@ def describe_runs(board):
 
 
 def report(board):
-    """Return the lines of recurrence.md."""
     losses = Losses(board)
     about_contexts = (
         "As Dai et al. (2019) define it, for the group of all models of a seed in this table, in "
@@ -636,7 +609,7 @@ def report(board):
 def plot_losses(board, folder):
     """Plot the loss by position and by the memory in evaluation: the means of the seeds."""
     losses = Losses(board)
-    n_groups = len(board["records"][0]["by_position"][0])
+    n_groups = losses.n_groups
     centres = [(i + 0.5) * board["segment"] / n_groups for i in range(n_groups)]
     lengths = board["evaluated"]
 
@@ -649,10 +622,10 @@ def plot_losses(board, folder):
                 if not by_group[0]:
                     continue
                 label = f"{pos}, {mode}"
-                means = [statistics.fmean(by_seed.values()) for by_seed in by_group]
+                means = [statistics.fmean(found.values()) for found in by_group]
                 left.plot(centres, means, style, color=f"C{i}", marker=".", label=label)
                 by_memory = [losses.select(pos, mode, length) for length in lengths]
-                means = [statistics.fmean(by_seed.values()) for by_seed in by_memory]
+                means = [statistics.fmean(found.values()) for found in by_memory]
                 right.plot(range(len(lengths)), means, style, color=f"C{i}", marker=".")
                 # Without a memory in training, all but the first may be far above the others.
                 shown += means if memory_of(mode) else means[:1]
@@ -669,17 +642,16 @@ def plot_losses(board, folder):
 
 
 def measure(cfg):
-    """Measure all runs; return what recurrence.json holds."""
     dataset = cfg.load_dataset()
     runs = list_runs(cfg, dataset)
     device, _ = cfg.pick_device()
-    records = measure_runs(runs, device)
+    records = [run.measure(device) for run in runs]
     evaluated = BUDGETS[cfg.budget]["evaluated"]
     steps = runs[0].training.max_iters
     return {
         "note": (
             f"{cfg.note(dataset, [record['commit'] for record in records])}, "
-            f"{records[0]['scored']:,} tokens scored, {count(len(set(cfg.seeds)), 'seed')}"
+            f"{records[0]['scored']:,} tokens scored, {count(len(cfg.seeds), 'seed')}"
         ),
         "model": BUDGETS[cfg.budget]["model"],
         "segment": runs[0].segment,
@@ -693,9 +665,7 @@ def measure(cfg):
     }
 
 
-def main():
-    return run_experiment(RecurrenceConfig, measure, report, plot_losses)
-
+main = make_main(RecurrenceConfig, measure, report, plot_losses)
 
 if __name__ == "__main__":
     cli.run_main(main)

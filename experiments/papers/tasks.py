@@ -43,7 +43,6 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 import math
 import random
 import statistics
-import time
 import warnings
 import zlib
 from collections import Counter
@@ -56,28 +55,27 @@ import torch
 from experiments.report import (
     RULE,
     Experiment,
+    check_names,
     claim_lines,
     confidence_interval,
     count,
     format_interval,
     format_settings,
     grid,
-    load_finished_run,
+    make_main,
     markdown_table,
+    measure_run,
     paired_claim,
     run_all,
-    run_experiment,
     save_figure,
-    save_finished_run,
     section,
     select,
     title,
+    train_on_samples,
 )
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import cli
 from nanolong.devices import autocast, prepare_device
-from nanolong.errors import UserError
-from nanolong.optim import update_weights
 from nanolong.plots import unique
 from nanolong.provenance import provenance
 from nanolong.validate import require
@@ -95,8 +93,7 @@ class TasksConfig(Experiment):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in self.tasks:
-            require(name in TASKS, f"there is no task {name!r}: choose from {', '.join(TASKS)}")
+        check_names("task", self.tasks, TASKS)
 
 
 # Settings of the model and its training, and how many samples of each length test it.
@@ -274,34 +271,21 @@ def make_config(task, pos, settings):
 
 
 def train(model, task, seed, steps, batch_size, learning_rate, warmup, device, dtype):
-    """Train a GPT in place; return the mean loss of the last tenth of the steps, in nats.
-
-    The learning rate rises over `warmup` steps and falls linearly over the last fifth.
-    """
+    """Train a GPT in place; return the mean loss of the last tenth of the steps, in nats."""
     prepare_device(device)
-    model.to(device).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.05
-    )
-    first_counted = steps * 9 // 10
-    loss_sum = torch.zeros((), device=device)
-    for step in range(steps):
-        lr_scale = min(1, (step + 1) / warmup, (steps - step) / (0.2 * steps))
-        x, y = training_batch(task, seed, step, batch_size)
-        with autocast(device, dtype):
-            loss = model(x.to(device), y.to(device))
-        loss.backward()
-        update_weights(model, [optimizer], learning_rate * lr_scale)
-        if step >= first_counted:
-            loss_sum += loss.detach()
-    model.eval()
 
-    mean_loss = loss_sum.item() / (steps - first_counted)
-    if not math.isfinite(mean_loss):
-        raise UserError(
-            f"{task} with --pos={model.config.pos}, seed {seed}: the loss is not finite: "
-            "try --dtype=float32, or another number of --steps"
-        )
+    def make_batch(step):
+        return training_batch(task, seed, step, batch_size)
+
+    run_on = (device, dtype)
+    rates = (learning_rate, warmup)
+    losses = train_on_samples(model.to(device), make_batch, steps, *rates, run_on, 0.05)
+    mean_loss = losses[steps * 9 // 10 :].mean().item()
+    require(
+        math.isfinite(mean_loss),
+        f"{task} with --pos={model.config.pos}, seed {seed}: the loss is not finite: "
+        "try --dtype=float32, or another number of --steps",
+    )
     return mean_loss
 
 
@@ -326,13 +310,8 @@ def score(predict, task, samples, device, dtype=torch.float32):
             correct = predict(x).argmax(-1) == y
         exact = (correct | (y < 0)).all(1)
         answers = (y >= 0) & (y != EOS)
-        records.append(
-            {
-                "length": length,
-                "exact": exact.float().mean().item(),
-                "accuracy": correct[answers].float().mean().item(),
-            }
-        )
+        record = {"length": length, "exact": exact.float().mean().item()}
+        records.append({**record, "accuracy": correct[answers].float().mean().item()})
     return records
 
 
@@ -351,31 +330,26 @@ def run_task(task, pos, seed, cfg):
         "samples": budget["samples"],
         "first_batch": zlib.crc32(first_batch.numpy().tobytes()),
     }
-    file = Path(cfg.runs) / cfg.budget / f"{task}-{pos}-{seed}.json"
-    finished = load_finished_run(file, key)
-    if finished:
-        return finished["records"]
 
-    start = time.perf_counter()
-    device, dtype = cfg.pick_device()
-    if dtype == torch.float16:  # which would need loss scaling
-        dtype = torch.float32
-    torch.manual_seed(seed)
-    model = GPT(config)
-    loss = train(model, task, seed, **training, device=device, dtype=dtype)
-    records = []
-    for record in score(model, task, budget["samples"], device, dtype):
-        records.append({"task": task, "pos": pos, "seed": seed, **record})
-    seconds = round(time.perf_counter() - start)
-    save_finished_run(file, key, seconds=seconds, loss=loss, records=records)
-    within = mean_scores(records, task, pos, beyond=False)[seed]
-    beyond = mean_scores(records, task, pos, beyond=True)[seed]
-    print(
-        f"   {seconds} s; loss {loss:.3f}, {score_name(task)} {within:.3f} within the training "
-        f"length, {beyond:.3f} beyond it",
-        flush=True,
-    )
-    return records
+    def train_and_score():
+        device, dtype = cfg.pick_device()
+        if dtype == torch.float16:  # which would need loss scaling
+            dtype = torch.float32
+        torch.manual_seed(seed)
+        model = GPT(config)
+        loss = train(model, task, seed, **training, device=device, dtype=dtype)
+        records = []
+        for record in score(model, task, budget["samples"], device, dtype):
+            records.append({"task": task, "pos": pos, "seed": seed, **record})
+        within, beyond = (mean_scores(records, task, pos, part)[seed] for part in (False, True))
+        print(
+            f"   loss {loss:.3f}, {score_name(task)} {within:.3f} within the training length, "
+            f"{beyond:.3f} beyond it"
+        )
+        return records
+
+    file = Path(cfg.runs) / cfg.budget / f"{task}-{pos}-{seed}.json"
+    return measure_run(file, key, train_and_score)
 
 
 # -----------------------------------------------------------------------------
@@ -459,7 +433,6 @@ def score_table(records, tasks, schemes, beyond):
 
 
 def select_scores(records, task, pos, length):
-    """Return the scores of all seeds at one length."""
     found = select(records, task=task, pos=pos, length=length)
     return [record[score_name(task)] for record in found]
 
@@ -536,9 +509,7 @@ def judge_all(records):
 
 
 def measure(cfg):
-    """Run every task with every scheme and seed; return what tasks.json holds."""
-    schemes = list(dict.fromkeys(cfg.pos))
-    tasks = list(dict.fromkeys(cfg.tasks or TASKS))
+    schemes, tasks = cfg.pos, cfg.tasks or tuple(TASKS)
     seeds = range(1, cfg.seeds + 1)
     runs = [(task, pos, seed) for seed in seeds for task in tasks for pos in schemes]
     records = run_all(runs, run_task, cfg)
@@ -556,7 +527,6 @@ def measure(cfg):
 
 
 def report(board):
-    """Return the lines of tasks.md."""
     records, ranks = board["records"], board["reciprocal_ranks"]
     tasks, schemes = unique(records, "task"), unique(records, "pos")
     beyond = score_table(records, tasks, schemes, beyond=True)
@@ -577,9 +547,7 @@ def report(board):
     return lines + section("Orderings", *([RULE] if claims else []), [*claims, reported])
 
 
-def main():
-    return run_experiment(TasksConfig, measure, report, plot_scores)
-
+main = make_main(TasksConfig, measure, report, plot_scores)
 
 if __name__ == "__main__":
     cli.run_main(main)

@@ -4,18 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT
+from try_budget import try_words
 
 import data
 from experiments.papers import claims
 from experiments.reproduce import SeedRun
-from nanolong.errors import UserError
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Models this small are slower on two."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -102,15 +95,7 @@ def test_unrotated_pairs_change_the_loss(seed_run):
 
 
 def test_two_processes_share_the_seeds_and_a_third_collects(call, text_data, tmp_path, monkeypatch):
-    words = [
-        "experiments/papers/claims.py",
-        "--budget=try",
-        f"--dataset={text_data}",
-        f"--runs={tmp_path}/runs",
-        f"--out_dir={tmp_path}/results",
-        "--device=cpu",
-        "--dtype=float32",
-    ]
+    words = try_words("papers/claims", tmp_path, text=text_data)
     for seeds in ("--seeds=1", "--seeds=2"):
         done = call(*words, seeds)
         assert done.returncode == 0, done.stderr
@@ -128,21 +113,3 @@ def test_two_processes_share_the_seeds_and_a_third_collects(call, text_data, tmp
         assert f"\n## {heading}\n" in text
     assert "±" in text and "13 to 24" in text and "commit" in text
     assert (tmp_path / "results/claims.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_without_seeds_there_is_nothing_to_measure():
-    with pytest.raises(UserError, match="--seeds=1,2,3"):
-        claims.ClaimsConfig(seeds=())
-
-
-def test_needles_by_depth_are_those_of_reproduce_json():
-    board = json.loads((ROOT / "results/reproduce.json").read_text())
-    lines = claims.report_needles(board)
-    window = next(line for line in lines if line.startswith("| window |"))
-    accuracies = []
-    for records in board["needles"]:
-        for record in records:
-            if record["checkpoint"] == "window" and record["length"] == 384:
-                if record["depth"] == 1.0:
-                    accuracies.append(record["accuracy"])
-    assert window.endswith(f" {sum(accuracies) / len(accuracies):.2f} |")

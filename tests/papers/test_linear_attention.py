@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import BUILT_IN, ROOT, TINY
+from try_budget import try_words
 
 import data
 import rope_scaling
@@ -313,27 +314,20 @@ def test_experiment_continues_and_reports(call, text_data, tmp_path, monkeypatch
     monkeypatch.setitem(experiment.BUDGETS["try"]["training"], "max_iters", 3)
     monkeypatch.setattr(experiment, "METHODS", ("none", "yarn", "self-extend"))
     monkeypatch.setattr(experiment, "TIMED_FACTORS", (1, 2))
-    words = [
-        "experiments/papers/linear_attention.py",
-        "--budget=try",
-        f"--dataset={text_data}",
-        "--max_tokens=300",
-        f"--runs={tmp_path}/runs",
-        "--device=cpu",
-        "--dtype=float32",
-    ]
-    done = call(*words, "--seeds=1", cwd=tmp_path)
+    words = ["--seeds=1", "--max_tokens=300"]
+    words = try_words("papers/linear_attention", tmp_path, *words, text=text_data)
+    done = call(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    board = json.loads((tmp_path / "runs/linear_attention.json").read_text())
+    board = json.loads((tmp_path / "results/linear_attention.json").read_text())
     assert len(board["records"]) == 5
-    text = (tmp_path / "runs/linear_attention.md").read_text()
+    text = (tmp_path / "results/linear_attention.md").read_text()
     assert "- linear rope, `self-extend`: method 'self-extend' replaces attention" in text
     with monkeypatch.context() as patched:
-        patched.setattr(experiment, "train", None)
-        assert call(*words, "--seeds=1", cwd=tmp_path).returncode == 0
-    again = json.loads((tmp_path / "runs/linear_attention.json").read_text())
+        patched.setattr(experiment, "train_or_stop", None)
+        assert call(*words, cwd=tmp_path).returncode == 0
+    again = json.loads((tmp_path / "results/linear_attention.json").read_text())
     assert again["records"] == board["records"]
-    refused = call(*words, "--seeds=1", "--max_tokens=200", cwd=tmp_path)
+    refused = call(*words, "--max_tokens=200", cwd=tmp_path)
     assert refused.returncode == 2 and "other settings" in refused.stderr
 
 

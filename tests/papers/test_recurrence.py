@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from conftest import assert_refused
+from try_budget import try_words
 
 import data
 from experiments.papers import recurrence
@@ -75,15 +77,7 @@ def test_relative_contexts_follow_the_definition():
 
 
 def words_for(text_data, folder, *words):
-    return (
-        "experiments/papers/recurrence.py",
-        "--budget=try",
-        f"--dataset={text_data}",
-        f"--runs={folder}/runs",
-        f"--out_dir={folder}/results",
-        "--device=cpu",
-        *words,
-    )
+    return try_words("papers/recurrence", folder, *words, text=text_data)
 
 
 def test_several_processes_share_the_runs_and_a_last_one_collects(
@@ -139,12 +133,6 @@ def test_bad_settings_are_one_sentence(words, message, call, text_data, tmp_path
     done = call(*words_for(text_data, tmp_path, *words.split()))
     assert_refused(done, message)
     assert not (tmp_path / "runs").exists()
-
-
-def assert_refused(done, message):
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert message in done.stderr
 
 
 def test_a_run_is_not_taken_with_other_settings(text_data, tmp_path):

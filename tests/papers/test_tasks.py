@@ -8,6 +8,8 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from conftest import assert_refused
+from try_budget import try_words
 
 import data
 import kernels
@@ -18,17 +20,6 @@ from model import GPT, POSITIONS, GPTConfig
 from nanolong.errors import UserError
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Models this small are slower on two."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def assert_refused(done, message):
-    assert done.returncode == 2 and message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 # -----------------------------------------------------------------------------
@@ -353,17 +344,8 @@ def test_equal_schemes_share_a_rank():
 
 
 def test_tasks_continue_and_refuse_other_settings(call, tmp_path, monkeypatch):
-    words = [
-        "experiments/papers/tasks.py",
-        "--budget=try",
-        "--pos=rope,learned",
-        "--tasks=copy,recall",
-        "--steps=4",
-        f"--runs={tmp_path}/runs",
-        f"--out_dir={tmp_path}/results",
-        "--device=cpu",
-        "--dtype=float32",
-    ]
+    words = ["--pos=rope,learned", "--tasks=copy,recall", "--steps=4"]
+    words = try_words("papers/tasks", tmp_path, *words)
     done = call(*words, "--seeds=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first = json.loads((tmp_path / "results/tasks.json").read_text())["records"]
@@ -513,18 +495,8 @@ def test_masked_claims_are_paired_by_seed():
 
 
 def test_masked_lm_continues_and_refuses_other_settings(call, text_data, tmp_path, monkeypatch):
-    words = [
-        "experiments/papers/masked_lm.py",
-        "--budget=try",
-        "--pos=nope,alibi",
-        "--steps=4",
-        f"--dataset={text_data}",
-        "--max_tokens=2000",
-        f"--runs={tmp_path}/runs",
-        f"--out_dir={tmp_path}/results",
-        "--device=cpu",
-        "--dtype=float32",
-    ]
+    words = ["--pos=nope,alibi", "--steps=4", "--max_tokens=2000"]
+    words = try_words("papers/masked_lm", tmp_path, *words, text=text_data)
     results = tmp_path / "results/masked_lm.json"
     done = call(*words, "--seeds=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
