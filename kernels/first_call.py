@@ -49,27 +49,27 @@ def attention_passes(
     decodes, needs_grad, q, k, length, *, bias, relative, window, positions, docs, causal, **_
 ):
     """Whether kernels/decode.py, or else flash.py, may serve a call of attention()."""
-    kernel = "attention" if needs_grad else "attention without gradient"
+    if decodes:
+        kernel = "decoding"
+    else:
+        kernel = "attention" if needs_grad else "attention without gradient"
+    term = "no term"
     if bias is not None:
         term = "slopes" if bias.dim() == 1 else "table"
-    elif relative is None:
-        term = "no term"
-    else:
+    elif relative is not None:
         keys, values, offsets = relative
         term = "vectors" if keys.shape[0] == 1 else "vectors by head"
         term += "" if values is None else " with values"
         term += "" if offsets is None else " with offsets"
-    mask = []
-    if window:
-        mask.append("window" if positions is None else "window over positions")
-    if docs is not None:
-        mask.append("documents")
-    if not causal:
-        mask.append("all keys")
-    if length is not None:
-        mask.append("length")
-    kernel = "decoding" if decodes else kernel
-    return _passes(q.device.type, q.device.index, kernel, *_shape(q, k), term, ", ".join(mask))
+    words = {
+        "window": window and positions is None,
+        "window over positions": window and positions is not None,
+        "documents": docs is not None,
+        "all keys": not causal,
+        "length": length is not None,
+    }
+    mask = ", ".join([word for word, holds in words.items() if holds])
+    return _passes(q.device.type, q.device.index, kernel, *_shape(q, k), term, mask)
 
 
 def _shape(q, k):
@@ -84,7 +84,7 @@ def _passes(device, index, *fields):
     case = Case(*fields)
     # Without gradient as with it, where that is known: evaluation computes what training does.
     for kernel in (case.kernel.removesuffix(" without gradient"), case.kernel):
-        fault = _faults.get((device, index, case._replace(kernel=kernel)))
+        fault = _faults.get((device, index, (kernel, *case[1:])))
         if fault is not None:
             return not fault
     if not _is_enabled(device):
@@ -114,18 +114,17 @@ def share_faults(device):
     """Give all processes the faults of each. Call it in all of them, before compiling anything."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    mine = {case: fault for (_, _, case), fault in _faults.items() if fault}
+    mine = [(case, fault) for (_, _, case), fault in _faults.items() if fault]
     of_processes = [None] * dist.get_world_size()
     dist.all_gather_object(of_processes, mine)
     for faults in of_processes:
-        for case, fault in faults.items():
-            _faults[device.type, device.index, case] = fault
+        _faults.update({(device.type, device.index, case): fault for case, fault in faults})
 
 
 def describe(device):
     """Say what computes on a device on which Triton runs."""
     where = (device.type, device.index)
-    replaced = [str(case) for (*at, case), fault in _faults.items() if fault and (*at,) == where]
+    replaced = [str(key[2]) for key, fault in _faults.items() if fault and key[:2] == where]
     if replaced:
         return f"triton, but plain PyTorch for {' and '.join(sorted(replaced))}"
     return "triton" if _is_enabled(device.type) else "triton, not checked"
@@ -187,32 +186,22 @@ def environment(device):
     """The device, its driver and the versions that a verdict holds for."""
     import triton
 
-    name = "a CPU, interpreted"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    drivers = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+    driver = next((file.read_text() for file in drivers if file.exists()), "unknown\n")
+    is_gpu = device.type == "cuda"
     return {
-        "device": name,
-        "driver": _driver_version(),
+        "device": torch.cuda.get_device_name(device) if is_gpu else "a CPU, interpreted",
+        "driver": driver.partition("\n")[0],
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
 
 
-def _driver_version():
-    for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
-        try:
-            return Path(file).read_text().splitlines()[0]
-        except (OSError, IndexError):  # another system
-            continue
-    return "unknown"
-
-
 @functools.cache
 def _sources(kernel):
     """A hash of a kernel and of what checks it."""
-    folder = Path(__file__).parent
-    names = (FILES[kernel], "eager", "self_check")
-    text = b"".join((folder / f"{name}.py").read_bytes() for name in names)
+    files = [Path(__file__).with_name(f"{x}.py") for x in (FILES[kernel], "eager", "self_check")]
+    text = b"".join(file.read_bytes() for file in files)
     return {"sources": hashlib.sha256(text).hexdigest()[:16]}
 
 
