@@ -3,14 +3,12 @@
 Nobody may have tried this device with this driver, torch and triton. So before a kernel serves its
 first call, self_check.py compares it with eager.py, forward and backward, at the dtype, head
 dimension, score term and mask of the call. A kernel that differs, or that cannot be compiled or
-launched, is replaced by plain PyTorch for all calls of this case, forward and backward together.
+launched, is replaced by plain PyTorch for all calls of this case, forward and backward together. So
+is one whose operator has changed in eager.py: see definition.py.
 
 A verdict is remembered in the user's cache folder: a file for each case, device, driver, versions
-and sources. Delete it to check again. An error of the compiler or the launch is remembered
-only if it leaves the process without its GPU.
-An operator that has changed in eager.py is computed by plain PyTorch: see definition.py.
-NANOLONG_CHECK=0 trusts all kernels. On CPU tensors, under Triton's interpreter, only
-NANOLONG_CHECK=1 checks: it takes a second or more for each case.
+and sources. Delete it to check again. NANOLONG_CHECK=0 trusts all kernels. On CPU tensors, under
+Triton's interpreter, only NANOLONG_CHECK=1 checks: it takes a second or more for each case.
 
 The check runs in a thread of its own. The caller may be tracing for torch.compile, may compute
 without gradients or under autocast, and none of this reaches another thread.
@@ -87,10 +85,10 @@ def _passes(device, index, *fields):
         fault = _faults.get((device, index, (kernel, *case[1:])))
         if fault is not None:
             return not fault
-    if not _is_enabled(device):
+    # In a capture nothing else may run. What is captured has run before, and was checked.
+    in_capture = device == "cuda" and torch.cuda.is_current_stream_capturing()
+    if in_capture or not _is_enabled(device):
         return True
-    if device == "cuda" and torch.cuda.is_current_stream_capturing():
-        return True  # Nothing else may run now. What is captured has run before, and was checked.
     with ThreadPoolExecutor(1) as executor:
         fault = executor.submit(_check, case, torch.device(device, index)).result()
     _faults[device, index, case] = fault
@@ -216,15 +214,15 @@ def _read(key):
     try:
         file = _cache_file(key)
         record = json.loads(file.read_text(encoding="utf-8"))
-        fault = record["fault"]
-        if record["key"] != key or not isinstance(fault, str):
-            raise ValueError("the verdict of another case")
-        return fault
+        if record["key"] == key and isinstance(record["fault"], str):
+            return record["fault"]
+        error = "the verdict of another case"
     except (OSError, RuntimeError):  # it is not there, or _write() will say what is wrong
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        _print_once(f"{file} is damaged ({error!r:.80}): checking this kernel again")
-        return None
+    except (ValueError, KeyError, TypeError) as reason:
+        error = reason
+    _print_once(f"{file} is damaged ({error!r:.80}): checking this kernel again")
+    return None
 
 
 def _write(key, fault):

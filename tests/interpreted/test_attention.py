@@ -165,7 +165,7 @@ def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("family,DP", list(flash.TILES))
+@pytest.mark.parametrize("family,DP", sorted({key[:2] for key in flash.TILES}))
 def test_tiles_fit_each_other(family, DP, masked):
     def tiles(kind):
         return {x: flash.tile_for(family, 2, DP, kind.value, x, masked) for x in flash.KERNELS}
