@@ -36,6 +36,19 @@ from .eager import (
     rms_norm,
 )
 
+__all__ = [
+    "attention",
+    "between_graphs",
+    "describe_wrong_terms",
+    "linear",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "selective_checkpoint",
+    "triton_runs",
+    "what_triton_lacks",
+]
+
 
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""

@@ -188,17 +188,6 @@ def number_of_splits(Tk, programs, BN):
     return max(1, min(256 // programs, triton.cdiv(triton.cdiv(Tk, BN), 4), 64))
 
 
-def tile_for(itemsize, DP, vectors):
-    """The keys of a block, the warps and the pipeline stages.
-
-    A block holds 16 KiB of keys, half of that for 32-bit elements, and half for relative vectors.
-    """
-    size = 16384 // (2 if itemsize > 2 else 1) // (2 if vectors else 1)
-    BN = max(16, min(128, size // (DP * itemsize)))
-    stages = 2 if DP * BN * itemsize <= 8192 else 1
-    return BN, 4, stages
-
-
 def _kernel_layout(x):
     """Copy x if the kernels cannot read it: see kernels/flash.py."""
     if x is None or x.stride(-1) == 1 and x.stride(2) < 1 << 24:
@@ -226,7 +215,10 @@ def _decode(
     m = bias.shape[1] if bias is not None and bias.dim() > 1 else 0
     heads = 1 if kind is VECTORS and by_head else H // HK  # packed into one program
 
-    BN, warps, stages = tile_for(q.element_size(), DP, kind is VECTORS)
+    # a block of 16 KiB of keys, half of that for 32-bit elements, and half for relative vectors
+    row = DP * q.element_size()
+    n_bytes = 16384 // (2 if q.element_size() > 2 else 1) // (2 if kind is VECTORS else 1)
+    BN = max(16, min(128, n_bytes // row))
     visited = min(Tk, window + sinks + 2 * BN) if window and positions is None else Tk
     splits = number_of_splits(visited, H // heads * B * Tq, BN)
     partial = lse.new_empty(B, H, Tq, splits, D)
@@ -255,7 +247,7 @@ def _decode(
             pos.stride(0) if pos.dim() == 2 else 0, pos.stride(-1), doc.stride(0), doc.stride(-1),
             Tq, Tk, H, H // HK, m, window, sinks, scale / math.log(2),
             D=D, DP=DP, BN=BN, PACK=heads, ROWS=max(16, triton.next_power_of_2(heads)),
-            **flags, num_warps=warps, num_stages=stages,
+            **flags, num_warps=4, num_stages=2 if row * BN <= 8192 else 1,
         )  # fmt: skip
         _combine_kernel[Tq, H, B](
             partial, row_max, row_sum, out, lse, *out.stride()[:3], Tq, H, splits,
@@ -320,7 +312,9 @@ def _check_arguments(q, k, v, bias, relative, positions, docs, scale):
     if keys is not None and (not keys.numel() or values is not None and values.shape != keys.shape):
         keys_fit = False
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        problem = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: use one of {DTYPES} for all three"
+        problem = (
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: use one of {DTYPES}, the same for all"
+        )
     elif not fits or not 1 <= D <= 256 or max(B * Tq, H) > 65535:
         problem = (
             f"q, k, v {shapes} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), with H a "

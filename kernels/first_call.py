@@ -112,11 +112,12 @@ def share_faults(device):
     """Give all processes the faults of each. Call it in all of them, before compiling anything."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    mine = [(case, fault) for (_, _, case), fault in _faults.items() if fault]
+    mine = {case: fault for (_, _, case), fault in _faults.items() if fault}
     of_processes = [None] * dist.get_world_size()
     dist.all_gather_object(of_processes, mine)
     for faults in of_processes:
-        _faults.update({(device.type, device.index, case): fault for case, fault in faults})
+        for case, fault in faults.items():
+            _faults[device.type, device.index, case] = fault
 
 
 def describe(device):
@@ -184,12 +185,16 @@ def environment(device):
     """The device, its driver and the versions that a verdict holds for."""
     import triton
 
-    drivers = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
-    driver = next((file.read_text() for file in drivers if file.exists()), "unknown\n")
-    is_gpu = device.type == "cuda"
+    driver = "unknown"
+    for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+        if os.path.exists(file):
+            driver = Path(file).read_text().partition("\n")[0]
+    name = "a CPU, interpreted"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     return {
-        "device": torch.cuda.get_device_name(device) if is_gpu else "a CPU, interpreted",
-        "driver": driver.partition("\n")[0],
+        "device": name,
+        "driver": driver,
         "torch": torch.__version__,
         "triton": triton.__version__,
     }

@@ -1487,7 +1487,9 @@ def _check_arguments(q, k, v, bias, relative, positions, docs, scale):
     if keys is not None and (not keys.numel() or values is not None and values.shape != keys.shape):
         keys_fit = False
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        problem = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: use one of {DTYPES} for all three"
+        problem = (
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: use one of {DTYPES}, the same for all"
+        )
     elif not fits or not 1 <= D <= 256 or max(B, H) > 65535:
         problem = (
             f"q, k, v {shapes} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), with H a "

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+GROUP = 4  # heads of a program
+
 
 @triton.jit
 def _rotate_heads(
@@ -87,14 +89,6 @@ def _rotate_kernel(
         )  # fmt: skip
 
 
-def launch_options(D):
-    """The tokens and heads of a program, and its warps, for heads of D channels.
-
-    A tile is 4 KiB of bfloat16, so that each thread loads and stores 16 bytes at a time.
-    """
-    return {"BT": max(1, 2048 // triton.next_power_of_2(D)), "GROUP": 4, "num_warps": 4}
-
-
 def _empty_outputs(q, k):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
@@ -115,15 +109,17 @@ def _rope(
     cos, sin = (x if x.stride(-1) == 1 or half == 1 else x.contiguous() for x in (cos, sin))
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    options = launch_options(D)
-    head_groups = triton.cdiv(H, options["GROUP"]) + triton.cdiv(HK, options["GROUP"])
+    # a tile of 4 KiB of bfloat16: each thread loads and stores 16 bytes at a time
+    BT = max(1, 2048 // triton.next_power_of_2(D))
+    head_groups = triton.cdiv(H, GROUP) + triton.cdiv(HK, GROUP)
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
-        _rotate_kernel[triton.cdiv(T, options["BT"]), head_groups, B](
+        _rotate_kernel[triton.cdiv(T, BT), head_groups, B](
             q, k, q_out, k_out, cos, sin, T, H, HK,
             *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
             cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2),
             D=D, HALF=half, HALF_P2=triton.next_power_of_2(max(half, 1)),
-            REST_P2=triton.next_power_of_2(rest) if rest else 0, INVERSE=inverse, **options,
+            REST_P2=triton.next_power_of_2(rest) if rest else 0, INVERSE=inverse,
+            BT=BT, GROUP=GROUP, num_warps=4,
         )  # fmt: skip
     return q_out, k_out
 

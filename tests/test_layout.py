@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib
 import re
 import sys
 import tomllib
@@ -151,13 +150,6 @@ def test_private_names_are_used_in_their_own_file_only():
             for name in sorted((used - given) & given_there):
                 violations.append(f"{path_of(file)}: {name} of {path_of(other)}")
     report(violations)
-
-
-def test_the_text_of_each_fault_for_the_simulated_gpu_stands_once(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tests" / "simulated_gpu")
-    faults = importlib.import_module("faults").FAULTS
-    counts = {name: (ROOT / f.file).read_text().count(f.old) for name, f in faults.items()}
-    assert counts == dict.fromkeys(faults, 1)
 
 
 def test_tools_import_nothing_of_ours():

@@ -227,32 +227,6 @@ def test_delta_is_corrected(vectors, rng):
     check([clipped_tail_error(flash.attention, H=1, T=500, D=16, vectors=vectors)])
 
 
-@slow
-def test_slopes_equal_their_table(rng):
-    q, k, v = small_inputs()
-    slopes = torch.rand(2, requires_grad=True)
-    table = -slopes[:, None] * torch.arange(100)
-    leaves = (q, k, v, slopes)
-    by_slopes = gradients(flash.attention(q, k, v, bias=slopes), leaves)
-    by_table = gradients(flash.attention(q, k, v, bias=table), leaves)
-    for a, b in zip(by_slopes, by_table, strict=True):
-        assert error(a, b.double()) < 3e-6
-
-
-@slow
-def test_window_equals_a_table_with_minus_infinity(rng):
-    q, k, v = small_inputs()
-    table = torch.zeros(2, 31)
-    table[:, 30] = -math.inf
-    table.requires_grad_()
-    y = flash.attention(q, k, v, window=30)
-    expected = flash.attention(q, k, v, bias=table)
-    assert error(y, expected.double()) < 1e-6
-    by_window, by_table = gradients(y, (q, k, v)), gradients(expected, (q, k, v))
-    for a, b in zip(by_window, by_table, strict=True):
-        assert error(a, b.double()) < 3e-6
-
-
 @pytest.mark.parametrize(
     "bias", in_levels(("table", "xl", "shaw", "slopes", "none"), n_fast=0, n_slow=2)
 )

@@ -73,7 +73,7 @@ def edit_flash(monkeypatch, tmp_path, old, new):
 
 # what is broken, the source and what replaces it, and what is found
 BROKEN = [
-    ("a scale", "scale * LOG2E}", "scale * LOG2E * 1.05}", "the output"),
+    ("a scale", "scale * LOG2E,", "scale * LOG2E * 1.05,", "the output"),
     ("a mask", "(at_j <= at_i)", "(at_j <= at_i + 1)", "the output"),
     ("a table's gradient", "grad.copy_(total", "grad.copy_(0 * total", "the gradient of table"),
     ("a wrong row of the bias", "bias_row, x + (BN - 1)", "bias_row, x + BN", "the output"),
