@@ -185,8 +185,6 @@ def models(record, folder):
         shape_cases(record, f"rope, fraction {fraction}", **settings)
     for settings in ({}, {"tie_embeddings": False}):
         shape_cases(record, f"GPT-2's shape, {settings}", **GPT2, **settings)
-    random_position_cases(record)
-    fresh_cases(record)
 
 
 def shape_cases(record, name, **settings):
@@ -275,36 +273,6 @@ def training_cases(record, pos):
     for dtype in (torch.float64, torch.bfloat16):
         with record.case(f"{pos}, {dtype}") as found, torch.no_grad():
             found["logits"] = make_model(pos=pos).to(dtype)(tokens)
-
-
-def random_position_cases(record):
-    """Random positions: sampled ones, and passes at them."""
-    for pos in ("learned", "sinusoidal", "rope"):
-        with record.case(f"{pos}, random positions") as found:
-            model = make_model(pos=pos, random_positions=96)
-            found["max_positions"] = model.config.max_positions
-            for length in (24, 60):
-                positions = model.sample_positions(2, length, 11)
-                found[f"positions of {length}"] = positions
-                name = f"{length} tokens, "
-                record_pass(found, model, random_tokens(2, length), name, positions=positions)
-
-
-def fresh_cases(record):
-    """The initial weights of one seed."""
-    for pos in POSITIONS:
-        for shape, settings in SHAPES.items():
-            with record.case(f"{pos}, {shape}, fresh") as found:
-                record_fresh(found, pos=pos, **settings)
-    with record.case("GPT-2's shape, fresh") as found:
-        record_fresh(found, **GPT2)
-
-
-def record_fresh(found, **settings):
-    torch.manual_seed(3)
-    for name, p in GPT(GPTConfig(**{**SMALL, **settings})).named_parameters():
-        found[name] = p
-    found["next random number"] = torch.rand(1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -500,7 +468,6 @@ def generation(record, folder):
     with torch.autocast("cpu", torch.bfloat16):
         model = make_model(pos="rope", qk_norm=True, bias="qkv", n_kv_head=2)
         generated_cases(record, "autocast", model, 14)
-    compiled_cases(record)
 
 
 def generated_cases(record, name, model, max_new_tokens):
@@ -519,16 +486,3 @@ def generated_cases(record, name, model, max_new_tokens):
 
 def generated(model, tokens, max_new_tokens, **settings):
     return torch.cat(list(model.generate(tokens, max_new_tokens, **settings)), 1)
-
-
-def compiled_cases(record):
-    """Compiled decoding, greedy and sampled, and a method that cannot be compiled."""
-    model = make_model(pos="rope", qk_norm=True)
-    for sampler in ("greedy", "top_k"):
-        with record.case(f"compiled, {sampler}") as found:
-            generator = torch.Generator().manual_seed(5)
-            settings = {"generator": generator, "compiled": True, **SAMPLERS[sampler]}
-            found["ids"] = generated(model, random_tokens(2, 7), 6, **settings)
-    model.extend("dynamic-ntk", 2.0)
-    with record.case("compiled, dynamic") as found:
-        found["ids"] = generated(model, random_tokens(1, 7), 40, compiled=True)
