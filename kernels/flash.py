@@ -54,6 +54,7 @@ needs no atomics and no scratch memory beyond O(T). Nothing is autotuned: TILES 
 sizes, so that all processes of a run compute the same bits.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -982,24 +983,11 @@ class Tile(NamedTuple):
 
 KERNELS = ("forward", "dq", "dkdv", "sweep")
 
-
-def _read_tiles(text):
-    """(architecture, head dimension, kind of bias) -> of each of KERNELS (masked, unmasked)."""
-    tiles = {}
-    for line in text.strip().splitlines():
-        family, DP, bias, *cells = line.split()
-        kind = ("none", "slopes", "table", "vectors").index(bias)
-        pairs = [cell.split("/") for cell in cells if cell != "-"]
-        by_kernel = [[Tile(*map(int, x.split(","))) for x in pair] for pair in pairs]
-        tiles[family, int(DP), kind] = [(pair[0], pair[-1]) for pair in by_kernel]
-    return tiles
-
-
 # 16-bit elements: the architecture, the head dimension rounded up, the bias, and for each of
 # KERNELS BM,BN,warps,stages. sm_86 stands for sm_89 and unknown cards too. After a slash: the same
 # where neither a window, nor documents, nor padding of the head dimension need a mask, if that
 # leaves registers for larger tiles or fewer warps.
-TILES = _read_tiles("""
+TILE_TABLE = """
 sm_80   64   none     128,32,4,3/128,64,4,3   128,64,8,2           16,128,4,2             -
 sm_80   64   slopes   128,32,4,3/128,64,4,3   128,64,8,3           16,128,4,2             -
 sm_80   64   table    128,32,4,3/128,64,4,3   128,64,8,3           32,128,8,1/16,128,4,2  64,64,4,2
@@ -1048,7 +1036,8 @@ gfx942  128  none     64,64,4,1               64,64,4,1            32,64,4,1    
 gfx942  128  slopes   64,64,4,1               64,32,4,3            32,32,4,1              -
 gfx942  128  table    64,64,4,1               64,32,4,1            32,64,4,1              64,64,4,1
 gfx942  128  vectors  64,64,4,1               16,16,8,1            32,32,4,1              16,16,8,1
-""")
+"""
+TILES = {tuple(line.split()[:3]): line.split()[3:] for line in TILE_TABLE.strip().splitlines()}
 
 # float32 elements: the tiles of vectors; what TILES lacks is in tile_for()
 FLOAT32_VECTORS = {"sm_100": Tile(64, 64, 8, 1), "gfx942": Tile(16, 16, 4, 1)}
@@ -1057,6 +1046,7 @@ FLOAT32_VECTORS = {"sm_100": Tile(64, 64, 8, 1), "gfx942": Tile(16, 16, 4, 1)}
 SWEEP_PROGRAMS = 512
 
 
+@functools.cache
 def tile_for(family, itemsize, DP, kind, kernel, masked):
     """The Tile of one of KERNELS.
 
@@ -1066,8 +1056,9 @@ def tile_for(family, itemsize, DP, kind, kernel, masked):
     if family == "interpreter":
         return Tile(32, 64 if kernel == "dkdv" and kind == TABLE.value else 32, 4, 1)
     if itemsize <= 2 and DP <= 128:
-        tiles = TILES[family, max(DP, 64), kind][KERNELS.index(kernel)]
-        return tiles[0 if masked else 1]
+        bias = ("none", "slopes", "table", "vectors")[kind]
+        cell = TILES[family, str(max(DP, 64)), bias][KERNELS.index(kernel)]
+        return Tile(*map(int, cell.split("/")[0 if masked else -1].split(",")))
     if DP <= 128 and kind == VECTORS.value:
         return FLOAT32_VECTORS.get(family, Tile(16, 16, 8, 1))
     # float32: with 4 warps of 32 threads the backward kernels of these biases spill

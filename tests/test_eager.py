@@ -200,25 +200,9 @@ def test_attention_and_its_gradients_match_loops(case, rng):
         assert (y.double() - expected).norm() / expected.norm() < limit
 
 
-def test_relative_attention_in_chunks_of_queries_is_the_same(rng):
-    """700 tokens need several chunks; so do the same queries cut manually."""
-    q, k, v = (torch.randn(4, 6, 700, 4) for _ in range(3))
-    table = torch.randn(1, 33, 4)
-    relative = (table, table, None)
-    assert eager.MAX_SCORES // (4 * 6 * 2 * 700) < 700
-    whole = kernels.attention(q, k, v, relative=relative)
-    parts = []
-    for i in range(0, 700, 100):
-        end = i + 100
-        parts.append(
-            kernels.attention(q[:, :, i:end], k[:, :, :end], v[:, :, :end], relative=relative)
-        )
-    assert (torch.cat(parts, 2) - whole).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("n_queries", [37, 5, 1])
 @pytest.mark.parametrize("options", [{"window": 7}, {"window": 7, "sinks": 2}, {"docs": True}])
-@pytest.mark.parametrize("bias", [None, "slopes", 5])
+@pytest.mark.parametrize("bias", [None, "slopes", 5, "vectors"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_chunk_of_queries_reads_only_the_keys_it_sees(
     n_queries, options, bias, return_lse, monkeypatch, rng
@@ -229,8 +213,11 @@ def test_a_chunk_of_queries_reads_only_the_keys_it_sees(
     options = {**options, "return_lse": return_lse}
     if "docs" in options:
         options["docs"] = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
-    if bias is not None:
-        options["bias"] = torch.rand(6) if bias == "slopes" else torch.randn(6, bias)
+    if bias == "vectors":
+        vectors = torch.randn(1, 9, 4, dtype=torch.float64)
+        options["relative"] = (vectors, vectors, None)
+    else:
+        options["bias"] = random_bias({"bias": bias}, 6)
     whole = eager.attention(q, k, v, **options)
     monkeypatch.setattr(eager, "MAX_SCORES", 2000)
     parts = eager.attention(q, k, v, **options)

@@ -168,7 +168,8 @@ def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
 @pytest.mark.parametrize("family,DP", sorted({key[:2] for key in flash.TILES}))
 def test_tiles_fit_each_other(family, DP, masked):
     def tiles(kind):
-        return {x: flash.tile_for(family, 2, DP, kind.value, x, masked) for x in flash.KERNELS}
+        size = int(DP)
+        return {x: flash.tile_for(family, 2, size, kind.value, x, masked) for x in flash.KERNELS}
 
     table = tiles(flash.TABLE)
     assert table["sweep"].BM % table["dkdv"].BM == 0
