@@ -476,33 +476,56 @@ COMMANDS = """
 train.py --help
 train.py --learning_rat=1
 train.py --n_layer=four
+train.py --n_layer=2.5
+train.py --n_layer
 train.py --optimizer=sgd
+train.py --tie_embeddings=perhaps
 train.py --pos=cope
+train.py --vocab_size=3
 train.py rope
 train.py config/nothing.toml
+train.py --batch_size=0
 train.py --learning_rate=nan
 train.py --dataset=nothing
 train.py --device=tpu
+train.py --n_embd=100 --n_head=3
 train.py --init_from=resume --out_dir={out}/never-made
 train.py --block_size=100000000 --dataset={data} --out_dir={out}/a
+train.py --bos=maybe
 train.py --layer_pattern=FFFFN
+train.py --pos=learned --layer_pattern=FN
+train.py --pos=alibi --random_positions=999
+train.py --random_positions=100
+train.py --attn_scale=0
 train.py --window=-1
+train.py --sinks=2
+train.py --dropout=1
 train.py --tasks=passkey:2
+train.py --beta2=1
+train.py --n_embd=30 --n_head=2 --pos=rope
 train.py --rope_fraction=1.5
 train.py --out_dir={run} --dataset={data}
 train.py --out_dir={run} --init_from=resume --n_layer=3
 train.py --out_dir={cut_optimizer} --init_from=resume
 train.py --out_dir={run} --init_from=resume --max_iters=8
+train.py --out_dir={run} --init_from=resume --max_iters=8 --n_layer=2
 train.py config/debug.toml --dataset={data} --out_dir={out}/b --min_doc=99999999
 train.py config/debug.toml --dataset={data} --out_dir={out}/c --max_iters=3 --learning_rate=1e30
+train.py config/debug.toml --dataset={data} --out_dir={out}/d --tasks=passkey:0.5 --block_size=16
 train.py config/debug.toml --dataset={data} --out_dir={out}/e --max_iters=0
 extend.py --help
 extend.py
 extend.py {out}/never-made
 extend.py {run} --method=yarm
 extend.py {run} --factor=0.5
+extend.py {run} --options=beta
 extend.py {run} --options=beta=1
+extend.py {run} --plot=a.svg
+extend.py {run} --method=llama3 --options=high_freq_factor=0.5
+extend.py {run} --method=self-extend
+extend.py {run} --method=drope --pose=true
 extend.py {run} --method=longrope
+extend.py {run} --options=gone.json --method=longrope
 extend.py {run} --out_dir={run}
 extend.py {step} --max_iters=0
 extend.py {step} --method=pi --max_iters=0 --dataset={data} --learning_rate=1e-3 --out_dir={out}/f
@@ -510,7 +533,9 @@ extend.py {run} --method=pi --factor=2 --max_iters=0 --plot={out}/g.png --out_di
 sample.py --help
 sample.py {out}/never-made
 sample.py {run} --top_p=0
+sample.py {run} --temperature=-1
 sample.py {run} --start=FILE:gone.txt
+sample.py {run} {run}
 sample.py {learned} --max_new_tokens=1000
 sample.py {run} --max_new_tokens=40
 sample.py
@@ -519,18 +544,28 @@ sample.py {cut_meta}
 evaluate.py --help
 evaluate.py
 evaluate.py {run} --protocol=sliding-ish
+evaluate.py {run} --protocol=sliding --stride=-1
+evaluate.py {run} --lengths=0
+evaluate.py {run} --plot=a.svg
+evaluate.py {run} --task=needle --depths=0
 evaluate.py a={run} a={step}
 evaluate.py {out}/never-made
 evaluate.py {step} --lengths=32 --max_tokens=640 --plot={out}/e.png
 evaluate.py {step} --task=needle --lengths=32 --trials=2 --plot={out}/n.png
 hf.py --help
+hf.py
+hf.py import
 hf.py import {out}/never-made {out}/g
 hf.py import {data} {out}/g
 hf.py export {run} {data} --verify=false
+hf.py import {data} {out}/g --verify=false
 data/prepare.py --help
 data/prepare.py
 data/prepare.py gone.txt
+data/prepare.py --dataset=imagenet
+data/prepare.py {text} --name=../x
 data/prepare.py {text} --name=golden
+data/prepare.py {text} --name=y --val_fraction=1
 data/prepare.py {text} --name=y --tokenizer={out}/never-made
 """
 

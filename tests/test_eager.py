@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_success, run_python
+from kernel_cases import rotate_by_complex_numbers
 
 import kernels
 from kernels import eager, reference
@@ -127,8 +129,6 @@ RELATIVE_CASES = [
     {"docs": True, "bias": 6, "window": 3, "m": 5, "Tq": 6},
     {"scale": 0.3, "bias": 6, "offsets": True},
 ]
-
-
 RELATIVE_CASES = [{"vectors": True, **case} for case in RELATIVE_CASES]
 
 
@@ -280,10 +280,7 @@ def test_rope_rotates_pairs(width, rotated, rng):
     outputs = kernels.rope(q, k, cos, sin)
     wide = reference.rope(q.double(), k.double(), angle.cos(), angle.sin())
     for x, y, right in zip((q, k), outputs, wide, strict=True):
-        a = x[..., : rotated // 2].double()
-        b = x[..., rotated // 2 : rotated].double()
-        z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, None]
-        expected = torch.cat((z.real, z.imag, x[..., rotated:].double()), -1)
+        expected = rotate_by_complex_numbers(x.double(), angle, 1.0)
         assert torch.allclose(y.double(), expected, atol=1e-5)
         assert torch.allclose(right, expected, atol=1e-12)
         assert y.dtype == x.dtype
@@ -432,8 +429,7 @@ def random_loss_inputs(n, vocab):
 
 
 def plain_cross_entropy(x, weight, targets, reduction):
-    logits = x @ weight.t()
-    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
+    return F.cross_entropy(x @ weight.t(), targets, ignore_index=-1, reduction=reduction)
 
 
 def test_linear_cross_entropy_needs_little_memory():

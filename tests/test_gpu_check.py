@@ -1,6 +1,7 @@
 """tests/gpu_check.py without a GPU: what it refuses, runs and reports, from canned outputs."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -90,24 +91,33 @@ def test_tests_are_counted_and_failures_are_kept():
 
 
 # -----------------------------------------------------------------------------
-# What it runs
+# What it runs, with executables that only print
 
-
-def test_commands_run_compiled_kernels_of_which_none_is_replaced(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # must not reach the tests
-    names = ("NANOLONG_GPU", "NANOLONG_CHECK", "TRITON_INTERPRET", "MORE")
-    code = f"import os; print(*map(os.environ.get, {names})); raise SystemExit(3)"
-    done = gpu_check.run([sys.executable, "-c", code], tmp_path / "log", MORE="2")
-    assert done.status == 3
-    assert done.text == (tmp_path / "log").read_text() == "1 0 None 2\n"
+FAKE = """#!{python}
+import json, os, sys
+names = ("NANOLONG_GPU", "NANOLONG_CHECK", "TRITON_INTERPRET", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+with open({log!r}, "a") as file:
+    variables = {{name: os.environ[name] for name in names if name in os.environ}}
+    file.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], variables]) + "\\n")
+words = " ".join(sys.argv)
+canned = {canned!r}
+for key, (text, status) in canned.items():
+    if key in words:
+        for word in sys.argv:
+            if key == "bench.py" and word.startswith("--out_dir="):
+                rows = {{"rows": json.loads(text)}}
+                open(word.partition("=")[2] + "/bench.json", "w").write(json.dumps(rows))
+        print(text, end="")
+        sys.exit(status)
+sys.exit("nothing is canned for " + words)
+"""
 
 
 @pytest.fixture
-def fake_machine(monkeypatch):
-    """A machine with a GPU and the sanitizer, on which commands do nothing.
+def fake_machine(monkeypatch, tmp_path):
+    """A machine with a GPU, whose Python and sanitizer print what is canned: key -> text, status.
 
-    Returns a function from what they print, key -> (text, status), to a list of the commands run
-    so far and what each adds to the environment.
+    Returns a function from what is canned to a function that lists the commands run so far.
     """
     properties = type("Properties", (), {"total_memory": 80 << 30, "multi_processor_count": 132})
     facts = {"device": H100, "driver": "570", "torch": "2", "triton": "3"}
@@ -120,25 +130,21 @@ def fake_machine(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     monkeypatch.setattr(gpu_check.kernels, "what_triton_lacks", lambda: None)
-    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: name)
     monkeypatch.setattr(first_call, "environment", lambda device: facts)
     monkeypatch.setattr(gpu_check, "cases", lambda: [])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # must not reach the tests
 
-    def prepare(canned):
-        commands = []
-
-        def run(command, log, **environment):
-            words = " ".join(map(str, command))
-            commands.append((words, environment))
-            (key,) = (key for key in canned if key in words)
-            text, status = canned[key]
-            if key == "bench.py" and not status:
-                (log.parent / "bench.json").write_text(json.dumps({"rows": json.loads(text)}))
-            log.write_text(text)
-            return outcome(text, status)
-
-        monkeypatch.setattr(gpu_check, "run", run)
-        return commands
+    def prepare(canned, *names):
+        log = tmp_path / "log"
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        for name in names:
+            content = FAKE.format(python=sys.executable, log=str(log), canned=canned)
+            (folder / name).write_text(content)
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.setattr(gpu_check.sys, "executable", str(folder / "python"))
+        return lambda: [json.loads(line) for line in log.read_text().splitlines()]
 
     return prepare
 
@@ -152,20 +158,29 @@ def test_everything_is_run_and_reported(fake_machine, call, tmp_path):
         "--exhaustive": (FAILED, 1),
         "bench.py": (json.dumps(rows), 0),
     }
-    commands = fake_machine(canned)
+    commands = fake_machine(canned, "python", "compute-sanitizer")
     out = tmp_path / "out"
     done = call("gpu_check.py", f"--out_dir={out}", "--lengths=2048,4096", "--minutes=3")
     assert done.returncode == 1, done.stderr
     assert f"wrote {out / 'report.md'}; not well: tests; not well: sanitizer" in done.stdout
 
-    (tests, _), *sanitizer, (bench, _) = commands
-    words = f"{sys.executable} -m pytest -q -p no:cacheprovider tests/interpreted "
-    assert tests.startswith(f"{words}--exhaustive")
-    for tool, (command, environment) in zip(gpu_check.TOOLS, sanitizer, strict=True):
-        assert command.startswith(f"compute-sanitizer --tool {tool} ") and words in command
-        assert environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    settings = f"--out_dir={out} --minutes=3.0 --lengths=2048,4096"
-    assert bench == f"{sys.executable} experiments/bench.py {settings}"
+    tests, *sanitizer, bench = commands()
+    variables = {"NANOLONG_GPU": "1", "NANOLONG_CHECK": "0"}
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"]
+    name, arguments, environment = tests
+    assert name == "python" and arguments[:7] == [*words, "--exhaustive"]
+    assert environment == variables
+    for tool, (name, arguments, environment) in zip(gpu_check.TOOLS, sanitizer, strict=True):
+        assert name == "compute-sanitizer" and arguments[:2] == ["--tool", tool]
+        at = arguments.index(str(tmp_path / "bin/python"))
+        assert arguments[at + 1 : at + 7] == words
+        assert environment == {**variables, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    assert bench[1] == [
+        "experiments/bench.py",
+        f"--out_dir={out}",
+        "--minutes=3.0",
+        "--lengths=2048,4096",
+    ]
 
     report = (out / "report.md").read_text()
     for text in (
@@ -185,17 +200,17 @@ def test_everything_is_run_and_reported(fake_machine, call, tmp_path):
 
 
 def test_without_the_sanitizer_it_goes_on(fake_machine, call, monkeypatch, tmp_path):
-    fake_machine({"--exhaustive": (PASSED, 0)})
+    fake_machine({"--exhaustive": (PASSED, 0)}, "python")
     monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
     done = call("gpu_check.py", f"--out_dir={tmp_path}", "--only=tests,sanitizer")
     assert done.returncode == 0, done.stderr
-    assert "compute-sanitizer is not on the PATH, so it was left out" in done.stdout
+    assert "is not on the PATH, so it was left out" in done.stdout
     assert "was left out" in (tmp_path / "report.md").read_text()
 
 
 def test_a_benchmark_that_fails_is_reported(fake_machine, call, tmp_path):
     (tmp_path / "bench.json").write_text('{"rows": []}')  # of another time
-    fake_machine({"bench.py": ("[]", 3)})
+    fake_machine({"bench.py": ("[]", 3)}, "python")
     done = call("gpu_check.py", f"--out_dir={tmp_path}", "--only=bench")
     assert done.returncode == 1
     assert "exit status 3" in (tmp_path / "report.md").read_text()
