@@ -139,7 +139,7 @@ def _inputs(case, length, randn):
 
 
 def _term_options(inputs):
-    """The arguments of attention() for what _inputs() made for a term."""
+    """The arguments of attention() for the inputs of a term."""
     if "relative keys" in inputs:
         offsets = None
         if "offset u" in inputs:
