@@ -53,9 +53,8 @@ __all__ = [
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""
     # float64 is for checking, and the kernels do not take it
-    if not _triton_runs(q.device.type, q.device.index) or q.dtype == torch.float64:
-        return eager.rope(q, k, cos, sin)
-    if not first_call.rope_passes(q, k, cos):
+    has_kernel = triton_runs(q.device) and q.dtype != torch.float64
+    if not has_kernel or not first_call.rope_passes(q, k, cos):
         return eager.rope(q, k, cos, sin)
     from .rotary import rope as rotary
 
@@ -78,7 +77,7 @@ def attention(
         "scale": scale,
         "return_lse": return_lse,
     }
-    if not _triton_runs(q.device.type, q.device.index) or v.dtype == torch.float64:
+    if not triton_runs(q.device) or v.dtype == torch.float64:
         return eager.attention(q, k, v, **options, length=length)
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
     needs_grad = _needs_grad(q, k, v, bias, relative)
@@ -94,10 +93,8 @@ def attention(
 
 def _needs_grad(q, k, v, bias, relative):
     """Whether attention has to be differentiated."""
-    tensors = [q, k, v, bias]
-    if relative is not None:
-        keys, values, offsets = relative
-        tensors += [keys, values, *(offsets or ())]
+    keys, values, offsets = relative or (None, None, None)
+    tensors = [q, k, v, bias, keys, values, *(offsets or ())]
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -155,23 +152,15 @@ def _decide_triton_runs(device, index):
     """Decide it, and print why if kernels cannot run on a GPU."""
     if os.environ.get("NANOLONG_REFERENCE", "0") not in ("", "0"):
         return False
-    if device == "cpu":
-        return os.environ.get("TRITON_INTERPRET", "0") == "1"
     if device != "cuda":
-        return False
-    reason = _why_not_triton(index)
+        return device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"
+    reason = what_triton_lacks()
+    if not reason and not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0):
+        reason = "it is older than sm_80"
     if reason:
         name = torch.cuda.get_device_name(index)
         print(f"Triton kernels are off on {name}: {reason}; using plain PyTorch", file=sys.stderr)
     return not reason
-
-
-def _why_not_triton(index):
-    """What Triton lacks on a GPU, or None."""
-    missing = what_triton_lacks()
-    if not missing and not torch.version.hip and torch.cuda.get_device_capability(index) < (8, 0):
-        return "it is older than sm_80"
-    return missing
 
 
 def what_triton_lacks():

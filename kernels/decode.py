@@ -31,6 +31,8 @@ SLOPES = tl.constexpr(1)
 TABLE = tl.constexpr(2)
 VECTORS = tl.constexpr(3)
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 @triton.jit
 def _split_kernel(
@@ -186,21 +188,6 @@ def number_of_splits(Tk, programs, BN):
     return max(1, min(256 // programs, triton.cdiv(triton.cdiv(Tk, BN), 4), 64))
 
 
-def tile_for(itemsize, DP, vectors):
-    """The keys of a block, the warps and the pipeline stages.
-
-    A block holds 16 KiB of keys, half of that for 32-bit elements, and half for relative vectors.
-    """
-    size = 16384
-    if itemsize > 2:
-        size //= 2
-    if vectors:
-        size //= 2
-    BN = max(16, min(128, size // (DP * itemsize)))
-    stages = 2 if DP * BN * itemsize <= 8192 else 1
-    return BN, 4, stages
-
-
 def _kernel_layout(x):
     """Copy x if the kernels cannot read it: see kernels/flash.py."""
     if x is None or x.stride(-1) == 1 and x.stride(2) < 1 << 24:
@@ -228,17 +215,19 @@ def _decode(
     m = bias.shape[1] if bias is not None and bias.dim() > 1 else 0
     heads = 1 if kind is VECTORS and by_head else H // HK  # packed into one program
 
-    BN, warps, stages = tile_for(q.element_size(), DP, kind is VECTORS)
+    # a block of 16 KiB of keys, half of that for 32-bit elements, and half for relative vectors
+    row = DP * q.element_size()
+    n_bytes = 16384 // (2 if q.element_size() > 2 else 1) // (2 if kind is VECTORS else 1)
+    BN = max(16, min(128, n_bytes // row))
     visited = min(Tk, window + sinks + 2 * BN) if window and positions is None else Tk
     splits = number_of_splits(visited, H // heads * B * Tq, BN)
-    partial = torch.empty(B, H, Tq, splits, D, dtype=torch.float32, device=q.device)
-    row_max = torch.empty(B, H, Tq, splits, dtype=torch.float32, device=q.device)
-    row_sum = torch.empty(B, H, Tq, splits, dtype=torch.float32, device=q.device)
+    partial = lse.new_empty(B, H, Tq, splits, D)
+    row_max, row_sum = (lse.new_empty(B, H, Tq, splits) for _ in range(2))
 
     # q stands in for a tensor that is absent
-    pos = q if positions is None else positions
-    doc = q if docs is None else docs
-    other = q if qr is None else qr
+    absent = (qr, bias, rel_v, positions, docs, length)
+    other, bias_or_q, rel_v_or_q, pos, doc, n = (q if x is None else x for x in absent)
+    strides = [stride for x in (q, other, k, v) for stride in x.stride()[:3]]
     is_float32_gpu = q.dtype == torch.float32 and q.device.type != "cpu" and not torch.version.hip
     flags = {
         "KIND": kind.value,
@@ -253,14 +242,12 @@ def _decode(
     }
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
         _split_kernel[splits, H // heads, B * Tq](
-            q, other, k, v, q if bias is None else bias, q if rel_v is None else rel_v,
-            pos, doc, q if length is None else length, partial, row_max, row_sum,
-            *q.stride()[:3], *other.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            q, other, k, v, bias_or_q, rel_v_or_q, pos, doc, n, partial, row_max, row_sum, *strides,
             bias.stride(0) if by_head else 0, bias.stride(1) if kind is VECTORS else 1,
             pos.stride(0) if pos.dim() == 2 else 0, pos.stride(-1), doc.stride(0), doc.stride(-1),
             Tq, Tk, H, H // HK, m, window, sinks, scale / math.log(2),
             D=D, DP=DP, BN=BN, PACK=heads, ROWS=max(16, triton.next_power_of_2(heads)),
-            **flags, num_warps=warps, num_stages=stages,
+            **flags, num_warps=4, num_stages=2 if row * BN <= 8192 else 1,
         )  # fmt: skip
         _combine_kernel[Tq, H, B](
             partial, row_max, row_sum, out, lse, *out.stride()[:3], Tq, H, splits,
@@ -277,8 +264,7 @@ def _(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale, l
 def _empty_results(q):
     """The output, stored as (B, Tq, H, D), and the log-sum-exp in log2 units; both empty."""
     B, H, Tq, D = q.shape
-    out = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
-    return out, torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
+    return q.new_empty(B, Tq, H, D).transpose(1, 2), q.new_empty(B, H, Tq, dtype=torch.float32)
 
 
 def attention(
@@ -287,10 +273,7 @@ def attention(
 ):  # fmt: skip
     """Compute attention() of kernels/flash.py for few queries, without gradient.
 
-    The arguments, results and kinds of bias are the same; each query reads the cache once.
-    q (B, H, Tq, D), k and v (B, Hk, Tk, D), 1 <= D <= 256: float16, bfloat16 or float32, the same
-    for all three, with any strides. The queries are the last Tq of the Tk tokens. Returns
-    (B, H, Tq, D), and with return_lse the natural log-sum-exp, float32 (B, H, Tq).
+    The arguments, shapes, dtypes and results are the same; each query reads the cache once.
 
     length      int64 (1,): the valid length, for a cache of fixed capacity: only the first `length`
                 keys exist. It is read on the device, so one launch (a CUDA graph) serves a growing
@@ -322,47 +305,45 @@ def _check_arguments(q, k, v, bias, relative, positions, docs, scale):
     """Raise ValueError for what the kernel does not support."""
     B, H, Tq, D = q.shape
     HK, Tk = k.shape[1:3]
-    supported = (torch.float16, torch.bfloat16, torch.float32)
-    if q.dtype not in supported or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(
-            f"attention: queries are {q.dtype}, keys {k.dtype} and values {v.dtype}: "
-            "use float16, bfloat16 or float32, the same for all three"
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    fits = shapes[1] == shapes[2] == (B, HK, Tk, D) and H % HK == 0 and Tq <= Tk
+    keys, values, offsets = relative or (None, None, None)
+    keys_fit = keys is None or keys.dim() == 3 and keys.shape[0] in (1, H) and keys.shape[2] == D
+    if keys is not None and (not keys.numel() or values is not None and values.shape != keys.shape):
+        keys_fit = False
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        problem = (
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: use one of {DTYPES}, the same for all"
         )
-    shapes_fit = k.shape == (B, HK, Tk, D) and v.shape == k.shape and H % HK == 0
-    if not shapes_fit or not 1 <= D <= 256 or Tq > Tk or max(B * Tq, H) > 65535:
-        raise ValueError(
-            f"attention: queries {tuple(q.shape)}, keys {tuple(k.shape)} and values "
-            f"{tuple(v.shape)} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), "
-            "with H a multiple of Hk, Tq <= Tk and D <= 256"
+    elif not fits or not 1 <= D <= 256 or max(B * Tq, H) > 65535:
+        problem = (
+            f"q, k, v {shapes} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), with H a "
+            "multiple of Hk, Tq <= Tk and D <= 256"
         )
-    if bias is not None and relative is not None:
-        raise ValueError("attention: there are a bias and relative vectors: use one of them")
-    if not scale > 0:
-        raise ValueError(f"attention: scale is {scale}: use one above 0")
-    if bias is not None and (bias.dim() not in (1, 2) or bias.shape[0] != H or not bias.numel()):
-        raise ValueError(
-            f"attention: the bias has shape {tuple(bias.shape)}: "
-            f"use slopes ({H},) or a table ({H}, m)"
+    elif bias is not None and relative is not None:
+        problem = "there are a bias and relative vectors: use one of them"
+    elif not scale > 0:
+        problem = f"scale is {scale}: use one above 0"
+    elif bias is not None and not (bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel()):
+        problem = f"the bias has shape {tuple(bias.shape)}: use slopes ({H},) or a table ({H}, m)"
+    elif not keys_fit:
+        problem = f"relative keys are {tuple(keys.shape)}: use ({H} or 1, m, {D}), as for values"
+    elif not _are_integers(positions, (Tk,), (B, Tk)) or not _are_integers(docs, (B, Tk)):
+        problem = (
+            f"positions or docs do not fit: use integers ({B}, {Tk}), of positions also ({Tk},)"
         )
-    inputs = [q, k, v, bias]
-    if relative is not None:
-        keys, values, offsets = relative
-        inputs += [keys, values, *(offsets or ())]
-        keys_fit = keys.dim() == 3 and keys.shape[0] in (1, H) and keys.shape[2] == D
-        if not keys_fit or not keys.numel() or values is not None and values.shape != keys.shape:
-            shapes = [tuple(x.shape) for x in (keys, values) if x is not None]
-            raise ValueError(
-                f"attention: relative keys and values have shapes {shapes}: "
-                f"use ({H} or 1, m, {D}) for both"
-            )
-    for name, x, shapes in (("positions", positions, [(Tk,), (B, Tk)]), ("docs", docs, [(B, Tk)])):
-        if x is not None and (tuple(x.shape) not in shapes or x.is_floating_point()):
-            raise ValueError(
-                f"attention: {name} has shape {tuple(x.shape)} and dtype {x.dtype}: "
-                f"use integers of shape {' or '.join(map(str, shapes))}"
-            )
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        raise ValueError(
-            "attention: an argument requires a gradient, and this kernel has none: "
-            "call it under torch.no_grad(), or call attention() of kernels/flash.py"
+    elif torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, bias, keys, values, *(offsets or ()))
+    ):
+        problem = (
+            "an argument requires a gradient, and this kernel has none: call it under "
+            "torch.no_grad(), or call attention() of kernels/flash.py"
         )
+    else:
+        return
+    raise ValueError(f"attention: {problem}")
+
+
+def _are_integers(x, *shapes):
+    """Whether x is None, or integers of one of these shapes."""
+    return x is None or tuple(x.shape) in shapes and not x.is_floating_point()

@@ -8,6 +8,7 @@ those of tokens leave their gradients, if a loss is summed. A CPU has paths of i
 import contextlib
 import functools
 import warnings
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -158,7 +159,7 @@ def attention(
     if torch.is_autocast_enabled(q.device.type):
         no_autocast = torch.autocast(q.device.type, enabled=False)
 
-    mask_options = (window, sinks, positions, docs, causal)
+    mask = _Mask(q_start, Tk, window, sinks, positions, docs, causal)
     hides_keys = window and (Tk > window or positions is not None)
     needs_mask = length is not None or bias is not None or docs is not None or hides_keys
     if relative is not None or return_lse:
@@ -166,10 +167,10 @@ def attention(
         only_hides = relative is None and bias is None and length is None
         with no_autocast:
             if only_hides and q.device.type == "cpu" and not torch.is_grad_enabled():
-                y, lse = _flash_with_lse(q, k, v, scale, q_start, needs_mask, *mask_options)
-                return y.to(dtype), lse
-            y, lse = _explicit_attention(q, k, v, relative, scale, q_start, bias, *mask_options)
-            return (y.to(dtype), lse) if return_lse else y.to(dtype)
+                y, lse = _flash_with_lse(q, k, v, scale, mask, needs_mask)
+            else:
+                y, lse = _explicit_attention(q, k, v, relative, scale, bias, mask)
+        return (y.to(dtype), lse) if return_lse else y.to(dtype)
 
     sdpa = functools.partial(
         F.scaled_dot_product_attention, scale=scale, enable_gqa=H != k.shape[1]
@@ -185,18 +186,14 @@ def attention(
         if bias is not None and is_16_bit and q.device.type != "cpu":
             q, k, v = q.float(), k.float(), v.float()
 
-        chunk = max(1, MAX_SCORES // (Tk * (1 if bias is None else H)))  # queries at a time
-
-        def attend_chunk(i, q, k, v, bias):
-            n = min(chunk, Tq - i)
-            keys = _visible_keys(q_start + i, n, Tk, window, sinks, positions, causal)
-            mask = _attention_mask(n, q_start + i, keys, q.device, bias, *mask_options)
+        def attend(i, q, k, v, bias):
+            keys, added = mask.of_chunk(i, q, bias)
             if q.dtype == torch.float64 and bias is not None:
-                mask = mask.double()
-            return sdpa(q[:, :, i : i + n], k[:, :, keys], v[:, :, keys], attn_mask=mask)
+                added = added.double()
+            return (sdpa(q, k[:, :, keys], v[:, :, keys], attn_mask=added),)
 
-        y = [_recompute_if(Tq > chunk, attend_chunk, i, q, k, v, bias) for i in range(0, Tq, chunk)]
-        return (y[0] if len(y) == 1 else torch.cat(y, 2)).to(dtype)
+        n_scores = Tk * (1 if bias is None else H)  # of a query
+        return _in_chunks(attend, n_scores, q, k, v, bias)[0].to(dtype)
 
 
 def describe_wrong_terms(bias, relative, n, n_head, head_dim):
@@ -204,13 +201,12 @@ def describe_wrong_terms(bias, relative, n, n_head, head_dim):
 
     Returns the end of an error message that begins with the scheme's name, or None.
     """
-    slopes = f"slopes ({n_head},)"
     if bias is not None:
         is_table = len(_shape(bias)) == 2 and len(bias) == n_head and 1 <= bias.shape[1] <= n
-        if _shape(bias) != (n_head,) and not is_table:
-            return _wrong(f"bias({n}, layer)", bias, f"{slopes} or a table ({n_head}, m), m <= {n}")
-        if bias.dtype != torch.float32:
-            return _wrong(f"bias({n}, layer)", bias, f"float32 {slopes} or a float32 table")
+        fits = _shape(bias) == (n_head,) or is_table
+        if not fits or bias.dtype != torch.float32:
+            expected = f"slopes ({n_head},) or a table ({n_head}, m) in float32, m <= {n}"
+            return _wrong(f"bias({n}, layer)", bias, expected)
     if relative is None:
         return None
     if not isinstance(relative, tuple) or len(relative) != 3:
@@ -233,106 +229,111 @@ def _shape(x):
     return tuple(x.shape) if torch.is_tensor(x) else ()
 
 
-def _wrong(call, found, expected):
-    if torch.is_tensor(found):
-        found = f"{str(found.dtype).removeprefix('torch.')} {tuple(found.shape)}"
-    else:
-        found = type(found).__name__
+def _wrong(call, x, expected):
+    found = type(x).__name__
+    if torch.is_tensor(x):
+        found = f"{str(x.dtype).removeprefix('torch.')} {_shape(x)}"
     return f"{call} must return {expected}, and returned {found}: see kernels.eager.attention()"
 
 
-def _recompute_if(several, attend_chunk, *args):
-    """Compute attend_chunk(*args); if there are several chunks, recompute it in the backward pass.
+def _in_chunks(attend, n_scores, q, *tensors):
+    """Compute attend(i, queries from i on, *tensors), a tuple of tensors, in chunks of queries.
 
-    Training then keeps only the arguments. The activations of all chunks together would be (T, T).
+    n_scores: of a query. If there are several chunks, each is computed again in the backward pass:
+    training then keeps only the arguments. The activations of all together would be (T, T).
     """
-    if several and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return checkpoint(attend_chunk, *args, use_reentrant=False, preserve_rng_state=False)
-    return attend_chunk(*args)
+    n = max(1, MAX_SCORES // n_scores)  # queries at a time
+    if q.shape[2] > n and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        attend = functools.partial(
+            checkpoint, attend, use_reentrant=False, preserve_rng_state=False
+        )
+    parts = [attend(i, q[:, :, i : i + n], *tensors) for i in range(0, q.shape[2], n)]
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
 
 
-def _visible_keys(first, n, Tk, window, sinks, positions, causal):
-    """Return a slice of keys outside of which none is visible to queries first .. first + n - 1."""
-    if not causal or not isinstance(first, int):
-        return slice(0, Tk)
-    start = 0
-    if window and not sinks and positions is None:
-        start = max(0, first - window + 1)
-    return slice(start, first + n)
+class _Mask(NamedTuple):
+    """Which keys the queries see: options of attention(), and the index of the first query."""
 
+    q_start: int | torch.Tensor  # or (1,)
+    n_keys: int
+    window: int
+    sinks: int
+    positions: torch.Tensor | None
+    docs: torch.Tensor | None
+    causal: bool
 
-def _attention_mask(n, first, keys, device, bias, window, sinks, positions, docs, causal):
-    """The mask and bias of the queries first .. first + n - 1, (1 or B, 1 or H, n, keys).
+    def of_chunk(self, i, q, bias):
+        """The mask and bias of a chunk of queries q, row i and later: (1 or B, 1 or H, n, keys).
 
-    Without bias a bool mask, true where a key is visible. With bias float32, to be added to the
-    scores, -inf where a key is not visible. first: an int, or a tensor (1,). keys: a slice.
-    """
-    query = torch.arange(n, device=device) + first
-    key = torch.arange(keys.start, keys.stop, device=device)
-    distance = query[:, None] - key  # (n, keys)
-    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    visible = visible[None]  # (1, n, keys)
-    if window:
-        pos = torch.arange(keys.stop, device=device) if positions is None else positions
-        pos = pos if pos.dim() == 2 else pos[None]  # (1 or B, Tk)
-        gap = pos[:, query, None] - pos[:, None, keys]
-        visible = visible & ((gap.abs() < window) | (pos[:, None, keys] < sinks))
-    if docs is not None:
-        visible = visible & (docs[:, query, None] == docs[:, None, keys])
-    if bias is None:
-        return visible[:, None]
+        Without bias a bool mask, true where a key is visible. With bias float32, to be added to the
+        scores, -inf where a key is not visible. The keys are a slice, which is returned first, and
+        outside of which none is visible.
+        """
+        n, device = q.shape[2], q.device
+        first = self.q_start + i
+        keys = slice(0, self.n_keys)
+        if self.causal and isinstance(first, int):
+            hides_first = self.window and not self.sinks and self.positions is None
+            keys = slice(max(0, first - self.window + 1) if hides_first else 0, first + n)
+        query = torch.arange(n, device=device) + first
+        key = torch.arange(keys.start, keys.stop, device=device)
+        distance = query[:, None] - key  # (n, keys)
+        visible = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        visible = visible[None]  # (1, n, keys)
+        if self.window:
+            pos = self.positions
+            pos = torch.arange(keys.stop, device=device) if pos is None else pos
+            pos = pos if pos.dim() == 2 else pos[None]  # (1 or B, Tk)
+            gap = pos[:, query, None] - pos[:, None, keys]
+            visible = visible & ((gap.abs() < self.window) | (pos[:, None, keys] < self.sinks))
+        if self.docs is not None:
+            visible = visible & (self.docs[:, query, None] == self.docs[:, None, keys])
+        if bias is None:
+            return keys, visible[:, None]
 
-    hidden = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
-    hidden = hidden[:, None]
-    distance = distance.clamp(min=0) if causal else distance.abs()
-    if bias.dim() == 1:  # slopes
-        return hidden - bias[:, None, None] * distance
-    if causal:
+        hidden = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
+        hidden = hidden[:, None]
+        distance = distance.clamp(min=0) if self.causal else distance.abs()
+        if bias.dim() == 1:  # slopes
+            return keys, hidden - bias[:, None, None] * distance
+        if not self.causal:
+            return keys, hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
         # A table over distances makes a Toeplitz matrix: its rows are overlapping pieces of one
         # bias row, in reverse. Its gradient is a sum along diagonals, which the backward of unfold
         # computes in a fixed order (that of indexing would add element by element).
         falling = query[-1:] - key[0] - torch.arange(n + len(key) - 1, device=device)
         bias_row = bias[:, falling.clamp(0, bias.shape[1] - 1)]
-        return hidden + bias_row.unfold(1, len(key), 1).flip(1)
-    return hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
+        return keys, hidden + bias_row.unfold(1, len(key), 1).flip(1)
 
 
-def _flash_with_lse(q, k, v, scale, q_start, needs_mask, window, sinks, positions, docs, causal):
+def _flash_with_lse(q, k, v, scale, mask, needs_mask):
     """Compute attention() without bias on a CPU, forward only: the output and the log-sum-exp.
 
     What F.scaled_dot_product_attention computes there, which does not return the second.
     """
-    Tq, Tk = q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     flash = functools.partial(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, dropout_p=0.0, scale=scale
     )
-    if not needs_mask and (Tq == Tk or not causal):
-        return flash(q, k, v, is_causal=causal)
-    chunk = max(1, MAX_SCORES // Tk)  # queries at a time
-    parts = []
-    for i in range(0, Tq, chunk):
-        n = min(chunk, Tq - i)
-        keys = _visible_keys(q_start + i, n, Tk, window, sinks, positions, causal)
-        visible = _attention_mask(
-            n, q_start + i, keys, q.device, None, window, sinks, positions, docs, causal
-        )
-        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
-        part = flash(q[:, :, i : i + n], k[:, :, keys], v[:, :, keys], attn_mask=mask)
-        parts.append(part)
-    y, lse = zip(*parts, strict=True)
-    return torch.cat(y, 2), torch.cat(lse, 2)
+    if not needs_mask and (q.shape[2] == k.shape[2] or not mask.causal):
+        return flash(q, k, v, is_causal=mask.causal)
+
+    def attend(i, q):
+        keys, visible = mask.of_chunk(i, q, None)
+        added = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
+        return flash(q, k[:, :, keys], v[:, :, keys], attn_mask=added)
+
+    return _in_chunks(attend, k.shape[2], q)
 
 
-def _explicit_attention(
-    q, k, v, relative, scale, q_start, bias, window, sinks, positions, docs, causal
-):
+def _explicit_attention(q, k, v, relative, scale, bias, mask):
     """Compute attention() with explicit scores: the output and the log-sum-exp.
 
     Relative keys and values are matrix products over distances, moved between distances and keys.
     """
-    B, H, Tq, _ = q.shape
-    Tk = k.shape[2]
+    B, H = q.shape[:2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     q = q.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(H // x.shape[1], 1) for x in (k, v))
@@ -340,43 +341,30 @@ def _explicit_attention(
     u, w = 0, 0
     if offsets is not None:
         u, w = (x.to(dtype)[:, None] for x in offsets)  # (H, 1, D)
-    chunk = max(1, MAX_SCORES // (B * H * 2 * Tk))  # queries at a time
 
-    def attend_chunk(i, q, k, v, keys, values, u, w, bias):
-        n = min(chunk, Tq - i)
-        first = q_start + i
-        seen = _visible_keys(first, n, Tk, window, sinks, positions, causal)
-        mask = _attention_mask(
-            n, first, seen, q.device, bias, window, sinks, positions, docs, causal
-        )
-        q = q[:, :, i : i + n]
+    def attend(i, q, k, v, keys, values, u, w, bias):
+        seen, added = mask.of_chunk(i, q, bias)
         score = (q + u) @ k[:, :, seen].mT  # (B, H, n, seen)
         if keys is not None:
-            n_seen = seen.stop - seen.start
+            n, n_seen = score.shape[2:]
             # falling
-            distance = first - seen.start + n - 1 - torch.arange(n + n_seen - 1, device=q.device)
-            distance = distance.clamp(min=0) if causal else distance.abs()
+            distance = mask.q_start + i - seen.start + n - 1
+            distance = distance - torch.arange(n + n_seen - 1, device=q.device)
+            distance = distance.clamp(min=0) if mask.causal else distance.abs()
             distance = distance.clamp(max=keys.shape[1] - 1)
             relative_score = (q + w) @ keys.to(dtype)[:, distance].mT
             score = score + _distances_to_keys(relative_score, n_seen)
-        if mask.dtype == torch.bool:
-            score = (score * scale).masked_fill(~mask, float("-inf"))
+        if added.dtype == torch.bool:
+            score = (score * scale).masked_fill(~added, float("-inf"))
         else:
-            score = score * scale + mask
+            score = score * scale + added
         p = score.softmax(-1)
         y = p @ v[:, :, seen]
         if values is not None:
             y = y + _keys_to_distances(p) @ values.to(dtype)[:, distance]
         return y, score.logsumexp(-1)
 
-    chunks = [
-        _recompute_if(Tq > chunk, attend_chunk, i, q, k, v, keys, values, u, w, bias)
-        for i in range(0, Tq, chunk)
-    ]
-    if len(chunks) == 1:
-        return chunks[0]
-    y, lse = zip(*chunks, strict=True)
-    return torch.cat(y, 2), torch.cat(lse, 2)
+    return _in_chunks(attend, B * H * 2 * k.shape[2], q, k, v, keys, values, u, w, bias)
 
 
 def _distances_to_keys(x, n_keys):

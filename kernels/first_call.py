@@ -3,14 +3,12 @@
 Nobody may have tried this device with this driver, torch and triton. So before a kernel serves its
 first call, self_check.py compares it with eager.py, forward and backward, at the dtype, head
 dimension, score term and mask of the call. A kernel that differs, or that cannot be compiled or
-launched, is replaced by plain PyTorch for all calls of this case, forward and backward together.
+launched, is replaced by plain PyTorch for all calls of this case, forward and backward together. So
+is one whose operator has changed in eager.py: see definition.py.
 
 A verdict is remembered in the user's cache folder: a file for each case, device, driver, versions
-and sources. Delete it to check again. An error of the compiler or the launch is remembered
-only if it leaves the process without its GPU.
-An operator that has changed in eager.py is computed by plain PyTorch: see definition.py.
-NANOLONG_CHECK=0 trusts all kernels. On CPU tensors, under Triton's interpreter, only
-NANOLONG_CHECK=1 checks: it takes a second or more for each case.
+and sources. Delete it to check again. NANOLONG_CHECK=0 trusts all kernels. On CPU tensors, under
+Triton's interpreter, only NANOLONG_CHECK=1 checks: it takes a second or more for each case.
 
 The check runs in a thread of its own. The caller may be tracing for torch.compile, may compute
 without gradients or under autocast, and none of this reaches another thread.
@@ -49,27 +47,27 @@ def attention_passes(
     decodes, needs_grad, q, k, length, *, bias, relative, window, positions, docs, causal, **_
 ):
     """Whether kernels/decode.py, or else flash.py, may serve a call of attention()."""
-    kernel = "attention" if needs_grad else "attention without gradient"
+    if decodes:
+        kernel = "decoding"
+    else:
+        kernel = "attention" if needs_grad else "attention without gradient"
+    term = "no term"
     if bias is not None:
         term = "slopes" if bias.dim() == 1 else "table"
-    elif relative is None:
-        term = "no term"
-    else:
+    elif relative is not None:
         keys, values, offsets = relative
         term = "vectors" if keys.shape[0] == 1 else "vectors by head"
         term += "" if values is None else " with values"
         term += "" if offsets is None else " with offsets"
-    mask = []
-    if window:
-        mask.append("window" if positions is None else "window over positions")
-    if docs is not None:
-        mask.append("documents")
-    if not causal:
-        mask.append("all keys")
-    if length is not None:
-        mask.append("length")
-    kernel = "decoding" if decodes else kernel
-    return _passes(q.device.type, q.device.index, kernel, *_shape(q, k), term, ", ".join(mask))
+    words = {
+        "window": window and positions is None,
+        "window over positions": window and positions is not None,
+        "documents": docs is not None,
+        "all keys": not causal,
+        "length": length is not None,
+    }
+    mask = ", ".join([word for word, holds in words.items() if holds])
+    return _passes(q.device.type, q.device.index, kernel, *_shape(q, k), term, mask)
 
 
 def _shape(q, k):
@@ -84,13 +82,13 @@ def _passes(device, index, *fields):
     case = Case(*fields)
     # Without gradient as with it, where that is known: evaluation computes what training does.
     for kernel in (case.kernel.removesuffix(" without gradient"), case.kernel):
-        fault = _faults.get((device, index, case._replace(kernel=kernel)))
+        fault = _faults.get((device, index, (kernel, *case[1:])))
         if fault is not None:
             return not fault
-    if not _is_enabled(device):
+    # In a capture nothing else may run. What is captured has run before, and was checked.
+    in_capture = device == "cuda" and torch.cuda.is_current_stream_capturing()
+    if in_capture or not _is_enabled(device):
         return True
-    if device == "cuda" and torch.cuda.is_current_stream_capturing():
-        return True  # Nothing else may run now. What is captured has run before, and was checked.
     with ThreadPoolExecutor(1) as executor:
         fault = executor.submit(_check, case, torch.device(device, index)).result()
     _faults[device, index, case] = fault
@@ -125,7 +123,7 @@ def share_faults(device):
 def describe(device):
     """Say what computes on a device on which Triton runs."""
     where = (device.type, device.index)
-    replaced = [str(case) for (*at, case), fault in _faults.items() if fault and (*at,) == where]
+    replaced = [str(key[2]) for key, fault in _faults.items() if fault and key[:2] == where]
     if replaced:
         return f"triton, but plain PyTorch for {' and '.join(sorted(replaced))}"
     return "triton" if _is_enabled(device.type) else "triton, not checked"
@@ -187,32 +185,26 @@ def environment(device):
     """The device, its driver and the versions that a verdict holds for."""
     import triton
 
+    driver = "unknown"
+    for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+        if os.path.exists(file):
+            driver = Path(file).read_text().partition("\n")[0]
     name = "a CPU, interpreted"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {
         "device": name,
-        "driver": _driver_version(),
+        "driver": driver,
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
 
 
-def _driver_version():
-    for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
-        try:
-            return Path(file).read_text().splitlines()[0]
-        except (OSError, IndexError):  # another system
-            continue
-    return "unknown"
-
-
 @functools.cache
 def _sources(kernel):
     """A hash of a kernel and of what checks it."""
-    folder = Path(__file__).parent
-    names = (FILES[kernel], "eager", "self_check")
-    text = b"".join((folder / f"{name}.py").read_bytes() for name in names)
+    files = [Path(__file__).with_name(f"{x}.py") for x in (FILES[kernel], "eager", "self_check")]
+    text = b"".join(file.read_bytes() for file in files)
     return {"sources": hashlib.sha256(text).hexdigest()[:16]}
 
 
@@ -227,15 +219,15 @@ def _read(key):
     try:
         file = _cache_file(key)
         record = json.loads(file.read_text(encoding="utf-8"))
-        fault = record["fault"]
-        if record["key"] != key or not isinstance(fault, str):
-            raise ValueError("the verdict of another case")
-        return fault
+        if record["key"] == key and isinstance(record["fault"], str):
+            return record["fault"]
+        error = "the verdict of another case"
     except (OSError, RuntimeError):  # it is not there, or _write() will say what is wrong
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        _print_once(f"{file} is damaged ({error!r:.80}): checking this kernel again")
-        return None
+    except (ValueError, KeyError, TypeError) as reason:
+        error = reason
+    _print_once(f"{file} is damaged ({error!r:.80}): checking this kernel again")
+    return None
 
 
 def _write(key, fault):

@@ -38,24 +38,23 @@ Five things to know before reading:
 
 4. The diagonal sweep (_sweep_kernel). The gradient of table[d] is the sum of dS along diagonal d,
    over rows, batch, and heads that share the table. One program visits all tiles of one diagonal of
-   tiles, over the whole batch. These tiles hold the same distances at the same places, so the
-   program adds up the dS tiles in registers and sums along their diagonals once, at the end. There
-   are no atomics, so the result is deterministic, and the memory is O(H m). Only the diagonals with
-   a distance below m - 1 are visited. The gradient of the last entry, the clipped tail, is a sum
-   over all other tiles, which the kernel of dK and dV computes in passing (of relative vectors,
-   where each query has its own weight: the dQ kernel). So is the gradient of slopes.
+   tiles. They hold the same distances at the same places, so it adds up the dS tiles in registers
+   and sums along their diagonals once, at the end: no atomics, the same bits every time, O(H m)
+   memory. Only diagonals with a distance below m - 1 are visited. The kernel of dK and dV computes
+   the gradient of the last entry in passing (of vectors, where each query has its own weight: the
+   dQ kernel), and that of slopes.
 
-5. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij. It is usually computed
-   as dO_i . O_i, from an O that was rounded to 16 bits. Then the rows of dS do not sum to zero, and
-   a bias gradient, which adds up thousands of them, is wrong by percents. But a row of dS sums to
-   exactly the error of its delta. The dQ kernel adds up each row and corrects delta, for its own
-   sums and for the kernels that run after it.
+5. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij, usually computed as
+   dO_i . O_i from an O that was rounded to 16 bits. A bias gradient, which adds up thousands of dS,
+   is then wrong by percents. But a row of dS sums to exactly the error of its delta: the dQ kernel
+   adds up each row and corrects delta, for itself and for the kernels that run after it.
 
 The backward pass runs dQ (which also corrects delta), then dK and dV, then the diagonal sweep. It
 needs no atomics and no scratch memory beyond O(T). Nothing is autotuned: TILES fixes the tile
 sizes, so that all processes of a run compute the same bits.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -77,6 +76,7 @@ WHOLE = tl.constexpr(3)  # wholly visible
 CLIPPED = tl.constexpr(4)  # wholly visible, and every distance is m - 1 or more
 
 LOG2E = 1 / math.log(2)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 # -----------------------------------------------------------------------------
@@ -983,111 +983,61 @@ class Tile(NamedTuple):
 
 KERNELS = ("forward", "dq", "dkdv", "sweep")
 
-# 16-bit elements: (architecture, head dimension rounded up): one line for each kind of bias (none,
-# slopes, table, vectors), with the tiles of KERNELS. sm_86 stands for sm_89 and unknown cards too.
-TILES = {
-    ("sm_80", 64): (
-        (Tile(128, 32, 4, 3), Tile(128, 64, 8, 2), Tile(16, 128, 4, 2), None),
-        (Tile(128, 32, 4, 3), Tile(128, 64, 8, 3), Tile(16, 128, 4, 2), None),
-        (Tile(128, 32, 4, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 1), Tile(64, 64, 4, 2)),
-        (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    ),
-    ("sm_80", 128): (
-        (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(16, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(16, 128, 8, 2), None),
-        (Tile(64, 64, 4, 2), Tile(128, 32, 8, 3), Tile(16, 128, 8, 2), Tile(64, 64, 4, 2)),
-        (Tile(32, 32, 8, 2), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
-    ),
-    ("sm_86", 64): (
-        (Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 64, 4, 2)),
-        (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    ),
-    ("sm_86", 128): (
-        (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), None),
-        (Tile(64, 32, 4, 3), Tile(64, 64, 8, 2), Tile(32, 32, 4, 1), None),
-        (Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-        (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
-    ),
-    ("sm_90", 64): (
-        (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 3), None),
-        (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)),
-        (Tile(64, 64, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    ),
-    ("sm_90", 128): (
-        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), None),
-        (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(64, 64, 4, 2)),
-        (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
-    ),
-    ("sm_100", 64): (
-        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-        (Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 8, 1)),
-    ),
-    ("sm_100", 128): (
-        (Tile(64, 32, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2)),
-        (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-    ),
-    ("sm_120", 64): (
-        (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), None),
-        (Tile(64, 64, 4, 3), Tile(32, 32, 4, 2), Tile(32, 64, 4, 1), Tile(32, 32, 4, 2)),
-        (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
-    ),
-    ("sm_120", 128): (
-        (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), None),
-        (Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), None),
-        (Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-        (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 8, 1)),
-    ),
-    ("gfx942", 64): (
-        (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), None),
-        (Tile(128, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 64, 4, 1), None),
-        (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-        (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ),
-    ("gfx942", 128): (
-        (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), None),
-        (Tile(64, 64, 4, 1), Tile(64, 32, 4, 3), Tile(32, 32, 4, 1), None),
-        (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 64, 4, 1)),
-        (Tile(64, 64, 4, 1), Tile(16, 16, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 8, 1)),
-    ),
-}
-
-# The same where neither a window, nor documents, nor padding of the head dimension need a mask:
-# (kernel, kind of bias), where that leaves registers for larger tiles or fewer warps.
-UNMASKED_TILES = {
-    ("sm_80", 64): {
-        ("forward", NONE.value): Tile(128, 64, 4, 3),
-        ("forward", SLOPES.value): Tile(128, 64, 4, 3),
-        ("forward", TABLE.value): Tile(128, 64, 4, 3),
-        ("dkdv", TABLE.value): Tile(16, 128, 4, 2),
-    },
-    ("sm_86", 128): {
-        ("dkdv", SLOPES.value): Tile(32, 32, 4, 2),
-    },
-    ("sm_90", 64): {
-        ("dq", VECTORS.value): Tile(32, 32, 4, 2),
-    },
-    ("sm_90", 128): {
-        ("forward", SLOPES.value): Tile(128, 128, 8, 3),
-    },
-    ("sm_100", 128): {
-        ("dkdv", SLOPES.value): Tile(64, 128, 8, 2),
-        ("dkdv", TABLE.value): Tile(64, 128, 8, 2),
-    },
-    ("sm_120", 128): {
-        ("dq", SLOPES.value): Tile(64, 32, 4, 2),
-        ("dq", TABLE.value): Tile(64, 32, 4, 2),
-        ("dkdv", NONE.value): Tile(64, 64, 8, 2),
-    },
-}
+# 16-bit elements: the architecture, the head dimension rounded up, the bias, and for each of
+# KERNELS BM,BN,warps,stages. sm_86 stands for sm_89 and unknown cards too. After a slash: the same
+# where neither a window, nor documents, nor padding of the head dimension need a mask, if that
+# leaves registers for larger tiles or fewer warps.
+TILE_TABLE = """
+sm_80   64   none     128,32,4,3/128,64,4,3   128,64,8,2           16,128,4,2             -
+sm_80   64   slopes   128,32,4,3/128,64,4,3   128,64,8,3           16,128,4,2             -
+sm_80   64   table    128,32,4,3/128,64,4,3   128,64,8,3           32,128,8,1/16,128,4,2  64,64,4,2
+sm_80   64   vectors  32,32,4,2               32,32,8,2            32,32,4,2              32,32,4,2
+sm_80   128  none     64,64,4,3               128,64,8,2           16,128,8,2             -
+sm_80   128  slopes   128,64,8,3              128,32,8,2           16,128,8,2             -
+sm_80   128  table    64,64,4,2               128,32,8,3           16,128,8,2             64,64,4,2
+sm_80   128  vectors  32,32,8,2               16,16,8,1            32,32,8,2              16,16,8,1
+sm_86   64   none     128,64,4,3              128,64,8,2           32,128,8,2             -
+sm_86   64   slopes   64,64,4,3               128,64,8,2           32,128,8,2             -
+sm_86   64   table    64,64,4,3               64,32,4,2            32,64,4,1              64,64,4,2
+sm_86   64   vectors  32,32,4,1               32,32,4,1            32,32,4,2              32,32,4,2
+sm_86   128  none     128,64,8,2              64,64,8,2            64,64,8,2              -
+sm_86   128  slopes   64,32,4,3               64,64,8,2            32,32,4,1/32,32,4,2    -
+sm_86   128  table    64,64,8,2               32,32,4,2            32,32,4,2              32,32,4,2
+sm_86   128  vectors  32,32,8,1               16,16,8,1            32,32,8,2              16,16,8,1
+sm_90   64   none     128,128,8,2             128,128,8,2          64,128,8,2             -
+sm_90   64   slopes   128,128,8,2             128,64,8,2           64,128,8,3             -
+sm_90   64   table    128,128,8,2             128,128,8,2          64,128,8,3             64,64,4,2
+sm_90   64   vectors  64,64,8,1               32,32,4,1/32,32,4,2  32,32,4,2              32,32,4,2
+sm_90   128  none     128,128,8,2             128,64,8,2           32,128,8,2             -
+sm_90   128  slopes   128,64,8,3/128,128,8,3  128,64,8,2           32,128,8,3             -
+sm_90   128  table    128,128,8,2             128,64,8,2           32,128,8,3             64,64,4,2
+sm_90   128  vectors  32,32,8,1               16,16,8,1            32,32,8,2              16,16,8,1
+sm_100  64   none     128,64,8,3              128,64,8,2           64,128,8,2             -
+sm_100  64   slopes   128,64,8,3              128,64,8,2           64,128,8,2             -
+sm_100  64   table    128,64,8,3              128,64,8,2           64,128,8,2             64,64,4,2
+sm_100  64   vectors  64,64,4,1               64,64,8,1            64,64,8,2              64,64,8,1
+sm_100  128  none     64,32,4,3               128,64,8,2           64,128,8,2             -
+sm_100  128  slopes   128,64,8,3              64,64,8,2            32,128,8,2/64,128,8,2  -
+sm_100  128  table    128,64,8,3              64,64,8,2            32,128,8,2/64,128,8,2  64,64,8,2
+sm_100  128  vectors  64,64,8,1               64,64,8,1            64,64,8,1              64,64,8,1
+sm_120  64   none     128,64,8,3              128,64,8,2           32,128,8,2             -
+sm_120  64   slopes   64,64,4,3               128,32,8,2           32,128,8,2             -
+sm_120  64   table    64,64,4,3               32,32,4,2            32,64,4,1              32,32,4,2
+sm_120  64   vectors  32,32,4,1               32,32,4,1            32,32,4,2              32,32,8,2
+sm_120  128  none     64,64,8,2               64,64,8,2            32,32,4,2/64,64,8,2    -
+sm_120  128  slopes   64,32,4,3               64,32,8,2/64,32,4,2  32,32,4,2              -
+sm_120  128  table    64,32,4,3               64,32,8,2/64,32,4,2  32,32,4,2              32,32,4,2
+sm_120  128  vectors  32,32,8,1               16,16,8,1            32,32,8,2              16,16,8,1
+gfx942  64   none     128,64,4,1              64,64,4,1            64,64,4,1              -
+gfx942  64   slopes   128,64,4,1              64,32,4,1            64,64,4,1              -
+gfx942  64   table    64,64,4,1               64,64,4,1            64,64,4,1              64,64,4,1
+gfx942  64   vectors  32,32,4,1               32,32,4,1            32,32,4,1              32,32,4,1
+gfx942  128  none     64,64,4,1               64,64,4,1            32,64,4,1              -
+gfx942  128  slopes   64,64,4,1               64,32,4,3            32,32,4,1              -
+gfx942  128  table    64,64,4,1               64,32,4,1            32,64,4,1              64,64,4,1
+gfx942  128  vectors  64,64,4,1               16,16,8,1            32,32,4,1              16,16,8,1
+"""
+TILES = {tuple(line.split()[:3]): line.split()[3:] for line in TILE_TABLE.strip().splitlines()}
 
 # float32 elements: the tiles of vectors; what TILES lacks is in tile_for()
 FLOAT32_VECTORS = {"sm_100": Tile(64, 64, 8, 1), "gfx942": Tile(16, 16, 4, 1)}
@@ -1096,10 +1046,7 @@ FLOAT32_VECTORS = {"sm_100": Tile(64, 64, 8, 1), "gfx942": Tile(16, 16, 4, 1)}
 SWEEP_PROGRAMS = 512
 
 
-# -----------------------------------------------------------------------------
-# Launching the kernels
-
-
+@functools.cache
 def tile_for(family, itemsize, DP, kind, kernel, masked):
     """The Tile of one of KERNELS.
 
@@ -1107,21 +1054,22 @@ def tile_for(family, itemsize, DP, kind, kernel, masked):
     are documents, or is a head dimension below DP.
     """
     if family == "interpreter":
-        keys = 64 if kernel == "dkdv" and kind == TABLE.value else 32
-        return Tile(32, keys, 4, 1)
-    vectors = kind == VECTORS.value
+        return Tile(32, 64 if kernel == "dkdv" and kind == TABLE.value else 32, 4, 1)
     if itemsize <= 2 and DP <= 128:
-        row = family, max(DP, 64)
-        tile = TILES[row][kind][KERNELS.index(kernel)]
-        return tile if masked else UNMASKED_TILES.get(row, {}).get((kernel, kind), tile)
-    if itemsize > 2 and DP <= 128 and vectors:
+        bias = ("none", "slopes", "table", "vectors")[kind]
+        cell = TILES[family, str(max(DP, 64)), bias][KERNELS.index(kernel)]
+        return Tile(*map(int, cell.split("/")[0 if masked else -1].split(",")))
+    if DP <= 128 and kind == VECTORS.value:
         return FLOAT32_VECTORS.get(family, Tile(16, 16, 8, 1))
     # float32: with 4 warps of 32 threads the backward kernels of these biases spill
     adds_bias = kernel in ("dq", "dkdv") and kind in (SLOPES.value, TABLE.value)
     warps = 8 if itemsize > 2 and adds_bias and family != "gfx942" else 4
-    if vectors or itemsize > 2 and DP > 64:
-        return Tile(16, 16, warps, 1)
-    return Tile(32, 32, warps, 1)
+    side = 16 if kind == VECTORS.value or itemsize > 2 and DP > 64 else 32
+    return Tile(side, side, warps, 1)
+
+
+# -----------------------------------------------------------------------------
+# Launching the kernels
 
 
 def device_family(device):
@@ -1195,94 +1143,80 @@ def block_mask(docs, positions, window, sinks, Tq, Tk, BM, BN, causal, of_keys=F
     return torch.stack((lo, left, right, hi), -1).int().contiguous()
 
 
-def _kind_of(bias):
-    """The kind of bias, by the number of its dimensions."""
-    kinds = {1: SLOPES, 2: TABLE, 3: VECTORS}
-    return NONE.value if bias is None else kinds[bias.dim()].value
-
-
 class _Call:
     """The arguments that all kernels of one call share. q stands in for a tensor that is absent."""
 
     def __init__(self, q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale):
         self.B, self.H, self.Tq, self.D = q.shape
         self.HK, self.Tk = k.shape[1:3]
-        self.kind = _kind_of(bias)
+        self.kind = NONE.value if bias is None else (SLOPES, TABLE, VECTORS)[bias.dim() - 1].value
         self.m = bias.shape[1] if self.kind >= TABLE.value else 0
         self.window = window
         self.sinks = sinks
         self.causal = causal
         self.positions = positions if window else None
         self.docs = docs
-        self.has_block_mask = self.positions is not None or docs is not None
         self.DP = max(16, triton.next_power_of_2(self.D))
-        self.itemsize = q.element_size()
         self.family, precision = device_family(q.device)
+        self.arguments = {
+            "Tq": self.Tq, "Tk": self.Tk, "G": self.H // self.HK, "m": self.m,
+            "window": window, "sinks": sinks, "scale": scale * LOG2E,
+            "D": self.D, "DP": self.DP, "KIND": self.kind, "HAS_REL_V": rel_v is not None,
+            "QR_IS_Q": qr is None, "CAUSAL": causal, "WINDOW": window > 0,
+            "POSITIONS": self.positions is not None, "DOCS": docs is not None,
+            "PRECISION": precision if q.dtype == torch.float32 else "ieee",
+        }  # fmt: skip
 
         self.q = q
-        self.qr = q if qr is None else qr
-        self.inputs = (
-            q,
-            self.qr,
-            k,
-            v,
-            q if bias is None else bias,
-            q if rel_v is None else rel_v,
-        )
-        self.q_strides = (*q.stride()[:3], *self.qr.stride()[:3])
-        self.kv_strides = (*k.stride()[:3], *v.stride()[:3])
-        by_head = bias is not None and bias.shape[0] > 1
-        self.bias_strides = (
-            bias.stride(0) if by_head else 0,
+        may_be_absent = (qr, bias, rel_v, self.positions, docs)
+        self.qr, bias_or_q, rel_v, pos, doc = (q if x is None else x for x in may_be_absent)
+        self.inputs = (q, self.qr, k, v, bias_or_q, rel_v, pos, doc)
+        self.strides = _strides(q, self.qr, k, v)
+        self.last_strides = (
+            bias.stride(0) if bias is not None and bias.shape[0] > 1 else 0,
             bias.stride(1) if self.kind == VECTORS.value else 1,
+            pos.stride(0) if pos.dim() == 2 else 0,
+            pos.stride(-1),
+            doc.stride(0),
+            doc.stride(-1),
         )
-        self.scalars = {"m": self.m, "window": window, "sinks": sinks, "scale": scale * LOG2E}
-        self.flags = {
-            "D": self.D,
-            "DP": self.DP,
-            "KIND": self.kind,
-            "HAS_REL_V": rel_v is not None,
-            "QR_IS_Q": qr is None,
-            "CAUSAL": causal,
-            "WINDOW": window > 0,
-            "POSITIONS": self.positions is not None,
-            "DOCS": docs is not None,
-            "PRECISION": precision if q.dtype == torch.float32 else "ieee",
-        }
 
     def tile(self, kernel):
-        """The tile of a kernel, and the keyword arguments of its launch that follow from it."""
+        """The Tile of one of KERNELS."""
         masked = self.window > 0 or self.docs is not None or self.D < self.DP
-        tile = tile_for(self.family, self.itemsize, self.DP, self.kind, kernel, masked)
-        options = {
-            "BM": tile.BM,
-            "BN": tile.BN,
-            "W": triton.next_power_of_2(tile.BM + tile.BN),
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
-        }
-        if kernel == "sweep":  # square
-            del options["BN"]
-        if kernel == "dkdv":
-            has_sweep = self.kind >= TABLE.value
-            options["B"] = self.tile("sweep")[0].BM if has_sweep else tile.BM
-        return tile, options
+        return tile_for(self.family, self.q.element_size(), self.DP, self.kind, kernel, masked)
 
-    def masks(self, BM, BN, of_keys=False):
-        """Positions, documents and the block mask for tiles of this size, and their strides."""
-        pos = self.q if self.positions is None else self.positions
-        doc = self.q if self.docs is None else self.docs
+    def launch(self, name, kernel, tensors, strided, **more):
+        """Launch one of KERNELS, given with its grid.
+
+        tensors: the pointers that it takes after those that all kernels take. strided: those of
+        which it also takes the strides. more: arguments that the other kernels lack.
+        """
+        tile = self.tile(name)
+        more |= {"BM": tile.BM, "W": triton.next_power_of_2(tile.BM + tile.BN)}
+        if name != "sweep":  # square
+            more["BN"] = tile.BN
+        if name == "dkdv":
+            more["B"] = self.tile("sweep").BM if self.kind >= TABLE.value else tile.BM
         mask = self.q
         mask_b = 0
-        if self.has_block_mask:
+        if self.positions is not None or self.docs is not None:
             mask = block_mask(
-                self.docs, self.positions, self.window, self.sinks,
-                self.Tq, self.Tk, BM, BN, self.causal, of_keys,
+                self.docs, self.positions, self.window, self.sinks, self.Tq, self.Tk,
+                tile.BM, tile.BN, self.causal, of_keys=name == "dkdv",
             )  # fmt: skip
             mask_b = mask.stride(0) if mask.shape[0] > 1 else 0
-        pos_b = pos.stride(0) if pos.dim() == 2 else 0
-        strides = (pos_b, pos.stride(-1), doc.stride(0), doc.stride(-1), mask_b)
-        return (pos, doc, mask), strides
+        strides = (*self.strides, *_strides(*strided), *self.last_strides, mask_b)
+        with torch.cuda.device_of(self.q):  # Triton launches kernels on the current device
+            kernel(
+                *self.inputs, mask, *tensors, *strides,
+                **self.arguments, **more, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+
+
+def _strides(*tensors):
+    """Of each (B, H, T, D) the strides of batch, head and token, one after the other."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _empty_output(x):
@@ -1322,26 +1256,17 @@ def _attention(
     """
     q, qr, k, v = (_kernel_layout(x) for x in (q, qr, k, v))
     out = _empty_output(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if not out.numel():
-        return out, lse
-    call = _Call(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
-    tile, options = call.tile("forward")
-    masks, mask_strides = call.masks(tile.BM, tile.BN)
-    grid = (triton.cdiv(call.Tq, tile.BM), call.H, call.B)
-    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
-        _forward_kernel[grid](
-            *call.inputs, *masks, out, lse,
-            *call.q_strides, *call.kv_strides, *out.stride()[:3], *call.bias_strides, *mask_strides,
-            call.Tq, call.Tk, call.H // call.HK,
-            **call.scalars, **call.flags, **options,
-        )  # fmt: skip
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if out.numel():
+        call = _Call(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
+        grid = (triton.cdiv(call.Tq, call.tile("forward").BM), call.H, call.B)
+        call.launch("forward", _forward_kernel[grid], (out, lse), (out,))
     return out, lse
 
 
 @_attention.register_fake
 def _(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale):
-    return _empty_output(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return _empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("nanolong::attention_backward", mutates_args=())
@@ -1363,37 +1288,19 @@ def _attention_backward(
     dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
     call = _Call(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
     bias_grad = bias_grad and call.kind != NONE.value
+
     delta = torch.empty_like(lse)
     row_sums = bias_grad and call.kind == VECTORS.value
-    row_grad = torch.empty_like(lse) if row_sums else lse
-    row_mass = torch.empty_like(lse) if row_sums else lse
-
-    tile, options = call.tile("dq")
-    masks, mask_strides = call.masks(tile.BM, tile.BN)
-    grid = (triton.cdiv(call.Tq, tile.BM), call.H, call.B)
-    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
-        _dq_kernel[grid](
-            *call.inputs, *masks, out, lse, dout, dlse,
-            dq, dq if qr is None else dqr, delta, row_grad, row_mass,
-            *call.q_strides, *call.kv_strides, *out.stride()[:3],
-            *dout.stride()[:3], *dq.stride()[:3], *call.bias_strides, *mask_strides,
-            call.Tq, call.Tk, call.H // call.HK,
-            **call.scalars, **call.flags, ROW_SUMS=row_sums, **options,
-        )  # fmt: skip
+    row_grad, row_mass = (torch.empty_like(lse) if row_sums else lse for _ in range(2))
+    tensors = out, lse, dout, dlse, dq, dq if qr is None else dqr, delta, row_grad, row_mass
+    grid = (triton.cdiv(call.Tq, call.tile("dq").BM), call.H, call.B)
+    call.launch("dq", _dq_kernel[grid], tensors, (out, dout, dq), ROW_SUMS=row_sums)
 
     key_sums = bias_grad and call.kind != VECTORS.value
     key_grad = lse.new_empty(call.B, call.H, call.Tk) if key_sums else lse
-    tile, options = call.tile("dkdv")
-    masks, mask_strides = call.masks(tile.BM, tile.BN, of_keys=True)
-    grid = (triton.cdiv(call.Tk, tile.BN), call.HK, call.B)
-    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
-        _dkdv_kernel[grid](
-            *call.inputs, *masks, lse, dout, delta, dk, dv, key_grad,
-            *call.q_strides, *call.kv_strides,
-            *dout.stride()[:3], *dk.stride()[:3], *call.bias_strides, *mask_strides,
-            call.Tq, call.Tk, call.H // call.HK,
-            **call.scalars, **call.flags, KEY_SUMS=key_sums, **options,
-        )  # fmt: skip
+    tensors = lse, dout, delta, dk, dv, key_grad
+    grid = (triton.cdiv(call.Tk, call.tile("dkdv").BN), call.HK, call.B)
+    call.launch("dkdv", _dkdv_kernel[grid], tensors, (dout, dk), KEY_SUMS=key_sums)
 
     if not bias_grad:
         return grads
@@ -1422,8 +1329,7 @@ def _sweep(call, lse, dout, delta):
     Returns the sums by distance for the bias and for the relative values, float32 (splits, H,
     diagonals, 2 BM, ...) or None, the smallest distance of the first diagonal, and BM.
     """
-    tile, options = call.tile("sweep")
-    BM = tile.BM
+    BM = call.tile("sweep").BM
     q_start = call.Tk - call.Tq
 
     # the diagonals (query block - key block) whose tiles hold distances |d| < near
@@ -1441,22 +1347,13 @@ def _sweep(call, lse, dout, delta):
     # The number of splits depends on the shapes alone, so the same sums come out on every device.
     tiles = call.B * triton.cdiv(call.Tq, BM)
     splits = max(1, min(SWEEP_PROGRAMS // (call.H * diagonals), tiles))
-    shape = (splits, call.H, diagonals, options["W"])
-    if call.kind == VECTORS.value:
-        shape = (*shape, call.D)
-    by_distance = torch.empty(shape, dtype=torch.float32, device=lse.device)
-    v_by_distance = None
-    if call.flags["HAS_REL_V"]:
-        v_by_distance = torch.empty(shape, dtype=torch.float32, device=lse.device)
-    masks, mask_strides = call.masks(BM, BM)
-    with torch.cuda.device_of(lse):  # Triton launches kernels on the current device
-        _sweep_kernel[diagonals, call.H, splits](
-            *call.inputs, *masks, lse, dout, delta,
-            by_distance, by_distance if v_by_distance is None else v_by_distance,
-            *call.q_strides, *call.kv_strides, *dout.stride()[:3], *call.bias_strides, *mask_strides,
-            call.Tq, call.Tk, call.B, call.H // call.HK,
-            **call.scalars, first_diagonal=first, **call.flags, **options,
-        )  # fmt: skip
+    channels = (call.D,) if call.kind == VECTORS.value else ()
+    by_distance = lse.new_empty(splits, call.H, diagonals, 2 * BM, *channels)
+    v_by_distance = torch.empty_like(by_distance) if call.arguments["HAS_REL_V"] else by_distance
+    call.launch(
+        "sweep", _sweep_kernel[diagonals, call.H, splits],
+        (lse, dout, delta, by_distance, v_by_distance), (dout,), B=call.B, first_diagonal=first,
+    )  # fmt: skip
     return by_distance, v_by_distance, d0, BM
 
 
@@ -1489,17 +1386,9 @@ def _sum_by_distance(grad, partial, last, d0, BM, causal):
 
 def _empty_grads(q, qr, k, v, bias, rel_v):
     """Empty dq, dqr, dk, dv, dbias (float32) and drel_v (float32); of size 0 if x is None."""
-
-    def empty_float32(x):
-        shape = (0,) if x is None else x.shape
-        return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-    dq = _empty_output(q)
-    if qr is None:
-        dqr = torch.empty(0, dtype=q.dtype, device=q.device)
-    else:
-        dqr = _empty_output(q)
-    return dq, dqr, _empty_output(k), _empty_output(v), empty_float32(bias), empty_float32(rel_v)
+    dq, dqr, dk, dv = (q.new_empty(0) if x is None else _empty_output(x) for x in (q, qr, k, v))
+    shapes = [(0,) if x is None else x.shape for x in (bias, rel_v)]
+    return dq, dqr, dk, dv, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 @_attention_backward.register_fake
@@ -1582,40 +1471,38 @@ def _check_arguments(q, k, v, bias, relative, positions, docs, scale):
     """Raise ValueError for what the kernels do not support."""
     B, H, Tq, D = q.shape
     HK, Tk = k.shape[1:3]
-    supported = (torch.float16, torch.bfloat16, torch.float32)
-    if q.dtype not in supported or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(
-            f"attention: queries are {q.dtype}, keys {k.dtype} and values {v.dtype}: "
-            "use float16, bfloat16 or float32, the same for all three"
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    fits = shapes[1] == shapes[2] == (B, HK, Tk, D) and H % HK == 0 and Tq <= Tk
+    keys, values, _ = relative or (None, None, None)
+    keys_fit = keys is None or keys.dim() == 3 and keys.shape[0] in (1, H) and keys.shape[2] == D
+    if keys is not None and (not keys.numel() or values is not None and values.shape != keys.shape):
+        keys_fit = False
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        problem = (
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: use one of {DTYPES}, the same for all"
         )
-    shapes_fit = k.shape == (B, HK, Tk, D) and v.shape == k.shape and H % HK == 0
-    if not shapes_fit or not 1 <= D <= 256 or Tq > Tk or max(B, H) > 65535:
-        raise ValueError(
-            f"attention: queries {tuple(q.shape)}, keys {tuple(k.shape)} and values "
-            f"{tuple(v.shape)} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), "
-            "with H a multiple of Hk, Tq <= Tk and D <= 256"
+    elif not fits or not 1 <= D <= 256 or max(B, H) > 65535:
+        problem = (
+            f"q, k, v {shapes} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), with H a "
+            "multiple of Hk, Tq <= Tk and D <= 256"
         )
-    if bias is not None and relative is not None:
-        raise ValueError("attention: there are a bias and relative vectors: use one of them")
-    if not scale > 0:
-        raise ValueError(f"attention: scale is {scale}: use one above 0")
-    if bias is not None and (bias.dim() not in (1, 2) or bias.shape[0] != H or not bias.numel()):
-        raise ValueError(
-            f"attention: the bias has shape {tuple(bias.shape)}: "
-            f"use slopes ({H},) or a table ({H}, m)"
+    elif bias is not None and relative is not None:
+        problem = "there are a bias and relative vectors: use one of them"
+    elif not scale > 0:
+        problem = f"scale is {scale}: use one above 0"
+    elif bias is not None and not (bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel()):
+        problem = f"the bias has shape {tuple(bias.shape)}: use slopes ({H},) or a table ({H}, m)"
+    elif not keys_fit:
+        problem = f"relative keys are {tuple(keys.shape)}: use ({H} or 1, m, {D}), as for values"
+    elif not _are_integers(positions, (Tk,), (B, Tk)) or not _are_integers(docs, (B, Tk)):
+        problem = (
+            f"positions or docs do not fit: use integers ({B}, {Tk}), of positions also ({Tk},)"
         )
-    if relative is not None:
-        keys, values, _ = relative
-        keys_fit = keys.dim() == 3 and keys.shape[0] in (1, H) and keys.shape[2] == D
-        if not keys_fit or not keys.numel() or values is not None and values.shape != keys.shape:
-            shapes = [tuple(x.shape) for x in (keys, values) if x is not None]
-            raise ValueError(
-                f"attention: relative keys and values have shapes {shapes}: "
-                f"use ({H} or 1, m, {D}) for both"
-            )
-    for name, x, shapes in (("positions", positions, [(Tk,), (B, Tk)]), ("docs", docs, [(B, Tk)])):
-        if x is not None and (tuple(x.shape) not in shapes or x.is_floating_point()):
-            raise ValueError(
-                f"attention: {name} has shape {tuple(x.shape)} and dtype {x.dtype}: "
-                f"use integers of shape {' or '.join(map(str, shapes))}"
-            )
+    else:
+        return
+    raise ValueError(f"attention: {problem}")
+
+
+def _are_integers(x, *shapes):
+    """Whether x is None, or integers of one of these shapes."""
+    return x is None or tuple(x.shape) in shapes and not x.is_floating_point()

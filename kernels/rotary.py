@@ -6,11 +6,6 @@ The formula (RoFormer, arXiv 2104.09864, in the half-split layout of GPT-NeoX an
 channels of a head the first R are rotated, channel c < R/2 together with channel c + R/2, by the
 angle of the token's position for that pair. Channels from R on pass through:
 
-    y[c]       = x[c] cos - x[c + R/2] sin
-    y[c + R/2] = x[c + R/2] cos + x[c] sin
-
-In plain PyTorch:
-
     a, b = x[..., :R/2], x[..., R/2:R]
     y = cat((a * cos - b * sin, b * cos + a * sin, x[..., R:]), -1)
 
@@ -27,6 +22,8 @@ the dtype: in bfloat16, cos and sin would no longer tell distant positions apart
 import torch
 import triton
 import triton.language as tl
+
+GROUP = 4  # heads of a program
 
 
 @triton.jit
@@ -92,18 +89,8 @@ def _rotate_kernel(
         )  # fmt: skip
 
 
-def launch_options(D):
-    """The tokens and heads of a program, and its warps, for heads of D channels.
-
-    A tile is 4 KiB of bfloat16, so that each thread loads and stores 16 bytes at a time.
-    """
-    return {"BT": max(1, 2048 // triton.next_power_of_2(D)), "GROUP": 4, "num_warps": 4}
-
-
 def _empty_outputs(q, k):
-    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
-    return q_out, k_out
+    return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 @torch.library.custom_op("nanolong::rope", mutates_args=())
@@ -122,15 +109,17 @@ def _rope(
     cos, sin = (x if x.stride(-1) == 1 or half == 1 else x.contiguous() for x in (cos, sin))
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    options = launch_options(D)
-    head_groups = triton.cdiv(H, options["GROUP"]) + triton.cdiv(HK, options["GROUP"])
+    # a tile of 4 KiB of bfloat16: each thread loads and stores 16 bytes at a time
+    BT = max(1, 2048 // triton.next_power_of_2(D))
+    head_groups = triton.cdiv(H, GROUP) + triton.cdiv(HK, GROUP)
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
-        _rotate_kernel[triton.cdiv(T, options["BT"]), head_groups, B](
+        _rotate_kernel[triton.cdiv(T, BT), head_groups, B](
             q, k, q_out, k_out, cos, sin, T, H, HK,
             *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
             cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2),
             D=D, HALF=half, HALF_P2=triton.next_power_of_2(max(half, 1)),
-            REST_P2=triton.next_power_of_2(rest) if rest else 0, INVERSE=inverse, **options,
+            REST_P2=triton.next_power_of_2(rest) if rest else 0, INVERSE=inverse,
+            BT=BT, GROUP=GROUP, num_warps=4,
         )  # fmt: skip
     return q_out, k_out
 
@@ -163,24 +152,23 @@ def rope(q, k, cos, sin):
     factor where there is one. No gradient reaches them.
     Raises ValueError for what the kernel does not support.
     """
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype:
-        raise ValueError(
-            f"rope: queries are {q.dtype} and keys {k.dtype}: "
-            "use float16, bfloat16 or float32, the same for both"
-        )
-    tables = (cos, sin)
-    if any(x.dtype != torch.float32 or x.requires_grad for x in tables):
-        raise ValueError(
-            f"rope: cos and sin are {cos.dtype} and {sin.dtype}, or require a gradient: "
-            "use float32 tables without gradient"
-        )
     B, _, T, D = q.shape
     keys_fit = k.shape[0] == B and k.shape[2:] == (T, D)
     tables_fit = cos.shape == sin.shape and cos.shape[-2] == T and 2 * cos.shape[-1] <= D
-    if not keys_fit or not tables_fit or cos.dim() == 3 and cos.shape[0] != B:
-        raise ValueError(
-            f"rope: queries {tuple(q.shape)}, keys {tuple(k.shape)} and tables {tuple(cos.shape)}, "
-            f"{tuple(sin.shape)} do not fit: use q (B, H, T, D), k (B, Hk, T, D), and tables "
-            "(T, R/2) or (B, T, R/2) with R <= D"
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype:
+        problem = (
+            f"q is {q.dtype}, k {k.dtype}: use float16, bfloat16 or float32, the same for both"
         )
-    return _rope(q, k, cos, sin, False)
+    elif any(x.dtype != torch.float32 or x.requires_grad for x in (cos, sin)):
+        problem = (
+            "cos and sin are not float32, or have a gradient: use float32 tables without gradient"
+        )
+    elif not keys_fit or not tables_fit or cos.dim() == 3 and cos.shape[0] != B:
+        shapes = [tuple(x.shape) for x in (q, k, cos, sin)]
+        problem = (
+            f"q, k, cos and sin {shapes} do not fit: use q (B, H, T, D), k (B, Hk, T, D), and "
+            "tables (T, R/2) or (B, T, R/2) with R <= D"
+        )
+    else:
+        return _rope(q, k, cos, sin, False)
+    raise ValueError(f"rope: {problem}")

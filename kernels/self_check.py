@@ -5,7 +5,6 @@ a rounding of that dtype: the bounds of tests/interpreted/, which hold there for
 """
 
 import contextlib
-import functools
 import importlib
 import warnings
 from typing import NamedTuple
@@ -48,61 +47,63 @@ def find_fault(case, device):
 
     Raises what the compiler or the launch raises.
     """
+    # Several tiles and a part of one. Triton compiles multiples of 16 differently.
+    lengths = [1041, 1056] if case.kernel == "decoding" else [273, 288]
+    if device.type == "cpu":  # the interpreter is slow, and its tiles of attention are small
+        lengths = [81] if case.kernel.startswith("attention") else lengths[:1]
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for length in _lengths(case, device):
+        for length in lengths:
             for name, error, limit in _compare(case, length, device):
                 if not error <= limit:  # NaN is a fault, too
                     return f"{name} has a relative error of {error:.2g}, and {limit:.2g} is allowed"
     return ""
 
 
-def _lengths(case, device):
-    """Tokens: several tiles and a part of one. Triton compiles multiples of 16 differently."""
-    length = 1041 if case.kernel == "decoding" else 273
-    if device.type != "cpu":
-        return length, length + 15
-    # the interpreter is slow, and its tiles of attention are small
-    return (81,) if case.kernel.startswith("attention") else (length,)
-
-
 def _compare(case, length, device):
     """Yield (name, error of the kernel, largest error allowed) for each output and gradient."""
-    randn = functools.partial(_randn, torch.Generator().manual_seed(0), device)
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
     inputs = _inputs(case, length, randn)
-    n_outputs = 2 if case.kernel == "rope" else 1
-    leaves = list(inputs.values())
-    out_grads = [randn(*x.shape).to(case.dtype) for x in leaves[:n_outputs]]
-    if case.kernel in ("decoding", "attention without gradient"):
-        out_grads = []
+    names = ["queries", "keys"] if case.kernel == "rope" else ["the output"]
+    out_grads = [randn(*x.shape).to(case.dtype) for x in list(inputs.values())[: len(names)]]
+    has_gradient = case.kernel in ("rope", "attention")
+    names += [f"the gradient of {name}" for name in inputs]
+
+    def run(file, dtype=None):
+        """The outputs of a file's operator, and the gradients by all inputs."""
+        leaves = {name: x.detach().to(dtype or x.dtype) for name, x in inputs.items()}
+        for x in leaves.values():
+            x.requires_grad_(has_gradient)
+        if case.kernel == "rope":
+            angle = torch.rand(length, case.rotated // 2, generator=generator.manual_seed(1)) * 1000
+            outputs = file.rope(*leaves.values(), angle.cos().to(device), angle.sin().to(device))
+        else:
+            options = _mask_options(case.mask, length, device)
+            options |= _term_options(leaves)
+            qkv = [leaves[name] for name in ("queries", "keys", "values")]
+            outputs = (file.attention(*qkv, **options),)
+        if not has_gradient:
+            return outputs
+        grads = [grad.to(y.dtype) for grad, y in zip(out_grads, outputs, strict=True)]
+        return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), grads)]
 
     module = importlib.import_module(f".{FILES[case.kernel]}", __package__)
-    names = [*list(inputs)[:n_outputs], *(f"the gradient of {name}" for name in inputs)]
-    if case.kernel == "rope":
-        angle = torch.rand(length, case.rotated // 2, generator=torch.Generator().manual_seed(1))
-        tables = ((angle * 1000).cos().to(device), (angle * 1000).sin().to(device))
-        calls = [functools.partial(_rope, file.rope, tables) for file in (module, eager)]
-    else:
-        names[0] = "the output"
-        options = _mask_options(case.mask, length, device)
-        calls = [
-            functools.partial(_attention, file.attention, case.term, options)
-            for file in (module, eager)
-        ]
-    kernel, plain = calls
-    exact = _outputs_and_gradients(plain, [x.double() for x in leaves], out_grads)
-    expected = _outputs_and_gradients(plain, leaves, out_grads)
-    found = _outputs_and_gradients(kernel, leaves, out_grads)
-    for name, x, y, truth in zip(names, found, expected, exact, strict=False):
+    results = (run(eager, torch.float64), run(eager), run(module))
+    for name, truth, expected, found in zip(names, *results, strict=False):
         rounding = ROUNDING[case.dtype]
         if name.endswith("slopes") and case.dtype == torch.float32:
             rounding *= 100  # a few sums of large terms of both signs: their size tells little
-        yield name, _error(x, truth), 2 * _error(y, truth) + rounding
+        yield name, _error(found, truth), 2 * _error(expected, truth) + rounding
 
 
-def _randn(generator, device, *shape):
-    return torch.randn(shape, generator=generator).to(device)
+@torch.no_grad()
+def _error(x, truth):
+    return float((x.double() - truth).norm() / truth.norm())
 
 
 def _inputs(case, length, randn):
@@ -116,12 +117,13 @@ def _inputs(case, length, randn):
     # such as a soft cap of 30. With offsets smaller, for the kernels round their sums with queries.
     size = 2 if "offsets" in case.term else 3
     # in memory as a model has them
-    q = (size * randn(2, n_queries, H, D)).to(case.dtype).transpose(1, 2)
-    k = randn(2, length, 2, D).to(case.dtype).transpose(1, 2)
-    v = randn(2, length, 2, D).to(case.dtype).transpose(1, 2)
+    inputs = {
+        "queries": (size * randn(2, n_queries, H, D)).to(case.dtype).transpose(1, 2),
+        "keys": randn(2, length, 2, D).to(case.dtype).transpose(1, 2),
+    }
     if case.kernel == "rope":
-        return {"queries": q, "keys": k}
-    inputs = {"queries": q, "keys": k, "values": v}
+        return inputs
+    inputs["values"] = randn(2, length, 2, D).to(case.dtype).transpose(1, 2)
     if case.term == "slopes":
         inputs["slopes"] = randn(H).abs() / 8  # so that not only the nearest keys count
     elif case.term == "table":
@@ -136,12 +138,23 @@ def _inputs(case, length, randn):
     return inputs
 
 
+def _term_options(inputs):
+    """The arguments of attention() for the inputs of a term."""
+    if "relative keys" in inputs:
+        offsets = None
+        if "offset u" in inputs:
+            offsets = (inputs["offset u"], inputs["offset w"])
+        return {"relative": (inputs["relative keys"], inputs.get("relative values"), offsets)}
+    return {"bias": inputs.get("slopes", inputs.get("table"))}
+
+
 def _mask_options(mask, length, device):
-    """Arguments of attention() for the words of a mask."""
+    """The arguments of attention() for the words of a mask."""
     index = torch.arange(length, device=device)
     options = {"causal": "all keys" not in mask}
     if "window" in mask:
-        options |= {"window": 40, "sinks": 3}
+        options["window"] = 40
+        options["sinks"] = 3
     if "positions" in mask:
         options["positions"] = index + index // 3
     if "documents" in mask:
@@ -149,32 +162,3 @@ def _mask_options(mask, length, device):
     if "length" in mask:
         options["length"] = torch.tensor([length - 30], device=device)
     return options
-
-
-def _rope(function, tables, q, k):
-    return function(q, k, *tables)
-
-
-def _attention(function, term, options, q, k, v, *term_inputs):
-    if term in ("slopes", "table"):
-        options = {**options, "bias": term_inputs[0]}
-    elif term != "no term":
-        keys, *rest = term_inputs
-        values = rest.pop(0) if "values" in term else None
-        options = {**options, "relative": (keys, values, tuple(rest) or None)}
-    return (function(q, k, v, **options),)
-
-
-def _outputs_and_gradients(call, inputs, out_grads):
-    """out_grads: of the outputs; none: no gradients are computed."""
-    leaves = [x.detach().requires_grad_(bool(out_grads)) for x in inputs]
-    outputs = call(*leaves)
-    if not out_grads:
-        return outputs
-    out_grads = [grad.to(y.dtype) for grad, y in zip(out_grads, outputs, strict=True)]
-    return [*outputs, *torch.autograd.grad(outputs, leaves, out_grads)]
-
-
-@torch.no_grad()
-def _error(x, truth):
-    return float((x.double() - truth).norm() / truth.norm())

@@ -2,7 +2,6 @@
 
     python tests/golden.py OLD NEW                       all groups, about ten minutes on two cores
     python tests/golden.py OLD NEW --only=models,hf      some of them
-    python tests/golden.py OLD NEW --jobs=1              one process at a time
 
 OLD is commit 9ee6ca5 or later: the cases import what they use from where it is today. Both are
 copied to a temporary folder, so nothing is written into them. The same cases then run in both
@@ -28,17 +27,8 @@ import torch
 from safetensors.torch import load_file
 
 GROUPS = (
-    "kernels",
-    "models",
-    "extension",
-    "generation",
-    "data",
-    "training",
-    "extending",
-    "sampling",
-    "evaluation",
-    "hf",
-    "statuses",
+    *("kernels", "models", "extension", "generation"),
+    *("data", "training", "extending", "sampling", "evaluation", "hf", "statuses"),
 )
 
 # Changes that are meant: patterns of entries ("group: case | key"), each with the reason.
@@ -70,8 +60,6 @@ def main():
     parser.add_argument("old", type=Path, help="a checkout")
     parser.add_argument("new", type=Path, help="the checkout to compare with it")
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, separated by commas")
-    parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="processes at a time")
-    parser.add_argument("--keep", action="store_true", help="keep the temporary folder in any case")
     args = parser.parse_args()
     groups = args.only.split(",")
     unknown = set(groups) - set(GROUPS)
@@ -82,23 +70,21 @@ def main():
     make_inputs(folder)
     for name, checkout in (("old", args.old), ("new", args.new)):
         copy_checkout(checkout, folder / name / "checkout")
-
-    print(f"{'group':<12}{'cases':>7}{'refused':>9}{'identical':>11}{'deliberate':>12}", end="")
-    print(f"{'different':>11}  {'largest':<11}{'seconds':<10}", flush=True)
+    print("group         cases  refused  deliberate  different  seconds", flush=True)
     differences = []
     for group in groups:
-        seconds = run_group(folder, group, args.jobs)
-        differences += report_group(folder, group, seconds)
+        start = time.perf_counter()
+        run_group(folder, group)
+        found = compare_group(folder, group)
+        print(f"  {time.perf_counter() - start:7.0f}", *found[:20], sep="\n    ", flush=True)
+        differences += found
     if differences:
         file = folder / "differences.txt"
         file.write_text("\n".join(differences) + "\n", encoding="utf-8")
         print(f"\n{len(differences)} entries differ; all of them are in {file}")
         return 1
     print("\nall identical")
-    if args.keep:
-        print(f"what was recorded is in {folder}")
-    else:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
     return 0
 
 
@@ -120,15 +106,13 @@ def copy_checkout(checkout, target):
     """Copy the code of a checkout, without its datasets, runs and environments."""
     if not (checkout / "model.py").is_file():
         sys.exit(f"error: {checkout} is no checkout of nanoLong: it has no model.py")
-    target.mkdir(parents=True)
-    for file in checkout.glob("*.py"):
-        shutil.copy(file, target)
-    for package in ("config", "kernels", "nanolong", "experiments"):
-        if (checkout / package).is_dir():
-            shutil.copytree(checkout / package, target / package)
-    (target / "data").mkdir()
-    for file in (checkout / "data").glob("*.py"):
-        shutil.copy(file, target / "data")
+    # data/ also holds datasets, in folders
+    for part in ("*.py", "data/*.py", "config/*", "kernels/*", "nanolong/**/*", "experiments/**/*"):
+        for file in checkout.glob(part):
+            copy = target / file.relative_to(checkout)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_file():
+                shutil.copy(file, copy)
 
 
 def environment():
@@ -143,67 +127,44 @@ def environment():
     }
 
 
-def run_group(folder, group, jobs):
-    """Run a group's cases in both checkouts; return the seconds of each as {name: seconds}."""
-    began = time.perf_counter()
-    running, seconds = {}, {}
+def run_group(folder, group):
+    """Run a group's cases in both checkouts, at the same time."""
+    running = []
     for name in ("old", "new"):
-        log = open(folder / name / f"{group}.log", "w")  # noqa: SIM115
-        running[name] = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("golden_cases.py"), group, folder / name],
-            cwd=folder / name / "checkout",
-            env=environment(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        log.close()
-        if jobs == 1:
-            running[name].wait()
-            seconds[name] = time.perf_counter() - began - sum(seconds.values())
-    for name, process in running.items():
+        with open(folder / name / f"{group}.log", "w") as log:
+            words = [Path(__file__).with_name("golden_cases.py"), group, folder / name]
+            process = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=folder / name / "checkout",
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        running.append(process)
+    for process in running:
         process.wait()
-        seconds.setdefault(name, time.perf_counter() - began)
-    return seconds
 
 
-def report_group(folder, group, seconds):
-    """Print a group's row and its first differences; return all of them as lines."""
+def compare_group(folder, group):
+    """Print a group's row; return a line for each entry that differs, failures first."""
     old, new = (read_results(folder / name, group) for name in ("old", "new"))
-    keys = sorted({*old, *new})
-    cases = {key.partition(" | ")[0] for key in keys}
-    different, deliberate, lines = {}, {}, []
-    for key in keys:
-        case = key.partition(" | ")[0]
-        gap = entry_gap(key, old, new)
-        reason = deliberate_reason(f"{group}: {key}")
-        if gap and reason:
-            deliberate[case] = reason
-        elif gap:
-            lines.append(f"{group}: {key}: {describe(key, old, new, gap)}")
-            different.setdefault(case, []).append((gap, lines[-1]))
-    deliberate = {case: deliberate[case] for case in deliberate.keys() - different.keys()}
-    refused = [key for key in old if key.endswith(" | refused")]
-    identical = len(cases) - len(different) - len(deliberate)
-    largest = max((gap for entries in different.values() for gap, _ in entries), default=0.0)
-    times = f"{seconds['old']:.0f}, {seconds['new']:.0f}"
-    print(
-        f"{group:<12}{len(cases):>7}{len(refused):>9}{identical:>11}{len(deliberate):>12}", end=""
-    )
-    print(f"{len(different):>11}  {largest:<11.2g}{times:<10}", flush=True)
-    print_differences(different, deliberate)
-    return lines
+    keys = sorted({*old, *new}, key=lambda key: (not key.endswith(" | failed"), key))
+    differing = [key for key in keys if entry_gap(key, old, new)]
+    entries = {key: f"{group}: {key}" for key in differing}
+    meant = {key for key in differing if any(fnmatch(entries[key], x) for x, _ in DELIBERATE)}
+    different = [key for key in differing if key not in meant]
+    counts = [
+        count_cases(keys),
+        sum(key.endswith(" | refused") for key in old),
+        count_cases(meant),
+        count_cases(different),
+    ]
+    print("{:<12}{:>7}{:>9}{:>12}{:>11}".format(group, *counts), end="")
+    return [f"{entries[key]}: {describe(key, old, new)}"[:400] for key in different]
 
 
-def print_differences(different, deliberate, most=20):
-    """Print the worst entry of each case that differs: a failure before everything else."""
-    for entries in list(different.values())[:most]:
-        _, line = max(entries, key=lambda entry: (" | failed: " in entry[1], entry[0]))
-        more = f" (and {len(entries) - 1} more)" if len(entries) > 1 else ""
-        print(f"    {line[:300]}{more}")
-    if len(different) > most:
-        print(f"    and {len(different) - most} more cases")
-    for reason in sorted(set(deliberate.values())):
-        print(f"    deliberate: {reason}")
+def count_cases(keys):
+    return len({key.partition(" | ")[0] for key in keys})
 
 
 def read_results(folder, group):
@@ -213,14 +174,6 @@ def read_results(folder, group):
         log = (folder / f"{group}.log").read_text(errors="replace").strip().splitlines()
         return {"the group | failed": (log or ["no output"])[-1]}
     return {**json.loads(values.read_text(encoding="utf-8")), **load_file(tensors)}
-
-
-def deliberate_reason(entry):
-    """Why an entry may differ, or None."""
-    for pattern, reason in DELIBERATE:
-        if fnmatch(entry, pattern):
-            return reason
-    return None
 
 
 def entry_gap(key, old, new):
@@ -260,22 +213,20 @@ def tensor_gap(a, b):
     return max(gap, math.ulp(0.0)) if math.isfinite(gap) else math.inf
 
 
-def describe(key, old, new, gap):
+def describe(key, old, new):
     """A difference in words."""
     if key.endswith(" | failed"):
-        errors = [results[key].strip().splitlines()[-1] for results in (old, new) if key in results]
-        return errors[-1]
+        return {**old, **new}[key].strip().splitlines()[-1]
     if key not in old or key not in new:
         return "only in NEW" if key in new else "only in OLD"
     a, b = old[key], new[key]
+    gap = f"{value_gap(a, b):.2g} apart"
     if torch.is_tensor(a) and torch.is_tensor(b):
-        if gap < math.inf:
-            return f"{gap:.2g} apart"
-        return f"{a.dtype} {list(a.shape)} in OLD, {b.dtype} {list(b.shape)} in NEW"
+        return f"{gap}: {a.dtype} {list(a.shape)} in OLD, {b.dtype} {list(b.shape)} in NEW"
     if isinstance(a, dict) and isinstance(b, dict):  # only what differs of them
-        same = [key for key in a if key in b and value_gap(a[key], b[key]) == 0]
-        a, b = ({key: x[key] for key in x if key not in same} for x in (a, b))
-    return f"{gap:.2g} apart: {a!r:.100} in OLD, {b!r:.100} in NEW"
+        same = [x for x in a if x in b and value_gap(a[x], b[x]) == 0]
+        a, b = ({x: values[x] for x in values if x not in same} for values in (a, b))
+    return f"{gap}: {a!r:.100} in OLD, {b!r:.100} in NEW"
 
 
 if __name__ == "__main__":

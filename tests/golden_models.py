@@ -1,7 +1,6 @@
 """The cases of golden.py that call the model itself: operators, schemes, extension, generation."""
 
 import copy
-import math
 import warnings
 import zlib
 from dataclasses import asdict
@@ -60,14 +59,15 @@ def record_pass(found, model, tokens, name="", **inputs):
     targets[:, -3:] = -1
     with torch.no_grad():
         found[f"{name}logits"] = model(tokens, **inputs)
+    record_loss(found, model, tokens, targets, name, **inputs)
+
+
+def record_loss(found, model, tokens, targets, name="", **inputs):
+    """Record the loss and the gradient of every parameter."""
     model.zero_grad(set_to_none=True)
     loss = model(tokens, targets, **inputs)
     loss.backward()
     found[f"{name}loss"] = loss
-    record_gradients(found, model, name)
-
-
-def record_gradients(found, model, name=""):
     found[f"{name}parameters"] = [parameter for parameter, _ in model.named_parameters()]
     for parameter, p in model.named_parameters():
         if p.grad is not None:
@@ -75,21 +75,15 @@ def record_gradients(found, model, name=""):
 
 
 @torch.no_grad()
-def cached_logits(model, tokens, sizes, capacity=0, positions=None, docs=None):
-    """Logits of tokens that are read in pieces of these sizes, or token by token (sizes=1)."""
-    length = tokens.shape[1]
-    sizes = [1] * length if sizes == 1 else sizes
+def cached_logits(model, tokens, sizes, capacity=0, **inputs):
+    """Logits of tokens that are read in pieces of these sizes."""
     cache, pieces, start = KVCache(capacity), [], 0
     for size in sizes:
         piece = slice(start, start + size)
-        more = {}
-        if positions is not None:
-            more["positions"] = positions[..., piece]
-        if docs is not None:
-            more["docs"] = docs[:, piece]
+        more = {name: x[..., piece] for name, x in inputs.items()}
         pieces.append(model(tokens[:, piece], cache=cache, **more))
         start += size
-    assert start == length
+    assert start == tokens.shape[1]
     return torch.cat(pieces, 1)
 
 
@@ -97,8 +91,9 @@ def record_cached(found, model, tokens, pieces, **inputs):
     """Record the logits of cached passes: token by token (one row, and all), and in pieces."""
     first = {key: value[:1] if value.dim() == 2 else value for key, value in inputs.items()}
     length = tokens.shape[1]
-    found["token by token"] = cached_logits(model, tokens[:1], 1, **first)
-    found["token by token, with capacity"] = cached_logits(model, tokens, 1, length, **inputs)
+    each = [1] * length
+    found["token by token"] = cached_logits(model, tokens[:1], each, **first)
+    found["token by token, with capacity"] = cached_logits(model, tokens, each, length, **inputs)
     found["in pieces"] = cached_logits(model, tokens, pieces, **inputs)
 
 
@@ -190,8 +185,6 @@ def models(record, folder):
         shape_cases(record, f"rope, fraction {fraction}", **settings)
     for settings in ({}, {"tie_embeddings": False}):
         shape_cases(record, f"GPT-2's shape, {settings}", **GPT2, **settings)
-    random_position_cases(record)
-    fresh_cases(record)
 
 
 def shape_cases(record, name, **settings):
@@ -265,10 +258,7 @@ def training_cases(record, pos):
             model = make_model(pos=pos, dropout=0.2, n_kv_head=2).train()
             model.activation_checkpointing = recompute
             torch.manual_seed(7)
-            loss = model(tokens, tokens.roll(-1, 1))
-            loss.backward()
-            found["loss"] = loss
-            record_gradients(found, model)
+            record_loss(found, model, tokens, tokens.roll(-1, 1))
     model = make_model(pos=pos)
     for reduction in ("sum", "none"):
         with record.case(f"{pos}, reduction {reduction}") as found:
@@ -283,36 +273,6 @@ def training_cases(record, pos):
     for dtype in (torch.float64, torch.bfloat16):
         with record.case(f"{pos}, {dtype}") as found, torch.no_grad():
             found["logits"] = make_model(pos=pos).to(dtype)(tokens)
-
-
-def random_position_cases(record):
-    """Random positions: sampled ones, and passes at them."""
-    for pos in ("learned", "sinusoidal", "rope"):
-        with record.case(f"{pos}, random positions") as found:
-            model = make_model(pos=pos, random_positions=96)
-            found["max_positions"] = model.config.max_positions
-            for length in (24, 60):
-                positions = model.sample_positions(2, length, 11)
-                found[f"positions of {length}"] = positions
-                name = f"{length} tokens, "
-                record_pass(found, model, random_tokens(2, length), name, positions=positions)
-
-
-def fresh_cases(record):
-    """The initial weights of one seed."""
-    for pos in POSITIONS:
-        for shape, settings in SHAPES.items():
-            with record.case(f"{pos}, {shape}, fresh") as found:
-                record_fresh(found, pos=pos, **settings)
-    with record.case("GPT-2's shape, fresh") as found:
-        record_fresh(found, **GPT2)
-
-
-def record_fresh(found, **settings):
-    torch.manual_seed(3)
-    for name, p in GPT(GPTConfig(**{**SMALL, **settings})).named_parameters():
-        found[name] = p
-    found["next random number"] = torch.rand(1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -384,7 +344,6 @@ def extension(record, folder):
         ("drope", "none"),
     ):
         twice_cases(record, "rope", method, again)
-    refused_cases(record)
 
 
 def method_options(method, n_pairs):
@@ -474,30 +433,6 @@ def twice_cases(record, pos, method, again):
         record_lengths(found, model)
 
 
-def refused_cases(record):
-    """Extensions that are refused, after which the model is what it was."""
-    for pos, method, factor, options in (
-        ("rope", "yarn", 0.5, {}),
-        ("rope", "yarn", math.nan, {}),
-        ("rope", "yarn", 2.0, {"beta": 1}),
-        ("rope", "scale", 2.0, {}),
-        ("nope", "scale", 2.0, {"scale": -1}),
-        ("t5", "pi", 2.0, {"scale": 1.0}),
-        ("rope", "longrope", 2.0, {}),
-    ):
-        model = make_model(pos=pos)
-        with record.case(f"{pos}, {method}, {factor}, {options}"):
-            model.extend(method, factor, **options)
-        with record.case(f"{pos}, {method}, {factor}, {options}, afterwards") as found:
-            found["block_size"] = model.config.block_size
-            found["logits"] = model(random_tokens(2, 24))
-    for method, factor in (("yarn", 2.0), ("none", 1.0)):
-        with record.case(f"random positions, {method}, {factor}") as found:
-            model = make_model(pos="rope", random_positions=96)
-            model.extend(method, factor)
-            found["block_size"] = model.config.block_size
-
-
 # -------------------------------------------------------------------------------------------------
 # Generation.
 
@@ -533,8 +468,6 @@ def generation(record, folder):
     with torch.autocast("cpu", torch.bfloat16):
         model = make_model(pos="rope", qk_norm=True, bias="qkv", n_kv_head=2)
         generated_cases(record, "autocast", model, 14)
-    limit_cases(record)
-    compiled_cases(record)
 
 
 def generated_cases(record, name, model, max_new_tokens):
@@ -552,33 +485,4 @@ def generated_cases(record, name, model, max_new_tokens):
 
 
 def generated(model, tokens, max_new_tokens, **settings):
-    """Generated ids (B, max_new_tokens)."""
     return torch.cat(list(model.generate(tokens, max_new_tokens, **settings)), 1)
-
-
-def limit_cases(record):
-    """What generation refuses, and what it has nothing to do for."""
-    model = make_model(pos="learned")
-    for name, length, max_new_tokens in (
-        ("just enough", 7, 18),
-        ("one too many", 7, 19),
-        ("no prompt", 0, 3),
-    ):
-        with record.case(f"learned, {name}") as found:
-            tokens = random_tokens(1, length)
-            found["ids"] = generated(model, tokens, max_new_tokens, temperature=0.0)
-    with record.case("no new tokens") as found:
-        found["count"] = len(list(model.generate(random_tokens(1, 7), 0)))
-
-
-def compiled_cases(record):
-    """Compiled decoding, greedy and sampled, and a method that cannot be compiled."""
-    model = make_model(pos="rope", qk_norm=True)
-    for sampler in ("greedy", "top_k"):
-        with record.case(f"compiled, {sampler}") as found:
-            generator = torch.Generator().manual_seed(5)
-            settings = {"generator": generator, "compiled": True, **SAMPLERS[sampler]}
-            found["ids"] = generated(model, random_tokens(2, 7), 6, **settings)
-    model.extend("dynamic-ntk", 2.0)
-    with record.case("compiled, dynamic") as found:
-        found["ids"] = generated(model, random_tokens(1, 7), 40, compiled=True)

@@ -21,15 +21,7 @@ from flags import TINY, last_of_each_flag
 from golden_models import GPT2, make_model, model_options, random_tokens, record_extended
 from safetensors.torch import load_file
 
-from data import (
-    ByteTokenizer,
-    CharTokenizer,
-    Dataset,
-    decode_stream,
-    encode_prompt,
-    passkey,
-    tokenizer_from_json,
-)
+from data import Dataset
 from model import GPT, POSITIONS
 from rope_scaling import METHODS
 
@@ -55,11 +47,9 @@ def call_script(script, *words):
         status = exit.code or 0
     finally:
         sys.argv = argv
-    texts = []
     for stream in (out, err):
         stream.flush()
-        texts.append(stream.buffer.getvalue().decode("utf-8"))
-    return status, *texts
+    return status, *(stream.buffer.getvalue().decode("utf-8") for stream in (out, err))
 
 
 def must_call(script, *words):
@@ -172,7 +162,6 @@ def data(record, folder):
                     batches = chosen.batch(index, 4, 32, 1337, *batch)
                     for i, part in enumerate(batches):
                         found[f"batch {index}, {i}"] = part
-    tokenizer_cases(record)
 
 
 def record_dataset(found, dataset):
@@ -191,30 +180,6 @@ def record_dataset(found, dataset):
     if dataset.separator is not None:
         found["documents"] = dataset.train.documents(dataset.separator)
         found["long_fraction"] = dataset.long_fraction(30000)
-
-
-def tokenizer_cases(record):
-    """Tokenizers: ids, text, prompts, passkeys."""
-    for name, tokenizer in (
-        ("bytes", ByteTokenizer()),
-        ("char", CharTokenizer("\n .0123456789abcdefghijklmnopqrstuvwxyzé", bos=True)),
-    ):
-        with record.case(f"tokenizer {name}") as found:
-            again = tokenizer_from_json(tokenizer.to_json())
-            ids = list(map(int, again.encode("café au lait 12.\n")))
-            found["ids"] = ids
-            found["text"] = list(again.decode(ids))
-            found["stream"] = list(decode_stream(ids, again))
-            found["prompts"] = [
-                encode_prompt(again, bos, text) for bos in (None, again.bos) for text in ("", "abc")
-            ]
-        for length, depth, hidden in ((64, 0.0, True), (80, 0.4, True), (80, 1.0, False)):
-            with record.case(f"passkey, {name}, {length}, {depth}, {hidden}") as found:
-                rng = np.random.default_rng(3)
-                made = passkey(tokenizer, length, depth, rng, tokenizer.bos, hidden)
-                found["inputs"], found["targets"] = made
-        with record.case(f"passkey, {name}, too short"):
-            passkey(tokenizer, 10, 0.5, np.random.default_rng(3))
 
 
 # -------------------------------------------------------------------------------------------------

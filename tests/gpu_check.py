@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -55,8 +56,7 @@ class CheckConfig:
             )
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What a command printed, and how it ended."""
 
     text: str
@@ -164,10 +164,7 @@ def run_sanitizer(folder, cfg):
     """The small cases of the tests under compute-sanitizer."""
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
-        sentence = (
-            "compute-sanitizer is not on the PATH, so it was left out (it comes with the CUDA "
-            "toolkit)."
-        )
+        sentence = "compute-sanitizer (of the CUDA toolkit) is not on the PATH, so it was left out."
         print(sentence)
         return [sentence], True
     lines = []
@@ -176,8 +173,7 @@ def run_sanitizer(folder, cfg):
         command = [sanitizer, "--tool", tool, "--print-limit", "20", "--error-exitcode", "1"]
         command += [sys.executable, *TESTS, "-k", "small_cases or rope"]
         # so that each tensor is an allocation, with bounds of its own
-        environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = run(command, folder / f"{tool}.txt", **environment)
+        done = run(command, folder / f"{tool}.txt", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         lines += [f"### {tool}", "", *report_sanitizer(done), ""]
         well = well and done.status == 0
     return lines, well

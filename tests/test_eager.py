@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_success, run_python
+from kernel_cases import rotate_by_complex_numbers
 
 import kernels
 from kernels import eager, reference
@@ -127,8 +129,6 @@ RELATIVE_CASES = [
     {"docs": True, "bias": 6, "window": 3, "m": 5, "Tq": 6},
     {"scale": 0.3, "bias": 6, "offsets": True},
 ]
-
-
 RELATIVE_CASES = [{"vectors": True, **case} for case in RELATIVE_CASES]
 
 
@@ -200,25 +200,9 @@ def test_attention_and_its_gradients_match_loops(case, rng):
         assert (y.double() - expected).norm() / expected.norm() < limit
 
 
-def test_relative_attention_in_chunks_of_queries_is_the_same(rng):
-    """700 tokens need several chunks; so do the same queries cut manually."""
-    q, k, v = (torch.randn(4, 6, 700, 4) for _ in range(3))
-    table = torch.randn(1, 33, 4)
-    relative = (table, table, None)
-    assert eager.MAX_SCORES // (4 * 6 * 2 * 700) < 700
-    whole = kernels.attention(q, k, v, relative=relative)
-    parts = []
-    for i in range(0, 700, 100):
-        end = i + 100
-        parts.append(
-            kernels.attention(q[:, :, i:end], k[:, :, :end], v[:, :, :end], relative=relative)
-        )
-    assert (torch.cat(parts, 2) - whole).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("n_queries", [37, 5, 1])
 @pytest.mark.parametrize("options", [{"window": 7}, {"window": 7, "sinks": 2}, {"docs": True}])
-@pytest.mark.parametrize("bias", [None, "slopes", 5])
+@pytest.mark.parametrize("bias", [None, "slopes", 5, "vectors"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_chunk_of_queries_reads_only_the_keys_it_sees(
     n_queries, options, bias, return_lse, monkeypatch, rng
@@ -229,8 +213,11 @@ def test_a_chunk_of_queries_reads_only_the_keys_it_sees(
     options = {**options, "return_lse": return_lse}
     if "docs" in options:
         options["docs"] = torch.tensor([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
-    if bias is not None:
-        options["bias"] = torch.rand(6) if bias == "slopes" else torch.randn(6, bias)
+    if bias == "vectors":
+        vectors = torch.randn(1, 9, 4, dtype=torch.float64)
+        options["relative"] = (vectors, vectors, None)
+    else:
+        options["bias"] = random_bias({"bias": bias}, 6)
     whole = eager.attention(q, k, v, **options)
     monkeypatch.setattr(eager, "MAX_SCORES", 2000)
     parts = eager.attention(q, k, v, **options)
@@ -293,10 +280,7 @@ def test_rope_rotates_pairs(width, rotated, rng):
     outputs = kernels.rope(q, k, cos, sin)
     wide = reference.rope(q.double(), k.double(), angle.cos(), angle.sin())
     for x, y, right in zip((q, k), outputs, wide, strict=True):
-        a = x[..., : rotated // 2].double()
-        b = x[..., rotated // 2 : rotated].double()
-        z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, None]
-        expected = torch.cat((z.real, z.imag, x[..., rotated:].double()), -1)
+        expected = rotate_by_complex_numbers(x.double(), angle, 1.0)
         assert torch.allclose(y.double(), expected, atol=1e-5)
         assert torch.allclose(right, expected, atol=1e-12)
         assert y.dtype == x.dtype
@@ -445,8 +429,7 @@ def random_loss_inputs(n, vocab):
 
 
 def plain_cross_entropy(x, weight, targets, reduction):
-    logits = x @ weight.t()
-    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
+    return F.cross_entropy(x @ weight.t(), targets, ignore_index=-1, reduction=reduction)
 
 
 def test_linear_cross_entropy_needs_little_memory():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, assert_success
+from kernel_cases import bias_arguments, bias_leaves
 
 import kernels
 from kernels import definition, eager, first_call
@@ -48,11 +49,12 @@ class FakeDevice:
 
         return kernel
 
-    def restart(self):
-        """Forget what a process keeps in memory."""
+    def restart(self, **environment):
+        """Forget what a process keeps in memory; perhaps with another driver."""
         first_call._faults.clear()
         first_call._print_once.cache_clear()
         self.calls.clear()
+        self.environment.update(environment)
 
 
 @pytest.fixture
@@ -64,18 +66,8 @@ def random_inputs(T=20, D=16, term="table"):
     """Queries, keys, values and a score term, each with gradient."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, T, D, requires_grad=True) for _ in range(3))
-    options = {}
-    if term == "slopes":
-        options = {"bias": torch.rand(2, requires_grad=True)}
-    elif term == "table":
-        options = {"bias": torch.randn(2, 5, requires_grad=True)}
-    elif term == "vectors":
-        vectors = [torch.randn(1, 5, D, requires_grad=True) for _ in range(2)]
-        options = {"relative": (*vectors, None)}
-    elif term == "xl":
-        offsets = tuple(torch.randn(2, D, requires_grad=True) for _ in range(2))
-        options = {"relative": (torch.randn(2, 5, D, requires_grad=True), None, offsets)}
-    return q, k, v, options
+    leaves = [x.requires_grad_() for x in bias_leaves(term, 2, 5, D, torch.float32)]
+    return q, k, v, bias_arguments(term, leaves)
 
 
 def assert_serves_eager(term="table", **changes):
@@ -146,7 +138,7 @@ def test_only_the_case_that_failed_is_replaced(device, capfd):
     assert capfd.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("term", ["none", "slopes", "table", "vectors", "xl"])
+@pytest.mark.parametrize("term", ["none", "slopes", "table", "shaw", "xl"])
 def test_every_term_is_checked_once(term, device, capfd):
     """With gradient, and for decoding without."""
     assert_serves_eager(term)
@@ -202,14 +194,12 @@ def test_masks_and_broken_rope(device, capfd):
 def soft_capped(q, k, v, *, bias=None, **options):
     """Attention whose scores are 30 tanh(score / 30) before the bias."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    score = q.float() @ k.float().mT / q.shape[3] ** 0.5
-    score = 30 * torch.tanh(score / 30)
+    score = 30 * torch.tanh(q.float() @ k.float().mT / q.shape[3] ** 0.5 / 30)
     Tq, Tk = score.shape[2:]
     distance = torch.arange(Tk - Tq, Tk)[:, None] - torch.arange(Tk)
-    if bias is not None and bias.dim() == 1:
-        score = score - bias[:, None, None] * distance
-    elif bias is not None:
-        score = score + bias[:, distance.clamp(0, bias.shape[1] - 1)]
+    if bias is not None:
+        table = bias if bias.dim() == 2 else -bias[:, None] * torch.arange(Tk)
+        score = score + table[:, distance.clamp(0, table.shape[1] - 1)]
     return (score.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v.float()).to(v.dtype)
 
 
@@ -295,11 +285,9 @@ def test_other_versions_are_checked_again(part, device, monkeypatch):
     device.restart()
     assert_serves_eager()
     assert device.calls == ["flash"]
-    device.restart()
+    device.restart(**{part: "another"})
     if part == "sources":
         monkeypatch.setattr(first_call, "_sources", lambda kernel: {"sources": "changed"})
-    else:
-        device.environment[part] = "another"
     assert_serves_eager()
     assert device.calls == ["flash", "flash"]
 
@@ -517,8 +505,7 @@ def test_a_run_records_its_verdict(device, call, text_data, tmp_path):
     resumed = call("train.py", *words, "--max_iters=6", "--init_from=resume")
     assert resumed.returncode == 0 and "kernels" not in resumed.stdout
     assert verdict(6) == "triton"
-    device.restart()
-    device.environment["driver"] = "2"
+    device.restart(driver="2")
     device.broken["flash"] = wrong_scale
     resumed = call("train.py", *words, "--max_iters=8", "--init_from=resume")
     expected = "triton, but plain PyTorch for attention (float32, head dimension 16, table)"

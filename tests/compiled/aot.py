@@ -21,10 +21,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/compiled")]
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+from kernel_cases import bias_arguments, bias_leaves  # noqa: E402
 from launchers import install  # noqa: E402
 from ptx_emulator.cycles import BIN  # noqa: E402
 
@@ -171,7 +172,8 @@ def attention_case(target, kernel, D, bias, masks=False, dtype="bf16"):
 
     n_queries = 1 if kernel == "decode" else TOKENS
     q, k, v = (zeros_of_a_model(n, D, DTYPES[dtype]) for n in (n_queries, TOKENS, TOKENS))
-    options = bias_arguments(bias, D, DTYPES[dtype])
+    m = 129 if bias == "vectors" else TOKENS  # as in Shaw et al., KERPLE and Transformer-XL
+    options = learned_terms(bias, HEADS, m, D, DTYPES[dtype])
     if masks:
         options["window"] = 256
         options["sinks"] = 4
@@ -195,22 +197,11 @@ def zeros_of_a_model(n, D, dtype):
     return torch.zeros(BATCH, n, HEADS, D, dtype=dtype).transpose(1, 2).requires_grad_()
 
 
-def bias_arguments(bias, D, dtype):
-    """The arguments for a bias, all learned: slopes, and as in KERPLE, Shaw and Transformer-XL."""
-
-    def zeros(*shape, dtype=dtype):
-        return torch.zeros(*shape, dtype=dtype).requires_grad_()
-
-    if bias == "slopes":
-        return {"bias": zeros(HEADS, dtype=torch.float32)}
-    if bias == "table":
-        return {"bias": zeros(HEADS, TOKENS, dtype=torch.float32)}
-    if bias == "vectors":
-        return {"relative": (zeros(1, 129, D), zeros(1, 129, D), None)}
-    if bias == "xl":
-        offsets = zeros(HEADS, D), zeros(HEADS, D)
-        return {"relative": (zeros(HEADS, TOKENS, D), None, offsets)}
-    return {}
+def learned_terms(bias, heads, m, D, dtype):
+    """The arguments for one of BIASES with m distances, all learned."""
+    bias = "shaw" if bias == "vectors" else bias
+    leaves = bias_leaves(bias, heads, m, D, dtype)
+    return bias_arguments(bias, [x.requires_grad_() for x in leaves])
 
 
 def cases(scope=""):
@@ -288,6 +279,29 @@ def compile_case(case):
 # -----------------------------------------------------------------------------
 # Judging and reporting
 
+ABOUT = """\
+# Compiled ahead of time
+
+`python tests/compiled/aot.py --all --report`: {} configurations clean (triton {}), each launched by
+the kernels' own Python and specialized by Triton's launcher, as when a model trains or decodes.
+Clean: nothing spilled (up to D = 128), shared memory within the card's limit, tensor-core products
+in every 16-bit kernel of attention, no atomics, no 2-byte loads (except at D = 80, where rows are
+no multiple of 16 lanes). D = 16, 64, 80, 128, 256; bf16, fp16, fp32; causal, and with a window,
+sinks, positions and documents at once.
+A cell: clean of all, most registers, most shared memory in KiB.
+"""
+ABOUT_LOOPS = """\
+## Instructions of the main loop, sm_90, bf16, causal
+
+Per thread and tile, for tiles that are wholly visible; `clipped`: for tiles whose distances are all
+clipped. The last two columns compare with the loop without bias, and with the same loop and one
+multiplication an element more: without a bias the maximum is taken before the scale, which saves a
+multiplication that no bias can save. Tiles differ between biases at D = 128, so these two columns
+count instructions an element.
+
+| D | bias | tile, warps | clipped | near | an element | relative to none | relative to none + 1 |
+|---|---|---|---|---|---|---|---|"""
+
 
 def faults(row):
     """What is not as it should be in a row, in words."""
@@ -332,24 +346,8 @@ def report(rows):
         name = re.sub(r",? ?D=.*", "", row["kernel"])
         groups.setdefault(name, {}).setdefault(row["target"], []).append(row)
     n_clean = sum(not faults(row) for row in rows)
-    lines = [
-        "# Compiled ahead of time",
-        "",
-        f"`python tests/compiled/aot.py --all --report`: {n_clean} of {len(rows)} configurations "
-        f"clean (triton {triton.__version__}),",
-        "each launched by the kernels' own Python and specialized by Triton's launcher, as when a "
-        "model trains or decodes.",
-        "Clean: nothing spilled (up to D = 128), shared memory within the card's limit,",
-        "tensor-core products in every 16-bit kernel of attention, no atomics, no 2-byte loads "
-        "(except at D = 80, where rows are",
-        "no multiple of 16 lanes). D = 16, 64, 80, 128, 256; bf16, fp16, fp32; causal, and with a "
-        "window, sinks, positions and",
-        "documents at once.",
-        "A cell: clean of all, most registers, most shared memory in KiB.",
-        "",
-        "| kernel | " + " | ".join(TARGETS) + " |",
-        "|---" * (len(TARGETS) + 1) + "|",
-    ]
+    about = ABOUT.format(f"{n_clean} of {len(rows)}", triton.__version__)
+    lines = [about, "| kernel | " + " | ".join(TARGETS) + " |", "|---" * (len(TARGETS) + 1) + "|"]
     for name, by_target in groups.items():
         cells = [summary_cell(by_target[target]) for target in TARGETS]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -375,21 +373,7 @@ def summary_cell(rows):
 
 def loop_report(rows):
     """The section of results/aot.md on the main loop."""
-    lines = [
-        "## Instructions of the main loop, sm_90, bf16, causal",
-        "",
-        "Per thread and tile, for tiles that are wholly visible; `clipped`: for tiles whose "
-        "distances are all clipped. The last two columns",
-        "compare with the loop without bias, and with the same loop and one multiplication an "
-        "element more: without a bias the maximum is",
-        "taken before the scale, which saves a multiplication that no bias can save. Tiles differ "
-        "between biases at D = 128, so these two",
-        "columns count instructions an element.",
-        "",
-        "| D | bias | tile, warps | clipped | near | an element | relative to none "
-        "| relative to none + 1 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = [ABOUT_LOOPS]
     for D in (64, 128):
         loops = list(forward_loops(rows, D))
         none = next(per_element for bias, per_element, _ in loops if bias == "none")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)  # the interpreter and the compiler exclude each other
 import torch  # noqa: E402
+from aot import BIASES, learned_terms  # noqa: E402
 from launchers import install  # noqa: E402
 from ptx_emulator.cycles import count_launch, table  # noqa: E402
 
-TERMS = ("none", "slopes", "table", "vectors", "xl")
 KERNELS = ("forward", "dq", "dkdv", "sweep")
 # the loops of each kernel, in the order of the source; the first are the segments with a mask
 LOOPS = {
@@ -28,22 +28,6 @@ LOOPS = {
     "dkdv": ("masked", "masked, last queries", "whole", "clipped"),
     "sweep": ("tile",),
 }
-
-
-def inputs(term, T, D, m, dtype):
-    """The arguments of flash.attention: q, k, v, and those of a term. B = 2 and H = 1."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 1, T, D).to(dtype).requires_grad_() for _ in range(3))
-    vectors = torch.randn(1, m, D).to(dtype).requires_grad_()
-    offsets = (torch.randn(1, D).to(dtype), torch.randn(1, D).to(dtype))
-    extra = {
-        "none": {},
-        "slopes": {"bias": torch.rand(1).requires_grad_()},
-        "table": {"bias": torch.randn(1, m).requires_grad_()},
-        "vectors": {"relative": (vectors, vectors, None)},
-        "xl": {"relative": (vectors, None, offsets)},
-    }
-    return (q, k, v), extra[term]
 
 
 def count_attention(arch, term, D, kernels=KERNELS, dtype=torch.bfloat16):
@@ -63,8 +47,10 @@ def count_attention(arch, term, D, kernels=KERNELS, dtype=torch.bfloat16):
         if not group:
             continue
         T = 6 * max(max(tiles[kernel][:2]) for kernel in group)
-        tensors, extra = inputs(term, T, D, T // 2 + 1, dtype)
-        out = flash.attention(*tensors, **extra)
+        torch.manual_seed(0)
+        tensors = [torch.randn(2, 1, T, D).to(dtype).requires_grad_() for _ in range(3)]
+        terms = learned_terms(term, 1, T // 2 + 1, D, dtype)
+        out = flash.attention(*tensors, **terms)
         if not is_forward:
             out.backward(torch.randn_like(out))
         for kernel in group:
@@ -77,7 +63,7 @@ def tile_of(arch, term, D, kernel, dtype=torch.bfloat16):
     """The Tile that flash.py chooses."""
     from kernels import flash
 
-    kind = min(TERMS.index(term), 3)
+    kind = min(BIASES.index(term), 3)
     DP = max(16, 1 << (D - 1).bit_length())
     family = "sm_86" if arch == "sm_89" else arch
     return flash.tile_for(family, torch.finfo(dtype).bits // 8, DP, kind, kernel, D < DP)
@@ -91,7 +77,7 @@ def main(words):
             sys.exit(f"error: no option {word}: use {', '.join('--' + x for x in options)}")
         options[name] = value
     rows = []
-    for term in [options["term"]] if options["term"] else TERMS:
+    for term in [options["term"]] if options["term"] else BIASES:
         kernels = [options["kernel"]] if options["kernel"] else KERNELS
         counts = count_attention(options["arch"], term, int(options["dim"]), kernels)
         for kernel, count in counts.items():

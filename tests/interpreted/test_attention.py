@@ -10,7 +10,6 @@ import itertools
 import math
 import random
 import warnings
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -104,22 +103,6 @@ def test_pairwise_cases_against_float64(case, rng):
     check_case(case)
 
 
-def test_the_sample_of_all_has_every_kernel_bias_and_mask(monkeypatch):
-    """What runs with --all and not only with --exhaustive; here nothing is launched."""
-    launchers = {}
-    for module in (flash, decode):
-        for name in list(vars(module)):
-            if name.endswith("_kernel"):
-                launchers[name] = MagicMock()
-                monkeypatch.setattr(module, name, launchers[name])
-    for case in (*SMALL_CASES, *PAIRWISE[:N_PAIRWISE]):
-        list(attention_errors(case, flash.attention, decode.attention))
-    assert len(launchers) == 6
-    assert not [name for name, launcher in launchers.items() if not launcher.__getitem__.called]
-    for factor, values in FACTORS.items():
-        assert {case[factor] for case in PAIRWISE[:N_PAIRWISE]} == set(values), factor
-
-
 @pytest.mark.parametrize("part", in_levels(range(10), n_fast=0, n_slow=1))
 def test_random_cases_against_float64(part, rng):
     """Cases sampled from the full product."""
@@ -165,10 +148,11 @@ def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("family,DP", list(flash.TILES))
+@pytest.mark.parametrize("family,DP", sorted({key[:2] for key in flash.TILES}))
 def test_tiles_fit_each_other(family, DP, masked):
     def tiles(kind):
-        return {x: flash.tile_for(family, 2, DP, kind.value, x, masked) for x in flash.KERNELS}
+        size = int(DP)
+        return {x: flash.tile_for(family, 2, size, kind.value, x, masked) for x in flash.KERNELS}
 
     table = tiles(flash.TABLE)
     assert table["sweep"].BM % table["dkdv"].BM == 0
@@ -225,32 +209,6 @@ def test_table_gradient_sums_to_zero(dtype, T, m, rng):
 @pytest.mark.parametrize("vectors", [False, True])
 def test_delta_is_corrected(vectors, rng):
     check([clipped_tail_error(flash.attention, H=1, T=500, D=16, vectors=vectors)])
-
-
-@slow
-def test_slopes_equal_their_table(rng):
-    q, k, v = small_inputs()
-    slopes = torch.rand(2, requires_grad=True)
-    table = -slopes[:, None] * torch.arange(100)
-    leaves = (q, k, v, slopes)
-    by_slopes = gradients(flash.attention(q, k, v, bias=slopes), leaves)
-    by_table = gradients(flash.attention(q, k, v, bias=table), leaves)
-    for a, b in zip(by_slopes, by_table, strict=True):
-        assert error(a, b.double()) < 3e-6
-
-
-@slow
-def test_window_equals_a_table_with_minus_infinity(rng):
-    q, k, v = small_inputs()
-    table = torch.zeros(2, 31)
-    table[:, 30] = -math.inf
-    table.requires_grad_()
-    y = flash.attention(q, k, v, window=30)
-    expected = flash.attention(q, k, v, bias=table)
-    assert error(y, expected.double()) < 1e-6
-    by_window, by_table = gradients(y, (q, k, v)), gradients(expected, (q, k, v))
-    for a, b in zip(by_window, by_table, strict=True):
-        assert error(a, b.double()) < 3e-6
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ tests/test_first_call.py tests the rest on a fake device.
 import importlib.util
 import inspect
 import sys
-import time
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def edit_flash(monkeypatch, tmp_path, old, new):
 
 # what is broken, the source and what replaces it, and what is found
 BROKEN = [
-    ("a scale", "scale * LOG2E}", "scale * LOG2E * 1.05}", "the output"),
+    ("a scale", "scale * LOG2E,", "scale * LOG2E * 1.05,", "the output"),
     ("a mask", "(at_j <= at_i)", "(at_j <= at_i + 1)", "the output"),
     ("a table's gradient", "grad.copy_(total", "grad.copy_(0 * total", "the gradient of table"),
     ("a wrong row of the bias", "bias_row, x + (BN - 1)", "bias_row, x + BN", "the output"),
@@ -120,33 +119,3 @@ def test_broken_rope_is_found_and_replaced(fresh, monkeypatch, capfd):
     for x, expected in zip(kernels.rope(q, k, cos, sin), eager.rope(q, k, cos, sin), strict=True):
         assert torch.equal(x, expected)
     assert "the gradient of queries has a relative error of" in capfd.readouterr().err
-
-
-@slow
-def test_real_dispatch_compiles_to_one_graph_with_the_check(fresh, capfd):
-    torch._dynamo.reset()
-    compiled = torch.compile(kernels.attention, fullgraph=True, backend="aot_eager")
-    q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
-    table = torch.randn(2, 4, requires_grad=True)
-    results = []
-    for attention in (compiled, eager.attention):
-        y = attention(q, k, v, bias=table)
-        results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v, table))))
-    for x, expected in zip(*results, strict=True):
-        assert torch.allclose(x, expected, atol=1e-4)
-    (fault,) = first_call._faults.values()
-    assert fault == "" and not capfd.readouterr().err
-    assert flash.attention  # the kernel itself is in the graph, and not the reference
-
-
-@slow
-def test_the_check_takes_less_than_two_seconds_on_a_gpu():
-    """Beyond compilation. Under the interpreter there is nothing to time."""
-    if DEVICE.type != "cuda":
-        pytest.skip("this needs a GPU")
-    for kernel in ("attention", "decoding"):
-        case = Case(kernel, torch.bfloat16, 64, 1, "table")
-        find_fault(case, DEVICE)
-        start = time.monotonic()
-        find_fault(case, DEVICE)
-        assert time.monotonic() - start < 2
