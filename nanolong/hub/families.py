@@ -6,125 +6,40 @@ tensors hold our parameters, with the fold of each: what is computed from a stor
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-
-import torch
-import torch.nn.functional as F
+from dataclasses import dataclass, replace
 
 from nanolong.errors import UserError
-from nanolong.hub.layout import ConfigFields, Fold
+from nanolong.hub.layout import BY_HEAD, NORMED, ONE_ADDED, TRANSPOSED, WITHOUT_BIAS, ConfigFields
 from nanolong.hub.rope import rope_values
-
-# -----------------------------------------------------------------------------
-# Folds, of a tensor and a Source
-
-
-def transpose(tensor, source):
-    return tensor.t()
-
-
-# GPT-2 stores its matrices as (in, out), where torch's Linear has (out, in).
-TRANSPOSED = Fold(transpose, transpose)
-
-
-def divide_heads(tensor, source):
-    heads = tensor.unflatten(0, (source.config.n_head, 3, -1))  # (H, 3, D) or (H, 3, D, C)
-    return heads.transpose(0, 1).flatten(0, 2)
-
-
-def interleave_heads(tensor, source):
-    heads = tensor.unflatten(0, (3, source.config.n_head, -1))
-    return heads.transpose(0, 1).flatten(0, 2)
-
-
-# Query, key and value of the first head are followed by those of the second head.
-BY_HEAD = Fold(divide_heads, interleave_heads)
-
-
-def add_one(tensor, source):
-    return tensor.float() + 1
-
-
-def subtract_one(tensor, source):
-    return tensor.float() - 1
-
-
-ONE_ADDED = Fold(add_one, subtract_one, computes=True)
-
-
-def append_zeros(tensor, source):
-    return torch.cat((tensor, torch.zeros_like(tensor)))
-
-
-def drop_zeros(tensor, source):
-    weight, bias = tensor.chunk(2)
-    if not bias.is_meta and bias.any():
-        raise UserError(
-            "the norms have biases since the model was trained, and those of an MPT have none: "
-            "export the model that was imported"
-        )
-    return weight
-
-
-WITHOUT_BIAS = Fold(append_zeros, drop_zeros, holds_bias=True)
-
-
-def normalise_embeddings(tensor, source, weight, bias):
-    """Of a token alone, so that it becomes part of the embeddings; the head is without it."""
-    tensor = tensor.float()
-    shape = tensor.shape[1:]
-    normalised = F.layer_norm(tensor, shape, weight.float(), bias.float(), source.config.norm_eps)
-    return torch.cat((normalised, tensor))
-
-
-def first_half(tensor, source):
-    return tensor.chunk(2)[0]
-
-
-BLOOM_NORM = "transformer.word_embeddings_layernorm"
-NORMALISED = Fold(
-    normalise_embeddings,
-    first_half,
-    computes=True,
-    others={f"{BLOOM_NORM}.weight": "norm.weight", f"{BLOOM_NORM}.bias": "norm.bias"},
-)
-
-# -----------------------------------------------------------------------------
-# Entries
 
 
 @dataclass(frozen=True)
 class Family:
     class_name: str
-    # Modules of the checkpoint -> ours that they hold, and their folds. What a model does not have,
-    # such as a bias or a norm of its queries, is left out.
+    # Modules of the checkpoint, or tensors that are no weight or bias of one -> ours that they
+    # hold, and their folds (layout.py). What a model does not have, such as a bias, is left out.
     model: dict
     layer: dict
-    layer_prefix: str = "model.layers."
-    # tensors of a layer that are no weight or bias of a module -> ours
-    layer_tensors: dict = field(default_factory=dict)
-    folds: dict = field(default_factory=dict)
-    position_table: str = ""  # the tensor of learned positions
-    old_names: dict = field(default_factory=dict)  # of modules: in old files -> in `model`
+    layer_prefix: str
+    folds: dict
     # The settings of GPTConfig that its models have: name -> possible values.
-    settings: dict = field(default_factory=dict)
-    embed_scale: str = "one"  # or root: sqrt(n_embd); or any
+    settings: dict
     # Fields of config.json by Llama's names: theirs, all of which are written, or () if there is no
     # such field; what transformers takes for one that is missing; those that must have one value;
     # those that are only written.
-    names: dict = field(default_factory=dict)
-    defaults: dict = field(default_factory=dict)
-    fixed: dict = field(default_factory=dict)
-    written: dict = field(default_factory=dict)
+    names: dict
+    defaults: dict
+    fixed: dict
+    written: dict
     # fields that are true or false -> (setting, its value if true, its value if false)
-    switches: dict = field(default_factory=dict)
+    switches: dict
     # the kinds of layers, letters of layer_pattern, that a model can have together
     patterns: tuple = ("F",)
+    embed_scale: str = "one"  # or root: sqrt(n_embd); or any
     heads_divide: bool = False  # transformers wants n_head to divide n_embd
     partial_rope: bool = False  # rotates a part of each head, by partial_rotary_factor
     rope_by_kind: bool = False  # layers with and without a window have RoPE parameters of their own
-    # rope_type of config.json -> what it means, if there are other names or few types
-    rope_types: dict | None = None
+    rope_types: dict | None = None  # as ROPE_TYPES, if there are other names or few types
     read: Callable | None = None  # (fields, settings) -> more settings of GPTConfig
     write: Callable | None = None  # (config, letters of its layers, fields so far) -> more fields
     read_only: str = ""  # why it is not exported
@@ -151,6 +66,8 @@ LLAMA = Family(
     "LlamaForCausalLM",
     model={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
     layer={**PRE_NORMS, **ATTENTION, **GATED_MLP},
+    layer_prefix="model.layers.",
+    folds={},
     settings={
         "norm": ("rmsnorm",),
         "norm_position": ("pre",),
@@ -161,6 +78,7 @@ LLAMA = Family(
         "score_scale": ("none",),
         "pos": ("rope",),
     },
+    names={},
     defaults={
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -169,6 +87,7 @@ LLAMA = Family(
     },
     fixed={"attention_bias": False, "mlp_bias": False},
     written={"attention_dropout": 0.0},
+    switches={},
     heads_divide=True,
 )
 MISTRAL = derive(
@@ -200,14 +119,16 @@ QWEN2 = derive(
 )
 
 
+def rotated_layers(config, letters):
+    """Return whether each layer has RoPE."""
+    has_rope = not letters <= {"N", "S"}
+    return [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
+
+
 def write_smollm3(config, letters, fields):
     """1 stands for a layer with RoPE, whatever the name says."""
-    has_rope = not letters <= {"N", "S"}
-    layers = range(config.n_layer)
-    return {
-        "no_rope_layers": [int(has_rope and config.uses_positions(layer)) for layer in layers],
-        "no_rope_layer_interval": 4,
-    }
+    rotated = [int(is_rotated) for is_rotated in rotated_layers(config, letters)]
+    return {"no_rope_layers": rotated, "no_rope_layer_interval": 4}
 
 
 SMOLLM3 = derive(
@@ -276,7 +197,12 @@ LAYER_NORM = {"norm": ("layernorm",), "bias": ("all",)}
 GPT2 = derive(
     LLAMA,
     "GPT2LMHeadModel",
-    model={"transformer.wte": "embed", "transformer.ln_f": "norm", "lm_head": "head"},
+    model={
+        "transformer.wpe.weight": "pos.table",
+        "transformer.wte": "embed",
+        "transformer.ln_f": "norm",
+        "lm_head": "head",
+    },
     layer={
         "ln_1": "attention_norm",
         "ln_2": "mlp_norm",
@@ -287,7 +213,6 @@ GPT2 = derive(
     },
     layer_prefix="transformer.h.",
     folds=dict.fromkeys(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), TRANSPOSED),
-    position_table="transformer.wpe.weight",
     settings={**LAYER_NORM, "mlp": ("gelu", "gelu_exact"), "pos": ("learned",)},
     names={
         "num_hidden_layers": ("n_layer",),
@@ -374,9 +299,8 @@ BLOOM = derive(
     "BloomForCausalLM",
     model={"transformer.word_embeddings": "embed head", "transformer.ln_f": "norm"},
     layer={name.replace("attention.", "self_attention."): x for name, x in NEOX_LAYER.items()},
-    position_table="",
-    folds={"transformer.word_embeddings": NORMALISED, "self_attention.query_key_value": BY_HEAD},
-    settings={**LAYER_NORM, "mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
+    folds={"transformer.word_embeddings": NORMED, "self_attention.query_key_value": BY_HEAD},
+    settings={"mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
     names={
         "hidden_size": ("n_embed",),
         "intermediate_size": (),
@@ -395,7 +319,6 @@ GPT_NEOX = derive(
     layer=NEOX_LAYER,
     layer_prefix="gpt_neox.layers.",
     folds={"attention.query_key_value": BY_HEAD},
-    old_names={"embed_out": "lm_head"},
     settings={**LAYER_NORM, "norm_position": ("parallel", "pre"), "mlp": ("gelu_exact", "gelu")},
     names={
         "rms_norm_eps": ("layer_norm_eps",),
@@ -436,7 +359,6 @@ MPT = derive(
     },
     layer_prefix="transformer.blocks.",
     folds=dict.fromkeys(("norm_1", "norm_2", "transformer.norm_f"), WITHOUT_BIAS),
-    position_table="",
     settings={"bias": ("none",), "mlp": ("gelu_exact",), "pos": ("alibi",)},
     names={
         "num_hidden_layers": ("n_layers",),
@@ -560,31 +482,26 @@ GEMMA3 = derive(
 )
 
 
-def multiply_by(field, power=1):
-    """Return the Fold of a multiplier that is a field of config.json, and 1 in an export."""
-
-    def multiply(tensor, source):
-        return tensor.float() * source.values.get(field, 1) ** power
-
-    return Fold(multiply, computes=True)
+MULTIPLIERS = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 
 
 def read_granite(fields, settings):
-    for key in ("residual_multiplier", "logits_scaling"):
-        fields.real(key, 1e-12, 1e12)
-    scale = fields.real("attention_multiplier", 1e-12, 1e12)
+    multipliers = {key: fields.real(key, 1e-12, 1e12) for key in MULTIPLIERS}
     return {
-        "embed_scale": fields.real("embedding_multiplier", 1e-12, 1e12),
-        "attn_scale": scale * math.sqrt(settings["head_dim"]),
+        "embed_scale": multipliers["embedding_multiplier"],
+        "attn_scale": multipliers["attention_multiplier"] * math.sqrt(settings["head_dim"]),
     }
 
 
 def write_granite(config, letters, fields):
-    return {
+    return MULTIPLIERS | {
         "embedding_multiplier": float(config.embed_scale),
         "attention_multiplier": config.attn_scale / math.sqrt(config.head_dim),
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
     }
 
 
@@ -592,17 +509,13 @@ GRANITE = derive(
     LLAMA,
     "GraniteForCausalLM",
     folds={
-        "model.norm": multiply_by("logits_scaling", -1),
-        "self_attn.o_proj": multiply_by("residual_multiplier"),
-        "mlp.down_proj": multiply_by("residual_multiplier"),
+        "model.norm": "logits_scaling",
+        "self_attn.o_proj": "residual_multiplier",
+        "mlp.down_proj": "residual_multiplier",
+        "shared_mlp.output_linear": "residual_multiplier",
     },
     embed_scale="any",
-    defaults={
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
+    defaults=MULTIPLIERS,
     fixed=LLAMA.fixed,
     read=read_granite,
     write=write_granite,
@@ -639,7 +552,6 @@ GRANITE_HYBRID = derive(
         "shared_mlp.input_linear": "mlp.gate mlp.up",
         "shared_mlp.output_linear": "mlp.down",
     },
-    folds={**GRANITE.folds, "shared_mlp.output_linear": multiply_by("residual_multiplier")},
     names={"intermediate_size": ("shared_intermediate_size",)},
     defaults={"num_local_experts": 8},
     fixed={"attention_bias": False, "num_local_experts": 0},
@@ -654,18 +566,14 @@ GRANITE_HYBRID = derive(
 def read_granite_swa(fields, settings):
     """layer_rope_theta has a base for each layer, and 0 for those without positions."""
     values = read_granite(fields, settings)
-    if fields.values.get("layer_types") is None:  # which layers have the window
+    if fields.get("layer_types") is None:  # which layers have the window
         raise fields.wrong_value("layer_types", "a list with the kind of each layer")
-    bases = fields.values.get("layer_rope_theta")
-    if bases is None:
+    if fields.get("layer_rope_theta") is None:
         return values
-    n_layer, pattern = settings["n_layer"], settings["layer_pattern"]
-    whole = isinstance(bases, list) and len(bases) == n_layer
-    if not whole or not all(type(base) in (int, float) and base >= 0 for base in bases):
-        raise fields.wrong_value("layer_rope_theta", f"a list of {n_layer} numbers from 0 on")
+    pattern = settings["layer_pattern"]
     letters = ""
     found = {"F": set(), "W": set()}
-    for layer, base in enumerate(bases):
+    for layer, base in enumerate(fields.reals("layer_rope_theta", settings["n_layer"], 0, 1e12)):
         letter = pattern[layer % len(pattern)]
         found[letter] |= {float(base)} - {0.0}
         letters += letter if base else {"F": "N", "W": "S"}[letter]
@@ -682,19 +590,20 @@ def read_granite_swa(fields, settings):
 
 
 def write_granite_swa(config, letters, fields):
-    has_rope = not letters <= {"N", "S"}
     base = fields["rope_theta"]
-    rotated = [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
-    bases = [base if is_rotated else 0 for is_rotated in rotated]
+    bases = [base if is_rotated else 0 for is_rotated in rotated_layers(config, letters)]
     window = fields["sliding_window"] or 128  # transformers wants one, also if no layer has it
-    settings = {"layer_rope_theta": bases, "sliding_window": window}
-    return write_granite(config, letters, fields) | settings
+    return {
+        **write_granite(config, letters, fields),
+        "layer_rope_theta": bases,
+        "sliding_window": window,
+    }
 
 
 GRANITE_SWA = derive(
     GRANITE,
     "GraniteSWAForCausalLM",
-    layer_tensors={"self_attn.sinks": "attention.sink_scores"},
+    layer={**LLAMA.layer, "self_attn.sinks": "attention.sink_scores"},
     settings={"sink_scores": (True,)},
     defaults={"sliding_window": 128, "tie_word_embeddings": True},
     fixed={**LLAMA.fixed, "attention_bias": False},
