@@ -52,14 +52,8 @@ def derive(family, class_name, **changes):
     return replace(family, class_name=class_name, **{"heads_divide": False, "fixed": {}, **changes})
 
 
-ATTENTION = {
-    "self_attn.q_proj": "attention.q",
-    "self_attn.k_proj": "attention.k",
-    "self_attn.v_proj": "attention.v",
-    "self_attn.o_proj": "attention.o",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-}
+ATTENTION = {f"self_attn.{name}_proj": f"attention.{name}" for name in "qkvo"}
+ATTENTION |= {f"self_attn.{name}_norm": f"attention.{name}_norm" for name in "qk"}
 GATED_MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 LLAMA = Family(
@@ -90,67 +84,19 @@ LLAMA = Family(
     switches={},
     heads_divide=True,
 )
-MISTRAL = derive(
+# model_type of a config.json -> its entry; an export takes the first that has all of a model.
+FAMILIES = {"llama": LLAMA}
+FAMILIES["mistral"] = MISTRAL = derive(
     LLAMA,
     "MistralForCausalLM",
     defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     patterns=("F", "W"),
 )
-QWEN3 = derive(
-    LLAMA,
-    "Qwen3ForCausalLM",
-    settings={"qk_norm": ("head",)},
-    defaults={
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    fixed={"attention_bias": False},
-    patterns=("FW",),
-)
-QWEN2 = derive(
-    QWEN3,
-    "Qwen2ForCausalLM",
-    settings={"qk_norm": ("none",), "bias": ("qkv",)},
-    defaults={"head_dim": None},
-)
-
-
-def rotated_layers(config, letters):
-    """Return whether each layer has RoPE."""
-    has_rope = not letters <= {"N", "S"}
-    return [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
-
-
-def write_smollm3(config, letters, fields):
-    """1 stands for a layer with RoPE, whatever the name says."""
-    rotated = [int(is_rotated) for is_rotated in rotated_layers(config, letters)]
-    return {"no_rope_layers": rotated, "no_rope_layer_interval": 4}
-
-
-SMOLLM3 = derive(
-    LLAMA,
-    "SmolLM3ForCausalLM",
-    defaults={
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-        "rope_theta": 2e6,
-        "use_sliding_window": False,
-        "no_rope_layer_interval": 4,
-    },
-    fixed=LLAMA.fixed,
-    patterns=("FWNS",),
-    write=write_smollm3,
-)
 
 
 def read_ministral3(fields, settings):
     """Its scores are scaled from the length on that its RoPE is extended from."""
-    rope = ConfigFields(fields.file, rope_values(fields, MINISTRAL3)[0], {})
+    rope = ConfigFields(fields.file, rope_values(fields, FAMILIES["ministral3"])[0], {})
     return {
         "score_scale_coefficient": rope.real("llama_4_scaling_beta", 1e-12, 1e12),
         "score_scale_length": rope.integer("original_max_position_embeddings", low=2),
@@ -173,7 +119,7 @@ def write_ministral3(config, letters, fields):
     return {"rope_parameters": rope | more, "rope_scaling": scaling and scaling | more}
 
 
-MINISTRAL3 = derive(
+FAMILIES["ministral3"] = derive(
     MISTRAL,
     "Ministral3ForCausalLM",
     settings={
@@ -190,11 +136,60 @@ MINISTRAL3 = derive(
     read=read_ministral3,
     write=write_ministral3,
 )
+FAMILIES["qwen2"] = QWEN2 = derive(
+    LLAMA,
+    "Qwen2ForCausalLM",
+    settings={"bias": ("qkv",)},
+    defaults={
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    patterns=("FW",),
+)
+FAMILIES["qwen3"] = derive(
+    QWEN2,
+    "Qwen3ForCausalLM",
+    settings={"qk_norm": ("head",), "bias": ("none",)},
+    defaults={"head_dim": 128},
+    fixed={"attention_bias": False},
+)
+
+
+def rotated_layers(config, letters):
+    """Return whether each layer has RoPE."""
+    has_rope = not letters <= {"N", "S"}
+    return [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
+
+
+def write_smollm3(config, letters, fields):
+    """1 stands for a layer with RoPE, whatever the name says."""
+    rotated = [int(is_rotated) for is_rotated in rotated_layers(config, letters)]
+    return {"no_rope_layers": rotated, "no_rope_layer_interval": 4}
+
+
+FAMILIES["smollm3"] = derive(
+    LLAMA,
+    "SmolLM3ForCausalLM",
+    defaults={
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "use_sliding_window": False,
+        "no_rope_layer_interval": 4,
+    },
+    fixed=LLAMA.fixed,
+    patterns=("FWNS",),
+    write=write_smollm3,
+)
 
 
 NO_GQA = {"num_key_value_heads": (), "head_dim": ()}
 LAYER_NORM = {"norm": ("layernorm",), "bias": ("all",)}
-GPT2 = derive(
+FAMILIES["gpt2"] = GPT2 = derive(
     LLAMA,
     "GPT2LMHeadModel",
     model={
@@ -239,7 +234,7 @@ GPT2 = derive(
 )
 
 # Old files say su or yarn for longrope.
-PHI3 = derive(
+FAMILIES["phi3"] = derive(
     LLAMA,
     "Phi3ForCausalLM",
     layer={
@@ -254,7 +249,7 @@ PHI3 = derive(
     partial_rope=True,
     rope_types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
 )
-STARCODER2 = derive(
+FAMILIES["starcoder2"] = derive(
     LLAMA,
     "Starcoder2ForCausalLM",
     layer={**PRE_NORMS, **ATTENTION, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
@@ -269,7 +264,7 @@ STARCODER2 = derive(
     },
     patterns=("F", "W"),
 )
-STABLELM = derive(
+FAMILIES["stablelm"] = derive(
     LLAMA,
     "StableLmForCausalLM",
     settings={"norm": ("layernorm",), "bias": ("none", "qkv")},
@@ -279,7 +274,7 @@ STABLELM = derive(
     fixed={"qk_layernorm": False, "use_parallel_residual": False},
     partial_rope=True,
 )
-SEED_OSS = derive(
+FAMILIES["seed_oss"] = derive(
     LLAMA,
     "SeedOssForCausalLM",
     settings={"bias": ("none", "qkv")},
@@ -294,7 +289,7 @@ NEOX_LAYER = {
     "mlp.dense_h_to_4h": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
 }
-BLOOM = derive(
+FAMILIES["bloom"] = derive(
     GPT2,
     "BloomForCausalLM",
     model={"transformer.word_embeddings": "embed head", "transformer.ln_f": "norm"},
@@ -312,7 +307,107 @@ BLOOM = derive(
     read_only="the norm of BLOOM's embeddings became part of them at the import, and trained "
     "embeddings cannot be divided into the two again",
 )
-GPT_NEOX = derive(
+FAMILIES["olmo2"] = OLMO2 = derive(
+    LLAMA,
+    "Olmo2ForCausalLM",
+    layer={
+        **ATTENTION,
+        **GATED_MLP,
+        "post_attention_layernorm": "attention_post_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+    },
+    settings={"norm_position": ("post",), "qk_norm": ("all",)},
+    defaults={"rms_norm_eps": 1e-5},
+    fixed={"attention_bias": False},
+)
+FAMILIES["olmo3"] = derive(
+    OLMO2,
+    "Olmo3ForCausalLM",
+    defaults={
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 5e5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    fixed=OLMO2.fixed,
+    patterns=("FW",),
+    rope_by_kind=True,
+)
+# In a model with windows the layers without one have no positions either.
+FAMILIES["exaone4"] = derive(
+    OLMO2,
+    "Exaone4ForCausalLM",
+    settings={"qk_norm": ("head",)},
+    defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+    patterns=("F", "WN"),
+)
+
+
+def read_gemma(fields, settings):
+    """In bfloat16 transformers rounds the factor of the embeddings, 25.298 to 25.25 for example."""
+    scale = {"embed_scale": math.sqrt(settings["n_embd"])}
+    if fields.get("query_pre_attn_scalar") is None:  # the first Gemma
+        return scale
+    scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e9)
+    return {**scale, "attn_scale": math.sqrt(settings["head_dim"] / scalar)}
+
+
+# Of the first Gemma, files say another activation function than the one it was trained with.
+FAMILIES["gemma"] = derive(
+    LLAMA,
+    "GemmaForCausalLM",
+    folds=dict.fromkeys((*PRE_NORMS, "model.norm"), ONE_ADDED),
+    settings={"mlp": ("geglu",)},
+    embed_scale="root",
+    names={"hidden_act": ()},
+    defaults={"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},
+    fixed={"attention_bias": False},
+    read=read_gemma,
+)
+
+
+def write_gemma3(config, letters, fields):
+    return {"query_pre_attn_scalar": config.head_dim}
+
+
+GEMMA3_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "attention_post_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+FAMILIES["gemma3_text"] = derive(
+    LLAMA,
+    "Gemma3ForCausalLM",
+    layer={**GEMMA3_NORMS, **ATTENTION, **GATED_MLP},
+    folds=dict.fromkeys(
+        (*GEMMA3_NORMS, "self_attn.q_norm", "self_attn.k_norm", "model.norm"), ONE_ADDED
+    ),
+    settings={"norm_position": ("both",), "mlp": ("geglu",), "qk_norm": ("head",)},
+    embed_scale="root",
+    names={"hidden_act": ("hidden_activation",)},
+    defaults={
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+    },
+    fixed={"attention_bias": False, "use_bidirectional_attention": False},
+    patterns=("FW",),
+    heads_divide=True,
+    rope_by_kind=True,
+    read=read_gemma,
+    write=write_gemma3,
+)
+FAMILIES["gpt_neox"] = derive(
     LLAMA,
     "GPTNeoXForCausalLM",
     model={"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "norm", "lm_head": "head"},
@@ -345,7 +440,7 @@ def read_mpt(fields, settings):
     return {"attn_scale": scale * math.sqrt(settings["head_dim"])}
 
 
-MPT = derive(
+FAMILIES["mpt"] = derive(
     GPT2,
     "MptForCausalLM",
     model={"transformer.wte": "embed", "transformer.norm_f": "norm", "lm_head": "head"},
@@ -380,106 +475,6 @@ MPT = derive(
     written={},
     read=read_mpt,
 )
-OLMO2 = derive(
-    LLAMA,
-    "Olmo2ForCausalLM",
-    layer={
-        **ATTENTION,
-        **GATED_MLP,
-        "post_attention_layernorm": "attention_post_norm",
-        "post_feedforward_layernorm": "mlp_post_norm",
-    },
-    settings={"norm_position": ("post",), "qk_norm": ("all",)},
-    defaults={"rms_norm_eps": 1e-5},
-    fixed={"attention_bias": False},
-)
-OLMO3 = derive(
-    OLMO2,
-    "Olmo3ForCausalLM",
-    defaults={
-        "rope_theta": 5e5,
-        "rope_local_base_freq": 5e5,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-    },
-    fixed=OLMO2.fixed,
-    patterns=("FW",),
-    rope_by_kind=True,
-)
-# In a model with windows the layers without one have no positions either.
-EXAONE4 = derive(
-    OLMO2,
-    "Exaone4ForCausalLM",
-    settings={"qk_norm": ("head",)},
-    defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
-    patterns=("F", "WN"),
-)
-
-
-def read_gemma(fields, settings):
-    """In bfloat16 transformers rounds the factor of the embeddings, 25.298 to 25.25 for example."""
-    scale = {"embed_scale": math.sqrt(settings["n_embd"])}
-    if fields.get("query_pre_attn_scalar") is None:  # the first Gemma
-        return scale
-    scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e9)
-    return {**scale, "attn_scale": math.sqrt(settings["head_dim"] / scalar)}
-
-
-# Of the first Gemma, files say another activation function than the one it was trained with.
-GEMMA = derive(
-    LLAMA,
-    "GemmaForCausalLM",
-    folds=dict.fromkeys((*PRE_NORMS, "model.norm"), ONE_ADDED),
-    settings={"mlp": ("geglu",)},
-    embed_scale="root",
-    names={"hidden_act": ()},
-    defaults={"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},
-    fixed={"attention_bias": False},
-    read=read_gemma,
-)
-
-
-def write_gemma3(config, letters, fields):
-    return {"query_pre_attn_scalar": config.head_dim}
-
-
-GEMMA3_NORMS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "attention_post_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "mlp_post_norm",
-}
-GEMMA3 = derive(
-    LLAMA,
-    "Gemma3ForCausalLM",
-    layer={**GEMMA3_NORMS, **ATTENTION, **GATED_MLP},
-    folds=dict.fromkeys(
-        (*GEMMA3_NORMS, "self_attn.q_norm", "self_attn.k_norm", "model.norm"), ONE_ADDED
-    ),
-    settings={"norm_position": ("both",), "mlp": ("geglu",), "qk_norm": ("head",)},
-    embed_scale="root",
-    names={"hidden_act": ("hidden_activation",)},
-    defaults={
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262208,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256,
-    },
-    fixed={"attention_bias": False, "use_bidirectional_attention": False},
-    patterns=("FW",),
-    heads_divide=True,
-    rope_by_kind=True,
-    read=read_gemma,
-    write=write_gemma3,
-)
 
 
 MULTIPLIERS = {
@@ -505,7 +500,7 @@ def write_granite(config, letters, fields):
     }
 
 
-GRANITE = derive(
+FAMILIES["granite"] = GRANITE = derive(
     LLAMA,
     "GraniteForCausalLM",
     folds={
@@ -543,7 +538,7 @@ def write_granite_hybrid(config, letters, fields):
 
 
 ATTENTION_LAYERS = ("attention", "full_attention")
-GRANITE_HYBRID = derive(
+FAMILIES["granitemoehybrid"] = derive(
     GRANITE,
     "GraniteMoeHybridForCausalLM",
     layer={
@@ -600,7 +595,7 @@ def write_granite_swa(config, letters, fields):
     }
 
 
-GRANITE_SWA = derive(
+FAMILIES["granite_swa"] = derive(
     GRANITE,
     "GraniteSWAForCausalLM",
     layer={**LLAMA.layer, "self_attn.sinks": "attention.sink_scores"},
@@ -611,32 +606,6 @@ GRANITE_SWA = derive(
     read=read_granite_swa,
     write=write_granite_swa,
 )
-
-# model_type of a config.json -> its entry; an export takes the first that has all of a model.
-FAMILIES = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "ministral3": MINISTRAL3,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "smollm3": SMOLLM3,
-    "gpt2": GPT2,
-    "phi3": PHI3,
-    "starcoder2": STARCODER2,
-    "stablelm": STABLELM,
-    "seed_oss": SEED_OSS,
-    "bloom": BLOOM,
-    "olmo2": OLMO2,
-    "olmo3": OLMO3,
-    "exaone4": EXAONE4,
-    "gemma": GEMMA,
-    "gemma3_text": GEMMA3,
-    "gpt_neox": GPT_NEOX,
-    "mpt": MPT,
-    "granite": GRANITE,
-    "granitemoehybrid": GRANITE_HYBRID,
-    "granite_swa": GRANITE_SWA,
-}
 
 # Why other well-known model types cannot be imported: the end of "it is of model_type X, which",
 # and the types.
