@@ -1,7 +1,7 @@
 """Export a model as a Hugging Face directory that transformers' AutoModelForCausalLM loads.
 
 The weights are read from the checkpoint and written one tensor at a time. What was written is
-verified (hf_verify.py) before the directory appears. What transformers has no equivalent of is
+verified (verify.py) before the directory appears. What transformers has no equivalent of is
 refused.
 """
 
@@ -38,7 +38,6 @@ class Written(NamedTuple):
     settings: dict
     # of layers with and without a window: whether it has one -> WrittenRope
     ropes: dict
-    score_scale: float  # the part of attn_scale that config.json says
 
 
 def export_checkpoint(model, target, verify=True, tokenizer_from=""):
@@ -57,13 +56,11 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     dtype = export_dtype(model, written)
     settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
-    bos = tokenizer.bos if tokenizer else None
-    eos = tokenizer.eos if tokenizer else None
-    settings |= {
-        "bos_token_id": bos,
-        "eos_token_id": bos if eos is None else eos,
-        "pad_token_id": None,
-    }
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if tokenizer:
+        # a vocabulary of ours has one token that starts and ends every document
+        eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+        settings |= {"bos_token_id": tokenizer.bos, "eos_token_id": eos}
 
     folder = target.parent / f".tmp-{target.name}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -125,13 +122,6 @@ def write_config(model, families=FAMILIES, reader="transformers"):
     Raises UserError for a model that none of them can be.
     """
     config = model.config
-    if config.random_positions:
-        raise UserError(
-            f"the models that {reader} loads count their positions, and this one was trained on "
-            "random ones: train without --random_positions to export"
-        )
-    if config.sinks:
-        raise no_equivalent("a window with sinks", "train without --sinks to export", reader)
     model_type, letters = choose_family(model, families, reader)
     family = families[model_type]
     settings = {
@@ -164,13 +154,7 @@ def write_config(model, families=FAMILIES, reader="transformers"):
     settings |= window_settings(config, family)
     if family.write:
         settings |= family.write(config, letters, settings)
-    score_scale = config.attn_scale if "attention_multiplier" in settings else 1.0
-    return Written(family, settings, ropes, score_scale)
-
-
-def no_equivalent(what, remedy, reader):
-    message = f"{what} has no equivalent among the models that {reader} loads: {remedy}"
-    return UserError(message)
+    return Written(family, settings, ropes)
 
 
 def choose_family(model, families, reader):
@@ -201,9 +185,10 @@ def choose_family(model, families, reader):
                 return model_type, letters
             found.append((len(missing), family.class_name, missing))
     _, nearest, missing = min(found, key=lambda item: item[0])
-    needed = ", ".join(missing.values())
-    remedy = f"to be a {nearest}, which is nearest, it needs {needed}"
-    raise no_equivalent(" with ".join(missing), remedy, reader)
+    raise UserError(
+        f"{' with '.join(missing)} has no equivalent among the models that {reader} loads: to be a "
+        f"{nearest}, which is nearest, it needs {', '.join(missing.values())}"
+    )
 
 
 def is_positioned(scheme):
@@ -220,7 +205,8 @@ def extension_method(config):
 def obstacles(model, family, letters):
     """Return what a model has and a family has not: the setting -> that which it would need."""
     config = model.config
-    allowed = dict(family.settings)
+    # no family has attention sinks in a window, or counts positions at random
+    allowed = family.settings | {"sinks": (0,), "random_positions": (0,)}
     if config.pos == "nope" and "rope" in allowed["pos"]:
         allowed["pos"] += ("nope",)
     scales = {"one": 1.0, "root": math.sqrt(config.n_embd), "any": config.embed_scale}
@@ -328,13 +314,22 @@ def rope_settings_by_kind(full, local):
 
 
 # Parameters of attention whose rows are channels that RoPE rotates
-ROTATED_PARAMETERS = ("q.weight", "k.weight", "q.bias", "k.bias", "q_norm.weight", "k_norm.weight")
+ROTATED_PARAMETERS = (
+    "q.weight",
+    "k.weight",
+    "q.bias",
+    "k.bias",
+    "q_norm.weight",
+    "k_norm.weight",
+)
 
 
 def export_dtype(model, written):
     """Return the dtype of the exported weights: as stored, or float32 where queries are scaled."""
-    scales = [query_scale(model, layer, written) for layer in range(model.config.n_layer)]
-    return torch.float32 if (torch.stack(scales) != 1).any() else model.stored_dtype
+    for layer in range(model.config.n_layer):
+        if (query_scale(model, layer, written) != 1).any():
+            return torch.float32
+    return model.stored_dtype
 
 
 def write_weights(folder, model, written, dtype):
@@ -369,10 +364,12 @@ def divide_tensors(like):
             size = 0
         groups[-1].append(name)
         size += tensor.nbytes
-    n = len(groups)
-    if n == 1:
+    if len(groups) == 1:
         return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{n:05d}.safetensors": names for i, names in enumerate(groups, 1)}
+    files = {}
+    for number, names in enumerate(groups, 1):
+        files[f"model-{number:05d}-of-{len(groups):05d}.safetensors"] = names
+    return files
 
 
 def export_tensor(model, written, held):
@@ -411,8 +408,10 @@ def rope_of(model, layer, written):
 def query_scale(model, layer, written):
     """Return what the channels of a layer's queries have to be multiplied by: (D,)."""
     config, scheme = model.config, model.scheme_of(layer)
-    factor = config.attn_scale / written.score_scale * scheme.score_scale
-    scale = torch.full((config.head_dim,), float(factor))
+    factor = float(scheme.score_scale)
+    if "attention_multiplier" not in written.settings:
+        factor *= config.attn_scale
+    scale = torch.full((config.head_dim,), factor)
     rope = rope_of(model, layer, written)
     if rope and config.pos == "rope" and scheme.rotary_dim:
         # Queries and keys have both factors. That of the clients is on all channels that they

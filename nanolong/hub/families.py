@@ -189,6 +189,7 @@ FAMILIES["smollm3"] = derive(
 
 NO_GQA = {"num_key_value_heads": (), "head_dim": ()}
 LAYER_NORM = {"norm": ("layernorm",), "bias": ("all",)}
+# Its matrices are transposed, and a file may have its names or Llama's.
 FAMILIES["gpt2"] = GPT2 = derive(
     LLAMA,
     "GPT2LMHeadModel",
@@ -264,6 +265,7 @@ FAMILIES["starcoder2"] = derive(
     },
     patterns=("F", "W"),
 )
+# StableLM-2
 FAMILIES["stablelm"] = derive(
     LLAMA,
     "StableLmForCausalLM",
@@ -307,6 +309,7 @@ FAMILIES["bloom"] = derive(
     read_only="the norm of BLOOM's embeddings became part of them at the import, and trained "
     "embeddings cannot be divided into the two again",
 )
+# post_attention_layernorm stands after attention here, and before the MLP in a Llama.
 FAMILIES["olmo2"] = OLMO2 = derive(
     LLAMA,
     "Olmo2ForCausalLM",
@@ -407,6 +410,7 @@ FAMILIES["gemma3_text"] = derive(
     read=read_gemma,
     write=write_gemma3,
 )
+# Pythia, whose files call the head embed_out
 FAMILIES["gpt_neox"] = derive(
     LLAMA,
     "GPTNeoXForCausalLM",
@@ -538,6 +542,7 @@ def write_granite_hybrid(config, letters, fields):
 
 
 ATTENTION_LAYERS = ("attention", "full_attention")
+# Granite 4 without experts and without Mamba layers
 FAMILIES["granitemoehybrid"] = derive(
     GRANITE,
     "GraniteMoeHybridForCausalLM",

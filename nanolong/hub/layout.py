@@ -132,12 +132,18 @@ class ConfigFields:
 # Folds: how our parameters are computed from a stored tensor, and back. All but these names are
 # fields of config.json that multiply the tensor, and that an export leaves at 1.
 
-TRANSPOSED = "transposed"  # GPT-2 stores matrices as (in, out), where torch's Linear has (out, in)
-BY_HEAD = "by head"  # query, key and value of the first head are followed by those of the second
-ONE_ADDED = "one added"  # the norm adds 1 to its weight
-WITHOUT_BIAS = "without bias"  # the weight of a norm that has a bias here
-NORMED = "normed"  # BLOOM's embeddings and our head, which is without the norm of the embeddings
-MOVED = ("", TRANSPOSED, BY_HEAD, WITHOUT_BIAS)  # these compute nothing that could be rounded
+# GPT-2 stores matrices as (in, out), where torch's Linear has (out, in)
+TRANSPOSED = "transposed"
+# query, key and value of the first head are followed by those of the second
+BY_HEAD = "by head"
+# the norm adds 1 to its weight
+ONE_ADDED = "one added"
+# the weight of a norm that has a bias here
+WITHOUT_BIAS = "without bias"
+# BLOOM's embeddings, whose norm becomes part of them, and our head, which is without it
+NORMED = "normed"
+# these compute nothing that would be rounded
+MOVED = ("", TRANSPOSED, BY_HEAD, WITHOUT_BIAS)
 BLOOM_NORM = "transformer.word_embeddings_layernorm"
 
 
@@ -157,8 +163,9 @@ class HFTensor(NamedTuple):
     @property
     def others(self):
         """Further tensors that split() takes: name -> our parameter of the same shape."""
-        kinds = ("weight", "bias") if self.fold == NORMED else ()
-        return {f"{BLOOM_NORM}.{kind}": f"norm.{kind}" for kind in kinds}
+        if self.fold != NORMED:
+            return {}
+        return {f"{BLOOM_NORM}.{kind}": f"norm.{kind}" for kind in ("weight", "bias")}
 
     def split(self, tensor, shapes, others=()):
         """Return our parameters that a stored tensor holds: [(name, tensor)]."""
@@ -171,7 +178,6 @@ class HFTensor(NamedTuple):
         elif self.fold == WITHOUT_BIAS:
             tensor = torch.cat((tensor, torch.zeros_like(tensor)))
         elif self.fold == NORMED:
-            # the norm is of a token alone, so that it becomes part of the embeddings
             tensor, weight, bias = (x.float() for x in (tensor, *others))
             normed = F.layer_norm(tensor, weight.shape, weight, bias, self.config.norm_eps)
             tensor = torch.cat((normed, tensor))

@@ -143,8 +143,11 @@ def read_extension(rope, rope_type, length, n_pairs, by_kind):
     if rope_type in ("linear", "dynamic", "proportional"):
         method = "dynamic-ntk" if rope_type == "dynamic" else "pi"
         # the length is the original one, but in families with RoPE by kind of layer the extended
-        original_length = round(length / factor) if by_kind else length
-        length = length if by_kind else round(length * factor)
+        if by_kind:
+            original_length = round(length / factor)
+        else:
+            original_length = length
+            length = round(length * factor)
     elif rope_type != "longrope" and length == original_length:
         # some configs hold the original length alone
         length = max(length, round(original_length * factor))
@@ -275,7 +278,11 @@ def named_rope_type(method, factor, options, p_rope):
 def write_named_type(rope_type, config, pos, factor, options):
     """Return the WrittenRope of a rope_type that transformers has."""
     options = {key: value for key, value in options.items() if value is not None}
-    parameters = {"rope_type": rope_type, "rope_theta": float(config.rope_base), "factor": factor}
+    parameters = {
+        "rope_type": rope_type,
+        "rope_theta": float(config.rope_base),
+        "factor": factor,
+    }
     if rope_type == "proportional":
         parameters["partial_rotary_factor"] = config.p_rope
     if rope_type in ("linear", "proportional"):
@@ -284,10 +291,10 @@ def write_named_type(rope_type, config, pos, factor, options):
     parameters["original_max_position_embeddings"] = config.original_length
     attention_factor = 1.0
     if rope_type == "yarn":
-        # without attention_factor, which only transformers reads: mlp-lm and llama.cpp multiply
+        # without attention_factor, which only transformers reads: mlx-lm and llama.cpp multiply
         # cos and sin by this factor, whatever it says
-        kept = options.keys() & {"beta_fast", "beta_slow"}
-        parameters |= {key: float(options[key]) for key in kept}
+        for key in options.keys() & {"beta_fast", "beta_slow"}:
+            parameters[key] = float(options[key])
         if "truncate" in options:
             parameters["truncate"] = options["truncate"]
         attention_factor = 0.1 * math.log(factor) + 1

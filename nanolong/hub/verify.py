@@ -37,7 +37,10 @@ from model import GPT
 
 # a length beyond the context is meant here
 warnings.simplefilter("ignore", UserWarning)
-model = compute_logits = GPT.load(folder)
+model = GPT.load(folder)
+
+def compute_logits(tokens):
+    return model(tokens)
 """
 TRANSFORMERS = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,17 +117,16 @@ def run_both_sides(checkpoint, exported, inputs):
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         save_file(inputs, place / "inputs")
-        run_side(OURS, checkpoint, place, "ours", ROOT, "our own logits cannot be computed")
+        run_side("nanoLong", OURS, checkpoint, place, ROOT)
         # outside of this repository: transformers would take our kernels/ for a package that it
         # looks for
-        failed = "transformers, which may be too old, does not load what was written"
-        run_side(TRANSFORMERS, exported, place, "theirs", place, failed)
-        return load_file(place / "ours"), load_file(place / "theirs")
+        run_side("transformers", TRANSFORMERS, exported, place, place)
+        return load_file(place / "nanoLong"), load_file(place / "transformers")
 
 
-def run_side(script, folder, place, outputs, working_folder, failed):
-    """Run the script of one side, from the inputs to the outputs. Raises UserError."""
-    words = [START + script + END, folder.resolve(), place / "inputs", place / outputs]
+def run_side(name, script, folder, place, working_folder):
+    """Run the script of one side on the file of inputs in a place. Raises UserError."""
+    words = [START + script + END, folder.resolve(), place / "inputs", place / name]
     done = subprocess.run(
         [sys.executable, "-c", *words],
         cwd=working_folder,
@@ -136,8 +138,8 @@ def run_side(script, folder, place, outputs, working_folder, failed):
         # without a message, the system has ended it, most often because memory ran out
         lines = [f"exit status {done.returncode}", *done.stderr.strip().splitlines()]
         raise UserError(
-            f"{failed} ({lines[-1]}), and nothing is kept: give --verify=false to export without "
-            "comparing"
+            f"{name} cannot compute the logits ({lines[-1]}), and nothing is kept: update "
+            "transformers, or give --verify=false to export without comparing"
         )
 
 
