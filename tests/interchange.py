@@ -27,7 +27,7 @@ from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub.exporting import export_checkpoint
 from nanolong.hub.families import FAMILIES, UNSUPPORTED
-from nanolong.hub.importing import import_checkpoint, read_settings
+from nanolong.hub.importing import import_checkpoint, read_settings, read_values
 from nanolong.hub.layout import stored_shapes, tensor_layout
 from nanolong.inference import KVCache
 from nanolong.run.checkpoint import open_model
@@ -430,6 +430,11 @@ def capture_output(function, *arguments, **options):
     return output.getvalue().strip().splitlines()
 
 
+def read_config(folder):
+    """Return the GPTConfig that a directory's config.json describes."""
+    return GPTConfig(**read_settings(folder / "config.json", read_values(folder)))
+
+
 def import_quietly(source, target):
     return capture_output(import_checkpoint, GPT, source, target)
 
@@ -564,13 +569,17 @@ def compare_exports(exported, folder):
 # Directories
 
 
-def random_tensors(values):
-    """Return random tensors for a config.json, by name."""
+def tensor_shapes(values):
+    """Return the shapes of the tensors that fit a config.json, by name."""
     config = GPTConfig(**read_settings(Path("config.json"), values))
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
     layout = tensor_layout(FAMILIES[values["model_type"]], config, shapes)
-    return {name: 0.1 * torch.randn(s) for name, s in stored_shapes(layout, shapes).items()}
+    return stored_shapes(layout, shapes)
+
+
+def random_tensors(values):
+    return {name: 0.1 * torch.randn(shape) for name, shape in tensor_shapes(values).items()}
 
 
 def write_directory(folder, values, tensors=None, index=None, files=None):

@@ -23,7 +23,7 @@ from experiments.report import markdown_table
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub.families import FAMILIES
-from nanolong.hub.importing import import_checkpoint, read_config, read_settings
+from nanolong.hub.importing import import_checkpoint, read_settings
 from nanolong.hub.layout import tensor_layout
 from nanolong.provenance import provenance
 
@@ -495,7 +495,7 @@ def test_what_is_not_computed_is_refused(model_type, changes, message, tmp_path)
     values = {"model_type": model_type, **LLAMA_SHAPE, **known}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=message) as error:
-        read_config(tmp_path)
+        interchange.read_config(tmp_path)
     assert len(str(error.value).splitlines()) == 1
 
 

@@ -18,11 +18,10 @@ from test_hf_tokenizer import tokenizers, train_bpe, train_sentencepiece
 
 import data
 from data.prepare import prepare_text
-from model import GPT, GPTConfig
+from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import exporting, verify
 from nanolong.hub.families import FAMILIES, LLAMA
-from nanolong.hub.importing import read_config
 from nanolong.hub.layout import UNROTATED, tensor_layout
 from nanolong.run.folder import list_steps
 
@@ -355,6 +354,11 @@ def test_an_export_is_whole_or_absent(tmp_path, monkeypatch, make):
 # Tensors and settings
 
 
+def shapes_of(folder):
+    """The shapes of the tensors that fit the config.json in a folder, by name."""
+    return interchange.tensor_shapes(json.loads((folder / "config.json").read_text()))
+
+
 def write_directory(folder, dtype=torch.float32, has_weights=True, **settings):
     """Write a Hugging Face directory with random weights, by default a Llama; return them."""
     values = {
@@ -459,7 +463,7 @@ WINDOW = {"sliding_window": 9, "use_sliding_window": True}
 )
 def test_layers_that_differ_become_the_shortest_pattern(settings, pattern, tmp_path):
     write_directory(tmp_path, has_weights=False, num_hidden_layers=6, **settings)
-    config = GPTConfig(**read_config(tmp_path))
+    config = interchange.read_config(tmp_path)
     assert config.layer_pattern == pattern
     assert bool(config.window) == (not set(pattern).isdisjoint("WS"))
     assert config.pos == ("nope" if settings.get("no_rope_layers") == [0] * 6 else "rope")

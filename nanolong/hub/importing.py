@@ -184,11 +184,6 @@ def read_values(folder):
     return values
 
 
-def read_config(folder):
-    """Return the settings of GPTConfig that a directory's config.json describes."""
-    return read_settings(folder / "config.json", read_values(folder))
-
-
 def read_settings(file, values):
     """Return the settings of GPTConfig that the values of a config.json describe.
 
