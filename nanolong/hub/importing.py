@@ -424,6 +424,6 @@ def check_tensors(source, layout, stored, shapes, settings="config.json", files=
 def read_weights(source, layout, stored, shapes):
     """Yield (our name, tensor) for all parameters, with one tensor of the files in memory."""
     for name, held in layout.items():
-        places = [stored[name] for name in (name, *held.others)]
+        places = [stored[name] for name in (name, *held.norm_tensors)]
         tensors = [read_tensor(source / place.file, place.name) for place in places]
         yield from held.split(tensors[0], shapes, tensors[1:])

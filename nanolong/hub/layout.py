@@ -161,13 +161,13 @@ class HFTensor(NamedTuple):
     values: dict = {}  # of the config.json that is imported; empty in an export
 
     @property
-    def others(self):
+    def norm_tensors(self):
         """Further tensors that split() takes: name -> our parameter of the same shape."""
         if self.fold != NORMED:
             return {}
         return {f"{BLOOM_NORM}.{kind}": f"norm.{kind}" for kind in ("weight", "bias")}
 
-    def split(self, tensor, shapes, others=()):
+    def split(self, tensor, shapes, norm=()):
         """Return our parameters that a stored tensor holds: [(name, tensor)]."""
         if self.fold == TRANSPOSED:
             tensor = tensor.t()
@@ -178,7 +178,7 @@ class HFTensor(NamedTuple):
         elif self.fold == WITHOUT_BIAS:
             tensor = torch.cat((tensor, torch.zeros_like(tensor)))
         elif self.fold == NORMED:
-            tensor, weight, bias = (x.float() for x in (tensor, *others))
+            tensor, weight, bias = (x.float() for x in (tensor, *norm))
             normed = F.layer_norm(tensor, weight.shape, weight, bias, self.config.norm_eps)
             tensor = torch.cat((normed, tensor))
         elif self.fold:
@@ -235,7 +235,7 @@ def stored_shapes(layout, shapes):
     for name, held in layout.items():
         parts = [torch.empty(shapes[parameter], device="meta") for parameter in held.parameters]
         stored[name] = tuple(held.join(parts).shape)
-        for other, parameter in held.others.items():
+        for other, parameter in held.norm_tensors.items():
             stored[other] = tuple(shapes[parameter])
     return stored
 
