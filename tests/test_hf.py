@@ -306,7 +306,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
     refusals = dict(interchange.list_refusals(tmp_path))
     assert len(refusals) > 50
     assert all(len(message.splitlines()) == 1 for message in refusals.values())
-    assert "encoder-decoder" in refusals["model_type t5"]
+    assert "encoder-decoder" in refusals["model_type: 't5'"]
     assert "pytorch_model.bin" in refusals["a pickle"]
     assert "LoRA" in refusals["an adapter"]
     assert "F8_E4M3" in refusals["8-bit floats"]
