@@ -10,11 +10,9 @@ evaluate.py and sample.py.
 export: a run folder becomes a directory that transformers' AutoModelForCausalLM loads, with the
 same logits and the tokenizer files that it was imported with, or a GGUF file for llama.cpp.
 
-Imported: twenty families, from Llama, Qwen, Gemma 3, Olmo and Phi to Pythia and BLOOM, with any
-rope_parameters or rope_scaling; docs/huggingface.md lists them. Exported: the one that a model is
-of. What has no equivalent on the other side is refused. Only JSON, safetensors and GGUF files are
-read; of the last the architectures llama, qwen2, qwen3 and smollm3, in any quantisation that the
-gguf package reads; these four are what a GGUF file can be written as.
+docs/huggingface.md lists the families, from Llama, Qwen, Gemma 3, Olmo and Phi to Pythia and BLOOM;
+GGUF files have the architectures llama, qwen2, qwen3 and smollm3. What has no equivalent on the
+other side is refused. Only JSON, safetensors and GGUF files are read.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
@@ -49,35 +47,33 @@ class HFConfig:
 def main():
     usage = "import DIR or FILE.gguf out/NAME, or export out/NAME DIR or FILE.gguf"
     args = cli.parse(cfg=HFConfig, about=__doc__, paths=usage)
-    cfg, words = args.cfg, args.paths
-    if len(words) != 3 or words[0] not in ("import", "export"):
+    cfg = args.cfg
+    if len(args.paths) != 3 or args.paths[0] not in ("import", "export"):
         raise UserError(
             "hf.py needs a direction and two paths: say hf.py import DIR out/NAME, "
             "hf.py import FILE.gguf out/NAME, or hf.py export out/NAME DIR (or FILE.gguf)"
         )
-    direction, source, target = words
-    if direction == "export":
-        is_gguf = target.lower().endswith(".gguf")
-        if cfg.store != "auto" and not is_gguf:
-            raise UserError("--store is for import and for GGUF files: leave it out")
-        if is_gguf and "verify" in args.given:
-            raise UserError("--verify is for directories, which transformers loads: leave it out")
-        entry.load_entries(cfg.entry, POSITIONS)
-        model = run.open_model(GPT, source, cfg.best)
-        if is_gguf:
-            gguf_export.export_gguf(model, target, cfg.store, cfg.tokenizer)
-        else:
-            exporting.export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
+    direction, source, target = args.paths
+    if direction == "import":
+        for name in sorted(args.given - {"store", "tokenizer"}):
+            raise UserError(f"--{name} is for export: leave it out")
+        if cfg.store not in ("auto", "float32", "bfloat16"):
+            raise UserError(f"--store={cfg.store} is for export: give float32 or bfloat16")
+        is_gguf = source.lower().endswith(".gguf") or Path(source).is_file()
+        read = gguf_import.import_gguf if is_gguf else importing.import_checkpoint
+        read(GPT, source, target, cfg.store.replace("auto", "float32"), cfg.tokenizer)
         return
-    for name in sorted(args.given - {"store", "tokenizer"}):
-        raise UserError(f"--{name} is for export: leave it out")
-    read = importing.import_checkpoint
-    if source.lower().endswith(".gguf") or Path(source).is_file():
-        read = gguf_import.import_gguf
-    if cfg.store not in ("auto", "float32", "bfloat16"):
-        raise UserError(f"--store={cfg.store} is for export: give float32 or bfloat16")
-    store = "float32" if cfg.store == "auto" else cfg.store
-    read(GPT, source, target, store, cfg.tokenizer)
+    is_gguf = target.lower().endswith(".gguf")
+    if cfg.store != "auto" and not is_gguf:
+        raise UserError("--store is for import and for GGUF files: leave it out")
+    if is_gguf and "verify" in args.given:
+        raise UserError("--verify is for directories, which transformers loads: leave it out")
+    entry.load_entries(cfg.entry, POSITIONS)
+    model = run.open_model(GPT, source, cfg.best)
+    if is_gguf:
+        gguf_export.export_gguf(model, target, cfg.store, cfg.tokenizer)
+    else:
+        exporting.export_checkpoint(model, target, cfg.verify, cfg.tokenizer)
 
 
 if __name__ == "__main__":

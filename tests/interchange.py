@@ -13,9 +13,6 @@ import filecmp
 import io
 import itertools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -23,14 +20,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BUILT_IN
+from conftest import BUILT_IN, OFFLINE, assert_success, run_python
 from safetensors.torch import load_file, save, save_file
 
 from model import GPT, ContextLengthWarning, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub.exporting import export_checkpoint
-from nanolong.hub.families import FAMILIES, LLAMA, UNSUPPORTED
-from nanolong.hub.importing import import_checkpoint, read_settings
+from nanolong.hub.families import FAMILIES, UNSUPPORTED
+from nanolong.hub.importing import import_checkpoint, read_settings, read_values
 from nanolong.hub.layout import stored_shapes, tensor_layout
 from nanolong.inference import KVCache
 from nanolong.run.checkpoint import open_model
@@ -352,15 +349,7 @@ def run_transformers(cases, folder):
     described = [{**asdict(case), "tokens": case.tokens.tolist()} for case in cases]
     (folder / "cases.json").write_text(json.dumps(described))
     # outside of the project, whose kernels/ transformers would take for a package
-    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [sys.executable, "-c", TRANSFORMERS_SCRIPT, str(folder), str(N_PROMPT)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
+    assert_success(run_python(TRANSFORMERS_SCRIPT, folder, N_PROMPT, cwd=folder, env=OFFLINE))
     return load_file(folder / "answers")
 
 
@@ -439,6 +428,11 @@ def capture_output(function, *arguments, **options):
     with contextlib.redirect_stdout(output):
         function(*arguments, **options)
     return output.getvalue().strip().splitlines()
+
+
+def read_config(folder):
+    """Return the GPTConfig that a directory's config.json describes."""
+    return GPTConfig(**read_settings(folder / "config.json", read_values(folder)))
 
 
 def import_quietly(source, target):
@@ -572,13 +566,26 @@ def compare_exports(exported, folder):
 
 
 # -----------------------------------------------------------------------------
-# What is not imported
+# Directories
 
 
-def write_directory(folder, settings=None, tensors=None, index=None, files=None):
-    """Write a Hugging Face directory: changes of BASE_CONFIG, tensors, an index, other files."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**BASE_CONFIG, **(settings or {})}))
+def tensor_shapes(values):
+    """Return the shapes of the tensors that fit a config.json, by name."""
+    config = GPTConfig(**read_settings(Path("config.json"), values))
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
+    layout = tensor_layout(FAMILIES[values["model_type"]], config, shapes)
+    return stored_shapes(layout, shapes)
+
+
+def random_tensors(values):
+    return {name: 0.1 * torch.randn(shape) for name, shape in tensor_shapes(values).items()}
+
+
+def write_directory(folder, values, tensors=None, index=None, files=None):
+    """Write a Hugging Face directory: config.json, tensors, an index, other files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
     if tensors is not None:
         save_file(tensors, folder / "model.safetensors")
     if index is not None:
@@ -589,17 +596,12 @@ def write_directory(folder, settings=None, tensors=None, index=None, files=None)
 
 def bad_directories():
     """Return directories that are not imported: what is wrong -> arguments of write_directory()."""
-    config = GPTConfig(**read_settings(Path("config.json"), BASE_CONFIG))
-    shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
-    good = {}
-    for name, shape in stored_shapes(tensor_layout(LLAMA, config, shapes), shapes).items():
-        good[name] = torch.zeros(shape)
+    good = random_tensors(BASE_CONFIG)
+    settings = [("model_type", name) for name in (*UNSUPPORTED, "something_else", None)]
     bad = {}
-    for model_type in [*UNSUPPORTED, "something_else", None]:
-        settings = {"model_type": model_type}
-        bad[f"model_type {model_type}"] = {"settings": settings, "tensors": good}
-    for key, value in BAD_SETTINGS:
-        bad[f"{key}: {value!r}"] = {"settings": {key: value}, "tensors": good}
+    for key, value in settings + BAD_SETTINGS:
+        values = {**BASE_CONFIG, key: value}
+        bad[f"{key}: {value!r}"] = {"values": values, "tensors": good}
 
     norm, bias = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
     wrong_tensors = {
@@ -639,7 +641,7 @@ def list_refusals(folder):
         place = folder / str(number)
         place.mkdir()
         if arguments is not None:
-            write_directory(place / "checkpoint", **arguments)
+            write_directory(place / "checkpoint", **{"values": BASE_CONFIG, **arguments})
         with pytest.raises(UserError) as refusal:
             import_quietly(place / "checkpoint", place / "run")
         assert not (place / "run").exists(), f"{what} was refused, and left something behind"

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 
 import interchange
@@ -99,21 +98,10 @@ def test_an_export_of_bfloat16_is_exact(name, tmp_path):
         assert tensor.float().equal(tensors["exported-wide"][key]), key
 
 
-def test_store_is_for_import(tmp_path, call, make):
-    make().save(tmp_path / "run" / "step-000000")
-    done = call("hf.py", "export", tmp_path / "run", tmp_path / "out", "--store=bfloat16")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "--store is for import" in done.stderr
-    done = call("hf.py", "import", tmp_path / "hf", tmp_path / "out", "--store=float16")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert not (tmp_path / "out").exists()
-
-
 # -----------------------------------------------------------------------------
 # Several files
 
 LOGITS_SCRIPT = """
-import subprocess
 import sys
 import torch
 from safetensors.torch import save_file
@@ -268,14 +256,8 @@ def test_memory_is_at_most_two_tensors_and_300_mb(tmp_path, monkeypatch):
         ("export", "float32", "exported-float32", "--verify=false"),
         ("export", "bfloat16", "exported-bfloat16", "--verify=false"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK_SCRIPT, *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr
+        environment = {"PYTHONPATH": str(ROOT)}
+        done = assert_success(run_python(PEAK_SCRIPT, *words, cwd=tmp_path, env=environment))
         peak = int(done.stdout.rpartition("peak: ")[2])
         print(f"hf.py {' '.join(words)}: {peak / 1e6:.0f} MB")
         assert peak <= limit, words

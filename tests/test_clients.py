@@ -27,6 +27,7 @@ import interchange
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import assert_success
 from safetensors.torch import load_file
 
 from data import tokenizer_from_json
@@ -171,16 +172,11 @@ assert llama_cpp.llama_model_quantize(source.encode(), target.encode(), options)
 
 
 def run_child(words, folder):
+    """Run Python in a folder; returns what it prints."""
+    words = [sys.executable, *map(str, words)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment)
+    return assert_success(done).stdout
 
 
 def run_client(client, checkpoint, lengths, folder, end=END, compared=COMPARED, ids=()):

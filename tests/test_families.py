@@ -5,8 +5,6 @@ writes the table of all differences, results/families.md.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -25,8 +23,8 @@ from experiments.report import markdown_table
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub.families import FAMILIES
-from nanolong.hub.importing import import_checkpoint, read_config, read_settings
-from nanolong.hub.layout import stored_shapes, tensor_layout
+from nanolong.hub.importing import import_checkpoint, read_settings
+from nanolong.hub.layout import tensor_layout
 from nanolong.provenance import provenance
 
 TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
@@ -36,6 +34,13 @@ MULTIPLIERS = {
     "attention_multiplier": 0.3,
     "residual_multiplier": 0.7,
     "logits_scaling": 2.0,
+}
+DENSE_HYBRID = {
+    **MULTIPLIERS,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "layer_types": ["full_attention"] * 3,
+    "mamba_n_heads": 1,
 }
 # of every model the sizes are odd; windows are shorter than both lengths that are compared
 FAMILY_SETTINGS = {
@@ -69,22 +74,8 @@ FAMILY_SETTINGS = {
         "layer_rope_theta": [0, 1e3, 1e3, 1e3, 0],
         "tie_word_embeddings": True,
     },
-    "granitemoehybrid": {
-        **MULTIPLIERS,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 80,
-        "layer_types": ["full_attention"] * 3,
-        "position_embedding_type": "rope",
-        "mamba_n_heads": 1,
-    },
-    "granitemoehybrid, no positions": {
-        **MULTIPLIERS,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 80,
-        "layer_types": ["full_attention"] * 3,
-        "position_embedding_type": None,
-        "mamba_n_heads": 1,
-    },
+    "granitemoehybrid": {**DENSE_HYBRID, "position_embedding_type": "rope"},
+    "granitemoehybrid, no positions": {**DENSE_HYBRID, "position_embedding_type": None},
     "bloom": {"n_layer": 3, "n_head": 6, "tie_word_embeddings": True},
     "mpt": {
         "d_model": 48,
@@ -187,6 +178,8 @@ def extend_and_export(case, method, folder, record):
     name = f"{case.name}-{method}"
     model.save(folder / f"run-{name}" / "step-000000")
     assert interchange.export_twice(folder / f"run-{name}", folder, record, name), record
+    config = json.loads((folder / f"exported-{name}/config.json").read_text())
+    assert config["model_type"] == case.model_type  # that of the import
     new_case = replace(case, name=f"exported-{name}", settings=None, with_cache=False)
     record["largest_logit"] = interchange.compute_logits(model, new_case)["long"].abs().max().item()
     return [interchange.Exported(new_case, record, model)]
@@ -310,13 +303,8 @@ def test_rotated_queries_and_keys_are_those_of_transformers(tmp_path):
     q, k = torch.randn(2, 1, 2, len(positions), 16)
     save_file({"q": q, "k": k, "positions": positions}, tmp_path / "tensors")
     (tmp_path / "cases").write_text(json.dumps(configs))
-    (tmp_path / "script.py").write_text(ROTATE_SCRIPT)
-    subprocess.run(
-        [sys.executable, "script.py", "cases", "tensors", "answers"],
-        cwd=tmp_path,
-        check=True,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
+    words = ["cases", "tensors", "answers"]
+    assert_success(run_python(ROTATE_SCRIPT, *words, cwd=tmp_path, env=OFFLINE))
     answers = load_file(tmp_path / "answers")
     for name, values in configs.items():
         model = GPT(GPTConfig(**read_settings("config.json", values)))
@@ -393,23 +381,13 @@ def test_gradients_with_learned_sinks_are_those_of_transformers(tmp_path):
 # Files
 
 
-def write_checkpoint(folder, model_type, rename=None, **changes):
-    """Write a checkpoint with random weights; returns its tensors. rename: of tensors' names."""
-    values = {"model_type": model_type, **make_case(model_type, "default").settings, **changes}
+def write_checkpoint(folder, model_type):
+    """Write a checkpoint with random weights; returns its tensors."""
+    values = {"model_type": model_type, **make_case(model_type, "default").settings}
     if model_type in BY_KIND:
         values["layer_types"] = ["full_attention", "sliding_attention"] * 4
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(values))
-    family = FAMILIES[model_type]
-    config = GPTConfig(**read_config(folder))
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
-    layout = tensor_layout(family, config, shapes)
-    tensors = {
-        name: 0.1 * torch.randn(shape) for name, shape in stored_shapes(layout, shapes).items()
-    }
-    rename = rename or (lambda name: name)
-    save_file({rename(name): x for name, x in tensors.items()}, folder / "model.safetensors")
+    tensors = interchange.random_tensors(values)
+    interchange.write_directory(folder, values, tensors)
     return tensors
 
 
@@ -478,24 +456,8 @@ def test_fields_of_old_files_mean_the_same(tmp_path):
     settings = {"model_type": "gpt_neox", **make_case("gpt_neox", "default").settings}
     del settings["rope_parameters"]
     old = read_settings("", {**settings, "rotary_emb_base": 500.0})
-    assert (old["rope_base"], old["rope_fraction"], old["norm_position"]) == (
-        500.0,
-        0.5,
-        "parallel",
-    )
-
-
-def test_an_extended_model_keeps_its_family(tmp_path, call, rng):
-    write_checkpoint(tmp_path / "hf", "olmo3")
-    interchange.import_quietly(tmp_path / "hf", tmp_path / "run")
-    options = ["--method=yarn", "--factor=4", "--max_iters=0", f"--out_dir={tmp_path / 'long'}"]
-    assert call("extend.py", tmp_path / "run", *options).returncode == 0
-    interchange.export_quietly(tmp_path / "long", tmp_path / "exported")
-    values = json.loads((tmp_path / "exported/config.json").read_text())
-    assert values["model_type"] == "olmo3"
-    kinds = values["rope_parameters"]
-    assert kinds["full_attention"]["rope_type"] == "yarn"
-    assert kinds["sliding_attention"]["rope_type"] == "default"
+    assert (old["rope_base"], old["rope_fraction"]) == (500.0, 0.5)
+    assert old["norm_position"] == "parallel"
 
 
 # -----------------------------------------------------------------------------
@@ -533,7 +495,7 @@ def test_what_is_not_computed_is_refused(model_type, changes, message, tmp_path)
     values = {"model_type": model_type, **LLAMA_SHAPE, **known}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=message) as error:
-        read_config(tmp_path)
+        interchange.read_config(tmp_path)
     assert len(str(error.value).splitlines()) == 1
 
 

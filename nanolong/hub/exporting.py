@@ -1,7 +1,7 @@
 """Export a model as a Hugging Face directory that transformers' AutoModelForCausalLM loads.
 
 The weights are read from the checkpoint and written one tensor at a time. What was written is
-verified (hf_verify.py) before the directory appears. What transformers has no equivalent of is
+verified (verify.py) before the directory appears. What transformers has no equivalent of is
 refused.
 """
 
@@ -38,7 +38,6 @@ class Written(NamedTuple):
     settings: dict
     # of layers with and without a window: whether it has one -> WrittenRope
     ropes: dict
-    score_scale: float  # the part of attn_scale that config.json says
 
 
 def export_checkpoint(model, target, verify=True, tokenizer_from=""):
@@ -57,7 +56,11 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     dtype = export_dtype(model, written)
     settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
-    settings |= special_token_ids(tokenizer)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if tokenizer:
+        # a vocabulary of ours has one token that starts and ends every document
+        eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+        settings |= {"bos_token_id": tokenizer.bos, "eos_token_id": eos}
 
     folder = target.parent / f".tmp-{target.name}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -69,8 +72,7 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
             add_bos = model.meta.get("bos") is not None
             write_tokenizer(folder, tokenizer, add_bos, model.config.block_size)
         write_weights(folder, model, written, dtype)
-        text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        write_json(folder / "config.json", settings, sort_keys=True)
         print_summary(settings, model, tokenizer or tokenizer_from)
         if verify:
             verify_export(model, folder, tokenizer)
@@ -83,12 +85,9 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def special_token_ids(tokenizer):
-    bos = eos = None
-    if tokenizer:
-        bos = tokenizer.bos
-        eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
-    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
+def write_json(file, values, **options):
+    text = json.dumps(values, indent=2, allow_nan=False, **options) + "\n"
+    file.write_text(text, encoding="utf-8")
 
 
 def copy_tokenizer(source, folder):
@@ -123,13 +122,6 @@ def write_config(model, families=FAMILIES, reader="transformers"):
     Raises UserError for a model that none of them can be.
     """
     config = model.config
-    if config.random_positions:
-        raise UserError(
-            f"the models that {reader} loads count their positions, and this one was trained on "
-            "random ones: train without --random_positions to export"
-        )
-    if config.sinks:
-        raise no_equivalent("a window with sinks", "train without --sinks to export", reader)
     model_type, letters = choose_family(model, families, reader)
     family = families[model_type]
     settings = {
@@ -141,6 +133,8 @@ def write_config(model, families=FAMILIES, reader="transformers"):
         **family.written,
     }
     fields, ropes = write_positions(model, family, letters)
+    names = ACTIVATIONS[config.mlp]
+    usual = family.defaults["hidden_act"]
     fields |= {
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
@@ -150,7 +144,7 @@ def write_config(model, families=FAMILIES, reader="transformers"):
         "num_attention_heads": config.n_head,
         "num_key_value_heads": config.n_kv_head,
         "head_dim": config.head_dim,
-        "hidden_act": activation(family, config),
+        "hidden_act": usual if usual in names else names[0],
         "rms_norm_eps": config.norm_eps,
     }
     for key, value in fields.items():
@@ -160,19 +154,7 @@ def write_config(model, families=FAMILIES, reader="transformers"):
     settings |= window_settings(config, family)
     if family.write:
         settings |= family.write(config, letters, settings)
-    score_scale = config.attn_scale if "attention_multiplier" in settings else 1.0
-    return Written(family, settings, ropes, score_scale)
-
-
-def activation(family, config):
-    names = ACTIVATIONS[config.mlp]
-    usual = family.defaults["hidden_act"]
-    return usual if usual in names else names[0]
-
-
-def no_equivalent(what, remedy, reader):
-    message = f"{what} has no equivalent among the models that {reader} loads: {remedy}"
-    return UserError(message)
+    return Written(family, settings, ropes)
 
 
 def choose_family(model, families, reader):
@@ -203,9 +185,10 @@ def choose_family(model, families, reader):
                 return model_type, letters
             found.append((len(missing), family.class_name, missing))
     _, nearest, missing = min(found, key=lambda item: item[0])
-    needed = ", ".join(missing.values())
-    remedy = f"to be a {nearest}, which is nearest, it needs {needed}"
-    raise no_equivalent(" with ".join(missing), remedy, reader)
+    raise UserError(
+        f"{' with '.join(missing)} has no equivalent among the models that {reader} loads: to be a "
+        f"{nearest}, which is nearest, it needs {', '.join(missing.values())}"
+    )
 
 
 def is_positioned(scheme):
@@ -222,33 +205,33 @@ def extension_method(config):
 def obstacles(model, family, letters):
     """Return what a model has and a family has not: the setting -> that which it would need."""
     config = model.config
-    scale = {"one": 1.0, "root": math.sqrt(config.n_embd), "any": config.embed_scale}
-    needed = {
-        **{name: choices[0] for name, choices in family.settings.items()},
-        "embed_scale": scale[family.embed_scale],
-        "head_dim": config.n_embd // config.n_head,
-        "n_kv_head": config.n_head,
-        "mlp_dim": 4 * config.n_embd,
-        "layer_pattern": " or ".join(family.patterns),
-    }
-    values = {name: getattr(config, name) for name in needed}
-    fits = {name: values[name] in choices for name, choices in family.settings.items()}
-    fits["pos"] |= values["pos"] == "nope" and needed["pos"] == "rope"
-    fits["embed_scale"] = math.isclose(values["embed_scale"], needed["embed_scale"], rel_tol=1e-6)
-    for name, field in (
-        ("head_dim", "head_dim"),
-        ("n_kv_head", "num_key_value_heads"),
-        ("mlp_dim", "intermediate_size"),
+    # no family has attention sinks in a window, or counts positions at random
+    allowed = family.settings | {"sinks": (0,), "random_positions": (0,)}
+    if config.pos == "nope" and "rope" in allowed["pos"]:
+        allowed["pos"] += ("nope",)
+    scales = {"one": 1.0, "root": math.sqrt(config.n_embd), "any": config.embed_scale}
+    scale = scales[family.embed_scale]
+    if not math.isclose(config.embed_scale, scale, rel_tol=1e-6):
+        allowed["embed_scale"] = (scale,)
+    for name, field, usual in (
+        ("head_dim", "head_dim", config.n_embd // config.n_head),
+        ("n_kv_head", "num_key_value_heads", config.n_head),
+        ("mlp_dim", "intermediate_size", 4 * config.n_embd),
     ):
         # a family without the field has this value
-        fits[name] = family.names.get(field) != () or values[name] == needed[name]
-    fits["layer_pattern"] = any(letters <= set(pattern) for pattern in family.patterns)
-    found = {
-        f"--{name}={values[name]}": f"--{name}={needed[name]}" for name in needed if not fits[name]
-    }
+        if family.names.get(field) == ():
+            allowed[name] = (usual,)
+    found = {}
+    for name, choices in allowed.items():
+        value = getattr(config, name)
+        if value not in choices:
+            found[f"--{name}={value}"] = f"--{name}={choices[0]}"
+    if not any(letters <= set(pattern) for pattern in family.patterns):
+        needed = " or ".join(family.patterns)
+        found[f"--layer_pattern={config.layer_pattern}"] = f"--layer_pattern={needed}"
     if family.heads_divide and config.n_embd % config.n_head:
         found[f"--n_head={config.n_head}"] = f"an --n_head that divides {config.n_embd}"
-    if config.head_dim % 2 and letters & {"F", "W"} and needed["pos"] == "rope":
+    if config.head_dim % 2 and letters & {"F", "W"} and "rope" in family.settings["pos"]:
         found[f"--head_dim={config.head_dim}"] = "an even --head_dim"
     if model.local and letters >= {"F", "W"} and not family.rope_by_kind:
         found["RoPE that differs in layers with a window"] = "--rope_local_base=0 and --layers=all"
@@ -264,68 +247,56 @@ def write_positions(model, family, letters):
     if "rope" not in family.settings["pos"]:
         return length, {}
     # of layers without a window, and with one
-    extends_all = config.extension and "layers" not in config.extension
-    local_config = replace(
-        config,
-        rope_base=config.rope_local_base or config.rope_base,
-        extension=config.extension if extends_all else None,
-    )
     kinds = {False: (config, model.pos), True: (config, model.pos)}
     if model.local:
+        extends_all = config.extension and "layers" not in config.extension
+        local_config = replace(
+            config,
+            rope_base=config.rope_local_base or config.rope_base,
+            extension=config.extension if extends_all else None,
+        )
         kinds[True] = (local_config, model.local)
     ropes = {}
-    for has_window, letter in enumerate("FW"):
-        if letter in letters and is_positioned(kinds[has_window][1]):
-            ropes[bool(has_window)] = write_rope(*kinds[has_window], family)
+    for has_window, (its_config, scheme) in kinds.items():
+        if "FW"[has_window] in letters and is_positioned(scheme):
+            ropes[has_window] = write_rope(its_config, scheme, family)
     if not ropes:
         parameters = {"rope_type": "default", "rope_theta": 10000.0}
         if letters & {"F", "W"}:
             parameters = unrotated_rope(config.block_size, config.head_dim)
-        ropes = {has_window: WrittenRope(parameters, config.block_size) for has_window in kinds}
+        ropes = dict.fromkeys(kinds, WrittenRope(parameters, config.block_size))
     full = ropes.get(False) or ropes[True]
-    if not family.rope_by_kind:
-        length["max_position_embeddings"] = full.max_position_embeddings
-        return length | rope_settings(full.parameters), ropes
-    local = ropes.get(True) or full
-    return length | rope_settings_by_kind(full.parameters, local.parameters), ropes
+    if family.rope_by_kind:
+        local = ropes.get(True) or full
+        return length | rope_settings_by_kind(full.parameters, local.parameters), ropes
+    length["max_position_embeddings"] = full.max_position_embeddings
+    return length | rope_settings(full.parameters), ropes
 
 
 def window_settings(config, family):
     """Return the fields of a sliding window, for families that have one."""
-    letters = "".join(family.patterns)
-    if "W" not in letters:
+    if "W" not in "".join(family.patterns):
         return {}
-    uses_window = [config.uses_window(layer) for layer in range(config.n_layer)]
-    window = config.window if any(uses_window) else None
-    if "W" in family.patterns:
-        return {"sliding_window": window}
-    types = {True: "sliding_attention", False: "full_attention"}
-    settings = {
-        "sliding_window": window,
-        "layer_types": [types[value] for value in uses_window],
-    }
+    types = ("full_attention", "sliding_attention")
+    layer_types = [types[config.uses_window(layer)] for layer in range(config.n_layer)]
+    has_window = types[1] in layer_types
+    settings = {"sliding_window": config.window if has_window else None}
+    if "W" not in family.patterns:
+        settings["layer_types"] = layer_types
     if "use_sliding_window" in family.defaults:
-        settings |= {
-            "use_sliding_window": window is not None,
-            "max_window_layers": config.n_layer,
-        }
+        settings |= {"use_sliding_window": has_window, "max_window_layers": config.n_layer}
     return settings
 
 
 def rope_settings(parameters):
     """Return RoPE's fields of config.json; older runtimes read those outside rope_parameters."""
-    settings = {
-        "rope_parameters": parameters,
-        "rope_theta": parameters["rope_theta"],
-        "rope_scaling": None,
-    }
+    scaling = None
     if parameters["rope_type"] != "default":
-        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
-        settings["rope_scaling"] = {"type": parameters["rope_type"], **scaling}
-    for key in ("original_max_position_embeddings", "partial_rotary_factor"):
-        if key in parameters:
-            settings[key] = parameters[key]
-    return settings
+        scaling = {"type": parameters["rope_type"], **parameters}
+        del scaling["rope_theta"]
+    outside = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
+    settings = {key: parameters[key] for key in outside if key in parameters}
+    return {"rope_parameters": parameters, "rope_scaling": scaling, **settings}
 
 
 def rope_settings_by_kind(full, local):
@@ -356,8 +327,7 @@ ROTATED_PARAMETERS = (
 def export_dtype(model, written):
     """Return the dtype of the exported weights: as stored, or float32 where queries are scaled."""
     for layer in range(model.config.n_layer):
-        scale = query_scale(model, layer, written)
-        if (scale != 1).any():
+        if (query_scale(model, layer, written) != 1).any():
             return torch.float32
     return model.stored_dtype
 
@@ -369,9 +339,8 @@ def write_weights(folder, model, written, dtype):
     """
     shapes = {name: p.shape for name, p in model.named_parameters()}
     layout = tensor_layout(written.family, model.config, shapes)
-    like = {}
-    for name, shape in stored_shapes(layout, shapes).items():
-        like[name] = torch.empty(shape, dtype=dtype, device="meta")
+    stored = stored_shapes(layout, shapes)
+    like = {name: torch.empty(stored[name], dtype=dtype, device="meta") for name in stored}
     files = divide_tensors(like)
     for file, names in files.items():
         pairs = ((name, export_tensor(model, written, layout[name])) for name in names)
@@ -382,8 +351,7 @@ def write_weights(folder, model, written, dtype):
         file_of = {name: file for file, names in files.items() for name in names}
         total_size = sum(tensor.nbytes for tensor in like.values())
         index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
-        text = json.dumps(index, indent=2, allow_nan=False) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def divide_tensors(like):
@@ -417,17 +385,18 @@ def export_parameter(model, written, name):
     """
     tensor = read_tensor(model.folder / "model.safetensors", name)
     block, _, last_name = name.partition(".attention.")
-    if not last_name:
+    if last_name not in ROTATED_PARAMETERS:
         return tensor
     layer = int(block.removeprefix("blocks."))
-    config = model.config
-    scaled = ("q.weight", "q.bias") if config.qk_norm == "none" else ("q_norm.weight",)
+    heads = tensor.unflatten(0, (-1, model.config.head_dim))  # (H, D) or (H, D, C)
+    scaled = ("q.weight", "q.bias") if model.config.qk_norm == "none" else ("q_norm.weight",)
     if last_name in scaled:
-        tensor = scale_channels(tensor, query_scale(model, layer, written))
+        scale = query_scale(model, layer, written)
+        heads = heads * (scale if heads.dim() == 2 else scale[:, None])
     rope = rope_of(model, layer, written)
-    if rope and rope.channel_order and last_name in ROTATED_PARAMETERS:
-        tensor = reorder_channels(tensor, config.head_dim, rope.channel_order)
-    return tensor
+    if rope and rope.channel_order:
+        heads = heads[:, rope.channel_order]
+    return heads.flatten(0, 1)
 
 
 def rope_of(model, layer, written):
@@ -439,8 +408,10 @@ def rope_of(model, layer, written):
 def query_scale(model, layer, written):
     """Return what the channels of a layer's queries have to be multiplied by: (D,)."""
     config, scheme = model.config, model.scheme_of(layer)
-    factor = config.attn_scale / written.score_scale * scheme.score_scale
-    scale = torch.full((config.head_dim,), float(factor))
+    factor = float(scheme.score_scale)
+    if "attention_multiplier" not in written.settings:
+        factor *= config.attn_scale
+    scale = torch.full((config.head_dim,), factor)
     rope = rope_of(model, layer, written)
     if rope and config.pos == "rope" and scheme.rotary_dim:
         # Queries and keys have both factors. That of the clients is on all channels that they
@@ -449,18 +420,3 @@ def query_scale(model, layer, written):
         if not written.family.partial_rope:
             scale[scheme.rotary_dim :] /= rope.attention_factor**2
     return scale
-
-
-def scale_channels(tensor, scale):
-    """Multiply the channels of every head (D,), in the first dimension of a parameter."""
-    if (scale == 1).all():
-        return tensor
-    heads = tensor.unflatten(0, (-1, len(scale)))  # (H, D) or (H, D, C)
-    scale = scale if heads.dim() == 2 else scale[:, None]
-    return (heads * scale).flatten(0, 1)
-
-
-def reorder_channels(tensor, head_dim, order):
-    """Reorder the channels of every head, in the first dimension of a parameter."""
-    heads = tensor.unflatten(0, (-1, head_dim))
-    return heads[:, order].flatten(0, 1)

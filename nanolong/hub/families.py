@@ -6,125 +6,40 @@ tensors hold our parameters, with the fold of each: what is computed from a stor
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-
-import torch
-import torch.nn.functional as F
+from dataclasses import dataclass, replace
 
 from nanolong.errors import UserError
-from nanolong.hub.layout import ConfigFields, Fold
+from nanolong.hub.layout import BY_HEAD, NORMED, ONE_ADDED, TRANSPOSED, WITHOUT_BIAS, ConfigFields
 from nanolong.hub.rope import rope_values
-
-# -----------------------------------------------------------------------------
-# Folds, of a tensor and a Source
-
-
-def transpose(tensor, source):
-    return tensor.t()
-
-
-# GPT-2 stores its matrices as (in, out), where torch's Linear has (out, in).
-TRANSPOSED = Fold(transpose, transpose)
-
-
-def divide_heads(tensor, source):
-    heads = tensor.unflatten(0, (source.config.n_head, 3, -1))  # (H, 3, D) or (H, 3, D, C)
-    return heads.transpose(0, 1).flatten(0, 2)
-
-
-def interleave_heads(tensor, source):
-    heads = tensor.unflatten(0, (3, source.config.n_head, -1))
-    return heads.transpose(0, 1).flatten(0, 2)
-
-
-# Query, key and value of the first head are followed by those of the second head.
-BY_HEAD = Fold(divide_heads, interleave_heads)
-
-
-def add_one(tensor, source):
-    return tensor.float() + 1
-
-
-def subtract_one(tensor, source):
-    return tensor.float() - 1
-
-
-ONE_ADDED = Fold(add_one, subtract_one, computes=True)
-
-
-def append_zeros(tensor, source):
-    return torch.cat((tensor, torch.zeros_like(tensor)))
-
-
-def drop_zeros(tensor, source):
-    weight, bias = tensor.chunk(2)
-    if not bias.is_meta and bias.any():
-        raise UserError(
-            "the norms have biases since the model was trained, and those of an MPT have none: "
-            "export the model that was imported"
-        )
-    return weight
-
-
-WITHOUT_BIAS = Fold(append_zeros, drop_zeros, holds_bias=True)
-
-
-def normalise_embeddings(tensor, source, weight, bias):
-    """Of a token alone, so that it becomes part of the embeddings; the head is without it."""
-    tensor = tensor.float()
-    shape = tensor.shape[1:]
-    normalised = F.layer_norm(tensor, shape, weight.float(), bias.float(), source.config.norm_eps)
-    return torch.cat((normalised, tensor))
-
-
-def first_half(tensor, source):
-    return tensor.chunk(2)[0]
-
-
-BLOOM_NORM = "transformer.word_embeddings_layernorm"
-NORMALISED = Fold(
-    normalise_embeddings,
-    first_half,
-    computes=True,
-    others={f"{BLOOM_NORM}.weight": "norm.weight", f"{BLOOM_NORM}.bias": "norm.bias"},
-)
-
-# -----------------------------------------------------------------------------
-# Entries
 
 
 @dataclass(frozen=True)
 class Family:
     class_name: str
-    # Modules of the checkpoint -> ours that they hold, and their folds. What a model does not have,
-    # such as a bias or a norm of its queries, is left out.
+    # Modules of the checkpoint, or tensors that are no weight or bias of one -> ours that they
+    # hold, and their folds (layout.py). What a model does not have, such as a bias, is left out.
     model: dict
     layer: dict
-    layer_prefix: str = "model.layers."
-    # tensors of a layer that are no weight or bias of a module -> ours
-    layer_tensors: dict = field(default_factory=dict)
-    folds: dict = field(default_factory=dict)
-    position_table: str = ""  # the tensor of learned positions
-    old_names: dict = field(default_factory=dict)  # of modules: in old files -> in `model`
+    layer_prefix: str
+    folds: dict
     # The settings of GPTConfig that its models have: name -> possible values.
-    settings: dict = field(default_factory=dict)
-    embed_scale: str = "one"  # or root: sqrt(n_embd); or any
+    settings: dict
     # Fields of config.json by Llama's names: theirs, all of which are written, or () if there is no
     # such field; what transformers takes for one that is missing; those that must have one value;
     # those that are only written.
-    names: dict = field(default_factory=dict)
-    defaults: dict = field(default_factory=dict)
-    fixed: dict = field(default_factory=dict)
-    written: dict = field(default_factory=dict)
+    names: dict
+    defaults: dict
+    fixed: dict
+    written: dict
     # fields that are true or false -> (setting, its value if true, its value if false)
-    switches: dict = field(default_factory=dict)
+    switches: dict
     # the kinds of layers, letters of layer_pattern, that a model can have together
     patterns: tuple = ("F",)
+    embed_scale: str = "one"  # or root: sqrt(n_embd); or any
     heads_divide: bool = False  # transformers wants n_head to divide n_embd
     partial_rope: bool = False  # rotates a part of each head, by partial_rotary_factor
     rope_by_kind: bool = False  # layers with and without a window have RoPE parameters of their own
-    # rope_type of config.json -> what it means, if there are other names or few types
-    rope_types: dict | None = None
+    rope_types: dict | None = None  # as ROPE_TYPES, if there are other names or few types
     read: Callable | None = None  # (fields, settings) -> more settings of GPTConfig
     write: Callable | None = None  # (config, letters of its layers, fields so far) -> more fields
     read_only: str = ""  # why it is not exported
@@ -137,20 +52,16 @@ def derive(family, class_name, **changes):
     return replace(family, class_name=class_name, **{"heads_divide": False, "fixed": {}, **changes})
 
 
-ATTENTION = {
-    "self_attn.q_proj": "attention.q",
-    "self_attn.k_proj": "attention.k",
-    "self_attn.v_proj": "attention.v",
-    "self_attn.o_proj": "attention.o",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-}
+ATTENTION = {f"self_attn.{name}_proj": f"attention.{name}" for name in "qkvo"}
+ATTENTION |= {f"self_attn.{name}_norm": f"attention.{name}_norm" for name in "qk"}
 GATED_MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 LLAMA = Family(
     "LlamaForCausalLM",
     model={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
     layer={**PRE_NORMS, **ATTENTION, **GATED_MLP},
+    layer_prefix="model.layers.",
+    folds={},
     settings={
         "norm": ("rmsnorm",),
         "norm_position": ("pre",),
@@ -161,6 +72,7 @@ LLAMA = Family(
         "score_scale": ("none",),
         "pos": ("rope",),
     },
+    names={},
     defaults={
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -169,67 +81,22 @@ LLAMA = Family(
     },
     fixed={"attention_bias": False, "mlp_bias": False},
     written={"attention_dropout": 0.0},
+    switches={},
     heads_divide=True,
 )
-MISTRAL = derive(
+# model_type of a config.json -> its entry; an export takes the first that has all of a model.
+FAMILIES = {"llama": LLAMA}
+FAMILIES["mistral"] = MISTRAL = derive(
     LLAMA,
     "MistralForCausalLM",
     defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     patterns=("F", "W"),
 )
-QWEN3 = derive(
-    LLAMA,
-    "Qwen3ForCausalLM",
-    settings={"qk_norm": ("head",)},
-    defaults={
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    fixed={"attention_bias": False},
-    patterns=("FW",),
-)
-QWEN2 = derive(
-    QWEN3,
-    "Qwen2ForCausalLM",
-    settings={"qk_norm": ("none",), "bias": ("qkv",)},
-    defaults={"head_dim": None},
-)
-
-
-def write_smollm3(config, letters, fields):
-    """1 stands for a layer with RoPE, whatever the name says."""
-    has_rope = not letters <= {"N", "S"}
-    layers = range(config.n_layer)
-    return {
-        "no_rope_layers": [int(has_rope and config.uses_positions(layer)) for layer in layers],
-        "no_rope_layer_interval": 4,
-    }
-
-
-SMOLLM3 = derive(
-    LLAMA,
-    "SmolLM3ForCausalLM",
-    defaults={
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-        "rope_theta": 2e6,
-        "use_sliding_window": False,
-        "no_rope_layer_interval": 4,
-    },
-    fixed=LLAMA.fixed,
-    patterns=("FWNS",),
-    write=write_smollm3,
-)
 
 
 def read_ministral3(fields, settings):
     """Its scores are scaled from the length on that its RoPE is extended from."""
-    rope = ConfigFields(fields.file, rope_values(fields, MINISTRAL3)[0], {})
+    rope = ConfigFields(fields.file, rope_values(fields, FAMILIES["ministral3"])[0], {})
     return {
         "score_scale_coefficient": rope.real("llama_4_scaling_beta", 1e-12, 1e12),
         "score_scale_length": rope.integer("original_max_position_embeddings", low=2),
@@ -252,7 +119,7 @@ def write_ministral3(config, letters, fields):
     return {"rope_parameters": rope | more, "rope_scaling": scaling and scaling | more}
 
 
-MINISTRAL3 = derive(
+FAMILIES["ministral3"] = derive(
     MISTRAL,
     "Ministral3ForCausalLM",
     settings={
@@ -269,14 +136,69 @@ MINISTRAL3 = derive(
     read=read_ministral3,
     write=write_ministral3,
 )
+FAMILIES["qwen2"] = QWEN2 = derive(
+    LLAMA,
+    "Qwen2ForCausalLM",
+    settings={"bias": ("qkv",)},
+    defaults={
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    patterns=("FW",),
+)
+FAMILIES["qwen3"] = derive(
+    QWEN2,
+    "Qwen3ForCausalLM",
+    settings={"qk_norm": ("head",), "bias": ("none",)},
+    defaults={"head_dim": 128},
+    fixed={"attention_bias": False},
+)
+
+
+def rotated_layers(config, letters):
+    """Return whether each layer has RoPE."""
+    has_rope = not letters <= {"N", "S"}
+    return [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
+
+
+def write_smollm3(config, letters, fields):
+    """1 stands for a layer with RoPE, whatever the name says."""
+    rotated = [int(is_rotated) for is_rotated in rotated_layers(config, letters)]
+    return {"no_rope_layers": rotated, "no_rope_layer_interval": 4}
+
+
+FAMILIES["smollm3"] = derive(
+    LLAMA,
+    "SmolLM3ForCausalLM",
+    defaults={
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "use_sliding_window": False,
+        "no_rope_layer_interval": 4,
+    },
+    fixed=LLAMA.fixed,
+    patterns=("FWNS",),
+    write=write_smollm3,
+)
 
 
 NO_GQA = {"num_key_value_heads": (), "head_dim": ()}
 LAYER_NORM = {"norm": ("layernorm",), "bias": ("all",)}
-GPT2 = derive(
+# Its matrices are transposed, and a file may have its names or Llama's.
+FAMILIES["gpt2"] = GPT2 = derive(
     LLAMA,
     "GPT2LMHeadModel",
-    model={"transformer.wte": "embed", "transformer.ln_f": "norm", "lm_head": "head"},
+    model={
+        "transformer.wpe.weight": "pos.table",
+        "transformer.wte": "embed",
+        "transformer.ln_f": "norm",
+        "lm_head": "head",
+    },
     layer={
         "ln_1": "attention_norm",
         "ln_2": "mlp_norm",
@@ -287,7 +209,6 @@ GPT2 = derive(
     },
     layer_prefix="transformer.h.",
     folds=dict.fromkeys(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), TRANSPOSED),
-    position_table="transformer.wpe.weight",
     settings={**LAYER_NORM, "mlp": ("gelu", "gelu_exact"), "pos": ("learned",)},
     names={
         "num_hidden_layers": ("n_layer",),
@@ -314,7 +235,7 @@ GPT2 = derive(
 )
 
 # Old files say su or yarn for longrope.
-PHI3 = derive(
+FAMILIES["phi3"] = derive(
     LLAMA,
     "Phi3ForCausalLM",
     layer={
@@ -329,7 +250,7 @@ PHI3 = derive(
     partial_rope=True,
     rope_types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
 )
-STARCODER2 = derive(
+FAMILIES["starcoder2"] = derive(
     LLAMA,
     "Starcoder2ForCausalLM",
     layer={**PRE_NORMS, **ATTENTION, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
@@ -344,7 +265,8 @@ STARCODER2 = derive(
     },
     patterns=("F", "W"),
 )
-STABLELM = derive(
+# StableLM-2
+FAMILIES["stablelm"] = derive(
     LLAMA,
     "StableLmForCausalLM",
     settings={"norm": ("layernorm",), "bias": ("none", "qkv")},
@@ -354,7 +276,7 @@ STABLELM = derive(
     fixed={"qk_layernorm": False, "use_parallel_residual": False},
     partial_rope=True,
 )
-SEED_OSS = derive(
+FAMILIES["seed_oss"] = derive(
     LLAMA,
     "SeedOssForCausalLM",
     settings={"bias": ("none", "qkv")},
@@ -369,14 +291,13 @@ NEOX_LAYER = {
     "mlp.dense_h_to_4h": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
 }
-BLOOM = derive(
+FAMILIES["bloom"] = derive(
     GPT2,
     "BloomForCausalLM",
     model={"transformer.word_embeddings": "embed head", "transformer.ln_f": "norm"},
     layer={name.replace("attention.", "self_attention."): x for name, x in NEOX_LAYER.items()},
-    position_table="",
-    folds={"transformer.word_embeddings": NORMALISED, "self_attention.query_key_value": BY_HEAD},
-    settings={**LAYER_NORM, "mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
+    folds={"transformer.word_embeddings": NORMED, "self_attention.query_key_value": BY_HEAD},
+    settings={"mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
     names={
         "hidden_size": ("n_embed",),
         "intermediate_size": (),
@@ -388,77 +309,8 @@ BLOOM = derive(
     read_only="the norm of BLOOM's embeddings became part of them at the import, and trained "
     "embeddings cannot be divided into the two again",
 )
-GPT_NEOX = derive(
-    LLAMA,
-    "GPTNeoXForCausalLM",
-    model={"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "norm", "lm_head": "head"},
-    layer=NEOX_LAYER,
-    layer_prefix="gpt_neox.layers.",
-    folds={"attention.query_key_value": BY_HEAD},
-    old_names={"embed_out": "lm_head"},
-    settings={**LAYER_NORM, "norm_position": ("parallel", "pre"), "mlp": ("gelu_exact", "gelu")},
-    names={
-        "rms_norm_eps": ("layer_norm_eps",),
-        "rope_theta": ("rotary_emb_base",),
-        "partial_rotary_factor": ("rotary_pct",),
-        **NO_GQA,
-    },
-    defaults={
-        "hidden_act": "gelu",
-        "rms_norm_eps": 1e-5,
-        "use_parallel_residual": True,
-        "partial_rotary_factor": 0.25,
-    },
-    fixed={"attention_bias": True},
-    switches={"use_parallel_residual": ("norm_position", "parallel", "pre")},
-    partial_rope=True,
-)
-
-
-def read_mpt(fields, settings):
-    if fields.get("softmax_scale") is None:
-        return {}
-    scale = fields.real("softmax_scale", 1e-12, 1e12)
-    return {"attn_scale": scale * math.sqrt(settings["head_dim"])}
-
-
-MPT = derive(
-    GPT2,
-    "MptForCausalLM",
-    model={"transformer.wte": "embed", "transformer.norm_f": "norm", "lm_head": "head"},
-    layer={
-        "norm_1": "attention_norm",
-        "norm_2": "mlp_norm",
-        "attn.Wqkv": "attention.q attention.k attention.v",
-        "attn.out_proj": "attention.o",
-        "ffn.up_proj": "mlp.up",
-        "ffn.down_proj": "mlp.down",
-    },
-    layer_prefix="transformer.blocks.",
-    folds=dict.fromkeys(("norm_1", "norm_2", "transformer.norm_f"), WITHOUT_BIAS),
-    position_table="",
-    settings={"bias": ("none",), "mlp": ("gelu_exact",), "pos": ("alibi",)},
-    names={
-        "num_hidden_layers": ("n_layers",),
-        "num_attention_heads": ("n_heads",),
-        "hidden_size": ("d_model",),
-        "intermediate_size": (),
-        "hidden_act": (),
-        "max_position_embeddings": ("max_seq_len",),
-    },
-    defaults={"max_position_embeddings": 2048},
-    fixed={
-        "alibi": True,
-        "alibi_bias_max": 8,
-        "qk_ln": False,
-        "prefix_lm": False,
-        "no_bias": True,
-        "logit_scale": None,
-    },
-    written={},
-    read=read_mpt,
-)
-OLMO2 = derive(
+# post_attention_layernorm stands after attention here, and before the MLP in a Llama.
+FAMILIES["olmo2"] = OLMO2 = derive(
     LLAMA,
     "Olmo2ForCausalLM",
     layer={
@@ -471,7 +323,7 @@ OLMO2 = derive(
     defaults={"rms_norm_eps": 1e-5},
     fixed={"attention_bias": False},
 )
-OLMO3 = derive(
+FAMILIES["olmo3"] = derive(
     OLMO2,
     "Olmo3ForCausalLM",
     defaults={
@@ -485,7 +337,7 @@ OLMO3 = derive(
     rope_by_kind=True,
 )
 # In a model with windows the layers without one have no positions either.
-EXAONE4 = derive(
+FAMILIES["exaone4"] = derive(
     OLMO2,
     "Exaone4ForCausalLM",
     settings={"qk_norm": ("head",)},
@@ -504,7 +356,7 @@ def read_gemma(fields, settings):
 
 
 # Of the first Gemma, files say another activation function than the one it was trained with.
-GEMMA = derive(
+FAMILIES["gemma"] = derive(
     LLAMA,
     "GemmaForCausalLM",
     folds=dict.fromkeys((*PRE_NORMS, "model.norm"), ONE_ADDED),
@@ -527,7 +379,7 @@ GEMMA3_NORMS = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
-GEMMA3 = derive(
+FAMILIES["gemma3_text"] = derive(
     LLAMA,
     "Gemma3ForCausalLM",
     layer={**GEMMA3_NORMS, **ATTENTION, **GATED_MLP},
@@ -558,51 +410,111 @@ GEMMA3 = derive(
     read=read_gemma,
     write=write_gemma3,
 )
+# Pythia, whose files call the head embed_out
+FAMILIES["gpt_neox"] = derive(
+    LLAMA,
+    "GPTNeoXForCausalLM",
+    model={"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "norm", "lm_head": "head"},
+    layer=NEOX_LAYER,
+    layer_prefix="gpt_neox.layers.",
+    folds={"attention.query_key_value": BY_HEAD},
+    settings={**LAYER_NORM, "norm_position": ("parallel", "pre"), "mlp": ("gelu_exact", "gelu")},
+    names={
+        "rms_norm_eps": ("layer_norm_eps",),
+        "rope_theta": ("rotary_emb_base",),
+        "partial_rotary_factor": ("rotary_pct",),
+        **NO_GQA,
+    },
+    defaults={
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-5,
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.25,
+    },
+    fixed={"attention_bias": True},
+    switches={"use_parallel_residual": ("norm_position", "parallel", "pre")},
+    partial_rope=True,
+)
 
 
-def multiply_by(field, power=1):
-    """Return the Fold of a multiplier that is a field of config.json, and 1 in an export."""
+def read_mpt(fields, settings):
+    if fields.get("softmax_scale") is None:
+        return {}
+    scale = fields.real("softmax_scale", 1e-12, 1e12)
+    return {"attn_scale": scale * math.sqrt(settings["head_dim"])}
 
-    def multiply(tensor, source):
-        return tensor.float() * source.values.get(field, 1) ** power
 
-    return Fold(multiply, computes=True)
+FAMILIES["mpt"] = derive(
+    GPT2,
+    "MptForCausalLM",
+    model={"transformer.wte": "embed", "transformer.norm_f": "norm", "lm_head": "head"},
+    layer={
+        "norm_1": "attention_norm",
+        "norm_2": "mlp_norm",
+        "attn.Wqkv": "attention.q attention.k attention.v",
+        "attn.out_proj": "attention.o",
+        "ffn.up_proj": "mlp.up",
+        "ffn.down_proj": "mlp.down",
+    },
+    layer_prefix="transformer.blocks.",
+    folds=dict.fromkeys(("norm_1", "norm_2", "transformer.norm_f"), WITHOUT_BIAS),
+    settings={"bias": ("none",), "mlp": ("gelu_exact",), "pos": ("alibi",)},
+    names={
+        "num_hidden_layers": ("n_layers",),
+        "num_attention_heads": ("n_heads",),
+        "hidden_size": ("d_model",),
+        "intermediate_size": (),
+        "hidden_act": (),
+        "max_position_embeddings": ("max_seq_len",),
+    },
+    defaults={"max_position_embeddings": 2048},
+    fixed={
+        "alibi": True,
+        "alibi_bias_max": 8,
+        "qk_ln": False,
+        "prefix_lm": False,
+        "no_bias": True,
+        "logit_scale": None,
+    },
+    written={},
+    read=read_mpt,
+)
+
+
+MULTIPLIERS = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 
 
 def read_granite(fields, settings):
-    for key in ("residual_multiplier", "logits_scaling"):
-        fields.real(key, 1e-12, 1e12)
-    scale = fields.real("attention_multiplier", 1e-12, 1e12)
+    multipliers = {key: fields.real(key, 1e-12, 1e12) for key in MULTIPLIERS}
     return {
-        "embed_scale": fields.real("embedding_multiplier", 1e-12, 1e12),
-        "attn_scale": scale * math.sqrt(settings["head_dim"]),
+        "embed_scale": multipliers["embedding_multiplier"],
+        "attn_scale": multipliers["attention_multiplier"] * math.sqrt(settings["head_dim"]),
     }
 
 
 def write_granite(config, letters, fields):
-    return {
+    return MULTIPLIERS | {
         "embedding_multiplier": float(config.embed_scale),
         "attention_multiplier": config.attn_scale / math.sqrt(config.head_dim),
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
     }
 
 
-GRANITE = derive(
+FAMILIES["granite"] = GRANITE = derive(
     LLAMA,
     "GraniteForCausalLM",
     folds={
-        "model.norm": multiply_by("logits_scaling", -1),
-        "self_attn.o_proj": multiply_by("residual_multiplier"),
-        "mlp.down_proj": multiply_by("residual_multiplier"),
+        "model.norm": "logits_scaling",
+        "self_attn.o_proj": "residual_multiplier",
+        "mlp.down_proj": "residual_multiplier",
+        "shared_mlp.output_linear": "residual_multiplier",
     },
     embed_scale="any",
-    defaults={
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
+    defaults=MULTIPLIERS,
     fixed=LLAMA.fixed,
     read=read_granite,
     write=write_granite,
@@ -630,7 +542,8 @@ def write_granite_hybrid(config, letters, fields):
 
 
 ATTENTION_LAYERS = ("attention", "full_attention")
-GRANITE_HYBRID = derive(
+# Granite 4 without experts and without Mamba layers
+FAMILIES["granitemoehybrid"] = derive(
     GRANITE,
     "GraniteMoeHybridForCausalLM",
     layer={
@@ -639,7 +552,6 @@ GRANITE_HYBRID = derive(
         "shared_mlp.input_linear": "mlp.gate mlp.up",
         "shared_mlp.output_linear": "mlp.down",
     },
-    folds={**GRANITE.folds, "shared_mlp.output_linear": multiply_by("residual_multiplier")},
     names={"intermediate_size": ("shared_intermediate_size",)},
     defaults={"num_local_experts": 8},
     fixed={"attention_bias": False, "num_local_experts": 0},
@@ -654,18 +566,14 @@ GRANITE_HYBRID = derive(
 def read_granite_swa(fields, settings):
     """layer_rope_theta has a base for each layer, and 0 for those without positions."""
     values = read_granite(fields, settings)
-    if fields.values.get("layer_types") is None:  # which layers have the window
+    if fields.get("layer_types") is None:  # which layers have the window
         raise fields.wrong_value("layer_types", "a list with the kind of each layer")
-    bases = fields.values.get("layer_rope_theta")
-    if bases is None:
+    if fields.get("layer_rope_theta") is None:
         return values
-    n_layer, pattern = settings["n_layer"], settings["layer_pattern"]
-    whole = isinstance(bases, list) and len(bases) == n_layer
-    if not whole or not all(type(base) in (int, float) and base >= 0 for base in bases):
-        raise fields.wrong_value("layer_rope_theta", f"a list of {n_layer} numbers from 0 on")
+    pattern = settings["layer_pattern"]
     letters = ""
     found = {"F": set(), "W": set()}
-    for layer, base in enumerate(bases):
+    for layer, base in enumerate(fields.reals("layer_rope_theta", settings["n_layer"], 0, 1e12)):
         letter = pattern[layer % len(pattern)]
         found[letter] |= {float(base)} - {0.0}
         letters += letter if base else {"F": "N", "W": "S"}[letter]
@@ -682,19 +590,20 @@ def read_granite_swa(fields, settings):
 
 
 def write_granite_swa(config, letters, fields):
-    has_rope = not letters <= {"N", "S"}
     base = fields["rope_theta"]
-    rotated = [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
-    bases = [base if is_rotated else 0 for is_rotated in rotated]
+    bases = [base if is_rotated else 0 for is_rotated in rotated_layers(config, letters)]
     window = fields["sliding_window"] or 128  # transformers wants one, also if no layer has it
-    settings = {"layer_rope_theta": bases, "sliding_window": window}
-    return write_granite(config, letters, fields) | settings
+    return {
+        **write_granite(config, letters, fields),
+        "layer_rope_theta": bases,
+        "sliding_window": window,
+    }
 
 
-GRANITE_SWA = derive(
+FAMILIES["granite_swa"] = derive(
     GRANITE,
     "GraniteSWAForCausalLM",
-    layer_tensors={"self_attn.sinks": "attention.sink_scores"},
+    layer={**LLAMA.layer, "self_attn.sinks": "attention.sink_scores"},
     settings={"sink_scores": (True,)},
     defaults={"sliding_window": 128, "tie_word_embeddings": True},
     fixed={**LLAMA.fixed, "attention_bias": False},
@@ -702,32 +611,6 @@ GRANITE_SWA = derive(
     read=read_granite_swa,
     write=write_granite_swa,
 )
-
-# model_type of a config.json -> its entry; an export takes the first that has all of a model.
-FAMILIES = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "ministral3": MINISTRAL3,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "smollm3": SMOLLM3,
-    "gpt2": GPT2,
-    "phi3": PHI3,
-    "starcoder2": STARCODER2,
-    "stablelm": STABLELM,
-    "seed_oss": SEED_OSS,
-    "bloom": BLOOM,
-    "olmo2": OLMO2,
-    "olmo3": OLMO3,
-    "exaone4": EXAONE4,
-    "gemma": GEMMA,
-    "gemma3_text": GEMMA3,
-    "gpt_neox": GPT_NEOX,
-    "mpt": MPT,
-    "granite": GRANITE,
-    "granitemoehybrid": GRANITE_HYBRID,
-    "granite_swa": GRANITE_SWA,
-}
 
 # Why other well-known model types cannot be imported: the end of "it is of model_type X, which",
 # and the types.

@@ -18,6 +18,7 @@ from nanolong.hub import tokenizer as hub_tokenizer
 from nanolong.hub.families import FAMILIES, UNSUPPORTED
 from nanolong.hub.layout import (
     ACTIVATIONS,
+    MOVED,
     ConfigFields,
     is_redundant,
     read_json,
@@ -38,11 +39,6 @@ def import_checkpoint(GPT, source, target, store="float32", tokenizer=""):
     UserError, with nothing written.
     """
     source, target = Path(source), Path(target)
-    if not source.is_dir():
-        raise UserError(
-            f"there is no directory {source}: give that of a Hugging Face checkpoint, downloaded "
-            "to this machine"
-        )
     check_unused(target)
     values = read_values(source)
     settings = read_settings(source / "config.json", values)
@@ -53,14 +49,14 @@ def import_checkpoint(GPT, source, target, store="float32", tokenizer=""):
     shapes = parameter_shapes(GPT, config, source / "config.json", stored)
     layout = tensor_layout(family, config, shapes, values)
     check_tensors(source, layout, stored, shapes)
-    read_tokenizer = (
-        hub_tokenizer.read_named_tokenizer if tokenizer else hub_tokenizer.read_tokenizer
-    )
+    read_tokenizer = hub_tokenizer.read_tokenizer
+    if tokenizer:
+        read_tokenizer = hub_tokenizer.read_named_tokenizer
     tokenizer, bos, note = read_tokenizer(Path(tokenizer or source), config.vocab_size)
 
     pairs = read_weights(source, layout, stored, shapes)
     weights = weight_stream(source, pairs, shapes, store)
-    if store == "bfloat16" and any(held.fold.computes for held in layout.values()):
+    if store == "bfloat16" and any(held.fold not in MOVED for held in layout.values()):
         note += "\nnote: weights that the import computes, in float32, are rounded to bfloat16"
     kept = {"tokenizer": tokenizer, "bos": bos, "family": values["model_type"]}
     return write_imported(target, source, config, weights, note, **kept)
@@ -112,13 +108,13 @@ def write_imported(target, source, config, weights, note, tokenizer, bos, family
 
 
 def print_summary(folder, config, n_parameters):
-    layers = range(config.n_layer)
-    text = f"{folder}: {n_parameters / 1e6:.2f} M parameters, context length "
-    text += f"{config.block_size} tokens"
+    text = f"{folder}: {n_parameters / 1e6:.2f} M parameters"
+    text += f", context length {config.block_size} tokens"
     extension = config.extension
     if extension:
         text += f" (originally {config.original_length}, {extension['method']}, "
         text += f"factor {extension['factor']:g})"
+    layers = range(config.n_layer)
     if config.window:
         n_window = sum(config.uses_window(layer) for layer in layers)
         text += f"; window {config.window} in {n_window} of {config.n_layer} layers"
@@ -160,8 +156,8 @@ def read_values(folder):
         )
     if not file.is_file():
         raise UserError(
-            f"there is no config.json in {folder}: give the directory of a Hugging Face "
-            "checkpoint, downloaded to this machine"
+            f"there is no {file}: give the directory of a Hugging Face checkpoint, downloaded to "
+            "this machine"
         )
     values = read_json(file)
     if values.get("quantization_config"):
@@ -173,30 +169,19 @@ def read_values(folder):
     if isinstance(text, dict):
         tied = values.get("tie_word_embeddings")
         values = text if tied is None else {"tie_word_embeddings": tied, **text}
-    check_model_type(folder, values)
-    return values
-
-
-def read_config(folder):
-    """Return the settings of GPTConfig that a directory's config.json describes."""
-    return read_settings(folder / "config.json", read_values(folder))
-
-
-def check_model_type(folder, values):
     if "vision_config" in values:
         raise UserError(
             f"{folder} is a model of images and text without a text_config, so its text half "
             "cannot be found: choose the checkpoint of its language model, if there is one"
         )
     model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        reason = "is not known here"
-        if isinstance(model_type, str):
-            reason = UNSUPPORTED.get(model_type, reason)
+    if str(model_type) not in FAMILIES:
         raise UserError(
-            f"{folder} is of model_type {model_type!r}, which {reason}: "
-            f"what can be imported is {', '.join(FAMILIES)}"
+            f"{folder} is of model_type {model_type!r}, which "
+            f"{UNSUPPORTED.get(str(model_type), 'is not known here')}: what can be imported is "
+            f"{', '.join(FAMILIES)}"
         )
+    return values
 
 
 def read_settings(file, values):
@@ -216,7 +201,6 @@ def read_settings(file, values):
     n_embd = fields.integer("hidden_size")
     head_dim = fields.optional_integer("head_dim") or n_embd // n_head
 
-    # what is the same in all models of the family
     settings = {name: choices[0] for name, choices in family.settings.items()}
     settings |= {
         "n_layer": n_layer,
@@ -225,10 +209,14 @@ def read_settings(file, values):
         "head_dim": head_dim,
         "n_embd": n_embd,
         "vocab_size": fields.integer("vocab_size"),
-        "mlp": read_mlp(fields, family),
         "mlp_dim": fields.optional_integer("intermediate_size") or 4 * n_embd,
         "norm_eps": fields.real("rms_norm_eps", 1e-30, 0.1),
     }
+    if fields.name("hidden_act"):
+        choices = family.settings["mlp"]
+        mlp_of = {name: mlp for mlp in choices for name in ACTIVATIONS[mlp]}
+        fields.require("hidden_act", list(mlp_of))
+        settings["mlp"] = mlp_of[fields.get("hidden_act")]
     if "tie_embeddings" not in family.settings:
         settings["tie_embeddings"] = fields.flag("tie_word_embeddings")
     for key, (name, if_true, if_false) in family.switches.items():
@@ -238,18 +226,6 @@ def read_settings(file, values):
     else:
         settings["block_size"] = fields.integer("max_position_embeddings")
     return settings | (family.read(fields, settings) if family.read else {})
-
-
-def read_mlp(fields, family):
-    """Return the setting `mlp`, by the activation function."""
-    choices = family.settings["mlp"]
-    if not fields.name("hidden_act"):
-        return choices[0]
-    mlp_of = {name: mlp for mlp in choices for name in ACTIVATIONS[mlp]}
-    fields.require("hidden_act", list(mlp_of))
-    if fields.get("hidden_act") is None:
-        raise fields.wrong_value("hidden_act", "the name of an activation function")
-    return mlp_of[fields.get("hidden_act")]
 
 
 # -----------------------------------------------------------------------------
@@ -264,17 +240,27 @@ def read_positions(fields, family, n_layer, head_dim):
     if not any(uses_rope) or settings["pos"] == "nope":
         settings |= {"pos": "nope", "extension": None}
         uses_rope = [True] * n_layer
-    settings["layer_pattern"] = layer_pattern(uses_window, uses_rope)
+    letters = {(False, True): "F", (True, True): "W", (False, False): "N", (True, False): "S"}
+    word = "".join(letters[kind] for kind in zip(uses_window, uses_rope, strict=True))
+    # the shortest beginning that gives the word when it is repeated
+    period = next(n for n in range(1, n_layer + 1) if word.startswith(word[n:]))
+    settings["layer_pattern"] = word[:period]
     return settings
 
 
 def read_layers(fields, family, n_layer):
     """Return (window in tokens or None, whether each layer has it, whether each layer has RoPE)."""
-    letters = "".join(family.patterns)
+
+    def all_but_every(key):
+        period = fields.integer(key)
+        return [(layer + 1) % period != 0 for layer in range(n_layer)]
+
     uses_rope = [True] * n_layer
     if "no_rope_layer_interval" in family.defaults:
-        uses_rope = read_rope_layers(fields, n_layer)
-    has_window = "W" in letters
+        # the list holds 1 for layers with RoPE, whatever its name says
+        listed = fields.list_per_layer("no_rope_layers", n_layer, (0, 1))
+        uses_rope = list(map(bool, listed or all_but_every("no_rope_layer_interval")))
+    has_window = "W" in "".join(family.patterns)
     if "use_sliding_window" in family.defaults:
         has_window = fields.flag("use_sliding_window")
     window = fields.optional_integer("sliding_window") if has_window else None
@@ -288,36 +274,13 @@ def read_layers(fields, family, n_layer):
     elif layer_types:
         uses_window = [layer_type == "sliding_attention" for layer_type in layer_types]
     elif "sliding_window_pattern" in family.defaults:
-        period = fields.integer("sliding_window_pattern")
-        uses_window = [(layer + 1) % period != 0 for layer in range(n_layer)]
+        uses_window = all_but_every("sliding_window_pattern")
     elif "max_window_layers" in family.defaults:
         first = fields.integer("max_window_layers", low=0)
         uses_window = [layer >= first for layer in range(n_layer)]
     else:  # SmolLM3
         uses_window = [not has_rope for has_rope in uses_rope]
-    if "WN" in family.patterns:
-        uses_rope = uses_window
-    return window, uses_window, uses_rope
-
-
-def read_rope_layers(fields, n_layer):
-    """Return for each layer of a SmolLM3 whether it has RoPE."""
-    # the list holds 1 for layers with RoPE, whatever its name says
-    uses_rope = fields.list_per_layer("no_rope_layers", n_layer, (0, 1))
-    if uses_rope is not None:
-        return [bool(has_rope) for has_rope in uses_rope]
-    interval = fields.integer("no_rope_layer_interval")
-    return [(layer + 1) % interval != 0 for layer in range(n_layer)]
-
-
-def layer_pattern(uses_window, uses_rope):
-    """Return the shortest layer_pattern that gives these lists when it is repeated."""
-    letters = {(False, True): "F", (True, True): "W", (False, False): "N", (True, False): "S"}
-    word = "".join(letters[kind] for kind in zip(uses_window, uses_rope, strict=True))
-    for period in range(1, len(word)):
-        if word.startswith(word[period:]):
-            return word[:period]
-    return word
+    return window, uses_window, uses_window if "WN" in family.patterns else uses_rope
 
 
 # -----------------------------------------------------------------------------
@@ -335,13 +298,13 @@ class TensorPlace(NamedTuple):
 def read_headers(folder):
     """Return the tensors of a directory, by the headers of its files: name -> TensorPlace."""
     index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return read_file_header(folder, "model.safetensors")
-    if not index.is_file():
-        raise no_weights(folder)
-    file_of = read_index(index)
+    file_of = {}
+    files = ["model.safetensors"]
+    if not (folder / files[0]).is_file():
+        file_of = read_index(index)
+        files = sorted(set(file_of.values()))
     stored = {}
-    for file in sorted(set(file_of.values())):
+    for file in files:
         stored |= read_file_header(folder, file)
     for name, file in file_of.items():
         if name not in stored or stored[name].file != file:
@@ -351,22 +314,15 @@ def read_headers(folder):
     return stored
 
 
-def no_weights(folder):
-    pickles = []
-    for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt"):
-        pickles += [file.name for file in folder.glob(pattern)]
-    if not pickles:
-        return UserError(
-            f"there is no model.safetensors in {folder}: download the whole checkpoint"
-        )
-    return UserError(
-        f"{folder} holds {min(pickles)}, a pickle, which can run any program and is not opened: "
-        "download its model.safetensors, or let transformers load and save it where you trust it"
-    )
-
-
 def read_index(index):
     """Return which file of a directory holds each tensor: name -> file name."""
+    if not index.is_file():
+        pickles = [f.name for f in index.parent.iterdir() if f.suffix in PICKLES]
+        left_out = f" ({min(pickles)}, a pickle, can run any program)" if pickles else ""
+        raise UserError(
+            f"there is no model.safetensors in {index.parent}{left_out}: download it, or let "
+            "transformers load and save the model where you trust it"
+        )
     file_of = read_json(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
         raise UserError(f"{index} has no weight_map of names to files: download it again")
@@ -381,6 +337,9 @@ def read_index(index):
     return file_of
 
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
 def read_file_header(folder, file):
     from safetensors import SafetensorError
 
@@ -391,7 +350,11 @@ def read_file_header(folder, file):
             f"{folder / file} is not a whole safetensors file ({error}): download it again"
         ) from None
     for name, tensor in stored.items():
-        check_dtype(folder / file, name, tensor.dtype)
+        if tensor.dtype not in ("F32", "F16", "BF16", "F64") and not is_redundant(name):
+            raise UserError(
+                f"{folder / file}: {name} is of dtype {tensor.dtype}, and weights are read in "
+                "float32, float16 or bfloat16: download the checkpoint that is not quantized"
+            )
     return {name: TensorPlace(file, tensor.shape, name) for name, tensor in stored.items()}
 
 
@@ -408,21 +371,12 @@ def rename_tensors(stored, family):
         if is_half and "language_model." not in name and not name.startswith("lm_head."):
             continue
         name = re.sub(r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model.", name)
-        module, _, kind = name.removeprefix("language_model.").rpartition(".")
-        name = f"{family.old_names.get(module, module)}.{kind}"
+        name = name.removeprefix("language_model.")
+        name = re.sub(r"^embed_out\.", "lm_head.", name)  # in Pythia's files
         if not has_prefix and not name.startswith("lm_head."):
             name = prefix + name
         renamed[name] = place
     return renamed
-
-
-def check_dtype(file, name, dtype):
-    if dtype in ("F32", "F16", "BF16", "F64") or is_redundant(name):
-        return
-    raise UserError(
-        f"{file}: {name} is of dtype {dtype}, and weights are read in float32, float16 or "
-        "bfloat16: download the checkpoint that is not quantized"
-    )
 
 
 def parameter_shapes(GPT, config, file, stored):
@@ -461,17 +415,15 @@ def check_tensors(source, layout, stored, shapes, settings="config.json", files=
             )
     extra = [name for name in stored if name not in expected and not is_redundant(name)]
     if extra:
-        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise UserError(
-            f"{source}: the model has no parameter for {extra[0]}{more}, so it is another one than "
-            f"its {settings} says: download {files} again"
+            f"{source}: the model has no parameter for {', '.join(extra[:3])}, so it is another "
+            f"one than its {settings} says: download {files} again"
         )
 
 
 def read_weights(source, layout, stored, shapes):
     """Yield (our name, tensor) for all parameters, with one tensor of the files in memory."""
     for name, held in layout.items():
-        names = [name, *held.fold.others]
-        places = [stored[name] for name in names]
+        places = [stored[name] for name in (name, *held.norm_tensors)]
         tensors = [read_tensor(source / place.file, place.name) for place in places]
         yield from held.split(tensors[0], shapes, tensors[1:])

@@ -4,10 +4,10 @@ The fields of a config.json, and the tensors: which of our parameters each holds
 """
 
 import json
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from nanolong.errors import UserError
 
@@ -38,6 +38,11 @@ def read_json(file):
             f"{file} cannot be read ({type(error).__name__}: {error}): download it again"
         ) from None
     return values
+
+
+def is_number(value, low, high):
+    """Return whether a value is a number of this range, and not a bool, which is an int."""
+    return type(value) in (int, float) and low <= value <= high
 
 
 class ConfigFields:
@@ -71,21 +76,21 @@ class ConfigFields:
             raise self.wrong_value(key, f"an integer from {low} to {high}")
         return value
 
-    def real(self, key, low, high):
-        value = self.get(key)
-        # not bool, which is an int
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise self.wrong_value(key, f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    def wrong_value(self, key, expected):
-        return UserError(
-            f"{self.file}: {self.name(key)} is {self.get(key)!r}, where {expected} is expected: "
-            "download it again"
-        )
-
     def optional_integer(self, key):
         return None if self.get(key) is None else self.integer(key)
+
+    def real(self, key, low, high):
+        if not is_number(self.get(key), low, high):
+            raise self.wrong_value(key, f"a number from {low:g} to {high:g}")
+        return float(self.get(key))
+
+    def reals(self, key, length, low, high):
+        """Return a list of this many numbers."""
+        values = self.get(key)
+        is_whole = isinstance(values, list) and len(values) == length
+        if not is_whole or not all(is_number(value, low, high) for value in values):
+            raise self.wrong_value(key, f"a list of {length} numbers from {low:g} to {high:g}")
+        return values
 
     def flag(self, key):
         value = self.get(key)
@@ -100,72 +105,106 @@ class ConfigFields:
         value = self.values.get(key)
         if value is None:
             return None
-        whole = isinstance(value, list) and len(value) >= n_layer
-        if not whole or not all(choice in choices for choice in value):
-            names = " or ".join(str(choice) for choice in choices)
-            raise UserError(
-                f"{self.file}: {key} does not name {names} for each of the {n_layer} layers: "
-                "download it again"
-            )
+        is_whole = isinstance(value, list) and len(value) >= n_layer
+        if not is_whole or not all(choice in choices for choice in value):
+            names = " or ".join(map(str, choices))
+            raise self.wrong_value(key, f"{names} for each of the {n_layer} layers")
         return value[:n_layer]
 
     def require(self, key, choices):
-        """Raise UserError unless a field has one of these values, or is left out."""
+        """Raise UserError unless a field has one of these values, or neither value nor default."""
         value = self.get(key)
-        if value is not None and value not in choices:
+        is_left_out = value is None and key not in self.defaults
+        if not is_left_out and value not in choices:
             raise UserError(
                 f"{self.file}: {self.name(key)} is {value!r}, and only {choices[0]!r} is "
                 "supported: choose another checkpoint"
             )
 
+    def wrong_value(self, key, expected):
+        return UserError(
+            f"{self.file}: {self.name(key)} is {self.get(key)!r:.80}, where {expected} is "
+            "expected: download it again"
+        )
+
 
 # -----------------------------------------------------------------------------
-# Tensors
+# Folds: how our parameters are computed from a stored tensor, and back. All but these names are
+# fields of config.json that multiply the tensor, and that an export leaves at 1.
+
+# GPT-2 stores matrices as (in, out), where torch's Linear has (out, in)
+TRANSPOSED = "transposed"
+# query, key and value of the first head are followed by those of the second
+BY_HEAD = "by head"
+# the norm adds 1 to its weight
+ONE_ADDED = "one added"
+# the weight of a norm that has a bias here
+WITHOUT_BIAS = "without bias"
+# BLOOM's embeddings, whose norm becomes part of them, and our head, which is without it
+NORMED = "normed"
+# these compute nothing that would be rounded
+MOVED = ("", TRANSPOSED, BY_HEAD, WITHOUT_BIAS)
+BLOOM_NORM = "transformer.word_embeddings_layernorm"
 
 
-class Source(NamedTuple):
-    """What a fold may depend on."""
-
-    config: object  # GPTConfig
-    values: dict  # of the config.json that is imported; empty in an export
-
-
-def unchanged(tensor, source):
-    return tensor
-
-
-class Fold(NamedTuple):
-    """How our parameters are computed from a stored tensor, and back.
-
-    `read` returns the parameters, concatenated along their first dimension; `write` takes that.
-    """
-
-    read: Callable = unchanged
-    write: Callable = unchanged
-    # whether the weights are changed, not only moved: then the result may have to be rounded
-    computes: bool = False
-    # whether the tensor holds weight and bias of our module
-    holds_bias: bool = False
-    # further tensors that `read` takes: name -> our parameter of the same shape
-    others: dict = {}
+def swap_groups(tensor, n, m):
+    """Exchange the first two dimensions of rows (n, m, D)."""
+    return tensor.unflatten(0, (n, m, -1)).transpose(0, 1).flatten(0, 2)
 
 
 class HFTensor(NamedTuple):
     """What a tensor of a Hugging Face checkpoint holds."""
 
-    parameters: list  # names of ours
-    fold: Fold = Fold()
-    source: Source | None = None
+    parameters: list  # names of ours, concatenated along their first dimension
+    fold: str = ""
+    config: object = None  # GPTConfig
+    values: dict = {}  # of the config.json that is imported; empty in an export
 
-    def split(self, tensor, shapes, others=()):
+    @property
+    def norm_tensors(self):
+        """Further tensors that split() takes: name -> our parameter of the same shape."""
+        if self.fold != NORMED:
+            return {}
+        return {f"{BLOOM_NORM}.{kind}": f"norm.{kind}" for kind in ("weight", "bias")}
+
+    def split(self, tensor, shapes, norm=()):
         """Return our parameters that a stored tensor holds: [(name, tensor)]."""
-        whole = self.fold.read(tensor, self.source, *others)
+        if self.fold == TRANSPOSED:
+            tensor = tensor.t()
+        elif self.fold == BY_HEAD:
+            tensor = swap_groups(tensor, self.config.n_head, 3)
+        elif self.fold == ONE_ADDED:
+            tensor = tensor.float() + 1
+        elif self.fold == WITHOUT_BIAS:
+            tensor = torch.cat((tensor, torch.zeros_like(tensor)))
+        elif self.fold == NORMED:
+            tensor, weight, bias = (x.float() for x in (tensor, *norm))
+            normed = F.layer_norm(tensor, weight.shape, weight, bias, self.config.norm_eps)
+            tensor = torch.cat((normed, tensor))
+        elif self.fold:
+            power = -1 if self.fold == "logits_scaling" else 1
+            tensor = tensor.float() * self.values.get(self.fold, 1) ** power
         sizes = [shapes[parameter][0] for parameter in self.parameters]
-        return list(zip(self.parameters, whole.split(sizes), strict=True))
+        return list(zip(self.parameters, tensor.split(sizes), strict=True))
 
     def join(self, parts):
         """Return the stored tensor of our parameters."""
-        return self.fold.write(torch.cat(parts) if len(parts) > 1 else parts[0], self.source)
+        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self.fold == TRANSPOSED:
+            return tensor.t()
+        if self.fold == BY_HEAD:
+            return swap_groups(tensor, 3, self.config.n_head)
+        if self.fold == ONE_ADDED:
+            return tensor.float() - 1
+        if self.fold not in (WITHOUT_BIAS, NORMED):
+            return tensor
+        kept, left_out = tensor.chunk(2)
+        if self.fold == WITHOUT_BIAS and not left_out.is_meta and left_out.any():
+            raise UserError(
+                "the norms have biases since the model was trained, and those of an MPT have none: "
+                "export the model that was imported"
+            )
+        return kept
 
 
 def tensor_layout(family, config, shapes, values=None):
@@ -173,23 +212,20 @@ def tensor_layout(family, config, shapes, values=None):
 
     shapes: of our parameters, by name. values: of the config.json that is imported.
     """
-    source = Source(config, values or {})
     layout = {}
-    if family.position_table:
-        layout[family.position_table] = HFTensor(["pos.table"])
     places = [("", "", family.model)]
     for layer in range(config.n_layer):
-        for name, ours in family.layer_tensors.items():
-            layout[f"{family.layer_prefix}{layer}.{name}"] = HFTensor([f"blocks.{layer}.{ours}"])
         places.append((f"{family.layer_prefix}{layer}.", f"blocks.{layer}.", family.layer))
     for their_prefix, our_prefix, modules in places:
         for module, ours in modules.items():
-            fold = family.folds.get(module, Fold())
-            for kinds in (["weight", "bias"],) if fold.holds_bias else (["weight"], ["bias"]):
-                names = [f"{our_prefix}{name}.{kind}" for name in ours.split() for kind in kinds]
+            fold = family.folds.get(module, "")
+            # the empty kind: a tensor that is no weight or bias of a module
+            kinds = [[".weight"], [".bias"], [""]]
+            for held in [[".weight", ".bias"]] if fold == WITHOUT_BIAS else kinds:
+                names = [f"{our_prefix}{name}{kind}" for name in ours.split() for kind in held]
                 if names[0] in shapes:
-                    name = f"{their_prefix}{module}.{kinds[0]}"
-                    layout[name] = HFTensor(names, fold, source)
+                    tensor = HFTensor(names, fold, config, values or {})
+                    layout[f"{their_prefix}{module}{held[0]}"] = tensor
     return layout
 
 
@@ -199,7 +235,7 @@ def stored_shapes(layout, shapes):
     for name, held in layout.items():
         parts = [torch.empty(shapes[parameter], device="meta") for parameter in held.parameters]
         stored[name] = tuple(held.join(parts).shape)
-        for other, parameter in held.fold.others.items():
+        for other, parameter in held.norm_tensors.items():
             stored[other] = tuple(shapes[parameter])
     return stored
 

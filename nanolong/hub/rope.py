@@ -7,7 +7,21 @@ import torch
 
 import rope_scaling
 from nanolong.errors import UserError
-from nanolong.hub.layout import UNROTATED, ConfigFields
+from nanolong.hub.layout import UNROTATED, ConfigFields, is_number
+
+# rope_type of a config.json -> what it means; su is an old name
+ROPE_TYPES = {
+    "default": "default",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "llama3": "llama3",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "proportional": "proportional",
+    "su": "longrope",
+}
+# What a table of the type longrope may divide a frequency by
+DIVISORS = {"low": 1e-30, "high": 1e38}
 
 # -----------------------------------------------------------------------------
 # Reading
@@ -21,32 +35,22 @@ def read_rope(fields, family, head_dim, uses_window):
     full, local = rope_values(fields, family)
     if all(uses_window):
         full = local or full
-    rope = RopeFields(fields, family, head_dim, full)
-    extension, length = rope.read_extension()
-    settings = {
-        "pos": "nope" if rotates_nothing(extension) else "rope",
-        "rope_base": rope.base(),
-        "rope_fraction": rope.rope_fraction,
-        "p_rope": rope.p_rope,
-        "extension": extension,
-        "block_size": length,
-    }
+    settings = read_parameters(fields, family, head_dim, full)
     if local is None or len(set(uses_window)) < 2:
         return settings
     # layers with and without a window
-    local_rope = RopeFields(fields, family, head_dim, local)
-    local_extension, _ = local_rope.read_extension()
-    if local_rope.base() != rope.base():
-        settings["rope_local_base"] = local_rope.base()
-    is_other = local_extension not in (None, extension) or local_rope.p_rope != rope.p_rope
-    if extension and not local_extension:
-        extension["layers"] = "full"
-    if is_other:
+    local = read_parameters(fields, family, head_dim, local)
+    extension = settings["extension"]
+    if local["extension"] not in (None, extension) or local["p_rope"] != settings["p_rope"]:
         raise UserError(
             f"{fields.file}: its sliding_attention layers have a scaling of RoPE that differs from "
             "that of its full_attention layers, and here they have the same or none: choose "
             "another checkpoint"
         )
+    if local["rope_base"] != settings["rope_base"]:
+        settings["rope_local_base"] = local["rope_base"]
+    if extension and not local["extension"]:
+        extension["layers"] = "full"
     return settings
 
 
@@ -57,10 +61,10 @@ def rope_values(fields, family):
     """
     outer = fields.values
     inner = outer.get("rope_scaling") or outer.get("rope_parameters") or {}
-    names = {key: fields.name(key) for key in ("rope_theta", "partial_rotary_factor")}
-    shared = {key: outer[name] for key, name in names.items() if name in outer}
     if not isinstance(inner, dict):
         raise fields.wrong_value("rope_scaling", "an object")
+    names = {key: fields.name(key) for key in ("rope_theta", "partial_rotary_factor")}
+    shared = {key: outer[name] for key, name in names.items() if name in outer}
     is_nested = any(isinstance(value, dict) for value in inner.values())
     if is_nested and not family.rope_by_kind:
         raise UserError(
@@ -80,161 +84,114 @@ def rope_values(fields, family):
     return shared | kinds[0] | truncate, local | kinds[1] | truncate
 
 
-def rotates_nothing(extension):
-    """Return whether no pair of channels is rotated, as in an exported model without RoPE."""
+def read_parameters(fields, family, head_dim, values):
+    """Return the settings of GPTConfig for RoPE parameters that are the same in all layers."""
+    rope_type = values.get("rope_type", values.get("type", "default"))
+    meanings = family.rope_types or ROPE_TYPES
+    if not isinstance(rope_type, str) or rope_type not in meanings:
+        raise UserError(
+            f"{fields.file}: there is no rope_type {rope_type!r} here: what can be imported is "
+            f"{', '.join(meanings)}"
+        )
+    rope_type = meanings[rope_type]
+    length = fields.integer("max_position_embeddings")
+    # the original length outside goes before one inside
+    key = "original_max_position_embeddings"
+    original_length = fields.values.get(key) or values.get(key)
+    if original_length is None:
+        original_length = length
+    rope = ConfigFields(fields.file, {**values, key: original_length}, fields.defaults)
+    fraction = 1.0
+    if rope.get("partial_rotary_factor") is not None:
+        fraction = rope.real("partial_rotary_factor", 0, 1)
+    # proportional has the frequencies of the whole head, others those of the rotated part
+    is_p_rope = rope_type == "proportional"
+    if fraction != 1 and not is_p_rope and not family.partial_rope:
+        raise UserError(
+            f"{fields.file}: partial_rotary_factor is {fraction}, and transformers' own models of "
+            "this type rotate whole heads: set it to 1, if that is meant"
+        )
+    n_pairs = int(fraction * head_dim) // 2
+    extension, length = read_extension(rope, rope_type, length, n_pairs, family.rope_by_kind)
     options = extension["options"] if extension else {}
     table = [*options.get("short_factor", []), *options.get("long_factor", [])]
-    return bool(table) and min(table) >= UNROTATED
+    return {
+        # an exported model without RoPE rotates no pair of channels
+        "pos": "nope" if table and min(table) >= UNROTATED else "rope",
+        "rope_base": rope.real("rope_theta", 1.0, 1e12),
+        "rope_fraction": 1.0 if is_p_rope else fraction,
+        "p_rope": fraction if is_p_rope else 1.0,
+        "extension": extension,
+        "block_size": length,
+    }
 
 
-class RopeFields(ConfigFields):
-    """The RoPE parameters of a config.json; the original length outside goes before one inside."""
+def read_extension(rope, rope_type, length, n_pairs, by_kind):
+    """Return GPTConfig.extension, None for plain RoPE, and the context length.
 
-    def __init__(self, fields, family, head_dim, values):
-        super().__init__(fields.file, values, fields.defaults)
-        self.family = family
-        self.length = fields.integer("max_position_embeddings")
-        self.rope_type = self.known_type()
-        fraction = 1.0
-        if self.get("partial_rotary_factor") is not None:
-            fraction = self.real("partial_rotary_factor", 0, 1)
-        # the first has the frequencies of the whole head, the other those of the rotated part
-        self.p_rope = fraction if self.rope_type == "proportional" else 1.0
-        self.rope_fraction = 1.0 if self.rope_type == "proportional" else fraction
-        if self.rope_fraction != 1 and not family.partial_rope:
-            raise UserError(
-                f"{self.file}: partial_rotary_factor is {fraction}, and transformers' own models "
-                "of this type rotate whole heads: set it to 1, if that is meant"
-            )
-        self.n_pairs = int(self.rope_fraction * head_dim) // 2
-
-        key = "original_max_position_embeddings"
-        original_length = fields.values.get(key) or values.get(key)
-        if original_length is None:
-            original_length = self.length
-        self.original_length = ConfigFields(fields.file, {key: original_length}, {}).integer(key)
-
-    def known_type(self):
-        rope_type = self.values.get("rope_type", self.values.get("type", "default"))
-        meanings = self.family.rope_types or ROPE_TYPES
-        if not isinstance(rope_type, str) or rope_type not in meanings:
-            raise UserError(
-                f"{self.file}: there is no rope_type {rope_type!r} here: what can be imported is "
-                f"{', '.join(meanings)}"
-            )
-        return meanings[rope_type]
-
-    def read_extension(self):
-        """Return GPTConfig.extension, None for plain RoPE, and the context length."""
-        method, factor, options, original_length, length = READERS[self.rope_type](self)
-        extension = {
-            "method": method,
-            "factor": factor,
-            "options": options,
-            "original_length": original_length,
-        }
-        return (None if method == "none" else extension), length
-
-    def base(self):
-        return self.real("rope_theta", 1.0, 1e12)
-
-    def factor(self):
-        return self.real("factor", 1, 1e6)
-
-    def optional_factor(self):
-        """Return the factor, by default what the two lengths say."""
-        if self.get("factor") is None:
-            return self.length / self.original_length
-        return self.factor()
-
-    def extended_length(self, factor):
-        """Return the extended context length: some configs hold the original length alone."""
-        if self.length != self.original_length:
-            return self.length
-        return max(self.length, round(self.original_length * factor))
-
-    def options(self, *keys):
-        """Return those of the options that are given."""
-        return {key: self.real(key, 1e-12, 1e12) for key in keys if self.get(key) is not None}
-
-    def table(self, key):
-        """Return a list of factors, one for each rotated pair."""
-        table = self.get(key)
-        whole = isinstance(table, list) and len(table) == self.n_pairs
-        if not whole or not all(is_positive_number(factor) for factor in table):
-            raise UserError(
-                f"{self.file}: {key} must be a list of {self.n_pairs} numbers above 0, one for "
-                "each rotated pair: download it again"
-            )
-        return table
+    rope: the fields of its parameters. by_kind: whether it differs by kind of layer.
+    """
+    original_length = rope.integer("original_max_position_embeddings")
+    factor = rope.get("factor")
+    if rope_type == "default" or (rope_type == "proportional" and factor is None):
+        return None, length
+    if factor is None and rope_type in ("yarn", "longrope"):
+        factor = length / original_length
+    else:
+        factor = rope.real("factor", 1, 1e6)
+    method = rope_type
+    if rope_type in ("linear", "dynamic", "proportional"):
+        method = "dynamic-ntk" if rope_type == "dynamic" else "pi"
+        # the length is the original one, but in families with RoPE by kind of layer the extended
+        if by_kind:
+            original_length = round(length / factor)
+        else:
+            original_length = length
+            length = round(length * factor)
+    elif rope_type != "longrope" and length == original_length:
+        # some configs hold the original length alone
+        length = max(length, round(original_length * factor))
+    extension = {
+        "method": method,
+        "factor": factor,
+        "options": read_options(rope, rope_type, factor, n_pairs),
+        "original_length": original_length,
+    }
+    return extension, length
 
 
-def is_positive_number(value):
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-# Each returns the method, its factor and options, and the context length before and after.
-
-
-def read_default_rope(rope):
-    return "none", 1.0, {}, rope.length, rope.length
-
-
-def read_interpolated_rope(rope):
-    """The length is the original one, but in families with RoPE by kind of layer the extended."""
-    if rope.rope_type == "proportional" and rope.get("factor") is None:
-        return read_default_rope(rope)
-    method = "dynamic-ntk" if rope.rope_type == "dynamic" else "pi"
-    factor = rope.factor()
-    if rope.family.rope_by_kind:
-        return method, factor, {}, round(rope.length / factor), rope.length
-    return method, factor, {}, rope.length, round(rope.length * factor)
-
-
-def read_llama3_rope(rope):
-    factor = rope.factor()
-    options = rope.options("low_freq_factor", "high_freq_factor")
-    return "llama3", factor, options, rope.original_length, rope.extended_length(factor)
-
-
-def read_yarn_rope(rope):
-    factor = rope.optional_factor()
-    options = rope.options("beta_fast", "beta_slow", "attention_factor")
-    has_mscale = rope.get("mscale") and rope.get("mscale_all_dim")
-    if has_mscale and "attention_factor" not in options and factor > 1:
-        # as DeepSeek's configs have it: the ratio of two of YaRN's temperatures
-        mscale = 0.1 * rope.real("mscale", 0, 100) * math.log(factor) + 1
-        mscale_all_dim = 0.1 * rope.real("mscale_all_dim", 0, 100) * math.log(factor) + 1
-        options["attention_factor"] = mscale / mscale_all_dim
-    if not rope.values.get("truncate", True):
-        options["truncate"] = False
-    return "yarn", factor, options, rope.original_length, rope.extended_length(factor)
-
-
-def read_longrope(rope):
-    factor = rope.optional_factor()
-    options = rope.options("attention_factor")
-    short_factor = rope.table("short_factor")
-    long_factor = rope.table("long_factor")
-    if short_factor != long_factor:
-        options["short_factor"] = short_factor
-    options["long_factor"] = long_factor
-    return "longrope", factor, options, rope.original_length, rope.length
-
-
-READERS = {
-    "default": read_default_rope,
-    "yarn": read_yarn_rope,
-    "longrope": read_longrope,
-    "llama3": read_llama3_rope,
-    **dict.fromkeys(("linear", "dynamic", "proportional"), read_interpolated_rope),
-}
-# rope_type of a config.json -> key of READERS; su is an old name
-ROPE_TYPES = {**{name: name for name in READERS}, "su": "longrope"}
+def read_options(rope, rope_type, factor, n_pairs):
+    """Return the options of an extension method."""
+    names = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+        "longrope": ("attention_factor",),
+    }
+    options = {}
+    for key in names.get(rope_type, ()):
+        if rope.get(key) is not None:
+            options[key] = rope.real(key, 1e-12, 1e12)
+    if rope_type == "yarn":
+        has_mscale = rope.get("mscale") and rope.get("mscale_all_dim")
+        if has_mscale and "attention_factor" not in options and factor > 1:
+            # as DeepSeek's configs have it: the ratio of two of YaRN's temperatures
+            mscale = 0.1 * rope.real("mscale", 0, 100) * math.log(factor) + 1
+            mscale_all_dim = 0.1 * rope.real("mscale_all_dim", 0, 100) * math.log(factor) + 1
+            options["attention_factor"] = mscale / mscale_all_dim
+        if not rope.values.get("truncate", True):
+            options["truncate"] = False
+    if rope_type == "longrope":
+        tables = {key: rope.reals(key, n_pairs, **DIVISORS) for key in LONGROPE_TABLES}
+        if tables["short_factor"] == tables["long_factor"]:
+            del tables["short_factor"]
+        options |= tables
+    return options
 
 
 # -----------------------------------------------------------------------------
 # Writing
+
+LONGROPE_TABLES = ("short_factor", "long_factor")
 
 
 class WrittenRope(NamedTuple):
@@ -258,12 +215,15 @@ def write_rope(config, pos, family):
     method, options = extension["method"], extension["options"]
     factor = float(extension["factor"])
     check_method(method, pos)
-    method, options = static_method(method, factor, options, config.original_length)
+    # a dynamic method that is fixed to the extended length is a static one
+    static = {"dynamic-pi": "pi", "dynamic-yarn": "yarn"}
+    if method in static and options.get("length") == config.original_length * factor:
+        method, options = static[method], {}
     # a rotated part of each head is either a field, or a table in which the rest is unrotated
     is_plain = family.partial_rope or pos.rotary_dim == config.head_dim
     rope_type = named_rope_type(method, factor, options, config.p_rope)
     if is_plain and rope_type in (family.rope_types or ROPE_TYPES).values():
-        rope = write_named_type(rope_type, config, pos, method, factor, options)
+        rope = write_named_type(rope_type, config, pos, factor, options)
     elif method == "longrope" and "short_factor" in options:
         raise UserError(
             f"longrope with two tables and rope_fraction={config.rope_fraction} has no equivalent "
@@ -299,17 +259,6 @@ def check_method(method, pos):
         )
 
 
-def static_method(method, factor, options, original_length):
-    """Return the static (method, options) of a dynamic one that is fixed to the extended length.
-
-    Others are returned as they are.
-    """
-    static = {"dynamic-pi": "pi", "dynamic-yarn": "yarn"}
-    if method in static and options.get("length") == original_length * factor:
-        return static[method], {}
-    return method, options
-
-
 def named_rope_type(method, factor, options, p_rope):
     """Return the rope_type that transformers has for a method, or None."""
     if p_rope < 1:
@@ -318,20 +267,17 @@ def named_rope_type(method, factor, options, p_rope):
         return "longrope"
     if factor <= 1:
         return None
-    ramp = options.get("ramp", "index")
-    if method == "pi":
-        return "linear"
-    if method in ("yarn", "ntk-parts") and ramp == "index":
-        return "yarn"
     # llama3 is NTK-by-parts with the ramp of its paper
-    if method == "llama3" or (method == "ntk-parts" and ramp == "paper"):
+    if method == "ntk-parts" and options.get("ramp") == "paper":
         return "llama3"
-    return None
+    if method == "yarn" and options.get("ramp", "index") != "index":
+        return None
+    return {"pi": "linear", "yarn": "yarn", "ntk-parts": "yarn", "llama3": "llama3"}.get(method)
 
 
-def write_named_type(rope_type, config, pos, method, factor, options):
+def write_named_type(rope_type, config, pos, factor, options):
     """Return the WrittenRope of a rope_type that transformers has."""
-    attention_factor = 1.0
+    options = {key: value for key, value in options.items() if value is not None}
     parameters = {
         "rope_type": rope_type,
         "rope_theta": float(config.rope_base),
@@ -343,46 +289,29 @@ def write_named_type(rope_type, config, pos, method, factor, options):
         # here transformers wants the original length, and multiplies it by the factor
         return WrittenRope(parameters, config.original_length)
     parameters["original_max_position_embeddings"] = config.original_length
+    attention_factor = 1.0
     if rope_type == "yarn":
-        parameters |= yarn_parameters(options)
-        attention_factor = yarn_attention_factor(factor)
+        # without attention_factor, which only transformers reads: mlx-lm and llama.cpp multiply
+        # cos and sin by this factor, whatever it says
+        for key in options.keys() & {"beta_fast", "beta_slow"}:
+            parameters[key] = float(options[key])
+        if "truncate" in options:
+            parameters["truncate"] = options["truncate"]
+        attention_factor = 0.1 * math.log(factor) + 1
     elif rope_type == "llama3":
-        parameters |= llama3_parameters(method, options)
+        # the options of llama3, or of ntk-parts with its ramp
+        low = options.get("low_freq_factor", options.get("beta_slow", 1.0))
+        usual = 32.0 if options.get("ramp") == "paper" else 4.0
+        high = options.get("high_freq_factor", options.get("beta_fast", usual))
+        parameters |= {"low_freq_factor": float(low), "high_freq_factor": float(high)}
     else:
-        long_factor = [float(value) for value in options["long_factor"]]
-        short_factor = [float(value) for value in options.get("short_factor") or long_factor]
-        parameters |= {"long_factor": long_factor, "short_factor": short_factor}
+        tables = {key: options.get(key) or options["long_factor"] for key in LONGROPE_TABLES}
+        parameters |= {key: [float(value) for value in table] for key, table in tables.items()}
         attention_factor = pos.attention_factor
-        if options.get("attention_factor") is not None:
+        if "attention_factor" in options:
             attention_factor = longrope_attention_factor(config)
             parameters |= attention_factor_names(attention_factor)
     return WrittenRope(parameters, config.block_size, attention_factor=attention_factor)
-
-
-def yarn_parameters(options):
-    """Return YaRN's options, without attention_factor, which only transformers reads."""
-    parameters = {}
-    for key in ("beta_fast", "beta_slow"):
-        if options.get(key) is not None:
-            parameters[key] = float(options[key])
-    if options.get("truncate") is not None:
-        parameters["truncate"] = options["truncate"]
-    return parameters
-
-
-def yarn_attention_factor(factor):
-    """Return what mlx-lm and llama.cpp multiply cos and sin by, whatever attention_factor says."""
-    return 0.1 * math.log(factor) + 1
-
-
-def llama3_parameters(method, options):
-    if method == "llama3":
-        low = options.get("low_freq_factor", 1.0)
-        high = options.get("high_freq_factor", 4.0)
-    else:
-        low = options.get("beta_slow", 1.0)
-        high = options.get("beta_fast", 32.0)
-    return {"low_freq_factor": float(low), "high_freq_factor": float(high)}
 
 
 def longrope_attention_factor(config):
@@ -395,7 +324,7 @@ def longrope_attention_factor(config):
 
 def attention_factor_names(value):
     """Return the factor of cos and sin under its three names; older runtimes use the last two."""
-    return {"attention_factor": value, "short_mscale": value, "long_mscale": value}
+    return dict.fromkeys(("attention_factor", "short_mscale", "long_mscale"), float(value))
 
 
 def plain_frequencies(base, dim):
@@ -409,9 +338,8 @@ def base_of_plain_rope(config, pos, method, factor):
     if pos.attention_factor != 1 or dim <= 2:
         return None
     inv_freq = pos.inv_freq.double()
-    if method == "none" or factor == 1:
-        base = float(config.rope_base)
-    else:
+    base = float(config.rope_base)
+    if method != "none" and factor != 1:
         # the slowest pair has base^(-(dim - 2) / dim)
         base = inv_freq[-1].item() ** (-dim / (dim - 2))
     same = torch.allclose(inv_freq, plain_frequencies(base, dim), rtol=1e-9, atol=0)
@@ -426,23 +354,19 @@ def write_table(config, pos, factor, is_plain):
     base = float(config.rope_base)
     rotary_dim = pos.rotary_dim
     head_dim = rotary_dim if is_plain else config.head_dim
-    n_rotated = rotary_dim // 2
-    n_unrotated = (head_dim - rotary_dim) // 2
-    plain = plain_frequencies(base, head_dim)[:n_rotated]
+    plain = plain_frequencies(base, head_dim)[: rotary_dim // 2]
     # a pair of frequency 0 would have an infinite factor, which JSON does not have
     table = (plain / pos.inv_freq.double()).clamp(max=UNROTATED).tolist()
-    table += [UNROTATED] * n_unrotated
-    if not all(map(is_positive_number, table)):
+    table += [UNROTATED] * ((head_dim - rotary_dim) // 2)
+    if not all(is_number(divisor, **DIVISORS) for divisor in table):
         raise UserError(
             f"--pos={config.pos} has frequencies that are negative or not finite, and transformers "
             "cannot read such a table: correct the scheme or the method"
         )
     attention_factor = longrope_attention_factor(config)
     parameters = longrope_table(base, factor, config.original_length, table, attention_factor)
-    channel_order = None
-    if n_unrotated:
-        channel_order = pairs_first(head_dim, rotary_dim)
-    return WrittenRope(parameters, config.block_size, channel_order, attention_factor)
+    order = pairs_first(head_dim, rotary_dim) if rotary_dim < head_dim else None
+    return WrittenRope(parameters, config.block_size, order, attention_factor)
 
 
 def pairs_first(head_dim, rotary_dim):
@@ -450,10 +374,11 @@ def pairs_first(head_dim, rotary_dim):
 
     Ours pair c with c + rotary_dim / 2, and the channels from rotary_dim on are not rotated.
     """
+    channels = list(range(head_dim))
     half = rotary_dim // 2
-    middle = rotary_dim + (head_dim - rotary_dim) // 2
-    first_of_pair = [*range(half), *range(rotary_dim, middle)]
-    second_of_pair = [*range(half, rotary_dim), *range(middle, head_dim)]
+    middle = (head_dim + rotary_dim) // 2
+    first_of_pair = channels[:half] + channels[rotary_dim:middle]
+    second_of_pair = channels[half:rotary_dim] + channels[middle:]
     return first_of_pair + second_of_pair
 
 
@@ -464,9 +389,8 @@ def longrope_table(base, factor, original_length, table, attention_factor):
         "rope_theta": base,
         "factor": factor,
         "original_max_position_embeddings": original_length,
-        "long_factor": table,
-        "short_factor": table,
-        **attention_factor_names(float(attention_factor)),
+        **dict.fromkeys(LONGROPE_TABLES, table),
+        **attention_factor_names(attention_factor),
     }
 
 
