@@ -11,7 +11,7 @@ from conftest import OFFLINE, ROOT, assert_success, run_python
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
 import rope_scaling
-from model import GPT, POSITIONS, GPTConfig, LMInfinite, RoPE, SelfExtend
+from model import GPT, POSITIONS, GPTConfig, RoPE, WholeTextRoPE
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
@@ -342,7 +342,7 @@ def test_lm_infinite_matches_the_paper(sinks, T, qkv):
         return lm_infinite_distance(i, j, 16, sinks)
 
     expected = attention_by_distance(q, k, v, PLAIN_FREQUENCIES, 0.3, distance)
-    actual = rope_scaling.lm_infinite(q, k, v, rotate_all, 16, 0.3, sinks)
+    actual = rope_scaling.lm_infinite(q, k, v, rotate_all, 16, 4, 0.3, sinks)
     assert torch.allclose(actual, expected, atol=1e-12)
 
 
@@ -354,7 +354,7 @@ def test_self_extend_matches_the_paper(T, qkv):
         return self_extend_distance(i, j, 5, 3)
 
     expected = attention_by_distance(q, k, v, PLAIN_FREQUENCIES, 0.3, distance)
-    actual = rope_scaling.self_extend(q, k, v, rotate_all, 5, 3, 0.3)
+    actual = rope_scaling.self_extend(q, k, v, rotate_all, 16, 4, 0.3, 5, 3)
     assert torch.allclose(actual, expected, atol=1e-12)
 
 
@@ -414,9 +414,9 @@ def test_extending_again_changes_the_class_with_the_method(make):
     tokens = torch.randint(0, 50, (1, 60))
     for method, kind in (
         ("pi", RoPE),
-        ("lm-infinite", LMInfinite),
-        ("self-extend", SelfExtend),
-        ("lm-infinite", LMInfinite),
+        ("lm-infinite", WholeTextRoPE),
+        ("self-extend", WholeTextRoPE),
+        ("lm-infinite", WholeTextRoPE),
         ("yarn", RoPE),
     ):
         model.extend(method, 1.5)
@@ -433,7 +433,7 @@ def test_a_refused_method_keeps_the_class(make):
     scheme, config = model.pos, dict(vars(model.config))
     with pytest.raises(UserError, match="has no option 'sinks'"):
         model.extend("yarn", 2, sinks=4)
-    with pytest.raises(UserError, match="group=0.5 is not a whole number"):
+    with pytest.raises(UserError, match="group=0.5 cannot be used: give a whole number"):
         model.extend("self-extend", 2, group=0.5)
     assert model.pos is scheme
     assert vars(model.config) == config
@@ -885,25 +885,25 @@ def test_transformer_xls_clamp_uses_the_last_distance_of_training(make):
         ("yarn", math.inf, {}, "factor=inf does not extend"),
         ("yarn", 2, {"beta": 3}, "method 'yarn' of --pos=rope has no option 'beta': use beta_fast"),
         ("pi", 2, {"ramp": "paper"}, "has no option 'ramp': leave it out"),
-        ("yarn", 2, {"ramp": "odd"}, "ramp='odd' is unknown: choose from index, paper"),
-        ("yarn", 2, {"truncate": 1}, "truncate=1 is not true or false"),
+        ("yarn", 2, {"ramp": "odd"}, "ramp='odd' cannot be used: give one of index, paper"),
+        ("yarn", 2, {"truncate": 1}, "truncate=1 cannot be used: give one of True, False"),
         ("yarn", 2, {"beta_slow": 40.0}, "beta_slow=40.0 must be below beta_fast=32.0"),
         ("llama3", 2, {"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below"),
-        ("abf", 2, {"new_base": 0.5}, "new_base=0.5 must be a number above 1"),
-        ("abf", 2, {"new_base": "big"}, "new_base=big must be a number above 1"),
+        ("abf", 2, {"new_base": 0.5}, "new_base=0.5 cannot be used: give a number above 1"),
+        ("abf", 2, {"new_base": "big"}, "new_base='big' cannot be used: give a number above 1"),
         ("longrope", 2, {}, "needs a table of 4 numbers"),
-        ("longrope", 2, {"long_factor": [1.0, 2.0]}, "long_factor must be a list of 4 numbers"),
+        ("longrope", 2, {"long_factor": [1.0, 2.0]}, "long_factor=.* give a list of 4 numbers"),
         ("longrope", 2, {"long_factor": [1.0, 2.0, -1.0, 4.0]}, "list of 4 numbers above 0"),
-        ("resonance", 2, {"of": "dynamic-ntk"}, "of='dynamic-ntk' is unknown: choose from none"),
-        ("drope", 2, {"scale": 0.0}, "scale=0.0 is not a number above 0"),
-        ("lm-infinite", 2, {"sinks": 24}, "sinks=24 must be a number of tokens: give 0 to 23"),
-        ("self-extend", 2, {"group": 0.5}, "group=0.5 is not a whole number"),
-        ("self-extend", 2, {"window": "x"}, "window=x is not a number above 0"),
-        ("ntk-lceg", 2, {"multiplier": True}, "multiplier=True is not a number above 0"),
-        ("ntk-frozen", 2, {"multiplier": -1.0}, "multiplier=-1.0 is not a number above 0"),
-        ("dynamic-pi", 2, {"length": math.inf}, "length=inf is not a number above 0"),
-        ("dynamic-ntk", 2, {"length": "long"}, "length=long is not a number above 0"),
-        ("dynamic-yarn", 2, {"length": -1.0}, "length=-1.0 is not a number above 0"),
+        ("resonance", 2, {"of": "dynamic-ntk"}, "of='dynamic-ntk' cannot be used: give one of none"),
+        ("drope", 2, {"scale": 0.0}, "scale=0.0 cannot be used: give a number above 0"),
+        ("lm-infinite", 2, {"sinks": 24}, "sinks=24 cannot be used: give a number of tokens, 0 to 23"),
+        ("self-extend", 2, {"group": 0.5}, "group=0.5 cannot be used: give a whole number"),
+        ("self-extend", 2, {"window": "x"}, "window='x' cannot be used: give a number above 0"),
+        ("ntk-lceg", 2, {"multiplier": True}, "multiplier=True cannot be used: give a number above 0"),
+        ("ntk-frozen", 2, {"multiplier": -1.0}, "multiplier=-1.0 cannot be used: give a number above 0"),
+        ("dynamic-pi", 2, {"length": math.inf}, "length=inf cannot be used: give a number above 0"),
+        ("dynamic-ntk", 2, {"length": "long"}, "length='long' cannot be used: give a number above 0"),
+        ("dynamic-yarn", 2, {"length": -1.0}, "length=-1.0 cannot be used: give a number above 0"),
         ("ntk-parts", 2, {"beta_slow": 1e-320}, "not finite|cannot be computed"),
     ],
     ids=str,
@@ -919,7 +919,7 @@ def test_a_refused_extension_changes_nothing(method, factor, options, message, m
 
 @pytest.mark.parametrize("method", ["ntk", "abf", "dynamic-ntk"])
 def test_methods_that_change_the_base_need_two_pairs(method, make):
-    with pytest.raises(UserError, match="two pairs of rotated channels, .* use --method=pi"):
+    with pytest.raises(UserError, match="two pairs of rotated channels: use --method=pi"):
         make(pos="rope", head_dim=2).extend(method, 2)
 
 
@@ -944,7 +944,7 @@ def test_the_method_none_extends_the_context_alone(pos, make):
 
 def test_nopes_scale_must_be_a_positive_number(make):
     for scale in (True, 0.0, "2"):
-        with pytest.raises(UserError, match="scale=.* is not a number above 0"):
+        with pytest.raises(UserError, match="scale=.* cannot be used: give a number above 0"):
             make(pos="nope").extend("scale", 2, scale=scale)
 
 
