@@ -911,9 +911,8 @@ class GPT(nn.Module):
         docs:      document ids (B, T); attention stays within a document
         cache:     a nanolong.inference.KVCache, extended in place
 
-        Processes that share a sequence are given all of it, and each computes its own tokens.
-        Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
-        cannot compute there, or that cannot use the given positions.
+        Processes that share a sequence are given all of it. Warns beyond the context length
+        (ContextLengthWarning); raises UserError for a scheme that cannot compute these positions.
         """
         x = self.hidden_states(tokens, positions, docs, cache)
         if targets is None:
@@ -990,8 +989,8 @@ class GPT(nn.Module):
             gaps = gaps & (docs.cpu().diff() == 0)
         if self.pos.by_index and gaps.any():
             raise UserError(
-                f"--pos={self.config.pos} uses distances between indices, so position ids with "
-                "gaps have no meaning: give consecutive ones"
+                f"--pos={self.config.pos} uses distances between indices: give consecutive "
+                "position ids, without gaps"
             )
         if (positions < 0).any():
             raise UserError("position ids must not be negative: count from 0")
@@ -1023,8 +1022,8 @@ class GPT(nn.Module):
         return noise.topk(length).indices.sort().values
 
     def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
-        """
-        Extend the context length by factor, in place; weights change for learned embeddings only.
+        """Extend the context by factor, in place; weights change for learned embeddings only.
+
         A second extension replaces the method and multiplies the factors. Raises UserError, with
         nothing changed, for what the scheme cannot do.
 

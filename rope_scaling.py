@@ -147,7 +147,7 @@ def dynamic_yarn(base, rotary_dim, original_length, factor, length=None):
 
 def ntk_frozen(base, rotary_dim, original_length, factor, multiplier=2.0, length=None):
     """NTK-Frozen (Lu et al. 2024): dynamic-ntk with its factor at multiplier, not fine-tuned."""
-    grown = dynamic_factor(float(multiplier), length, original_length)
+    grown = dynamic_factor(multiplier, length, original_length)
     return ntk(base, rotary_dim, original_length, grown)
 
 
@@ -157,7 +157,7 @@ def ntk_lceg(base, rotary_dim, original_length, factor, multiplier=None, length=
     """
     target = original_length * factor
     length = target if length is None else max(target, float(length))
-    multiplier = factor / 2 if multiplier is None else float(multiplier)
+    multiplier = factor / 2 if multiplier is None else multiplier
     grown = dynamic_factor(multiplier, length, original_length)
     return ntk(base, rotary_dim, original_length, grown)
 
@@ -264,7 +264,7 @@ def frequencies(method, base, rotary_dim, original_length, factor, **options):
     except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
         problem = str(error)
     else:
-        is_finite = inv_freq.is_meta or bool(inv_freq.isfinite().all())
+        is_finite = inv_freq.is_meta or inv_freq.isfinite().all()
         if is_finite and math.isfinite(attention_factor):
             return inv_freq, attention_factor
         problem = "frequencies are not finite"
@@ -374,8 +374,9 @@ def lm_infinite(q, k, v, rotate, original_length, factor, scale, sinks=10):
     sink_v = v[:, :, :sinks]
     # the first of these queries do not have all sinks behind their window: causal attention
     n = min(sinks, T - window)
-    first = (far_q[:, :, :n], sink_k[:, :, :n], sink_v[:, :, :n])
-    far = kernels.attention(*first, scale=scale, return_lse=True)
+    far = kernels.attention(
+        far_q[:, :, :n], sink_k[:, :, :n], sink_v[:, :, :n], scale=scale, return_lse=True
+    )
     if T - window > n:  # more queries than keys, which only eager.py takes
         rest = kernels.eager.attention(
             far_q[:, :, n:], sink_k, sink_v, causal=False, scale=scale, return_lse=True

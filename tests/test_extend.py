@@ -594,8 +594,8 @@ def test_the_fine_tuning_of_an_extension_is_resumed_with_its_factor(trained, ext
 
 
 def test_options_are_numbers_booleans_or_text():
-    cfg = extend.ExtendConfig(options="ramp=paper,beta_fast=16,truncate=True")
-    assert read_options(cfg.options) == {"ramp": "paper", "beta_fast": 16.0, "truncate": True}
+    options = read_options("ramp=paper,beta_fast=16,truncate=True")
+    assert options == {"ramp": "paper", "beta_fast": 16.0, "truncate": True}
     assert read_options("") == {}
 
 
@@ -608,21 +608,19 @@ def test_options_are_numbers_booleans_or_text():
         ("w=0.3,w=0.4", "gives w twice: give it once"),
     ],
 )
-def test_malformed_options_are_refused(options, message, save_run, extend_run, tmp_path):
-    done = extend_run(save_run(), "--max_iters=0", f"--options={options}")
-    assert_refused(done, f"--options={options} {message}")
-    assert not (tmp_path / "extended").exists()
+def test_malformed_options_are_refused(options, message):
+    with pytest.raises(UserError, match=f"--options={options} {message}"):
+        read_options(options)
 
 
 def test_options_may_come_from_a_file(tmp_path):
     file = tmp_path / "options.json"
     file.write_text(json.dumps({"long_factor": [1.0, 2.0]}))
-    cfg = extend.ExtendConfig(options=str(file))
-    assert read_options(cfg.options) == {"long_factor": [1.0, 2.0]}
+    assert read_options(str(file)) == {"long_factor": [1.0, 2.0]}
     for text in ("[1]", "{", '{"factor": 2}', "[" * 100_000):
         file.write_text(text)
         with pytest.raises(UserError, match="cannot be read"):
-            read_options(cfg.options)
+            read_options(str(file))
 
 
 def inherited(meta, given):
