@@ -834,10 +834,11 @@ class GPT(nn.Module):
         return self.local if self.local and self.config.uses_window(layer) else self.pos
 
     def set_schemes(self, extension):
-        """Make the position schemes, or extend them. Raises UserError, with nothing changed."""
+        """Make the position schemes, or extend them. Raises UserError."""
         config = self.config
         plain = {"method": "none", "factor": 1.0, "options": {}}
         method, factor, options = ((extension or plain)[name] for name in plain)
+        # Window layers may have another base, or stay as they are; raises before anything changes.
         extends_all = not extension or extension.get("layers") != "full"
         local = None
         if config.rope_local_base or not extends_all:
@@ -1044,7 +1045,8 @@ class GPT(nn.Module):
             before = config.extension or {"layers": "full"}
             layers = before.get("layers", "all") if is_hybrid else "all"
         has_full = is_hybrid and "F" in map(config.layer_kind, range(config.n_layer))
-        if layers not in (("all", "full") if has_full else ("all",)):
+        allowed = ("all", "full") if has_full else ("all",)
+        if layers not in allowed:
             raise UserError(
                 f"--layers={layers} is not possible: give --layers=all, or full for --pos=rope if "
                 "some layers have a window, and others have positions and no window"
