@@ -119,7 +119,15 @@ def extend_model(model, cfg, given, rank):
     if rank == 0 and old and model.meta.get("step") and old["method"] != cfg.method:
         print(f"note: {cfg.method} replaces {old['method']}, for which the weights were tuned")
     if extension.fits_scale(cfg.method, options):
-        split = text_to_fit(model, cfg, given)
+        if cfg.text:
+            split = scoring.read_text(model, cfg.text).val
+        elif cfg.max_iters or "dataset" in given:
+            split = open_dataset(model, cfg).train
+        else:
+            raise UserError(
+                f"method {cfg.method!r} needs a scale, or text to fit it on: give "
+                "--options=scale=NUMBER, --text=FILE or --dataset=NAME"
+            )
         options["scale"] = fit_scale(model, cfg, options, split, rank)
     model.extend(cfg.method, cfg.factor, cfg.layers, **options)
     if cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY:
@@ -140,18 +148,6 @@ def extend_model(model, cfg, given, rank):
         "pretraining_tokens": pretraining_tokens,
         **{name: meta.get(name) for name in INHERITED},
     }
-
-
-def text_to_fit(model, cfg, given):
-    """The data.Split that a scale is fitted on: the text, or the training data."""
-    if cfg.text:
-        return scoring.read_text(model, cfg.text).val
-    if not cfg.max_iters and "dataset" not in given:
-        raise UserError(
-            f"method {cfg.method!r} needs a scale, or text to fit it on: give "
-            "--options=scale=NUMBER, --text=FILE or --dataset=NAME"
-        )
-    return open_dataset(model, cfg).train
 
 
 def open_dataset(model, cfg):
@@ -186,11 +182,11 @@ def fit_scale(model, cfg, options, split, rank=0):
 def training_lengths(model, cfg):
     """The tokens of a training sequence, and with PoSE the positions that they skip through."""
     config = model.config
+    is_short = rope_scaling.trains_at_original_length(cfg.method, cfg.pose)
+    length = config.original_length if is_short else config.block_size
     if cfg.pose:
-        return cfg.pose_window or config.original_length, config.block_size
-    if rope_scaling.trains_at_original_length(cfg.method, cfg.pose):
-        return cfg.train_length or config.original_length, 0
-    return cfg.train_length or config.block_size, 0
+        return cfg.pose_window or length, config.block_size
+    return cfg.train_length or length, 0
 
 
 def save_extended(model, cfg):
@@ -203,26 +199,20 @@ def save_extended(model, cfg):
         trained = bool(run.read_meta(Path(model.meta["parent"])).get("train"))
         settings = run.settings_record("train", cfg) if trained else {"train": {}}
         state = {"step": 0, "val_loss": None, "best": None, "tokens": 0, "scaler": None}
+        # As the parent's weights are stored, unless that would round an interpolated table.
+        dtype = model.stored_dtype
+        if not all(torch.equal(p.to(dtype).float(), p) for p in model.parameters()):
+            dtype = torch.float32
         run.lock_run(out_dir)
         try:
             if cfg.overwrite:
                 run.replace_run(out_dir)
-            run.save_model(model, folder, optim={}, dtype=exact_dtype(model), **settings, **state)
+            run.save_model(model, folder, optim={}, dtype=dtype, **settings, **state)
             run.settle_replaced(out_dir, finished=True)
         finally:
             run.release_folder(out_dir)
     program = "sample.py" if model.meta.get("tokenizer") else "evaluate.py"
     print(f"saved {folder}; use it with python {program} {shlex.quote(cfg.out_dir)}")
-
-
-def exact_dtype(model):
-    """The dtype in which the parent's weights are stored, or float32 if that would round.
-
-    A learned table is interpolated; all other weights are the parent's.
-    """
-    dtype = model.stored_dtype
-    is_exact = all(torch.equal(p.to(dtype).float(), p) for p in model.parameters())
-    return dtype if is_exact else torch.float32
 
 
 # -----------------------------------------------------------------------------
@@ -235,35 +225,34 @@ def print_summary(model, cfg, before):
     before: inverse frequencies (R/2,) of the model that was extended, None for other schemes.
     """
     config = model.config
-    lengths = f"{config.original_length} -> {config.block_size} tokens"
+    lengths = (config.original_length, config.block_size)
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
-    print(f"context length: {lengths} ({cfg.method}{layers})")
+    print("context length: {} -> {} tokens".format(*lengths), f"({cfg.method}{layers})")
     if cfg.plot:
-        plot_extension(model, cfg, before)
+        model.set_length(config.block_size)  # a dynamic method: as for the longest input
+        Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
+        title = f"{cfg.method}, {config.extension['factor']:g} times {lengths[0]} tokens"
+        plots.plot_wavelengths(before, model.pos.inv_freq, *lengths, cfg.plot, title)
     if not cfg.max_iters:
         return
     train_length, _ = training_lengths(model, cfg)
     first_step = model.meta.get("first_step", 0)
     tokens = (cfg.last_step - first_step) * train_length
     tokens *= cfg.gradient_accumulation_steps * cfg.batch_size
-    print(extension.describe_training(cfg, first_step, tokens, model.meta))
+    pretraining = model.meta.get("pretraining_tokens")
+    if cfg.keep_optimizer:
+        goes_on = f"training goes on at step {first_step} of {cfg.max_iters}"
+        print(f"{goes_on}: {tokens:,} tokens to step {cfg.last_step}")
+    elif pretraining:
+        of_pretraining = f"{tokens / pretraining:.2%} of the {pretraining:,} of pretraining"
+        print(f"fine-tuning on {tokens:,} tokens, {of_pretraining}")
+    else:
+        print(f"fine-tuning on {tokens:,} tokens, an unknown fraction of pretraining")
     length = cfg.train_length or config.block_size
     fraction = open_dataset(model, cfg).long_fraction(length)
     print(f"{fraction:.0%} of the training tokens are in documents of at least {length} tokens")
     if fraction < 0.01:
         print("warning: there is almost nothing that long to learn from; prepare longer texts")
-
-
-def plot_extension(model, cfg, before):
-    """Plot the wavelengths of RoPE; before: the inverse frequencies (R/2,) before extending."""
-    config, pos = model.config, model.pos
-    pos.set_length(config.block_size)  # a dynamic method: as for the longest input
-    Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
-    factor = config.extension["factor"]
-    title = f"{cfg.method}, {factor:g} times {config.original_length} tokens"
-    plots.plot_wavelengths(
-        before, pos.inv_freq, config.original_length, config.block_size, cfg.plot, title
-    )
 
 
 def report_lengths(model, cfg):
@@ -315,20 +304,6 @@ def report_change(model, cfg, has_text):
         print(line, flush=True)
 
 
-def trains_in_shards(cfg):
-    """Whether the weights stay in their file until each process reads its share."""
-    trains = cfg.max_iters and cfg.method not in rope_scaling.EVALUATION_ONLY
-    return cfg.parallel == "fsdp" and trains
-
-
-def with_weights(model):
-    """The model, or where its weights were left out (--parallel=fsdp), a copy that has them."""
-    if any(p.is_meta for p in model.parameters()):
-        model = copy.deepcopy(model)
-        run.load_weights(model, torch.float32)
-    return model
-
-
 def load_extended(parent, cfg, model_config, given, rank):
     """The model of the run to resume, or the parent, extended. Raises UserError."""
     model = run.load_resumed(GPT, cfg, model_config, set())
@@ -344,7 +319,10 @@ def load_extended(parent, cfg, model_config, given, rank):
 def fine_tune(model, cfg, rank):
     """Evaluate, train, evaluate. Returns the exit status."""
     if rank == 0 and "step" not in model.meta:
-        whole = with_weights(model)
+        whole = model
+        if any(p.is_meta for p in model.parameters()):  # left out for --parallel=fsdp
+            whole = copy.deepcopy(model)
+            run.load_weights(whole, torch.float32)
         report(whole, cfg, "before")
         report_change(whole, cfg, has_text=True)
     status = train_and_sample(model, cfg, *training_lengths(model, cfg))
@@ -372,8 +350,9 @@ def main():
     rank, _ = parallel.join_processes(cfg.device)
     run.check_processes_agree(args.given, cfg, args.model_config)
     run.ignore_overwrite_of_preset(cfg, args.flags)
-    # Load the checkpoint, and extend it.
-    parent = GPT.load(args.paths[0], weights=not trains_in_shards(cfg))
+    # Load the checkpoint, and extend it. With fsdp each process reads its own weights later.
+    trains = cfg.max_iters and cfg.method not in rope_scaling.EVALUATION_ONLY
+    parent = GPT.load(args.paths[0], weights=not (cfg.parallel == "fsdp" and trains))
     run.check_same_settings(parent, args.model_config, args.given)
     extension.check_request(parent, cfg, POSITIONS)
     if "dataset" in args.given:

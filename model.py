@@ -6,7 +6,7 @@
     loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Contents: GPTConfig, 12 position schemes, Attention, GatedMLP and GeluMLP, Block, GPT.
+Contents: GPTConfig, 12 position schemes, Attention, MLP, Block, GPT.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, V vocab_size.
 """
@@ -195,8 +195,8 @@ class NoPE(nn.Module):
         """Attend from queries (B, H, T, D) to all keys, cached ones included: (B, H, T, D)."""
         q, k = self.rotate(q, k, pos, layer)
         if cache is None:
-            n = k.shape[2]
-            bias, relative = self.bias(n, layer), self.relative(n, layer)
+            bias = self.bias(k.shape[2], layer)
+            relative = self.relative(k.shape[2], layer)
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             bias, relative = cache.position_terms(self, layer, k.shape[2])
@@ -222,13 +222,12 @@ class NoPE(nn.Module):
         for name in sorted(set(options) - set(allowed)):
             known = f"use {', '.join(allowed)}" if allowed else "leave it out"
             raise UserError(f"method {method!r} of {scheme} has no option {name!r}: {known}")
-        if "scale" in options:
-            rope_scaling.check_number("scale", options["scale"])
+        if not rope_scaling.is_number(options.get("scale", 1.0)):
+            raise UserError(f"scale={options['scale']!r} cannot be used: give a number above 0")
 
     def set_length(self, length):
-        """
-        Set the tables for an input of this many tokens, cached ones included; called before every
-        forward pass. Returns the version of the tables: a cache filled under another is refilled.
+        """Set the tables for an input of this many tokens, cached ones included, before a forward
+        pass. Returns the version of the tables: a cache filled under another is refilled.
         """
         if self.needs_whole_text:
             return length  # a version for each length, so that a cache is refilled at every token
@@ -523,7 +522,7 @@ class RoPE(NoPE):
         super().__init__(config)
         self.rotary_dim = int(config.rope_fraction * config.head_dim)
         self.attention_factor = 1.0  # cos and sin are multiplied by this
-        self.register_constant("inv_freq", None)
+        self.register_constant("inv_freq", torch.zeros(self.rotary_dim // 2, dtype=torch.float64))
         self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
 
@@ -550,9 +549,7 @@ class RoPE(NoPE):
         """Replace the frequencies by those of a method of rope_scaling.py."""
         self.check_method(method, options)
         self._set_frequencies(method, factor, options)
-        self._method = method
-        self._factor = factor
-        self._options = options
+        self._method = method, factor, options
         self.is_dynamic = "length" in self.methods[method] and "length" not in options
         self._tables_version = None
         self._tables_length = None
@@ -561,8 +558,8 @@ class RoPE(NoPE):
         # a compiled graph has the table of its length, whatever that of the last call was
         if not torch.compiler.is_compiling() and length == self._tables_length:
             return
-        options = {**self._options, "length": length}
-        changed = self._set_frequencies(self._method, self._factor, options)
+        method, factor, options = self._method
+        changed = self._set_frequencies(method, factor, {**options, "length": length})
         if changed or self._tables_version is None:
             self._tables_version = length  # lengths that share a table share a version
         self._tables_length = length
@@ -580,69 +577,43 @@ class RoPE(NoPE):
 
     def _set_frequencies(self, method, factor, options):
         """Returns whether the table has changed; True while torch.compile traces."""
-        old = self.inv_freq
+        old, old_factor = self.inv_freq, self.attention_factor
         found = self.frequencies(method, factor, options)
         rope_scaling.check_frequencies(found, self.rotary_dim, type(self).__name__)
-        inv_freq, attention_factor = found
-        if old is not None:
-            inv_freq = inv_freq.to(old.device, old.dtype, non_blocking=True)
-        same = old is not None and not torch.compiler.is_compiling()
-        same = same and attention_factor == self.attention_factor
-        same = same and not inv_freq.is_meta and torch.equal(inv_freq, old)
-        self.inv_freq = inv_freq
-        self.attention_factor = attention_factor
+        self.inv_freq = found[0].to(old, non_blocking=True)
+        self.attention_factor = found[1]
         self._cos_sin = None
-        return not same
+        if torch.compiler.is_compiling():
+            return True
+        same = old.is_meta or torch.equal(self.inv_freq, old)
+        return not same or self.attention_factor != old_factor
 
-    def _check_frequencies(self):
-        """Raise UserError for a subclass that has set them elsewhere than in frequencies()."""
-        if self._set_frequencies(self._method, self._factor, self._options):
-            raise UserError(
-                f"{type(self).__name__} sets frequencies that a dynamic method would replace: "
-                "override frequencies() instead, as docs/schemes.md shows"
-            )
 
-    def _rotate_to(self, x, pos):
-        """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
-        return kernels.rope(x, x, *self.cos_sin(pos))[0]
+class WholeTextRoPE(RoPE):
+    """RoPE by a method that replaces attention, which so needs the queries of the whole text:
+    LM-Infinite (Han et al. 2024) or Self-Extend (Jin et al. 2024).
+    """
 
-    def _check_whole_text(self, q, pos, mask):
-        """LM-Infinite and Self-Extend choose their own positions and masks."""
+    needs_whole_text = True
+
+    def attend(self, q, k, v, pos, layer, cache, **mask):
+        method, factor, options = self._method
         whole = pos.dim() == 1 and q.shape[2] == len(pos)
         whole = whole and not mask.get("window") and mask.get("docs") is None
         if whole and mask.get("positions") is not None:  # explicit ones; others count from 0
             whole = torch.equal(pos, torch.arange(len(pos), device=pos.device))
         if not whole:
             raise UserError(
-                f"method {self._method!r} needs one text from its start: leave out windows, "
+                f"method {method!r} needs one text from its start: leave out windows, "
                 "documents and explicit positions"
             )
+        attention = rope_scaling.ATTENTION[method]
+        length = self.config.original_length
+        return attention(q, k, v, self._rotate_to, length, factor, mask["scale"], **options)
 
-
-class LMInfinite(RoPE):
-    """RoPE with a window and attention sinks, distances bounded (Han et al. 2024)."""
-
-    needs_whole_text = True
-
-    def attend(self, q, k, v, pos, layer, cache, **mask):
-        self._check_whole_text(q, pos, mask)
-        original_length = self.config.original_length
-        return rope_scaling.lm_infinite(
-            q, k, v, self._rotate_to, original_length, mask["scale"], **self._options
-        )
-
-
-class SelfExtend(RoPE):
-    """RoPE whose distant positions are grouped (Jin et al. 2024)."""
-
-    needs_whole_text = True
-
-    def attend(self, q, k, v, pos, layer, cache, **mask):
-        self._check_whole_text(q, pos, mask)
-        window, group = rope_scaling.self_extend_sizes(
-            self.config.original_length, self._factor, **self._options
-        )
-        return rope_scaling.self_extend(q, k, v, self._rotate_to, window, group, mask["scale"])
+    def _rotate_to(self, x, pos):
+        """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
+        return kernels.rope(x, x, *self.cos_sin(pos))[0]
 
 
 POSITIONS = {
@@ -661,28 +632,15 @@ POSITIONS = {
 }
 
 
-def make_local_scheme(config, extension):
-    """The RoPE of window layers, if it differs by its base or is not extended; else None."""
-    extends_all = extension.get("layers") != "full"
-    if extends_all and not config.rope_local_base:
-        return None
-    base, length = config.rope_local_base or config.rope_base, config.original_length
-    scheme = RoPE(replace(config, rope_base=base, block_size=length, extension=None))
-    if extends_all:
-        scheme.extend(extension["method"], extension["factor"], **extension["options"])
-    return scheme
-
-
 def scheme_class(pos, method):
-    """The class of a scheme; two extension methods of RoPE replace attention, in subclasses."""
-    if POSITIONS[pos] is RoPE:
-        return {"lm-infinite": LMInfinite, "self-extend": SelfExtend}.get(method, RoPE)
-    if method in rope_scaling.EVALUATION_ONLY:
+    """The class of a scheme; two extension methods of RoPE replace attention, in a subclass."""
+    replaces_attention = method in rope_scaling.EVALUATION_ONLY
+    if replaces_attention and POSITIONS[pos] is not RoPE:
         raise UserError(
             f"method {method!r} replaces attention: its class is derived from plain RoPE and would "
             f"drop the code of --pos={pos}, so use it with --pos=rope only"
         )
-    return POSITIONS[pos]
+    return WholeTextRoPE if replaces_attention else POSITIONS[pos]
 
 
 # -----------------------------------------------------------------------------
@@ -714,24 +672,33 @@ class Attention(nn.Module):
         self.layer = layer
         self.window = config.window if config.uses_window(layer) else 0
         self.sinks = config.sinks if self.window else 0
+        n_embd, D = config.n_embd, config.head_dim
+        n_q = config.n_head * D
+        n_kv = config.n_kv_head * D
         qkv_bias = config.bias in ("qkv", "all")
-        self.q = Linear(config.n_embd, config.n_head * config.head_dim, bias=qkv_bias)
-        self.k = Linear(config.n_embd, config.n_kv_head * config.head_dim, bias=qkv_bias)
-        self.v = Linear(config.n_embd, config.n_kv_head * config.head_dim, bias=qkv_bias)
-        self.o = Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias == "all")
+        self.q = Linear(n_embd, n_q, bias=qkv_bias)
+        self.k = Linear(n_embd, n_kv, bias=qkv_bias)
+        self.v = Linear(n_embd, n_kv, bias=qkv_bias)
+        self.o = Linear(n_q, n_embd, bias=config.bias == "all")
         if config.qk_norm != "none":  # over the channels of a head, or of all heads
-            n_heads = (1, 1) if config.qk_norm == "head" else (config.n_head, config.n_kv_head)
-            self.q_norm = RMSNorm(n_heads[0] * config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(n_heads[1] * config.head_dim, config.norm_eps)
-        self.sink_scores = nn.Parameter(torch.zeros(config.n_head)) if config.sink_scores else None
+            is_by_head = config.qk_norm == "head"
+            self.q_norm = RMSNorm(D if is_by_head else n_q, config.norm_eps)
+            self.k_norm = RMSNorm(D if is_by_head else n_kv, config.norm_eps)
         has_scale = config.score_scale_layers == "all" or not config.uses_positions(layer)
         self.score_scale = config.score_scale if has_scale else "none"
-        self.gain = nn.Parameter(torch.ones(config.n_head)) if self.score_scale == "ssmax" else None
+        self.sink_scores = None
+        self.gain = None
+        if config.sink_scores:
+            self.sink_scores = nn.Parameter(torch.zeros(config.n_head))
+        if self.score_scale == "ssmax":
+            self.gain = nn.Parameter(torch.ones(config.n_head))
 
     def forward(self, x, scheme, pos, cache, mask):
         B, T, _ = x.shape
         # Project to queries, keys and values.
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
         if self.config.qk_norm != "none":
             q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
             k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
@@ -747,11 +714,11 @@ class Attention(nn.Module):
             q, k, v = scheme.exchange.tokens_to_heads(q, k, v)
         scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
         options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
-        if self.sink_scores is None:
-            y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
-        else:
-            attended = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
-            y = self.add_sinks(attended, scheme)
+        if self.sink_scores is not None:
+            options["return_lse"] = True
+        y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
+        if self.sink_scores is not None:
+            y = self.add_sinks(y, scheme)
         if scheme.exchange:
             y = scheme.exchange.heads_to_tokens(y)
         # Concatenate the heads and project back.
@@ -789,35 +756,22 @@ class Attention(nn.Module):
         return (y * torch.sigmoid(lse - scores[:, None])[..., None]).to(y.dtype)
 
 
-class GatedMLP(nn.Module):
-    """The MLP of Llama, SwiGLU, and of Gemma, GEGLU (Shazeer 2020)."""
+class MLP(nn.Module):
+    """With a gate that of Llama (SwiGLU) or Gemma (GEGLU; Shazeer 2020); without, of GPT-2."""
 
     def __init__(self, config):
         super().__init__()
         bias = config.bias == "all"
-        self.uses_silu = config.mlp == "swiglu"
-        self.gate = Linear(config.n_embd, config.mlp_dim, bias=bias)
+        others = {"swiglu": nn.SiLU(), "gelu_exact": nn.GELU()}
+        self.activation = others.get(config.mlp, nn.GELU("tanh"))
+        self.gate = Linear(config.n_embd, config.mlp_dim, bias=bias) if config.is_gated else None
         self.up = Linear(config.n_embd, config.mlp_dim, bias=bias)
         self.down = Linear(config.mlp_dim, config.n_embd, bias=bias)
 
     def forward(self, x):
-        gate = self.gate(x)
-        gate = F.silu(gate) if self.uses_silu else F.gelu(gate, approximate="tanh")
-        return self.down(gate * self.up(x))
-
-
-class GeluMLP(nn.Module):
-    """The MLP of GPT-2, and with the exact GELU that of Pythia."""
-
-    def __init__(self, config):
-        super().__init__()
-        bias = config.bias == "all"
-        self.approximate = "none" if config.mlp == "gelu_exact" else "tanh"
-        self.up = Linear(config.n_embd, config.mlp_dim, bias=bias)
-        self.down = Linear(config.mlp_dim, config.n_embd, bias=bias)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -832,7 +786,7 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.attention_post_norm = make_norm(config) if norms_outputs else nn.Identity()
         self.mlp_norm = make_norm(config) if norms_inputs else nn.Identity()
-        self.mlp = GatedMLP(config) if config.is_gated else GeluMLP(config)
+        self.mlp = MLP(config)
         self.mlp_post_norm = make_norm(config) if norms_outputs else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
@@ -864,13 +818,10 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.init_weights()
         # Created last: with the same seed, all schemes start from the same other weights.
-        extension = config.extension or {"method": "none", "factor": 1.0, "options": {}}
-        self.pos = scheme_class(config.pos, extension["method"])(config)
-        if config.extension:
-            self.pos.extend(extension["method"], extension["factor"], **extension["options"])
-        self.nope = NoPE(config)  # for layers without positions
-        self.local = make_local_scheme(config, extension)  # for layers with a window; None: pos
-        self.check_scheme()
+        self.pos = None  # the position scheme
+        self.local = None  # that of layers with a window; None: the same
+        self.nope = NoPE(config)  # that of layers without positions
+        self.set_schemes(config.extension)
 
     def position_schemes(self):
         """The position schemes of all layers, each once."""
@@ -882,18 +833,47 @@ class GPT(nn.Module):
             return self.nope
         return self.local if self.local and self.config.uses_window(layer) else self.pos
 
+    def set_schemes(self, extension):
+        """Make the position schemes, or extend them. Raises UserError."""
+        config = self.config
+        plain = {"method": "none", "factor": 1.0, "options": {}}
+        method, factor, options = ((extension or plain)[name] for name in plain)
+        # Window layers may have another base, or stay as they are; raises before anything changes.
+        extends_all = not extension or extension.get("layers") != "full"
+        local = None
+        if config.rope_local_base or not extends_all:
+            base, length = config.rope_local_base or config.rope_base, config.original_length
+            local = RoPE(replace(config, rope_base=base, block_size=length, extension=None))
+            if extends_all:
+                local.extend(method, factor, **options)
+        wanted = scheme_class(config.pos, method)
+        scheme = self.pos if type(self.pos) is wanted else wanted(config)
+        if extension:
+            scheme.extend(method, factor, **options)
+        if isinstance(self.pos, RoPE):  # new ones compute where the old one did
+            for new in filter(None, (scheme, local)):
+                new.to(self.pos.inv_freq.device)
+        self.pos = scheme
+        self.local = local
+        self.check_scheme()
+
     def check_scheme(self):
         """Check once what the scheme's hooks return, and what it sets. Raises UserError."""
-        n = self.config.n_head + 3  # so that a table over distances never looks like slopes (H,)
-        if not self.embed.weight.is_meta:
-            bias, relative = self.pos.bias(n, 0), self.pos.relative(n, 0)
-            shape = (self.config.n_head, self.config.head_dim)
-            problem = kernels.describe_wrong_terms(bias, relative, n, *shape)
-            if problem:
-                raise UserError(f"{type(self.pos).__name__}.{problem}")
-        for scheme in (self.pos, self.local):
-            if isinstance(scheme, RoPE) and not scheme.inv_freq.is_meta:
-                scheme._check_frequencies()
+        name = type(self.pos).__name__
+        if isinstance(self.pos, RoPE) and self.pos._set_frequencies(*self.pos._method):
+            raise UserError(
+                f"{name} sets frequencies that a dynamic method would replace: "
+                "override frequencies() instead, as docs/schemes.md shows"
+            )
+        if self.embed.weight.is_meta:
+            return
+        H, D = self.config.n_head, self.config.head_dim
+        n = H + 3  # so that a table over distances never looks like slopes (H,)
+        bias = self.pos.bias(n, 0)
+        relative = self.pos.relative(n, 0)
+        problem = kernels.describe_wrong_terms(bias, relative, n, H, D)
+        if problem:
+            raise UserError(f"{name}.{problem}")
 
     @torch.no_grad()
     def init_weights(self):
@@ -932,9 +912,8 @@ class GPT(nn.Module):
         docs:      document ids (B, T); attention stays within a document
         cache:     a nanolong.inference.KVCache, extended in place
 
-        Processes that share a sequence are given all of it, and each computes its own tokens.
-        Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
-        cannot compute there, or that cannot use the given positions.
+        Processes that share a sequence are given all of it. Warns beyond the context length
+        (ContextLengthWarning); raises UserError for a scheme that cannot compute these positions.
         """
         x = self.hidden_states(tokens, positions, docs, cache)
         if targets is None:
@@ -987,18 +966,16 @@ class GPT(nn.Module):
         explicit = positions is not None
         if not explicit:
             positions = torch.arange(start, end, device=tokens.device)
-        else:
-            # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.
-            costs_nothing = positions.is_cpu and not torch.compiler.is_compiling()
-            if self.pos.is_dynamic or costs_nothing:
-                end = self.check_positions(positions, docs)
-            positions = positions.to(tokens.device, non_blocking=True)
+        # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.
+        elif self.pos.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):
+            end = self.check_positions(positions, docs)
+        positions = positions.to(tokens.device, non_blocking=True)
         self.check_length(end)
         tables_version = self.set_length(end)
-        if cache is not None:
-            tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
-            return tokens, positions, cache.mask()
-        return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
+        if cache is None:
+            return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
+        tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
+        return tokens, positions, cache.mask()
 
     def set_length(self, length):
         """Set the schemes' tables for an input of this many tokens. Returns their version."""
@@ -1013,8 +990,8 @@ class GPT(nn.Module):
             gaps = gaps & (docs.cpu().diff() == 0)
         if self.pos.by_index and gaps.any():
             raise UserError(
-                f"--pos={self.config.pos} uses distances between indices, so position ids with "
-                "gaps have no meaning: give consecutive ones"
+                f"--pos={self.config.pos} uses distances between indices: give consecutive "
+                "position ids, without gaps"
             )
         if (positions < 0).any():
             raise UserError("position ids must not be negative: count from 0")
@@ -1035,10 +1012,8 @@ class GPT(nn.Module):
         warnings.warn(message, ContextLengthWarning, stacklevel=4)
 
     def sample_positions(self, batch_size: int, length: int, seed: int):
-        """
-        Sample sorted, distinct position ids (batch_size, length) int64 below random_positions, on
-        the CPU (Ruoss et al. 2023); None when it is 0. Training, evaluation and generation pass
-        them on.
+        """Sample sorted, distinct position ids (batch_size, length) int64 below random_positions,
+        on the CPU (Ruoss et al. 2023); None when it is 0. All callers of the model pass them on.
         """
         n = self.config.random_positions
         if not n:
@@ -1048,13 +1023,13 @@ class GPT(nn.Module):
         return noise.topk(length).indices.sort().values
 
     def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
-        """
-        Extend the context length by factor, in place; weights change for learned embeddings only.
+        """Extend the context by factor, in place; weights change for learned embeddings only.
+
+        A second extension replaces the method and multiplies the factors. Raises UserError, with
+        nothing changed, for what the scheme cannot do.
 
         layers: "full", of a hybrid with RoPE only layers without a window, or "all". By default as
         before, and at first full where that is possible: a window hides what lies farther away.
-        A second extension replaces the method and multiplies the factors; base and original length
-        stay. Raises UserError, with nothing changed, for what the scheme cannot do.
         """
         config = self.config
         if validate:
@@ -1065,38 +1040,22 @@ class GPT(nn.Module):
             "options": options,
             "original_length": config.original_length,
         }
-        if self.layers_to_extend(layers) == "full":
-            extension["layers"] = "full"
-        device = self.embed.weight.device
-        local = make_local_scheme(config, extension)  # raises before anything has changed
-        scheme = self.pos
-        if type(scheme) is not scheme_class(config.pos, method):
-            scheme = scheme_class(config.pos, method)(config).to(device)
-        scheme.extend(method, extension["factor"], **options)
-        self.pos = scheme
-        self.local = None if local is None else local.to(device)
-        self.check_scheme()
-        config.block_size = round(extension["original_length"] * extension["factor"])
-        config.extension = extension
-
-    def layers_to_extend(self, layers):
-        """Choose between "full" and "all", or check a choice. Raises UserError."""
-        config = self.config
-        can_differ = POSITIONS[config.pos] is RoPE and config.is_hybrid
+        is_hybrid = POSITIONS[config.pos] is RoPE and config.is_hybrid
         if layers == "auto":
             before = config.extension or {"layers": "full"}
-            layers = before.get("layers", "all") if can_differ else "all"
-        if layers not in ("full", "all") or (layers == "full" and not can_differ):
+            layers = before.get("layers", "all") if is_hybrid else "all"
+        has_full = is_hybrid and "F" in map(config.layer_kind, range(config.n_layer))
+        allowed = ("all", "full") if has_full else ("all",)
+        if layers not in allowed:
             raise UserError(
-                f"--layers={layers} is not possible: give full, for --pos=rope in layers with and "
-                "without a window, or all"
+                f"--layers={layers} is not possible: give --layers=all, or full for --pos=rope if "
+                "some layers have a window, and others have positions and no window"
             )
-        if layers == "full" and "F" not in map(config.layer_kind, range(config.n_layer)):
-            raise UserError(
-                "the layers without a window have no positions, so there is nothing to extend in "
-                "them: give --layers=all"
-            )
-        return layers
+        if layers == "full":
+            extension["layers"] = "full"
+        self.set_schemes(extension)
+        config.block_size = round(extension["original_length"] * extension["factor"])
+        config.extension = extension
 
     def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
         """The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
@@ -1110,17 +1069,19 @@ class GPT(nn.Module):
         return 2 * math.pi / scheme.inv_freq.cpu().double()
 
     def flops_per_token(self, length: int | None = None) -> int:
-        """
-        Count the floating-point operations of a training step per token, as MFU does by convention
-        (PaLM, Chowdhery 2022): 6 per weight of a matrix product, and 12 per layer, channel and
-        visible key, although causal attention computes half of these.
+        """Count the floating-point operations of a training step per token, as MFU does (PaLM,
+        Chowdhery 2022): 6 per weight of a matrix product, and 12 per layer, channel and visible
+        key, although causal attention computes half of these.
         """
         length = length or self.config.block_size
-        layers = [block.attention for block in self.blocks]
-        visible = sum(min(length, a.window + a.sinks) if a.window else length for a in layers)
-        linears = (module for module in self.modules() if isinstance(module, nn.Linear))
-        weights = sum(linear.weight.numel() for linear in linears)
-        return 6 * weights + 12 * visible * self.config.n_head * self.config.head_dim
+        flops = 0
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                flops += 6 * module.weight.numel()
+            elif isinstance(module, Attention):
+                visible = min(length, module.window + module.sinks) if module.window else length
+                flops += 12 * visible * module.o.in_features
+        return flops
 
     def generate(
         self,
@@ -1134,16 +1095,11 @@ class GPT(nn.Module):
     ):
         """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
-        Computes in evaluation mode, and leaves every module in its own mode between two tokens.
-        Warns once beyond the context length; raises UserError, at once, for what cannot be done.
-
-        tokens:      (B, T) int64 or int32, T >= 1, or a list of B prompts, each a tensor (T,) or a
-                     list of ints, of any lengths
-        temperature: 0 is greedy
-        top_k:       keep the k most likely tokens; 0: all
-        top_p:       keep the most likely tokens whose probabilities sum to this
-        generator:   one torch.Generator, or a list of one for each row
-        compiled:    compile the decoding step
+        tokens are (B, T), or a list of B prompts of any lengths, each a tensor (T,) or a list of
+        ints; generator is a torch.Generator, or a list of one for each row; compiled compiles the
+        decoding step; the others are as in sample.py. Computes in evaluation mode, and leaves every
+        module in its own mode between two tokens. Warns once beyond the context length; raises
+        UserError, at once, for what cannot be done.
         """
         try:
             from nanolong import inference
@@ -1177,12 +1133,11 @@ class GPT(nn.Module):
 
     @classmethod
     def load(cls, path, best=False, dtype=torch.float32, weights=True) -> "GPT":
-        """Load the newest (or best) checkpoint of a run folder, or a checkpoint folder.
+        """Load the newest (or best) checkpoint of a run folder, or a checkpoint folder, on the CPU
+        in eval mode. model.meta holds the rest of meta.json. Raises UserError for a damaged one.
 
         dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
         weights: False leaves all but the position scheme's on the meta device.
-        Returns the model in eval mode on the CPU; model.meta holds the rest of meta.json. Raises
-        UserError if there is no checkpoint or it is damaged.
         """
         from nanolong.run import checkpoint
 

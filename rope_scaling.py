@@ -6,11 +6,9 @@
 A method maps (base, rotary_dim, original_length in tokens, factor, **options) to the inverse
 frequencies, float64 (rotary_dim / 2,), and the attention factor that multiplies cos and sin. At
 factor 1 it is plain RoPE to the bit, apart from drope, longrope with a table, and options that say
-otherwise (attention_factor, new_base). A method with the option `length`, the number of tokens of
-the input, is dynamic: the model passes the length at every forward pass. To add a method, write a
-function and add a line to METHODS.
-
-The other schemes' methods are in their classes in model.py.
+otherwise (attention_factor, new_base). A method with the option `length`, the tokens of the input,
+is dynamic: the model passes the length at every forward pass. To add a method, write a function and
+add a line to METHODS. The other schemes' methods are in their classes in model.py.
 """
 
 import inspect
@@ -149,7 +147,7 @@ def dynamic_yarn(base, rotary_dim, original_length, factor, length=None):
 
 def ntk_frozen(base, rotary_dim, original_length, factor, multiplier=2.0, length=None):
     """NTK-Frozen (Lu et al. 2024): dynamic-ntk with its factor at multiplier, not fine-tuned."""
-    grown = dynamic_factor(float(multiplier), length, original_length)
+    grown = dynamic_factor(multiplier, length, original_length)
     return ntk(base, rotary_dim, original_length, grown)
 
 
@@ -159,7 +157,7 @@ def ntk_lceg(base, rotary_dim, original_length, factor, multiplier=None, length=
     """
     target = original_length * factor
     length = target if length is None else max(target, float(length))
-    multiplier = factor / 2 if multiplier is None else float(multiplier)
+    multiplier = factor / 2 if multiplier is None else multiplier
     grown = dynamic_factor(multiplier, length, original_length)
     return ntk(base, rotary_dim, original_length, grown)
 
@@ -241,7 +239,7 @@ METHODS = {
     "self-extend": frequencies_of_self_extend,
 }
 OPTIONS = {name: list(inspect.signature(f).parameters)[4:] for name, f in METHODS.items()}
-EVALUATION_ONLY = ("lm-infinite", "self-extend")  # they replace attention
+EVALUATION_ONLY = ("lm-infinite", "self-extend")  # they replace attention: ATTENTION, below
 STATIC = ("none", "pi", "ntk", "ntk-parts", "yarn", "abf", "llama3")  # what resonance can round
 
 
@@ -264,17 +262,16 @@ def frequencies(method, base, rotary_dim, original_length, factor, **options):
     except UserError:
         raise
     except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
-        raise UserError(
-            f"method {method!r} cannot be computed with {options or 'its defaults'} from "
-            f"{original_length} tokens ({error}): choose other options"
-        ) from None
-    finite = inv_freq.is_meta or bool(inv_freq.isfinite().all())
-    if not (finite and math.isfinite(attention_factor)):
-        raise UserError(
-            f"method {method!r} with {options or 'its defaults'} gives frequencies that are not "
-            "finite: choose other options"
-        )
-    return inv_freq, attention_factor
+        problem = str(error)
+    else:
+        is_finite = inv_freq.is_meta or inv_freq.isfinite().all()
+        if is_finite and math.isfinite(attention_factor):
+            return inv_freq, attention_factor
+        problem = "frequencies are not finite"
+    raise UserError(
+        f"method {method!r} cannot be computed with {options or 'its defaults'} from "
+        f"{original_length} tokens ({problem}): choose other options"
+    )
 
 
 # torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,
@@ -284,16 +281,19 @@ frequencies._dynamo_marked_constant = True
 
 def check_frequencies(found, rotary_dim, name):
     """Raise UserError unless `found` is what frequencies() returns; name: of a scheme's class."""
-    shape = (rotary_dim // 2,)
     if isinstance(found, tuple) and len(found) == 2 and torch.is_tensor(found[0]):
-        inv_freq, attention_factor = found
-        if (inv_freq.shape, inv_freq.dtype) == (shape, torch.float64):
-            if isinstance(attention_factor, int | float):
-                return
+        is_table = (found[0].shape, found[0].dtype) == ((rotary_dim // 2,), torch.float64)
+        if is_table and isinstance(found[1], int | float):
+            return
     raise UserError(
-        f"{name}.frequencies() returned something else than inverse frequencies, a float64 tensor "
-        f"{shape}, and the factor on cos and sin: return these two"
+        f"{name}.frequencies() returned something else than inverse frequencies and the factor on "
+        f"cos and sin: return a float64 tensor ({rotary_dim // 2},) and a number"
     )
+
+
+# Options that are not a number above 0.
+CHOICES = {"ramp": ("index", "paper"), "truncate": (True, False), "of": STATIC}
+TABLES = ("long_factor", "short_factor")
 
 
 def check_options(method, rotary_dim, original_length, factor, options):
@@ -301,47 +301,39 @@ def check_options(method, rotary_dim, original_length, factor, options):
     parameters = inspect.signature(METHODS[method]).parameters
     defaults = {name: parameters[name].default for name in OPTIONS[method]}
     given = {**defaults, **options}
-    for name in POSITIVE_NUMBERS & given.keys():
-        if given[name] is not None or defaults[name] is not None:
-            check_number(name, given[name])
+    n_pairs = rotary_dim // 2
+    for name, value in given.items():
+        needed = None
+        if value is None and defaults[name] is None:
+            continue
+        if name in CHOICES:
+            choices = CHOICES[name]
+            if value not in choices or not isinstance(value, type(choices[0])):
+                needed = f"one of {', '.join(map(str, choices))}"
+        elif name in TABLES:
+            is_table = isinstance(value, list) and len(value) == n_pairs
+            if not (is_table and all(map(is_number, value))):
+                needed = f"a list of {n_pairs} numbers above 0, one for each pair"
+        elif name == "sinks":
+            if not is_number(value, -1) or value not in range(original_length):
+                needed = f"a number of tokens, 0 to {original_length - 1}"
+        elif name == "new_base":
+            if not is_number(value, 1):
+                needed = "a number above 1"
+        elif not is_number(value):
+            needed = "a number above 0"
+        elif name in ("window", "group") and value != int(value):
+            needed = "a whole number of at least 1"
+        if needed:
+            raise UserError(f"{name}={value!r:.60} cannot be used: give {needed}")
     for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         if low in given and not given[low] < given[high]:
             raise UserError(f"{low}={given[low]} must be below {high}={given[high]}: exchange them")
-    for name, allowed in CHOICES.items():
-        if name in given and given[name] not in allowed:
-            raise UserError(f"{name}={given[name]!r} is unknown: choose from {', '.join(allowed)}")
-    if not isinstance(given.get("truncate", True), bool):
-        raise UserError(f"truncate={given['truncate']!r} is not true or false: give one of them")
-    for name in ("window", "group"):
-        if given.get(name) is not None and given[name] != int(given[name]):
-            raise UserError(f"{name}={given[name]} is not a whole number: give one of at least 1")
-    if "sinks" in given:
-        check_sinks(given["sinks"], original_length)
-    for name in ("long_factor", "short_factor"):
-        if given.get(name) is not None:
-            check_table(name, given[name], rotary_dim // 2)
-    if given.get("new_base") is not None and not is_number(given["new_base"], 1):
-        raise UserError(f"new_base={given['new_base']} must be a number above 1: give a larger one")
     if method == "longrope" and factor != 1 and given["long_factor"] is None:
         raise UserError(
-            f"method 'longrope' needs a table of {rotary_dim // 2} numbers: give "
+            f"method 'longrope' needs a table of {n_pairs} numbers: give "
             '--options=FILE.json with {"long_factor": [...]}, as experiments/search.py writes it'
         )
-
-
-POSITIVE_NUMBERS = {
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "group",
-    "high_freq_factor",
-    "length",
-    "low_freq_factor",
-    "multiplier",
-    "scale",
-    "window",
-}
-CHOICES = {"ramp": ("index", "paper"), "of": STATIC}
 
 
 def is_number(value, above=0):
@@ -351,40 +343,19 @@ def is_number(value, above=0):
     )
 
 
-def check_number(name, value):
-    if not is_number(value):
-        raise UserError(f"{name}={value} is not a number above 0: give one")
-
-
-def check_sinks(sinks, original_length):
-    whole = is_number(sinks, -1) and sinks == int(sinks)
-    if not (whole and 0 <= sinks < original_length):
-        raise UserError(
-            f"sinks={sinks} must be a number of tokens: give 0 to {original_length - 1}"
-        )
-
-
-def check_table(name, table, n_pairs):
-    if not (isinstance(table, list) and len(table) == n_pairs and all(map(is_number, table))):
-        raise UserError(f"{name} must be a list of {n_pairs} numbers above 0: one for each pair")
-
-
 def check_pairs(method, rotary_dim):
     if rotary_dim <= 2:
-        raise UserError(
-            f"method {method!r} needs at least two pairs of rotated channels, and rotary_dim is "
-            f"{rotary_dim}: use --method=pi"
-        )
+        raise UserError(f"method {method!r} needs two pairs of rotated channels: use --method=pi")
 
 
 # -----------------------------------------------------------------------------
 # Two methods that change attention: near keys keep their distance, and distant ones get a distance
 # seen in training. Each is ordinary attention over two sets of keys, merged by their log-sum-exps.
 # q (B, H, T, D), k and v (B, Hk, T, D), not rotated; rotate(x, pos (T,)) rotates x; scale
-# multiplies the scores. Both return (B, H, T, D).
+# multiplies the scores; then come the options. Both return (B, H, T, D).
 
 
-def lm_infinite(q, k, v, rotate, original_length, scale, sinks=10):
+def lm_infinite(q, k, v, rotate, original_length, factor, scale, sinks=10):
     """Attend to keys nearer than the original length and to the first `sinks`, at a distance of at
     most the original length (Han et al. 2024).
     """
@@ -403,18 +374,14 @@ def lm_infinite(q, k, v, rotate, original_length, scale, sinks=10):
     sink_v = v[:, :, :sinks]
     # the first of these queries do not have all sinks behind their window: causal attention
     n = min(sinks, T - window)
-    parts = [
-        kernels.attention(
-            far_q[:, :, :n], sink_k[:, :, :n], sink_v[:, :, :n], scale=scale, return_lse=True
-        )
-    ]
+    far = kernels.attention(
+        far_q[:, :, :n], sink_k[:, :, :n], sink_v[:, :, :n], scale=scale, return_lse=True
+    )
     if T - window > n:  # more queries than keys, which only eager.py takes
-        parts.append(
-            kernels.eager.attention(
-                far_q[:, :, n:], sink_k, sink_v, causal=False, scale=scale, return_lse=True
-            )
+        rest = kernels.eager.attention(
+            far_q[:, :, n:], sink_k, sink_v, causal=False, scale=scale, return_lse=True
         )
-    far = tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
+        far = [torch.cat(part, 2) for part in zip(far, rest, strict=True)]
     return merge_attention(near, far, window)
 
 
@@ -430,10 +397,11 @@ def self_extend_sizes(original_length, factor, window=None, group=None):
     return window, int(group)
 
 
-def self_extend(q, k, v, rotate, window, group, scale):
+def self_extend(q, k, v, rotate, original_length, factor, scale, window=None, group=None):
     """Keep distances below the window, group greater ones by `group` tokens (Jin et al. 2024):
     floor(i / group) + window - floor(window / group) - floor(j / group).
     """
+    window, group = self_extend_sizes(original_length, factor, window, group)
     T = q.shape[2]
     pos = torch.arange(T, device=q.device)
     near = kernels.attention(
@@ -458,3 +426,6 @@ def merge_attention(near, far, start):
     weight = torch.sigmoid(far_lse - lse[:, :, start:])[..., None]  # of the far keys
     late = y[:, :, start:] + weight * (far_y - y[:, :, start:])
     return torch.cat((y[:, :, :start], late.to(y.dtype)), 2)
+
+
+ATTENTION = {"lm-infinite": lm_infinite, "self-extend": self_extend}

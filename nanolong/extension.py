@@ -87,18 +87,15 @@ def read_options(text):
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
         if name in ("method", "factor"):
-            raise UserError(
-                f"--options={text} sets {name}, which is no option of a method: give "
-                f"--{name}={value}"
-            )
-        if not equals or not name.isidentifier() or name in RESERVED:
-            raise UserError(
-                f"--options={text} is malformed: give NAME=VALUE,NAME=VALUE, or the "
-                "name of a .json file"
-            )
-        if name in options:
-            raise UserError(f"--options={text} gives {name} twice: give it once")
-        options[name] = parse_option(value)
+            problem = f"sets {name}, which is no option of a method: give --{name}={value}"
+        elif not equals or not name.isidentifier() or name in RESERVED:
+            problem = "is malformed: give NAME=VALUE,NAME=VALUE, or the name of a .json file"
+        elif name in options:
+            problem = f"gives {name} twice: give it once"
+        else:
+            options[name] = parse_option(value)
+            continue
+        raise UserError(f"--options={text} {problem}")
     return options
 
 
@@ -129,78 +126,58 @@ def fits_scale(method, options):
     return options.get("scale") == "fit" or (method == "scale" and "scale" not in options)
 
 
-def describe_training(cfg, first_step, tokens, meta):
-    """Say on how many tokens a model is trained. meta: of the extended model."""
-    if cfg.keep_optimizer:
-        return (
-            f"training goes on at step {first_step} of {cfg.max_iters}: {tokens:,} tokens to step "
-            f"{cfg.last_step}"
-        )
-    of_pretraining = "an unknown fraction of pretraining"
-    pretraining = meta.get("pretraining_tokens")
-    if pretraining:
-        of_pretraining = f"{tokens / pretraining:.2%} of the {pretraining:,} of pretraining"
-    return f"fine-tuning on {tokens:,} tokens, {of_pretraining}"
-
-
 # -----------------------------------------------------------------------------
 # Requests that are refused.
 
 
 def check_request(parent, cfg, positions):
-    """Refuse, before any work, a misspelt method and what cannot be plotted or evaluated."""
+    """Refuse, before any work, a misspelt method and what cannot be trained or plotted."""
+    config = parent.config
+    original, extended = config.original_length, round(config.block_size * cfg.factor)
     if not any(cfg.method in scheme.methods for scheme in positions.values()):
-        methods = positions[parent.config.pos].methods
+        methods = positions[config.pos].methods
         similar = difflib.get_close_matches(cfg.method, methods, n=1)
-        advice = (
-            f"did you mean {similar[0]!r}?" if similar else f"use --method={', '.join(methods)}"
-        )
+        advice = f"use --method={', '.join(methods)}"
+        if similar:
+            advice = f"did you mean {similar[0]!r}?"
         raise UserError(f"there is no extension method {cfg.method!r}: {advice}")
     if cfg.plot and not getattr(parent.pos, "rotary_dim", 0):
         raise UserError(
-            f"--plot shows the wavelengths of rope, and --pos={parent.config.pos} has none: "
-            "leave it out"
+            f"--plot shows the wavelengths of rope, and --pos={config.pos} has none: leave it out"
         )
     if cfg.overwrite and Path(cfg.out_dir).resolve() == parent.folder.parent.resolve():
         raise UserError(
-            f"--overwrite would remove {parent.folder}, which is to be extended: choose another "
-            "--out_dir"
+            f"--overwrite would remove {parent.folder}, which is to be extended: "
+            "choose another --out_dir"
         )
-    check_lengths(parent, cfg)
-    if cfg.keep_optimizer and not cfg.max_iters and cfg.init_from != "resume":
-        raise UserError(
-            "--keep_optimizer=true goes on training, and --max_iters=0 only extends: leave one of "
-            "them out"
-        )
-    if cfg.text:
-        length = cfg.eval_length or round(parent.config.block_size * cfg.factor)
-        scoring.read_text(parent, cfg.text).val.require_length(length)
-
-
-def check_lengths(parent, cfg):
-    """Refuse lengths that training sequences cannot have, and one of PoSE's without PoSE."""
-    original_length = parent.config.original_length
+    # The lengths of training sequences, with PoSE and without.
     if cfg.pose_window and not cfg.pose:
         raise UserError(
             f"pose_window={cfg.pose_window} is the length of PoSE's sequences, and pose is off: "
             "give --pose=true too, or leave it out"
         )
-    if cfg.pose_window > original_length:
+    if cfg.pose_window > original:
         raise UserError(
-            f"pose_window={cfg.pose_window} is longer than the original context of "
-            f"{original_length} tokens: give at most that"
+            f"pose_window={cfg.pose_window} is longer than the original context of {original} "
+            "tokens: give at most that"
         )
     if cfg.train_length and cfg.pose:
         raise UserError(
             f"train_length={cfg.train_length} is not for PoSE, whose sequences have --pose_window "
             "tokens: leave one of --train_length and --pose out"
         )
-    extended_length = round(parent.config.block_size * cfg.factor)
-    if cfg.train_length > extended_length:
+    if cfg.train_length > extended:
         raise UserError(
-            f"train_length={cfg.train_length} is longer than the extended context of "
-            f"{extended_length} tokens: give at most that, or a larger --factor"
+            f"train_length={cfg.train_length} is longer than the extended context of {extended} "
+            "tokens: give at most that, or a larger --factor"
         )
+    if cfg.keep_optimizer and not cfg.max_iters and cfg.init_from != "resume":
+        raise UserError(
+            "--keep_optimizer=true goes on training, and --max_iters=0 only extends: "
+            "leave one of them out"
+        )
+    if cfg.text:
+        scoring.read_text(parent, cfg.text).val.require_length(cfg.eval_length or extended)
 
 
 def check_optimizer(model, cfg):
@@ -208,16 +185,17 @@ def check_optimizer(model, cfg):
 
     model.folder and model.meta are still those of the run that is extended.
     """
+    run = model.folder
     advice = "leave --keep_optimizer out"
-    file = model.folder / "optim.safetensors"
+    file = run / "optim.safetensors"
     stored = stored_tensors(file) if file.is_file() else {}
     if not stored:
-        raise UserError(f"{model.folder} has no optimizer state to keep: {advice}")
-    trained = model.meta["train"]
-    if cfg.optimizer != trained["optimizer"]:
+        raise UserError(f"{run} has no optimizer state to keep: {advice}")
+    trained_with = model.meta["train"]["optimizer"]
+    if cfg.optimizer != trained_with:
         raise UserError(
-            f"{model.folder} was trained with {trained['optimizer']}, whose state {cfg.optimizer} "
-            f"cannot keep: leave --optimizer out, or {advice}"
+            f"{run} was trained with {trained_with}, whose state {cfg.optimizer} cannot keep: "
+            f"leave --optimizer out, or {advice}"
         )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for key, tensor in stored.items():
@@ -229,8 +207,8 @@ def check_optimizer(model, cfg):
             )
     if model.meta["step"] >= cfg.last_step:
         raise UserError(
-            f"{model.folder} has taken all {cfg.last_step} steps, so there is nothing to go on "
-            f"with: train it with --stop_at=STEP, raise --max_iters, or {advice}"
+            f"{run} has taken all {cfg.last_step} steps, so there is nothing to go on with: "
+            f"train it with --stop_at=STEP, raise --max_iters, or {advice}"
         )
 
 
@@ -240,13 +218,11 @@ def check_same(model, parent, cfg):
     options = read_options(cfg.options)
     if fits_scale(cfg.method, options):
         options["scale"] = extension.get("options", {}).get("scale")
-    factor = cfg.factor
-    if parent.config.extension:
-        factor *= parent.config.extension["factor"]
+    before = parent.config.extension or {"factor": 1.0}
     asked = {
         "parent": parent.folder.parent.name,
         "method": cfg.method,
-        "factor": factor,
+        "factor": cfg.factor * before["factor"],
         "options": options,
     }
     if cfg.layers != "auto":

@@ -1,7 +1,5 @@
-"""Fast sampling: the cache of keys and values, prompts of unequal length, and a decoding step of
-fixed shape that can be compiled and, on a GPU, captured as a CUDA graph.
-
-GPT.generate() in model.py is how to call it.
+"""Fast sampling, which GPT.generate() calls: the cache of keys and values, prompts of unequal
+length, and a decoding step of fixed shape that can be compiled and, on a GPU, captured as a graph.
 """
 
 import warnings
@@ -285,21 +283,13 @@ def pad_prompts(model, tokens, lengths, total, capacity):
     """
     width = max(lengths)
     device = model.embed.weight.device
-    random_positions = {}
-    if model.config.random_positions:
-        for n in set(lengths):
-            random_positions[n] = model.sample_positions(1, n + total - width, 0)[0]
-    if min(lengths) == width:
-        if not random_positions:
-            return tokens, None, None
-        return tokens, F.pad(random_positions[width], (0, capacity - total)), None
-
     rows = []
     for n in lengths:
-        row = random_positions.get(n)
-        if row is None:
-            row = torch.arange(total - width + n)
+        row = model.sample_positions(1, n + total - width, 0)
+        row = torch.arange(n + total - width) if row is None else row[0]
         rows.append(F.pad(row, (width - n, capacity - total)))
+    if min(lengths) == width:
+        return tokens, rows[0] if model.config.random_positions else None, None
     n_pads = width - torch.tensor(lengths, device=device)[:, None]  # (B, 1)
     docs = (n_pads - torch.arange(capacity, device=device)).clamp(min=0)  # n_pads, ..., 1, 0, 0
     tokens = torch.stack([F.pad(row, (width - len(row), 0)) for row in tokens])

@@ -92,18 +92,12 @@ def show_prefill(model, n_tokens):
         if done == n_layers:
             for hook in hooks:
                 hook.remove()
-            note_slow_tokens(model, n_tokens, now - start)
+            # A version for every length: no keys can be cached.
+            versions = {model.set_length(n_tokens + i) for i in range(3)}
+            if now - start >= SLOW_PROMPT and len(versions) == 3:
+                note(
+                    f"every new token computes the whole text again, about {now - start:.0f} s "
+                    "each: lower --max_new_tokens, or extend by another method"
+                )
 
     hooks = [block.register_forward_hook(finish_layer) for block in model.blocks]
-
-
-def note_slow_tokens(model, n_tokens, seconds):
-    """Print a note if every new token takes these seconds, since no keys can be cached."""
-    if seconds < SLOW_PROMPT:
-        return
-    versions = {model.set_length(n_tokens + i) for i in range(3)}
-    if len(versions) == 3:  # a cache is refilled at every token
-        note(
-            f"every new token computes the whole text again, about {seconds:.0f} s each: lower "
-            "--max_new_tokens, or extend by another method"
-        )

@@ -123,15 +123,6 @@ def test_sample_and_evaluate_take_the_weights_that_are_asked_for(
     assert set(dtypes_of_weights) == {expected}
 
 
-def test_bfloat16_weights_need_bfloat16_products(loaded, call, tmp_path):
-    loaded(pos="rope")
-    for script in ("sample.py", "evaluate.py"):
-        words = [tmp_path / "run", "--weights=bfloat16", "--dtype=float32", "--device=cpu"]
-        done = call(script, *words)
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-        assert "--weights=bfloat16 is for matrix products in bfloat16" in done.stderr
-
-
 # -----------------------------------------------------------------------------
 # Extended copies
 

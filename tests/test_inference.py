@@ -229,15 +229,6 @@ def test_steps_of_fixed_shape_warn_once_too(make, monkeypatch):
     assert len(caught) == 1
 
 
-def test_lengths_beyond_the_context_share_one_warning_text(make):
-    model = make(pos="rope")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for n in range(25, 35):
-            model(torch.zeros(1, n, dtype=torch.long))
-    assert len(caught) == 1
-
-
 @pytest.mark.parametrize(
     "method, message", [("dynamic-ntk", "one at a time"), ("self-extend", "documents")]
 )

@@ -11,7 +11,6 @@ from conftest import ROOT, run_python
 
 from model import GPT, POSITIONS, GPTConfig, RoPE
 from nanolong.errors import UserError
-from nanolong.inference import KVCache
 
 # -----------------------------------------------------------------------------
 # Float64 forward passes, written from the formulas.
@@ -318,33 +317,6 @@ def test_the_layer_pattern_repeats_over_the_layers(settings, letters):
         assert config.uses_positions(layer) == (letter in "FW")
 
 
-@pytest.mark.parametrize("pattern", ["F", "W", "N", "S"])
-def test_letters_choose_what_the_last_query_sees(pattern, make):
-    """One layer, window 6, one sink: W and S hide tokens 1 to 3 of 10 from the last query."""
-    window = WINDOW if pattern in "WS" else {}
-    model = make(pos="rope", n_layer=1, layer_pattern=pattern, **window)
-    tokens = torch.randint(0, 49, (1, 10))
-    last = model(tokens)[0, -1]
-    seen = []
-    for i in range(10):
-        changed = tokens.clone()
-        changed[0, i] += 1
-        if not torch.allclose(model(changed)[0, -1], last, atol=1e-5):
-            seen.append(i)
-    assert seen == ([0, 4, 5, 6, 7, 8, 9] if pattern in "WS" else list(range(10)))
-
-
-@pytest.mark.parametrize("pattern", ["F", "W", "N", "S"])
-def test_letters_choose_where_the_order_of_tokens_counts(pattern, make):
-    """Without positions, one layer does not notice that two visible tokens change places."""
-    window = WINDOW if pattern in "WS" else {}
-    model = make(pos="rope", n_layer=1, layer_pattern=pattern, **window)
-    tokens = torch.randperm(50)[None, :10]
-    exchanged = tokens[:, [0, 1, 2, 3, 4, 7, 6, 5, 8, 9]]
-    same = torch.allclose(model(exchanged)[0, -1], model(tokens)[0, -1], atol=1e-5)
-    assert same == (pattern in "NS")
-
-
 def forward_layer_by_layer(model, tokens):
     """The logits of a model assembled from four, each with layers of one letter only."""
     config = model.config
@@ -378,46 +350,8 @@ def test_layers_equal_those_of_models_of_one_letter(pos, pattern, make):
     assert not torch.allclose(uniform(tokens), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("pos", ["rope", "alibi", "xl"])
-def test_layer_patterns_are_cached_and_saved(pos, make, tmp_path):
-    model = make(pos=pos, n_layer=4, layer_pattern="FWNS", **WINDOW)
-    tokens = torch.randint(0, 50, (1, 20))
-    whole = model(tokens)
-    cache = KVCache()
-    parts = [model(part, cache=cache) for part in tokens.split([7, 1, 12], 1)]
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4)
-    model.save(tmp_path / "step-000000")
-    loaded = GPT.load(tmp_path)
-    assert loaded.config == model.config
-    assert torch.equal(loaded(tokens), whole)
-
-
 # -----------------------------------------------------------------------------
-# Generation.
-
-
-@pytest.fixture
-def sample(make):
-    """A function that generates 12 tokens for each of two prompts with the seed 7: (2, 12)."""
-    model = make()
-    prompts = torch.randint(0, 50, (2, 5))
-
-    def sample(**options):
-        generator = torch.Generator().manual_seed(7)
-        return torch.cat(list(model.generate(prompts, 12, generator=generator, **options)), 1)
-
-    return sample
-
-
-def test_generate_repeats_itself_with_the_same_seed(sample):
-    assert sample().shape == (2, 12)
-    assert torch.equal(sample(), sample())
-    assert not torch.equal(sample(), sample(temperature=3.0))
-
-
-def test_temperature_0_top_k_1_and_a_tiny_top_p_are_greedy(sample):
-    assert torch.equal(sample(temperature=0), sample(top_k=1))
-    assert torch.equal(sample(temperature=0), sample(top_p=1e-9))
+# Refusals, and generation.
 
 
 @pytest.mark.parametrize(

@@ -227,34 +227,23 @@ def test_only_the_gains_are_new_in_an_untrained_model():
         ({"score_scale": "ssmax", "score_scale_offset": 1}, "give --score_scale=llama4"),
         ({"score_scale": "logn", "score_scale_layers": "nope"}, "layer_pattern=F has none"),
         ({"score_scale": "logn", "block_size": 1}, "a --score_scale_length of at least 2"),
+        ({"score_scale": "log"}, "score_scale"),
+        ({"score_scale_length": 1}, "score_scale_length"),
+        ({"score_scale_length": -8}, "score_scale_length"),
+        ({"score_scale_coefficient": 0}, "score_scale_coefficient"),
+        ({"score_scale_offset": 2}, "score_scale_offset"),
+        ({"score_scale_layers": "full"}, "score_scale_layers"),
         ({"score_scale": "llama4", "block_size": 1}, None),
         ({"score_scale": "ssmax", "score_scale_layers": "nope", "layer_pattern": "FN"}, None),
     ],
     ids=str,
 )
-def test_settings_that_do_nothing_are_refused(settings, words):
-    config = validate.coerce(GPTConfig, settings, "x")
+def test_settings_that_do_nothing_or_are_out_of_range_are_refused(settings, words):
     if words is None:
-        GPT(config)
+        GPT(validate.coerce(GPTConfig, settings, "x"))
         return
     with pytest.raises(UserError, match=words):
-        GPT(config)
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("score_scale", "log"),
-        ("score_scale_length", 1),
-        ("score_scale_length", -8),
-        ("score_scale_coefficient", 0),
-        ("score_scale_offset", 2),
-        ("score_scale_layers", "full"),
-    ],
-)
-def test_values_out_of_range_are_refused(name, value):
-    with pytest.raises(UserError, match=name):
-        validate.coerce(GPTConfig, {name: value}, "x")
+        GPT(validate.coerce(GPTConfig, settings, "x"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
