@@ -53,7 +53,7 @@ __all__ = [
 def rope(q, k, cos, sin):
     """Rotate queries and keys by their positions: see reference.rope()."""
     # float64 is for checking, and the kernels do not take it
-    has_kernel = triton_runs(q.device) and q.dtype != torch.float64
+    has_kernel = _triton_runs(q.device.type, q.device.index) and q.dtype != torch.float64
     if not has_kernel or not first_call.rope_passes(q, k, cos):
         return eager.rope(q, k, cos, sin)
     from .rotary import rope as rotary
@@ -77,7 +77,7 @@ def attention(
         "scale": scale,
         "return_lse": return_lse,
     }
-    if not triton_runs(q.device) or v.dtype == torch.float64:
+    if not _triton_runs(q.device.type, q.device.index) or v.dtype == torch.float64:
         return eager.attention(q, k, v, **options, length=length)
     q, k = q.to(v.dtype), k.to(v.dtype)  # as in reference.py
     needs_grad = _needs_grad(q, k, v, bias, relative)

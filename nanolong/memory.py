@@ -62,15 +62,13 @@ def count_memory(
     kept = config.n_layer * of_block + autocast_copies + earlier
 
     # in the backward pass, of which the loss or the last MLP may be the peak
-    recomputed = block if checkpointing else 0
-    at_loss, at_mlp = count_backward(config, N, e, kept, recomputed, device)
+    at_loss, at_mlp = count_backward(config, N, e, kept, block if checkpointing else 0, device)
 
     # At the end of the backward pass the embedding's gradient comes last and is added to the
     # head's, if they share weights, and to that of earlier micro-batches.
     at_end = max(earlier, 4 * parameters // shards)
     if shards == 1:
-        n_added = config.tie_embeddings + (accumulation > 1)
-        at_end += 4 * config.vocab_size * C * n_added
+        at_end += 4 * config.vocab_size * C * (config.tie_embeddings + (accumulation > 1))
     else:
         # embedding and head are gathered; later a block and the next one, which is copied
         at_loss += 4 * others

@@ -425,15 +425,14 @@ def check_extend_model(config, method, factor):
 
 def check_inputs(config, tokens, **others):
     """Refuse tokens that are no ids (B, T), and others, if given, that are not as long."""
-    is_ids = torch.is_tensor(tokens) and tokens.dim() == 2 and not tokens.is_floating_point()
-    if not is_ids:
-        found = f"{tokens.dtype} of {tokens.shape}" if torch.is_tensor(tokens) else type(tokens)
-        raise UserError(f"tokens are {found}: give a tensor, int64 (B, T)")
+    if not torch.is_tensor(tokens):
+        raise UserError(f"tokens are a {type(tokens).__name__}: give a tensor, int64 (B, T)")
+    shape = tuple(tokens.shape)
+    if len(shape) != 2 or tokens.is_floating_point():
+        raise UserError(f"tokens are {tokens.dtype} of shape {shape}: give int64 (B, T)")
     for name, x in others.items():
         if x is not None and x.shape not in (tokens.shape, tokens.shape[1:]):
-            raise UserError(
-                f"{name} are {tuple(x.shape)}, tokens {tuple(tokens.shape)}: give one each"
-            )
+            raise UserError(f"{name} are {tuple(x.shape)}, tokens {shape}: give one a token")
     # on the CPU only: this would wait for a GPU
     n = config.vocab_size
     if tokens.is_cpu and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < n:
@@ -450,12 +449,13 @@ def check_inputs(config, tokens, **others):
 def check_train(cfg):
     """Refuse a TrainConfig with a number out of range, or what no run can do. Raises UserError."""
     check_ranges(vars(cfg))
-    last_step = cfg.max_iters or math.inf
-    require(
-        cfg.stop_at <= cfg.max_iters and cfg.window_steps <= last_step,
-        f"stop_at={cfg.stop_at} or window_steps={cfg.window_steps} is beyond the last step, "
-        f"max_iters={cfg.max_iters}: give at most that, or raise --max_iters",
-    )
+    last_steps = {"stop_at": cfg.max_iters, "window_steps": cfg.max_iters or math.inf}
+    for name, last_step in last_steps.items():
+        require(
+            getattr(cfg, name) <= last_step,
+            f"{name}={getattr(cfg, name)} is beyond the last step, max_iters={cfg.max_iters}: give "
+            "at most that, or raise --max_iters",
+        )
     task_fractions(cfg.tasks)
     if cfg.window_schedule:
         read_window_schedule(cfg.window_schedule)

@@ -658,3 +658,44 @@ def test_learned_embeddings_have_a_row_for_every_random_position(make):
     assert len(model.pos.table) == 500
     with pytest.raises(UserError, match="no embedding for position 500"):
         model(torch.zeros(1, 20, dtype=torch.long), positions=torch.arange(481, 501))
+
+
+def test_the_dot_product_of_sinusoids_is_a_sum_of_cosines_of_the_difference():
+    embedded = sinusoids(200)
+    frequency = 10000.0 ** -(torch.arange(0, 64, 2).double() / 64)
+    position = torch.arange(200).double()
+    difference = position[:, None] - position  # (200, 200)
+    expected = (difference[..., None] * frequency).cos().sum(-1)
+    assert (embedded @ embedded.T - expected).abs().max() < 1e-4
+
+
+def test_every_position_has_its_own_sinusoids_and_near_ones_are_alike():
+    embedded = sinusoids(200)
+    similarity = embedded @ embedded.T
+    assert similarity.diagonal().tolist() == pytest.approx([32.0] * 200, abs=1e-4)
+    others = similarity - 64 * torch.eye(200)
+    assert others.max() < 31  # no two positions share a vector
+    assert (others.argmax(1) - torch.arange(200)).abs().max() == 1  # a neighbour is the nearest
+
+
+@pytest.mark.parametrize("k", [1, 7, 50])
+def test_sinusoids_further_on_are_a_linear_function_of_those_here(k):
+    """One matrix for all positions: a rotation of each pair of sine and cosine."""
+    embedded = sinusoids(200)
+    frequency = 10000.0 ** -(torch.arange(0, 64, 2).double() / 64)
+    blocks = []
+    for angle in (k * frequency).tolist():
+        cos, sin = math.cos(angle), math.sin(angle)
+        blocks.append(torch.tensor([[cos, sin], [-sin, cos]], dtype=torch.float64))
+    matrix = torch.block_diag(*blocks)
+    assert (embedded[:-k] @ matrix.T - embedded[k:]).abs().max() < 1e-5
+
+
+def test_ropes_score_of_equal_vectors_fades_with_distance_without_a_cut_off():
+    """The query equals the key; the means are over distances from one power of 2 to the next."""
+    q = torch.ones(64)
+    scores = rope_scores(q, q, torch.arange(2048))[:, 0]
+    means = [scores[2**i : 2 ** (i + 1)].mean().item() for i in range(11)]
+    assert all(a > b for a, b in zip(means, means[1:], strict=False))
+    assert scores.argmax() == 0
+    assert means[-1] > 0.1 * scores[0]

@@ -936,3 +936,10 @@ def test_what_a_scheme_returns_as_frequencies_is_checked(change, monkeypatch):
     monkeypatch.setitem(POSITIONS, "mine", Mine)
     with pytest.raises(UserError, match=r"^Mine.frequencies\(\) returned .* tensor \(8,\)"):
         GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=9, pos="mine"))
+
+
+def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest():
+    plain, _ = rope_scaling.none(10000.0, 64, 1024, 1.0)
+    ntk, _ = rope_scaling.ntk(10000.0, 64, 1024, 4.0)
+    assert ntk[0] == plain[0]
+    assert ntk[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-12)

@@ -23,7 +23,7 @@ from nanolong.hub.importing import (
     weight_stream,
     write_imported,
 )
-from nanolong.hub.layout import ConfigFields, Fold, tensor_layout
+from nanolong.hub.layout import ADJACENT, ConfigFields, tensor_layout
 from nanolong.hub.tokenizer import make_tokenizer, read_named_tokenizer
 from rope_scaling import METHODS
 
@@ -96,24 +96,10 @@ def gguf_layout(family, config, shapes, architecture):
     gguf = gguf_package()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layer)
     if architecture in INTERLEAVED:
-        folds = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), ADJACENT_ROWS)
+        folds = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), ADJACENT)
         family = replace(family, folds=folds)
     layout = tensor_layout(family, config, shapes)
     return {names.get_name(name, (".weight", ".bias")): held for name, held in layout.items()}
-
-
-def halves_first(tensor, source):
-    """Return the rows of q or k with the two rows of a pair head_dim / 2 apart, not adjacent."""
-    pairs = tensor.unflatten(0, (-1, source.config.head_dim // 2, 2))  # (H, D / 2, 2, C)
-    return pairs.transpose(1, 2).flatten(0, 2)
-
-
-def pairs_first(tensor, source):
-    halves = tensor.unflatten(0, (-1, 2, source.config.head_dim // 2))  # (H, 2, D / 2, C)
-    return halves.transpose(1, 2).flatten(0, 2)
-
-
-ADJACENT_ROWS = Fold(halves_first, pairs_first)
 
 
 # -----------------------------------------------------------------------------

@@ -142,14 +142,21 @@ ONE_ADDED = "one added"
 WITHOUT_BIAS = "without bias"
 # BLOOM's embeddings, whose norm becomes part of them, and our head, which is without it
 NORMED = "normed"
+# llama.cpp rotates adjacent channels of q and k, and not those head_dim / 2 apart
+ADJACENT = "adjacent"
 # these compute nothing that would be rounded
-MOVED = ("", TRANSPOSED, BY_HEAD, WITHOUT_BIAS)
+MOVED = ("", TRANSPOSED, BY_HEAD, WITHOUT_BIAS, ADJACENT)
 BLOOM_NORM = "transformer.word_embeddings_layernorm"
 
 
 def swap_groups(tensor, n, m):
     """Exchange the first two dimensions of rows (n, m, D)."""
     return tensor.unflatten(0, (n, m, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def swap_pairs(tensor, n, m):
+    """Exchange the last two dimensions of rows (H, n, m)."""
+    return tensor.unflatten(0, (-1, n, m)).transpose(1, 2).flatten(0, 2)
 
 
 class HFTensor(NamedTuple):
@@ -173,6 +180,8 @@ class HFTensor(NamedTuple):
             tensor = tensor.t()
         elif self.fold == BY_HEAD:
             tensor = swap_groups(tensor, self.config.n_head, 3)
+        elif self.fold == ADJACENT:
+            tensor = swap_pairs(tensor, self.config.head_dim // 2, 2)
         elif self.fold == ONE_ADDED:
             tensor = tensor.float() + 1
         elif self.fold == WITHOUT_BIAS:
@@ -194,6 +203,8 @@ class HFTensor(NamedTuple):
             return tensor.t()
         if self.fold == BY_HEAD:
             return swap_groups(tensor, 3, self.config.n_head)
+        if self.fold == ADJACENT:
+            return swap_pairs(tensor, 2, self.config.head_dim // 2)
         if self.fold == ONE_ADDED:
             return tensor.float() - 1
         if self.fold not in (WITHOUT_BIAS, NORMED):

@@ -90,8 +90,8 @@ FAULTS = {
     ),
     "a grid misses the last block": Fault(
         "kernels/flash.py",
-        "grid = (triton.cdiv(call.Tk, tile.BN), call.HK, call.B)",
-        "grid = (max(1, call.Tk // tile.BN), call.HK, call.B)",
+        'grid = (triton.cdiv(call.Tk, call.tile("dkdv").BN), call.HK, call.B)',
+        'grid = (max(1, call.Tk // call.tile("dkdv").BN), call.HK, call.B)',
         "test_emulated.py -k rope",
     ),
     "a scale is in the wrong units at a launch": Fault(
