@@ -283,7 +283,7 @@ class ImportedTokenizer:
         except BaseException as error:
             raise UserError(
                 f"this vocabulary cannot encode the text ({reason_of(error)}): leave out what it "
-                "lacks"
+                "lacks, or what is no UTF-8"
             ) from None
         return ids
 

@@ -490,7 +490,7 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
         (run, [f"--text={tmp_path}"], (f"{tmp_path} cannot be used", "directory")),
         (run, [f"--text={empty}"], ("empty.txt is empty",)),
         (run, [f"--text={short}"], ("short.txt holds", "sequence of 24", "--lengths")),
-        (run, [f"--text={binary}"], ("cannot encode the text", "utf-8")),
+        (run, [f"--text={binary}"], ("cannot encode the text", "no UTF-8")),
         (tmp_path / "nameless", [f"--text={text_file}"], ("tokenizer", "nameless", "--dataset")),
         (run, [], ("give --text=FILE, or --dataset",)),
     ):

@@ -660,6 +660,13 @@ def test_learned_embeddings_have_a_row_for_every_random_position(make):
         model(torch.zeros(1, 20, dtype=torch.long), positions=torch.arange(481, 501))
 
 
+def sinusoids(length):
+    """The embeddings of the first positions, float64 (length, 64)."""
+    sinusoidal = make_scheme("sinusoidal", n_embd=64)
+    embedded = sinusoidal.embed(torch.zeros(1, length, 64), torch.arange(length))[0]
+    return embedded.double() / (0.02 * math.sqrt(2))
+
+
 def test_the_dot_product_of_sinusoids_is_a_sum_of_cosines_of_the_difference():
     embedded = sinusoids(200)
     frequency = 10000.0 ** -(torch.arange(0, 64, 2).double() / 64)
