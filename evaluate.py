@@ -70,6 +70,7 @@ import data
 from model import GPT, POSITIONS
 from nanolong import (
     cli,
+    curves,
     devices,
     entry,
     evaluation_log,
@@ -359,7 +360,7 @@ def plot_records(records, models, cfg, lengths, scored, unit):
 def plot_training(file, paths):
     """Plot the logs of run folders. Returns the exit status, 1 without matplotlib."""
     check_writable(file)
-    return 0 if plots.plot_curves(name_folders(paths), file) else 1
+    return 0 if curves.plot_curves(name_folders(paths), file) else 1
 
 
 def main():

@@ -8,7 +8,8 @@
 
 Contents: GPTConfig, 12 position schemes, Attention, MLP, Block, GPT.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
-Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, V vocab_size.
+Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
+vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
 """
 
 import math
@@ -151,7 +152,7 @@ class NoPE(nn.Module):
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     needs_whole_text = False  # True: attend() needs the queries of the whole text, not cached keys
-    exchange = None  # while processes share a sequence: nanolong/parallel/sequence.py
+    exchange = None  # set while processes share a sequence: nanolong/parallel/sequence.py
 
     def __init_subclass__(cls):
         if "bias" in vars(cls) or "relative" in vars(cls):
@@ -905,7 +906,7 @@ class GPT(nn.Module):
         """Map tokens (B, T) int64 to logits (B, T, V), or with targets (B, T) to the loss.
 
         The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
-        "none" (B, T). The logits (B, T, V) are never built for it.
+        "none" (B, T). Only some of the logits (B, T, V) exist at a time.
 
         positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's. Give
                    them on the CPU: there they are checked without waiting for a GPU
@@ -950,7 +951,7 @@ class GPT(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 block = kernels.selective_checkpoint(block)
             x = block(x, scheme, pos, cache, mask)
-        # Keep the new tokens: if the tables have changed, x holds the whole text again.
+        # Keep the new tokens: with a cache, x holds the whole text if the tables have changed.
         return self.norm(x)[:, -T:]
 
     def prepare_inputs(self, tokens, positions, docs, cache):

@@ -74,9 +74,9 @@ class TrainConfig:
     # resume: go on from the newest checkpoint of out_dir
     init_from: Literal["scratch", "resume"] = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products; weights and sums are float32; auto: bfloat16 if the hardware has it
+    # dtype of matrix products; auto: bfloat16 if the hardware has it, else float16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # torch.compile; auto: if it works and the run is long enough to gain from it
+    # torch.compile, if it works; auto: on a GPU, and on a CPU in a run of 500 steps or more
     compile: bool | None = None
     checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
     # each process keeps the whole model (ddp), or its share of weights, gradients, moments (fsdp)
@@ -95,7 +95,7 @@ class TrainConfig:
 
 @dataclass
 class TrainState:
-    """What a checkpoint keeps besides the weights and the optimizers' moments."""
+    """The state of the loop, which a checkpoint keeps with the weights and moments."""
 
     step: int = 0
     tokens: int = 0  # seen so far
@@ -202,7 +202,7 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
         pos = model.sample_positions(len(x), T, batch[0])
         docs = devices.to_device(dataset.document_ids(x), device)
-        # not the compiled model: without gradients it would be compiled a second time
+        # not `forward`: what is compiled whole would be compiled again, without gradients
         with devices.autocast(device, dtype):
             loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum")
         n_targets = (y[:, part] >= 0).sum()
@@ -246,8 +246,8 @@ def forward_backward(forward, loader, state, dtype):
         with devices.autocast(device, dtype):
             loss = forward(**batch, reduction=loader.reduction)
         loss_sum = loss.sum()
-        # This would be the mean loss if every target were scored; how many are is known after the
-        # step, and optimizer_step() makes it the mean. DDP and FSDP average over processes, hence
+        # The mean loss if every target is scored. How many are is known only after the step, and
+        # optimizer_step() corrects for it. DDP and FSDP average over processes, hence
         # `n_processes`.
         factor = state.loss_scale * n_processes / loader.tokens_per_step
         (loss_sum * factor).backward()
@@ -376,7 +376,7 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
         numbers = reduce_and_read(sums, stop_signals, grad_norm)
         loss_sum, n_targets, *of_sources, n_signals, grad_norm = numbers
 
-        # clip and update; to_mean: from nominal to scored tokens, without the loss scale
+        # clip and update; to_mean: divide by the scored targets, and undo the loss scale
         to_mean = loader.tokens_per_step / max(n_targets, 1) / state.loss_scale
         grad_norm *= to_mean
         if has_diverged(loss_sum, grad_norm, state, dtype):
@@ -411,7 +411,7 @@ def is_due(step, cfg):
 
 
 def run_defaults(given, paths):
-    """The defaults that depend on what is given: the run folder, and on resume all settings."""
+    """The defaults that cli.parse() asks for: the run folder, and on resume all settings."""
     dataset = data.short_name(given.get("dataset", "python"))
     entry_names = [Path(file).stem for file in given.get("entry", ())]
     pos = given.get("pos") or (entry_names[-1] if entry_names else GPTConfig.pos)

@@ -28,10 +28,10 @@ from evaluate import EvaluateConfig, measure_losses
 from kernels.definition import dump_code
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
+from nanolong.curves import import_pyplot
 from nanolong.devices import autocast, pick_device, pick_dtype, synchronize
 from nanolong.entry import entry_hash
 from nanolong.optim import update_weights
-from nanolong.plots import import_pyplot
 from nanolong.provenance import current_commit, provenance
 from nanolong.run.folder import list_steps
 from nanolong.strict_json import to_json, write_json

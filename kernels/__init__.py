@@ -5,8 +5,8 @@ there, for the probabilities) and the loss. rope and attention are Triton kernel
 newer) and ROCm, and plain PyTorch elsewhere; the others are plain PyTorch everywhere.
 
 NANOLONG_REFERENCE=1 in the environment forces plain PyTorch. TRITON_INTERPRET=1 runs the kernels on
-CPU tensors too, slowly, to test them. first_call.py replaces a kernel that computes something
-else on the device at hand.
+CPU tensors too, slowly, to test them. first_call.py checks each kernel on the device
+at hand, and eager.py takes its place if it computes something else.
 
 Importing this package prints nothing and imports only torch; triton is imported when a kernel first
 runs.

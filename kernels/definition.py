@@ -2,7 +2,7 @@
 
 Somebody may change an operator in eager.py, and bfloat16 can hide the difference from the check
 of first_call.py. So the kernels serve an operator only while its definition is the one that they
-were tested against. README.md says what to do after a change.
+were tested against. kernels/README.md says what to do after a change.
 """
 
 import ast

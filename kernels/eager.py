@@ -396,7 +396,7 @@ def _keys_to_distances(p):
 def linear_cross_entropy(x, weight, targets, reduction="mean"):
     """Compute reference.linear_cross_entropy() in float32, in chunks of tokens.
 
-    The logits (N, V) never exist all at once, neither forward nor backward. The gradient of the
+    Of the logits (N, V) at most 128 MiB, or 128 tokens, exist at a time. The gradient of the
     weight is accumulated in float32, whatever the dtype of the product. There are no second
     derivatives.
     """

@@ -79,8 +79,8 @@ def _shape(q, k):
 
 def _passes(device, index, *fields):
     """Whether a kernel may serve a case, given by its fields; checks it the first time."""
-    case = Case(*fields)
-    # Without gradient as with it, where that is known: evaluation computes what training does.
+    case = Case(*fields)  # in the order of self_check.py
+    # A verdict with gradients also holds without: evaluation computes what training does.
     for kernel in (case.kernel.removesuffix(" without gradient"), case.kernel):
         fault = _faults.get((device, index, (kernel, *case[1:])))
         if fault is not None:

@@ -47,7 +47,7 @@ Five things to know before reading:
 5. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij, usually computed as
    dO_i . O_i from an O that was rounded to 16 bits. A bias gradient, which adds up thousands of dS,
    is then wrong by percents. But a row of dS sums to exactly the error of its delta: the dQ kernel
-   adds up each row and corrects delta, for itself and for the kernels that run after it.
+   adds up each row, and corrects delta for the kernels that run after it, and its own row sums.
 
 The backward pass runs dQ (which also corrects delta), then dK and dV, then the diagonal sweep. It
 needs no atomics and no scratch memory beyond O(T). Nothing is autotuned: TILES fixes the tile
@@ -88,6 +88,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A tile has BM queries, numbered r (BM,), and BN keys, numbered c (BN,). i0 and n0 are the indices
 # of its first query and its first key, d0 is its smallest distance. DP is the head dimension D,
 # rounded up to a power of two, and channel is arange(DP). W is BM + BN, rounded up likewise.
+# G query heads share a key head.
 
 
 @triton.jit
@@ -336,7 +337,7 @@ def _key_blocks(
 ):  # fmt: skip
     """The key blocks that a query block visits: where each segment starts, and where it ends.
 
-    Key blocks [lo, hi) are visible at all, [left, right) wholly. So the segments are SINKS,
+    Of key blocks [lo, hi) some keys are visible, of [left, right) all. So the segments are SINKS,
     LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), CLIPPED [left, near) and WHOLE [near, right).
     """
     i0 = q_start + block * BM
@@ -374,7 +375,7 @@ def _query_blocks(
 ):  # fmt: skip
     """The query blocks that a key block visits: where each segment starts, and where it ends.
 
-    Query blocks [lo, hi) see the keys at all, [left, right) wholly. So the segments are
+    Query blocks [lo, hi) see some of the keys, [left, right) all. So the segments are
     LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), WHOLE [left, near) and CLIPPED [near, right).
     """
     n0 = block * BN

@@ -7,7 +7,7 @@ import pytest
 from conftest import TINY, assert_refused, assert_success, logged
 
 import evaluate
-from nanolong import plots
+from nanolong import curves
 from nanolong.errors import UserError
 
 
@@ -38,13 +38,13 @@ def write_log(tmp_path):
 def figures(monkeypatch):
     """The figures that are written, by the name of their file; they are written, too."""
     saved = {}
-    save = plots.save_figure
+    save = curves.save_figure
 
     def keep(figure, file):
         saved[str(file)] = figure
         save(figure, file)
 
-    monkeypatch.setattr(plots, "save_figure", keep)
+    monkeypatch.setattr(curves, "save_figure", keep)
     return saved
 
 
@@ -61,7 +61,7 @@ def test_seconds_are_tokens_by_speed_added_up(write_log):
         step(20, 3.0, tokens=3000, speed=500),
         validation(20, 2.5),
     )
-    log = plots.read_log(run)
+    log = curves.read_log(run)
     assert log["training"].tolist() == [[10, 10.0, 4.0], [20, 14.0, 3.0]]
     # step 15 is halfway between 10 s and 14 s
     assert log["validation"].tolist() == [[0, 0.0, 5.0], [15, 12.0, 3.5], [20, 14.0, 2.5]]
@@ -80,7 +80,7 @@ def test_steps_taken_again_after_a_resume_count_once(write_log):
         validation(20, 3.6),
         validation(20, 3.7),
     )
-    log = plots.read_log(run)
+    log = curves.read_log(run)
     assert log["training"].tolist() == [[10, 10.0, 4.0], [20, 15.0, 3.5]]
     assert log["validation"].tolist() == [[20, 15.0, 3.7]]
 
@@ -96,21 +96,21 @@ def test_damaged_lines_are_left_out(write_log):
         good,
         '{"step": 20, "loss": 3.0, "tok',
     )
-    log = plots.read_log(run)
+    log = curves.read_log(run)
     assert log["training"].tolist() == [[10, 10.0, 4.0]] and log["validation"].tolist() == []
 
 
 @pytest.mark.parametrize("rows", [(), ("{",), (validation(0, 5.0),)])
 def test_a_log_without_a_training_step_is_refused(write_log, rows):
     with pytest.raises(UserError, match="run has logged no training step: "):
-        plots.read_log(write_log(*rows))
+        curves.read_log(write_log(*rows))
 
 
 def test_each_run_is_plotted_by_step_and_by_seconds(write_log, figures, tmp_path):
     rows = [validation(0, 5.0), step(10, 4.0, 1000, 100), validation(10, 3.5)]
     runs = {"a": write_log(*rows, name="a"), "b": write_log(step(5, 6.0, 50, 5), name="b")}
     file = tmp_path / "curves.png"
-    assert plots.plot_curves(runs, file)
+    assert curves.plot_curves(runs, file)
     assert file.read_bytes()[:4] == b"\x89PNG"
     by_step, by_seconds = figures[str(file)].axes
     assert lines_of(by_step) == {
@@ -172,10 +172,10 @@ def test_a_finished_run_never_fails_for_its_plot(call, words, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(plots, "save_figure", fail)
+        patch.setattr(curves, "save_figure", fail)
         done = assert_success(call(*words, "--max_iters=2", "--init_from=resume"))
     assert f"note: {file} is not written: [Errno 28] No space left" in done.stderr
-    monkeypatch.setattr(plots, "read_row", lambda line: None)
+    monkeypatch.setattr(curves, "read_row", lambda line: None)
     done = assert_success(call(*words, "--max_iters=3", "--init_from=resume"))
     assert f"note: {file} is not written: {tmp_path}/run has logged no training step" in done.stderr
     assert "a sample:" in done.stdout and not file.exists()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from nanolong import devices, plots
+from nanolong import curves, devices
 from nanolong.entry import entry_hash
 from nanolong.parallel.processes import rank_and_world
 from nanolong.parallel.sequence import any_process
@@ -112,7 +112,7 @@ def report_end(model, cfg, stopped):
         ways = "--init_from=resume, or at another length with extend.py --keep_optimizer=true"
         print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")
     if cfg.max_iters:
-        plots.plot_finished_run(cfg.out_dir)
+        curves.plot_finished_run(cfg.out_dir)
     meta = read_meta(folder)
     tokenizer = data.tokenizer_from_json(meta.get("tokenizer"))
     if not (cfg.max_iters and tokenizer):
