@@ -1096,11 +1096,16 @@ class GPT(nn.Module):
     ):
         """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
-        tokens are (B, T), or a list of B prompts of any lengths, each a tensor (T,) or a list of
-        ints; generator is a torch.Generator, or a list of one for each row; compiled compiles the
-        decoding step; the others are as in sample.py. Computes in evaluation mode, and leaves every
-        module in its own mode between two tokens. Warns once beyond the context length; raises
-        UserError, at once, for what cannot be done.
+        Computes in evaluation mode, and leaves every module in its own mode between two tokens.
+        Warns once beyond the context length; raises UserError, at once, for what cannot be done.
+
+        tokens:      (B, T) int64 or int32, T >= 1, or a list of B prompts, each a tensor (T,) or a
+                     list of ints, of any lengths
+        temperature: 0 is greedy
+        top_k:       keep the k most likely tokens; 0: all
+        top_p:       keep the most likely tokens whose probabilities sum to this
+        generator:   one torch.Generator, or a list of one for each row
+        compiled:    compile the decoding step
         """
         try:
             from nanolong import inference

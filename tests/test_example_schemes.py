@@ -90,6 +90,13 @@ def test_p_rope_rotates_the_fastest_pairs_only(make):
     check_maps(model, tokens, lambda layer: [*(f / 4 for f in kept), 0, 0])
 
 
+def test_p_rope_is_rope_at_1_and_nope_at_0(make, monkeypatch):
+    tokens = torch.randint(0, 50, (1, 19))
+    for p, pos in ((1.0, "rope"), (0.0, "nope")):
+        monkeypatch.setattr(POSITIONS["p_rope"], "p", p)
+        assert torch.equal(make(pos="p_rope")(tokens), make(pos=pos)(tokens))
+
+
 def test_ssmax_multiplies_scores_by_s_log_n(make):
     """n counts the visible keys of a window with its sinks, too, and s is of a layer and head."""
     model = make(pos="ssmax", **WINDOW)
