@@ -5,6 +5,7 @@ tests/test_clients.py compares llama.cpp's logits, if its Python package is inst
 
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 
 import data
 import rope_scaling
-from model import GPT
+from model import GPT, GPTConfig
 from nanolong import run as runs
 from nanolong.errors import UserError
+from nanolong.hub.exporting import export_checkpoint
 from nanolong.hub.gguf_export import export_gguf
 from nanolong.hub.gguf_file import read_header
 from nanolong.hub.gguf_import import import_gguf
@@ -163,6 +165,24 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_setting_that_no_export_knows_is_refused(saved, tmp_path):
+    """Somebody adds a setting to GPTConfig, and forgets the exports."""
+    _, opened = saved({})
+
+    @dataclass
+    class Changed(GPTConfig):
+        score_cap: float = 0.0
+
+    settings = vars(opened.config)
+    opened.config = Changed(**settings)
+    export_gguf(opened, tmp_path / "default.gguf")
+    opened.config = Changed(**settings, score_cap=30.0)
+    with pytest.raises(UserError, match="--score_cap=30.0 has no equivalent .* --score_cap=0.0"):
+        export_gguf(opened, tmp_path / "model.gguf")
+    with pytest.raises(UserError, match="--score_cap=30.0 has no equivalent"):
+        export_checkpoint(opened, tmp_path / "exported")
+
+
 def test_an_existing_file_is_kept_and_a_failure_leaves_none(saved, tmp_path, monkeypatch):
     _, opened = saved({})
     file = tmp_path / "model.gguf"
@@ -251,4 +271,5 @@ def test_every_static_method_is_a_case():
     methods = {extension[0] for _, extension, _, _ in CASES.values() if extension}
     dynamic = {name for name, options in rope_scaling.OPTIONS.items() if "length" in options}
     expected = set(rope_scaling.METHODS) - dynamic - set(rope_scaling.EVALUATION_ONLY)
-    assert methods >= expected - {"none", "longrope"}
+    missing = expected - {"none", "longrope"} - methods
+    assert not missing, f"add {missing} to CASES"

@@ -116,6 +116,7 @@ def test_the_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 220
     assert max(len(line) for line in lines) <= 110
+    assert f"`extend.py` has {len(METHODS)} methods for RoPE" in README
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

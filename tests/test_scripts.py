@@ -23,6 +23,7 @@ from model import GPT, POSITIONS
 from nanolong import plots
 from nanolong.run.checkpoint import read_meta
 from nanolong.run.folder import list_steps
+from rope_scaling import METHODS
 
 PNG = b"\x89PNG"
 
@@ -64,7 +65,7 @@ OTHER_ERRORS = [
     ("extend.py", "", "run folder"),
     ("extend.py", "out/never-made", "does not exist"),
     ("extend.py", "RUN --method=yarm", "'yarm': did you mean 'yarn'?"),
-    ("extend.py", "RUN --method=magic", "none, pi, ntk, ntk-parts, yarn, abf, llama3, dynamic-pi"),
+    ("extend.py", "RUN --method=magic", ", ".join(METHODS)),
     ("extend.py", "RUN --method=clamp", "--pos=rope has no extension method 'clamp': use --method"),
     ("extend.py", "RUN --options=beta", "NAME=VALUE"),
     ("extend.py", "RUN --options=beta=1", "beta_fast"),

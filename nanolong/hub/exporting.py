@@ -5,11 +5,11 @@ verified (verify.py) before the directory appears. What transformers has no equi
 refused.
 """
 
+import dataclasses
 import json
 import math
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,15 @@ from nanolong.tokenizer_files import FILES
 # Larger weights are written to several files of at most this size and an index, as transformers
 # does. A tensor is never divided.
 MAX_FILE_BYTES = 5 * 10**9
+
+# The settings of GPTConfig that an export writes, checks or may leave out. Every other one has a
+# value that its family names, or its default: a new one is refused until an export computes it.
+KNOWN_SETTINGS = {
+    *("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim"),
+    *("mlp_dim", "norm_eps", "tie_embeddings", "embed_scale", "dropout", "attn_scale", "extension"),
+    *("rope_base", "rope_local_base", "rope_fraction", "p_rope", "window", "layer_pattern"),
+    *("score_scale_length", "score_scale_coefficient", "score_scale_offset", "score_scale_layers"),
+}
 
 
 class Written(NamedTuple):
@@ -205,8 +214,10 @@ def extension_method(config):
 def obstacles(model, family, letters):
     """Return what a model has and a family has not: the setting -> that which it would need."""
     config = model.config
-    # no family has attention sinks in a window, or counts positions at random
-    allowed = family.settings | {"sinks": (0,), "random_positions": (0,)}
+    allowed = dict(family.settings)
+    for field in dataclasses.fields(config):
+        if field.name not in KNOWN_SETTINGS:
+            allowed.setdefault(field.name, (field.default,))
     if config.pos == "nope" and "rope" in allowed["pos"]:
         allowed["pos"] += ("nope",)
     scales = {"one": 1.0, "root": math.sqrt(config.n_embd), "any": config.embed_scale}
@@ -250,7 +261,7 @@ def write_positions(model, family, letters):
     kinds = {False: (config, model.pos), True: (config, model.pos)}
     if model.local:
         extends_all = config.extension and "layers" not in config.extension
-        local_config = replace(
+        local_config = dataclasses.replace(
             config,
             rope_base=config.rope_local_base or config.rope_base,
             extension=config.extension if extends_all else None,

@@ -68,8 +68,6 @@ LLAMA = Family(
         "mlp": ("swiglu", "geglu"),
         "bias": ("none",),
         "qk_norm": ("none",),
-        "sink_scores": (False,),
-        "score_scale": ("none",),
         "pos": ("rope",),
     },
     names={},
