@@ -365,7 +365,10 @@ def assert_same_tensors(run, other):
 
 @pytest.mark.parametrize(
     "method, settings",
-    [("none", ["--dropout=0.2"]), ("yarn", ["--optimizer=muon", "--dtype=float16"])],
+    [
+        ("none", ["--dropout=0.2"]),
+        pytest.param("yarn", ["--optimizer=muon", "--dtype=float16"], marks=pytest.mark.slow),
+    ],
 )
 def test_stages_of_one_length_are_one_run(method, settings, call, text_data, tmp_path):
     """Weights, moments and log are the same to the bit; of the best loss only its own is known."""

@@ -71,13 +71,8 @@ def test_operations_are_counted_in_the_window(make):
 WORDS = ["train.py", *TINY, "--window_schedule=4:32", "--window_steps=6", "--window_changes=3"]
 
 
-@pytest.mark.parametrize(
-    "yarn",
-    [
-        pytest.param([], id="", marks=pytest.mark.slow),
-        pytest.param(["--window_yarn=true"], id="yarn"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("yarn", [[], ["--window_yarn=true"]], ids=["", "yarn"])
 def test_a_resumed_schedule_has_the_same_bits(yarn, call, text_data, tmp_path):
     """It goes on between two changes; what is saved and validated has the final window."""
     words = [*WORDS, *yarn, f"--dataset={text_data}", "--eval_interval=3", "--eval_iters=0"]
