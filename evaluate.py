@@ -363,9 +363,9 @@ def plot_training(file, paths):
     return 0 if curves.plot_curves(name_folders(paths), file) else 1
 
 
-def main():
+def main(argv=None):
     positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
-    args = cli.parse(cfg=EvaluateConfig, about=__doc__, paths=positional)
+    args = cli.parse(cfg=EvaluateConfig, about=__doc__, paths=positional, argv=argv)
     cfg = args.cfg
     rank, world = parallel.join_processes(cfg.device)
     run.check_processes_agree(args.given, cfg)

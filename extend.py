@@ -335,7 +335,7 @@ def fine_tune(model, cfg, rank):
     return status
 
 
-def main():
+def main(argv=None):
     args = cli.parse(
         cfg=ExtendConfig,
         model_config=GPTConfig,
@@ -344,6 +344,7 @@ def main():
         presets=True,
         paths="the run folder, or checkpoint folder, to extend",
         defaults=run_defaults,
+        argv=argv,
     )
     cfg = args.cfg
     entry.load_entries(cfg.entry, POSITIONS)

@@ -44,9 +44,9 @@ class HFConfig:
     entry: tuple[str, ...] = ()
 
 
-def main():
+def main(argv=None):
     usage = "import DIR or FILE.gguf out/NAME, or export out/NAME DIR or FILE.gguf"
-    args = cli.parse(cfg=HFConfig, about=__doc__, paths=usage)
+    args = cli.parse(cfg=HFConfig, about=__doc__, paths=usage, argv=argv)
     cfg = args.cfg
     if len(args.paths) != 3 or args.paths[0] not in ("import", "export"):
         raise UserError(

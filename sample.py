@@ -92,8 +92,10 @@ def choose_dtype(cfg, model, device):
     return dtype
 
 
-def main():
-    args = cli.parse(cfg=SampleConfig, about=__doc__, paths="a run folder or a step folder")
+def main(argv=None):
+    args = cli.parse(
+        cfg=SampleConfig, about=__doc__, paths="a run folder or a step folder", argv=argv
+    )
     cfg = args.cfg
     entry.load_entries(cfg.entry, POSITIONS)
     folder, model, tokenizer = load(cfg, args.paths)

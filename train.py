@@ -441,9 +441,14 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
     return 0
 
 
-def main():
+def main(argv=None):
     args = cli.parse(
-        model_config=GPTConfig, cfg=TrainConfig, about=__doc__, presets=True, defaults=run_defaults
+        model_config=GPTConfig,
+        cfg=TrainConfig,
+        about=__doc__,
+        presets=True,
+        defaults=run_defaults,
+        argv=argv,
     )
     model_config, cfg = args.model_config, args.cfg
     entry.load_entries(cfg.entry, POSITIONS)

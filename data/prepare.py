@@ -421,8 +421,10 @@ def download_part(url, part):
             raise OSError(f"only {f.tell()} of {size} bytes arrived")
 
 
-def main():
-    args = cli.parse(cfg=PrepareConfig, about=__doc__, paths="a text file or a folder of them")
+def main(argv=None):
+    args = cli.parse(
+        cfg=PrepareConfig, about=__doc__, paths="a text file or a folder of them", argv=argv
+    )
     cfg, paths = args.cfg, args.paths
     if len(paths) > 1 or bool(paths) == bool(cfg.dataset):
         raise UserError(
