@@ -4,7 +4,7 @@ import json
 
 from conftest import ROOT
 
-from experiments import run
+from experiments import board, run
 
 RESULTS = ROOT / "experiments" / "results"
 
@@ -17,17 +17,17 @@ def read(name):
 def make_board(name, rows, budget="cpu"):
     """A Board of rows [arm, seed, measure, length, value], with an experiment's arms and budget."""
     experiment = run.load_experiment(name, run.RunConfig(budget=budget))
-    saved = {"budget": vars(experiment.b), "arms": experiment.arms, "rows": rows}
-    return run.Board({**saved, "command": "", "note": ""}, experiment.derive)
+    saved = {"budget": vars(experiment.b), "arms": experiment.arms, "rows": rows, "failed": {}}
+    return board.Board({**saved, "command": "", "note": ""}, experiment.derive)
 
 
 def judge_all(name, rows, budget="cpu"):
     """The claims of an experiment on these rows: claim -> verdict, without claims not measured."""
     experiment = run.load_experiment(name, run.RunConfig(budget=budget))
-    board = make_board(name, rows, budget)
+    measured = make_board(name, rows, budget)
     verdicts = {}
     for line in experiment.claims:
-        judged = None if line.startswith("#") else run.judge(line, board)
+        judged = None if line.startswith("#") else board.judge(line, measured)
         if judged:
             verdicts[line] = judged.rpartition(": ")[2]
     return verdicts

@@ -1,0 +1,262 @@
+"""What an experiment has measured: values, intervals over seeds, claims, tables, and a figure."""
+
+import math
+import re
+import statistics
+from types import SimpleNamespace
+
+from nanolong.curves import import_pyplot
+from nanolong.errors import UserError
+
+# Student's t, two-sided 95 %, of 1 degree of freedom and more; of yet more it is taken as 2.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+RULE = (
+    "A claim passes when its whole 95 % interval does. It is not separated from its bound when the "
+    "interval includes the bound, contradicted when the whole interval lies on the other side of "
+    "the bound and of zero, and too small when it lies on the other side of the bound alone."
+)
+
+
+def interval(values):
+    """Return the mean and the half-width of its 95 % interval (nan for a single value)."""
+    n = len(values)
+    mean = statistics.fmean(values)
+    if n == 1:
+        return mean, math.nan
+    t = T95[n - 2] if n - 2 < len(T95) else 2.0
+    return mean, t * statistics.stdev(values) / math.sqrt(n)
+
+
+def format_interval(values, sign=""):
+    mean, half_width = interval(values)
+    text = f"{mean:{sign}.3f}"
+    return text if math.isnan(half_width) else f"{text} ± {half_width:.3f}"
+
+
+def count_tokens(length, b):
+    """Return the number of a length such as 4L, L+20 or 84; L is that of the budget b."""
+    parts = re.fullmatch(r"(\d*)(L?)(?:\+(\d+))?", length)
+    if not parts:
+        raise UserError(f"{length!r} is no length: give one such as 84, L, 4L or L+20")
+    times, is_relative, more = parts.groups()
+    unit = b.L if is_relative else 1
+    return int(times or 1) * unit + int(more or 0)
+
+
+class Board:
+    """The values of arms by measure, length and seed.
+
+    saved: the content of NAME.json; derive: returns rows that follow from those of a Board.
+    """
+
+    def __init__(self, saved, derive=None):
+        self.command = saved["command"]
+        self.note = saved["note"]
+        self.b = SimpleNamespace(**saved["budget"])
+        self.arms = list(saved["arms"])
+        self.failed = saved["failed"]
+        self.values = {}  # (arm, measure, length) -> {seed: number}
+        self.texts = {}  # (arm, measure, length) -> such as "refused", in place of a number
+        self.add(saved["rows"])
+        if derive:
+            self.add(list(derive(self)))
+
+    def add(self, rows):
+        for arm, seed, measure, length, value in rows:
+            cell = (arm, measure, length)
+            if isinstance(value, str):
+                self.texts[cell] = value
+            elif math.isfinite(value):
+                self.values.setdefault(cell, {})[seed] = value
+            else:
+                self.texts[cell] = "not finite"
+
+    def of(self, arm, measure, length=0):
+        """Return seed -> value. length: a number, or text such as 4L."""
+        if isinstance(length, str):
+            length = count_tokens(length, self.b)
+        return self.values.get((arm, measure, length), {})
+
+    def points(self, arm, measure, lengths):
+        """Return (length, mean, half-width) where there are values."""
+        points = []
+        for length in lengths:
+            values = self.of(arm, measure, length)
+            if values:
+                points.append((count_tokens(length, self.b), *interval(list(values.values()))))
+        return points
+
+    def cell(self, arm, measure, length):
+        """Return a cell of a table: mean and interval, or why there is none."""
+        values = self.of(arm, measure, length)
+        if values:
+            return format_interval(list(values.values()))
+        return self.texts.get((arm, measure, count_tokens(length, self.b)), "–")
+
+    def default_tables(self):
+        """Return a table for each measure, with all its lengths."""
+        lengths = {}
+        for _, measure, length in [*self.values, *self.texts]:
+            lengths.setdefault(measure, set()).add(length)
+        return [(name, name, list(map(str, sorted(found)))) for name, found in lengths.items()]
+
+
+# -----------------------------------------------------------------------------
+# Claims
+
+SIDE = r"([^\s@]+)(?:@(\S+))?"
+CLAIM = re.compile(rf"(.+?): {SIDE} ([<>]) {SIDE}(?: ([+-]) (ln )?([\d.]+))?")
+
+
+def parse_claim(line):
+    """Read a claim: "loss: a@4L < b@L + ln 1.1", or "accuracy: a@4L > 0.8" of a single value."""
+    match = CLAIM.fullmatch(line)
+    if not match:
+        raise UserError(f"{line!r} is no claim: write one as in 'chunked: a@4L < b@L + ln 1.1'")
+    measure, a, a_length, sign, b, b_length, plus, is_ln, margin = match.groups()
+    bound = float(margin or 0)
+    if is_ln:
+        bound = math.log(bound)
+    if plus == "-":
+        bound = -bound
+    sides = [(a, a_length or "0")]
+    if re.fullmatch(r"-?\d*\.?\d+", b):
+        bound += float(b)
+    else:
+        sides.append((b, b_length or "0"))
+    return SimpleNamespace(measure=measure, sides=sides, sign=sign, bound=bound)
+
+
+def judge(line, board):
+    """Judge a claim on the differences of the same seeds; None if a side was not measured."""
+    claim = parse_claim(line)
+    first, *second = (board.of(arm, claim.measure, length) for arm, length in claim.sides)
+    seeds = sorted(set(first).intersection(*second))
+    if not seeds:
+        return None
+    differences = [first[seed] - sum(values[seed] for values in second) for seed in seeds]
+    verdict = find_verdict(differences, claim.sign, claim.bound)
+    measured = format_interval(differences, "+")
+    return f"- {line}: {measured}, {claim.sign} {claim.bound:.4g}: {verdict}"
+
+
+def find_verdict(differences, sign, bound):
+    """Return "pass", or "FAIL" and why, in the words of RULE."""
+    mean, half_width = interval(differences)
+    side = 1 if sign == ">" else -1
+    margin = side * (mean - bound)
+    if math.isnan(half_width):
+        return "FAIL (a single seed has no interval)"
+    if margin > half_width:
+        return "pass"
+    if margin >= -half_width:
+        return "FAIL (not separated)"
+    is_beyond_zero = side * mean < -half_width
+    return "FAIL (contradicted)" if is_beyond_zero else "FAIL (too small)"
+
+
+def claim_lines(claims, board):
+    """Return the lines of the claims that were measured, below their headings."""
+    lines, heading = [], []
+    for claim in claims:
+        if claim.startswith("#"):
+            heading = ["", f"##{claim}", ""]
+            continue
+        judged = judge(claim, board)
+        if judged:
+            lines += [*heading, judged]
+            heading = []
+    return lines
+
+
+# -----------------------------------------------------------------------------
+# Tables and the figure. A table is (heading, measures, lengths).
+
+
+def table_lines(header, rows):
+    """Return the lines of a Markdown table."""
+    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+
+
+def format_table(board, names, measures, lengths):
+    """Return a Markdown table: a line for each arm, a column for each measure and length."""
+    columns = [(measure, length) for measure in measures for length in lengths]
+    header = [""]
+    for measure, length in columns:
+        words = [measure] if len(measures) > 1 or length == "0" else []
+        if length != "0":
+            words.append(f"{count_tokens(length, board.b):,}")
+        if "L" in length:
+            words.append(f"({length})")
+        header.append(" ".join(words))
+    rows = []
+    for name in names:
+        cells = [board.cell(name, *column) for column in columns]
+        if name in board.failed:
+            cells[0] = f"failed: {board.failed[name]}"
+        if set(cells) != {"–"}:  # this arm has none of these measures
+            rows.append([name, *cells])
+    return table_lines(header, rows)
+
+
+def rank(board, measures, lengths):
+    """Sort the arms by the mean of the first measure; those that lack a length come last."""
+
+    def mean(name):
+        points = board.points(name, measures[0], lengths)
+        total = sum(point[1] for point in points)
+        return len(points) < len(lengths), total / max(1, len(points))
+
+    return sorted(board.arms, key=mean)
+
+
+def format_report(experiment, board):
+    """Return the lines of NAME.md."""
+    lines = [f"# {experiment.title}", "", f"`{board.command}`: {board.note}."]
+    if experiment.about:
+        lines += ["", experiment.about]
+    tables = experiment.tables or board.default_tables()
+    tables = [(heading, as_list(measures), lengths) for heading, measures, lengths in tables]
+    names = rank(board, *tables[0][1:])
+    for heading, measures, lengths in tables:
+        lines += ["", f"## {heading}", "", *format_table(board, names, measures, lengths)]
+    lines += ["", f"![{experiment.title}]({experiment.name}.png)"]
+    if experiment.notes:
+        lines += ["", *experiment.notes(board)]
+    claims = claim_lines(experiment.claims, board)
+    if claims:
+        lines += ["", "## Claims", "", RULE, "", *claims]
+    return lines
+
+
+def as_list(value):
+    return [value] if isinstance(value, str) else list(value)
+
+
+def plot_tables(tables, board, file):
+    """Plot each table with several lengths: a curve for each arm, with its intervals."""
+    tables = [table for table in tables or board.default_tables() if len(table[2]) > 1]
+    pyplot = import_pyplot(file) if tables else None
+    if pyplot is None:
+        return
+    size = (6 * len(tables) + 2, 5)
+    figure, axes = pyplot.subplots(
+        1, len(tables), figsize=size, squeeze=False, layout="constrained"
+    )
+    for axis, (heading, measures, lengths) in zip(axes[0], tables, strict=True):
+        measure = as_list(measures)[0]
+        for i, name in enumerate(board.arms):
+            points = board.points(name, measure, lengths)
+            if points:
+                x, mean, half_width = map(list, zip(*points, strict=True))
+                style = {"color": f"C{i % 10}", "marker": "osD^vP*X"[i % 8], "markersize": 4}
+                axis.errorbar(x, mean, half_width, capsize=2, label=name, **style)
+        axis.set(title=heading, xscale="log", xlabel="tokens", ylabel=measure)
+        axis.grid(alpha=0.3)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    figure.supxlabel(board.note, fontsize=7, color="gray")
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+    print(f"wrote {file}")

@@ -1,0 +1,97 @@
+"""On which mixture of long and short documents should an extended model be fine-tuned?
+
+The text is split in two datasets: documents of at least the target length, and others cut into
+pieces of the original length. A model trained on both alike is extended by YaRN and fine-tuned on
+mixtures (ProLong, 2410.02660, has 60 % of long documents, Olmo 3, 2512.13961, 34 %).
+"""
+
+import random
+from pathlib import Path
+
+import data
+from data.prepare import write_dataset
+
+TITLE = "Mixtures of long and short documents"
+BUDGETS = {
+    "cpu": "L=64 layers=4 heads=4 width=64 batch=32 steps=400 warmup=50 tuning=60 scored=32768",
+    "try": "L=16 layers=1 heads=2 width=16 batch=32 steps=40 warmup=10 tuning=2 scored=1024",
+}
+FACTOR = 8  # of the context extension
+PERCENT = (0, 34, 66, 100)  # of the sequences that are of long documents
+
+
+def ABOUT(b):
+    return (
+        f"Trained for {b.steps} steps at L = {b.L}, extended {FACTOR} times by YaRN, fine-tuned "
+        f"for {b.tuning} steps with as many tokens each. Losses are in nats per byte in the last "
+        "quarter of a sequence: on short documents at L, on long ones at both lengths. Sequences "
+        "hold many short documents, and attention stays inside a document."
+    )
+
+
+def make_data(b):
+    """Write the datasets long and short: documents go to each in turn."""
+    dataset = data.Dataset(b.dataset)
+    splits = {"long": {}, "short": {}}
+    for name in ("train", "val"):
+        split = getattr(dataset, name)
+        texts = []
+        edges_of_files = split.documents(dataset.separator)
+        for tokens, edges in zip(split.tokens, edges_of_files, strict=True):
+            texts += [bytes(tokens[start:stop].tolist()) for start, stop in edges]
+        splits["long"][name] = [text for text in texts[::2] if len(text) >= FACTOR * b.L]
+        n = b.L - 1  # and <bos>
+        pieces = [text[i : i + n] for text in texts[1::2] for i in range(0, len(text), n)]
+        # Neighbours would be one long text again.
+        random.Random(0).shuffle(pieces)
+        splits["short"][name] = pieces
+    for name, texts in splits.items():
+        folder = Path(b.data) / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_dataset(folder, data.ByteTokenizer(), texts, {"source": b.dataset}, raw=False)
+
+
+def mixture(b, percent):
+    """Return the value of --dataset for a percentage of long documents."""
+    if percent in (0, 100):
+        return f"{b.data}/long" if percent else f"{b.data}/short"
+    return f"{b.data}/long:{percent / 100:.2f},{b.data}/short:{1 - percent / 100:.2f}"
+
+
+def FLAGS(b):
+    return (
+        f"--n_layer={b.layers} --n_head={b.heads} --n_embd={b.width} --block_size={b.L} "
+        f"--batch_size={b.batch} --max_iters={b.steps} --warmup_iters={b.warmup} --eval_iters=1"
+    )
+
+
+def ARMS(b):
+    train = f"train --dataset={mixture(b, 50)}"
+    arms = {"not-extended": [train]}
+    for percent in PERCENT:
+        extend = (
+            f"extend --method=yarn --factor={FACTOR} --max_iters={b.tuning} --separate_docs=true "
+            f"--warmup_iters={min(10, b.tuning // 4)} --max_tokens=1024 "
+            f"--dataset={mixture(b, percent)}"
+        )
+        arms[f"{percent}%"] = [train, extend]
+    return arms
+
+
+def EVALUATE(b):
+    flags = f"--protocol=last-quarter --max_tokens={b.scored}"
+    return {
+        "short": f"{flags} --lengths={b.L} --dataset={b.data}/short",
+        "long": f"{flags} --lengths={b.L},{FACTOR * b.L} --dataset={b.data}/long",
+    }
+
+
+TABLES = [
+    ("Loss on short documents", "short last-quarter", ["L"]),
+    ("Loss on long documents", "long last-quarter", ["L", "8L"]),
+]
+CLAIMS = """
+short last-quarter: 100%@L > 0%@L
+short last-quarter: 100%@L > 34%@L
+long last-quarter: 100%@8L > 66%@8L
+"""

@@ -1,0 +1,57 @@
+"""When should the context grow: never, at the start, in one late jump, or in two?"""
+
+TITLE = "When to extend"
+BUDGETS = {
+    "cpu": "L=64 layers=4 heads=4 width=64 tokens=2048 steps=400 warmup=50 scored=32768",
+    "try": "L=16 layers=1 heads=2 width=16 tokens=512 steps=40 warmup=10 scored=1024",
+}
+
+
+def ABOUT(b):
+    return (
+        f"Runs of {b.steps} steps of {b.tokens} tokens, from L = {b.L} tokens. three-lengths: 4L "
+        "from 90 % of the steps and 16L from 95 %, with one optimizer and schedule; one-late-jump: "
+        "16L from 95 %. Losses are in nats per token in the last quarter of a sequence; seconds "
+        "are of the processor, for all commands of an arm."
+    )
+
+
+def FLAGS(b):
+    return (
+        f"--n_layer={b.layers} --n_head={b.heads} --n_embd={b.width} --max_iters={b.steps} "
+        f"--warmup_iters={b.warmup} --eval_iters=1"
+    )
+
+
+def train(b, times, flags=""):
+    """Return the command that trains at some lengths L, with as many tokens a step at each."""
+    batch_size = max(1, b.tokens // (times * b.L))
+    return f"train --block_size={times * b.L} --batch_size={batch_size} {flags}"
+
+
+def ARMS(b):
+    early = f"--stop_at={round(0.9 * b.steps)}"
+    late = f"--stop_at={round(0.95 * b.steps)}"
+    by_4 = "extend --factor=4 --keep_optimizer=true --max_tokens=1024"
+    by_16 = "extend --factor=16 --keep_optimizer=true --max_tokens=1024"
+    return {
+        "original-length": [train(b, 1)],
+        "three-lengths": [train(b, 1, early), f"{by_4} {late}", by_4],
+        "one-late-jump": [train(b, 1, late), by_16],
+        "target-length": [train(b, 16)],
+    }
+
+
+def EVALUATE(b):
+    return f"--lengths={b.L},{4 * b.L},{16 * b.L} --protocol=last-quarter --max_tokens={b.scored}"
+
+
+TABLES = [
+    ("Loss by context length", "last-quarter", ["L", "4L", "16L"]),
+    ("Seconds", "seconds", ["0"]),
+]
+CLAIMS = """
+last-quarter: one-late-jump@16L > three-lengths@16L
+last-quarter: target-length@16L > three-lengths@16L
+last-quarter: target-length@L > three-lengths@L
+"""

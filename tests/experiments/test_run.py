@@ -1,0 +1,273 @@
+"""The runner of experiments: claims, what is refused, what is kept, what is run again."""
+
+import errno
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, assert_refused, newest, wait_for
+from published import RESULTS, judge_all, make_board, read
+from safetensors.torch import load_file
+
+from experiments import board, run
+
+MINE = """
+FLAGS = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --max_iters=6 \\
+    --warmup_iters=2 --eval_iters=1 --log_interval=1"
+ARMS = {
+    "rope": "train --pos=rope",
+    "rope-yarn": ["train --pos=rope", "extend --method=yarn --factor=2 --max_iters=0"],
+    "ssmax": "train --entry=ROOT/examples/schemes/ssmax.py",
+    "wrong": ["train --pos=alibi", "extend --method=yarn"],
+}
+EVALUATE = "--lengths=16,32 --protocol=chunked --max_tokens=512"
+CLAIMS = "chunked: rope@16 < rope-yarn@32 + ln 2"
+""".replace("ROOT", str(ROOT))
+
+
+@pytest.fixture
+def run_mine(call, tmp_path, text_data, entries_do_not_stay):
+    """Run an experiment of a user's in a folder of its own. text: of its file."""
+
+    def run_mine(text, *words, dataset=text_data):
+        (tmp_path / "mine.py").write_text(text)
+        common = [f"--dataset={dataset}", "--seeds=1", "--device=cpu"]
+        return call("experiments/run.py", "mine.py", *common, *words, cwd=tmp_path)
+
+    return run_mine
+
+
+def test_an_experiment_trains_extends_evaluates_and_says_which_arm_failed(
+    run_mine, tmp_path, capfd
+):
+    done = run_mine(MINE)
+    assert done.returncode == 1, done.stderr
+    saved = json.loads((tmp_path / "out/experiments/mine.json").read_text())
+    assert saved["failed"].keys() == {"wrong"} and "yarn" in saved["failed"]["wrong"]
+    losses = {(arm, n): v for arm, _, measure, n, v in saved["rows"] if measure == "chunked"}
+    assert losses.keys() == {(a, n) for a in ("rope", "rope-yarn", "ssmax") for n in (16, 32)}
+    # YaRN changes nothing but RoPE, and evaluate.py measures the same of the same folder
+    assert losses["rope", 16] != losses["rope-yarn", 16]
+    trained = (tmp_path / "out/experiments").glob("train-*/step-*/meta.json")
+    folder = next(meta for meta in trained if '"pos": "rope"' in meta.read_text()).parent
+    words = [folder, "--lengths=16,32", "--protocol=chunked", "--max_tokens=512", "--device=cpu"]
+    record = tmp_path / "records.json"
+    subprocess.run([sys.executable, ROOT / "evaluate.py", *words, f"--json={record}"], check=True)
+    assert json.loads(record.read_text())[0]["loss"] == losses["rope", 16]
+    report = (tmp_path / "out/experiments/mine.md").read_text()
+    assert "| wrong | failed: seed 1:" in report and "(a single seed has no interval)" in report
+
+
+def test_a_second_seed_runs_only_what_is_new_and_arms_share_commands(run_mine, monkeypatch):
+    calls = []
+    original = run.call
+    monkeypatch.setattr(run, "call", lambda *args: (calls.append(args), original(*args)))
+    text = re.sub('    "(ssmax|wrong)".*\n', "", MINE)
+    assert run_mine(text).returncode == 0
+    assert [script for script, _ in calls] == ["train", "evaluate", "extend", "evaluate"]
+    calls.clear()
+    assert run_mine(text).returncode == 0 and calls == []
+    assert run_mine(text.replace("--max_tokens=512", "--max_tokens=256")).returncode == 0
+    assert [script for script, _ in calls] == ["evaluate", "evaluate"]
+    calls.clear()
+    assert run_mine(text, "--seeds=1,2", "--arms=rope").returncode == 0
+    assert [script for script, _ in calls] == ["train", "evaluate"]
+
+
+def test_other_data_is_another_run(run_mine, tmp_path, text_data):
+    text = re.sub('    "(rope-yarn|ssmax|wrong)".*\n', "", MINE).replace("CLAIMS", "NOTHING")
+    other = tmp_path / "text"
+    other.mkdir()
+    for file in text_data.iterdir():
+        content = bytearray(file.read_bytes())
+        if file.name == "train.bin":
+            content[-2] ^= 1
+        (other / file.name).write_bytes(content)
+    for dataset in (text_data, other):
+        assert run_mine(text, dataset=dataset).returncode == 0
+        run.hash_data.cache_clear()
+    assert len(list((tmp_path / "out/experiments").glob("train-*/"))) == 2
+
+
+def test_the_code_that_counts_is_that_of_the_own_scheme(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    text = (ROOT / "model.py").read_text()
+
+    def hash_with(old, new, pos):
+        assert old in text
+        (tmp_path / "model.py").write_text(text.replace(old, new))
+        run.hash_code.cache_clear()
+        return run.hash_code(("model.py",), pos)
+
+    same = hash_with("class ALiBi", "class ALiBi", "rope")
+    in_alibi = ("class ALiBi(NoPE):", "class ALiBi(NoPE):\n    extra = 1\n")
+    assert hash_with(*in_alibi, "rope") == same != hash_with("torch.", "torch .nn.", "rope")
+    assert hash_with(*in_alibi, "alibi") != hash_with("class ALiBi", "class ALiBi", "alibi")
+    assert hash_with(text[:80], text[:80].replace("GPT", "gpt"), "rope") == same
+
+
+@pytest.mark.parametrize(
+    "old, new, words, phrase",
+    [
+        ("", "", ["--arms=rope,ropes"], "there is no arm 'ropes'"),
+        ("rope@16 <", "ropes@16 <", [], "there is no arm 'ropes'"),
+        ("chunked: rope@16", "chunky: rope@16", [], "there is no measure 'chunky'"),
+        ("rope-yarn@32", "rope-yarn@64", [], "64 is not among --lengths"),
+        ("+ ln 2", "+ a bit", [], "is no claim"),
+        ("", "", ["--budget=gpu"], "there is no budget 'gpu'"),
+        ("ARMS", "ARM", [], "states no ARMS"),
+    ],
+)
+def test_what_is_unknown_is_refused_before_anything_runs(
+    run_mine, tmp_path, old, new, words, phrase
+):
+    assert_refused(run_mine(MINE.replace(old, new), *words), phrase)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_ends_the_experiment_in_one_sentence(run_mine, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/experiments/mine.json")
+
+    monkeypatch.setattr(run, "write_json", write)
+    assert_refused(run_mine(MINE, "--arms=rope"), "mine.json", "No space left on device")
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_command_loses_at_most_that_command(tmp_path, text_data):
+    text = MINE.replace("--max_iters=6", "--max_iters=400")
+    (tmp_path / "mine.py").write_text(text)
+    words = ["mine.py", f"--dataset={text_data}", "--seeds=1", "--device=cpu", "--arms=rope"]
+    command = [sys.executable, str(ROOT / "experiments/run.py"), *words]
+
+    def weights():
+        (folder,) = (tmp_path / "out/experiments").glob("train-*/")
+        return newest(folder).name, load_file(newest(folder) / "model.safetensors")
+
+    def has_begun():
+        logs = list((tmp_path / "out/experiments").glob("train-*/log.jsonl"))
+        return logs and len(logs[0].read_text().splitlines()) > 20
+
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_for(has_begun, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == ""
+    stopped_at, _ = weights()
+    assert "step-000000" < stopped_at < "step-000400"
+    assert not (tmp_path / "out/experiments/mine.json").exists()
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    resumed = weights()
+    os.rename(tmp_path / "out", tmp_path / "before")
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    name, whole = weights()
+    assert resumed[0] == name == "step-000400"
+    assert all(tensor.equal(resumed[1][key]) for key, tensor in whole.items())
+
+
+# -----------------------------------------------------------------------------
+# Values and claims.
+
+
+def test_the_interval_is_students_t():
+    # 4.302653 is the 97.5 % quantile for 2 degrees of freedom
+    mean, half_width = board.interval([1.0, 2.0, 4.0])
+    assert mean == pytest.approx(7 / 3)
+    assert half_width == pytest.approx(4.302653 * math.sqrt(7 / 3) / math.sqrt(3), rel=2e-4)
+    assert board.interval([1.0, 3.0])[1] == pytest.approx(12.706, rel=1e-3)
+    assert math.isnan(board.interval([1.0])[1])
+
+
+@pytest.mark.parametrize(
+    "values, sign, bound, verdict",
+    [
+        ([0.9, 1.0, 1.1], ">", 0.5, "pass"),
+        ([0.9, 1.0, 1.1], "<", 1.5, "pass"),
+        ([0.9, 1.0, 1.1], ">", 0.9, "FAIL (not separated)"),
+        ([0.9, 1.0, 1.1], ">", 2.0, "FAIL (too small)"),
+        ([0.9, 1.0, 1.1], "<", 0.0, "FAIL (contradicted)"),
+        ([0.9, 1.0, 1.1], "<", 0.5, "FAIL (contradicted)"),
+        ([-0.9, -1.0, -1.1], ">", 0.5, "FAIL (contradicted)"),
+        ([1.0], ">", 0.5, "FAIL (a single seed has no interval)"),
+    ],
+)
+def test_a_claim_passes_with_its_whole_interval(values, sign, bound, verdict):
+    assert board.find_verdict(values, sign, bound) == verdict
+
+
+def test_differences_are_paired_by_seed_and_a_number_may_be_a_side():
+    values = {1: 1.0, 2: 2.0, 3: 3.0}
+    rows = [["rope", seed, "chunked", 64, value] for seed, value in values.items()]
+    rows += [["alibi", seed, "chunked", 256, value + 0.5] for seed, value in values.items()]
+    rows += [["alibi", 4, "chunked", 256, 99.0], ["nope", 1, "chunked", 64, math.nan]]
+    measured = make_board("leaderboard", rows)
+    judged = board.judge("chunked: alibi@4L > rope@L + ln 1.5", measured)
+    assert judged.endswith(": +0.500 ± 0.000, > 0.4055: pass")
+    assert board.judge("chunked: rope@64 > -0.5", measured).endswith("-0.5: pass")
+    assert board.judge("chunked: nope@L < rope@L", measured) is None
+    assert measured.cell("nope", "chunked", "L") == "not finite"
+
+
+# -----------------------------------------------------------------------------
+# The committed results through the tables and claims.
+
+
+def loss_rows(records):
+    return [
+        [r["checkpoint"], r["seed"], r["protocol"], r["length"], r.get("loss", "refused")]
+        for r in records
+    ]
+
+
+def published_claims(*pages):
+    """What follows the text of each claim in Markdown pages, such as "+0.1 ± 0.0, < 0: pass"."""
+    lines = [line for page in pages for line in (RESULTS / page).read_text().splitlines()]
+    return [line for line in lines if re.match(r"- .*: (pass|FAIL.*)$", line)]
+
+
+def test_the_leaderboards_claims_have_their_published_verdicts():
+    verdicts = judge_all("leaderboard", loss_rows(read("leaderboard")["records"]))
+    page = (RESULTS / "claims.md").read_text().partition("## The leaderboard")[2]
+    published = published_claims("leaderboard.md")
+    published += [line for line in page.splitlines() if line.startswith("- ")]
+    expected = [line.rpartition(": ")[2] for line in published]
+    # "alibi below sinusoidal" and "rope below alibi" stand there twice
+    del expected[30], expected[17]
+    assert list(verdicts.values()) == expected
+
+
+RECIPES = {"stages": (3, 6), "drope": (7, 10), "mixtures": (0, 3)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipes_claims_have_their_published_verdicts(name):
+    rows = []
+    for record in read("recipes")["records"]:
+        arm = record["variant"].removesuffix(" long").replace("YaRN,", "yarn").lower()
+        arm = arm.replace(" %", "%").replace(" ", "-")
+        for measure, value in record.items():
+            if record["part"] == name and re.fullmatch(r"\d+", measure):
+                rows.append([arm, record["seed"], "last-quarter", 64 * int(measure), value])
+            elif record["part"] == name == "mixtures" and measure in ("short", "long"):
+                length = {"short": 64, "long": 512}[measure]
+                rows.append([arm, record["seed"], f"{measure} last-quarter", length, value])
+    published = [line.rpartition(": ")[2] for line in published_claims("recipes.md")]
+    assert list(judge_all(name, rows).values()) == published[slice(*RECIPES[name])]
+
+
+def test_the_example_of_the_docs_states_an_experiment(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(FLAGS.*?)```", page, re.S)
+    assert len(block.splitlines()) <= 10
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(block)
+    experiment = run.load_experiment("mine.py", run.RunConfig())
+    run.check_claims(experiment)
+    for commands in experiment.arms.values():
+        files = re.findall(r"--entry=(\S+)", " ".join(commands))
+        assert all((ROOT / file).is_file() for file in files)
