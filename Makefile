@@ -3,6 +3,7 @@
 # make test        install and run the tests;  make test-all  the slow ones too, and those of tools/
 # make kernels-all every case of the kernels' tests: run it when kernels/ changes
 # make lint        check format and style
+# make lines       the lines that each part has and may have
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
 # make simulated-gpu   the CUDA path without a GPU: installs the CUDA build of torch (3 GB) and runs
@@ -33,7 +34,7 @@ PUBLIC ?= out/smollm2
 # where it is there, the slow tests use it
 export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
-.PHONY: demo stages test test-all kernels-all lint golden bench aot simulated-gpu simulated-gpu-all \
+.PHONY: demo stages test test-all kernels-all lint lines golden bench aot simulated-gpu simulated-gpu-all \
 	gpu-check smollm2 public
 
 demo: .venv/demo
@@ -76,13 +77,16 @@ lint: .venv/test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+lines: .venv/demo
+	$(PY) tests/lines.py
+
 golden: .venv/test
 	$(PY) tests/golden.py $(OLD) .
 
 bench: .venv/demo
 	$(PY) experiments/bench.py
 
-# Every kernel compiled for every architecture, 1,722 times: results/aot.md.
+# Every kernel compiled for every architecture, 1,722 times: experiments/results/aot.md.
 aot: .venv/test
 	$(PY) tests/compiled/aot.py --all --report
 	NANOLONG_AOT=all $(PY) -m pytest -q tests/test_kernels.py --all -k fit_the_hardware

@@ -67,7 +67,7 @@ class Board:
             cell = (arm, measure, length)
             if isinstance(value, str):
                 self.texts[cell] = value
-            elif math.isfinite(value):
+            elif value is not None and math.isfinite(value):
                 self.values.setdefault(cell, {})[seed] = value
             else:
                 self.texts[cell] = "not finite"
@@ -213,7 +213,7 @@ def rank(board, measures, lengths):
 
 def format_report(experiment, board):
     """Return the lines of NAME.md."""
-    lines = [f"# {experiment.title}", "", f"`{board.command}`: {board.note}."]
+    lines = [f"# {experiment.title or experiment.name}", "", f"`{board.command}`: {board.note}."]
     if experiment.about:
         lines += ["", experiment.about]
     tables = experiment.tables or board.default_tables()
@@ -221,7 +221,7 @@ def format_report(experiment, board):
     names = rank(board, *tables[0][1:])
     for heading, measures, lengths in tables:
         lines += ["", f"## {heading}", "", *format_table(board, names, measures, lengths)]
-    lines += ["", f"![{experiment.title}]({experiment.name}.png)"]
+    lines += ["", f"![the same as curves]({experiment.name}.png)"]
     if experiment.notes:
         lines += ["", *experiment.notes(board)]
     claims = claim_lines(experiment.claims, board)

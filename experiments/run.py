@@ -8,13 +8,13 @@
     python experiments/run.py mine.py                        an experiment of yours
 
 An experiment is a file that states some of these; docs/evaluation.md has an example of ten lines.
-Those with a star may be functions of the budget b, whose numbers are attributes: b.L.
+Names in capitals may be functions of the budget b, whose numbers are attributes: b.L.
 
-    TITLE, ABOUT *  the heading, and the paragraph below it
+    TITLE, ABOUT    the heading, and the paragraph below it
     BUDGETS         name -> numbers as text, "L=64 steps=700"; L is the training length
-    FLAGS *         flags of train.py, for all arms; the flags of an arm win
-    ARMS *          name -> a command or a list of them, ["train --pos=rope", "extend --factor=4"]
-    EVALUATE *      flags of evaluate.py, a list of them, or label -> flags
+    FLAGS           flags of train.py, for all arms; the flags of an arm win
+    ARMS            name -> a command or a list of them, ["train --pos=rope", "extend --factor=4"]
+    EVALUATE        flags of evaluate.py, a list of them, or label -> flags
     TABLES          (heading, measure or measures, lengths), where "4L" is four training lengths
     CLAIMS          a line each: "last-quarter: alibi@8L < alibi@L + ln 1.1"
     measure(arm)    what evaluate.py does not measure: measure or (measure, length) -> number
@@ -44,6 +44,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import math
 import re
 import shlex
 import shutil
@@ -80,6 +81,11 @@ TRAINING_CODE = ("model.py", "rope_scaling.py", "train.py", "extend.py", "data/*
 TRAINING_CODE += ("kernels/eager.py", "kernels/reference.py", "nanolong/optim.py")
 EVALUATION_CODE = ("evaluate.py", "nanolong/losses.py", "nanolong/scoring.py")
 EVALUATION_CODE += ("nanolong/retrieval.py",)
+
+# What an experiment's file may state.
+DEFAULTS = {"TITLE": "", "ABOUT": "", "FLAGS": "", "ARMS": {}, "EVALUATE": {}, "TABLES": None}
+DEFAULTS |= {"CLAIMS": "", "MEASURES": ()}
+DEFAULTS |= dict.fromkeys(("measure", "derive", "make_data", "notes", "plot"))
 
 # A full or read-only disk ends the experiment; any other error is that of an arm.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -121,31 +127,17 @@ def load_experiment(name, cfg):
     b.dataset = cfg.dataset
     b.data = str(CACHE / f"data-{file.stem}-{budget}-{Path(cfg.dataset).name}")
 
-    def state(name, default):
+    experiment = SimpleNamespace(name=file.stem, file=file, b=b)
+    for name, default in DEFAULTS.items():
         value = getattr(module, name, default)
-        return value(b) if callable(value) else value
-
-    evaluate = state("EVALUATE", [])
-    if not isinstance(evaluate, dict):
-        evaluate = {" " * number: flags for number, flags in enumerate(as_list(evaluate))}
-    return SimpleNamespace(
-        name=file.stem,
-        file=file,
-        b=b,
-        title=getattr(module, "TITLE", file.stem),
-        about=state("ABOUT", ""),
-        flags=state("FLAGS", ""),
-        arms={name: as_list(commands) for name, commands in state("ARMS", {}).items()},
-        evaluate=evaluate,
-        tables=getattr(module, "TABLES", None),
-        claims=[line for line in getattr(module, "CLAIMS", "").splitlines() if line],
-        measures=tuple(getattr(module, "MEASURES", ())),
-        measure=getattr(module, "measure", None),
-        derive=getattr(module, "derive", None),
-        make_data=getattr(module, "make_data", None),
-        notes=getattr(module, "notes", None),
-        plot=getattr(module, "plot", None),
-    )
+        is_of_budget = name.isupper() and callable(value)
+        setattr(experiment, name.lower(), value(b) if is_of_budget else value)
+    experiment.arms = {name: as_list(commands) for name, commands in experiment.arms.items()}
+    experiment.claims = list(filter(None, experiment.claims.splitlines()))
+    if not isinstance(experiment.evaluate, dict):
+        calls = as_list(experiment.evaluate)
+        experiment.evaluate = {" " * number: flags for number, flags in enumerate(calls)}
+    return experiment
 
 
 def available():
@@ -156,8 +148,8 @@ def available():
 
 def choose_arms(experiment, cfg):
     """Return the arms to run: name -> commands. Raises UserError for an unknown name."""
-    first, *others = next(iter(experiment.arms.values()))
     for name, file in zip(load_entries(cfg.entry, POSITIONS), cfg.entry, strict=True):
+        first, *others = next(iter(experiment.arms.values())) or ["train"]
         words = [word for word in shlex.split(first) if not word.startswith("--pos=")]
         experiment.arms[name] = [shlex.join([*words, f"--entry={file}"]), *others]
     for name in cfg.arms:
@@ -294,6 +286,7 @@ class Arm:
     dataset: str
     device: torch.device
     folder: Path | None = None  # the run folder of the last command
+    runs: dict = field(default_factory=dict)  # of the arms before it: name -> run folder
     seconds: float = 0.0  # of the processor, for the commands
     key: list = field(default_factory=list)  # what the run folder depends on
     pos: str | None = None  # a scheme of model.py that it has; None: any
@@ -301,6 +294,7 @@ class Arm:
 
     def load(self):
         """Load the model, on the device."""
+        load_entries([word.partition("=")[2] for word in self.entries], POSITIONS)
         return GPT.load(self.folder).to(self.device)
 
 
@@ -323,6 +317,7 @@ class Runs:
         self.experiment = experiment
         self.dataset = cfg.dataset
         self.device = pick_device(cfg.device)
+        self.folders = {}  # seed -> arm -> run folder
         self.commits = []  # of what is used, measured now or before
         CACHE.mkdir(parents=True, exist_ok=True)
 
@@ -331,7 +326,7 @@ class Runs:
 
         folder: of this key in the cache; what is stopped finds there how far it came.
         """
-        digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         folder = CACHE / f"{name}-{digest}"
         file = folder / "done.json"
         if not file.is_file():
@@ -351,7 +346,12 @@ class Runs:
         if first[0] == "train" and not arm.entries:
             arm.pos = dict(word.partition("=")[::2] for word in first).get("--pos", "rope")
         code = hash_code(TRAINING_CODE, arm.pos)
+        if arm.entries:  # one may derive from another
+            code += hash_code(("examples/schemes/*.py",))
         common = f"--seed={arm.seed} --device={self.device}"
+        # Many runs of a minute: compiling takes longer on a CPU.
+        if self.device.type == "cpu":
+            common += " --compile=false"
         defaults = {
             "train": f"--eval_interval=1000000000 --dataset={self.dataset} {common} "
             + self.experiment.flags,
@@ -372,9 +372,12 @@ class Runs:
         """Make an arm and measure it. Returns its rows [arm, seed, measure, length, value]."""
         experiment = self.experiment
         arm = Arm(name, seed, experiment.b, self.dataset, self.device)
+        folders = self.folders.setdefault(seed, {})
+        arm.runs = dict(folders)
         rows = []
         if commands:
             self.make(arm, commands)
+            folders[name] = arm.folder
         code = hash_code(TRAINING_CODE + EVALUATION_CODE, arm.pos)
         for label, flags in experiment.evaluate.items():
             words = split(flags, f"--device={self.device}", shlex.join(arm.entries))
@@ -383,7 +386,7 @@ class Runs:
             rows += [[f"{label} {measure}".strip(), *others] for measure, *others in found]
         if experiment.measure:
             key = [arm.key, name, seed, vars(arm.b), hash_data(arm.dataset), code]
-            key.append(hash_file(experiment.file))
+            key += [hash_file(experiment.file), arm.runs]
             found, _ = self.cached("measure", key, measure, experiment, arm)
             rows += found
         if commands:
@@ -438,14 +441,16 @@ def measure(_, experiment, arm):
     rows = []
     for name, value in found.items():
         name, length = name if isinstance(name, tuple) else (name, 0)
-        rows.append([name, length, value])
+        is_strict = isinstance(value, str) or math.isfinite(value)
+        rows.append([name, length, value if is_strict else None])
     return rows
 
 
 def write_json(file, value):
     """Write a file whole or not at all."""
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, default=str), encoding="utf-8")
+    text = json.dumps(value, default=str, allow_nan=False)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(file)
 
 

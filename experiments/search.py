@@ -1,39 +1,29 @@
-"""Search a factor for each rotated pair of a RoPE checkpoint (LongRoPE: Ding et al. 2024).
+"""Which factor should divide the frequency of each RoPE pair? (LongRoPE: Ding et al. 2024)
 
     python experiments/search.py out/rope --factor=4 --out=out/factors.json
     python extend.py out/rope --method=longrope --factor=4 --options=out/factors.json --max_iters=0
 
-The search is evolutionary, with LongRoPE's released settings at a small size. The population of
-factor tables starts from those of PI, NTK-aware and NTK-by-parts, and mutations of them. In each
-round the better half are the parents of as many children: half of them by mutation (each factor
-with a probability of 0.3), half by crossover of two parents. Factors are at least 1, never fall
-from one pair to the next slower one, and lie on a grid of 0.01.
-
-The fitness is the loss, in nats per digit, of the digits of hidden passkeys at the target length
-(LongRoPE2: Shang et al. 2025; evaluate.py --task=needle): the loss of a whole text hardly depends
-on whether distant text can be used. The attention factor is LongRoPE's, sqrt(1 + ln factor / ln
-original length). The winner is tested on prompts that the search has not seen.
+An evolutionary search with LongRoPE's settings, at a small size, from PI, NTK and NTK-by-parts. The
+factors lie on a grid of 0.01, from 1 to 1.5 times --factor, and never fall from pair to pair. The
+fitness is the loss of the digits of passkeys at the target length (LongRoPE2: Shang et al. 2025):
+the loss of a text hardly depends on distant text. So the run needs train.py --tasks=passkey:0.1.
 """
 
-import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import python_version  # noqa: F401  # isort: skip
-
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 import data
 from model import GPT, POSITIONS, RoPE
-from nanolong import cli
-from nanolong.devices import pick_device, pick_dtype
-from nanolong.entry import load_entries
-from nanolong.retrieval import find_needle
+from nanolong import cli, devices, entry
 from nanolong.strict_json import write_json
 from nanolong.validate import require
 from rope_scaling import METHODS
@@ -42,61 +32,24 @@ from rope_scaling import METHODS
 @dataclass
 class SearchConfig:
     factor: float = 4.0  # how many times longer
-    # file for the table: extend.py --method=longrope --options=FILE
-    out: str = "out/factors.json"
-    # Python files, each with one scheme of your own, for a checkpoint that was trained with it
-    entry: tuple[str, ...] = ()
-    population: int = 16  # tables in a generation
+    out: str = "out/factors.json"  # the file to write
+    entry: tuple[str, ...] = ()  # Python files, each with the scheme that a checkpoint needs
+    population: int = 16  # tables in a generation, at least 4
     rounds: int = 10  # generations
-    trials: int = 32  # prompts that a table is judged by, a quarter at each of four depths
+    trials: int = 32  # prompts that judge a table, a quarter at each of four depths
     seed: int = 1  # of the evolution and the prompts
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-
-    def __post_init__(self):
-        require(self.factor > 1, f"factor={self.factor} does not extend the context: give above 1")
-        require(self.population >= 4, f"population={self.population} is too small: give 4 or more")
-        require(self.trials >= 4, f"trials={self.trials} is too small: give 4 or more")
-        require(self.rounds >= 1, f"rounds={self.rounds} is too small: give at least 1")
-        require(self.out.endswith(".json"), f"--out={self.out} is not a JSON file: end it in .json")
-
-
-DEPTHS = (0.0, 0.25, 0.5, 0.9)  # of the passkeys: 0 is the start of the prompt
 
 
 def constrain(table, factor):
-    """Return the nearest legal table, float64 (pairs,).
-
-    Factors lie from 1 to 1.5 times the factor on a grid of 0.01, and never fall.
-    """
+    """Return the nearest table that is allowed, a tuple."""
     table = np.clip(np.round(table, 2), 1.0, 1.5 * factor)
-    return np.maximum.accumulate(table)
+    return tuple(np.maximum.accumulate(table).tolist())
 
 
-def initial_tables(base, rotary_dim, original_length, factor):
-    """Return the tables of known methods, by name: the old frequencies over the new ones."""
-    old, _ = METHODS["none"](base, rotary_dim, original_length, 1.0)
-    tables = {}
-    for name in ("pi", "ntk", "ntk-parts"):
-        new, _ = METHODS[name](base, rotary_dim, original_length, factor)
-        tables[name] = constrain((old / new).numpy(), factor)
-    return tables
-
-
-def evolve(start, fitness, factor, population, rounds, rng, report=None):
-    """Find the table with the least fitness(table); return it and its fitness.
-
-    start: a list of tables. rng: a numpy generator. report: called with a line after each round.
-    Each table is judged once.
-    """
-    judged = {}
-
-    def judge(table):
-        key = tuple(table)
-        if key not in judged:
-            judged[key] = fitness(table)
-        return judged[key]
+def evolve(start, fitness, factor, population, rounds, rng):
+    """Return the table with the least fitness(table); each is judged once."""
+    fitness = functools.cache(fitness)
 
     def mutate(table):
         changed = rng.random(len(table)) < 0.3
@@ -106,120 +59,60 @@ def evolve(start, fitness, factor, population, rounds, rng, report=None):
     def cross(a, b):
         return constrain(np.where(rng.random(len(a)) < 0.5, a, b), factor)
 
-    generation = list(start)
-    for i in range(population - len(start)):
-        generation.append(mutate(start[i % len(start)]))
-    for number in range(1, rounds + 1):
-        parents = sorted(generation, key=judge)[: max(2, population // 2)]
-        children = []
-        while len(parents) + len(children) < population:
+    mutants = [mutate(start[i % len(start)]) for i in range(population - len(start))]
+    generation = [*start, *mutants]
+    for number in range(rounds):
+        parents = sorted(generation, key=fitness)[: population // 2]
+        generation = list(parents)
+        for i in range(population - len(parents)):
             a, b = (parents[i] for i in rng.choice(len(parents), 2, replace=False))
-            children.append(mutate(a) if len(children) % 2 else cross(a, b))
-        generation = parents + children
-        if report:
-            best = judge(parents[0])
-            report(f"round {number} of {rounds}: {best:.4f} nats a digit, {len(judged)} tables")
-    best = min(generation, key=judge)
-    return best, judge(best)
+            generation.append(mutate(a) if i % 2 else cross(a, b))
+        print(f"round {number + 1}: {fitness(parents[0]):.4f} nats a digit", flush=True)
+    return min(generation, key=fitness)
 
 
-def measure_passkeys(model, tokenizer, dtype, factor, method, options, trials, seed):
-    """Extend a model by a method, and hide passkeys at the target length.
-
-    Returns the fraction that is found and the nats per digit, means over DEPTHS.
-    """
-    # A second extension multiplies the factors and replaces the method.
-    if model.config.extension:
-        factor = 1.0
-    model.extend(method, factor, **options)
-    results = []
-    for depth in DEPTHS:
-        result = find_needle(
-            model,
-            tokenizer,
-            model.config.block_size,
-            depth,
-            max(1, trials // len(DEPTHS)),
-            seed,
-            model.meta.get("bos"),
-            dtype,
-        )
-        results.append(result)
-    found, loss = np.mean(results, 0).tolist()
-    return found, loss
+@torch.no_grad()
+def passkey_loss(model, factor, trials, seed, method, table=None):
+    """Extend a model, and return its loss in nats per digit of hidden passkeys."""
+    options = {"long_factor": list(table)} if table else {}
+    # A second extension replaces the method and multiplies the factors.
+    model.extend(method, 1.0 if model.config.extension else factor, **options)
+    tokenizer = data.tokenizer_from_json(model.meta["tokenizer"])
+    length = model.config.block_size
+    losses = []
+    for depth in (0.0, 0.25, 0.5, 0.9):  # 0 is the start of the prompt
+        rng = np.random.Generator(np.random.PCG64([seed, length, round(1e6 * depth), True]))
+        for _ in range(trials // 4):
+            x, y = data.passkey(tokenizer, length, depth, rng, model.meta.get("bos"))
+            x, y = (torch.from_numpy(part).to(model.embed.weight.device) for part in (x, y))
+            hidden_states = model.hidden_states(x[None], model.sample_positions(1, length, seed))
+            logits = model.head(hidden_states[0, -data.DIGITS :])  # the others are not needed
+            losses.append(F.cross_entropy(logits, y[-data.DIGITS :]).item())
+    return sum(losses) / len(losses)
 
 
-def load(path):
-    """Return a RoPE checkpoint, not extended, and its tokenizer. Raises UserError for others."""
-    model = GPT.load(path)
-    is_rope = isinstance(model.pos, RoPE)
-    require(is_rope, f"{path} is --pos={model.config.pos}: give a checkpoint of --pos=rope")
-    extended = model.config.extension
-    require(not extended, f"{path} is extended already: give the checkpoint it was made from")
-    tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
-    require(
-        tokenizer,
-        f"{path} has no tokenizer to make prompts with: give a checkpoint that was trained on a "
-        "text prepared by data/prepare.py",
-    )
-    return model, tokenizer
-
-
-def main():
-    args = cli.parse(
-        cfg=SearchConfig,
-        about=__doc__,
-        paths="the run folder of a RoPE model, trained with --tasks=passkey:0.1",
-    )
+def main(argv=None):
+    args = cli.parse(cfg=SearchConfig, about=__doc__, paths="the run folder", argv=argv)
     cfg = args.cfg
-    usage = "give one run folder, as in python experiments/search.py out/rope"
-    require(len(args.paths) == 1, usage)
-    load_entries(cfg.entry, POSITIONS)
-    model, tokenizer = load(args.paths[0])
-    device = pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, device)
-    model.to(device)
-    out = Path(cfg.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-
-    # Search.
-    test = functools.partial(measure_passkeys, model, tokenizer, dtype, cfg.factor)
+    require(len(args.paths) == 1, "give one run folder, such as out/rope")
+    entry.load_entries(cfg.entry, POSITIONS)
+    model = GPT.load(args.paths[0]).to(devices.pick_device(cfg.device))
     config = model.config
-    start = initial_tables(
-        config.rope_base,
-        model.pos.rotary_dim,
-        config.original_length,
-        cfg.factor,
-    )
-
-    def fitness(table):
-        _, loss = test("longrope", {"long_factor": table.tolist()}, cfg.trials, cfg.seed)
-        return loss
-
+    is_known = isinstance(model.pos, RoPE) and not config.extension and model.meta.get("tokenizer")
+    require(is_known, f"{args.paths[0]} is no run of train.py --pos=rope on a text: give one")
+    shape = (config.rope_base, model.pos.rotary_dim, config.original_length, cfg.factor)
+    plain, *known = (METHODS[m](*shape)[0] for m in ("none", "pi", "ntk", "ntk-parts"))
+    start = [constrain((plain / inv_freq).numpy(), cfg.factor) for inv_freq in known]
+    loss = functools.partial(passkey_loss, model, cfg.factor)
+    fitness = functools.partial(loss, cfg.trials, cfg.seed, "longrope")
     rng = np.random.default_rng(cfg.seed)
-    report = functools.partial(print, flush=True)
-    best, _ = evolve(
-        list(start.values()),
-        fitness,
-        cfg.factor,
-        cfg.population,
-        cfg.rounds,
-        rng,
-        report,
-    )
-
-    # Compare with the methods, on new prompts.
-    trials, seed = 4 * cfg.trials, cfg.seed + 1000
-    print(f"at {config.block_size:,} tokens, on {trials} prompts that the search has not seen:")
-    candidates = {name: (name, {}) for name in ("none", "pi", "ntk", "ntk-parts", "yarn")}
-    candidates["searched"] = ("longrope", {"long_factor": best.tolist()})
-    for name, (method, options) in candidates.items():
-        found, loss = test(method, options, trials, seed)
-        print(f"  {name:<10} {found:5.2f} found, {loss:.4f} nats a digit")
-    write_json(out, {"long_factor": best.tolist()})
-    command = f"python extend.py {shlex.quote(args.paths[0])} --method=longrope"
-    command += f" --factor={cfg.factor:g} --options={shlex.quote(str(out))}"
-    print(f"{out} is written: {command}")
+    best = evolve(start, fitness, cfg.factor, cfg.population, cfg.rounds, rng)
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    write_json(Path(cfg.out), {"long_factor": best})
+    print(f"wrote {cfg.out}; in nats a digit, on {4 * cfg.trials} prompts that are new:")
+    for method in ("none", "pi", "ntk", "ntk-parts", "yarn", "longrope"):
+        table = best if method == "longrope" else None
+        print(f"  {method:<10} {loss(4 * cfg.trials, cfg.seed + 1000, method, table):.4f}")
     return 0
 
 

@@ -967,8 +967,8 @@ def _sweep_kernel(
 # -----------------------------------------------------------------------------
 # Tile sizes
 #
-# Chosen by ahead-of-time compilation (results/aot.md): nothing spilled up to D = 128, shared memory
-# within the card's limit, fewest cycles an element (results/predicted.md). Not yet chosen by
+# Chosen by ahead-of-time compilation (experiments/results/aot.md): nothing spilled up to D = 128,
+# shared memory within the card's limit, fewest cycles an element (predicted.md). Not yet chosen by
 # timing. The tiles of a sweep and those of vectors are square. With a table, the BM of dK and dV
 # divides that of the sweep; with vectors, dQ and the sweep have the same.
 

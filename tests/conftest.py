@@ -50,13 +50,11 @@ def pytest_ignore_collect(collection_path, config):
     Some folders are collected only when they are named.
 
     test_kernels.py runs tests/compiled in a child process; make simulated-gpu runs
-    tests/simulated_gpu with another build of torch; tests/papers is slow.
+    tests/simulated_gpu with another build of torch.
     """
     name = collection_path.name
     named = any(name in str(word) for word in config.args)
-    if name == "papers":
-        named = named or config.getoption("--all")
-    return True if name in ("compiled", "papers", "simulated_gpu") and not named else None
+    return True if name in ("compiled", "simulated_gpu") and not named else None
 
 
 def pytest_addoption(parser):

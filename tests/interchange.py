@@ -5,7 +5,7 @@ or not, and random weights, in a process of its own. Compared are all logits, in
 the original context length: after the import, in one forward pass and token by token with a cache;
 and after an export, as AutoModelForCausalLM loads it. Then our own models are exported. Export,
 import and export again should give the same bytes. Run as a script, this file prints the section of
-refusals of results/interchange.md.
+refusals of experiments/results/interchange.md.
 """
 
 import contextlib

@@ -11,6 +11,7 @@ from conftest import assert_refused, run_python
 
 from data import prepare
 from evaluate import EvaluateConfig
+from experiments.run import RunConfig
 from extend import ExtendConfig
 from hf import HFConfig
 from model import POSITIONS, GPTConfig
@@ -280,7 +281,7 @@ def test_help_may_stand_above_the_field():
         ("sample.py", (SampleConfig,)),
         ("data/prepare.py", (prepare.PrepareConfig,)),
         ("hf.py", (HFConfig,)),
-        ("experiments/leaderboard.py", ()),
+        ("experiments/run.py", (RunConfig,)),
     ],
 )
 def test_help_of_a_script_explains_every_setting(script, classes, call):

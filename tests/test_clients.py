@@ -7,9 +7,9 @@ SmolLM2-135M-Instruct (NANOLONG_SMOLLM2, as in test_smollm2.py) is extended by e
 be exported, without training. Each client encodes a text by the tokenizer of the export, and
 computes logits in float32 at the last positions of a short sequence and of one beyond the original
 context. llama.cpp reads the GGUF file that its own converter makes, and those that hf.py writes:
-results/gguf.md has what they compute in the whole model, which --exhaustive runs. CLIENTS is a
-folder with mlx-lm and llama-cpp-python, whose source distribution has the converter. What a client
-computes otherwise, and why: results/interchange.md.
+experiments/results/gguf.md has what they compute in the whole model, which --exhaustive runs.
+CLIENTS is a folder with mlx-lm and llama-cpp-python, whose source distribution has the converter.
+What a client computes otherwise, and why: experiments/results/interchange.md.
 """
 
 import _pydecimal

@@ -1,18 +1,15 @@
 """Schemes from files: loading them, using them in every script, and the identity of code."""
 
-import inspect
 import os
 import re
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 from conftest import ROOT, TINY, assert_refused, assert_success
 
 import data
-from experiments.report import hash_code
 from model import GPT, POSITIONS
 from nanolong.entry import entry_file, load_entries, load_entry
 from nanolong.errors import UserError
@@ -144,12 +141,10 @@ def test_analyses_and_exports_take_an_entry(call, make, text_data, tmp_path):
     model.meta = {"dataset": str(text_data), "bos": 256}
     model.meta["tokenizer"] = data.ByteTokenizer().to_json()
     model.save(run / "step-000001")
-    small = ["--windows=2", "--device=cpu"]
-    probe = ["--held_out=2", "--hidden=4", "--steps=1"]
+    probes = ["--lengths=16", "--probe_steps=1", "--device=cpu"]
     search = ["--factor=2", "--population=4", "--rounds=1", "--trials=4", "--device=cpu"]
     for words in (
-        ["experiments/attention_maps.py", run, *small, "--bins=2"],
-        ["experiments/probe.py", run, *small, *probe],
+        ["experiments/probes.py", run, *probes],
         ["experiments/search.py", run, *search, f"--out={tmp_path}/f.json"],
         ["hf.py", "export", run, tmp_path / "exported"],
     ):
@@ -210,35 +205,6 @@ def test_an_edited_entry_is_named_with_old_weights(entry, call, text_data, tmp_p
     # these weights were trained with the edited file
     done = call_anew(*resume, "--max_iters=12")
     assert not done.stderr and "entry_hash" not in done.stdout
-
-
-def test_the_hash_is_that_of_the_code_and_of_what_it_names(tmp_path):
-    def scheme(folder, text):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "decay.py").write_text(textwrap.dedent(text))
-        return POSITIONS.pop(load_entry(tmp_path / folder / "decay.py", POSITIONS))
-
-    original = hash_code([scheme("a", DECAY)])
-    commented = DECAY.replace("    def bias", "    # why\n\n    def bias")
-    assert hash_code([scheme("b", DECAY)]) == hash_code([scheme("c", commented)]) == original
-    assert hash_code([scheme("d", DECAY.replace("sqrt", "log1p"))]) != original
-    assert hash_code([POSITIONS["rope"]]) != original
-    assert len({hash_code([known]) for known in POSITIONS.values()}) == len(POSITIONS)
-
-
-def test_the_hash_follows_helpers_and_base_classes(monkeypatch):
-    before = {name: hash_code([POSITIONS[name]]) for name in ("sinusoidal", "alibi")}
-    real = inspect.getsource
-    edits = {"sinusoid_frequencies": ("10000.0", "5000.0")}
-
-    def edited(item):
-        return real(item).replace(*edits.get(getattr(item, "__name__", ""), ("", "")))
-
-    monkeypatch.setattr(inspect, "getsource", edited)
-    assert hash_code([POSITIONS["sinusoidal"]]) != before["sinusoidal"]
-    assert hash_code([POSITIONS["alibi"]]) == before["alibi"]
-    edits["NoPE"] = ("1.0", "1.5")
-    assert hash_code([POSITIONS["alibi"]]) != before["alibi"]
 
 
 # -----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Every model family compared with transformers: import, cache, extension and export.
 
 By default every family occurs once; --all has every RoPE type of each. Run as a script, this file
-writes the table of all differences, results/families.md.
+writes the table of all differences, experiments/results/families.md.
 """
 
 import json
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiments.report import markdown_table
+from experiments.board import table_lines
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub.families import FAMILIES
@@ -545,10 +545,10 @@ def write_table(file):
         "is exported, as transformers loads it. By extend.py: the imported model, extended by 4 "
         "and exported.",
         "",
-        *markdown_table(header, rows),
+        *table_lines(header, rows),
     ]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write_table(Path(__file__).resolve().parent.parent / "results/families.md")
+    write_table(Path(__file__).resolve().parent.parent / "experiments/results/families.md")

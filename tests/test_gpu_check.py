@@ -160,7 +160,7 @@ def test_everything_is_run_and_reported(fake_machine, call, tmp_path):
     }
     commands = fake_machine(canned, "python", "compute-sanitizer")
     out = tmp_path / "out"
-    done = call("gpu_check.py", f"--out_dir={out}", "--lengths=2048,4096", "--minutes=3")
+    done = call("gpu_check.py", f"--out_dir={out}", "--lengths=2048,4096")
     assert done.returncode == 1, done.stderr
     assert f"wrote {out / 'report.md'}; not well: tests; not well: sanitizer" in done.stdout
 
@@ -175,12 +175,7 @@ def test_everything_is_run_and_reported(fake_machine, call, tmp_path):
         at = arguments.index(str(tmp_path / "bin/python"))
         assert arguments[at + 1 : at + 7] == words
         assert environment == {**variables, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    assert bench[1] == [
-        "experiments/bench.py",
-        f"--out_dir={out}",
-        "--minutes=3.0",
-        "--lengths=2048,4096",
-    ]
+    assert bench[1] == ["experiments/bench.py", f"--out_dir={out}", "--lengths=2048,4096"]
 
     report = (out / "report.md").read_text()
     for text in (

@@ -1,7 +1,7 @@
 """hf.py compared with transformers, which runs in processes of its own (see requirements-dev.txt).
 
 By default every architecture and every RoPE type occurs once; all combinations run with --all, and
-results/interchange.md has a report of them.
+experiments/results/interchange.md has a report of them.
 """
 
 import json

@@ -76,7 +76,7 @@ def test_compiled_kernels_fit_the_hardware():
     assert {row["target"] for row in rows} == set(aot.TARGETS)
     for row in rows:
         faults = aot.faults(row)
-        # results/aot.md names each of these
+        # experiments/results/aot.md names each of these
         only_narrow_on_amd = row["target"] == "gfx942" and faults == ["2-byte loads"]
         if scope == "--all" and ("fp32" in row["kernel"] or only_narrow_on_amd):
             assert not row["atomics"] and row["shared"] <= aot.SHARED[row["target"]], row

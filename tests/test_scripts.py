@@ -83,8 +83,9 @@ OTHER_ERRORS = [
     ("data/prepare.py", "", "either"),
     ("data/prepare.py", "gone.txt", "gone.txt"),
     ("data/prepare.py", "--dataset=imagenet", "imagenet"),
-    ("experiments/leaderboard.py", "--entries=rope,ropey", "'ropey'", "rope, rope-window"),
-    ("experiments/leaderboard.py", "--entry=gone.py", "gone.py"),
+    ("experiments/run.py", "leaderboard --arms=rope,ropey", "'ropey'", "rope, rope-window"),
+    ("experiments/run.py", "leaderboard --entry=gone.py", "gone.py"),
+    ("experiments/run.py", "leaderbord", "there is no experiment leaderbord"),
 ]
 ERRORS = [*(("train.py", *case) for case in TRAIN_ERRORS), *OTHER_ERRORS]
 

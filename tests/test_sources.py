@@ -1,11 +1,11 @@
-"""results/sources.md: a row for each claim, with a verdict, and nothing that does not exist."""
+"""sources.md of the results: a row for each claim, a verdict, and nothing that does not exist."""
 
 import re
 
 import pytest
 from conftest import ROOT
 
-PAGE = ROOT / "results" / "sources.md"
+PAGE = ROOT / "experiments" / "results" / "sources.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 VERDICTS = {
     "holds",

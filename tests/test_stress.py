@@ -47,7 +47,7 @@ def test_guarantees_hold_under_stress(section, tmp_path):
 
 
 def test_the_report_is_that_of_its_json(tmp_path):
-    results = ROOT / "results"
+    results = ROOT / "experiments/results"
     (tmp_path / "trust.json").write_bytes((results / "trust.json").read_bytes())
     done = run_stress("--redraw=true", f"--out_dir={tmp_path}")
     assert done.returncode == 0, done.stderr

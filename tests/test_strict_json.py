@@ -27,9 +27,6 @@ def test_numbers_that_are_not_finite_become_null(indent):
 # a text to hash, of what write_meta() has refused to write with NaN.
 MAY_WRITE_NAN = {
     "nanolong/run/checkpoint.py",
-    "experiments/bench_sample.py",
-    "experiments/bench_train.py",
-    "experiments/report.py",
 }
 
 

@@ -10,7 +10,7 @@ methods of RoPE that scale frequencies. With phi(x) = elu(x) + 1:
 
 Features are rotated after phi, in the numerator only: the denominator is then a sum of positive
 numbers. Queries are not scaled by 1 / sqrt(head_dim): outside phi the factor would cancel.
-experiments/papers/linear_attention.py measures what it does.
+python experiments/run.py linear_attention measures what it does.
 """
 
 import torch

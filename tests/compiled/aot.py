@@ -2,7 +2,7 @@
 
     python tests/compiled/aot.py            60 compilations, for seven architectures
     python tests/compiled/aot.py --all      every head dimension, dtype, bias and mask: 1,722
-    python tests/compiled/aot.py --all --report    also writes results/aot.md
+    python tests/compiled/aot.py --all --report    also writes experiments/results/aot.md
 
 Prints JSON, one compilation a line, with the tile sizes that would run on a GPU. --all takes 6 to
 10 minutes of 2 cores where triton's cache has the kernels, and most of an hour where it has not.
@@ -340,7 +340,7 @@ def whole_loop(row, bias):
 
 
 def report(rows):
-    """Write results/aot.md: what is clean, by kernel and architecture, and what is not."""
+    """Write experiments/results/aot.md: by kernel and architecture, what is clean and what not."""
     groups = {}
     for row in rows:
         name = re.sub(r",? ?D=.*", "", row["kernel"])
@@ -361,7 +361,7 @@ def report(rows):
     if n_clean == len(rows):
         lines.append("| none | | | |")
     lines += ["", *loop_report(rows)]
-    (ROOT / "results/aot.md").write_text("\n".join(lines) + "\n")
+    (ROOT / "experiments/results/aot.md").write_text("\n".join(lines) + "\n")
 
 
 def summary_cell(rows):
@@ -372,7 +372,7 @@ def summary_cell(rows):
 
 
 def loop_report(rows):
-    """The section of results/aot.md on the main loop."""
+    """The section of experiments/results/aot.md on the main loop."""
     lines = [ABOUT_LOOPS]
     for D in (64, 128):
         loops = list(forward_loops(rows, D))

@@ -9,9 +9,9 @@ Everything is a real process with real signals, in a temporary folder; see harne
 the file of its name in this folder, whose trials() yields a description and what went wrong, if
 anything, for each trial.
 
-results/trust.md and trust.json count, for each description, how many trials passed and failed. A
-section that is left out keeps its rows, with the command, commit, date and seed that made them. The
-exit status is 1 when a trial failed. Linux only.
+trust.md and trust.json in experiments/results count, for each description, how many trials passed
+and failed. A section that is left out keeps its rows, with the command, commit, date and seed that
+made them. The exit status is 1 when a trial failed. Linux only.
 """
 
 import sys
@@ -48,7 +48,7 @@ class StressConfig:
     fast: bool = False  # few of the trials that take more than a second, for the tests
     seed: int = -1  # of all random choices; default: a new one
     redraw: bool = False  # rewrite trust.md from trust.json, without any trial
-    out_dir: str = "results"  # where trust.md and trust.json are
+    out_dir: str = "experiments/results"  # where trust.md and trust.json are
 
     def __post_init__(self):
         for section in self.only:

@@ -1,0 +1,76 @@
+"""Which extended models find a passkey in long text, and at which depth?
+
+Models are trained on passkey documents of up to L tokens, extended 4 times by extend.py, and asked
+for passkeys in up to 4L tokens, at 5 depths from the start (0) to the end (1). The control has no
+passkey in its prompt. All arms and seeds get the same prompts. Only drope is trained further, as it
+has to be: for a fifth of the steps, at L.
+
+Trap: the mean over the depths hides that a window finds the passkeys at the end alone.
+`evaluate.py --task=needle --plot=FILE.png` draws the heatmap of a run.
+"""
+
+from experiments.leaderboard import FLAGS  # noqa: F401
+from experiments.reproduce import extend
+
+TITLE = "Passkeys by length and depth"
+# trials: prompts for each length and depth
+BUDGETS = {
+    "cpu": "L=96 layers=4 heads=4 width=96 batch=42 steps=500 warmup=50 rate=3e-3 trials=64",
+    "gpu": "L=512 layers=8 heads=8 width=512 batch=64 steps=1500 warmup=50 rate=3e-3 trials=64",
+    "try": "L=48 layers=2 heads=2 width=32 batch=5 steps=6 warmup=1 rate=3e-3 trials=4",
+}
+NAMES = ("none", "pi", "ntk", "ntk-frozen", "ntk-lceg", "ntk-parts", "yarn", "dynamic-yarn")
+NAMES += ("drope", "window", "lm-infinite", "self-extend")
+
+
+def ABOUT(b):
+    return (
+        f"Fraction of passkeys found, of models trained for {b.steps} steps on documents of up to "
+        f"L = {b.L} tokens: the mean over the seeds and its 95 % interval. A guess finds 0.001."
+    )
+
+
+def ARMS(b):
+    arms = {}
+    for name in NAMES:
+        steps = max(2, b.steps // 5) if name == "drope" else 0
+        arms[name] = ["train --pos=rope --tasks=passkey:1", extend(b, name, steps)]
+    for pos in ("nope", "alibi"):
+        arms[pos] = f"train --pos={pos} --tasks=passkey:1"
+    return arms
+
+
+def EVALUATE(b):
+    return f"--task=needle --lengths={b.L},{2 * b.L},{3 * b.L},{4 * b.L} --trials={b.trials}"
+
+
+MEASURES = ("end - start",)
+
+
+def derive(board):
+    """Yield how many more are found at the end than at the start of the longest prompt."""
+    for arm in board.arms:
+        start = board.of(arm, "needle 0", "4L")
+        for seed, found in board.of(arm, "needle 1", "4L").items():
+            yield arm, seed, "end - start", 4 * board.b.L, found - start[seed]
+
+
+DEPTHS = ["needle 0", "needle 0.25", "needle 0.5", "needle 0.75", "needle 1", "needle control"]
+TABLES = [
+    ("Found, mean over the depths", "needle", ["L", "2L", "3L", "4L"]),
+    ("Found by depth", DEPTHS, ["4L"]),
+]
+CLAIMS = """
+# Passkeys found, zero-shot
+needle: ntk@4L > none@4L
+needle: ntk-parts@4L > ntk@4L
+needle: yarn@4L > ntk-parts@4L
+needle: yarn@4L > 0.8
+end - start: alibi@4L > 0
+needle: nope@2L > none@2L
+needle: nope@3L > none@3L
+needle: nope@4L > none@4L
+# Exact and approximate attention (Lu et al. 2024)
+needle 1: window@4L > 0.5
+needle 0: window@4L < 0.1
+"""

@@ -1,0 +1,54 @@
+"""experiments/bench.py: turns and ratios, what the timed functions compute, and the reports."""
+
+import json
+
+import torch
+from conftest import assert_refused, assert_success
+
+from experiments import bench
+
+NANOGPT = """import model, experiments.bench as bench
+GPT = model.GPT
+def GPTConfig(dropout, bias, **sizes): return model.GPTConfig(**sizes, **bench.LIKE_NANOGPT)"""
+STEPS = "for i in range(9): print(f'iter {i}: loss 1.0, time {i:.2f}ms, mfu -100.00%')"
+
+
+def test_ratios_are_of_pairs_and_a_failure_has_its_reason():
+    in_order = iter([9.0, 9.0, 2.0, 1.0, 30.0, 10.0, 1.0, 5.0]).__next__
+    # called as ab, and then ba, ab, ba: a / b is 0.5, 3 and 5, and that of the medians is 2.5
+    clocks = {"a": in_order, "b": in_order, "bad": iter(()).__next__}
+    rows = bench.compare("rope", "case", clocks, 3, 6.0, "GB/s", warmup=1)
+    assert "| 3.00 (1.75 to 4.00) | 3,000.0 GB/s" in bench.format_table(rows)[3]
+    assert (rows[1]["ms"], rows[2]["ms"], rows[2]["note"]) == (2.0, None, "StopIteration()")
+
+
+def test_what_is_timed_is_attention():
+    for name, arguments, options, work, *_ in bench.attention_cases(torch.device("cpu"), (33,)):
+        assert abs(work / (12 * 4 * 33 * 33 * 64 / 2 / 1e9) - 1) < 1e-9
+        functions = (bench.plain_attention, bench.reference.attention)
+        torch.testing.assert_close(*(f(*arguments, **options) for f in functions), msg=name)
+
+
+def test_operators_are_reported_as_gpu_check_reads_them(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "clock_operator", lambda *words: 2.0)
+    assert_success(call("experiments/bench.py", f"--out_dir={tmp_path}", "--device=cpu"))
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    fields = {"section", "case", "name", "ms", "rate", "unit", "note"}
+    assert fields <= set(rows[0]) and len(rows) == 2 * 2 * (2 + 2 * 5 + 2)
+    report = (tmp_path / "bench.md").read_text()
+    assert all(word in report for word in ("commit ", " thread", " torch ", "avx2 ", "amx_bf16 "))
+
+
+def test_training_is_compared_with_a_checkout_of_nanogpt(call, monkeypatch, tmp_path):
+    train = ["experiments/bench.py", "train", "--device=cpu"]
+    assert_refused(call(*train), "--nanogpt=PATH")
+    (tmp_path / "data/shakespeare_char").mkdir(parents=True)
+    for file, text in {"data/shakespeare_char/val": "", "model": NANOGPT, "train": STEPS}.items():
+        (tmp_path / file).with_suffix(".py" if text else ".bin").write_text(text)
+    monkeypatch.setattr(bench, "ROOT", tmp_path / "absent")  # of our train.py
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(bench, "SHAPES", {"cpu": {"characters": (1, 2, 8, 8, 2)}})
+    assert_success(call(*train, "--nanogpt=.", "--steps=2", cwd=tmp_path))
+    rows = json.loads((tmp_path / "out/bench/cpu/train.json").read_text())["rows"]
+    assert [len(row["times"]) for row in rows] == [2, 2, 2, 5, 0, 0] * 2
+    assert rows[3]["ms"] == 6.5 and "No such file" in rows[4]["note"]

@@ -1,0 +1,55 @@
+"""Linear attention against its formula in float64, and the committed verdicts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from published import judge_all, read
+
+from model import POSITIONS
+from nanolong.entry import load_entries
+
+FILES = ["examples/schemes/linear_attention.py", "experiments/linear_attention_both.py"]
+
+
+@pytest.fixture(autouse=True)
+def schemes(entries_do_not_stay):
+    load_entries(FILES, POSITIONS)
+
+
+def rotate(x, fraction):
+    """Multiply the pairs (c, c + R/2) of x (..., T, D) by e^(i t 10000^(-2c/R))."""
+    half = int(x.shape[-1] * fraction) // 2
+    frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / max(half, 1))
+    angle = torch.arange(x.shape[-2])[:, None] * frequencies
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
+    pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1)
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "linear_attention_both"])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_attention_is_the_formula(name, fraction, make):
+    model = make(pos=name, rope_fraction=fraction, n_kv_head=2).double()
+    q, k, v = (4 * torch.randn(2, heads, 77, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = {"window": 0, "sinks": 0, "scale": 0.3, "docs": None, "positions": None}
+    y = model.pos.attend(q, k, v, torch.arange(77), 0, None, **mask)
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    weights = (rotate(q, fraction) @ rotate(k, fraction).mT).tril()
+    both = name == "linear_attention_both"
+    denominator = (weights if both else (q @ k.mT).tril()).sum(-1, keepdim=True)
+    assert (denominator.min() < 0) == (both and fraction > 0)
+    # In units of the denominator, since a rotated one may be near zero; cos and sin are float32.
+    assert ((y * denominator - weights @ v).abs() / (q @ k.mT).sum(-1, keepdim=True)).max() < 1e-4
+
+
+def test_committed_verdicts_are_those_of_the_claims():
+    board = read("linear_attention")
+    rows = []
+    for record in board["records"]:
+        arm = record["model"].replace(", both rotated", "-both").replace(" ", "-")
+        rows.append([arm, record["seed"], "token frequencies", 0, board["unigram_loss"]])
+        for scored in record["losses"]:
+            rows.append([arm, record["seed"], *scored.values()])
+    verdicts = list(judge_all("linear_attention", rows).values())
+    assert verdicts == ["pass", "pass", "pass", "FAIL (not separated)"]
