@@ -263,7 +263,7 @@ def main(argv=None):
     text = cfg.dataset or first.meta.get("dataset")
     if not text:
         raise UserError("the first checkpoint does not name its training text: give --dataset")
-    dataset = data.open_dataset(text)
+    dataset = data.open_dataset(text, first.meta.get("bos") is not None)
     lengths = cfg.lengths or (min(model.config.original_length for model in models.values()),)
     columns = []
     for name, model in models.items():

@@ -80,7 +80,8 @@ SCHEMES = dict(POSITIONS)  # without those of --entry
 TRAINING_CODE = ("model.py", "rope_scaling.py", "train.py", "extend.py", "data/*.py")
 TRAINING_CODE += ("kernels/eager.py", "kernels/reference.py", "nanolong/optim.py")
 EVALUATION_CODE = ("evaluate.py", "nanolong/losses.py", "nanolong/scoring.py")
-EVALUATION_CODE += ("nanolong/retrieval.py",)
+EVALUATION_CODE += ("nanolong/retrieval.py", "nanolong/attention_maps.py")
+MEASURING_CODE = ("experiments/tasks.py",)  # which others train with
 
 # What an experiment's file may state.
 DEFAULTS = {"TITLE": "", "ABOUT": "", "FLAGS": "", "ARMS": {}, "EVALUATE": {}, "TABLES": None}
@@ -386,7 +387,7 @@ class Runs:
             rows += [[f"{label} {measure}".strip(), *others] for measure, *others in found]
         if experiment.measure:
             key = [arm.key, name, seed, vars(arm.b), hash_data(arm.dataset), code]
-            key += [hash_file(experiment.file), arm.runs]
+            key += [hash_file(experiment.file), hash_code(MEASURING_CODE), arm.runs]
             found, _ = self.cached("measure", key, measure, experiment, arm)
             rows += found
         if commands:

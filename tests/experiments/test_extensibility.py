@@ -14,7 +14,7 @@ from experiments.run import RunConfig, load_experiment
 MEASURES = {"loss": "last-quarter", "exact": "niah accuracy", "gain": "niah gain"}
 
 
-def rows_of(saved, rename):
+def published_rows(saved, rename):
     """The rows of a JSON of records. rename: their name of a model -> ours."""
     rows = []
     for record in saved["records"]:
@@ -63,7 +63,7 @@ def test_rank_correlations_are_spearmans():
 
 
 def test_published_results_give_the_published_verdicts_and_effects():
-    rows = rows_of(read("extensibility"), {"none": "plain"})
+    rows = published_rows(read("extensibility"), {"none": "plain"})
     assert_judged_as_published("extensibility", rows)
     cell = make_board("extensibility", rows).cell("NS/fine-tuned", "effect on loss", "4L")
     assert cell == "0.054 ± 0.017"

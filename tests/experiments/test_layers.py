@@ -5,12 +5,12 @@ import re
 
 import pytest
 from published import judge_all, read
-from test_extensibility import assert_judged_as_published, rows_of
+from test_extensibility import assert_judged_as_published, published_rows
 
 
 def test_published_results_give_the_published_verdicts():
     saved = read("layers")
-    rows = rows_of(saved, {name: re.sub("[ =+]", "-", name) for name in saved["models"]})
+    rows = published_rows(saved, {name: re.sub("[ =+]", "-", name) for name in saved["models"]})
     assert_judged_as_published("layers", rows)
     judged = judge_all("layers", rows)
     # with a mean of 0.4 nats before the extension they have learned nothing

@@ -1,4 +1,4 @@
-"""Weights set by hand that know positions without position embeddings, against formulas."""
+"""Weights set manually that know positions without position embeddings, against formulas."""
 
 import pytest
 import torch
