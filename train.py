@@ -55,11 +55,6 @@ class TrainConfig:
     beta1: float = 0.9  # AdamW's decay of the mean gradient
     beta2: float = 0.95  # AdamW's decay of the mean squared gradient
     grad_clip: float = 1.0  # clip the norm of the gradients to this; 0: no clipping
-    # START:END in tokens: train with a window that grows to the model's window or context length
-    window_schedule: str = ""
-    window_steps: int = 0  # steps until the window is END; 0: 0.6 max_iters
-    window_changes: int = 8  # how often the window grows
-    window_yarn: bool = False  # at each change, extend the context of RoPE from START by YaRN
     # [evaluation]
     eval_interval: int = 250  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 40  # batches of an evaluation, evenly spaced; 0: the whole validation set
@@ -189,7 +184,6 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop signals
     was_training = model.training
     model.eval()
-    run.set_window(model, cfg)  # the final one of a window schedule
     n_rounds = math.ceil(len(batches) / world)
     for number in range(rank, n_rounds * world, world):
         if parallel.any_process(stop_signals, everywhere=parallel.is_sharded(model)):
@@ -365,8 +359,7 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
         run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
     stopped = False
     while not stopped and state.step < cfg.last_step:
-        # forward and backward, with the window of this step
-        run.set_window(model, cfg, state.step)
+        # forward and backward
         if logger:
             logger.start_step(state.tokens)
         sums, losses = forward_backward(forward, loader, state, dtype)
@@ -462,7 +455,6 @@ def main(argv=None):
     run.prepare_dataset(cfg.dataset)
     if model is None:
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)
-        run.prepare_schedule(model_config, cfg)
         with torch.device("meta"):  # shapes without memory
             memory.check_weights_fit(GPT(model_config))
         torch.manual_seed(cfg.seed)

@@ -1,6 +1,6 @@
 """When, and on which data, should a model be extended? Four recipes, each against its alternatives.
 
-    python experiments/recipes.py                   all four, three seeds
+    python experiments/recipes.py                   all three, three seeds
     python experiments/recipes.py --part=stages --seeds=2
                                                     some: several processes may share the work
     python experiments/recipes.py --budget=try      seconds, a test without meaning
@@ -12,9 +12,8 @@ mixtures: a model is extended by YaRN and fine-tuned on none, a third, two third
 long documents, the rest short ones, in sequences of the target length.
 stages: the length grows twice within a run, at 90 % and 95 % of the steps, with the optimizer and
 the schedule going on; or once at 95 %; or it is the target from the start, all on as many tokens.
-windows: a run whose window grows to the whole context, and one that always sees all of it, with as
-many steps; the seconds of the processor say what a step of each takes.
 drope: RoPE is dropped after pretraining, and the model trained on at its length for a few steps.
+The published report has a fourth part, windows: train.py no longer has a window that grows.
 """
 
 import sys
@@ -66,7 +65,7 @@ from train import TrainConfig
 class RecipesConfig(TextExperiment):
     budget: Literal["cpu", "try"] = "cpu"  # sizes
     seeds: tuple[int, ...] = (1, 2, 3)  # which runs
-    part: tuple[str, ...] = ()  # mixtures, stages, windows, drope; default: all
+    part: tuple[str, ...] = ()  # mixtures, stages, drope; default: all
 
     def __post_init__(self):
         super().__post_init__()
@@ -98,7 +97,6 @@ MIXTURES = (0, 34, 66, 100)  # % of the sequences that are of long documents
 MIXTURE_FACTOR = 8  # of the context extension
 STAGE_LENGTHS = (1, 4, 16)  # in original lengths
 STAGE_ENDS = (0.9, 0.95)  # of the steps
-WINDOW_LENGTH = 8  # the context of the runs with and without a growing window
 DROPE_PERCENT = (0.5, 2, 8)  # of the steps of pretraining
 DROPE_LENGTHS = (1, 2, 4, 8)
 
@@ -230,17 +228,6 @@ class SeedRun(base.SeedRun):
             found[name] = {**losses, "seconds": seconds[name]}
         return found
 
-    def windows(self):
-        length = WINDOW_LENGTH * self.length
-        found = {}
-        for name in WINDOW_VARIANTS:
-            schedule = f"{length // 16}:{length}" if name == "growing window" else ""
-            began = time.process_time()
-            model = self.pretrain(name, length, window_schedule=schedule)
-            seconds = time.process_time() - began
-            found[name] = {**self.losses(model, (1, 2, 4, 8)), "seconds": seconds}
-        return found
-
     def drope(self):
         self.pretrain("base")
         found = {}
@@ -263,7 +250,6 @@ DROPE_VARIANTS = ("not extended", "YaRN, zero-shot", *(f"DroPE {p} %" for p in D
 PARTS = {
     "mixtures": SeedRun.mixtures,
     "stages": SeedRun.stages,
-    "windows": SeedRun.windows,
     "drope": SeedRun.drope,
 }
 

@@ -90,10 +90,10 @@ def test_claims_are_judged_by_paired_differences(sign, verdict):
 def test_a_run_goes_on_where_it_stopped(call, text_data, tmp_path):
     """Parts that are measured apart are collected, and not measured again."""
     words = try_words("recipes", tmp_path, "--seeds=1", text=text_data)
-    for part in ("windows", "stages"):
+    for part in ("drope", "stages"):
         assert call(*words, f"--part={part}").returncode == 0
-    done = call(*words, "--part=windows,stages")
+    done = call(*words, "--part=drope,stages")
     assert done.returncode == 0 and "step" not in done.stdout.split("#")[0]
     board = json.loads((tmp_path / "results/recipes.json").read_text())
-    assert {record["part"] for record in board["records"]} == {"windows", "stages"}
+    assert {record["part"] for record in board["records"]} == {"drope", "stages"}
     assert call(*words, "--part=mistures").returncode == 2

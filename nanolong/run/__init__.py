@@ -36,4 +36,3 @@ from nanolong.run.opening import (
 from nanolong.run.saving import divergence_error, record_evaluation, report_end, save
 from nanolong.run.signals import catch_signals
 from nanolong.run.warmup import check_and_compile, explaining_out_of_memory
-from nanolong.run.windows import prepare_schedule, set_window

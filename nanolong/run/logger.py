@@ -17,7 +17,6 @@ from nanolong.errors import UserError, discard_stdout
 from nanolong.optim import get_lr
 from nanolong.parallel.processes import rank_and_world
 from nanolong.run.checkpoint import is_resumed
-from nanolong.run.windows import describe_schedule, window_at
 from nanolong.strict_json import to_json
 
 # Settings of one command, not of a run.
@@ -116,19 +115,14 @@ class Logger:
         text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
         peak = peak_flops(self.loader.device)  # None: not in the table
         if peak:
-            # counted at every step: a window may have grown
             flops = self.loader.model.flops_per_token(self.loader.train_length)
             text += f", MFU {speed * flops / peak / rank_and_world()[1]:.1%}"
         self.progress(state.step, text)
         if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.last_step:
-            window = {}
-            if self.cfg.window_schedule:
-                window["window"] = window_at(self.cfg, state.step - 1)
             self.record(
                 step=state.step,
                 loss=loss,
                 lr=get_lr(self.cfg, state.step - 1),
-                **window,
                 norm=grad_norm if math.isfinite(grad_norm) else None,
                 tokens=state.tokens,
                 tokens_per_second=round(speed),
@@ -230,8 +224,6 @@ def print_header(loader, dtype):
         print_data(loader, source, fraction)
     if why_not:
         report(why_not)
-    if cfg.window_schedule:
-        report(describe_schedule(cfg))
     if compiles:
         report("compiling the forward and backward pass: about a minute at the first time")
     if loader.device.type == "cuda" and peak_flops(loader.device) is None:

@@ -34,7 +34,6 @@ from nanolong.run.folder import (
 )
 from nanolong.run.lock import held, lock, unlock
 from nanolong.run.logger import Logger, check_wandb, report
-from nanolong.run.windows import check_schedule, set_window
 from nanolong.validate import task_fractions
 
 # of meta.json
@@ -179,7 +178,6 @@ def open_run(folder, model, cfg, state, dataset, dtype):
     state: a new TrainState of train.py. release_run() gives the folder back.
     """
     check_wandb(cfg.wandb)
-    check_schedule(model.config, cfg)
     check_parallel(cfg.parallel)
     n, world = cfg.gradient_accumulation_steps, data_rank_and_world()[1]
     if n % world:
@@ -287,7 +285,6 @@ def begin_run(folder, state, loader):
 def release_run(folder, loader, logger):
     """End the threads, the log and the lock of a run, however training ends."""
     loader.close()
-    set_window(loader.model, loader.cfg)  # the final one, that of the checkpoint
     if logger:
         logger.close()
     stop_sharing(loader.model)

@@ -14,7 +14,6 @@ from nanolong.memory import count_memory
 from nanolong.parallel.processes import rank_and_world
 from nanolong.parallel.sharding import free_gathered, is_sharded, needs_trial_sum, set_gradient_sync
 from nanolong.run.logger import print_header, report
-from nanolong.run.windows import allow_compilations, set_window
 
 # Floating-point operations a second in training, to tell steps that take seconds from others.
 EXPECTED_SPEED = {"cpu": 1e11, "mps": 2e12, "cuda": 2e14}
@@ -34,8 +33,6 @@ def check_and_compile(forward, optimizers, loader, state, dtype):
     cfg = loader.cfg
     if state.step >= cfg.last_step:
         return
-    set_window(loader.model, cfg, state.step)
-    allow_compilations(loader.model, cfg)
     compiles, _ = pick_compile(cfg.compile, loader.device, cfg.max_iters)
     measures_step = loader.device.type == "cuda" or expected_seconds(loader) > EXPENSIVE_STEP
     if measures_step:
