@@ -28,7 +28,7 @@ import data
 import rope_scaling
 from evaluate import EvaluateConfig, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
-from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring, validate
+from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring
 from nanolong.errors import UserError
 from nanolong.extension_cost import describe_change
 from nanolong.losses import loss_by_position
@@ -50,7 +50,6 @@ class ExtendConfig(TrainConfig):
     train_length: int = 0  # tokens of a training sequence; 0: the extended context length
     keep_optimizer: bool = False  # go on with the run's optimizer, step, schedule and max_iters
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
-    plot: str = ""  # plot rope's wavelengths before and after to this PNG, and in the terminal
     max_tokens: int = 65536  # length of the text that the reports before and after score
     # [data]
     # a folder with token files, or a mixture as of train.py; by default the run's dataset
@@ -66,9 +65,6 @@ class ExtendConfig(TrainConfig):
     eval_interval: int = 1000  # steps between evaluations; the first and the last step have one
     # [system]
     out_dir: str = ""  # the new run folder; by default RUN-<method><factor>
-
-    def __post_init__(self):
-        validate.check_extend(self)
 
 
 # -----------------------------------------------------------------------------
@@ -88,7 +84,7 @@ def run_defaults(given, paths):
     settings = {}
     if given.get("init_from") == "resume" and run.readable_steps(out_dir):
         settings = run.saved_settings(run.readable_steps(out_dir)[-1], GPTConfig, ExtendConfig)
-        settings = {**settings, "plot": "", "text": ""}
+        settings = {**settings, "text": ""}
     if not settings.get("dataset"):
         own = {name: getattr(ExtendConfig, name) for name in ("method", "factor", "max_iters")}
         settings = extension.inherited_settings(run.read_meta(folder), {**own, **given}, paths[0])
@@ -219,20 +215,12 @@ def save_extended(model, cfg):
 # Reports.
 
 
-def print_summary(model, cfg, before):
-    """Print the lengths and what will be trained; plot the wavelengths if that is asked for.
-
-    before: inverse frequencies (R/2,) of the model that was extended, None for other schemes.
-    """
+def print_summary(model, cfg):
+    """Print the lengths and what will be trained."""
     config = model.config
     lengths = (config.original_length, config.block_size)
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
     print("context length: {} -> {} tokens".format(*lengths), f"({cfg.method}{layers})")
-    if cfg.plot:
-        model.set_length(config.block_size)  # a dynamic method: as for the longest input
-        Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
-        title = f"{cfg.method}, {config.extension['factor']:g} times {lengths[0]} tokens"
-        plots.plot_wavelengths(before, model.pos.inv_freq, *lengths, cfg.plot, title)
     if not cfg.max_iters:
         return
     train_length, _ = training_lengths(model, cfg)
@@ -358,10 +346,9 @@ def main(argv=None):
     extension.check_request(parent, cfg, POSITIONS)
     if "dataset" in args.given:
         open_dataset(parent, cfg)  # what is not for this model is refused before anything is saved
-    before = getattr(parent.pos, "inv_freq", None)
     model = load_extended(parent, cfg, args.model_config, args.given, rank)
     if rank == 0:
-        print_summary(model, cfg, before)
+        print_summary(model, cfg)
     if cfg.max_iters:
         return fine_tune(model, cfg, rank)
     # Without fine-tuning no dataset is opened, but to evaluate on it or to fit a scale.

@@ -35,8 +35,6 @@ class TrainConfig:
     dataset: str = "python"
     bos: bool | None = None  # start every sequence with <bos>; auto: on for datasets of bytes
     min_doc: int = 0  # train on documents of at least so many tokens only
-    # visits per epoch of documents that fill a sequence; others are visited once
-    upsample_docs: int = 1
     separate_docs: bool = False  # attention stays inside a document
     # synthetic documents as KIND:FRACTION of the sequences, such as niah:0.05,passkey:0.1
     tasks: tuple[str, ...] = ()

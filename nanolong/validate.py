@@ -186,7 +186,7 @@ RANGES = {
         (Range(least=0, most=2**24), "random_positions"),
         (Range(least=0, most=2**26), "mlp_dim"),
         # bounds that a typing error exceeds, and memory or time would feel first
-        (Range(least=1, most=1000), "upsample_docs depths"),
+        (Range(least=1, most=1000), "depths"),
         (Range(least=1, most=10**6), "factor"),
         (Range(least=1, most=2**12), "n_layer"),
         (Range(least=1, most=2**16), "n_head sequence_parallel"),
@@ -473,12 +473,6 @@ def task_fractions(tasks):
         f"the fractions of tasks={','.join(tasks)} add up to {total:g}: lower them to 1 or less",
     )
     return fractions
-
-
-def check_extend(cfg):
-    """Refuse an ExtendConfig with a number out of range or a plot in another format than PNG."""
-    check_train(cfg)
-    check_png("plot", cfg.plot)
 
 
 def check_sample(cfg):

@@ -108,12 +108,11 @@ def test_skips_tasks_and_choices_of_documents_are_of_every_dataset(mixture):
     assert 20 < has_key.sum() < 44
     assert has_key[shorts].sum() > 10 and has_key[~shorts].sum() > 3
 
-    dataset.select(16, upsample=3, separate=True)
-    assert len(dataset.sources[1].train) == 3 * 150 * 40  # all of its documents are that long
+    dataset.select(separate=True)
     assert len(dataset.train) == sum(len(source.train) for source in dataset.sources)
     _, _, _, docs = dataset.batch(0, 4, 16, 1)
     assert docs.shape == (4, 16)
-    dataset.select(16, min_doc=41)
+    dataset.select(min_doc=41)
     with pytest.raises(UserError, match="as long as --min_doc"):
         dataset.sources[1].train.require_length(16)
 

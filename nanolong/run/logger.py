@@ -20,7 +20,7 @@ from nanolong.run.checkpoint import is_resumed
 from nanolong.strict_json import to_json
 
 # Settings of one command, not of a run.
-ONE_COMMAND = ("entry", "init_from", "overwrite", "plot", "stop_at", "text")
+ONE_COMMAND = ("entry", "init_from", "overwrite", "stop_at", "text")
 
 
 class Logger:

@@ -152,7 +152,7 @@ def open_dataset(model, cfg, train_length):
     dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
     if cfg.separate_docs is None:
         cfg.separate_docs = dataset.separator is not None
-    dataset.select(train_length, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
+    dataset.select(cfg.min_doc, cfg.separate_docs)
     T, longest = cfg.eval_length, model.config.block_size
     if T > longest:
         raise UserError(f"eval_length={T} is beyond the context length: give at most {longest}")
