@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 import data
+import kernels
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import cli, devices, entry, memory, optim, parallel, run, validate
+from nanolong import cli, devices, entry, optim, parallel, run, validate
 
 
 @dataclass
@@ -329,11 +330,17 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
 
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     logger = None
-    with run.catch_signals() as stop_signals, run.explaining_out_of_memory(loader, dtype):
+    with run.catch_signals() as stop_signals:
         try:
             # No checkpoint or log is written yet, so a stop signal ends the process at any point.
             with stop_signals.ending_at_once(lambda: run.release_folder(folder)):
-                run.check_and_compile(forward, optimizers, loader, state, dtype)
+                if dist.is_initialized():
+                    dist.barrier()  # all watch for signals before the first one says that it trains
+                run.print_header(loader, dtype)
+                inputs, _, _ = loader.prefetch.result()
+                context = devices.autocast(device, dtype)
+                state.kernels = kernels.check_kernels(model, inputs, context)
+                parallel.free_gathered(model)
                 metrics = None
                 if state.val_loss is None and is_due(state.step, cfg):
                     metrics = estimate_loss(model, dataset, cfg, dtype)
@@ -453,8 +460,6 @@ def main(argv=None):
     run.prepare_dataset(cfg.dataset)
     if model is None:
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)
-        with torch.device("meta"):  # shapes without memory
-            memory.check_weights_fit(GPT(model_config))
         torch.manual_seed(cfg.seed)
         model = GPT(model_config)
     return train_and_sample(model, cfg)

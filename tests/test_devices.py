@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, assert_success, run_python
 
-from nanolong import devices, memory, provenance
+from nanolong import devices, provenance
 from nanolong.errors import UserError
 from nanolong.parallel import processes
 from nanolong.run import lock, signals
@@ -83,13 +83,6 @@ def test_peak_flops_of_known_gpus(monkeypatch):
     for name, flops in {**names, "Voodoo 2": None}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert devices.peak_flops(GPU) == flops
-
-
-def test_more_memory_than_there_is_cannot_be_required():
-    memory.require_memory(2**20)
-    if hasattr(os, "sysconf"):
-        with pytest.raises(UserError, match="GiB, and this machine has"):
-            memory.require_memory(2**60)
 
 
 def test_provenance_names_commit_hardware_version_and_date():

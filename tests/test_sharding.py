@@ -152,10 +152,7 @@ def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
 @pytest.mark.parametrize(
     ("processes", "settings"),
     [
-        # the order of a sum decides its last bits, where there are more than two of them
-        pytest.param(3, {}, marks=slow),
-        pytest.param(4, {"sequence_parallel": 4}, marks=slow),
-        pytest.param(4, {"compile": True}, marks=slow),
+        # of more than two processes ddp sums in another order after its first step
         pytest.param(2, FSDP, marks=slow),
         pytest.param(2, {**FSDP, "optimizer": "muon"}, marks=slow),
         pytest.param(4, {**FSDP, "sequence_parallel": 2}, marks=slow),

@@ -154,16 +154,6 @@ def set_gradient_sync(forward, enabled):
         forward.require_backward_grad_sync = enabled
 
 
-def needs_trial_sum(forward):
-    """Whether to sum gradients once before the first step, for the same bits in a resumed run.
-
-    DDP changes the order of gradients in its buckets after the first sum, and the order in which
-    processes add depends on the place in a bucket. The sum of two does not depend on their order.
-    """
-    is_ddp = isinstance(forward, torch.nn.parallel.DistributedDataParallel)
-    return is_ddp and dist.get_world_size() > 2
-
-
 # -----------------------------------------------------------------------------
 # Muon
 

@@ -42,7 +42,7 @@ class Logger:
         os.replace(folder / ".log", file)
         # unbuffered: what a full disk has refused would be written again when the file is closed
         self.file = open(file, "ab", buffering=0)
-        self.first_step = state.step
+        self.timed_from = state.step + 1  # the first step may compile
         self.last_printed = state.step
         self.seconds = 0.0  # of training steps, without evaluations and compilation
         self.clock = None  # started by the first step after a pause
@@ -117,6 +117,9 @@ class Logger:
         if peak:
             flops = self.loader.model.flops_per_token(self.loader.train_length)
             text += f", MFU {speed * flops / peak / rank_and_world()[1]:.1%}"
+        if self.loader.device.type == "cuda":
+            allocated = torch.cuda.max_memory_allocated(self.loader.device)
+            text += f", {allocated / 1e9:.3g} GB at the peak"
         self.progress(state.step, text)
         if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.last_step:
             self.record(
@@ -129,6 +132,9 @@ class Logger:
                 **losses_by_source(self.loader.dataset.labels, of_sources),
             )
             self.clock = None
+        if state.step == self.timed_from:  # that step has compiled
+            self.seconds = 0.0
+            self.clock = None
 
     def progress(self, step, text):
         """Move the progress bar; without a terminal, print a line for every tenth of the run."""
@@ -137,7 +143,7 @@ class Logger:
             self.bar.update(step - self.bar.n)
         elif step - self.last_printed >= max(1, self.cfg.last_step // 10):
             self.last_printed = step
-            seconds_a_step = self.seconds / (step - self.first_step)
+            seconds_a_step = self.seconds / max(1, step - self.timed_from)
             left = seconds_a_step * (self.cfg.last_step - step)
             report(f"step {step}/{self.cfg.last_step}: {text}, {left:.0f} s left")
 
