@@ -178,7 +178,7 @@ def open_run(folder, model, cfg, state, dataset, dtype):
     state: a new TrainState of train.py. release_run() gives the folder back.
     """
     check_wandb(cfg.wandb)
-    check_parallel(cfg.parallel)
+    check_parallel(cfg.parallel, cfg.optimizer)
     n, world = cfg.gradient_accumulation_steps, data_rank_and_world()[1]
     if n % world:
         raise UserError(
