@@ -49,8 +49,9 @@ from experiments.report import (
     select,
     title,
 )
-from model import GPT, GPTConfig
+from model import GPT, POSITIONS, GPTConfig
 from nanolong import cli
+from nanolong.entry import load_entries
 
 FACTOR = 8  # of the context extension
 LENGTHS = (1, 2, 4, FACTOR)  # that are measured, in training lengths
@@ -99,7 +100,7 @@ TRAINED = {
     "WWWN": {"layer_pattern": "WWWN"},
     "p=0.25": {"p_rope": 0.25},
     "p=0.5": {"p_rope": 0.5},
-    "ssmax": {"score_scale": "ssmax"},
+    "ssmax": {"pos": "ssmax"},  # examples/schemes/ssmax.py
 }
 
 
@@ -198,6 +199,7 @@ def select_extensions(model):
 
 
 def measure(cfg):
+    load_entries([Path(__file__).parent.parent / "examples/schemes/ssmax.py"], POSITIONS)
     dataset = cfg.load_dataset()
     pairs = itertools.product(cfg.seeds, cfg.models)
     runs = [ModelRun(cfg, seed, dataset, name) for seed, name in pairs]

@@ -79,6 +79,10 @@ def convert(name, value, hint, where):
     if optional and (value is None or str(value).lower() in ("none", "auto")):
         return None
     if typing.get_origin(kind) is typing.Literal:
+        require(
+            (name, value) != ("score_scale", "ssmax"),
+            f"{where}: ssmax is a scheme with RoPE now: give --entry=examples/schemes/ssmax.py",
+        )
         value = OLD_VALUES.get(name, {}).get(str(value).lower(), value)
         choices = typing.get_args(kind)
         valid = isinstance(value, str) and value in choices
@@ -319,7 +323,7 @@ def check_layer_pattern(config, positions):
 def check_score_scale(config):
     """Rules of the settings that --score_scale has for each of its kinds."""
     kind = config.score_scale
-    kinds = ("logn", "llama4", "ssmax")
+    kinds = ("logn", "llama4")
     users = {"score_scale_length": kinds, "score_scale_layers": kinds}
     users |= {"score_scale_coefficient": ("llama4",), "score_scale_offset": ("llama4",)}
     for name, used_by in users.items():
@@ -334,8 +338,8 @@ def check_score_scale(config):
         f"{config.layer_pattern} has none: put an N or S into the pattern, or leave it out",
     )
     require(
-        kind not in ("logn", "ssmax") or (config.score_scale_length or config.original_length) > 1,
-        f"score_scale={kind} divides by the logarithm of the context length, which is 0 for 1 "
+        kind != "logn" or (config.score_scale_length or config.original_length) > 1,
+        "score_scale=logn divides by the logarithm of the context length, which is 0 for 1 "
         "token: give a --score_scale_length of at least 2",
     )
 

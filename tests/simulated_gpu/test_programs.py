@@ -63,7 +63,7 @@ def test_training_gives_the_losses_and_the_sample_of_the_cpu(runs):
 
 
 RECIPES = {
-    "score scales": ["--score_scale=ssmax", "--layer_pattern=WN", "--window=8"],
+    "score scales": ["--score_scale=logn", "--layer_pattern=WN", "--window=8"],
 }
 
 
