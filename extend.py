@@ -79,11 +79,11 @@ def run_defaults(given, paths):
             "python extend.py out/python-rope --method=yarn --factor=4"
         )
     folder = run.find_checkpoint(paths[0])
-    parent = Path(paths[0]) if run.readable_steps(paths[0]) else folder.parent
+    parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
     out_dir = given.get("out_dir") or f"{parent}-{run_suffix(given)}"
     settings = {}
-    if given.get("init_from") == "resume" and run.readable_steps(out_dir):
-        settings = run.saved_settings(run.readable_steps(out_dir)[-1], GPTConfig, ExtendConfig)
+    if given.get("init_from") == "resume" and run.list_steps(out_dir):
+        settings = run.saved_settings(run.list_steps(out_dir)[-1], GPTConfig, ExtendConfig)
         settings = {**settings, "text": ""}
     if not settings.get("dataset"):
         own = {name: getattr(ExtendConfig, name) for name in ("method", "factor", "max_iters")}
@@ -204,7 +204,6 @@ def save_extended(model, cfg):
             if cfg.overwrite:
                 run.replace_run(out_dir)
             run.save_model(model, folder, optim={}, dtype=dtype, **settings, **state)
-            run.settle_replaced(out_dir, finished=True)
         finally:
             run.release_folder(out_dir)
     program = "sample.py" if model.meta.get("tokenizer") else "evaluate.py"

@@ -64,7 +64,7 @@ class TrainConfig:
     # Python files, each with one scheme of your own, to use as --pos=<name of the file>
     entry: tuple[str, ...] = ()
     out_dir: str = ""  # the run folder; by default out/<dataset>-<pos>
-    overwrite: bool = False  # replace the run in out_dir, once the new one has a checkpoint
+    overwrite: bool = False  # rename the run in out_dir to NAME.old1, NAME.old2, ...
     # resume: go on from the newest checkpoint of out_dir
     init_from: Literal["scratch", "resume"] = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -416,8 +416,8 @@ def run_defaults(given, paths):
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
     resumed = given.get("init_from") == "resume" or run.is_elastic_restart(out_dir)
     settings = {}
-    if resumed and run.readable_steps(out_dir):
-        settings = run.saved_settings(run.readable_steps(out_dir)[-1], GPTConfig, TrainConfig)
+    if resumed and run.list_steps(out_dir):
+        settings = run.saved_settings(run.list_steps(out_dir)[-1], GPTConfig, TrainConfig)
     elif given.get("entry"):
         settings = {"pos": pos}
     # the checkpoint's own init_from must not decide whether this command resumes

@@ -143,7 +143,7 @@ def check_request(parent, cfg, positions):
         raise UserError(f"there is no extension method {cfg.method!r}: {advice}")
     if cfg.overwrite and Path(cfg.out_dir).resolve() == parent.folder.parent.resolve():
         raise UserError(
-            f"--overwrite would remove {parent.folder}, which is to be extended: "
+            f"--overwrite would rename {parent.folder}, which is to be extended: "
             "choose another --out_dir"
         )
     # The lengths of training sequences, with PoSE and without.

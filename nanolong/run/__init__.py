@@ -14,7 +14,7 @@ from nanolong.run.checkpoint import (
     settings_record,
     weights_hash,
 )
-from nanolong.run.folder import latest_run, list_steps, readable_steps, settle_replaced
+from nanolong.run.folder import latest_run, list_steps
 from nanolong.run.logger import device_name, print_header, sum_by_source
 from nanolong.run.opening import (
     begin_run,

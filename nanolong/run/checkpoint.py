@@ -23,7 +23,6 @@ from nanolong.run.folder import (
     damaged_steps,
     hint_other_checkpoints,
     list_steps,
-    readable_steps,
     step_number,
 )
 from nanolong.tensor_file import (
@@ -288,7 +287,7 @@ def find_checkpoint(path, best=False):
     if not path.exists() and list_steps(path.parent):
         names = ", ".join(step.name for step in list_steps(path.parent))
         raise UserError(f"there is no {path}: the steps in {path.parent} are {names}")
-    found = readable_steps(path)
+    found = list_steps(path)
     if not found:
         repair = "give a run folder (out/NAME) or one of its step folders"
         if not path.exists():

@@ -1,4 +1,4 @@
-"""Open the folder of a run: new, resumed or replaced; and release it in the end."""
+"""Open the folder of a run, new or resumed, and release it in the end."""
 
 import contextlib
 import os
@@ -24,14 +24,7 @@ from nanolong.run.checkpoint import (
     verify,
     weights_hash,
 )
-from nanolong.run.folder import (
-    check_only_run,
-    damaged_steps,
-    list_steps,
-    prune,
-    set_aside,
-    settle_replaced,
-)
+from nanolong.run.folder import damaged_steps, list_steps, prune, rename_old
 from nanolong.run.lock import held, lock, unlock
 from nanolong.run.logger import Logger, check_wandb, report
 from nanolong.validate import task_fractions
@@ -122,7 +115,7 @@ def prune_finished_run(model, cfg):
     if rank_and_world()[0]:
         return
     run = Path(cfg.out_dir)
-    prune(run, model.meta["best"], model.meta.get("kept", []), finished=True)
+    prune(run, model.meta["best"], model.meta.get("kept", []))
     unlock(run)  # locked by load_resumed()
     step = model.meta["step"]
     setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
@@ -191,13 +184,12 @@ def open_run(folder, model, cfg, state, dataset, dtype):
     restore_state(folder, model, cfg, state, dataset, dtype)
     if rank_and_world()[0]:
         return
-    if cfg.overwrite and not resumed:
-        check_replaceable(folder)  # before anything is written
     lock_run(folder)
     newest = [None, *list_steps(folder)][-1]
     if newest != (model.folder if resumed else None) and (resumed or not cfg.overwrite):
         raise UserError(f"another process has just written to {folder}: start again")
-    prune(folder, state.best, state.kept)  # removes what a crash may have left
+    if resumed:
+        prune(folder, state.best, state.kept)  # removes what a crash may have left
 
 
 def restore_state(folder, model, cfg, state, dataset, dtype):
@@ -241,10 +233,9 @@ def validated_on_others(model, cfg, dataset):
 
 
 def lock_run(run):
-    """Make and lock a run folder, and repair what a crash may have left of replacing it."""
+    """Make and lock a run folder."""
     run.mkdir(parents=True, exist_ok=True)
     lock(run)
-    settle_replaced(run)
 
 
 def existing_run(run):
@@ -252,26 +243,21 @@ def existing_run(run):
     return UserError(f"{run} holds a run already: {repairs}")
 
 
-def check_replaceable(run):
-    """Raise UserError unless a folder is empty, or holds what train.py or extend.py has written."""
-    check_only_run(run)
-    if list_steps(run) and "train" not in read_meta(list_steps(run)[-1]):
-        raise UserError(f"--overwrite would remove {run}, not trained here: move it away")
-
-
 def replace_run(folder):
-    """Set the old run of a locked folder aside until the new one has trained: see release_folder().
-
-    Raises UserError if the folder holds anything else.
-    """
-    check_replaceable(folder)
-    if list_steps(folder):
-        report(f"replacing {list_steps(folder)[-1]}")
-    set_aside(folder)
+    """Rename the run in a locked folder, if there is one, and lock a new folder in its place."""
+    if not any(folder.glob("step-*")):
+        return
+    if os.name == "nt":  # which renames no folder of an open file
+        unlock(folder)
+    old_lock = held.pop(folder, None)  # it moves with the run, and is held until the new one is
+    report(f"the run in {folder} is {rename_old(folder)} now")
+    lock_run(folder)
+    if old_lock:
+        old_lock.close()
 
 
 def begin_run(folder, state, loader):
-    """From here on the run is written: set an old one aside, and open the log.
+    """From here on the run is written: rename an old one, and open the log.
 
     Returns the logger, or None but in the first process.
     """
@@ -293,13 +279,9 @@ def release_run(folder, loader, logger):
 
 
 def release_folder(folder):
-    """Settle what replace_run() has begun and unlock the folder, if this process holds it.
-
-    A folder in which nothing was written is removed.
-    """
+    """Unlock the folder, if this process holds it; one in which nothing was written is removed."""
     if folder not in held:
         return
-    settle_replaced(folder)
     with contextlib.suppress(OSError):  # a mount point, or a folder that is gone
         if [item.name for item in folder.iterdir()] == ["lock"]:
             (folder / "lock").unlink()

@@ -56,7 +56,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             launch=os.environ.get("TORCHELASTIC_RUN_ID"),
         )
     if rank == 0:
-        prune(run, state.best, state.kept, finished=state.step >= cfg.last_step)
+        prune(run, state.best, state.kept)
     if world > 1:
         dist.barrier()
 
