@@ -301,7 +301,7 @@ def has_diverged(loss_sum, grad_norm, state, dtype):
 
 
 def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int = 0) -> dict:
-    """Train in place, writing the run folder cfg.out_dir; SIGTERM and SIGINT save and return early.
+    """Train in place, writing the run folder cfg.out_dir; a stop signal in the loop saves first.
 
     train_length: tokens of a sequence, by default the context length; max_position: of PoSE. To
     resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
@@ -330,24 +330,19 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
 
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     logger = None
-    with run.catch_signals() as stop_signals:
-        try:
-            # No checkpoint or log is written yet, so a stop signal ends the process at any point.
-            with stop_signals.ending_at_once(lambda: run.release_folder(folder)):
-                if dist.is_initialized():
-                    dist.barrier()  # all watch for signals before the first one says that it trains
-                run.print_header(loader, dtype)
-                inputs, _, _ = loader.prefetch.result()
-                context = devices.autocast(device, dtype)
-                state.kernels = kernels.check_kernels(model, inputs, context)
-                parallel.free_gathered(model)
-                metrics = None
-                if state.val_loss is None and is_due(state.step, cfg):
-                    metrics = estimate_loss(model, dataset, cfg, dtype)
+    try:
+        run.print_header(loader, dtype)
+        inputs, _, _ = loader.prefetch.result()
+        state.kernels = kernels.check_kernels(model, inputs, devices.autocast(device, dtype))
+        parallel.free_gathered(model)
+        metrics = None
+        if state.val_loss is None and is_due(state.step, cfg):
+            metrics = estimate_loss(model, dataset, cfg, dtype)
+        with run.catch_signals() as stop_signals:
             logger = run.begin_run(folder, state, loader)
             return fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype)
-        finally:
-            run.release_run(folder, loader, logger)
+    finally:
+        run.release_run(folder, loader, logger)
 
 
 def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype):
