@@ -15,7 +15,7 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 import math
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -94,7 +94,6 @@ class TrainState:
     step: int = 0
     tokens: int = 0  # seen so far
     best: list | None = None  # [step, val_loss]
-    kept: list = field(default_factory=list)  # steps that were best before validation changed
     val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
@@ -317,7 +316,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     # the data, and the run folder, from which a resumed run fills in the state
     dataset = run.open_dataset(model, cfg, train_length)
     parallel.share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
-    run.open_run(folder, model, cfg, state, dataset, dtype)
+    run.open_run(folder, model, cfg, state, dtype)
 
     # the model on the device, compiled, and wrapped for several processes
     devices.prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")

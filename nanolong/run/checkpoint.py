@@ -220,8 +220,6 @@ def check_meta(meta):
             fits = is_number(value)
         elif name == "tokenizer":
             fits = isinstance(value, dict)
-        elif name == "kept":
-            fits = all(is_count(step) for step in value)
         elif name == "best":
             step, loss = value
             fits = is_count(step) and is_number(loss)
@@ -300,7 +298,6 @@ def find_checkpoint(path, best=False):
             note(f"{folder} has no meta.json: {newest} is used instead")
     if not best:
         return newest
-    # of those that were validated on the same sequences as the newest
     best_step, _ = read_meta(newest).get("best") or [step_number(newest), None]
     return next((folder for folder in found if step_number(folder) == best_step), newest)
 

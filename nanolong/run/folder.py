@@ -34,14 +34,13 @@ def step_number(folder):
     return int(folder.name[5:])
 
 
-def prune(run, best, kept=()):
-    """Keep the last two checkpoints of a run, the best, [step, loss] or None, and the steps `kept`.
+def prune(run, best):
+    """Keep the last two checkpoints of a run, and the best, [step, loss] or None.
 
     Removes the others, and what a crash has left half-written or half-removed.
     """
-    steps = {*kept, *(best or [])[:1]}
     for old in list_steps(run)[:-2]:
-        if step_number(old) not in steps:
+        if not best or step_number(old) != best[0]:
             os.rename(old, run / f".tmp-{old.name}")
     for leftover in run.glob(".tmp-*"):
         remove(leftover)

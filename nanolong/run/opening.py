@@ -4,7 +4,6 @@ import contextlib
 import os
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -115,7 +114,7 @@ def prune_finished_run(model, cfg):
     if rank_and_world()[0]:
         return
     run = Path(cfg.out_dir)
-    prune(run, model.meta["best"], model.meta.get("kept", []))
+    prune(run, model.meta["best"])
     unlock(run)  # locked by load_resumed()
     step = model.meta["step"]
     setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
@@ -165,7 +164,7 @@ def open_dataset(model, cfg, train_length):
 # The folder: taken, begun, released.
 
 
-def open_run(folder, model, cfg, state, dataset, dtype):
+def open_run(folder, model, cfg, state, dtype):
     """Take the run folder for this process, and on resume fill in the state. Raises UserError.
 
     state: a new TrainState of train.py. release_run() gives the folder back.
@@ -181,7 +180,7 @@ def open_run(folder, model, cfg, state, dataset, dtype):
     resumed = is_resumed(model, cfg)
     if list_steps(folder) and not (resumed or cfg.overwrite):
         raise existing_run(folder)
-    restore_state(folder, model, cfg, state, dataset, dtype)
+    restore_state(model, cfg, state, dtype)
     if rank_and_world()[0]:
         return
     lock_run(folder)
@@ -189,10 +188,10 @@ def open_run(folder, model, cfg, state, dataset, dtype):
     if newest != (model.folder if resumed else None) and (resumed or not cfg.overwrite):
         raise UserError(f"another process has just written to {folder}: start again")
     if resumed:
-        prune(folder, state.best, state.kept)  # removes what a crash may have left
+        prune(folder, state.best)  # removes what a crash may have left
 
 
-def restore_state(folder, model, cfg, state, dataset, dtype):
+def restore_state(model, cfg, state, dtype):
     """Fill in how far training is and what validation has found, from the model's checkpoint."""
     if dtype == torch.float16:
         state.loss_scale = 65536.0
@@ -204,32 +203,9 @@ def restore_state(folder, model, cfg, state, dataset, dtype):
         state.tokens = meta["tokens"]
         if dtype == torch.float16 and meta["scaler"]:
             state.loss_scale, state.good_steps = meta["scaler"]
-    if not is_resumed(model, cfg):
-        return
-    state.best = model.meta["best"]
-    state.val_loss = model.meta["val_loss"]
-    state.kept = model.meta.get("kept", [])
-    if state.best and validated_on_others(model, cfg, dataset):
-        state.kept = [*state.kept, state.best[0]]
-        state.best = None
-        state.val_loss = None
-        report(
-            "validation scores other sequences than before, so the best loss starts over; "
-            f"{folder}/step-{state.kept[-1]:06d}, the best so far, is kept"
-        )
-
-
-def validated_on_others(model, cfg, dataset):
-    """Whether the checkpoint of a resumed model was validated on other sequences than from now."""
-    before = SimpleNamespace(**model.meta["train"])
-    T, T_before = (c.eval_length or model.config.block_size for c in (cfg, before))
-    if (T, cfg.separate_docs, dataset.bos) != (T_before, before.separate_docs, model.meta["bos"]):
-        return True
-    if list(dataset.fractions) != list(data.split_mixture(before.dataset).values()):
-        return True
-    n, n_before = (c.eval_iters * c.batch_size for c in (cfg, before))
-    splits = [source.val for source in dataset.sources]
-    return any(split.spaced(n, T) != split.spaced(n_before, T) for split in splits)
+    if is_resumed(model, cfg):
+        state.best = model.meta["best"]
+        state.val_loss = model.meta["val_loss"]
 
 
 def lock_run(run):
