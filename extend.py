@@ -28,7 +28,7 @@ import data
 import rope_scaling
 from evaluate import EvaluateConfig, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
-from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring, validate
+from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring
 from nanolong.errors import UserError
 from nanolong.extension_cost import describe_change
 from nanolong.losses import loss_by_position
@@ -50,7 +50,6 @@ class ExtendConfig(TrainConfig):
     train_length: int = 0  # tokens of a training sequence; 0: the extended context length
     keep_optimizer: bool = False  # go on with the run's optimizer, step, schedule and max_iters
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
-    plot: str = ""  # plot rope's wavelengths before and after to this PNG, and in the terminal
     max_tokens: int = 65536  # length of the text that the reports before and after score
     # [data]
     # a folder with token files, or a mixture as of train.py; by default the run's dataset
@@ -67,9 +66,6 @@ class ExtendConfig(TrainConfig):
     # [system]
     out_dir: str = ""  # the new run folder; by default RUN-<method><factor>
 
-    def __post_init__(self):
-        validate.check_extend(self)
-
 
 # -----------------------------------------------------------------------------
 # Defaults that come from the run that is extended.
@@ -83,12 +79,12 @@ def run_defaults(given, paths):
             "python extend.py out/python-rope --method=yarn --factor=4"
         )
     folder = run.find_checkpoint(paths[0])
-    parent = Path(paths[0]) if run.readable_steps(paths[0]) else folder.parent
+    parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
     out_dir = given.get("out_dir") or f"{parent}-{run_suffix(given)}"
     settings = {}
-    if given.get("init_from") == "resume" and run.readable_steps(out_dir):
-        settings = run.saved_settings(run.readable_steps(out_dir)[-1], GPTConfig, ExtendConfig)
-        settings = {**settings, "plot": "", "text": ""}
+    if given.get("init_from") == "resume" and run.list_steps(out_dir):
+        settings = run.saved_settings(run.list_steps(out_dir)[-1], GPTConfig, ExtendConfig)
+        settings = {**settings, "text": ""}
     if not settings.get("dataset"):
         own = {name: getattr(ExtendConfig, name) for name in ("method", "factor", "max_iters")}
         settings = extension.inherited_settings(run.read_meta(folder), {**own, **given}, paths[0])
@@ -208,7 +204,6 @@ def save_extended(model, cfg):
             if cfg.overwrite:
                 run.replace_run(out_dir)
             run.save_model(model, folder, optim={}, dtype=dtype, **settings, **state)
-            run.settle_replaced(out_dir, finished=True)
         finally:
             run.release_folder(out_dir)
     program = "sample.py" if model.meta.get("tokenizer") else "evaluate.py"
@@ -219,20 +214,12 @@ def save_extended(model, cfg):
 # Reports.
 
 
-def print_summary(model, cfg, before):
-    """Print the lengths and what will be trained; plot the wavelengths if that is asked for.
-
-    before: inverse frequencies (R/2,) of the model that was extended, None for other schemes.
-    """
+def print_summary(model, cfg):
+    """Print the lengths and what will be trained."""
     config = model.config
     lengths = (config.original_length, config.block_size)
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
     print("context length: {} -> {} tokens".format(*lengths), f"({cfg.method}{layers})")
-    if cfg.plot:
-        model.set_length(config.block_size)  # a dynamic method: as for the longest input
-        Path(cfg.plot).parent.mkdir(parents=True, exist_ok=True)
-        title = f"{cfg.method}, {config.extension['factor']:g} times {lengths[0]} tokens"
-        plots.plot_wavelengths(before, model.pos.inv_freq, *lengths, cfg.plot, title)
     if not cfg.max_iters:
         return
     train_length, _ = training_lengths(model, cfg)
@@ -358,10 +345,9 @@ def main(argv=None):
     extension.check_request(parent, cfg, POSITIONS)
     if "dataset" in args.given:
         open_dataset(parent, cfg)  # what is not for this model is refused before anything is saved
-    before = getattr(parent.pos, "inv_freq", None)
     model = load_extended(parent, cfg, args.model_config, args.given, rank)
     if rank == 0:
-        print_summary(model, cfg, before)
+        print_summary(model, cfg)
     if cfg.max_iters:
         return fine_tune(model, cfg, rank)
     # Without fine-tuning no dataset is opened, but to evaluate on it or to fit a scale.

@@ -83,7 +83,7 @@ class GPTConfig:
     layer_pattern: str | None = None
     attn_scale: float = 1.0  # multiplies the 1 / sqrt(head_dim) of the attention scores
     # multiplies each query by a factor that grows with its position (docs/schemes.md)
-    score_scale: Literal["none", "logn", "llama4", "ssmax"] = "none"
+    score_scale: Literal["none", "logn", "llama4"] = "none"
     score_scale_length: int = 0  # the L of its formulas in tokens; 0: the original context length
     score_scale_coefficient: float = 0.1  # of llama4: multiplies the logarithm
     score_scale_offset: int = 0  # of llama4: added to positions; Llama 4 has 1, Ministral 3 has 0
@@ -688,11 +688,8 @@ class Attention(nn.Module):
         has_scale = config.score_scale_layers == "all" or not config.uses_positions(layer)
         self.score_scale = config.score_scale if has_scale else "none"
         self.sink_scores = None
-        self.gain = None
         if config.sink_scores:
             self.sink_scores = nn.Parameter(torch.zeros(config.n_head))
-        if self.score_scale == "ssmax":
-            self.gain = nn.Parameter(torch.ones(config.n_head))
 
     def forward(self, x, scheme, pos, cache, mask):
         B, T, _ = x.shape
@@ -734,10 +731,8 @@ class Attention(nn.Module):
         if self.score_scale == "llama4":
             steps = (t + self.config.score_scale_offset) // length
             factor = 1 + self.config.score_scale_coefficient * (1 + steps).log()
-        elif self.score_scale == "logn":
-            factor = (n.log() / math.log(length)).clamp(min=1)
         else:
-            factor = self.gain[:, None, None] * (n.log() / math.log(length))
+            factor = (n.log() / math.log(length)).clamp(min=1)
         return (q * factor).to(q.dtype)
 
     def add_sinks(self, attended, scheme):
@@ -883,7 +878,7 @@ class GPT(nn.Module):
         embed, head:       normal, std 0.02
         q, k, v, gate, up: normal, std 0.5 / sqrt(fan_in)
         o, down:           zero (they feed the residual stream); if a norm follows, as the others
-        norms, gains of ssmax: one; biases, scores of sinks: zero
+        norms: one; biases, scores of sinks: zero
         """
         for name, p in self.named_parameters():
             module = name.split(".")[-2]
@@ -891,7 +886,7 @@ class GPT(nn.Module):
                 p.zero_()
             elif module in ("embed", "head"):
                 p.normal_(std=0.02)
-            elif module.endswith("norm") or name.endswith("gain"):
+            elif module.endswith("norm"):
                 p.fill_(1)
             elif module in ("o", "down") and self.config.norm_position in ("pre", "parallel"):
                 p.zero_()

@@ -15,7 +15,7 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 import math
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 import data
+import kernels
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import cli, devices, entry, memory, optim, parallel, run, validate
+from nanolong import cli, devices, entry, optim, parallel, run, validate
 
 
 @dataclass
@@ -35,8 +36,6 @@ class TrainConfig:
     dataset: str = "python"
     bos: bool | None = None  # start every sequence with <bos>; auto: on for datasets of bytes
     min_doc: int = 0  # train on documents of at least so many tokens only
-    # visits per epoch of documents that fill a sequence; others are visited once
-    upsample_docs: int = 1
     separate_docs: bool = False  # attention stays inside a document
     # synthetic documents as KIND:FRACTION of the sequences, such as niah:0.05,passkey:0.1
     tasks: tuple[str, ...] = ()
@@ -55,11 +54,6 @@ class TrainConfig:
     beta1: float = 0.9  # AdamW's decay of the mean gradient
     beta2: float = 0.95  # AdamW's decay of the mean squared gradient
     grad_clip: float = 1.0  # clip the norm of the gradients to this; 0: no clipping
-    # START:END in tokens: train with a window that grows to the model's window or context length
-    window_schedule: str = ""
-    window_steps: int = 0  # steps until the window is END; 0: 0.6 max_iters
-    window_changes: int = 8  # how often the window grows
-    window_yarn: bool = False  # at each change, extend the context of RoPE from START by YaRN
     # [evaluation]
     eval_interval: int = 250  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 40  # batches of an evaluation, evenly spaced; 0: the whole validation set
@@ -70,7 +64,7 @@ class TrainConfig:
     # Python files, each with one scheme of your own, to use as --pos=<name of the file>
     entry: tuple[str, ...] = ()
     out_dir: str = ""  # the run folder; by default out/<dataset>-<pos>
-    overwrite: bool = False  # replace the run in out_dir, once the new one has a checkpoint
+    overwrite: bool = False  # rename the run in out_dir to NAME.old1, NAME.old2, ...
     # resume: go on from the newest checkpoint of out_dir
     init_from: Literal["scratch", "resume"] = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -100,7 +94,6 @@ class TrainState:
     step: int = 0
     tokens: int = 0  # seen so far
     best: list | None = None  # [step, val_loss]
-    kept: list = field(default_factory=list)  # steps that were best before validation changed
     val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
@@ -189,7 +182,6 @@ def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop signals
     was_training = model.training
     model.eval()
-    run.set_window(model, cfg)  # the final one of a window schedule
     n_rounds = math.ceil(len(batches) / world)
     for number in range(rank, n_rounds * world, world):
         if parallel.any_process(stop_signals, everywhere=parallel.is_sharded(model)):
@@ -308,7 +300,7 @@ def has_diverged(loss_sum, grad_norm, state, dtype):
 
 
 def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int = 0) -> dict:
-    """Train in place, writing the run folder cfg.out_dir; SIGTERM and SIGINT save and return early.
+    """Train in place, writing the run folder cfg.out_dir; a stop signal in the loop saves first.
 
     train_length: tokens of a sequence, by default the context length; max_position: of PoSE. To
     resume, the model must come from GPT.load(cfg.out_dir). Call it in every process of a group.
@@ -324,7 +316,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     # the data, and the run folder, from which a resumed run fills in the state
     dataset = run.open_dataset(model, cfg, train_length)
     parallel.share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
-    run.open_run(folder, model, cfg, state, dataset, dtype)
+    run.open_run(folder, model, cfg, state, dtype)
 
     # the model on the device, compiled, and wrapped for several processes
     devices.prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")
@@ -337,18 +329,19 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
 
     loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
     logger = None
-    with run.catch_signals() as stop_signals, run.explaining_out_of_memory(loader, dtype):
-        try:
-            # No checkpoint or log is written yet, so a stop signal ends the process at any point.
-            with stop_signals.ending_at_once(lambda: run.release_folder(folder)):
-                run.check_and_compile(forward, optimizers, loader, state, dtype)
-                metrics = None
-                if state.val_loss is None and is_due(state.step, cfg):
-                    metrics = estimate_loss(model, dataset, cfg, dtype)
+    try:
+        run.print_header(loader, dtype)
+        inputs, _, _ = loader.prefetch.result()
+        state.kernels = kernels.check_kernels(model, inputs, devices.autocast(device, dtype))
+        parallel.free_gathered(model)
+        metrics = None
+        if state.val_loss is None and is_due(state.step, cfg):
+            metrics = estimate_loss(model, dataset, cfg, dtype)
+        with run.catch_signals() as stop_signals:
             logger = run.begin_run(folder, state, loader)
             return fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype)
-        finally:
-            run.release_run(folder, loader, logger)
+    finally:
+        run.release_run(folder, loader, logger)
 
 
 def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype):
@@ -365,8 +358,7 @@ def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype
         run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
     stopped = False
     while not stopped and state.step < cfg.last_step:
-        # forward and backward, with the window of this step
-        run.set_window(model, cfg, state.step)
+        # forward and backward
         if logger:
             logger.start_step(state.tokens)
         sums, losses = forward_backward(forward, loader, state, dtype)
@@ -418,8 +410,8 @@ def run_defaults(given, paths):
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
     resumed = given.get("init_from") == "resume" or run.is_elastic_restart(out_dir)
     settings = {}
-    if resumed and run.readable_steps(out_dir):
-        settings = run.saved_settings(run.readable_steps(out_dir)[-1], GPTConfig, TrainConfig)
+    if resumed and run.list_steps(out_dir):
+        settings = run.saved_settings(run.list_steps(out_dir)[-1], GPTConfig, TrainConfig)
     elif given.get("entry"):
         settings = {"pos": pos}
     # the checkpoint's own init_from must not decide whether this command resumes
@@ -462,9 +454,6 @@ def main(argv=None):
     run.prepare_dataset(cfg.dataset)
     if model is None:
         model_config.vocab_size = data.vocabulary_size(cfg.dataset)
-        run.prepare_schedule(model_config, cfg)
-        with torch.device("meta"):  # shapes without memory
-            memory.check_weights_fit(GPT(model_config))
         torch.manual_seed(cfg.seed)
         model = GPT(model_config)
     return train_and_sample(model, cfg)

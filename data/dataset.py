@@ -175,18 +175,12 @@ class Split:
         """List the (start, stop) of every document, a list for each file."""
         return [_find_documents(tokens, separator) for tokens in self.tokens]
 
-    def select_documents(self, separator, min_doc, upsample, length):
-        """Make a split with documents in place of files.
-
-        It has the documents of at least min_doc tokens; those that hold a sequence of `length` are
-        repeated `upsample` times.
-        """
+    def select_documents(self, separator, min_doc):
+        """Make a split with the documents of at least min_doc tokens in place of files."""
         selected = Split([], self.vocab_size, self.bos)
         for file, tokens in zip(self.files, self.tokens, strict=True):
             for start, stop in _find_documents(tokens, separator):
-                n = stop - start
-                copies = upsample if n >= length + self.extra_tokens else 1
-                for _ in range(copies if n >= min_doc else 0):
+                if stop - start >= min_doc:
                     selected.add(file, tokens[start:stop], start)
         return selected
 
@@ -379,22 +373,19 @@ class Dataset:
                 f"{remedy}"
             )
 
-    def select(self, length: int, min_doc=0, upsample=1, separate=False):
-        """Choose what is trained on.
+    def select(self, min_doc=0, separate=False):
+        """Choose what is trained on: only documents of at least min_doc tokens.
 
-        Only documents of at least min_doc tokens; those that hold a sequence of `length` tokens
-        `upsample` times an epoch. separate: attention stays inside a document.
+        separate: attention stays inside a document.
         Raises UserError for a dataset that does not mark its documents.
         """
-        needs_documents = min_doc or upsample > 1 or separate
-        if needs_documents and self.separator is None:
+        if (min_doc or separate) and self.separator is None:
             raise UserError(
-                f"dataset {self.name} has no <bos> between its documents: leave out --min_doc, "
-                "--upsample_docs and --separate_docs, or prepare it with --tokenizer=bytes, bpe or "
-                "gpt2"
+                f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
+                "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2"
             )
-        if min_doc or upsample > 1:
-            self.train = self.train.select_documents(self.separator, min_doc, upsample, length)
+        if min_doc:
+            self.train = self.train.select_documents(self.separator, min_doc)
         self.separate = separate
 
     def long_fraction(self, length, max_tokens=1 << 28):

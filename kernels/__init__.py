@@ -39,6 +39,7 @@ from .eager import (
 __all__ = [
     "attention",
     "between_graphs",
+    "check_kernels",
     "describe_wrong_terms",
     "linear",
     "linear_cross_entropy",
@@ -141,6 +142,24 @@ def _triton_runs(device, index):
     if (device, index) not in _answers:
         _answers[device, index] = _decide_triton_runs(device, index)
     return _answers[device, index]
+
+
+def check_kernels(model, inputs, context):
+    """Check the kernels that training needs, before anything is compiled: the verdict, for the log.
+
+    inputs: of the model, a dict by name; context: a context manager for the forward pass. A kernel
+    that has failed in one process is replaced by plain PyTorch in all of them.
+    """
+    device = next(model.parameters()).device
+    on_triton = triton_runs(device)
+    if on_triton:
+        # Call each kernel once. A forward pass is enough: a check includes the gradients.
+        inputs = {name: inputs[name] for name in ("tokens", "positions", "docs")}
+        inputs = {name: part[:1, :16] for name, part in inputs.items() if part is not None}
+        with context:
+            model(**inputs)
+    first_call.share_faults(device)
+    return first_call.describe(device) if on_triton else "plain PyTorch"
 
 
 # torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,

@@ -40,8 +40,8 @@ HIDDEN = {"GPTConfig": ("vocab_size", "extension")}
 HELP_WIDTH = 110
 OUT_OF_MEMORY = (
     "out of memory: in training lower --batch_size (more --gradient_accumulation_steps keep the "
-    "batch), --block_size, --n_embd or --n_layer, in evaluation --lengths, in sampling "
-    "--max_new_tokens or the prompt, or use a machine with more memory"
+    "batch), --block_size, --factor, --n_embd or --n_layer, or give --checkpoint_activations=true; "
+    "in evaluation lower --lengths, in sampling --max_new_tokens or the prompt"
 )
 
 

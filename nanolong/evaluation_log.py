@@ -15,7 +15,6 @@ from nanolong import intervals
 from nanolong.errors import UserError, note
 from nanolong.parallel.processes import broadcast
 from nanolong.run.checkpoint import weights_hash
-from nanolong.run.warmup import format_time
 from nanolong.strict_json import to_json, write_lines
 
 TASKS = {"loss", "needle", "ruler"}
@@ -218,3 +217,11 @@ def summarise(records):
         of_last_part = f" to {losses[-1]}" if len(losses) > 1 else ""
         words.append(f"{protocol} {losses[0]}{of_last_part}")
     return f"{', '.join(words)} nats per token"
+
+
+def format_time(seconds):
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h"

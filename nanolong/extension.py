@@ -24,7 +24,7 @@ INHERITED_SETTINGS = (
 # and what --keep_optimizer takes over besides, so that the training goes on
 KEPT_SETTINGS = (
     *("max_iters", "learning_rate", "min_lr", "warmup_iters", "weight_decay"),
-    *("min_doc", "upsample_docs", "separate_docs", "eval_interval", "eval_length", "compile"),
+    *("min_doc", "separate_docs", "eval_interval", "eval_length", "compile"),
 )
 
 
@@ -131,7 +131,7 @@ def fits_scale(method, options):
 
 
 def check_request(parent, cfg, positions):
-    """Refuse, before any work, a misspelt method and what cannot be trained or plotted."""
+    """Refuse, before any work, a misspelt method and what cannot be trained."""
     config = parent.config
     original, extended = config.original_length, round(config.block_size * cfg.factor)
     if not any(cfg.method in scheme.methods for scheme in positions.values()):
@@ -141,13 +141,9 @@ def check_request(parent, cfg, positions):
         if similar:
             advice = f"did you mean {similar[0]!r}?"
         raise UserError(f"there is no extension method {cfg.method!r}: {advice}")
-    if cfg.plot and not getattr(parent.pos, "rotary_dim", 0):
-        raise UserError(
-            f"--plot shows the wavelengths of rope, and --pos={config.pos} has none: leave it out"
-        )
     if cfg.overwrite and Path(cfg.out_dir).resolve() == parent.folder.parent.resolve():
         raise UserError(
-            f"--overwrite would remove {parent.folder}, which is to be extended: "
+            f"--overwrite would rename {parent.folder}, which is to be extended: "
             "choose another --out_dir"
         )
     # The lengths of training sequences, with PoSE and without.

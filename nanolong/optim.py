@@ -5,7 +5,6 @@ import math
 import torch
 
 from nanolong.errors import UserError
-from nanolong.parallel.sharding import ShardedMuon, is_sharded
 
 
 def get_lr(cfg, step):
@@ -52,8 +51,7 @@ def make_optimizers(model, cfg):
     if not use_muon:
         return [adamw]
     # match_rms_adamw scales Muon's steps so that one learning rate fits both optimizers
-    muon_class = ShardedMuon if is_sharded(matrices[0]) else torch.optim.Muon
-    muon = muon_class(
+    muon = torch.optim.Muon(
         matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
     return [adamw, muon]

@@ -9,7 +9,6 @@ Every function here raises UserError with a message in one sentence.
 
 import math
 import numbers
-import re
 import types
 import typing
 from dataclasses import dataclass, fields
@@ -80,6 +79,10 @@ def convert(name, value, hint, where):
     if optional and (value is None or str(value).lower() in ("none", "auto")):
         return None
     if typing.get_origin(kind) is typing.Literal:
+        require(
+            (name, value) != ("score_scale", "ssmax"),
+            f"{where}: ssmax is a scheme with RoPE now: give --entry=examples/schemes/ssmax.py",
+        )
         value = OLD_VALUES.get(name, {}).get(str(value).lower(), value)
         choices = typing.get_args(kind)
         valid = isinstance(value, str) and value in choices
@@ -176,7 +179,7 @@ RANGES = {
     for allowed, names in (
         # 0 turns many of these off
         (Range(least=0), "window sinks pose_window train_length min_doc"),
-        (Range(least=0), "max_iters stop_at window_steps warmup_iters eval_iters eval_length seed"),
+        (Range(least=0), "max_iters stop_at warmup_iters eval_iters eval_length seed"),
         (Range(least=0), "learning_rate min_lr weight_decay grad_clip"),
         (Range(least=0), "max_new_tokens temperature top_k stride"),
         (Range(least=0, most=1), "rope_fraction p_rope score_scale_offset"),
@@ -187,7 +190,7 @@ RANGES = {
         (Range(least=0, most=2**24), "random_positions"),
         (Range(least=0, most=2**26), "mlp_dim"),
         # bounds that a typing error exceeds, and memory or time would feel first
-        (Range(least=1, most=1000), "window_changes upsample_docs depths"),
+        (Range(least=1, most=1000), "depths"),
         (Range(least=1, most=10**6), "factor"),
         (Range(least=1, most=2**12), "n_layer"),
         (Range(least=1, most=2**16), "n_head sequence_parallel"),
@@ -320,7 +323,7 @@ def check_layer_pattern(config, positions):
 def check_score_scale(config):
     """Rules of the settings that --score_scale has for each of its kinds."""
     kind = config.score_scale
-    kinds = ("logn", "llama4", "ssmax")
+    kinds = ("logn", "llama4")
     users = {"score_scale_length": kinds, "score_scale_layers": kinds}
     users |= {"score_scale_coefficient": ("llama4",), "score_scale_offset": ("llama4",)}
     for name, used_by in users.items():
@@ -335,8 +338,8 @@ def check_score_scale(config):
         f"{config.layer_pattern} has none: put an N or S into the pattern, or leave it out",
     )
     require(
-        kind not in ("logn", "ssmax") or (config.score_scale_length or config.original_length) > 1,
-        f"score_scale={kind} divides by the logarithm of the context length, which is 0 for 1 "
+        kind != "logn" or (config.score_scale_length or config.original_length) > 1,
+        "score_scale=logn divides by the logarithm of the context length, which is 0 for 1 "
         "token: give a --score_scale_length of at least 2",
     )
 
@@ -449,32 +452,12 @@ def check_inputs(config, tokens, **others):
 def check_train(cfg):
     """Refuse a TrainConfig with a number out of range, or what no run can do. Raises UserError."""
     check_ranges(vars(cfg))
-    last_steps = {"stop_at": cfg.max_iters, "window_steps": cfg.max_iters or math.inf}
-    for name, last_step in last_steps.items():
-        require(
-            getattr(cfg, name) <= last_step,
-            f"{name}={getattr(cfg, name)} is beyond the last step, max_iters={cfg.max_iters}: give "
-            "at most that, or raise --max_iters",
-        )
+    require(
+        cfg.stop_at <= cfg.max_iters,
+        f"stop_at={cfg.stop_at} is beyond the last step, max_iters={cfg.max_iters}: give at most "
+        "that, or raise --max_iters",
+    )
     task_fractions(cfg.tasks)
-    if cfg.window_schedule:
-        read_window_schedule(cfg.window_schedule)
-    require(
-        cfg.window_schedule or not (cfg.window_steps or cfg.window_yarn),
-        "window_steps and window_yarn are of a window that grows: give --window_schedule=START:END "
-        "too, or leave them out",
-    )
-
-
-def read_window_schedule(text):
-    """Return START and END of the setting `window_schedule`, in tokens. Raises UserError."""
-    found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
-    start, end = map(int, found.groups()) if found else (0, 0)
-    require(
-        0 < start < end,
-        f"window_schedule={text} is no window that grows: give START:END in tokens, such as 32:256",
-    )
-    return start, end
 
 
 def task_fractions(tasks):
@@ -494,12 +477,6 @@ def task_fractions(tasks):
         f"the fractions of tasks={','.join(tasks)} add up to {total:g}: lower them to 1 or less",
     )
     return fractions
-
-
-def check_extend(cfg):
-    """Refuse an ExtendConfig with a number out of range or a plot in another format than PNG."""
-    check_train(cfg)
-    check_png("plot", cfg.plot)
 
 
 def check_sample(cfg):

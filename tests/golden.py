@@ -34,6 +34,10 @@ GROUPS = (
 # Changes that are meant: patterns of entries ("group: case | key"), each with the reason.
 DELIBERATE = ()
 
+# Cases that went with what they compared:
+# statuses: extend.py --plot=a.svg, and --plot of another: extend.py plots no wavelengths any more.
+# data, training, extending: "long documents" no longer repeat them, as --upsample_docs did.
+
 # Cases whose name begins with "compiled" may differ by this much; all others must be identical.
 COMPILED_TOLERANCE = 1e-5
 

@@ -5,6 +5,7 @@ process, which saves their imports.
 """
 
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -148,16 +149,18 @@ def data(record, folder):
         with record.case(f"dataset {name}") as found:
             record_dataset(found, Dataset(str(ROOT / "data" / name)))
     for case, select, batch in (
-        ("plain", (), ()),
-        ("long documents", (20000, 3, True), ()),
-        ("PoSE", (), (128,)),
-        ("passkeys", (), (0, {"passkey": 0.5})),
-        ("PoSE and passkeys, separate documents", (0, 2, True), (128, {"passkey": 0.3})),
+        ("plain", {}, ()),
+        ("long documents", {"min_doc": 20000, "separate": True}, ()),
+        ("PoSE", {}, (128,)),
+        ("passkeys", {}, (0, {"passkey": 0.5})),
+        ("PoSE and passkeys, separate documents", {"separate": True}, (128, {"passkey": 0.3})),
     ):
         for bos in (None, False):
             with record.case(f"batches, {case}, bos {bos}") as found:
                 chosen = Dataset(str(dataset()), bos)
-                chosen.select(32, *select)
+                # older checkouts select by the length of a sequence, too
+                takes_length = "length" in inspect.signature(chosen.select).parameters
+                chosen.select(*[32] * takes_length, **select)
                 for index in (0, 1, 5000, 20001):
                     batches = chosen.batch(index, 4, 32, 1337, *batch)
                     for i, part in enumerate(batches):
@@ -199,7 +202,7 @@ QUICK = {  # in this process
     "float16": "--dtype=float16",
     "random positions": "--random_positions=64",
     "passkeys": "--block_size=64 --tasks=passkey:0.3",
-    "long documents": "--min_doc=20000 --upsample_docs=3 --separate_docs=true",
+    "long documents": "--min_doc=20000 --separate_docs=true",
     "every shape": "--n_kv_head=1 --qk_norm=true --tie_embeddings=false --dropout=0.1 --window=8 "
     "--sinks=2 --attn_scale=1.2 --checkpoint_activations=true",
     "hybrid": "--layer_pattern=FN",
@@ -260,7 +263,7 @@ EXTENDED = {  # name: (the run that is extended, the settings)
     "alibi": ("alibi", "--method=dynamic-pi --factor=2"),
     "learned": ("learned", "--method=pi --factor=2"),
     "xl": ("xl", "--method=clamp --factor=2"),
-    "long documents": ("rope", "--factor=2 --min_doc=20000 --upsample_docs=2"),
+    "long documents": ("rope", "--factor=2 --min_doc=20000"),
     "extended again": ("yarn", "--method=ntk --factor=2 --max_iters=2"),
     "extended only, lm-infinite": ("rope", "--method=lm-infinite --max_iters=0"),
     "extended only, resonance": ("rope", "--method=resonance --max_iters=0"),
@@ -520,7 +523,6 @@ extend.py {run} --method=yarm
 extend.py {run} --factor=0.5
 extend.py {run} --options=beta
 extend.py {run} --options=beta=1
-extend.py {run} --plot=a.svg
 extend.py {run} --method=llama3 --options=high_freq_factor=0.5
 extend.py {run} --method=self-extend
 extend.py {run} --method=drope --pose=true
@@ -529,7 +531,7 @@ extend.py {run} --options=gone.json --method=longrope
 extend.py {run} --out_dir={run}
 extend.py {step} --max_iters=0
 extend.py {step} --method=pi --max_iters=0 --dataset={data} --learning_rate=1e-3 --out_dir={out}/f
-extend.py {run} --method=pi --factor=2 --max_iters=0 --plot={out}/g.png --out_dir={out}/g
+extend.py {run} --method=pi --factor=2 --max_iters=0 --out_dir={out}/g
 sample.py --help
 sample.py {out}/never-made
 sample.py {run} --top_p=0

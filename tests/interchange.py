@@ -186,7 +186,6 @@ REFUSED = {
     "MPT's blocks, biases in the norms": (MPT, None),
     "learned sinks, QK-norm": ({"sink_scores": True, "qk_norm": "head"}, None),
     "logn": ({"score_scale": "logn"}, None),
-    "ssmax": ({"score_scale": "ssmax"}, None),
     "Llama 4's scores": ({"score_scale": "llama4", "score_scale_offset": 1}, None),
     "Ministral 3's scores from another length on": (
         {"score_scale": "llama4", "score_scale_length": 16},

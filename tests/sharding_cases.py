@@ -2,9 +2,8 @@
 
     torchrun --standalone --nproc_per_node=2 tests/sharding_cases.py CASES.json
 
-A case is {"model": settings of GPTConfig, "train": settings of TrainConfig}. Prints JSON: "runs",
-of each case how many matrices all processes together have orthogonalized, and the largest number of
-parameters that a process keeps; "muon_error", see there.
+A case is {"model": settings of GPTConfig, "train": settings of TrainConfig}. Prints JSON:
+of each case the largest number of parameters that a process keeps.
 """
 
 import json
@@ -17,12 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 from flags import SMALLEST
-from torch.distributed.tensor import distribute_tensor
 
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.cli import run_main, silent
 from nanolong.entry import load_entries
-from nanolong.optim import make_optimizers
 from nanolong.parallel import sharding
 from nanolong.parallel.processes import join_processes
 from train import TrainConfig, train
@@ -50,63 +47,23 @@ def train_case(case):
     return model
 
 
-def count_orthogonalized():
-    """Count the matrices that this process orthogonalizes: a list with one entry for each."""
-    calls = []
-    real = sharding.orthogonalize
-
-    def orthogonalize(x, group):
-        calls.append(x.shape)
-        return real(x, group)
-
-    sharding.orthogonalize = orthogonalize
-    return calls
-
-
 def kept_parameters(model):
     parts = (p.to_local() if sharding.is_sharded(p) else p for p in model.parameters())
     return sum(part.numel() for part in parts)
 
 
-def muon_error():
-    """The largest difference of the weights of Muon and ShardedMuon, in uneven shards.
-
-    For equal gradients.
-    """
-    weights = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(**{**SHAPE, "n_embd": 44, "vocab_size": 50, "pos": "nope"}))
-        if sharded:
-            sharding.shard(model, torch.device("cpu"))
-        _, muon = make_optimizers(model, TrainConfig(optimizer="muon"))
-        muon.param_groups[0]["lr"] = 0.1
-        for step in range(3):
-            torch.manual_seed(step)
-            for p in model.parameters():
-                grad = torch.randn(p.shape)
-                p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if sharded else grad
-            muon.step()
-        weights.append([sharding.gather(p.detach()) for p in model.parameters()])
-    return max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
-
-
 def main():
     load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
     rank, _ = join_processes("cpu")
-    calls = count_orthogonalized()
-    facts = {"muon_error": muon_error(), "runs": []}
+    kept = []
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        calls.clear()
         with silent(True):
             model = train_case(case)
-        n_calls = torch.tensor(len(calls))
-        dist.all_reduce(n_calls)
         n_kept = torch.tensor(kept_parameters(model))
         dist.all_reduce(n_kept, dist.ReduceOp.MAX)
-        facts["runs"].append([n_calls.item(), n_kept.item()])
+        kept.append(n_kept.item())
     if rank == 0:
-        print(json.dumps(facts))
+        print(json.dumps(kept))
 
 
 if __name__ == "__main__":

@@ -299,11 +299,11 @@ def test_the_fraction_of_long_documents_counts_tokens(documents):
     assert fractions == pytest.approx([1.0, 42 / 58, 30 / 58, 0.0])
 
 
-def test_short_documents_are_left_out_and_long_ones_repeated(documents):
-    documents.select(12, min_doc=6, upsample=3)
+def test_short_documents_are_left_out(documents):
+    documents.select(min_doc=6)
     contents = [set(tokens.tolist()) for tokens in documents.train.tokens]
-    assert contents == [{2}] * 3 + [{3}] * 3 + [{4}]
-    assert documents.train.starts == [7, 7, 7, 39, 39, 39, 52]
+    assert contents == [{2}, {3}, {4}]
+    assert documents.train.starts == [7, 39, 52]
     for index in range(20):
         x, y, positions, document_ids = documents.batch(index, 2, 12, 1)
         assert (x[:, 0] == 9).all()
@@ -315,16 +315,16 @@ def test_short_documents_are_left_out_and_long_ones_repeated(documents):
 
 @pytest.mark.parametrize("min_doc, n_documents", [(5, 4), (6, 3), (11, 3), (12, 2), (30, 1)])
 def test_documents_of_min_doc_tokens_are_kept(min_doc, n_documents, documents):
-    documents.select(3, min_doc=min_doc)
+    documents.select(min_doc=min_doc)
     assert len(documents.train.tokens) == n_documents
-    documents.select(3, min_doc=100)
+    documents.select(min_doc=100)
     with pytest.raises(UserError, match="--min_doc"):
         documents.train.require_length(3)
 
 
 def test_a_token_outside_the_vocabulary_is_named_by_its_place_in_the_file(documents):
     documents.train.vocab_size = 4
-    selected = documents.train.select_documents(9, min_doc=0, upsample=1, length=5)
+    selected = documents.train.select_documents(9, min_doc=0)
     with pytest.raises(LocalError, match="train.bin: token 52 is 4"):
         selected.sequence_at(3, 0, 5)
 
@@ -332,16 +332,16 @@ def test_a_token_outside_the_vocabulary_is_named_by_its_place_in_the_file(docume
 def test_documents_are_numbered_where_attention_stays_inside(documents):
     x = np.array([[9, 1, 9, 9, 2]])
     assert documents.document_ids(x) is None
-    documents.select(12, separate=True)
+    documents.select(separate=True)
     assert documents.document_ids(x).tolist() == [[1, 1, 2, 3, 3]]
     assert documents.batch(0, 2, 12, 1)[3].shape == (2, 12)
 
 
-@pytest.mark.parametrize("setting", [{"min_doc": 3}, {"upsample": 2}, {"separate": True}])
+@pytest.mark.parametrize("setting", [{"min_doc": 3}, {"separate": True}])
 def test_documents_need_a_separator(setting, tmp_path):
     dataset = data.Dataset(make_dataset(tmp_path / "plain", DOCUMENTS, 10))
     with pytest.raises(UserError, match="no <bos>"):
-        dataset.select(12, **setting)
+        dataset.select(**setting)
 
 
 # -----------------------------------------------------------------------------

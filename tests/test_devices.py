@@ -3,16 +3,13 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
 import torch
-from conftest import ROOT, assert_success, run_python
+from conftest import assert_success, run_python
 
-from nanolong import devices, memory, provenance
+from nanolong import devices, provenance
 from nanolong.errors import UserError
 from nanolong.parallel import processes
 from nanolong.run import lock, signals
@@ -85,13 +82,6 @@ def test_peak_flops_of_known_gpus(monkeypatch):
         assert devices.peak_flops(GPU) == flops
 
 
-def test_more_memory_than_there_is_cannot_be_required():
-    memory.require_memory(2**20)
-    if hasattr(os, "sysconf"):
-        with pytest.raises(UserError, match="GiB, and this machine has"):
-            memory.require_memory(2**60)
-
-
 def test_provenance_names_commit_hardware_version_and_date():
     parts = provenance.provenance(CPU).split(", ")
     assert parts[0].startswith("commit ")
@@ -138,53 +128,6 @@ def test_signals_can_be_caught_outside_the_main_thread():
     thread.start()
     thread.join()
     assert caught == [0]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_where_nothing_is_written_a_signal_ends_the_process_at_once(number):
-    """Even in one long operation, during which Python calls no handler."""
-    code = (
-        "import torch\n"
-        "from nanolong.run.signals import catch_signals\n"
-        "with catch_signals() as stop_signals:\n"
-        "    with stop_signals.ending_at_once(lambda: print('cleaned up', flush=True)):\n"
-        "        x = torch.ones(3000, 3000, dtype=torch.float64)\n"
-        "        print('begun', flush=True)\n"
-        "        torch.linalg.eigvals(x + torch.eye(3000))\n"
-        "    print('still here', flush=True)\n"
-    )
-    words = [sys.executable, "-c", code]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.readline() == b"begun\n"
-    time.sleep(0.3)
-    begin = time.monotonic()
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert time.monotonic() - begin < 1
-    assert (process.returncode, out) == (130, b"cleaned up\n")
-    assert err.decode() == "\nstopped before the first step; the run folder is as it was\n"
-
-
-def test_a_clean_up_that_fails_still_ends_the_process():
-    code = (
-        "import signal, time\n"
-        "from nanolong.run.signals import catch_signals\n"
-        "with catch_signals() as stop_signals:\n"
-        "    with stop_signals.ending_at_once(lambda: open('/no/such/folder/file')):\n"
-        "        signal.raise_signal(signal.SIGTERM)\n"
-        "        time.sleep(30)\n"
-    )
-    assert run_python(code, timeout=20).returncode == 130
-
-
-def test_after_it_signals_are_noted_again(capfd):
-    with signals.catch_signals() as stop_signals:
-        with stop_signals.ending_at_once(lambda: None):
-            assert threading.active_count() > 1
-        signal.raise_signal(signal.SIGINT)
-        assert len(stop_signals) == 1
-    assert signal.set_wakeup_fd(-1) == -1
-    assert "stopping after this step" in capfd.readouterr().err
 
 
 def test_a_lock_is_held_once_and_released(tmp_path):

@@ -109,17 +109,6 @@ def test_ssmax_multiplies_scores_by_s_log_n(make):
     check_maps(model, tokens, lambda layer: [f / 2 for f in powers(10000, 4)], scale_of)
 
 
-def test_ssmax_is_the_setting_score_scale(make):
-    """By the same weights; the setting has s ln L where the file has s."""
-    example, model = make(pos="ssmax", **WINDOW), make(score_scale="ssmax", **WINDOW)
-    weights = example.state_dict()
-    for layer, s in enumerate(weights.pop("pos.s")):
-        weights[f"blocks.{layer}.attention.gain"] = s * math.log(model.config.block_size)
-    model.load_state_dict(weights)
-    tokens = torch.randint(0, 50, (2, 19))
-    torch.testing.assert_close(model(tokens), example(tokens), rtol=1e-4, atol=1e-5)
-
-
 def test_two_bases_extend_the_full_layers_only(make):
     """The first layer has a window, the second has none."""
     model = make(pos="two_bases", **WINDOW)

@@ -208,51 +208,6 @@ def test_a_warning_says_when_no_document_is_long_enough(trained, extend_run, tex
     assert "warning: there is almost nothing that long" in done.stdout
 
 
-def test_plot_shows_the_wavelengths_before_and_after(trained, extend_run, tmp_path, monkeypatch):
-    plots = []
-    real = extend.plots.plot_wavelengths
-
-    def plot_wavelengths(*args):
-        plots.append(args)
-        return real(*args)
-
-    monkeypatch.setattr(extend.plots, "plot_wavelengths", plot_wavelengths)
-    file = tmp_path / "figures" / "wavelengths.png"
-    words = ["--method=pi", "--factor=2", "--max_iters=0", f"--plot={file}"]
-    done = assert_success(extend_run(trained, *words))
-    assert file.read_bytes()[:4] == b"\x89PNG"
-    assert "wavelengths of 4 pairs" in done.stdout
-    before, after, original_length, target_length, *_ = plots[0]
-    expected = torch.tensor([10000 ** (-2 * i / 8) for i in range(4)], dtype=torch.float64)
-    assert torch.allclose(before, expected, rtol=1e-12)
-    assert torch.allclose(after, expected / 2, rtol=1e-12)  # position interpolation
-    assert (original_length, target_length) == (32, 64)
-
-
-def test_the_wavelengths_before_are_those_of_the_model_that_is_extended(
-    save_run, extend_run, tmp_path, monkeypatch
-):
-    """Not plain RoPE's: of a RoPE with other frequencies, and of an extended model."""
-    plots = []
-
-    def frequencies(method, *args, **options):
-        inv_freq, attention_factor = real(method, *args, **options)
-        inv_freq[-1] = 0  # as p-RoPE, which does not rotate the slowest pairs
-        return inv_freq, attention_factor
-
-    real = rope_scaling.frequencies
-    monkeypatch.setattr(rope_scaling, "frequencies", frequencies)
-    monkeypatch.setattr(extend.plots, "plot_wavelengths", lambda *args: plots.append(args))
-    run = save_run(n_embd=16, n_head=2)
-    words = ["--method=pi", "--max_iters=0", f"--plot={tmp_path}/w.png"]
-    assert_success(extend_run(run, "--factor=2", *words))
-    assert_success(extend_run(tmp_path / "extended", *words, f"--out_dir={tmp_path}/again"))
-    plain = torch.tensor([1.0, 0.1, 0.01, 0], dtype=torch.float64)
-    for (before, after, *_), expected in zip(plots, ((1, 1 / 2), (1 / 2, 1 / 8)), strict=True):
-        assert torch.allclose(before, plain * expected[0], rtol=1e-12)
-        assert torch.allclose(after, plain * expected[1], rtol=1e-12)
-
-
 # -----------------------------------------------------------------------------
 # PoSE.
 
@@ -549,15 +504,13 @@ def test_resuming_an_extension_without_more_steps_changes_nothing(trained, exten
 
 
 def test_resuming_a_fine_tuning_without_more_steps_changes_nothing(trained, extend_run, tmp_path):
-    """A first checkpoint that has been pruned is not written again, and no plot."""
-    plot = tmp_path / "w.png"
+    """A first checkpoint that has been pruned is not written again."""
     words = ["--factor=2", "--eval_interval=1"]
-    assert_success(extend_run(trained, *words, "--max_iters=4", f"--plot={plot}"))
+    assert_success(extend_run(trained, *words, "--max_iters=4"))
     before = list_steps(tmp_path / "extended")
     assert before[0].name != "step-000000"
-    plot.unlink()
     assert_success(extend_run(trained, *words, "--max_iters=0", "--init_from=resume"))
-    assert list_steps(tmp_path / "extended") == before and not plot.exists()
+    assert list_steps(tmp_path / "extended") == before
 
 
 @pytest.mark.parametrize(

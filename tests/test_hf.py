@@ -292,7 +292,7 @@ def test_what_transformers_has_no_equivalent_of_is_not_exported(tmp_path):
     assert all(len(message.splitlines()) == 1 for message in messages.values())
     assert "--layer_pattern=FN" in messages["NoPE in every second layer, QK-norm"]
     assert "--layer_pattern=FN" in messages["NoPE in every second layer, biases"]
-    assert "--score_scale=none" in messages["ssmax"]
+    assert "--score_scale=none" in messages["logn"]
     assert "--score_scale_length=16" in messages["Ministral 3's scores from another length on"]
     assert "--layer_pattern=W" in messages["GPT-2 with a window"]
     assert "--qk_norm=none, --n_kv_head=6" in messages["GPT-2 with GQA and QK-norm"]

@@ -23,8 +23,8 @@ from nanolong.errors import UserError
 from nanolong.hub import tokenizer as hub_tokenizer
 from nanolong.hub.gguf_tokenizer import PRE_TOKENIZERS, empty_bpe
 from nanolong.run.checkpoint import read_meta, write_checkpoint, write_meta
-from nanolong.run.folder import CHECKPOINT_FILES
 from nanolong.tensor_file import TensorStream
+from nanolong.tokenizer_files import FILES
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -383,7 +383,7 @@ def test_a_checkpoint_keeps_the_files(files, tmp_path):
     assert stored["checksums"].keys() == {*files, "model.safetensors", "meta.json"}
     for name, content in files.items():
         assert (tmp_path / "step-000000" / name).read_bytes() == content
-        assert name in CHECKPOINT_FILES
+        assert name in FILES
 
     # read, written again as a later step, and changed as save() does after an evaluation
     meta = read_meta(tmp_path / "step-000000")

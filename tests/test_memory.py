@@ -1,7 +1,4 @@
-"""Training in less memory: activation checkpointing, and attention in chunks of queries.
-
-What nanolong/memory.py counts is tested in test_counted_memory.py.
-"""
+"""Training in less memory: activation checkpointing, and attention in chunks of queries."""
 
 import pytest
 import torch

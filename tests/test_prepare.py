@@ -191,7 +191,7 @@ def test_documents_in_bpe_are_separated(tmp_path, data_folder):
     assert (dataset.vocab_size, dataset.bos, data.Dataset(folder).bos) == (280, 0, None)
     tokens = np.asarray(dataset.train.tokens[0])
     assert np.flatnonzero(tokens == 0).size == 3 and tokens[0] == 0
-    dataset.select(64, separate=True)
+    dataset.select(separate=True)
     assert dataset.document_ids(tokens[None])[0, [0, -1]].tolist() == [1, 3]
     text = "".join(TEXT + f"{name}<|endoftext|>\n" * 20 for name in "abc")
     both = np.concatenate((tokens, dataset.val.tokens[0]))

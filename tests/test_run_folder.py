@@ -1,25 +1,14 @@
-"""Run folders: replacing a run whole, whatever happens on the way, and the newest run."""
+"""Run folders: an old run is renamed and nothing of it removed, and the newest run."""
 
-import itertools
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-from conftest import TINY, assert_refused, assert_success, content, newest
+from conftest import TINY, assert_refused, assert_success, content
 
 import train
 from model import GPT
-from nanolong.errors import UserError
-from nanolong.run.folder import (
-    check_only_run,
-    latest_run,
-    list_steps,
-    readable_steps,
-    run_items,
-    set_aside,
-    settle_replaced,
-)
+from nanolong.run.folder import latest_run, list_steps, rename_old
 
 
 @pytest.fixture
@@ -38,12 +27,6 @@ def old_run(tmp_path):
     return run
 
 
-def new_checkpoint(run, step=5):
-    (run / "log.jsonl").write_text("new\n")
-    (run / f"step-{step:06d}").mkdir()
-    (run / f"step-{step:06d}/meta.json").write_text("new")
-
-
 def test_a_newest_step_without_its_meta_is_named(words, call):
     """sample.py takes the step before it; training does not, which would write over it."""
     assert_success(call(*words))
@@ -55,111 +38,12 @@ def test_a_newest_step_without_its_meta_is_named(words, call):
     assert_refused(call(*words, "--init_from=resume"), "step-000008 is damaged")
 
 
-# -----------------------------------------------------------------------------
-# The files.
-
-
-def test_the_old_run_is_back_where_the_new_one_has_no_checkpoint(old_run):
+def test_the_newest_run_is_none_that_was_renamed(old_run):
     before = content(old_run)
-    set_aside(old_run)
-    assert not run_items(old_run)
-    (old_run / "log.jsonl").write_text("of the new run\n")
-    settle_replaced(old_run)
-    assert content(old_run) == before and not (old_run / ".replaced").exists()
-    settle_replaced(old_run)
-    assert content(old_run) == before
-
-
-def test_the_old_run_goes_with_the_first_checkpoint_of_the_new_one(old_run):
-    set_aside(old_run)
-    new_checkpoint(old_run)
-    settle_replaced(old_run)
-    assert content(old_run) == {"log.jsonl": b"new\n", "step-000005/meta.json": b"new"}
-
-
-def test_a_run_that_is_moved_in_part_is_read_whole(old_run):
-    set_aside(old_run)
-    (old_run / ".replaced/complete").unlink()
-    os.rename(old_run / ".replaced/step-000010", old_run / "step-000010")
-    assert [step.name for step in readable_steps(old_run)] == ["step-000010", "step-000020"]
-
-
-def test_a_new_run_counts_when_it_has_trained_or_is_finished(old_run):
-    before = content(old_run)
-    set_aside(old_run)
-    new_checkpoint(old_run, step=0)
-    assert [step.name for step in readable_steps(old_run)] == ["step-000010", "step-000020"]
-    settle_replaced(old_run)
-    assert content(old_run) == before and readable_steps(old_run) == list_steps(old_run)
-    set_aside(old_run)
-    new_checkpoint(old_run, step=0)
-    settle_replaced(old_run, finished=True)
-    assert list(content(old_run)) == ["log.jsonl", "step-000000/meta.json"]
-
-
-def test_a_crash_at_any_moment_of_replacing_leaves_one_whole_run(old_run, monkeypatch):
-    """Every rename, file and folder operation is the last one once; then the next start repairs."""
-    before = content(old_run)
-    spare = old_run.parent / "spare"
-    shutil.copytree(old_run, spare)
-    new = {"log.jsonl": b"new\n", "step-000005/meta.json": b"new"}
-
-    class Crash(BaseException):
-        pass
-
-    def crashing_after(n):
-        count = itertools.count()
-
-        def guard(real):
-            def operation(*args, **kwargs):
-                if next(count) >= n:
-                    raise Crash
-                return real(*args, **kwargs)
-
-            return operation
-
-        return guard
-
-    outcomes = []
-    for n in range(40):
-        shutil.rmtree(old_run)
-        shutil.copytree(spare, old_run)
-        completed = False
-        with monkeypatch.context() as patch:
-            guard = crashing_after(n)
-            patch.setattr(os, "rename", guard(os.rename))
-            for name in ("mkdir", "touch", "unlink", "rmdir"):
-                patch.setattr(f"pathlib.Path.{name}", guard(getattr(type(old_run), name)))
-            patch.setattr(shutil, "rmtree", guard(shutil.rmtree))
-            try:
-                set_aside(old_run)
-                if n % 2:
-                    new_checkpoint(old_run)
-                settle_replaced(old_run)
-                completed = True
-            except Crash:
-                pass
-        settle_replaced(old_run)
-        shutil.rmtree(old_run / ".tmp-replaced", ignore_errors=True)
-        found = content(old_run)
-        assert found in (before, new), n
-        outcomes.append((found == before, completed))
-    assert {outcome for outcome, _ in outcomes} == {True, False}
-    assert any(completed for _, completed in outcomes)
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "step-000010/notes.txt", "plots/loss.png"])
-def test_a_folder_that_holds_more_than_a_run_is_not_replaced(name, old_run):
-    check_only_run(old_run)
-    (old_run / name).parent.mkdir(exist_ok=True)
-    (old_run / name).write_text("mine")
-    with pytest.raises(UserError, match=f"would remove .*{name.split('/')[0]}"):
-        check_only_run(old_run)
-
-
-def test_the_newest_run_is_none_that_is_being_replaced(old_run):
     assert latest_run(old_run.parent) == old_run
-    set_aside(old_run)
+    (old_run.parent / "run.old1").mkdir()
+    assert rename_old(old_run) == old_run.parent / "run.old2"
+    assert content(old_run.parent / "run.old2") == before
     assert latest_run(old_run.parent) is None
 
 
@@ -167,16 +51,24 @@ def test_the_newest_run_is_none_that_is_being_replaced(old_run):
 # The command line.
 
 
-def test_overwrite_replaces_a_run_whole(call, words, tmp_path):
+def test_overwrite_renames_a_run_and_removes_nothing(call, words, tmp_path):
+    """With whatever else is in its folder."""
     run = tmp_path / "run"
-    assert_success(call(*words))
+    assert_success(call(*words, "--max_iters=16", "--eval_interval=2"))
+    (run / "notes.txt").write_text("mine")
+    before = content(run)
     assert_refused(call(*words, "--pos=alibi"), "--overwrite")
-    assert_success(call(*words, "--pos=alibi", "--max_iters=4", "--overwrite"))
-    assert [step.name for step in list_steps(run)] == ["step-000000", "step-000004"]
+    assert content(run) == before
+    done = assert_success(call(*words, "--pos=alibi", "--max_iters=4", "--overwrite"))
+    assert f"the run in {run} is {run}.old1 now\n" in done.stdout
+    assert content(tmp_path / "run.old1") == before
     assert GPT.load(run).config.pos == "alibi"
     names = ["curve.png", "lock", "log.jsonl", "step-000000", "step-000004"]
     assert sorted(item.name for item in run.iterdir()) == names
-    # also where there is nothing to replace
+    second = content(run)
+    assert_success(call(*words, "--overwrite"))
+    assert content(tmp_path / "run.old1") == before and content(tmp_path / "run.old2") == second
+    # also where there is nothing to rename
     assert_success(call(*words, "--overwrite", f"--out_dir={tmp_path}/new"))
 
 
@@ -189,11 +81,7 @@ def test_a_start_that_fails_leaves_the_old_run_as_it_was(call, words, tmp_path, 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device", str(run))
 
-    for module, place in (
-        (train.run, "save"),
-        (train, "estimate_loss"),
-        (train.optim, "make_optimizers"),
-    ):
+    for module, place in ((train, "estimate_loss"), (train.optim, "make_optimizers")):
         with monkeypatch.context() as patch:
             patch.setattr(module, place, fail)
             done = call(*words, *failing)
@@ -201,18 +89,6 @@ def test_a_start_that_fails_leaves_the_old_run_as_it_was(call, words, tmp_path, 
         assert content(run) == before, place
     refused = call(*words, *failing, "--dataset=nowhere")
     assert refused.returncode == 2 and content(run) == before
-
-
-def test_after_a_crash_while_replacing_the_old_run_is_read_and_resumed(call, words, tmp_path):
-    run = tmp_path / "run"
-    assert_success(call(*words, "--learning_rate=1e-4"))
-    set_aside(run)
-    new_checkpoint(run, step=0)
-    assert_success(call("sample.py", run, "--max_new_tokens=2"))
-    resumed = call("train.py", f"--out_dir={run}", "--init_from=resume", "--max_iters=9")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "changed since the checkpoint: max_iters 8 -> 9\n" in resumed.stdout
-    assert newest(run).name == "step-000009"
 
 
 def test_resuming_wins_over_a_preset_that_overwrites(call, words, tmp_path):
@@ -230,7 +106,7 @@ def test_a_preset_that_overwrites_does_so_in_its_own_folder_only(call, words, tm
     assert content(tmp_path / "run") == before
 
 
-def test_overwrite_is_refused_where_it_would_lose_something(call, words, text_data, tmp_path):
+def test_overwrite_is_refused_where_the_run_is_used(call, words, tmp_path):
     run = tmp_path / "run"
     assert_success(call(*words))
     before = content(run)
@@ -239,12 +115,9 @@ def test_overwrite_is_refused_where_it_would_lose_something(call, words, text_da
     extend = ["extend.py", run, "--max_iters=0", "--method=pi", "--factor=2", "--overwrite"]
     refused = call(*extend, f"--out_dir={run}")
     assert refused.returncode == 2 and "which is to be extended" in refused.stderr
-    (run / "notes.txt").write_text("mine")
-    assert_refused(call(*words, "--overwrite"), "notes.txt")
-    (run / "notes.txt").unlink()
     assert content(run) == before
 
-    # An extension may be replaced, and is named after its options too.
+    # An extension may be overwritten, and is named after its options too.
     for _ in range(2):
         assert_success(call(*extend))
     assert_success(call(*extend, "--max_iters=2"))

@@ -16,10 +16,8 @@ from nanolong.errors import UserError
 from nanolong.hub.importing import read_settings
 from nanolong.hub.layout import read_json
 from nanolong.inference import KVCache
-from nanolong.optim import make_optimizers
-from train import TrainConfig
 
-KINDS = ("logn", "llama4", "ssmax")
+KINDS = ("logn", "llama4")
 # settings of each kind, whose factor grows within the first tokens
 SHORT = {
     "logn": {"score_scale": "logn", "score_scale_length": 3},
@@ -29,19 +27,16 @@ SHORT = {
         "score_scale_coefficient": 0.4,
         "score_scale_offset": 1,
     },
-    "ssmax": {"score_scale": "ssmax", "score_scale_length": 5},
 }
 SHAPE = {"n_layer": 4, "n_head": 4, "n_kv_head": 2}
 
 
-def factor(kind, t, window, gain):
+def factor(kind, t, window):
     """What a query at position t is multiplied by, with the settings of SHORT."""
     n = min(t + 1, window) if window else t + 1
     if kind == "logn":
         return max(1.0, math.log(n) / math.log(3))
-    if kind == "llama4":
-        return 1 + 0.4 * math.log(1 + math.floor((t + 1) / 4))
-    return gain * math.log(n) / math.log(5)
+    return 1 + 0.4 * math.log(1 + math.floor((t + 1) / 4))
 
 
 def attend(model, layer, x, kind, pos):
@@ -52,11 +47,8 @@ def attend(model, layer, x, kind, pos):
     parts = (attention.q, attention.k, attention.v)
     q, k, v = (linear(x).unflatten(-1, heads).transpose(1, 2) for linear in parts)
     window = config.window + config.sinks if config.uses_window(layer) else 0
-    gains = [1.0] * config.n_head if attention.gain is None else attention.gain
     if config.score_scale_layers == "all" or layer % 2:
-        factors = [[factor(kind, t, window, gain) for t in pos.tolist()] for gain in gains]
-        factors = [torch.stack([torch.as_tensor(f) for f in row]) for row in factors]
-        q = q * torch.stack(factors)[..., None]  # (H, T, 1)
+        q = q * torch.tensor([factor(kind, t, window) for t in pos.tolist()])[:, None]
     q, k = scheme.rotate(q, k, pos, layer)
     k, v = (y.repeat_interleave(2, 1) for y in (k, v))
     scores = q @ k.mT / math.sqrt(config.head_dim)
@@ -76,7 +68,7 @@ def attend(model, layer, x, kind, pos):
 @pytest.mark.parametrize("pos", ["rope", "alibi"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_queries_are_multiplied_by_the_formula(make, kind, pos, layers):
-    """In layers of all four kinds; with the gradients of a learned gain and of the weights."""
+    """In layers of all four kinds; with the gradients of the weights."""
     settings = {**SHAPE, **SHORT[kind], "score_scale_layers": layers}
     settings |= {"layer_pattern": "FNWS", "window": 6, "sinks": 2}
     model = make(pos=pos, **settings).double()
@@ -87,18 +79,15 @@ def test_queries_are_multiplied_by_the_formula(make, kind, pos, layers):
         found = attention(x, model.scheme_of(layer), positions, None, {})
         expected = attend(model, layer, x, kind, positions)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        has_gain = kind == "ssmax" and (layers == "all" or layer % 2 == 1)
-        assert (attention.gain is not None) == has_gain
-        weights = [attention.q.weight, attention.k.weight] + [attention.gain] * has_gain
+        weights = [attention.q.weight, attention.k.weight]
         gradients = torch.autograd.grad(found.square().sum(), weights)
         expected = torch.autograd.grad(expected.square().sum(), weights)
         torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["logn", "ssmax"])
-def test_the_factor_is_1_at_the_original_length(kind):
+def test_the_factor_is_1_up_to_the_original_length():
     """Of a new model, and of an extended one, whose original length stays."""
-    model = GPT(GPTConfig(score_scale=kind, block_size=24, n_embd=48))
+    model = GPT(GPTConfig(score_scale="logn", block_size=24, n_embd=48))
     for length in (24, 96):
         assert model.config.block_size == length
         attention = model.blocks[0].attention
@@ -106,7 +95,7 @@ def test_the_factor_is_1_at_the_original_length(kind):
         scaled = attention.scale_queries(q, torch.arange(96)[:, None])[0, 0, :, 0]
         assert scaled[23].item() == pytest.approx(1)
         assert scaled[95].item() == pytest.approx(math.log(96) / math.log(24))
-        assert scaled[4].item() == pytest.approx(1 if kind == "logn" else math.log(5, 24))
+        assert scaled[4].item() == 1
         if length == 24:
             model.extend("yarn", 4.0)
 
@@ -191,50 +180,23 @@ def test_a_compiled_model_has_the_same_loss_and_gradients(make, kind):
     assert torch.equal(torch.cat(compiled, 1), torch.cat(whole, 1))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_gains_are_saved_and_have_no_weight_decay(make, optimizer, tmp_path):
-    model = make(score_scale="ssmax", score_scale_layers="nope", layer_pattern="FN")
-    names = [name for name, _ in model.named_parameters() if name.endswith("gain")]
-    assert names == ["blocks.1.attention.gain"]
-    gain = model.blocks[1].attention.gain
-    cfg = TrainConfig(optimizer=optimizer, weight_decay=0.1)
-    groups = [group for opt in make_optimizers(model, cfg) for group in opt.param_groups]
-    decays = [g["weight_decay"] for g in groups if any(p is gain for p in g["params"])]
-    assert decays == [0.0]
-    model.save(tmp_path / "step-000000")
-    loaded = GPT.load(tmp_path, dtype=torch.bfloat16)
-    assert torch.equal(loaded.blocks[1].attention.gain, gain)
-    assert loaded.config.score_scale_layers == "nope"
-
-
-def test_only_the_gains_are_new_in_an_untrained_model():
-    models = []
-    for kind in ("none", "ssmax"):
-        torch.manual_seed(0)
-        models.append(GPT(GPTConfig(score_scale=kind, n_layer=2, pos="t5")).state_dict())
-    gains = {f"blocks.{layer}.attention.gain" for layer in (0, 1)}
-    assert models[1].keys() - models[0].keys() == gains
-    for name, weight in models[1].items():
-        assert torch.equal(weight, torch.ones(3) if name in gains else models[0][name])
-
-
 @pytest.mark.parametrize(
     "settings, words",
     [
         ({"score_scale_length": 64}, "score_scale_length=64 does nothing with --score_scale=none"),
-        ({"score_scale_layers": "nope"}, "give --score_scale=logn or llama4 or ssmax"),
+        ({"score_scale_layers": "nope"}, "give --score_scale=logn or llama4"),
         ({"score_scale": "logn", "score_scale_coefficient": 0.2}, "give --score_scale=llama4"),
-        ({"score_scale": "ssmax", "score_scale_offset": 1}, "give --score_scale=llama4"),
         ({"score_scale": "logn", "score_scale_layers": "nope"}, "layer_pattern=F has none"),
         ({"score_scale": "logn", "block_size": 1}, "a --score_scale_length of at least 2"),
         ({"score_scale": "log"}, "score_scale"),
+        ({"score_scale": "ssmax"}, "give --entry=examples/schemes/ssmax.py"),
         ({"score_scale_length": 1}, "score_scale_length"),
         ({"score_scale_length": -8}, "score_scale_length"),
         ({"score_scale_coefficient": 0}, "score_scale_coefficient"),
         ({"score_scale_offset": 2}, "score_scale_offset"),
         ({"score_scale_layers": "full"}, "score_scale_layers"),
         ({"score_scale": "llama4", "block_size": 1}, None),
-        ({"score_scale": "ssmax", "score_scale_layers": "nope", "layer_pattern": "FN"}, None),
+        ({"score_scale": "logn", "score_scale_layers": "nope", "layer_pattern": "FN"}, None),
     ],
     ids=str,
 )

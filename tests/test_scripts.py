@@ -69,7 +69,6 @@ OTHER_ERRORS = [
     ("extend.py", "RUN --method=clamp", "--pos=rope has no extension method 'clamp': use --method"),
     ("extend.py", "RUN --options=beta", "NAME=VALUE"),
     ("extend.py", "RUN --options=beta=1", "beta_fast"),
-    ("extend.py", "RUN --plot=a.svg", ".png"),
     ("extend.py", "RUN --method=llama3 --options=high_freq_factor=0.5", "low_freq_factor=1.0"),
     ("extend.py", "RUN --n_layer=3", "n_layer=2"),
     ("sample.py", "out/never-made", "does not exist"),
@@ -197,8 +196,6 @@ def test_every_scheme_is_extended_by_a_method_of_its_own(pos, call, text_data, t
         return
     wrong = call("extend.py", out, "--method=yarn", "--factor=2", f"--out_dir={tmp_path}/yarn")
     assert_refused(wrong, f"--pos={pos}", f"--method={method}")
-    words = [f"--method={method}", f"--plot={tmp_path}/w.png", f"--out_dir={tmp_path}/plot"]
-    assert_refused(call("extend.py", out, *words), f"--pos={pos}", "--plot")
 
 
 # -----------------------------------------------------------------------------
@@ -224,7 +221,7 @@ def test_pose_and_drope_train_at_the_original_length(words, length, call, traine
 
 
 def test_data_settings_of_training_go_through_the_shell(call, text_data, tmp_path):
-    words = ["--tasks=passkey:0.3,niah:0.1", "--separate_docs=true", "--upsample_docs=2"]
+    words = ["--tasks=passkey:0.3,niah:0.1", "--separate_docs=true"]
     out = [f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     assert_success(call("train.py", *TINY, *words, *out))
     words = ["--pos=nope", "--min_doc=1000", f"--dataset={text_data}", f"--out_dir={tmp_path}/nope"]

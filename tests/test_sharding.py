@@ -58,18 +58,13 @@ def assert_close(one, several, limit, weight_limit):
 
 @pytest.fixture
 def train_cases(text_data, tmp_path, run):
-    """Train cases on several processes. Returns what tests/sharding_cases.py prints of each.
-
-    And check ShardedMuon: from the same gradients it computes the same bits as Muon.
-    """
+    """Train cases on several processes. Returns what tests/sharding_cases.py prints of each."""
 
     def train_cases(cases, processes):
         file = tmp_path / "cases.json"
         file.write_text(json.dumps(cases))
         done = assert_success(run("tests/sharding_cases.py", file, processes=processes))
-        facts = json.loads(done.stdout)
-        assert facts["muon_error"] == 0
-        return facts["runs"]
+        return json.loads(done.stdout)
 
     return train_cases
 
@@ -87,13 +82,10 @@ def case(text_data, tmp_path):
     ("processes", "models", "settings"),
     [
         (2, SOME, FSDP),
-        pytest.param(2, SOME[:1], {**FSDP, "optimizer": "muon"}, marks=slow),
         pytest.param(2, OTHERS, FSDP, marks=slow),
         pytest.param(2, SOME, {**FSDP, "checkpoint_activations": True}, marks=slow),
         pytest.param(4, OTHERS, FSDP, marks=slow),
-        pytest.param(4, SOME, {**FSDP, "optimizer": "muon"}, marks=slow),
         pytest.param(4, OTHERS, {**FSDP, **TWO_PARTS}, marks=slow),
-        pytest.param(4, SOME[1:], {**FSDP, **TWO_PARTS, "optimizer": "muon"}, marks=slow),
         pytest.param(2, IN_PARTS, TWO_PARTS, marks=slow),
         pytest.param(4, IN_PARTS[:1], {**TWO_PARTS, "separate_docs": True}, marks=slow),
         pytest.param(4, [{"pos": "xl"}], {"sequence_parallel": 4}, marks=slow),
@@ -115,28 +107,25 @@ def test_training_is_that_of_one_process(processes, models, settings, case, trai
     limits = (1e-3, 0.1) if is_muon else (1e-5, 1e-4)
     if settings.get("compile"):
         limits = (1e-4, 1e-2)
-    facts = train_cases(shared, processes)
-    for single, several, (n_orthogonalized, n_kept) in zip(singles, shared, facts, strict=True):
+    kept = train_cases(shared, processes)
+    for single, several, n_kept in zip(singles, shared, kept, strict=True):
         model = train_case(single)
         assert_close(single["train"]["out_dir"], several["train"]["out_dir"], *limits)
         if "parallel" not in settings:
             continue
         # a matrix that has no whole number of rows for each process, and that of few rows
         assert n_kept <= sum(p.numel() for p in model.parameters()) / processes * 1.05 + 500
-        n_matrices = sum(p.dim() == 2 for p in model.blocks.parameters())
-        assert n_orthogonalized == (20 * n_matrices if is_muon else 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=slow)])
-def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
+def test_a_run_goes_on_in_any_mode(case, train_cases):
     """Alone, fsdp, ddp, in parts, and alone: a checkpoint does not know how it was computed."""
     model = {"pos": "t5"}
-    straight = case("straight", model, optimizer=optimizer)
+    straight = case("straight", model)
     train_case(straight)
 
     def leg(max_iters, **settings):
-        return case("legs", model, optimizer=optimizer, max_iters=max_iters, **settings)
+        return case("legs", model, max_iters=max_iters, **settings)
 
     train_case(leg(5))
     legs = [leg(10, init_from="resume", **FSDP), leg(13, init_from="resume")]
@@ -144,20 +133,15 @@ def test_a_run_goes_on_in_any_mode(optimizer, case, train_cases):
     train_cases(legs, 2)
     train_case(leg(20, init_from="resume"))
     one, several = straight["train"]["out_dir"], leg(20)["train"]["out_dir"]
-    limit = 1e-3 if optimizer == "muon" else 1e-5
     assert len(logged(several, "loss")) == 20
-    assert logged(several, "loss") == pytest.approx(logged(one, "loss"), abs=limit, rel=0)
+    assert logged(several, "loss") == pytest.approx(logged(one, "loss"), abs=1e-5, rel=0)
 
 
 @pytest.mark.parametrize(
     ("processes", "settings"),
     [
-        # the order of a sum decides its last bits, where there are more than two of them
-        pytest.param(3, {}, marks=slow),
-        pytest.param(4, {"sequence_parallel": 4}, marks=slow),
-        pytest.param(4, {"compile": True}, marks=slow),
+        # of more than two processes ddp sums in another order after its first step
         pytest.param(2, FSDP, marks=slow),
-        pytest.param(2, {**FSDP, "optimizer": "muon"}, marks=slow),
         pytest.param(4, {**FSDP, "sequence_parallel": 2}, marks=slow),
     ],
 )
@@ -190,9 +174,10 @@ def test_compiled_blocks_train_as_others_do(case, train_cases):
     assert logged(a, "loss") == pytest.approx(logged(b, "loss"), abs=1e-4, rel=0)
 
 
-def test_fsdp_of_one_process_is_refused(call, text_data, tmp_path):
+def test_fsdp_of_one_process_and_of_muon_is_refused(call, text_data, tmp_path):
     words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run", "--parallel=fsdp"]
     assert_refused(call("train.py", *words), "there is one")
+    assert_refused(call("train.py", *words, "--optimizer=muon"), "give --optimizer=adamw")
     assert not (tmp_path / "run").exists()
 
 

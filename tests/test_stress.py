@@ -13,11 +13,10 @@ SECTIONS = {
     "concurrency": ([], 6),
     "numerics": ([], 13),
     "crash": (["--kills=12"], 23),
-    "interrupt": ([], 4),
     "elastic": ([], 5),
     "sharded": (["--shard_kills=1"], 2),
     "hostile_input": (["--examples=24"], 100),
-    "memory": ([], 3),
+    "memory": ([], 2),
 }
 
 

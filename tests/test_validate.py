@@ -130,7 +130,6 @@ def test_coerced_settings_equal_those_given_directly():
         (GPTConfig, "window", -1, "at least 0"),
         (GPTConfig, "random_positions", 2**25, "at most 16,777,216"),
         (TrainConfig, "gradient_accumulation_steps", 2**20 + 1, "at most 1,048,576"),
-        (TrainConfig, "upsample_docs", 1001, "at most 1,000"),
         (TrainConfig, "beta2", 1.0, "below 1"),
         (ExtendConfig, "factor", 2e6, "at most 1,000,000"),
         (SampleConfig, "temperature", float("inf"), "at least 0"),

@@ -7,14 +7,13 @@ gathered when it computes and freed after that; its gradients are averaged over 
 each process keeps its own rows of the mean. So all processes make the same forward and backward
 passes at the same time. The other mode is DDP: each process keeps the whole model.
 
-AdamW works element by element, on rows as on the whole. Muon needs whole matrices: ShardedMuon.
+AdamW works element by element, on rows as on the whole. Muon needs whole matrices: it is refused.
 """
 
 import math
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from nanolong.devices import compile_blocks, compile_model
 from nanolong.errors import UserError
@@ -23,8 +22,13 @@ from nanolong.parallel.sequence import sequence_rank_and_size
 from nanolong.tensor_file import read_tensor
 
 
-def check_parallel(parallel):
-    """Raise UserError for --parallel=fsdp with one process."""
+def check_parallel(parallel, optimizer):
+    """Raise UserError for --parallel=fsdp with one process, and with Muon."""
+    if parallel == "fsdp" and optimizer == "muon":
+        raise UserError(
+            "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones: give "
+            "--optimizer=adamw"
+        )
     if parallel == "fsdp" and rank_and_world()[1] == 1:
         repair = "start several by torchrun --nproc_per_node=N, or give --parallel=ddp"
         raise UserError(f"--parallel=fsdp needs several processes, and there is one: {repair}")
@@ -152,79 +156,3 @@ def set_gradient_sync(forward, enabled):
         forward.set_requires_gradient_sync(enabled)
     elif dist.is_initialized():
         forward.require_backward_grad_sync = enabled
-
-
-def needs_trial_sum(forward):
-    """Whether to sum gradients once before the first step, for the same bits in a resumed run.
-
-    DDP changes the order of gradients in its buckets after the first sum, and the order in which
-    processes add depends on the place in a bucket. The sum of two does not depend on their order.
-    """
-    is_ddp = isinstance(forward, torch.nn.parallel.DistributedDataParallel)
-    return is_ddp and dist.get_world_size() > 2
-
-
-# -----------------------------------------------------------------------------
-# Muon
-
-
-class ShardedMuon(torch.optim.Muon):
-    """Muon for matrices in shards.
-
-    The momentum is updated row by row. The Newton-Schulz iteration needs a whole matrix: one
-    process, its owner, collects the rows, computes it, and sends the rows back. The owners take
-    turns over the matrices from large to small, so that all have about the same work.
-    """
-
-    @torch.no_grad()
-    def step(self):
-        world = dist.get_world_size()
-        for group in self.param_groups:
-            matrices = sorted(group["params"], key=torch.Tensor.numel, reverse=True)
-            for i in range(0, len(matrices), world):
-                self.update(matrices[i : i + world], group)
-
-    def update(self, matrices, group):
-        """Update at most as many matrices as there are processes; process i owns matrix i."""
-        rank, world = rank_and_world()
-        parts = [self.direction(p, group).flatten() for p in matrices]
-        part_sizes = [len(part) for part in parts] + [0] * (world - len(parts))
-        # collect the rows of the own matrix, if there is one, and orthogonalize it
-        own_sizes = [0] * world
-        if rank < len(matrices):
-            n_rows, n_columns = matrices[rank].shape
-            rows = [own_rows(n_rows, other, world) for other in range(world)]
-            own_sizes = [(part.stop - part.start) * n_columns for part in rows]
-        collected = exchange(torch.cat(parts), part_sizes, own_sizes)
-        if rank < len(matrices):
-            collected = orthogonalize(collected.view(n_rows, n_columns), group).flatten()
-        # send the rows back
-        received = exchange(collected.to(torch.bfloat16), own_sizes, part_sizes)
-        updates = received.split(part_sizes[: len(parts)])
-        for p, update in zip(matrices, updates, strict=True):
-            rows = p.to_local()
-            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], p.shape)
-            rows.mul_(1 - group["lr"] * group["weight_decay"])
-            rows.add_(update.view_as(rows), alpha=-rate)
-
-    def direction(self, p, group):
-        """Update the momentum; returns this process's rows of what is to be orthogonalized."""
-        state = self.state[p]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        grad = p.grad.to_local()
-        momentum = state["momentum_buffer"].to_local()
-        momentum.lerp_(grad, 1 - group["momentum"])
-        return grad.lerp(momentum, group["momentum"])  # Nesterov's
-
-
-def orthogonalize(x, group):
-    """Muon's Newton-Schulz iteration of a whole matrix, in bfloat16."""
-    return _zeropower_via_newtonschulz(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
-
-
-def exchange(x, sent_sizes, received_sizes):
-    """Send the parts of x, a row of numbers, to the processes; returns what they send, joined."""
-    received = x.new_empty(sum(received_sizes))
-    dist.all_to_all_single(received, x, received_sizes, sent_sizes)
-    return received

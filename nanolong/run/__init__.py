@@ -14,8 +14,8 @@ from nanolong.run.checkpoint import (
     settings_record,
     weights_hash,
 )
-from nanolong.run.folder import latest_run, list_steps, readable_steps, settle_replaced
-from nanolong.run.logger import device_name, sum_by_source
+from nanolong.run.folder import latest_run, list_steps
+from nanolong.run.logger import device_name, print_header, sum_by_source
 from nanolong.run.opening import (
     begin_run,
     check_processes_agree,
@@ -35,5 +35,3 @@ from nanolong.run.opening import (
 )
 from nanolong.run.saving import divergence_error, record_evaluation, report_end, save
 from nanolong.run.signals import catch_signals
-from nanolong.run.warmup import check_and_compile, explaining_out_of_memory
-from nanolong.run.windows import prepare_schedule, set_window

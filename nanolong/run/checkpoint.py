@@ -23,7 +23,6 @@ from nanolong.run.folder import (
     damaged_steps,
     hint_other_checkpoints,
     list_steps,
-    readable_steps,
     step_number,
 )
 from nanolong.tensor_file import (
@@ -221,8 +220,6 @@ def check_meta(meta):
             fits = is_number(value)
         elif name == "tokenizer":
             fits = isinstance(value, dict)
-        elif name == "kept":
-            fits = all(is_count(step) for step in value)
         elif name == "best":
             step, loss = value
             fits = is_count(step) and is_number(loss)
@@ -288,7 +285,7 @@ def find_checkpoint(path, best=False):
     if not path.exists() and list_steps(path.parent):
         names = ", ".join(step.name for step in list_steps(path.parent))
         raise UserError(f"there is no {path}: the steps in {path.parent} are {names}")
-    found = readable_steps(path)
+    found = list_steps(path)
     if not found:
         repair = "give a run folder (out/NAME) or one of its step folders"
         if not path.exists():
@@ -301,7 +298,6 @@ def find_checkpoint(path, best=False):
             note(f"{folder} has no meta.json: {newest} is used instead")
     if not best:
         return newest
-    # of those that were validated on the same sequences as the newest
     best_step, _ = read_meta(newest).get("best") or [step_number(newest), None]
     return next((folder for folder in found if step_number(folder) == best_step), newest)
 

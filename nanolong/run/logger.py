@@ -17,11 +17,10 @@ from nanolong.errors import UserError, discard_stdout
 from nanolong.optim import get_lr
 from nanolong.parallel.processes import rank_and_world
 from nanolong.run.checkpoint import is_resumed
-from nanolong.run.windows import describe_schedule, window_at
 from nanolong.strict_json import to_json
 
 # Settings of one command, not of a run.
-ONE_COMMAND = ("entry", "init_from", "overwrite", "plot", "stop_at", "text")
+ONE_COMMAND = ("entry", "init_from", "overwrite", "stop_at", "text")
 
 
 class Logger:
@@ -43,7 +42,7 @@ class Logger:
         os.replace(folder / ".log", file)
         # unbuffered: what a full disk has refused would be written again when the file is closed
         self.file = open(file, "ab", buffering=0)
-        self.first_step = state.step
+        self.timed_from = state.step + 1  # the first step may compile
         self.last_printed = state.step
         self.seconds = 0.0  # of training steps, without evaluations and compilation
         self.clock = None  # started by the first step after a pause
@@ -116,24 +115,25 @@ class Logger:
         text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
         peak = peak_flops(self.loader.device)  # None: not in the table
         if peak:
-            # counted at every step: a window may have grown
             flops = self.loader.model.flops_per_token(self.loader.train_length)
             text += f", MFU {speed * flops / peak / rank_and_world()[1]:.1%}"
+        if self.loader.device.type == "cuda":
+            allocated = torch.cuda.max_memory_allocated(self.loader.device)
+            text += f", {allocated / 1e9:.3g} GB at the peak"
         self.progress(state.step, text)
         if state.step % self.cfg.log_interval == 0 or state.step == self.cfg.last_step:
-            window = {}
-            if self.cfg.window_schedule:
-                window["window"] = window_at(self.cfg, state.step - 1)
             self.record(
                 step=state.step,
                 loss=loss,
                 lr=get_lr(self.cfg, state.step - 1),
-                **window,
                 norm=grad_norm if math.isfinite(grad_norm) else None,
                 tokens=state.tokens,
                 tokens_per_second=round(speed),
                 **losses_by_source(self.loader.dataset.labels, of_sources),
             )
+            self.clock = None
+        if state.step == self.timed_from:  # that step has compiled
+            self.seconds = 0.0
             self.clock = None
 
     def progress(self, step, text):
@@ -143,7 +143,7 @@ class Logger:
             self.bar.update(step - self.bar.n)
         elif step - self.last_printed >= max(1, self.cfg.last_step // 10):
             self.last_printed = step
-            seconds_a_step = self.seconds / (step - self.first_step)
+            seconds_a_step = self.seconds / max(1, step - self.timed_from)
             left = seconds_a_step * (self.cfg.last_step - step)
             report(f"step {step}/{self.cfg.last_step}: {text}, {left:.0f} s left")
 
@@ -230,8 +230,6 @@ def print_header(loader, dtype):
         print_data(loader, source, fraction)
     if why_not:
         report(why_not)
-    if cfg.window_schedule:
-        report(describe_schedule(cfg))
     if compiles:
         report("compiling the forward and backward pass: about a minute at the first time")
     if loader.device.type == "cuda" and peak_flops(loader.device) is None:

@@ -1,10 +1,9 @@
-"""Open the folder of a run: new, resumed or replaced; and release it in the end."""
+"""Open the folder of a run, new or resumed, and release it in the end."""
 
 import contextlib
 import os
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -24,17 +23,9 @@ from nanolong.run.checkpoint import (
     verify,
     weights_hash,
 )
-from nanolong.run.folder import (
-    check_only_run,
-    damaged_steps,
-    list_steps,
-    prune,
-    set_aside,
-    settle_replaced,
-)
+from nanolong.run.folder import damaged_steps, list_steps, prune, rename_old
 from nanolong.run.lock import held, lock, unlock
 from nanolong.run.logger import Logger, check_wandb, report
-from nanolong.run.windows import check_schedule, set_window
 from nanolong.validate import task_fractions
 
 # of meta.json
@@ -123,7 +114,7 @@ def prune_finished_run(model, cfg):
     if rank_and_world()[0]:
         return
     run = Path(cfg.out_dir)
-    prune(run, model.meta["best"], model.meta.get("kept", []), finished=True)
+    prune(run, model.meta["best"])
     unlock(run)  # locked by load_resumed()
     step = model.meta["step"]
     setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
@@ -153,7 +144,7 @@ def open_dataset(model, cfg, train_length):
     dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
     if cfg.separate_docs is None:
         cfg.separate_docs = dataset.separator is not None
-    dataset.select(train_length, cfg.min_doc, cfg.upsample_docs, cfg.separate_docs)
+    dataset.select(cfg.min_doc, cfg.separate_docs)
     T, longest = cfg.eval_length, model.config.block_size
     if T > longest:
         raise UserError(f"eval_length={T} is beyond the context length: give at most {longest}")
@@ -173,14 +164,13 @@ def open_dataset(model, cfg, train_length):
 # The folder: taken, begun, released.
 
 
-def open_run(folder, model, cfg, state, dataset, dtype):
+def open_run(folder, model, cfg, state, dtype):
     """Take the run folder for this process, and on resume fill in the state. Raises UserError.
 
     state: a new TrainState of train.py. release_run() gives the folder back.
     """
     check_wandb(cfg.wandb)
-    check_schedule(model.config, cfg)
-    check_parallel(cfg.parallel)
+    check_parallel(cfg.parallel, cfg.optimizer)
     n, world = cfg.gradient_accumulation_steps, data_rank_and_world()[1]
     if n % world:
         raise UserError(
@@ -190,19 +180,18 @@ def open_run(folder, model, cfg, state, dataset, dtype):
     resumed = is_resumed(model, cfg)
     if list_steps(folder) and not (resumed or cfg.overwrite):
         raise existing_run(folder)
-    restore_state(folder, model, cfg, state, dataset, dtype)
+    restore_state(model, cfg, state, dtype)
     if rank_and_world()[0]:
         return
-    if cfg.overwrite and not resumed:
-        check_replaceable(folder)  # before anything is written
     lock_run(folder)
     newest = [None, *list_steps(folder)][-1]
     if newest != (model.folder if resumed else None) and (resumed or not cfg.overwrite):
         raise UserError(f"another process has just written to {folder}: start again")
-    prune(folder, state.best, state.kept)  # removes what a crash may have left
+    if resumed:
+        prune(folder, state.best)  # removes what a crash may have left
 
 
-def restore_state(folder, model, cfg, state, dataset, dtype):
+def restore_state(model, cfg, state, dtype):
     """Fill in how far training is and what validation has found, from the model's checkpoint."""
     if dtype == torch.float16:
         state.loss_scale = 65536.0
@@ -214,39 +203,15 @@ def restore_state(folder, model, cfg, state, dataset, dtype):
         state.tokens = meta["tokens"]
         if dtype == torch.float16 and meta["scaler"]:
             state.loss_scale, state.good_steps = meta["scaler"]
-    if not is_resumed(model, cfg):
-        return
-    state.best = model.meta["best"]
-    state.val_loss = model.meta["val_loss"]
-    state.kept = model.meta.get("kept", [])
-    if state.best and validated_on_others(model, cfg, dataset):
-        state.kept = [*state.kept, state.best[0]]
-        state.best = None
-        state.val_loss = None
-        report(
-            "validation scores other sequences than before, so the best loss starts over; "
-            f"{folder}/step-{state.kept[-1]:06d}, the best so far, is kept"
-        )
-
-
-def validated_on_others(model, cfg, dataset):
-    """Whether the checkpoint of a resumed model was validated on other sequences than from now."""
-    before = SimpleNamespace(**model.meta["train"])
-    T, T_before = (c.eval_length or model.config.block_size for c in (cfg, before))
-    if (T, cfg.separate_docs, dataset.bos) != (T_before, before.separate_docs, model.meta["bos"]):
-        return True
-    if list(dataset.fractions) != list(data.split_mixture(before.dataset).values()):
-        return True
-    n, n_before = (c.eval_iters * c.batch_size for c in (cfg, before))
-    splits = [source.val for source in dataset.sources]
-    return any(split.spaced(n, T) != split.spaced(n_before, T) for split in splits)
+    if is_resumed(model, cfg):
+        state.best = model.meta["best"]
+        state.val_loss = model.meta["val_loss"]
 
 
 def lock_run(run):
-    """Make and lock a run folder, and repair what a crash may have left of replacing it."""
+    """Make and lock a run folder."""
     run.mkdir(parents=True, exist_ok=True)
     lock(run)
-    settle_replaced(run)
 
 
 def existing_run(run):
@@ -254,26 +219,21 @@ def existing_run(run):
     return UserError(f"{run} holds a run already: {repairs}")
 
 
-def check_replaceable(run):
-    """Raise UserError unless a folder is empty, or holds what train.py or extend.py has written."""
-    check_only_run(run)
-    if list_steps(run) and "train" not in read_meta(list_steps(run)[-1]):
-        raise UserError(f"--overwrite would remove {run}, not trained here: move it away")
-
-
 def replace_run(folder):
-    """Set the old run of a locked folder aside until the new one has trained: see release_folder().
-
-    Raises UserError if the folder holds anything else.
-    """
-    check_replaceable(folder)
-    if list_steps(folder):
-        report(f"replacing {list_steps(folder)[-1]}")
-    set_aside(folder)
+    """Rename the run in a locked folder, if there is one, and lock a new folder in its place."""
+    if not any(folder.glob("step-*")):
+        return
+    if os.name == "nt":  # which renames no folder of an open file
+        unlock(folder)
+    old_lock = held.pop(folder, None)  # it moves with the run, and is held until the new one is
+    report(f"the run in {folder} is {rename_old(folder)} now")
+    lock_run(folder)
+    if old_lock:
+        old_lock.close()
 
 
 def begin_run(folder, state, loader):
-    """From here on the run is written: set an old one aside, and open the log.
+    """From here on the run is written: rename an old one, and open the log.
 
     Returns the logger, or None but in the first process.
     """
@@ -287,7 +247,6 @@ def begin_run(folder, state, loader):
 def release_run(folder, loader, logger):
     """End the threads, the log and the lock of a run, however training ends."""
     loader.close()
-    set_window(loader.model, loader.cfg)  # the final one, that of the checkpoint
     if logger:
         logger.close()
     stop_sharing(loader.model)
@@ -296,13 +255,9 @@ def release_run(folder, loader, logger):
 
 
 def release_folder(folder):
-    """Settle what replace_run() has begun and unlock the folder, if this process holds it.
-
-    A folder in which nothing was written is removed.
-    """
+    """Unlock the folder, if this process holds it; one in which nothing was written is removed."""
     if folder not in held:
         return
-    settle_replaced(folder)
     with contextlib.suppress(OSError):  # a mount point, or a folder that is gone
         if [item.name for item in folder.iterdir()] == ["lock"]:
             (folder / "lock").unlink()

@@ -31,7 +31,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
     if any_process(rank == 0 and folder.exists(), everywhere=True):
         # Saved when a signal cut the evaluation short: the weights are the same.
         if rank == 0:
-            record = {"val_loss": state.val_loss, "best": state.best, "kept": state.kept}
+            record = {"val_loss": state.val_loss, "best": state.best}
             write_meta(folder, {**read_meta(folder), **record})
     elif rank == 0 or is_sharded(model):
         tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
@@ -44,7 +44,6 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             step=state.step,
             val_loss=state.val_loss,
             best=state.best,
-            kept=state.kept,
             tokens=state.tokens,
             scaler=[state.loss_scale, state.good_steps] if dtype == torch.float16 else None,
             dataset=cfg.dataset,
@@ -56,7 +55,7 @@ def save(run, model, optimizers, state, cfg, dataset, dtype):
             launch=os.environ.get("TORCHELASTIC_RUN_ID"),
         )
     if rank == 0:
-        prune(run, state.best, state.kept, finished=state.step >= cfg.last_step)
+        prune(run, state.best)
     if world > 1:
         dist.barrier()
 

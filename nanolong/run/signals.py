@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: before the first step they end the process, later the step is saved first."""
+"""SIGTERM and SIGINT, once the loop of training runs: the step is finished and saved first."""
 
 import contextlib
 import os
@@ -15,7 +15,6 @@ class StopSignals:
 
     def __init__(self):
         self.times = []  # seconds of a monotonic clock
-        self.ends_at_once = False
 
     def __len__(self):
         return len(self.times)
@@ -27,44 +26,8 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.times.append(now)
-        if len(self.times) == 1 and not self.ends_at_once:
+        if len(self.times) == 1:
             write("stopping after this step; the run will be saved; again stops without saving")
-
-    @contextlib.contextmanager
-    def ending_at_once(self, clean_up):
-        """A context in which a signal ends the process with status 130, after clean_up().
-
-        Python calls a signal's handler between two operations of the main thread, and here one may
-        take a minute, as compilation does. So another thread waits for what Python writes to a pipe
-        when a signal comes.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-
-        def wait_for_signal():
-            for number in iter(lambda: os.read(read_end, 1), b""):
-                if number[0] in SIGNALS:
-                    try:
-                        clean_up()
-                        write("stopped before the first step; the run folder is as it was")
-                    finally:  # also if the disk has gone
-                        os._exit(130)
-
-        thread = threading.Thread(target=wait_for_signal, daemon=True)
-        thread.start()
-        self.ends_at_once = True
-        old_end = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(old_end)
-            os.close(write_end)  # ends the thread
-            thread.join()
-            os.close(read_end)
-            self.ends_at_once = False
 
 
 def write(message):

@@ -30,7 +30,7 @@ OPTIONS = {
     "checkpointing": {},
     "hybrid": {"window": 32, "layer_pattern": "WF", "norm_position": "both", "qk_norm": "all"},
     "learned sinks": {"sink_scores": True, "n_kv_head": 2, "window": 40},
-    "score scale": {"score_scale": "ssmax", "n_kv_head": 2, "window": 40},
+    "score scale": {"score_scale": "logn", "n_kv_head": 2, "window": 40},
     "GPT-2's shape": {"norm": "layernorm", "mlp": "gelu", "bias": "all"},
 }
 METHOD_OPTIONS = {

@@ -34,7 +34,7 @@ from nanolong import cli, validate
 from nanolong.errors import UserError
 from nanolong.provenance import provenance
 
-SECTIONS = ("crash", "interrupt", "elastic", "sharded", "numerics", "hostile_input")
+SECTIONS = ("crash", "elastic", "sharded", "numerics", "hostile_input")
 SECTIONS += ("concurrency", "memory")
 
 
