@@ -120,6 +120,7 @@ def parse_claim(line):
         bound = math.log(bound)
     if plus == "-":
         bound = -bound
+    # a number on the right is a part of the bound
     sides = [(a, a_length or "0")]
     if re.fullmatch(r"-?\d*\.?\d+", b):
         bound += float(b)
@@ -131,6 +132,7 @@ def parse_claim(line):
 def judge(line, board):
     """Judge a claim on the differences of the same seeds; None if a side was not measured."""
     claim = parse_claim(line)
+    # only seeds that both sides have are compared
     first, *second = (board.of(arm, claim.measure, length) for arm, length in claim.sides)
     seeds = sorted(set(first).intersection(*second))
     if not seeds:
