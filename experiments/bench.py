@@ -272,6 +272,7 @@ def model_clocks(cfg, device, shape, compiled):
     spec = importlib.util.spec_from_file_location("nanogpt", Path(cfg.nanogpt, "model.py"))
     nanogpt = sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(nanogpt)
+    # the same sizes for both, and as many parameters
     sizes = {key: shape[key] for key in SIZES[:-1]} | {"vocab_size": 65}
     models = {"nanoGPT": nanogpt.GPT(nanogpt.GPTConfig(**sizes, dropout=0.0, bias=True))}
     for name, settings in ARCHITECTURES.items():
@@ -350,6 +351,7 @@ def time_sampling(cfg, device):
         for p in model.parameters():
             torch.nn.init.normal_(p, mean=float(p.dim() == 1), std=0.04)
         prompts = torch.randint(model.config.vocab_size, (batch_size, 64), device=device)
+        # float32, and what sample.py would take
         for dtype in dict.fromkeys((torch.float32, pick_dtype("auto", device))):
             clocks = sampling_clocks(model, prompts, dtype)
             case = f"{name}, {str(dtype).removeprefix('torch.')}"
@@ -410,12 +412,14 @@ def main(argv=None):
     folder.mkdir(parents=True, exist_ok=True)
     words = sys.argv[1:] if argv is None else argv
     command = " ".join(["python experiments/bench.py", *words])
+    # where it runs
     machine = describe_machine(device)
     if cfg.nanogpt:
         command = command.replace(f"nanogpt={cfg.nanogpt}", "nanogpt=PATH")
         git = ["git", "-C", cfg.nanogpt, "rev-parse", "--short", "HEAD"]
         found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         machine += f"; nanoGPT {found or 'of an unknown commit'}"
+    # measure, and write JSON and Markdown
     rows = BENCHMARKS[name](cfg, device)
     file = folder / f"{'bench' if name == 'operators' else name}.json"
     write_json(file, {"command": command, "machine": machine, "rows": rows}, indent=1)

@@ -120,6 +120,7 @@ def parse_claim(line):
         bound = math.log(bound)
     if plus == "-":
         bound = -bound
+    # a number on the right is a part of the bound
     sides = [(a, a_length or "0")]
     if re.fullmatch(r"-?\d*\.?\d+", b):
         bound += float(b)
@@ -131,6 +132,7 @@ def parse_claim(line):
 def judge(line, board):
     """Judge a claim on the differences of the same seeds; None if a side was not measured."""
     claim = parse_claim(line)
+    # only seeds that both sides have are compared
     first, *second = (board.of(arm, claim.measure, length) for arm, length in claim.sides)
     seeds = sorted(set(first).intersection(*second))
     if not seeds:
@@ -201,7 +203,12 @@ def format_table(board, names, measures, lengths):
 
 
 def rank(board, measures, lengths):
-    """Sort the arms by the mean of the first measure; those that lack a length come last."""
+    """Sort the arms by their mean loss; those that lack a length come last.
+
+    Of a first measure that is no loss, they stay in the order of the file.
+    """
+    if not re.search("loss|chunked|last-quarter|aligned|sliding", measures[0]):
+        return board.arms
 
     def mean(name):
         points = board.points(name, measures[0], lengths)
@@ -221,7 +228,8 @@ def format_report(experiment, board):
     names = rank(board, *tables[0][1:])
     for heading, measures, lengths in tables:
         lines += ["", f"## {heading}", "", *format_table(board, names, measures, lengths)]
-    lines += ["", f"![the same as curves]({experiment.name}.png)"]
+    if experiment.plot or any(len(lengths) > 1 for _, _, lengths in tables):
+        lines += ["", f"![the same as curves]({experiment.name}.png)"]
     if experiment.notes:
         lines += ["", *experiment.notes(board)]
     claims = claim_lines(experiment.claims, board)

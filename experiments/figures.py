@@ -41,6 +41,7 @@ def draw_heatmap(axis, values, title, x, y):
 @torch.no_grad()
 def plot_positions(axes):
     position = torch.arange(LENGTH)
+    # what is added to embeddings, and what RoPE multiplies by
     scheme = POSITIONS["sinusoidal"](CONFIG)
     added = scheme.embed(torch.zeros(1, LENGTH, CONFIG.n_embd), position)[0] / scheme.scale
     draw_heatmap(axes[0], added, "sinusoidal: added to embeddings", "channel", "position")
@@ -54,6 +55,7 @@ def plot_positions(axes):
     keys, _, _ = POSITIONS["nezha"](CONFIG).relative(1000, 0)  # (1, m, D): the last for all farther
     draw_heatmap(axes[2], keys[0], "nezha: added to keys and values", "channel", "distance")
 
+    # what depends on the distance alone: buckets, and biases by head
     bucket = POSITIONS["t5"](CONFIG).bucket
     axes[3].step(position[1:], bucket[position[1:].clamp(max=len(bucket) - 1)], where="post")
     axes[3].set(title="t5: bucket of a distance", xscale="log", xlabel="distance", ylabel="bucket")

@@ -90,11 +90,13 @@ token before: rope-faster-unrotated@L < rope-slower-unrotated@L
 
 
 def measure(arm):
+    # the model, of the last two arms with half of its pairs unrotated
     model = arm.load()
     if arm.name in UNROTATED:
         # The faster half comes first. RoPE keeps its tables for as long as this is the same tensor.
         model.pos.inv_freq = model.pos.inv_freq.clone()
         model.pos.inv_freq.chunk(2)[UNROTATED[arm.name]].zero_()
+    # divergence is from the nope arm of the same seed, if that was run
     other = GPT.load(arm.runs["nope"]).to(arm.device) if "nope" in arm.runs else None
     dataset = data.open_dataset(arm.dataset)
     return measure_model(model, dataset, (arm.b.L, 4 * arm.b.L), arm.b.probe, arm.seed, other)
@@ -258,6 +260,7 @@ def main(argv=None):
     args = cli.parse(cfg=ProbesConfig, about=__doc__, paths="run folders", argv=argv)
     cfg = args.cfg
     load_entries(cfg.entry, POSITIONS)
+    # every checkpoint reads the text of the first
     models = load_models(args.paths, False, pick_device(cfg.device))
     first = next(iter(models.values()))
     text = cfg.dataset or first.meta.get("dataset")

@@ -70,6 +70,7 @@ def stream_losses(model, split, bos, capacity, b, steps):
     shape = (b.streams, (len(text) - 1) // (b.streams * b.L), b.L)
     inputs, targets = (text[i : i + np.prod(shape)].reshape(shape) for i in (0, 1))
     for step in range(steps):
+        # segment `segment` of each stream, and its next tokens
         segment = step % shape[1]
         if segment == 0:  # the streams start, perhaps again
             memory = None
@@ -88,6 +89,7 @@ def train(arm, pos, capacity, dataset):
     model = GPT(config).to(arm.device)
     settings = TrainConfig(learning_rate=3e-3, max_iters=b.steps, warmup_iters=b.warmup)
     optimizers = make_optimizers(model, settings)
+    # one step for each segment, in the order of the text
     segments = stream_losses(model, dataset.train, dataset.bos, capacity, b, b.steps)
     for step, losses in enumerate(segments):
         losses.nanmean().backward()

@@ -62,6 +62,7 @@ def evolve(start, fitness, factor, population, rounds, rng):
     mutants = [mutate(start[i % len(start)]) for i in range(population - len(start))]
     generation = [*start, *mutants]
     for number in range(rounds):
+        # the better half stays, and the rest are made from it
         parents = sorted(generation, key=fitness)[: population // 2]
         generation = list(parents)
         for i in range(population - len(parents)):
@@ -101,11 +102,13 @@ def main(argv=None):
     is_known = isinstance(model.pos, RoPE) and not config.extension and model.meta.get("tokenizer")
     require(is_known, f"{args.paths[0]} is no run of train.py --pos=rope on a text: give one")
     shape = (config.rope_base, model.pos.rotary_dim, config.original_length, cfg.factor)
+    # the first generation: the divisors of the methods that have none of their own
     plain, *known = (METHODS[m](*shape)[0] for m in ("none", "pi", "ntk", "ntk-parts"))
     start = [constrain((plain / inv_freq).numpy(), cfg.factor) for inv_freq in known]
     loss = functools.partial(passkey_loss, model, cfg.factor)
     fitness = functools.partial(loss, cfg.trials, cfg.seed, "longrope")
     rng = np.random.default_rng(cfg.seed)
+    # search, and compare on new prompts
     best = evolve(start, fitness, cfg.factor, cfg.population, cfg.rounds, rng)
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     write_json(Path(cfg.out), {"long_factor": best})

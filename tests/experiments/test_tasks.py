@@ -1,6 +1,7 @@
 """Algorithmic tasks, and examples in a prompt: samples, scores, training, published verdicts."""
 
 import random
+from itertools import groupby
 from statistics import fmean, multimode
 from types import SimpleNamespace
 
@@ -8,35 +9,29 @@ import pytest
 import torch
 from published import judge_all, read
 
-from experiments import examples, run, tasks
+from experiments import examples, tasks
 from experiments.tasks import BOS, EOS, KEYS, SEP, TASKS
 
-SYMBOLS = "0123456789abcd+|,"
 
-
-def solve(task, x):
-    """Return the text of y of any task but recall, from the text of x alone."""
+def solve(task, x):  # the text of y from that of x alone, of all tasks but recall
+    if task == "span":
+        return x.split("|")[1]
     if "+" not in x:
-        span = x.split("|")[x.count("|") // 2]
-        solved = {"copy": x, "reverse": x[::-1], "span": span, "majority": "".join(multimode(x))}
-        return solved[task]
+        return {"copy": x, "reverse": x[::-1], "majority": "".join(multimode(x))}[task]
     a, b = x.split("+")
     sums = [int(a[i::-1]) + int(b[i::-1]) for i in range(len(a))]  # of the places up to i
     total = f"{sums[-1]:0{len(a) + 1}d}"[::-1]
-    if task.startswith("addition"):
-        return total
     places = ""
     for n, (i, j, s) in enumerate(zip(a, b, sums, strict=True)):
         places += (i + j) * (task == "scratchpad") + f"{s // 10**n % 10}{s // 10 ** (n + 1)},"
-    return f"{places}|{total}"
+    return total if task.startswith("addition") else f"{places}|{total}"
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_samples_are_right_and_only_y_and_eos_are_scored(task, rng):
+def test_samples_are_right_and_only_y_and_eos_are_scored(task):
     _, tested, per_unit, more = TASKS[task]
     for n in range(1, tested + 1):
-        batch = tasks.make_batch(task, [n, n], random.Random(int(rng.integers(1 << 30))))
-        tokens, scored = (part[0].tolist() for part in batch)
+        tokens, scored = (t[0].tolist() for t in tasks.make_batch(task, [n, n], random.Random(n)))
         tokens = tokens[: len(tokens) - scored[::-1].index(EOS)]  # without padding
         middle = tokens.index(SEP)
         x, y = tokens[1:middle], tokens[middle + 1 :]
@@ -46,8 +41,8 @@ def test_samples_are_right_and_only_y_and_eos_are_scored(task, rng):
             assert len(digit_of) == n and set(digit_of) <= set(KEYS)
             assert len(set(y[::2])) == (n + 1) // 2 and [digit_of[key] for key in y[::2]] == y[1::2]
         else:
-            text = "".join(SYMBOLS[token] for token in x)
-            assert "".join(SYMBOLS[token] for token in y) == solve(task, text)
+            text, answer = ("".join("0123456789abcd+|,"[i] for i in part) for part in (x, y))
+            assert answer == solve(task, text)
             assert len(text) == {"span": n + 2}.get(task, n + (n + 1) * ("+" in text))
         expected = [-1 if token in KEYS else token for token in y] + [EOS]
         assert scored == [-1] * middle + expected + [-1] * (len(scored) - len(tokens))
@@ -64,7 +59,7 @@ def test_one_wrong_token_is_no_exact_match(task, monkeypatch):
         following[torch.arange(len(tokens)), first] += slips
         return torch.nn.functional.one_hot(following, KEYS.stop + 1)
 
-    monkeypatch.setattr(tasks, "make_model", lambda pos, arm, *sizes: made.append(sizes) or predict)
+    monkeypatch.setattr(tasks, "make_model", lambda pos, arm, size, _: made.append(size) or predict)
     monkeypatch.setattr(tasks, "train_on_samples", lambda *args: None)
     b = SimpleNamespace(steps=0, rate=0, warmup=0, batch=1, samples=3)
     arm = SimpleNamespace(name=f"{task}/rope", seed=1, b=b, device=torch.device("cpu"))
@@ -73,8 +68,7 @@ def test_one_wrong_token_is_no_exact_match(task, monkeypatch):
     wrong = [1 - 1 / ((n + 1) // 2) if task == "recall" else 0.0 for n in range(1, tested + 1)]
     wrong += [fmean(wrong[:trained]), fmean(wrong[trained:])]
     assert list(tasks.measure(arm).values()) == pytest.approx(wrong)
-    sizes = [per_unit * n + more + 2 for n in (trained, tested)]  # only of learned the latter
-    assert [size for size, _ in made] == sizes
+    assert made == [per_unit * n + more + 2 for n in (trained, tested)]  # learned: the latter
 
 
 def test_the_learning_rate_rises_and_falls(monkeypatch):
@@ -86,12 +80,10 @@ def test_the_learning_rate_rises_and_falls(monkeypatch):
 
 @pytest.mark.parametrize("name", ["length_generalisation", "bag_and_span", "scratchpad"])
 def test_published_scores_give_the_published_verdicts(name):
-    saved, curves = read(f"{name}/tasks"), {}
-    for task, pos, seed, _, exact, _ in map(dict.values, saved["records"]):
-        curves.setdefault((task, pos, seed), []).append(exact)
-    rows = []
-    for (task, pos, seed), curve in curves.items():
-        rows.append([f"{task}/{pos}", seed, "exact beyond", 0, fmean(curve[TASKS[task][0] :])])
+    saved, rows = read(f"{name}/tasks"), []
+    for run, records in groupby(saved["records"], lambda r: (r["task"], r["pos"], r["seed"])):
+        curve = [record["exact"] for record in records][TASKS[run[0]][0] :]
+        rows.append(["/".join(run[:2]), run[2], "exact beyond", 0, fmean(curve)])
     verdicts = judge_all("tasks", rows)
     assert list(verdicts.values()) == [line.rpartition(": ")[2] for line in saved["orderings"]]
 
@@ -101,13 +93,11 @@ def test_published_accuracies_of_examples_give_the_published_verdicts():
     x, y = examples.make_examples(64, 4, 256, 1)  # the test of budget cpu
     key, shown = x[:, ::2], torch.nn.functional.one_hot((x[:, 1::2] - 14) % 10, 10)
     votes = ((key[:, :, None] == key[:, None]).tril(-1)[..., None] * shown[:, None]).sum(2)
-    is_most = votes == votes.amax(-1, keepdim=True)
-    most = (is_most.gather(-1, y[:, ::2, None])[..., 0] / is_most.sum(-1)).mean(0)
+    most = (100.0 * votes).softmax(-1).gather(-1, y[:, ::2, None]).mean((0, 2))
     for seed, found in read("claims")["seeds"].items():
         assert found["examples"]["digit most shown"] == pytest.approx(most.tolist(), abs=1e-6)
         for name, curve in found["examples"].items():
             arm = name.replace("rope, ", "rope/").replace(", fine-tuned", "-tuned")
             arm = arm if "/" in arm else f"{arm}/none"
-            for start, end in ((8, 16), (48, 64)):
-                rows.append([arm, int(seed), "accuracy", end, fmean(curve[start:end])])
+            rows += [[arm, seed, "accuracy", j, fmean(curve[i:j])] for i, j in ((8, 16), (48, 64))]
     assert list(judge_all("examples", rows).values()) == ["pass"] * 11
