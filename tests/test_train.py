@@ -377,6 +377,8 @@ def test_a_signal_during_an_evaluation_saves_without_it(run, text_data, tmp_path
 def test_a_signal_before_the_first_step_ends_the_process(number, text_data, tmp_path):
     """As it ends any: nothing is saved."""
     words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run", "--eval_iters=0"]
+    # a shell has a job in the background ignore it, and so would the child
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = start("train.py", *words)
     while not process.stdout.readline().startswith("validation: "):
         assert process.poll() is None
