@@ -272,7 +272,7 @@ def hash_words(words):
             found.append(hash_data(value))
         elif Path(value).is_file():
             found.append(hash_file(value))
-        elif Path(value).is_dir():
+        elif value and Path(value).is_dir():
             files = [(file.name, file.stat()) for file in sorted(Path(value).iterdir())]
             found += [[name, stat.st_size, stat.st_mtime] for name, stat in files]
     return found
