@@ -187,7 +187,9 @@ def prepare_data(experiment):
     prepare_missing(b.dataset)
     if not experiment.make_data:
         return
-    source = f"{hash_data(b.dataset)} {hash_file(experiment.file)}"
+    commands = " ".join(sum(experiment.arms.values(), []))
+    files = [hash_file(word) for word in split(commands) if Path(word).is_file()]
+    source = " ".join([hash_data(b.dataset), hash_file(experiment.file), *files])
     made_from = Path(b.data) / "made_from.txt"
     if not made_from.is_file() or made_from.read_text() != source:
         shutil.rmtree(b.data, ignore_errors=True)
@@ -270,6 +272,9 @@ def hash_words(words):
             found.append(hash_data(value))
         elif Path(value).is_file():
             found.append(hash_file(value))
+        elif value and Path(value).is_dir():
+            files = [(file.name, file.stat()) for file in sorted(Path(value).iterdir())]
+            found += [[name, stat.st_size, stat.st_mtime] for name, stat in files]
     return found
 
 
@@ -303,12 +308,13 @@ def call(script, words):
     """Run a script in this process, which saves the import of torch; its output is logged."""
     with open(CACHE / "log.txt", "a+", encoding="utf-8") as log:
         print(f"\n$ python {script}.py {shlex.join(words)}", file=log, flush=True)
+        start = log.tell()
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             status = importlib.import_module(script).main(words)
-        log.seek(0)
-        last_line = log.read().splitlines()[-1]
+        log.seek(start)
+        lines = log.read().splitlines() or ["it failed"]
     if status:
-        raise UserError(last_line.removeprefix("error: "))
+        raise UserError(lines[-1].removeprefix("error: "))
 
 
 class Runs:
@@ -398,6 +404,7 @@ class Runs:
 def run(folder, script, parent, words):
     """Run train.py, extend.py or hf.py to its end, and return the run folder as text."""
     if script == "hf":
+        shutil.rmtree(folder, ignore_errors=True)  # an import that was stopped
         call(script, [*words, str(folder)])
         return str(folder)
     paths = [str(parent)] if script == "extend" else []
