@@ -331,12 +331,15 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     logger = None
     try:
         run.print_header(loader, dtype)
+        # check the kernels on a part of the first micro-batch, before anything is compiled
         inputs, _, _ = loader.prefetch.result()
         state.kernels = kernels.check_kernels(model, inputs, devices.autocast(device, dtype))
         parallel.free_gathered(model)
+        # an evaluation before the first step, which a stop signal ends as any program
         metrics = None
         if state.val_loss is None and is_due(state.step, cfg):
             metrics = estimate_loss(model, dataset, cfg, dtype)
+        # from here on a stop signal finishes the step, and saves
         with run.catch_signals() as stop_signals:
             logger = run.begin_run(folder, state, loader)
             return fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype)

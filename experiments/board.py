@@ -261,6 +261,9 @@ def plot_tables(tables, board, file):
                 style = {"color": f"C{i % 10}", "marker": "osD^vP*X"[i % 8], "markersize": 4}
                 axis.errorbar(x, mean, half_width, capsize=2, label=name, **style)
         axis.set(title=heading, xscale="log", xlabel="tokens", ylabel=measure)
+        ticks = [count_tokens(length, board.b) for length in lengths]
+        axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)

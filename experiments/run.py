@@ -116,7 +116,11 @@ def load_experiment(name, cfg):
         raise UserError(f"there is no experiment {name}: choose from {known}, or give a FILE.py")
     spec = importlib.util.spec_from_file_location(f"experiment_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{file} cannot be run ({reason}): correct it") from error
     if not hasattr(module, "ARMS"):
         raise UserError(f"{file} states no ARMS: add name -> commands (see experiments/run.py)")
     budgets = getattr(module, "BUDGETS", {"default": ""})
@@ -125,6 +129,7 @@ def load_experiment(name, cfg):
         raise UserError(f"there is no budget {budget!r}: choose from {', '.join(budgets)}")
     numbers = [word.split("=") for word in budgets[budget].split()]
     b = SimpleNamespace(**{name: json.loads(number) for name, number in numbers})
+    b.budget = budget
     b.dataset = cfg.dataset
     b.data = str(CACHE / f"data-{file.stem}-{budget}-{Path(cfg.dataset).name}")
 
@@ -199,16 +204,17 @@ def prepare_data(experiment):
 
 def measures_of(flags):
     """Return what a call of evaluate.py measures: measure -> lengths, [] for its default."""
-    given = dict(word.removeprefix("--").split("=", 1) for word in split(flags))
-    lengths = [int(length) for length in given.get("lengths", "").split(",") if length]
-    task = given.get("task", "loss")
+    given = dict(word.partition("=")[::2] for word in split(flags))
+    lengths = [int(length) for length in given.get("--lengths", "").split(",") if length]
+    task = given.get("--task", "loss")
     if task == "needle":
         names = [f"needle {number / 4:g}" for number in range(5)] + ["needle", "needle control"]
     elif task == "ruler":
-        kinds = given.get("ruler", "niah,multikey,vt").split(",")
+        every = "niah,multikey,multivalue,multiquery,vt,cwe,fwe"
+        kinds = given.get("--ruler", every).split(",")
         names = [f"{kind} {field}" for kind in kinds for field in ("accuracy", "nats", "gain")]
     else:
-        names = given.get("protocol", "chunked,last-quarter,token-aligned").split(",")
+        names = given.get("--protocol", "chunked,last-quarter,token-aligned").split(",")
     return dict.fromkeys(names, lengths)
 
 
@@ -514,16 +520,18 @@ def main(argv=None):
     cfg = args.cfg
     if len(args.paths) != 1:
         raise UserError(f"name one experiment: {', '.join(available())}, or a FILE.py")
+    file = Path(cfg.out_dir) / f"{Path(args.paths[0]).stem}.json"
+    if cfg.redraw:
+        if not file.is_file():
+            raise UserError(f"--redraw needs {file}, which is not there: measure first, without it")
+        cfg.budget = json.loads(file.read_text(encoding="utf-8"))["budget"]["budget"]
     experiment = load_experiment(args.paths[0], cfg)
-    file = Path(cfg.out_dir) / f"{experiment.name}.json"
     if not cfg.redraw:
         arms = choose_arms(experiment, cfg)
         check_claims(experiment)
         prepare_data(experiment)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, run_arms(experiment, arms, cfg))
-    if not file.is_file():
-        raise UserError(f"--redraw needs {file}, which does not exist: measure first, without it")
     board = Board(json.loads(file.read_text(encoding="utf-8")), experiment.derive)
     text = "\n".join(format_report(experiment, board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")

@@ -95,6 +95,8 @@ def test_other_data_is_another_run(run_mine, tmp_path, text_data):
 
 
 def test_the_code_that_counts_is_that_of_the_own_scheme(tmp_path, monkeypatch):
+    patterns = (*run.TRAINING_CODE, *run.EVALUATION_CODE, *run.MEASURING_CODE)
+    assert all(list(ROOT.glob(pattern)) for pattern in patterns)  # none has been renamed
     monkeypatch.setattr(run, "ROOT", tmp_path)
     text = (ROOT / "model.py").read_text()
 
@@ -121,6 +123,8 @@ def test_the_code_that_counts_is_that_of_the_own_scheme(tmp_path, monkeypatch):
         ("+ ln 2", "+ a bit", [], "is no claim"),
         ("", "", ["--budget=gpu"], "there is no budget 'gpu'"),
         ("ARMS", "ARM", [], "states no ARMS"),
+        ("ARMS = {", "ARMS = {{", [], "mine.py cannot be run (SyntaxError"),
+        ("", "", ["--redraw"], "mine.json, which is not there"),
     ],
 )
 def test_what_is_unknown_is_refused_before_anything_runs(
