@@ -11,6 +11,10 @@ from nanolong.errors import UserError
 # Student's t, two-sided 95 %, of 1 degree of freedom and more; of yet more it is taken as 2.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
+ABOUT = (
+    "The mean over the seeds and its 95 % interval (Student's t). Losses are in nats per token; "
+    "claims are judged on differences of the same seeds. Flags and commands:"
+)
 RULE = (
     "A claim passes when its whole 95 % interval does. It is not separated from its bound when the "
     "interval includes the bound, contradicted when the whole interval lies on the other side of "
@@ -56,6 +60,7 @@ class Board:
         self.b = SimpleNamespace(**saved["budget"])
         self.arms = list(saved["arms"])
         self.failed = saved["failed"]
+        self.commands = {"all": [saved.get("flags", "")], **saved["arms"]}
         self.values = {}  # (arm, measure, length) -> {seed: number}
         self.texts = {}  # (arm, measure, length) -> such as "refused", in place of a number
         self.add(saved["rows"])
@@ -166,6 +171,9 @@ def claim_lines(claims, board):
             heading = ["", f"##{claim}", ""]
             continue
         judged = judge(claim, board)
+        failed = [arm for arm, _ in parse_claim(claim).sides if arm in board.failed]
+        if failed and not judged:
+            judged = f"- {claim}: not judged, for {failed[0]} failed"
         if judged:
             lines += [*heading, judged]
             heading = []
@@ -221,11 +229,14 @@ def rank(board, measures, lengths):
 def format_report(experiment, board):
     """Return the lines of NAME.md."""
     lines = [f"# {experiment.title or experiment.name}", "", f"`{board.command}`: {board.note}."]
-    if experiment.about:
-        lines += ["", experiment.about]
+    lines += ["", experiment.about or ABOUT]
+    if not experiment.about:
+        lines += ["", *(f"- {name}: `{'; '.join(c)}`" for name, c in board.commands.items())]
+    if board.failed:
+        lines += ["", "## Failed", "", *(f"- {name}, {why}" for name, why in board.failed.items())]
     tables = experiment.tables or board.default_tables()
     tables = [(heading, as_list(measures), lengths) for heading, measures, lengths in tables]
-    names = rank(board, *tables[0][1:])
+    names = rank(board, *tables[0][1:]) if tables else []
     for heading, measures, lengths in tables:
         lines += ["", f"## {heading}", "", *format_table(board, names, measures, lengths)]
     if experiment.plot or any(len(lengths) > 1 for _, _, lengths in tables):

@@ -419,7 +419,8 @@ def run(folder, script, parent, words):
     last = max(folder.glob("step-*"))
     meta = json.loads((last / "meta.json").read_text(encoding="utf-8"))
     settings = meta.get("train") or {}
-    if meta["step"] < (settings.get("stop_at") or settings.get("max_iters", 0)):
+    last_step = settings.get("stop_at") or settings.get("max_iters", 0)
+    if meta["step"] < last_step or (last_step and meta["val_loss"] is None):
         raise KeyboardInterrupt  # a signal: the script has saved and returned
     return str(folder)
 
@@ -487,6 +488,7 @@ def run_arms(experiment, arms, cfg):
         "note": f"{provenance.provenance(runs.device, runs.commits)}; "
         f"{cfg.dataset} {hash_data(cfg.dataset)}",
         "budget": vars(experiment.b),
+        "flags": experiment.flags,
         "arms": arms,
         "failed": failed,
         "rows": rows,
@@ -531,7 +533,12 @@ def main(argv=None):
         check_claims(experiment)
         prepare_data(experiment)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, run_arms(experiment, arms, cfg))
+        try:
+            saved = run_arms(experiment, arms, cfg)
+        except KeyboardInterrupt:
+            print("stopped: the same command goes on from here", file=sys.stderr)
+            raise
+        write_json(file, saved)
     board = Board(json.loads(file.read_text(encoding="utf-8")), experiment.derive)
     text = "\n".join(format_report(experiment, board)) + "\n"
     file.with_suffix(".md").write_text(text, encoding="utf-8")

@@ -59,6 +59,10 @@ def test_an_experiment_trains_extends_evaluates_and_says_which_arm_failed(
     record = tmp_path / "records.json"
     subprocess.run([sys.executable, ROOT / "evaluate.py", *words, f"--json={record}"], check=True)
     assert json.loads(record.read_text())[0]["loss"] == losses["rope", 16]
+    assert run_mine(MINE, "--arms=wrong").returncode == 1  # a report without any number
+    report = (tmp_path / "out/experiments/mine.md").read_text()
+    assert "- wrong, seed 1:" in report and "--n_embd=16" in report
+    assert run_mine(MINE).returncode == 1
     report = (tmp_path / "out/experiments/mine.md").read_text()
     assert "| wrong | failed: seed 1:" in report and "(a single seed has no interval)" in report
 
@@ -142,6 +146,17 @@ def test_a_full_disk_ends_the_experiment_in_one_sentence(run_mine, monkeypatch):
     assert_refused(run_mine(MINE, "--arms=rope"), "mine.json", "No space left on device")
 
 
+def test_a_stop_in_the_last_step_or_its_evaluation_is_a_stop(run_mine, tmp_path, monkeypatch):
+    """The checkpoint is that of the last step then, without a validation loss."""
+    done = run_mine(MINE, "--arms=rope")
+    (meta,) = (tmp_path / "out/experiments").glob("train-*/step-000006/meta.json")
+    saved = {**json.loads(meta.read_text()), "val_loss": None}
+    monkeypatch.setattr(run, "call", lambda *_: meta.write_text(json.dumps(saved)))
+    assert done.returncode == 0
+    with pytest.raises(KeyboardInterrupt):
+        run.run(meta.parent.parent, "train", None, [])
+
+
 @pytest.mark.slow
 def test_ctrl_c_in_a_command_loses_at_most_that_command(tmp_path, text_data):
     text = MINE.replace("--max_iters=6", "--max_iters=400")
@@ -161,7 +176,7 @@ def test_ctrl_c_in_a_command_loses_at_most_that_command(tmp_path, text_data):
     wait_for(has_begun, process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors == ""
+    assert process.returncode == 130 and errors == "stopped: the same command goes on from here\n"
     stopped_at, _ = weights()
     assert "step-000000" < stopped_at < "step-000400"
     assert not (tmp_path / "out/experiments/mine.json").exists()
