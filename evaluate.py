@@ -58,8 +58,10 @@ Without --task and --protocol it chooses what to measure.
 """
 
 from nanolong import python_version  # noqa: F401  # isort: skip
+import contextlib
+import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Literal, get_args
@@ -69,7 +71,6 @@ import torch
 import data
 from model import GPT, POSITIONS
 from nanolong import (
-    cli,
     curves,
     devices,
     entry,
@@ -83,9 +84,9 @@ from nanolong import (
     retrieval,
     run,
     scoring,
-    validate,
+    settings,
 )
-from nanolong.errors import UserError, note
+from nanolong.errors import UserError, note, require, run_main
 
 AnyProtocol = Literal[
     "chunked",
@@ -155,7 +156,36 @@ class EvaluateConfig:
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self):
-        validate.check_evaluate(self)
+        self.check()
+
+    def check(self):
+        """Refuse what measures nothing, or what another task has. Raises UserError."""
+        require(not (self.text and self.dataset), "--text and --dataset both name a text: give one")
+        require(
+            not self.text or self.task == "loss",
+            f"--text is of --task=loss, and --task={self.task} has texts of its own: give one",
+        )
+        for name in ("plot", "curves"):
+            file = getattr(self, name)
+            require(not file or file.endswith(".png"), f"--{name}={file} is no PNG: end it in .png")
+        require(
+            not self.curves or not (self.plot or self.json or self.report),
+            "--curves plots logs and measures nothing: leave --plot, --json and --report out",
+        )
+        require(
+            not self.report or self.report.endswith(".html"),
+            f"--report={self.report} is not a page: end it in .html",
+        )
+        require(
+            bool(self.judge) == ("key-tokens" in self.protocol),
+            "--protocol=key-tokens and --judge=RUN need each other: give both or neither",
+        )
+        require(self.protocol and self.ruler, "--protocol and --ruler are lists: name one at least")
+        for name in ("max_tokens", "min_key_tokens", "depths"):
+            require(getattr(self, name) >= 1, f"--{name} must be at least 1")
+        require(min(self.lengths, default=1) >= 1, "--lengths must be at least 1")
+        require(self.depths <= 1000, f"--depths={self.depths} would take days: give 1,000 or less")
+        require(self.short_context >= 2, "--short_context must be at least 2 tokens")
 
 
 # -----------------------------------------------------------------------------
@@ -301,7 +331,7 @@ def check_writable(file):
 
 def origins(models, texts, dtype, device):
     """Return what the records of each checkpoint came from: name -> fields."""
-    fields = {"dtype": str(dtype).removeprefix("torch."), "device": run.device_name(device)}
+    fields = {"dtype": str(dtype).removeprefix("torch."), "device": devices.device_name(device)}
     fields["commit"] = provenance.current_commit()
     found = {name: {"folder": str(model.folder), **fields} for name, model in models.items()}
     for name, text in texts.items():
@@ -365,16 +395,19 @@ def plot_training(file, paths):
 
 def main(argv=None):
     positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
-    args = cli.parse(cfg=EvaluateConfig, about=__doc__, paths=positional, argv=argv)
+    args = settings.parse(cfg=EvaluateConfig, about=__doc__, paths=positional, argv=argv)
     cfg = args.cfg
-    rank, world = parallel.join_processes(cfg.device)
-    run.check_processes_agree(args.given, cfg)
-    validate.require(
+    rank, world = parallel.join_processes(devices.pick_device(cfg.device))
+    require(
         world in (1, cfg.sequence_parallel),
         f"evaluate.py runs in {world} processes, which share every sequence: give "
         f"--sequence_parallel={world}",
     )
-    with cli.silent(rank > 0):
+    with contextlib.ExitStack() as stack:
+        if rank:  # the first process prints
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
         return evaluate(cfg, args.given, args.paths, writes=rank == 0)
 
 
@@ -406,13 +439,12 @@ def evaluate(cfg, given, paths, writes):
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
-    parallel.check_same_everywhere(checkpoint=list(map(run.weights_hash, models.values())))
     dtype = devices.pick_dtype(cfg.dtype, device)
     for model in models.values():
         devices.set_weights_dtype(model, cfg.weights, dtype)
     if cfg.task == "loss":
         check_texts(models, cfg)
-    validate.require(
+    require(
         not cfg.report or len(models) <= report.MAX_CHECKPOINTS,
         f"--report compares at most {report.MAX_CHECKPOINTS} checkpoints: name fewer",
     )
@@ -424,12 +456,11 @@ def evaluate(cfg, given, paths, writes):
     lengths = cfg.lengths or default_lengths(models, cfg.task)
     tasks = choose_measurements(cfg, given, models, lengths)
     for model in models.values():
-        parallel.share_sequences(model, cfg.sequence_parallel, lengths)
+        parallel.share_sequences(cfg.sequence_parallel, model, lengths)
 
     scored, texts, measurements = [], {}, []
     if "loss" in tasks:
         texts = scoring.open_texts(models, cfg, lengths)
-        parallel.check_same_everywhere(data=[text.hash for text in texts.values()])
         scored = scoring.describe_scored(texts, lengths, cfg.max_tokens)
         print("\n".join(f"scored: {line}" for line in scored), flush=True)
         measurements += plan_losses(models, cfg, lengths, texts)
@@ -438,6 +469,11 @@ def evaluate(cfg, given, paths, writes):
     if "ruler" in tasks:
         measurements += retrieval.plan_ruler(models, cfg, lengths)
 
+    hashes = [text.hash for text in texts.values()] if texts else []
+    local = {"dataset", "device", "entry", "json", "plot", "report", "text"}
+    shared = {name: value for name, value in asdict(cfg).items() if name not in local}
+    weights = list(map(run.weights_hash, models.values()))
+    parallel.check_same((shared, weights, hashes, entry.hash_sources(cfg.entry)))
     origin = origins(models, texts, dtype, device)
     facts = {"code": entry.hash_sources(cfg.entry), "processes": cfg.sequence_parallel}
     file = cfg.json if writes else ""
@@ -506,4 +542,4 @@ def list_omissions(cfg, tasks):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -16,9 +16,8 @@ Extending again multiplies the factors and replaces the method.
 
 from nanolong import python_version  # noqa: F401  # isort: skip
 
-import copy
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,11 +27,18 @@ import data
 import rope_scaling
 from evaluate import EvaluateConfig, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
-from nanolong import cli, devices, entry, extension, parallel, plots, run, scoring
-from nanolong.errors import UserError
+from nanolong import devices, entry, extension, parallel, plots, run, scoring, settings
+from nanolong.errors import UserError, require, run_main
 from nanolong.extension_cost import describe_change
 from nanolong.losses import loss_by_position
-from train import TrainConfig, train_and_sample
+from train import (
+    TrainConfig,
+    TrainState,
+    check_model_settings,
+    check_unused,
+    resumes,
+    train_and_sample,
+)
 
 
 @dataclass
@@ -81,14 +87,23 @@ def run_defaults(given, paths):
     folder = run.find_checkpoint(paths[0])
     parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
     out_dir = given.get("out_dir") or f"{parent}-{run_suffix(given)}"
-    settings = {}
-    if given.get("init_from") == "resume" and run.list_steps(out_dir):
-        settings = run.saved_settings(run.list_steps(out_dir)[-1], GPTConfig, ExtendConfig)
-        settings = {**settings, "text": ""}
-    if not settings.get("dataset"):
+    steps = run.list_steps(out_dir)
+    init_from = given.get("init_from", "scratch")
+    require(
+        init_from in ("scratch", "resume", "auto"),
+        f"--init_from={init_from} is for train.py: extend.py starts from {paths[0]}",
+    )
+    if init_from == "auto":
+        init_from = given["init_from"] = "resume" if steps else "scratch"
+    saved = {}
+    if init_from == "resume":
+        require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
+        saved = run.read_meta(steps[-1]).get("train") or {}
+        saved = {**saved, "text": "", "stop_at": 0, "overwrite": False, "entry": ()}
+    if not saved.get("dataset"):
         own = {name: getattr(ExtendConfig, name) for name in ("method", "factor", "max_iters")}
-        settings = extension.inherited_settings(run.read_meta(folder), {**own, **given}, paths[0])
-    return {**settings, "out_dir": out_dir, "init_from": "scratch"}
+        saved = extension.inherited_settings(run.read_meta(folder), {**own, **given}, paths[0])
+    return {**saved, "out_dir": out_dir}
 
 
 def run_suffix(given):
@@ -105,7 +120,7 @@ def run_suffix(given):
 
 
 # Entries of meta.json that hold for the extended model, too.
-INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "entry_hash", "family")
+INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "code", "family")
 
 
 def extend_model(model, cfg, given, rank):
@@ -125,6 +140,7 @@ def extend_model(model, cfg, given, rank):
                 "--options=scale=NUMBER, --text=FILE or --dataset=NAME"
             )
         options["scale"] = fit_scale(model, cfg, options, split, rank)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
     model.extend(cfg.method, cfg.factor, cfg.layers, **options)
     if cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY:
         raise UserError(f"method {cfg.method!r} is not for training: give --max_iters=0")
@@ -135,6 +151,11 @@ def extend_model(model, cfg, given, rank):
     meta = model.meta
     pretraining_tokens = meta.get("pretraining_tokens")
     if cfg.keep_optimizer:
+        require(
+            shapes == {name: p.shape for name, p in model.named_parameters()},
+            f"method {cfg.method!r} changes the shapes of weights, which the optimizer's state "
+            "does not have: leave --keep_optimizer out",
+        )
         extension.check_optimizer(model, cfg)
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
@@ -187,25 +208,19 @@ def training_lengths(model, cfg):
 
 def save_extended(model, cfg):
     """Save a checkpoint that is extended and not fine-tuned; it can be trained by resuming."""
-    if "step" in model.meta:  # resumed: it is saved already
+    if resumes(cfg):  # it is saved already
         folder = model.folder
     else:
-        out_dir = Path(cfg.out_dir)
-        folder = out_dir / "step-000000"
+        folder = Path(cfg.out_dir) / "step-000000"
         trained = bool(run.read_meta(Path(model.meta["parent"])).get("train"))
-        settings = run.settings_record("train", cfg) if trained else {"train": {}}
-        state = {"step": 0, "val_loss": None, "best": None, "tokens": 0, "scaler": None}
         # As the parent's weights are stored, unless that would round an interpolated table.
         dtype = model.stored_dtype
         if not all(torch.equal(p.to(dtype).float(), p) for p in model.parameters()):
             dtype = torch.float32
-        run.lock_run(out_dir)
-        try:
-            if cfg.overwrite:
-                run.replace_run(out_dir)
-            run.save_model(model, folder, optim={}, dtype=dtype, **settings, **state)
-        finally:
-            run.release_folder(out_dir)
+        if cfg.overwrite and run.list_steps(cfg.out_dir):
+            run.move_aside(cfg.out_dir)
+        train = asdict(cfg) if trained else {}
+        run.save_model(model, folder, dtype, optim={}, train=train, **asdict(TrainState()))
     program = "sample.py" if model.meta.get("tokenizer") else "evaluate.py"
     print(f"saved {folder}; use it with python {program} {shlex.quote(cfg.out_dir)}")
 
@@ -291,27 +306,24 @@ def report_change(model, cfg, has_text):
         print(line, flush=True)
 
 
-def load_extended(parent, cfg, model_config, given, rank):
+def load_extended(parent, cfg, given, rank):
     """The model of the run to resume, or the parent, extended. Raises UserError."""
-    model = run.load_resumed(GPT, cfg, model_config, set())
-    if model is not None:
+    if resumes(cfg):
+        weights = not parent.embed.weight.is_meta
+        model = GPT.load(cfg.out_dir, weights=weights)
         extension.check_same(model, parent, cfg)
         return model
-    if run.list_steps(cfg.out_dir) and not cfg.overwrite:
-        raise run.existing_run(cfg.out_dir)
+    if not cfg.overwrite:
+        check_unused(cfg.out_dir)
     extend_model(parent, cfg, given, rank)
     return parent
 
 
 def fine_tune(model, cfg, rank):
     """Evaluate, train, evaluate. Returns the exit status."""
-    if rank == 0 and "step" not in model.meta:
-        whole = model
-        if any(p.is_meta for p in model.parameters()):  # left out for --parallel=fsdp
-            whole = copy.deepcopy(model)
-            run.load_weights(whole, torch.float32)
-        report(whole, cfg, "before")
-        report_change(whole, cfg, has_text=True)
+    if rank == 0 and not resumes(cfg):
+        report(model, cfg, "before")
+        report_change(model, cfg, has_text=True)
     status = train_and_sample(model, cfg, *training_lengths(model, cfg))
     finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.last_step:06d}"
     if rank == 0 and finished:
@@ -322,30 +334,17 @@ def fine_tune(model, cfg, rank):
     return status
 
 
-def main(argv=None):
-    args = cli.parse(
-        cfg=ExtendConfig,
-        model_config=GPTConfig,
-        unlisted=("model_config",),
-        about=__doc__,
-        presets=True,
-        paths="the run folder, or checkpoint folder, to extend",
-        defaults=run_defaults,
-        argv=argv,
-    )
+def extend(args, rank):
+    """Load the checkpoint, extend it, fine-tune and report. Returns the exit status."""
     cfg = args.cfg
-    entry.load_entries(cfg.entry, POSITIONS)
-    rank, _ = parallel.join_processes(cfg.device)
-    run.check_processes_agree(args.given, cfg, args.model_config)
-    run.ignore_overwrite_of_preset(cfg, args.flags)
-    # Load the checkpoint, and extend it. With fsdp each process reads its own weights later.
+    # with fsdp the others get their rows of the weights from the first process
     trains = cfg.max_iters and cfg.method not in rope_scaling.EVALUATION_ONLY
-    parent = GPT.load(args.paths[0], weights=not (cfg.parallel == "fsdp" and trains))
-    run.check_same_settings(parent, args.model_config, args.given)
+    parent = GPT.load(args.paths[0], weights=rank == 0 or cfg.parallel == "ddp" or not trains)
+    check_model_settings(parent, args)
     extension.check_request(parent, cfg, POSITIONS)
     if "dataset" in args.given:
         open_dataset(parent, cfg)  # what is not for this model is refused before anything is saved
-    model = load_extended(parent, cfg, args.model_config, args.given, rank)
+    model = load_extended(parent, cfg, args.given, rank)
     if rank == 0:
         print_summary(model, cfg)
     if cfg.max_iters:
@@ -360,5 +359,21 @@ def main(argv=None):
     return 0
 
 
+def main(argv=None):
+    args = settings.parse(
+        cfg=ExtendConfig,
+        model_config=GPTConfig,
+        unlisted=("model_config",),
+        about=__doc__,
+        paths="the run folder, or checkpoint folder, to extend",
+        defaults=run_defaults,
+        argv=argv,
+    )
+    entry.load_entries(args.cfg.entry, POSITIONS)
+    rank, _ = parallel.join_processes(devices.pick_device(args.cfg.device))
+    with run.lock(args.cfg.out_dir):
+        return extend(args, rank)
+
+
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from model import GPT, POSITIONS
-from nanolong import cli, entry, run
-from nanolong.errors import UserError
+from nanolong import entry, settings
+from nanolong.errors import UserError, run_main
 from nanolong.hub import exporting, gguf_export, gguf_import, importing
 
 
@@ -46,7 +46,7 @@ class HFConfig:
 
 def main(argv=None):
     usage = "import DIR or FILE.gguf out/NAME, or export out/NAME DIR or FILE.gguf"
-    args = cli.parse(cfg=HFConfig, about=__doc__, paths=usage, argv=argv)
+    args = settings.parse(cfg=HFConfig, about=__doc__, paths=usage, argv=argv)
     cfg = args.cfg
     if len(args.paths) != 3 or args.paths[0] not in ("import", "export"):
         raise UserError(
@@ -69,7 +69,7 @@ def main(argv=None):
     if is_gguf and "verify" in args.given:
         raise UserError("--verify is for directories, which transformers loads: leave it out")
     entry.load_entries(cfg.entry, POSITIONS)
-    model = run.open_model(GPT, source, cfg.best)
+    model = GPT.load(source, cfg.best, dtype=None)
     if is_gguf:
         gguf_export.export_gguf(model, target, cfg.store, cfg.tokenizer)
     else:
@@ -77,4 +77,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -16,7 +16,7 @@ import math
 import operator
 import warnings
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -26,15 +26,19 @@ import kernels
 import rope_scaling
 
 try:
-    from nanolong import validate
     from nanolong.errors import UserError
-except ImportError:  # this file was copied into another project: inputs are not checked
+except ImportError:  # this file was copied into another project
     UserError = ValueError
-    validate = None
 
 
 class ContextLengthWarning(UserWarning):
     """The input is longer than the model's context length."""
+
+
+def require(condition, message):
+    """Raise UserError with this message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
 
 
 @dataclass
@@ -94,15 +98,105 @@ class GPTConfig:
     extension: dict | None = None
 
     def __post_init__(self):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: give at least 1")
         self.n_kv_head = self.n_kv_head or self.n_head
+        require(
+            self.head_dim or self.n_embd % self.n_head == 0,
+            f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them, "
+            "or give head_dim",
+        )
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if not self.mlp_dim and self.is_gated:
             self.mlp_dim = -(-8 * self.n_embd // (3 * 32)) * 32  # rounded up to a multiple of 32
         self.mlp_dim = self.mlp_dim or 4 * self.n_embd
-        if isinstance(self.qk_norm, bool):  # as it once was
-            self.qk_norm = "head" if self.qk_norm else "none"
         if self.layer_pattern is None:
             self.layer_pattern = "W" if self.window else "F"
+        self.check()
+
+    def check(self):
+        """Refuse what would be ignored in silence, or what no model can have. Raises UserError."""
+        for name, hint in get_type_hints(type(self)).items():
+            choices, value = get_args(hint), getattr(self, name)
+            if isinstance(value, str) and len(choices) > 1 and str not in choices:
+                require(value in choices, f"{name}={value} is unknown: give one of {choices}")
+        require(
+            self.n_head % self.n_kv_head == 0,
+            f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: give a divisor",
+        )
+        require(self.dropout < 1, f"dropout={self.dropout} drops everything: give less than 1")
+        require(
+            self.attn_scale > 0 and self.embed_scale > 0 and self.norm_eps > 0,
+            "attn_scale, embed_scale and norm_eps must be above 0: leave them out",
+        )
+        self.check_layers()
+        self.check_rope()
+        self.check_score_scale()
+
+    def check_layers(self):
+        pattern, letters = self.layer_pattern, set(self.layer_pattern)
+        require(
+            letters and letters <= set("FWNS") and len(pattern) <= self.n_layer,
+            f"layer_pattern={pattern!r} is not a word of the letters F, W, N and S, at most one "
+            f"for each of the {self.n_layer} layers: give one such as FFFN",
+        )
+        require(
+            bool(letters & set("WS")) == bool(self.window),
+            f"layer_pattern={pattern} and window={self.window} do not fit, for W and S are layers "
+            "with a window: give --window=N and a pattern with one of them, or neither",
+        )
+        require(
+            self.window or not self.sinks,
+            "sinks are tokens that stay visible beyond a window: give --window=N too",
+        )
+        require(
+            not self.random_positions or self.random_positions >= self.block_size,
+            f"random_positions={self.random_positions} is too small: give at least "
+            f"block_size={self.block_size}",
+        )
+        require(
+            not (self.random_positions and self.window),
+            "random_positions cannot be combined with a window, which counts positions too: leave "
+            "one of them out",
+        )
+
+    def check_rope(self):
+        require(
+            0 <= self.rope_fraction <= 1 and 0 <= self.p_rope <= 1 and self.rope_base > 1,
+            "rope_fraction and p_rope are fractions, at most 1, and rope_base is above 1",
+        )
+        require(
+            not self.rope_local_base
+            or (self.pos == "rope" and self.is_hybrid and self.rope_local_base > 1),
+            f"rope_local_base={self.rope_local_base:g} is of rope in layers with a window, next to "
+            "layers without one: give a --layer_pattern of both, such as WWWF, and --window=N",
+        )
+        require(
+            1 in (self.p_rope, self.rope_fraction),
+            "p_rope and rope_fraction both leave channels unrotated, at different frequencies: "
+            "give one of them",
+        )
+
+    def check_score_scale(self):
+        users = {"score_scale_length": "logn llama4", "score_scale_layers": "logn llama4"}
+        users |= {"score_scale_coefficient": "llama4", "score_scale_offset": "llama4"}
+        for name, kinds in users.items():
+            require(
+                self.score_scale in kinds.split()
+                or getattr(self, name) == getattr(GPTConfig, name),
+                f"{name}={getattr(self, name)} does nothing with --score_scale={self.score_scale}: "
+                f"leave it out, or give --score_scale={' or '.join(kinds.split())}",
+            )
+        require(
+            self.score_scale_layers == "all" or not set(self.layer_pattern).isdisjoint("NS"),
+            "score_scale_layers=nope is of layers without positions, and layer_pattern="
+            f"{self.layer_pattern} has none: put an N or S into the pattern, or leave it out",
+        )
+        require(
+            self.score_scale != "logn" or (self.score_scale_length or self.original_length) > 1,
+            "score_scale=logn divides by the logarithm of the context length, which is 0 for 1 "
+            "token: give a --score_scale_length of at least 2",
+        )
 
     @property
     def is_gated(self):
@@ -152,7 +246,6 @@ class NoPE(nn.Module):
     by_index = False  # True: position ids must be consecutive; set for schemes that use distances
     methods = {"none": (), "scale": ("scale",)}  # extension methods and the options of each
     needs_whole_text = False  # True: attend() needs the queries of the whole text, not cached keys
-    exchange = None  # set while processes share a sequence: nanolong/parallel/sequence.py
 
     def __init_subclass__(cls):
         if "bias" in vars(cls) or "relative" in vars(cls):
@@ -201,8 +294,6 @@ class NoPE(nn.Module):
         else:
             k, v = cache.update(layer, k.to(v.dtype), v)  # keys are cached rotated
             bias, relative = cache.position_terms(self, layer, k.shape[2])
-        if self.exchange:
-            bias, relative = self.exchange.own_terms(bias, relative, q.shape[1])
         return kernels.attention(q, k, v, bias=bias, relative=relative, **mask)
 
     def extend(self, method, factor, **options):
@@ -644,6 +735,59 @@ def scheme_class(pos, method):
     return WholeTextRoPE if replaces_attention else POSITIONS[pos]
 
 
+def check_scheme_settings(config):
+    """Refuse settings that the scheme of a GPTConfig would ignore or cannot have."""
+    pos = config.pos
+    require(
+        pos in POSITIONS,
+        f"there is no position scheme {pos!r}: pos is one of {', '.join(POSITIONS)}, or one of "
+        "your own with --entry=FILE.py",
+    )
+    scheme = POSITIONS[pos]
+    n = getattr(config, scheme.pairs, 0)
+    require(
+        n % 2 == 0,
+        f"{scheme.pairs}={n} is odd: --pos={pos} pairs channels, so give an even one",
+    )
+    rotary_dim = int(config.rope_fraction * config.head_dim)
+    require(
+        rotary_dim % 2 == 0 or not issubclass(scheme, RoPE),
+        f"rope_fraction={config.rope_fraction} rotates {rotary_dim} of {config.head_dim} channels, "
+        "which is odd: rotations pair channels, so give another fraction",
+    )
+    hooks = ("rotate", "bias", "relative")
+    acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
+    require(
+        acts_in_layers or not set(config.layer_pattern) & set("NS"),
+        f"layer_pattern={config.layer_pattern} removes positions from some layers (N or S), and "
+        f"--pos={pos} acts in none of them: use F and W only",
+    )
+    require(
+        not config.random_positions or not (scheme.by_index or scheme is NoPE),
+        f"random_positions needs a scheme that uses position ids, and --pos={pos} does not: choose "
+        "learned, sinusoidal or rope, or leave it out",
+    )
+
+
+def check_extension(config, method, factor):
+    """Refuse an extension that no scheme can make of this GPTConfig."""
+    require(
+        isinstance(factor, int | float) and math.isfinite(factor) and factor >= 1,
+        f"factor={factor!r} does not extend the context: give a number of at least 1",
+    )
+    require(
+        not config.random_positions or (factor == 1 and method == "none"),
+        f"this model was trained on positions below {config.random_positions} and needs no "
+        "extension up to there: train with a larger --random_positions to go on",
+    )
+    changes_attention = config.window or config.sink_scores or config.score_scale != "none"
+    require(
+        method not in rope_scaling.EVALUATION_ONLY or not changes_attention,
+        f"method {method!r} has a window of its own, no learned sinks and no score scale: use it "
+        "without --window, --sink_scores and --score_scale",
+    )
+
+
 # -----------------------------------------------------------------------------
 # The transformer: pre-norm, grouped-query attention and SwiGLU, which is Llama's shape; GPT-2's
 # LayerNorm, GELU and biases are settings.
@@ -704,12 +848,8 @@ class Attention(nn.Module):
         q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (q, k, v))
         # The more keys a query sees, the larger its scores.
         if self.score_scale != "none":
-            own = scheme.exchange.own_tokens(pos.shape[-1]) if scheme.exchange else slice(None)
-            q = self.scale_queries(q, pos[..., None, own, None])
-        # Attend, with the scheme's rotation or bias. Processes that share a sequence exchange their
-        # tokens of all heads for all tokens of some heads, and back.
-        if scheme.exchange:
-            q, k, v = scheme.exchange.tokens_to_heads(q, k, v)
+            q = self.scale_queries(q, pos[..., None, :, None])
+        # Attend, with the scheme's rotation or bias.
         scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
         options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
         if self.sink_scores is not None:
@@ -717,8 +857,6 @@ class Attention(nn.Module):
         y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
         if self.sink_scores is not None:
             y = self.add_sinks(y, scheme)
-        if scheme.exchange:
-            y = scheme.exchange.heads_to_tokens(y)
         # Concatenate the heads and project back.
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -746,10 +884,7 @@ class Attention(nn.Module):
                 "need: leave out --sink_scores"
             )
         y, lse = attended
-        scores = self.sink_scores
-        if scheme.exchange:
-            scores, _ = scheme.exchange.own_terms(scores, None, y.shape[1])
-        return (y * torch.sigmoid(lse - scores[:, None])[..., None]).to(y.dtype)
+        return (y * torch.sigmoid(lse - self.sink_scores[:, None])[..., None]).to(y.dtype)
 
 
 class MLP(nn.Module):
@@ -800,8 +935,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if validate:
-            validate.check_model(config, POSITIONS)
+        check_scheme_settings(config)
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
         self.activation_checkpointing = False  # recompute blocks in the backward pass
@@ -908,38 +1042,30 @@ class GPT(nn.Module):
         docs:      document ids (B, T); attention stays within a document
         cache:     a nanolong.inference.KVCache, extended in place
 
-        Processes that share a sequence are given all of it. Warns beyond the context length
-        (ContextLengthWarning); raises UserError for a scheme that cannot compute these positions.
+        Warns beyond the context length (ContextLengthWarning); raises UserError for a scheme that
+        cannot compute these positions.
         """
         x = self.hidden_states(tokens, positions, docs, cache)
         if targets is None:
             return self.head(x)
-        if validate and not torch.compiler.is_compiling():
-            validate.check_inputs(self.config, tokens, targets=targets)
+        self.check_inputs(tokens, targets=targets)
         if reduction not in ("mean", "sum", "none"):
             raise UserError(f"reduction={reduction!r} is unknown: give mean, sum or none")
-        targets = targets[:, self.own_tokens(tokens.shape[1])]
         loss = kernels.linear_cross_entropy(
             x.flatten(0, 1), self.head.weight, targets.flatten(), reduction
         )
         return loss.view_as(targets) if reduction == "none" else loss
 
-    def own_tokens(self, length):
-        """The tokens that this process computes: all, but when processes share a sequence."""
-        return self.pos.exchange.own_tokens(length) if self.pos.exchange else slice(None)
-
     def hidden_states(self, tokens, positions=None, docs=None, cache=None):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
-        if validate and not torch.compiler.is_compiling():
-            validate.check_inputs(self.config, tokens, positions=positions, docs=docs)
+        self.check_inputs(tokens, positions=positions, docs=docs)
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
-        own = self.own_tokens(T)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
-        x = self.embed(tokens[:, own]).to(self.norm.weight.dtype)
+        x = self.embed(tokens).to(self.norm.weight.dtype)
         if self.config.embed_scale != 1:
             x = x * self.config.embed_scale
-        x = self.dropout(self.pos.embed(x, pos[..., own]))
+        x = self.dropout(self.pos.embed(x, pos))
         # Forward the blocks.
         for layer, block in enumerate(self.blocks):
             scheme = self.scheme_of(layer)
@@ -972,6 +1098,28 @@ class GPT(nn.Module):
             return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
         tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
         return tokens, positions, cache.mask()
+
+    def check_inputs(self, tokens, **others):
+        """Refuse tokens that are no ids (B, T), and others, if given, that are not as long."""
+        if torch.compiler.is_compiling():
+            return
+        shape = tuple(tokens.shape)
+        require(
+            len(shape) == 2 and not tokens.is_floating_point(),
+            f"tokens are {tokens.dtype} of shape {shape}: give int64 (B, T)",
+        )
+        for name, x in others.items():
+            require(
+                x is None or x.shape in (tokens.shape, tokens.shape[1:]),
+                f"{name} are {None if x is None else tuple(x.shape)}, tokens {shape}: give one a "
+                "token",
+            )
+        # on the CPU only: this would wait for a GPU
+        n = self.config.vocab_size
+        require(
+            not tokens.is_cpu or not tokens.numel() or 0 <= tokens.min() <= tokens.max() < n,
+            f"there is a token id outside the vocabulary of {n}: use the tokenizer of the model",
+        )
 
     def set_length(self, length):
         """Set the schemes' tables for an input of this many tokens. Returns their version."""
@@ -1028,8 +1176,7 @@ class GPT(nn.Module):
         before, and at first full where that is possible: a window hides what lies farther away.
         """
         config = self.config
-        if validate:
-            validate.check_extend_model(config, method, factor)
+        check_extension(config, method, factor)
         extension = {
             "method": method,
             "factor": factor * (config.extension["factor"] if config.extension else 1.0),
@@ -1128,9 +1275,9 @@ class GPT(nn.Module):
 
     def save(self, folder) -> None:
         """Write a checkpoint folder, whole or not at all. Raises UserError when it exists."""
-        from nanolong.run import checkpoint
+        from nanolong import run
 
-        checkpoint.save_model(self, folder)
+        run.save_model(self, folder)
 
     @classmethod
     def load(cls, path, best=False, dtype=torch.float32, weights=True) -> "GPT":
@@ -1140,6 +1287,6 @@ class GPT(nn.Module):
         dtype: of the weights of embeddings and linear layers, float32 or bfloat16; None: as stored.
         weights: False leaves all but the position scheme's on the meta device.
         """
-        from nanolong.run import checkpoint
+        from nanolong import run
 
-        return checkpoint.load_model(cls, path, best, dtype, weights)
+        return run.load_model(cls, path, best, dtype, weights)

@@ -18,8 +18,8 @@ import torch
 
 from data import decode_stream, tokenizer_from_json
 from model import GPT, POSITIONS, ContextLengthWarning
-from nanolong import cli, devices, entry, inference, prompts, run, validate
-from nanolong.errors import UserError, note
+from nanolong import devices, entry, inference, prompts, run, settings
+from nanolong.errors import UserError, note, require, run_main
 
 # In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.
 MIN_PARAMETERS_BFLOAT16 = 16e6
@@ -54,7 +54,10 @@ class SampleConfig:
     compile: bool = False  # torch.compile the decoding step; pays for long texts only
 
     def __post_init__(self):
-        validate.check_sample(self)
+        require(0 < self.top_p <= 1, f"--top_p={self.top_p:g} is a probability, above 0")
+        require(self.num_samples >= 1, "--num_samples must be at least 1")
+        require(self.chat or not self.system, "--system is part of a conversation: give --chat too")
+        require(self.start or not self.chat, "--chat needs a user's message: give --start=TEXT")
 
 
 def load(cfg, paths):
@@ -93,7 +96,7 @@ def choose_dtype(cfg, model, device):
 
 
 def main(argv=None):
-    args = cli.parse(
+    args = settings.parse(
         cfg=SampleConfig, about=__doc__, paths="a run folder or a step folder", argv=argv
     )
     cfg = args.cfg
@@ -104,9 +107,7 @@ def main(argv=None):
     device = devices.pick_device(cfg.device)
     dtype = choose_dtype(cfg, model, device)
     devices.set_weights_dtype(model, cfg.weights, dtype)
-    compiled, why_not = devices.pick_compile(cfg.compile, device, steps=0)
-    if why_not:
-        note(why_not)
+    compiled = devices.pick_compile(cfg.compile, device, steps=0)
     model.to(device)
 
     # Encode the prompt.
@@ -137,4 +138,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

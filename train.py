@@ -4,6 +4,7 @@
     python train.py config/shakespeare.toml --pos=learned
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2.toml --pos=alibi
     python train.py --out_dir=out/python-rope --init_from=resume
+    python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
 loop, what happens before and after it. Batches are a function of (seed, step, micro-batch index),
@@ -14,19 +15,24 @@ bits.
 from nanolong import python_version  # noqa: F401  # isort: skip
 
 import math
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import data
 import kernels
+from data.prepare import prepare_missing
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import cli, devices, entry, optim, parallel, run, validate
+from nanolong import curves, devices, entry, errors, optim, parallel, run, settings
+from nanolong.errors import report, require, run_main
 
 
 @dataclass
@@ -56,7 +62,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # clip the norm of the gradients to this; 0: no clipping
     # [evaluation]
     eval_interval: int = 250  # steps between evaluations, each followed by a checkpoint
-    eval_iters: int = 40  # batches of an evaluation, evenly spaced; 0: the whole validation set
+    eval_iters: int = 640  # sequences of an evaluation, evenly spaced; 0: the whole validation set
     eval_length: int = 0  # tokens of a validation sequence; 0: the context length
     log_interval: int = 10  # steps between lines of log.jsonl
     wandb: str = ""  # also log to this Weights & Biases project
@@ -65,13 +71,14 @@ class TrainConfig:
     entry: tuple[str, ...] = ()
     out_dir: str = ""  # the run folder; by default out/<dataset>-<pos>
     overwrite: bool = False  # rename the run in out_dir to NAME.old1, NAME.old2, ...
-    # resume: go on from the newest checkpoint of out_dir
-    init_from: Literal["scratch", "resume"] = "scratch"
+    # scratch; resume: go on from the newest checkpoint of out_dir; auto: that if there is one;
+    # or a run or checkpoint folder: start from its weights, with a new optimizer
+    init_from: str = "scratch"
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    # dtype of matrix products; auto: bfloat16 if the hardware has it, else float16 on a GPU
+    # dtype of matrix products; auto: bfloat16 if the GPU has it, or the CPU has AMX, float16 on
+    # other GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # torch.compile, if it works; auto: on a GPU, and on a CPU in a run of 500 steps or more
-    compile: bool | None = None
+    compile: bool | None = None  # torch.compile; auto: on a GPU, and on a CPU from 500 steps on
     checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
     # each process keeps the whole model (ddp), or its share of weights, gradients, moments (fsdp)
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -79,7 +86,17 @@ class TrainConfig:
     seed: int = 1337  # random seed of the initial weights, the batches and dropout
 
     def __post_init__(self):
-        validate.check_train(self)
+        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
+            require(getattr(self, name) >= 1, f"--{name} must be at least 1")
+        require(
+            self.stop_at <= self.max_iters,
+            f"--stop_at={self.stop_at} is beyond the last step: give at most {self.max_iters}, or "
+            "raise --max_iters",
+        )
+        require(
+            self.beta1 < 1 and self.beta2 < 1, "--beta1 and --beta2 must be below 1: 0.9 and 0.95"
+        )
+        data.task_fractions(self.tasks)
 
     @property
     def last_step(self):
@@ -93,43 +110,43 @@ class TrainState:
 
     step: int = 0
     tokens: int = 0  # seen so far
-    best: list | None = None  # [step, val_loss]
-    val_loss: float | None = None  # of this step; None: not evaluated yet
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
-    kernels: str = ""  # what computes attention, in words
 
 
-class BatchLoader:
-    """The micro-batches of this process in order, each prepared by a thread while the one before it
-    is computed.
+# -----------------------------------------------------------------------------
+# Batches and validation.
+
+
+class Batches:
+    """The micro-batches of this process in order; the next one is read while a GPU still computes.
 
     train_length: tokens of a sequence. max_position: position ids skip up to there, for PoSE
     (skip-wise training, see extend.py); 0: they do not skip.
     """
 
-    def __init__(self, dataset, model, cfg, train_length, max_position, device, step):
+    def __init__(self, dataset, model, cfg, train_length, max_position, step):
         self.dataset = dataset
         self.model = model
         self.cfg = cfg
         self.train_length = train_length
         self.max_position = max_position
-        self.device = device
-        self.tasks = validate.task_fractions(cfg.tasks)
-        self.tokens_per_step = cfg.gradient_accumulation_steps * cfg.batch_size * train_length
-        # A mixture needs the loss of each token, to log that of each dataset. Its backward pass
-        # reads the head's weight again, which fsdp has freed by then.
-        by_token = dataset.labels and cfg.parallel != "fsdp"
-        self.reduction = "none" if by_token else "sum"
+        self.tasks = data.task_fractions(cfg.tasks)
+        self.device = next(model.parameters()).device
+        n = cfg.gradient_accumulation_steps
+        self.tokens_per_step = n * cfg.batch_size * train_length
         # processes take the micro-batches of a step in turn
         rank, self.world = parallel.data_rank_and_world()
-        self.micro_batches = cfg.gradient_accumulation_steps // self.world  # own ones, of a step
-        self.part = parallel.own_part(train_length)  # of a sequence's tokens, usually all
-        self.index = step * cfg.gradient_accumulation_steps + rank
-        self.executor = ThreadPoolExecutor(1)
-        self.prefetch = self.executor.submit(self.prepare, self.index)
+        require(
+            n % self.world == 0,
+            f"--gradient_accumulation_steps={n} is the total, and {self.world} processes do not "
+            f"divide it: give a multiple of {self.world}",
+        )
+        self.per_step = n // self.world  # own micro-batches
+        self.index = step * n + rank
+        self.ready = self.read(self.index)
 
-    def prepare(self, index):
+    def read(self, index):
         """Micro-batch `index`: arguments of the model by name, its scored tokens, and its seed."""
         cfg = self.cfg
         seed = ((cfg.seed << 40) + index) % (1 << 63)  # of dropout, and of random positions
@@ -139,131 +156,116 @@ class BatchLoader:
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is None:
             pos = self.model.sample_positions(len(x), self.train_length, seed)
-        n_targets = int((y[:, self.part] >= 0).sum())
-        batch = {"tokens": x, "targets": y, "positions": pos, "docs": docs}
-        batch = {name: devices.to_device(part, self.device) for name, part in batch.items()}
         if pos is not None:  # checked here: on a GPU, each step would wait to read them
             self.model.check_positions(pos, docs)
+        batch = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
+        n_targets = int((batch["targets"] >= 0).sum())
+        batch = {name: devices.to_device(part, self.device) for name, part in batch.items()}
         return batch, n_targets, seed
 
-    def next(self):
-        """The next micro-batch: (index, arguments of the model, scored tokens, seed)."""
-        index = self.index
-        batch, n_targets, seed = self.prefetch.result()
+    def advance(self):
         self.index += self.world
-        self.prefetch = self.executor.submit(self.prepare, self.index)
-        return index, batch, n_targets, seed
-
-    def wait(self):
-        wait([self.prefetch])
-
-    def close(self):
-        self.executor.shutdown()
+        self.ready = self.read(self.index)
 
 
 @torch.no_grad()
-def estimate_loss(model, dataset, cfg, dtype, stop_signals=()):
+def estimate_loss(model, dataset, cfg, stop=()):
     """The validation loss, over all processes; None if a stop signal came.
 
     Returns {"val_loss"} in nats per token, and {"val_bits_per_byte"} if the tokenizer is known; of
     a mixture the weighted mean, and {"val_loss_<name>"} of each dataset. Sequences do not overlap.
-    eval_iters=n scores n * batch_size sequences, evenly spaced and always the same; 0 scores all.
+    eval_iters=n scores n sequences, evenly spaced and always the same; 0 scores all.
     """
     if dataset.labels:
-        args = (cfg, dtype, stop_signals)
-        return dataset.combine(estimate_loss(model, part, *args) for part in dataset.sources)
+        return dataset.combine(estimate_loss(model, part, cfg, stop) for part in dataset.sources)
     rank, world = parallel.data_rank_and_world()
+    _, n_parts = parallel.sequence_rank_and_size()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
-    indices = dataset.val.spaced(cfg.eval_iters * cfg.batch_size, T)
+    indices = dataset.val.spaced(cfg.eval_iters, T)
     batches = [indices[i : i + cfg.batch_size] for i in range(0, len(indices), cfg.batch_size)]
-    part = parallel.own_part(T)  # of a sequence's tokens, usually all
-    _, n_parts = parallel.sequence_rank_and_size()
-    sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, bytes of text, stop signals
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, tokens, bytes of text
     was_training = model.training
     model.eval()
-    n_rounds = math.ceil(len(batches) / world)
-    for number in range(rank, n_rounds * world, world):
-        if parallel.any_process(stop_signals, everywhere=parallel.is_sharded(model)):
-            sums[3] = 1
-            break
+    rounds = range(rank, math.ceil(len(batches) / world) * world, world)
+    for number in tqdm(rounds, "validation", leave=False, disable=rank > 0 or no_terminal()):
+        if parallel.any_process(stop):
+            return None
         # In the last round some have no batch left. They compute one that does not count, since
         # fsdp needs all processes in every forward pass.
         batch = batches[number % len(batches)]
         sequences = [dataset.val.sequence(index, T) for index in batch]
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
         pos = model.sample_positions(len(x), T, batch[0])
-        docs = devices.to_device(dataset.document_ids(x), device)
-        # not `forward`: what is compiled whole would be compiled again, without gradients
-        with devices.autocast(device, dtype):
-            loss_sum = model(x.to(device), y.to(device), pos, docs, reduction="sum")
-        n_targets = (y[:, part] >= 0).sum()
+        docs = dataset.document_ids(x)
+        inputs = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
+        n_targets = (inputs["targets"] >= 0).sum()
         n_bytes = (dataset.count_bytes(y.numpy()) or 0) / n_parts  # each process counts all of them
+        inputs = {name: devices.to_device(part, device) for name, part in inputs.items()}
+        # not `forward`: what is compiled whole would be compiled again, without gradients
+        with devices.autocast(device, getattr(torch, cfg.dtype)):
+            loss_sum = model(**inputs, reduction="sum")
         if number < len(batches):
-            sums += torch.tensor([loss_sum.item(), n_targets, n_bytes, 0], dtype=torch.float64)
-    parallel.free_gathered(model)
+            sums += torch.tensor([loss_sum.item(), n_targets, n_bytes], dtype=torch.float64)
+    parallel.reshard(model)
     model.train(was_training)
     if dist.is_initialized():
         sums = sums.to(device)
         dist.all_reduce(sums)
-    loss_sum, n_tokens, n_bytes, stopped = sums.tolist()
-    if stopped:
-        return None
+    loss_sum, n_tokens, n_bytes = sums.tolist()
     metrics = {"val_loss": loss_sum / n_tokens}
     if n_bytes:
         metrics["val_bits_per_byte"] = loss_sum / math.log(2) / n_bytes
     return metrics
 
 
+def no_terminal():
+    return not sys.stderr.isatty()
+
+
 # -----------------------------------------------------------------------------
 # One step.
 
 
-def forward_backward(forward, loader, state, dtype):
+def forward_backward(forward, batches, state):
     """Forward and backward of this process's micro-batches of a step.
 
-    Returns the sums of losses and of scored tokens, float64 (2,) on the device, of a mixture
-    followed by those of each dataset, and the loss of each micro-batch by index.
+    Returns the sums of losses and of scored tokens over them, float64 (2,) on the device.
     """
-    device = loader.device
+    cfg, device = batches.cfg, batches.device
     _, n_processes = parallel.rank_and_world()
     float_type = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
-    sums = torch.zeros(2 + 2 * len(loader.dataset.labels), dtype=float_type, device=device)
-    losses = {}
-    for number in range(loader.micro_batches):
-        index, batch, n_targets, seed = loader.next()
+    sums = torch.zeros(2, dtype=float_type, device=device)
+    for number in range(batches.per_step):
+        batch, n_targets, seed = batches.ready
         torch.manual_seed(seed)  # dropout too is a function of (seed, index)
         # Gradients are summed over processes at the last micro-batch only.
-        parallel.set_gradient_sync(forward, number == loader.micro_batches - 1)
-        with devices.autocast(device, dtype):
-            loss = forward(**batch, reduction=loader.reduction)
-        loss_sum = loss.sum()
+        parallel.set_gradient_sync(forward, number == batches.per_step - 1)
+        with devices.autocast(device, getattr(torch, cfg.dtype)):
+            loss_sum = forward(**batch, reduction="sum")
         # The mean loss if every target is scored. How many are is known only after the step, and
         # optimizer_step() corrects for it. DDP and FSDP average over processes, hence
         # `n_processes`.
-        factor = state.loss_scale * n_processes / loader.tokens_per_step
+        factor = state.loss_scale * n_processes / batches.tokens_per_step
         (loss_sum * factor).backward()
-        losses[index] = loss_sum.detach()
+        batches.advance()
         sums[0] += loss_sum.detach()
         sums[1] += n_targets
-        if loader.reduction == "none":
-            by_token = loss.detach().to(float_type)
-            sums[2:] += run.sum_by_source(loader, index, by_token, batch["targets"])
-    return sums, losses
+    return sums
 
 
-def reduce_and_read(sums, stop_signals, grad_norm):
-    """Sum over processes, and read (*sums, stop signals, gradient norm) on the host.
+def reduce_and_read(sums, stop, grad_norm):
+    """Sum over processes, and read (loss, scored tokens, stop signals, gradient norm) on the host.
 
     This is the one device-to-host read of a step (a dynamic method reads PoSE's positions, too).
     """
-    sums = torch.cat((sums, sums.new_full((1,), len(stop_signals))))
+    sums = torch.cat((sums, sums.new_tensor([bool(stop)])))
     if dist.is_initialized():
         dist.all_reduce(sums)
     return torch.cat((sums, grad_norm[None].to(sums))).tolist()
 
 
-def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
+def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg):
     """Clip the gradients, update the weights and clear the gradients.
 
     to_mean: the factor that makes the gradients those of the mean loss; grad_norm: their norm after
@@ -277,7 +279,7 @@ def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
                 group["lr"] = optim.get_lr(cfg, state.step)
             optimizer.step()
         state.good_steps += 1
-        if dtype == torch.float16 and state.good_steps % 2000 == 0:
+        if cfg.dtype == "float16" and state.good_steps % 2000 == 0:
             state.loss_scale *= 2
     else:  # float16 has overflowed: skip this update
         state.loss_scale /= 2
@@ -287,12 +289,15 @@ def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype):
     grads.clear()  # or they would take memory until the next step has its own
 
 
-def has_diverged(loss_sum, grad_norm, state, dtype):
-    """Whether the step must not be taken; an overflow of float16 is only skipped."""
-    if not math.isfinite(loss_sum):
-        return True
-    may_retry = dtype == torch.float16 and state.loss_scale > 1
-    return not (math.isfinite(grad_norm) or may_retry)
+def check_finite(what, cfg, *numbers):
+    """Raise FloatingPointError if one of the numbers is not finite."""
+    if all(map(math.isfinite, numbers)):
+        return
+    newest = [f"; the last checkpoint is {step}" for step in run.list_steps(cfg.out_dir)[-1:]]
+    raise FloatingPointError(
+        f"{what} is not finite: stopped before the update{''.join(newest)}; lower --learning_rate, "
+        "or check the data"
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -308,159 +313,404 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     before an update that is not finite.
     """
     device = devices.pick_device(cfg.device)
-    dtype = devices.pick_dtype(cfg.dtype, device)
     train_length = train_length or model.config.block_size
-    folder = Path(cfg.out_dir)
-    state = TrainState()
+    with run.lock(cfg.out_dir):
+        # the data, what `auto` means, and how far training is
+        cfg, dataset = prepare(model, cfg, train_length)
+        parallel.share_sequences(
+            cfg.sequence_parallel, model, (train_length, cfg.eval_length or model.config.block_size)
+        )
+        state = restore_state(model, cfg)
 
-    # the data, and the run folder, from which a resumed run fills in the state
-    dataset = run.open_dataset(model, cfg, train_length)
-    parallel.share_sequences(model, cfg.sequence_parallel, (train_length, cfg.eval_length))
-    run.open_run(folder, model, cfg, state, dtype)
-
-    # the model on the device, compiled, and wrapped for several processes
-    devices.prepare_device(device, keep_freed_memory=cfg.parallel == "ddp")
-    compiles, _ = devices.pick_compile(cfg.compile, device, cfg.max_iters)
-    model.activation_checkpointing = cfg.checkpoint_activations
-    forward = parallel.distribute(model.train(), cfg.parallel, device, compiles)
-    optimizers = optim.make_optimizers(model, cfg)
-    if run.goes_on(model, cfg):
-        run.load_optimizers(model, optimizers, model.folder / "optim.safetensors")
-
-    loader = BatchLoader(dataset, model, cfg, train_length, max_position, device, state.step)
-    logger = None
-    try:
-        run.print_header(loader, dtype)
+        # the model on the device, compiled, and wrapped for several processes
+        devices.prepare_device(device)
+        model.activation_checkpointing = cfg.checkpoint_activations
+        forward = parallel.distribute(model.train(), cfg.parallel, device, cfg.compile)
+        optimizers = optim.make_optimizers(model, cfg)
+        if continues(cfg):
+            run.load_optimizers(model, optimizers, model.folder)
+        batches = Batches(dataset, model, cfg, train_length, max_position, state.step)
+        print_header(batches)
         # check the kernels on a part of the first micro-batch, before anything is compiled
-        inputs, _, _ = loader.prefetch.result()
-        state.kernels = kernels.check_kernels(model, inputs, devices.autocast(device, dtype))
-        parallel.free_gathered(model)
-        # an evaluation before the first step, which a stop signal ends as any program
-        metrics = None
-        if state.val_loss is None and is_due(state.step, cfg):
-            metrics = estimate_loss(model, dataset, cfg, dtype)
-        # from here on a stop signal finishes the step, and saves
-        with run.catch_signals() as stop_signals:
-            logger = run.begin_run(folder, state, loader)
-            return fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype)
-    finally:
-        run.release_run(folder, loader, logger)
+        autocast = devices.autocast(device, getattr(torch, cfg.dtype))
+        kernels.check_kernels(model, batches.ready[0], autocast)
+        parallel.reshard(model)
+        progress = Progress(batches, state)
+        try:
+            # from here on a stop signal finishes the step, and saves
+            with run.StopSignals() as stop:
+                return fit(forward, optimizers, batches, state, stop, progress)
+        finally:
+            progress.close()
+            parallel.stop_sharing(model)
+            model.eval()
 
 
-def fit(forward, optimizers, loader, state, metrics, stop_signals, logger, dtype):
-    """The loop: take steps until the last one or a stop signal, evaluate and save.
+def fit(forward, optimizers, batches, state, stop, progress):
+    """The loop: take steps until the last one or a stop signal, save and evaluate.
 
-    metrics: of an evaluation before the first step, or None. Returns what train() returns.
+    Returns what train() returns.
     """
-    model = loader.model
-    cfg = loader.cfg
-    folder = Path(cfg.out_dir)
+    model, cfg, dataset = batches.model, batches.cfg, batches.dataset
     last_eval = {"step": state.step}
-    if metrics:
-        last_eval = run.record_evaluation(folder, state, metrics, logger)
-        run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
     stopped = False
-    while not stopped and state.step < cfg.last_step:
+    is_saved = resumes(cfg)
+    is_evaluated = is_saved and parallel.broadcast(run.is_evaluated(cfg.out_dir, state.step))
+    while True:
+        # save, then evaluate; after a stop signal only save
+        is_due = state.step % cfg.eval_interval == 0 or state.step == cfg.last_step
+        if (is_due or stopped) and not is_saved:
+            save(model, optimizers, state, cfg, dataset)
+        if is_due and not (stopped or is_evaluated):
+            metrics = estimate_loss(model, dataset, cfg, stop)
+            stopped = metrics is None
+            if metrics:
+                check_finite(f"the validation loss at step {state.step}", cfg, metrics["val_loss"])
+                last_eval = {"step": state.step, **metrics}
+                progress.evaluation(state, metrics)
+        if stopped or state.step >= cfg.last_step:
+            return {**last_eval, "stopped": stopped, "last_step": state.step}
+        is_saved = is_evaluated = False
+
         # forward and backward
-        if logger:
-            logger.start_step(state.tokens)
-        sums, losses = forward_backward(forward, loader, state, dtype)
+        sums = forward_backward(forward, batches, state)
         grads = optim.gradients(model)
-        grad_norm = parallel.gather(torch.nn.utils.get_total_norm(grads))
-        loader.wait()  # the thread queues its copy before this process blocks on the device
-        numbers = reduce_and_read(sums, stop_signals, grad_norm)
-        loss_sum, n_targets, *of_sources, n_signals, grad_norm = numbers
+        grad_norm = torch.nn.utils.get_total_norm(grads)
+        grad_norm = grad_norm.full_tensor() if parallel.is_sharded(grad_norm) else grad_norm
+        loss_sum, n_targets, n_signals, grad_norm = reduce_and_read(sums, stop, grad_norm)
+        stopped = n_signals > 0
 
         # clip and update; to_mean: divide by the scored targets, and undo the loss scale
-        to_mean = loader.tokens_per_step / max(n_targets, 1) / state.loss_scale
+        to_mean = batches.tokens_per_step / max(n_targets, 1) / state.loss_scale
         grad_norm *= to_mean
-        if has_diverged(loss_sum, grad_norm, state, dtype):
-            raise run.divergence_error(folder, state, cfg, loss_sum, losses)
-        optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg, dtype)
+        overflowed = cfg.dtype == "float16" and state.loss_scale > 1  # is only skipped
+        where = f"the loss {loss_sum / max(n_targets, 1):g} or gradient norm {grad_norm:g} of step"
+        check_finite(f"{where} {state.step + 1}", cfg, loss_sum, 0 if overflowed else grad_norm)
+        optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg)
         state.step += 1
-        state.tokens += loader.tokens_per_step
-        state.val_loss = None
-        if logger:
-            logger.step(state, loss_sum / max(n_targets, 1), grad_norm, of_sources)
-
-        # evaluate and save; after a stop signal only save
-        stopped = n_signals > 0
-        metrics = None
-        if is_due(state.step, cfg) and not stopped:
-            metrics = estimate_loss(model, loader.dataset, cfg, dtype, stop_signals)
-            stopped = metrics is None
-        if metrics:
-            last_eval = run.record_evaluation(folder, state, metrics, logger)
-        if metrics or stopped:
-            run.save(folder, model, optimizers, state, cfg, loader.dataset, dtype)
-    return {**last_eval, "stopped": stopped, "last_step": state.step}
+        state.tokens += batches.tokens_per_step
+        progress.step(state, loss_sum / max(n_targets, 1), grad_norm)
 
 
-def is_due(step, cfg):
-    """Whether the model is evaluated after this many steps."""
-    return step % cfg.eval_interval == 0 or step == cfg.last_step
+class Progress:
+    """The log of a run, its progress bar and its speed; in the first process."""
+
+    def __init__(self, batches, state):
+        cfg = self.cfg = batches.cfg
+        self.rank, self.world = parallel.rank_and_world()
+        self.device = batches.device
+        self.flops = batches.model.flops_per_token(batches.train_length)
+        self.first_step = state.step + 1  # it may compile: its speed is not that of the others
+        self.start_clock(state)
+        hidden = self.rank > 0 or no_terminal()
+        self.bar = tqdm(total=cfg.last_step, initial=state.step, unit="step", disable=hidden)
+        self.log = None
+        if self.rank == 0:
+            if cfg.overwrite and not resumes(cfg) and run.list_steps(cfg.out_dir):
+                run.move_aside(cfg.out_dir)
+            row_settings = {**asdict(batches.model.config), **asdict(cfg)}
+            step = state.step if resumes(cfg) else None
+            self.log = run.Log(cfg.out_dir, step, cfg.wandb, row_settings)
+
+    def start_clock(self, state):
+        self.clock, self.clock_tokens = time.perf_counter(), state.tokens
+
+    def step(self, state, loss, grad_norm):
+        """Show a step, and log it every log_interval steps."""
+        if self.rank:
+            return
+        cfg, step = self.cfg, state.step
+        speed = (state.tokens - self.clock_tokens) / (time.perf_counter() - self.clock)
+        peak = devices.peak_flops(self.device)  # None: not in the table
+        text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
+        text += f", MFU {speed * self.flops / peak / self.world:.1%}" if peak else ""
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update()
+        is_logged = step % cfg.log_interval == 0 or step == cfg.last_step
+        if is_logged:
+            norm = grad_norm if math.isfinite(grad_norm) else None
+            row = {"loss": loss, "lr": optim.get_lr(cfg, step - 1), "norm": norm}
+            self.log.write(step, **row, tokens=state.tokens, tokens_per_second=round(speed))
+        # once, and for every tenth of a run without a terminal
+        if step == self.first_step or no_terminal() and step % max(1, cfg.last_step // 10) == 0:
+            memory = f", {devices.peak_memory(self.device) / 1e9:.3g} GB at the peak"
+            say(f"step {step}/{cfg.last_step}: {text}{memory}")
+        if is_logged or step == self.first_step:
+            self.start_clock(state)
+
+    def evaluation(self, state, metrics):
+        """Log and print what estimate_loss() has returned."""
+        if self.rank == 0:
+            self.log.write(state.step, **metrics)
+            text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            say(f"step {state.step}: {text}")
+        self.start_clock(state)
+
+    def close(self):
+        self.bar.close()
+        if self.log:
+            self.log.close()
+
+
+def say(text):
+    """Print a line above the progress bar."""
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has gone: the run goes on
+        errors.discard_stdout()
+
+
+def save(model, optimizers, state, cfg, dataset):
+    """Save a checkpoint of this step; processes wait for each other."""
+    weights = dict(model.named_parameters())
+    optim_tensors = run.optimizer_tensors(model, optimizers)
+    if parallel.is_sharded(model):
+        weights, optim_tensors = parallel.gather(weights), parallel.gather(optim_tensors)
+    if parallel.rank_and_world()[0] == 0:
+        tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
+        run.save_model(
+            model,
+            Path(cfg.out_dir) / f"step-{state.step:06d}",
+            weights=weights,
+            optim=optim_tensors,
+            **asdict(state),
+            train=asdict(cfg),
+            code=run.hash_code(model),
+            dataset=cfg.dataset,
+            data_hash=dataset.hash,
+            bos=dataset.bos,
+            tokenizer=model.meta.get("tokenizer") or tokenizer,
+        )
+        run.prune(cfg.out_dir)
+    parallel.barrier()
 
 
 # -----------------------------------------------------------------------------
 # Before and after the loop.
 
 
+def resumes(cfg):
+    """Whether training goes on in the folder of the run."""
+    return cfg.init_from == "resume"
+
+
+def continues(cfg):
+    """Whether it goes on from a step and an optimizer, of this run or of what extend.py extends."""
+    return resumes(cfg) or getattr(cfg, "keep_optimizer", False)
+
+
+def prepare(model, cfg, train_length):
+    """Open the dataset, and decide what `auto` means. Returns (cfg, dataset). Raises UserError."""
+    device = devices.pick_device(cfg.device)
+    parallel.check_parallel(cfg.parallel, cfg.optimizer)
+    if not resumes(cfg) and not cfg.overwrite:
+        check_unused(cfg.out_dir)
+    dataset = data.open_dataset(cfg.dataset, cfg.bos)
+    dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
+    separate_docs = cfg.separate_docs
+    if separate_docs is None:
+        separate_docs = dataset.separator is not None
+    dataset.select(cfg.min_doc, separate_docs)
+    T, longest = cfg.eval_length, model.config.block_size
+    require(T <= longest, f"--eval_length={T} is beyond the context length: give at most {longest}")
+    for source in dataset.sources:
+        source.train.require_length(train_length)
+        source.val.require_length(T or longest)
+    for kind in data.task_fractions(cfg.tasks):
+        dataset.check_task(kind, train_length)
+    require(
+        not resumes(cfg) or model.meta["data_hash"] in (None, dataset.hash),
+        f"{cfg.dataset} is not the data of {cfg.out_dir} any more: restore its files",
+    )
+    dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
+    compiles = devices.pick_compile(cfg.compile, device, cfg.max_iters)
+    dtype, compiles = parallel.broadcast((dtype, compiles))
+    cfg = replace(cfg, dtype=dtype, compile=compiles, separate_docs=separate_docs)
+    local = {"dataset", "device", "entry", "out_dir"}  # machines may have them elsewhere
+    shared = {**asdict(model.config), **asdict(cfg), "torch": torch.__version__}
+    shared = {name: value for name, value in shared.items() if name not in local}
+    code = entry.hash_sources(cfg.entry)
+    parallel.check_same((code, dataset.hash, run.weights_hash(model), shared))
+    return cfg, dataset
+
+
+def check_unused(out_dir):
+    repairs = "give --init_from=resume, --overwrite or another --out_dir"
+    require(not run.list_steps(out_dir), f"{out_dir} holds a run already: {repairs}")
+
+
+def restore_state(model, cfg):
+    """How far training is, from the model's checkpoint."""
+    state = TrainState(loss_scale=65536.0 if cfg.dtype == "float16" else 1.0)
+    if continues(cfg):
+        # the model may be extended by now, and model.meta that of its new run
+        meta = run.read_meta(model.folder)
+        kept = ["step", "tokens"]
+        if meta["train"]["dtype"] == cfg.dtype:
+            kept += ["loss_scale", "good_steps"]
+        state = replace(state, **{name: meta[name] for name in kept})
+    return state
+
+
 def run_defaults(given, paths):
-    """The defaults that cli.parse() asks for: the run folder, and on resume all settings."""
-    dataset = data.short_name(given.get("dataset", "python"))
-    entry_names = [Path(file).stem for file in given.get("entry", ())]
-    pos = given.get("pos") or (entry_names[-1] if entry_names else GPTConfig.pos)
+    """The defaults that settings.parse() asks for: the run folder, and those of another run."""
+    entries = [Path(file).stem for file in given.get("entry", ())]
+    pos = given.get("pos") or (entries[-1] if entries else GPTConfig.pos)
+    init_from = given.get("init_from", "scratch")
+    meta = {}
+    if init_from not in ("scratch", "resume", "auto"):
+        meta = run.read_meta(run.find_checkpoint(init_from))
+        pos = meta["config"]["pos"]
+    dataset = data.short_name(given.get("dataset", TrainConfig.dataset))
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
-    resumed = given.get("init_from") == "resume" or run.is_elastic_restart(out_dir)
-    settings = {}
-    if resumed and run.list_steps(out_dir):
-        settings = run.saved_settings(run.list_steps(out_dir)[-1], GPTConfig, TrainConfig)
-    elif given.get("entry"):
-        settings = {"pos": pos}
-    # the checkpoint's own init_from must not decide whether this command resumes
-    return {**settings, "out_dir": out_dir, "init_from": "scratch"}
+    require(
+        not (Path(out_dir) / "meta.json").is_file(),
+        f"{out_dir} is a checkpoint: give its run folder, --out_dir={Path(out_dir).parent}",
+    )
+    steps = run.list_steps(out_dir)
+    if init_from == "auto":
+        init_from = given["init_from"] = "resume" if steps else "scratch"
+    if init_from == "resume":
+        require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
+        meta = run.read_meta(steps[-1])
+    saved = run_settings(meta, given) if init_from == "resume" else {}
+    return {"pos": pos, **meta.get("config", {}), **saved, "out_dir": out_dir}
+
+
+def run_settings(meta, given):
+    """The training settings of a run to resume, without those of one command."""
+    trained = meta.get("train")
+    require(trained, "the run was not written by training: give --init_from=RUN, or extend.py")
+    require("method" not in trained, "the run was written by extend.py: resume it by extend.py")
+    return {**trained, "stop_at": 0, "overwrite": False, "entry": ()}
+
+
+def make_model(args):
+    """The model to train: a new one, or that of a checkpoint. Raises UserError."""
+    cfg, config = args.cfg, args.model_config
+    for source in data.split_mixture(cfg.dataset):
+        if parallel.rank_and_world()[0] == 0:
+            prepare_missing(source)
+    parallel.barrier()
+    # with fsdp the others get their rows from the first process
+    weights = cfg.parallel == "ddp" or parallel.rank_and_world()[0] == 0
+    if cfg.init_from != "scratch":
+        model = GPT.load(cfg.out_dir if resumes(cfg) else cfg.init_from, weights=weights)
+        check_model_settings(model, args)
+        if not resumes(cfg):
+            kept = {name: model.meta.get(name) for name in ("tokenizer", "bos", "family")}
+            model.meta = {**kept, "parent": str(model.folder)}
+        return model
+    check_scheme_flags(config.pos, args.flags)
+    config.vocab_size = data.vocabulary_size(cfg.dataset)
+    torch.manual_seed(cfg.seed)
+    return GPT(config) if weights else parallel.build_without_weights(GPT, config)
+
+
+def check_model_settings(model, args):
+    """Refuse a given setting of the model that the checkpoint has otherwise."""
+    for name in sorted(args.given & vars(args.model_config).keys()):
+        asked, saved = getattr(args.model_config, name), getattr(model.config, name)
+        require(
+            asked == saved, f"{model.folder} has {name}={saved}, not {asked}: leave --{name} out"
+        )
+
+
+def check_scheme_flags(pos, flags):
+    """Refuse flags that the position scheme does not read. A scheme of the user's may read any."""
+    of_rope = {"rope_base", "rope_fraction", "rope_local_base", "p_rope"} & flags
+    scheme = POSITIONS.get(pos, POSITIONS["rope"])
+    is_ours = scheme.__module__ == POSITIONS["nope"].__module__
+    require(
+        not (of_rope and is_ours) or issubclass(scheme, POSITIONS["rope"]),
+        f"--{', --'.join(sorted(of_rope))} is a setting of rope, and --pos={pos} has none: leave "
+        "it out",
+    )
 
 
 def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample from an empty prompt. Returns the exit status."""
-    if run.is_finished(model, cfg):
-        run.prune_finished_run(model, cfg)
-        return 0
+    if resumes(cfg) and cfg.max_iters and model.meta["step"] >= cfg.last_step:
+        if run.is_evaluated(cfg.out_dir, model.meta["step"]):
+            setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
+            print(f"{model.folder} is finished: to train on, {setting}")
+            return 0
     try:
         result = train(model, cfg, train_length, max_position)
     except FloatingPointError as error:
-        cli.print_error(error, on_every_rank=False)
-        return 1
+        return report(error, on_every_rank=False, status=1)
     if parallel.rank_and_world()[0] == 0:
-        run.report_end(model, cfg, result["stopped"])
+        report_end(cfg, result["stopped"])
     return 0
 
 
-def main(argv=None):
-    args = cli.parse(
-        model_config=GPTConfig,
-        cfg=TrainConfig,
-        about=__doc__,
-        presets=True,
-        defaults=run_defaults,
-        argv=argv,
+def print_header(batches):
+    """Print what is about to be trained, and on what."""
+    rank, world = parallel.rank_and_world()
+    if rank:
+        return
+    model, cfg, dataset = batches.model, batches.cfg, batches.dataset
+    extension = model.config.extension
+    extended = f", extended by {extension['method']} x {extension['factor']:g}" if extension else ""
+    n_parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"model: {model.config.pos}{extended}, {n_parameters / 1e6:.2f} M parameters, "
+        f"{batches.tokens_per_step:,} tokens per step"
     )
-    model_config, cfg = args.model_config, args.cfg
-    entry.load_entries(cfg.entry, POSITIONS)
-    parallel.join_processes(cfg.device)
-    run.check_processes_agree(args.given, cfg, model_config)
-    run.ignore_overwrite_of_preset(cfg, args.flags)
-    model = run.load_resumed(GPT, cfg, model_config, args.given)
-    if model is None:
-        validate.check_model(model_config, POSITIONS)
-        validate.check_scheme_flags(model_config.pos, args.flags, POSITIONS)
-    run.prepare_dataset(cfg.dataset)
-    if model is None:
-        model_config.vocab_size = data.vocabulary_size(cfg.dataset)
-        torch.manual_seed(cfg.seed)
-        model = GPT(model_config)
-    return train_and_sample(model, cfg)
+    processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
+    mode = "compiled (the first step takes about a minute)" if cfg.compile else "not compiled"
+    print(f"on: {processes}, {devices.device_name(batches.device)}, {cfg.dtype}, {mode}")
+    T = cfg.eval_length or model.config.block_size
+    for source, fraction in zip(dataset.sources, dataset.fractions, strict=True):
+        n_tokens = cfg.last_step * batches.tokens_per_step * fraction
+        epochs = n_tokens / len(source.train)
+        n = len(source.val.spaced(cfg.eval_iters, T))
+        print(
+            f"data: {source.name}, {n_tokens:,.0f} tokens ({epochs:.2g} epochs); validation on "
+            f"{n:,} of {source.val.n_sequences(T).sum():,} sequences of {T:,} tokens",
+            flush=True,
+        )
+
+
+def report_end(cfg, stopped):
+    """Print where the run was saved; if it is complete, plot its losses and print a sample."""
+    folder = run.find_checkpoint(cfg.out_dir)
+    if stopped:
+        print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
+        return
+    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
+    if cfg.last_step < cfg.max_iters:
+        ways = "--init_from=resume, or at another length with extend.py --keep_optimizer=true"
+        print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")
+    if not cfg.max_iters:
+        return
+    curves.plot_finished_run(cfg.out_dir)
+    meta = run.read_meta(folder)
+    tokenizer = data.tokenizer_from_json(meta["tokenizer"])
+    if not tokenizer:
+        return
+    print("a sample:\n")
+    device = devices.pick_device(cfg.device)
+    model = GPT.load(folder).to(device)
+    generator = torch.Generator(device).manual_seed(cfg.seed)
+    prompt = torch.tensor([data.encode_prompt(tokenizer, meta["bos"], "")], device=device)
+    n = min(300, model.config.block_size)
+    tokens = model.generate(prompt, n, temperature=0.8, top_k=200, generator=generator)
+    for text in data.decode_stream((token.item() for token in tokens), tokenizer):
+        print(text, end="", flush=True)
+    print()
+
+
+def main(argv=None):
+    args = settings.parse(
+        model_config=GPTConfig, cfg=TrainConfig, about=__doc__, defaults=run_defaults, argv=argv
+    )
+    entry.load_entries(args.cfg.entry, POSITIONS)
+    parallel.join_processes(devices.pick_device(args.cfg.device))
+    with run.lock(args.cfg.out_dir):
+        return train_and_sample(make_model(args), args.cfg)
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

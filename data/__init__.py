@@ -17,6 +17,7 @@ from data.dataset import (
     find_dataset,
     short_name,
     split_mixture,
+    task_fractions,
     vocabulary_size,
     write_tokens,
 )

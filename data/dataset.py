@@ -620,6 +620,25 @@ def split_mixture(name) -> dict[str, float]:
     return fractions
 
 
+def task_fractions(tasks):
+    """Return kind -> fraction of the setting `tasks`, words as "vt:0.05". Raises UserError."""
+    fractions = {}
+    for task in tasks:
+        kind, fraction = split_fraction(task)
+        if kind not in TASKS or kind in fractions or not 0 < fraction <= 1:
+            raise UserError(
+                f"tasks={','.join(tasks)} has {task}: give each kind of {', '.join(TASKS)} at most "
+                "once, with a fraction of the sequences above 0 and at most 1, as in vt:0.05"
+            )
+        fractions[kind] = fraction
+    total = math.fsum(fractions.values())
+    if total > 1 + 1e-9:
+        raise UserError(
+            f"the fractions of tasks={','.join(tasks)} add up to {total:g}: lower them to 1 or less"
+        )
+    return fractions
+
+
 def split_fraction(item):
     """Split "name:0.3" into the name and the fraction, which is nan if there is none."""
     name, _, number = item.strip().rpartition(":")

@@ -84,11 +84,6 @@ class Mixture(Dataset):
             counts.append(counts[-1] + np.bincount(chosen, minlength=len(self.sources)))
         return counts[block]
 
-    def sources_of_batch(self, index, batch_size, seed):
-        """Return the number of the source of each sequence of micro-batch `index`."""
-        sequences = range(index * batch_size, (index + 1) * batch_size)
-        return [self.source_of(i, seed) for i in sequences]
-
     def training_sequence(self, index, length, seed, max_position, tasks):
         """Read sequence `index` of a training run: inputs, targets, positions or None."""
         source = self.sources[self.source_of(index, seed)]

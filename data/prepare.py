@@ -38,8 +38,8 @@ from data.tokenizer import (
     tokenizer_from_json,
     train_bpe,
 )
-from nanolong import cli, tokenizer_files, validate
-from nanolong.errors import UserError
+from nanolong import settings, tokenizer_files
+from nanolong.errors import UserError, require, run_main
 from nanolong.hub import tokenizer as hub_tokenizer
 
 SHAKESPEARE = (
@@ -173,7 +173,7 @@ def build(
     """
     check_name(name)
     check_vocab_size(tokenizer, vocab_size)
-    validate.check_ranges({"val_fraction": val_fraction})
+    require(0 < val_fraction < 1, f"--val_fraction={val_fraction:g} is no fraction: give 0.1 or so")
     folder = dataset_folder(name)
     if list(folder.glob("*.bin")):
         raise UserError(f"{folder} exists already: choose another --name, or remove it first")
@@ -308,9 +308,9 @@ def make_tokenizer(name, texts, train, vocab_size):
         return BPETokenizer.named(name)
 
     # It imports torch, which nothing else here needs.
-    from nanolong.run import checkpoint
+    from nanolong import run
 
-    spec = checkpoint.read_meta(checkpoint.find_checkpoint(name)).get("tokenizer")
+    spec = run.read_meta(run.find_checkpoint(name)).get("tokenizer")
     if spec is None:
         raise UserError(
             f"the model in {name} works on token ids and has no tokenizer: prepare its token files "
@@ -422,7 +422,7 @@ def download_part(url, part):
 
 
 def main(argv=None):
-    args = cli.parse(
+    args = settings.parse(
         cfg=PrepareConfig, about=__doc__, paths="a text file or a folder of them", argv=argv
     )
     cfg, paths = args.cfg, args.paths
@@ -442,4 +442,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

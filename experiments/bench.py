@@ -38,11 +38,11 @@ import hf
 import kernels
 from kernels import reference
 from model import GPT, GPTConfig
-from nanolong import cli
+from nanolong import settings
 from nanolong.devices import pick_device, pick_dtype
+from nanolong.errors import require, run_main
 from nanolong.provenance import ROOT, provenance
 from nanolong.strict_json import write_json
-from nanolong.validate import require
 
 
 @dataclass
@@ -275,8 +275,8 @@ def model_clocks(cfg, device, shape, compiled):
     # the same sizes for both, and as many parameters
     sizes = {key: shape[key] for key in SIZES[:-1]} | {"vocab_size": 65}
     models = {"nanoGPT": nanogpt.GPT(nanogpt.GPTConfig(**sizes, dropout=0.0, bias=True))}
-    for name, settings in ARCHITECTURES.items():
-        models[name] = GPT(GPTConfig(**sizes, **settings))
+    for name, architecture in ARCHITECTURES.items():
+        models[name] = GPT(GPTConfig(**sizes, **architecture))
     counts = [sum(p.numel() for p in model.parameters()) for model in models.values()]
     require(counts[0] == counts[1], f"nanoGPT has {counts[0]:,} parameters, ours {counts[1]:,}")
     torch.compiler.reset()
@@ -403,7 +403,7 @@ def device_folder(device):
 
 
 def main(argv=None):
-    args = cli.parse(cfg=BenchConfig, about=__doc__, paths="train or sample", argv=argv)
+    args = settings.parse(cfg=BenchConfig, about=__doc__, paths="train or sample", argv=argv)
     cfg, name = args.cfg, (args.paths or ["operators"])[0]
     require(name in BENCHMARKS, f"{name!r} is no benchmark: choose operators, train or sample")
     device = pick_device(cfg.device)
@@ -431,4 +431,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from model import POSITIONS, GPTConfig
-from nanolong import cli
+from nanolong import settings
 from nanolong.curves import import_pyplot
+from nanolong.errors import run_main
 from rope_scaling import METHODS
 
 LENGTH = 256  # tokens
@@ -82,7 +83,7 @@ def plot_yarn(axis):
 
 
 def main(argv=None):
-    folder = Path(cli.parse(cfg=FiguresConfig, about=__doc__, argv=argv).cfg.out_dir)
+    folder = Path(settings.parse(cfg=FiguresConfig, about=__doc__, argv=argv).cfg.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     pyplot = import_pyplot(folder / "positions.png")
     if pyplot is None:
@@ -99,4 +100,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -35,11 +35,11 @@ from experiments.board import table_lines
 from experiments.leaderboard import FLAGS  # noqa: F401
 from experiments.tasks import train_on_samples
 from model import GPT, POSITIONS
-from nanolong import cli
+from nanolong import settings
 from nanolong.attention_maps import attention_maps
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
-from nanolong.errors import UserError
+from nanolong.errors import UserError, run_main
 from nanolong.losses import evaluation_mode
 from nanolong.scoring import find_sequences, read_sequences
 
@@ -257,7 +257,7 @@ class ProbesConfig:
 
 
 def main(argv=None):
-    args = cli.parse(cfg=ProbesConfig, about=__doc__, paths="run folders", argv=argv)
+    args = settings.parse(cfg=ProbesConfig, about=__doc__, paths="run folders", argv=argv)
     cfg = args.cfg
     load_entries(cfg.entry, POSITIONS)
     # every checkpoint reads the text of the first
@@ -283,4 +283,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

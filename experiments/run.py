@@ -67,10 +67,10 @@ from experiments.board import (
     plot_tables,
 )
 from model import GPT, POSITIONS
-from nanolong import cli, provenance
+from nanolong import provenance, settings
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
-from nanolong.errors import UserError
+from nanolong.errors import UserError, run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path("out/experiments")
@@ -518,7 +518,7 @@ def explain(error):
 
 
 def main(argv=None):
-    args = cli.parse(cfg=RunConfig, about=__doc__, paths="the experiment", argv=argv)
+    args = settings.parse(cfg=RunConfig, about=__doc__, paths="the experiment", argv=argv)
     cfg = args.cfg
     if len(args.paths) != 1:
         raise UserError(f"name one experiment: {', '.join(available())}, or a FILE.py")
@@ -551,4 +551,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

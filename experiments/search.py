@@ -23,9 +23,9 @@ import torch.nn.functional as F
 
 import data
 from model import GPT, POSITIONS, RoPE
-from nanolong import cli, devices, entry
+from nanolong import devices, entry, settings
+from nanolong.errors import require, run_main
 from nanolong.strict_json import write_json
-from nanolong.validate import require
 from rope_scaling import METHODS
 
 
@@ -93,7 +93,7 @@ def passkey_loss(model, factor, trials, seed, method, table=None):
 
 
 def main(argv=None):
-    args = cli.parse(cfg=SearchConfig, about=__doc__, paths="the run folder", argv=argv)
+    args = settings.parse(cfg=SearchConfig, about=__doc__, paths="the run folder", argv=argv)
     cfg = args.cfg
     require(len(args.paths) == 1, "give one run folder, such as out/rope")
     entry.load_entries(cfg.entry, POSITIONS)
@@ -120,4 +120,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong.errors import UserError
+from nanolong.errors import UserError, require
 
 # Peak FLOP/s of dense bfloat16 matrix products, from the makers' data sheets: the denominator of
 # MFU (model FLOPs utilisation). The first key that is part of the device's name counts.
@@ -33,76 +33,61 @@ PEAK_FLOPS = {
 }
 
 
-# -----------------------------------------------------------------------------
-# Choosing a device, a dtype and whether to compile.
-
-
 def pick_device(name):
     """The torch.device for "auto" or for a name, tried out: of several processes each has its GPU.
 
-    Raises UserError if the device cannot be used. A GPU that is there but does not work is an
-    error, too, and never a reason to use the CPU instead.
+    Raises UserError if it cannot be used. A GPU that is there but does not work is an error, too,
+    and never a reason to use the CPU instead.
     """
+    if name == "auto":
+        has_mps = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+        has_nvidia = not hidden and any(Path("/proc/driver/nvidia/gpus").glob("*"))
+        require(
+            name == "cuda" or not has_nvidia,
+            f"there is an NVIDIA GPU, but torch {torch.__version__} cannot use it: install the "
+            "CUDA build (pip install -r requirements.txt) and a driver that fits it, or give "
+            "--device=cpu",
+        )
     try:
-        device = torch.device(_best_device() if name == "auto" else name)
-        if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
-            raise UserError(
-                f"--device={device} would put all processes on one GPU: "
-                "give --device=cuda, and each takes its own"
+        device = torch.device(name)
+        if device.type == "cuda":
+            own = int(os.environ.get("LOCAL_RANK", device.index or 0))
+            require(
+                device.index in (None, own),
+                f"--device={name} would put all processes on one GPU: give --device=cuda",
             )
-        if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if device.type == "cuda" and device.index is not None:
+            device = torch.device("cuda", own)
             torch.cuda.set_device(device)  # Triton launches kernels on the current device
         torch.ones(8, device=device).sum().item()
         return device
     except (RuntimeError, AssertionError, AttributeError, ImportError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(
-            f"device {name!r} cannot be used ({reason}): "
-            "choose --device=cpu, cuda, cuda:N or mps, or fix its driver"
+            f"--device={name} cannot be used ({reason}): give cpu, cuda, cuda:N or mps, or fix its "
+            "driver"
         ) from None
-
-
-def _best_device():
-    """The name of the fastest kind of device of this machine."""
-    if torch.cuda.is_available():
-        return "cuda"
-    if torch.backends.mps.is_available():
-        return "mps"
-    if _has_nvidia_gpu():
-        raise UserError(
-            f"there is an NVIDIA GPU, but torch {torch.__version__} cannot use it: install the "
-            "CUDA build (pip install -r requirements.txt) and a driver that fits it, "
-            "or give --device=cpu"
-        )
-    return "cpu"
-
-
-def _has_nvidia_gpu():
-    """Whether Linux lists an NVIDIA GPU that is not hidden by CUDA_VISIBLE_DEVICES."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    return not is_hidden and any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def pick_dtype(name, device):
     """The torch.dtype of matrix products, for "auto" or for a name.
 
-    auto: bfloat16 where the processor or GPU multiplies it natively, float16 on other GPUs, else
-    float32.
+    auto: bfloat16 on a GPU that multiplies it natively, and on a CPU with AMX (with AVX512 alone it
+    is slower than float32); float16 on other GPUs, else float32.
     """
-    if name == "float16" and device.type == "mps":
-        raise UserError(
-            "--dtype=float16 needs loss scaling, which mps does not have: use float32 or bfloat16"
-        )
+    require(
+        name != "float16" or device.type != "mps",
+        "--dtype=float16 needs loss scaling, which mps does not have: give float32 or bfloat16",
+    )
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
-    if device.type == "cpu" and _cpu_multiplies_bfloat16():
-        return torch.bfloat16
-    return torch.float32
+    # a private function of torch: bool() stands for that of a version without it
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    return torch.bfloat16 if device.type == "cpu" and has_amx() else torch.float32
 
 
 def weights_to_load(name):
@@ -117,21 +102,11 @@ def set_weights_dtype(model, name, dtype):
     """
     if dtype == torch.bfloat16:
         return
-    if name == "bfloat16":
-        raise UserError(
-            "--weights=bfloat16 is for matrix products in bfloat16: give --dtype=bfloat16 too, or "
-            "leave it out"
-        )
+    require(
+        name != "bfloat16",
+        "--weights=bfloat16 is for matrix products in bfloat16: give --dtype=bfloat16 too",
+    )
     model.float()
-
-
-def _cpu_multiplies_bfloat16():
-    # Private functions of torch: bool() stands for those that a version does not have.
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        is_supported = getattr(torch.cpu, name, bool)
-        if is_supported():
-            return True
-    return False
 
 
 def autocast(device, dtype):
@@ -142,30 +117,24 @@ def autocast(device, dtype):
 
 
 def pick_compile(wanted, device, steps):
-    """Whether to use torch.compile, and the reason, in words, why not, or None.
+    """Whether to use torch.compile. Raises UserError if it is wanted and cannot work.
 
-    wanted: True, False or None for auto: on a GPU, and on a CPU where the run is long enough to pay
-    for the compilation. steps: of the run.
+    wanted: True, False or None for auto: on a GPU, and on a CPU in a run of 500 steps or more.
     """
-    if wanted is False:
-        return False, None
-    reason = _reason_not_to_compile(wanted, device, steps)
-    return reason is None, reason and f"torch.compile is off: {reason}"
-
-
-def _reason_not_to_compile(wanted, device, steps):
-    if device.type == "mps":
-        return "it is not ready for mps"
-    if device.type == "cpu" and wanted is None and steps < 500:
-        return "compiling takes longer than it saves in a run this short (--compile=true forces it)"
+    if wanted is False or wanted is None and device.type == "cpu" and steps < 500:
+        return False
     compilers = ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl")
-    if not any(shutil.which(compiler) for compiler in compilers):
-        return "there is no C++ compiler (install g++, as in apt-get install g++)"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        return "the Python headers are missing (as in apt-get install python3-dev)"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "there is no triton for the GPU (pip install triton)"
-    return None
+    lacks = None
+    if device.type == "mps":
+        lacks = "another device than mps"
+    elif not any(map(shutil.which, compilers)):
+        lacks = "a C++ compiler (apt-get install g++)"
+    elif not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        lacks = "the Python headers (apt-get install python3-dev)"
+    elif device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        lacks = "triton (pip install triton)"
+    require(not (wanted and lacks), f"--compile needs {lacks}: give it, or leave --compile out")
+    return not lacks
 
 
 def compile_model(model):
@@ -185,47 +154,48 @@ def compile_blocks(model):
         block.forward = torch.compile(block.forward)
 
 
-# -----------------------------------------------------------------------------
-# Speed, determinism and memory.
-
-
 def peak_flops(device):
     """The peak FLOP/s of a GPU in the table, or None."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def prepare_device(device, keep_freed_memory=True):
-    """Make runs repeatable to the bit, at some cost in speed on a GPU.
+def peak_memory(device):
+    """The most memory that was in use so far: of a GPU by tensors, else by this process; bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
 
-    keep_freed_memory: on a CPU, for speed; else return it to the system at once.
-    """
+
+def device_name(device):
+    """A device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    n = torch.get_num_threads()
+    return f"{n} CPU thread{'s' if n > 1 else ''}" if device.type == "cpu" else device.type
+
+
+def prepare_device(device):
+    """Make runs repeatable to the bit, at some cost in speed on a GPU."""
     # On a CPU this is for torch.compile, which else sums the embedding's gradient in any order.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     elif sys.platform == "linux" and device.type == "cpu":
-        set_malloc_options(keep_freed_memory)
-
-
-def set_malloc_options(keep_freed_memory):
-    """Have glibc keep freed memory for later tensors, or return it to Linux.
-
-    Faulting in fresh pages for every temporary tensor costs 7 % of a small model's step. Keeping
-    them takes up to twice the memory where the sizes of tensors differ, as with --parallel=fsdp.
-    """
-    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8  # parameters of mallopt(3)
-    if keep_freed_memory:
+        # Have glibc keep freed memory for later tensors: to fault in fresh pages for every
+        # temporary tensor costs 7 % of a small model's step.
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # parameters of mallopt(3)
         options = {trim_threshold: 2**31 - 1, top_pad: 2**26, mmap_threshold: 2**25}
-    else:
-        options = {trim_threshold: 2**17, mmap_threshold: 2**17, arena_max: 1}
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        for parameter, value in options.items():
-            libc.mallopt(parameter, value)
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            libc = ctypes.CDLL(None)
+            for parameter, value in options.items():
+                libc.mallopt(parameter, value)
 
 
 def to_device(x, device):

@@ -4,35 +4,29 @@ Such a file holds one class that derives from model.NoPE, and its imports. It is
 run, so it is only ever taken from the command line, never from a checkpoint.
 """
 
-import ast
-import functools
 import hashlib
 import importlib.util
 import sys
 from pathlib import Path
 
-from kernels.definition import dump_code
-from nanolong.errors import UserError, note
-from nanolong.validate import require
+from nanolong.errors import UserError, require
 
 ROOT = Path(__file__).resolve().parent.parent
 # what training and evaluation execute
 SOURCES = ("model.py", "rope_scaling.py", "train.py", "extend.py", "evaluate.py")
 SOURCES += ("nanolong/**/*.py", "kernels/*.py", "data/*.py")
 
-_files = {}  # scheme class -> the Path of its file, as it was given
-_sources = {}  # scheme class -> the text of that file
+_sources = {}  # scheme class -> the text of the file that it was loaded from
 
 
 def load_entries(files, positions):
     """Add the schemes of these files to `positions`, POSITIONS of model.py. Returns their names."""
     require(not isinstance(files, str | Path), f"{files} is one file: give a list of files")
-    return [load_entry(file, positions) for file in files]
+    return [load_entry(Path(file), positions) for file in files]
 
 
 def load_entry(file, positions):
     """Add the scheme of a file, named like the file. Raises UserError for a file without one."""
-    file = Path(file)
     name = file.stem
     is_python = file.is_file() and file.suffix == ".py"
     require(is_python, f"--entry={file} is no Python file: give the path of one")
@@ -56,52 +50,15 @@ def load_entry(file, positions):
             f"--entry={file} cannot be imported ({reason}): fix the file, which has to import what "
             "it uses, as NoPE from model"
         ) from error
-    schemes = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, positions["nope"])
-        and value.__module__ == name
-    ]
+    classes = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == name]
+    schemes = [x for x in classes if issubclass(x, positions["nope"])]
     require(
         len(schemes) == 1,
         f"--entry={file} has {len(schemes)} classes that derive from model.NoPE: leave exactly one",
     )
     positions[name] = schemes[0]
-    _files[schemes[0]] = file
     _sources[schemes[0]] = source
     return name
-
-
-def entry_file(scheme):
-    """The file that a scheme class was loaded from, as text; None for a class of model.py."""
-    return str(_files[scheme]) if scheme in _files else None
-
-
-# -----------------------------------------------------------------------------
-# The identity of code. Comments, docstrings and blank lines do not count.
-
-
-def entry_hash(scheme):
-    """Hash the file that a scheme class was loaded from, 16 digits; None for one of model.py."""
-    if scheme not in _sources:
-        return None
-    code = dump_code(ast.parse(_sources[scheme]))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
-
-
-@functools.cache  # once for each checkpoint
-def note_other_entry(scheme, trained_with, folder):
-    """Print a note if weights were trained with another file than that of their scheme now.
-
-    trained_with: the entry_hash() of meta.json, None if it is unknown.
-    """
-    known = trained_with is not None and scheme in _sources
-    if known and entry_hash(scheme) != trained_with:
-        note(
-            f"{entry_file(scheme)} has changed since the weights of {folder} were trained, so this "
-            "is another model"
-        )
 
 
 def hash_sources(entry=()):

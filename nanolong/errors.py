@@ -1,7 +1,13 @@
-"""The errors that a user can fix, and notes."""
+"""The errors that a user can fix, notes, and how a script ends."""
 
 import os
 import sys
+
+OUT_OF_MEMORY = (
+    "out of memory: in training lower --batch_size (more --gradient_accumulation_steps keep the "
+    "batch), --block_size, --factor, --n_embd or --n_layer, or give --checkpoint_activations=true; "
+    "in evaluation lower --lengths, in sampling --max_new_tokens or the prompt"
+)
 
 
 class UserError(ValueError):
@@ -12,12 +18,48 @@ class LocalError(UserError):
     """A UserError that one process of several may meet alone, so that it prints it itself."""
 
 
-def discard_stdout():
-    """Send further output nowhere; Python would otherwise complain when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def require(condition, message):
+    """Raise UserError with this message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
 
 
 def note(text):
     """Print a note on stderr, in the first process."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"note: {text}", file=sys.stderr)
+
+
+def run_main(main):
+    """Run a script's main() and exit: with status 2 and one line for what a user can fix."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal may know ASCII only
+    try:
+        status = main()
+    except BrokenPipeError:  # whoever reads our output has closed it: python sample.py | head
+        discard_stdout()
+        status = 0
+    except UserError as error:
+        status = report(error, on_every_rank=isinstance(error, LocalError))
+    except OSError as error:
+        reason = f"{error.filename or 'a file'} cannot be used ({error.strerror or error})"
+        status = report(f"{reason}: choose another path, or fix its permissions or the disk")
+    except (RuntimeError, MemoryError) as error:
+        phrases = ("out of memory", "t allocate memory", "bad_alloc", "size calculation overflowed")
+        if not isinstance(error, MemoryError) and not any(x in str(error) for x in phrases):
+            raise
+        status = report(OUT_OF_MEMORY)
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def discard_stdout():
+    """Send further output nowhere; Python would otherwise complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def report(error, on_every_rank=True, status=2):
+    """Print an error, what all of several processes meet in the first one. Returns the status."""
+    if on_every_rank or int(os.environ.get("RANK", 0)) == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return status

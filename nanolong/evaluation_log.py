@@ -13,8 +13,8 @@ import torch
 
 from nanolong import intervals
 from nanolong.errors import UserError, note
-from nanolong.parallel.processes import broadcast
-from nanolong.run.checkpoint import weights_hash
+from nanolong.parallel import broadcast
+from nanolong.run import weights_hash
 from nanolong.strict_json import to_json, write_lines
 
 TASKS = {"loss", "needle", "ruler"}

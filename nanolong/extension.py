@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 import rope_scaling
-from nanolong import scoring
+from nanolong import run, scoring
 from nanolong.errors import UserError
-from nanolong.run.checkpoint import stored_tensors
 
 RESERVED = {"self", "method", "factor"}  # no names of options
 
@@ -62,6 +61,8 @@ def inherited_settings(meta, asked, path):
     accumulation = trained["gradient_accumulation_steps"] * trained["batch_size"] / longer
     settings["batch_size"] = batch_size
     settings["gradient_accumulation_steps"] = max(1, round(accumulation / batch_size))
+    if trained["eval_iters"]:  # as many tokens of an evaluation
+        settings["eval_iters"] = max(1, round(trained["eval_iters"] / longer))
     return settings
 
 
@@ -177,33 +178,24 @@ def check_request(parent, cfg, positions):
 
 
 def check_optimizer(model, cfg):
-    """Refuse to keep an optimizer whose state is missing or does not fit the extended model.
+    """Refuse to keep an optimizer whose state is missing or that of another.
 
     model.folder and model.meta are still those of the run that is extended.
     """
-    run = model.folder
+    folder = model.folder
     advice = "leave --keep_optimizer out"
-    file = run / "optim.safetensors"
-    stored = stored_tensors(file) if file.is_file() else {}
-    if not stored:
-        raise UserError(f"{run} has no optimizer state to keep: {advice}")
+    has_state = (folder / "optim.safetensors").is_file()
+    if not (has_state and run.read_tensors(folder, "optim", model.meta)):
+        raise UserError(f"{folder} has no optimizer state to keep: {advice}")
     trained_with = model.meta["train"]["optimizer"]
     if cfg.optimizer != trained_with:
         raise UserError(
-            f"{run} was trained with {trained_with}, whose state {cfg.optimizer} cannot keep: "
+            f"{folder} was trained with {trained_with}, whose state {cfg.optimizer} cannot keep: "
             f"leave --optimizer out, or {advice}"
         )
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    for key, tensor in stored.items():
-        name, _, moment = key.rpartition(".")
-        if moment != "step" and tensor.shape != shapes.get(name):
-            raise UserError(
-                f"method {cfg.method!r} changes the shape of {name} from {tensor.shape} to "
-                f"{shapes.get(name)}, which its optimizer state does not have: {advice}"
-            )
     if model.meta["step"] >= cfg.last_step:
         raise UserError(
-            f"{run} has taken all {cfg.last_step} steps, so there is nothing to go on with: "
+            f"{folder} has taken all {cfg.last_step} steps, so there is nothing to go on with: "
             f"train it with --stop_at=STEP, raise --max_iters, or {advice}"
         )
 

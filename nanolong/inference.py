@@ -2,14 +2,14 @@
 length, and a decoding step of fixed shape that can be compiled and, on a GPU, captured as a graph.
 """
 
+import math
 import warnings
 
 import torch
 import torch.nn.functional as F
 
 import kernels
-from nanolong import validate
-from nanolong.errors import UserError
+from nanolong.errors import UserError, require
 
 
 class KVCache:
@@ -117,10 +117,10 @@ def generate(
     compiled=False,
 ):
     """Do what GPT.generate() promises; what cannot be generated is refused at once."""
-    max_new_tokens = check_setting("max_new_tokens", max_new_tokens, int)
-    temperature = check_setting("temperature", temperature, float)
-    top_k = check_setting("top_k", top_k, int)
-    top_p = check_setting("top_p", top_p, float)
+    numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
+    for name, number in numbers.items():
+        require(0 <= number < math.inf, f"{name}={number} must not be negative: give 0 or more")
+    require(0 < top_p <= 1, f"top_p={top_p} is a probability: give one above 0 and at most 1")
     tokens = read_prompts(model, tokens)
     check_request(model, [len(row) for row in tokens], max_new_tokens)
     if isinstance(generator, list | tuple) and len(generator) != len(tokens):
@@ -200,13 +200,6 @@ class EvaluationMode:
         for module in self.training:
             module.training = True
         torch.set_deterministic_debug_mode(self.deterministic)
-
-
-def check_setting(name, value, kind):
-    """A setting of generate() as an int or float. Raises UserError for one out of its range."""
-    value = validate.convert(name, value, kind, f"{name}={value!r:.60}")
-    validate.check_ranges({name: value})
-    return value
 
 
 def read_prompts(model, tokens):

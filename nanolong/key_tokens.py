@@ -5,7 +5,7 @@ import torch
 from nanolong import intervals, scoring
 from nanolong.errors import UserError
 from nanolong.losses import sequence_losses
-from nanolong.run.checkpoint import weights_hash
+from nanolong.run import weights_hash
 
 # In nats: how much more probable the long context makes a key token, and how probable at least.
 KEY_GAIN = 2.0

@@ -37,8 +37,9 @@ def token_losses(model, x, y, positions):
     that the memory for activations does not grow with its length.
     """
     length = x.shape[1]
-    if model.own_tokens(length) != slice(None):  # other processes compute the other tokens
-        return parallel.gather_tokens(model(x, y, positions, reduction="none"))
+    if parallel.sequence_rank_and_size()[1] > 1:  # other processes compute the other tokens
+        part = parallel.own_part({"tokens": x, "targets": y, "positions": positions})
+        return parallel.gather_tokens(model(**part, reduction="none"))
     # A method whose tables depend on the length has to see the whole sequence at once.
     if length <= CHUNK or model.set_length(CHUNK) != model.set_length(length):
         return model(x, y, positions, reduction="none")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong.run.checkpoint import weights_hash
+from nanolong.run import weights_hash
 from nanolong.strict_json import without_infinities
 
 ROOT = Path(__file__).resolve().parent.parent

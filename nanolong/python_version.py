@@ -15,7 +15,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python has to be able to r
 
 
 def exit_if_interrupted(kind, error, traceback):
-    """The hook for uncaught errors: cli.run_main() catches Ctrl-C only after the imports."""
+    """The hook for uncaught errors: errors.run_main() catches Ctrl-C only after the imports."""
     if issubclass(kind, KeyboardInterrupt):
         os._exit(130)
     sys.__excepthook__(kind, error, traceback)

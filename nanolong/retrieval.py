@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from nanolong import devices, intervals, parallel, validate
+from nanolong import devices, intervals, parallel
 from nanolong.errors import UserError, note
 from nanolong.evaluation_log import Measurement, measure_all
 from nanolong.losses import BATCH_TOKENS, evaluation_mode
@@ -34,8 +34,9 @@ def answer_prompts(model, prompts, device, seed=0):
     positions = model.sample_positions(len(x), x.shape[1], seed)
     # Only the answer needs logits.
     n_answer = x.shape[1] - int((y >= 0).any(0).int().argmax())
-    hidden_states = model.hidden_states(x, positions)
-    last = parallel.gather_tokens(hidden_states[:, -n_answer:])[:, -n_answer:]
+    part = parallel.own_part({"tokens": x, "positions": positions})
+    hidden_states = model.hidden_states(**part)
+    last = parallel.gather_tokens(hidden_states[:, -n_answer:], dim=1)[:, -n_answer:]
     logits = model.head(last).float()  # (B, n_answer, V)
     answer = y[:, -n_answer:]
     correct = (logits.argmax(-1) == answer) | (answer < 0)
@@ -140,7 +141,7 @@ def tokenizer_of(name, model):
 
 def note_untrained(name, model, kinds):
     """Print a note if a small model never saw documents of one of these kinds in training."""
-    trained_on = validate.task_fractions((model.meta.get("train") or {}).get("tasks") or [])
+    trained_on = data.task_fractions((model.meta.get("train") or {}).get("tasks") or [])
     missing = [kind for kind in kinds if kind not in trained_on]
     if missing:
         note(

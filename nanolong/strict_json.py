@@ -1,12 +1,32 @@
 """JSON as the standard has it. Python writes NaN and Infinity, which other programs refuse."""
 
+import base64
 import json
 import math
 
 
-def to_json(value, indent=None):
-    """The JSON text of a value; a number that is not finite becomes null."""
-    return json.dumps(without_infinities(value), indent=indent, allow_nan=False)
+def to_json(value, indent=None, sort_keys=False):
+    """The JSON text of a value; a number that is not finite becomes null.
+
+    Bytes, as the files of a tokenizer, are written in base64, and NumPy's numbers as numbers.
+    """
+    value = without_infinities(value)
+    return json.dumps(value, indent=indent, sort_keys=sort_keys, allow_nan=False, default=encode)
+
+
+def encode(value):
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    return value.tolist()
+
+
+def from_json(text):
+    """What to_json() has written, with bytes. Raises ValueError."""
+
+    def decode(value):
+        return base64.b64decode(value["base64"]) if value.keys() == {"base64"} else value
+
+    return json.loads(text, object_hook=decode)
 
 
 def without_infinities(value):

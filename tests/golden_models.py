@@ -18,11 +18,11 @@ SHAPES = {
     "window": {"window": 7},
     "window and sinks": {"window": 7, "sinks": 2},
     "grouped queries": {"n_kv_head": 2},
-    "QK-norm": {"qk_norm": True},
+    "QK-norm": {"qk_norm": "head"},
     "untied, scaled scores": {"tie_embeddings": False, "attn_scale": 0.7},
     "wide heads, biases": {"head_dim": 12, "mlp_dim": 40, "bias": "qkv", "norm_eps": 1e-6},
     "six heads": {"n_head": 6, "n_kv_head": 3, "head_dim": 8},
-    "all at once": {"n_kv_head": 2, "qk_norm": True, "window": 7, "sinks": 2, "bias": "qkv"},
+    "all at once": {"n_kv_head": 2, "qk_norm": "head", "window": 7, "sinks": 2, "bias": "qkv"},
 }
 HYBRIDS = ("FN", "FFFN", "WN", "WF", "SF", "WFNS")
 GPT2 = {"pos": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all"}
@@ -466,7 +466,7 @@ def generation(record, folder):
     alibi.extend("dynamic-pi", 2.0)
     generated_cases(record, "dynamic alibi", alibi, 40)
     with torch.autocast("cpu", torch.bfloat16):
-        model = make_model(pos="rope", qk_norm=True, bias="qkv", n_kv_head=2)
+        model = make_model(pos="rope", qk_norm="head", bias="qkv", n_kv_head=2)
         generated_cases(record, "autocast", model, 14)
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from flags import TINY, last_of_each_flag
+from flags import TINY as SEQUENCES
+from flags import last_of_each_flag
 from golden_models import GPT2, make_model, model_options, random_tokens, record_extended
 from safetensors.torch import load_file
 
@@ -29,6 +30,9 @@ from rope_scaling import METHODS
 ROOT = Path.cwd()
 DATASET = ROOT / "data" / "golden"
 TEXT = ROOT.parent.parent / "text"
+# older checkouts count the batches of an evaluation, of four sequences here
+OLD = (ROOT / "nanolong" / "cli.py").exists()
+TINY = [word.replace("eval_iters=8", "eval_iters=2") if OLD else word for word in SEQUENCES]
 HF_GPT2 = ROOT.parent.parent / "gpt2"
 
 
@@ -113,7 +117,7 @@ def record_run(found, run):
         if (steps[-1] / f"{file}.safetensors").is_file():
             for name, tensor in load_file(steps[-1] / f"{file}.safetensors").items():
                 found[f"{file} {name}"] = tensor
-    for key in ("step", "tokens", "val_loss", "best", "scaler", "bos", "pretraining_tokens"):
+    for key in ("step", "tokens", "bos", "pretraining_tokens"):
         found[f"meta {key}"] = meta.get(key)
 
 
@@ -203,7 +207,7 @@ QUICK = {  # in this process
     "random positions": "--random_positions=64",
     "passkeys": "--block_size=64 --tasks=passkey:0.3",
     "long documents": "--min_doc=20000 --separate_docs=true",
-    "every shape": "--n_kv_head=1 --qk_norm=true --tie_embeddings=false --dropout=0.1 --window=8 "
+    "every shape": "--n_kv_head=1 --qk_norm=head --tie_embeddings=false --dropout=0.1 --window=8 "
     "--sinks=2 --attn_scale=1.2 --checkpoint_activations=true",
     "hybrid": "--layer_pattern=FN",
     "hybrid with a window": "--layer_pattern=WN --window=8",

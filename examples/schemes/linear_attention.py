@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from model import RoPE
-from nanolong.validate import require
+from nanolong.errors import require
 from rope_scaling import EVALUATION_ONLY, OPTIONS
 
 CHUNK = 32  # tokens whose products are a masked matrix; earlier ones are summed into a state

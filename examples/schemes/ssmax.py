@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from model import RoPE
-from nanolong.parallel.sequence import own_heads
 
 
 class SSMax(RoPE):
@@ -33,6 +32,7 @@ class SSMax(RoPE):
         n = pos + 1  # (T,) or (B, T)
         if self.config.uses_window(layer):
             n = n.clamp(max=self.config.window + self.config.sinks)
-        s = own_heads(self.s[layer], q.shape[1])  # (H,)
-        scale = s[:, None, None] * n.log()[..., None, :, None]  # (H, T, 1) or (B, H, T, 1)
+        scale = (
+            self.s[layer][:, None, None] * n.log()[..., None, :, None]
+        )  # (H, T, 1) or (B, H, T, 1)
         return super().rotate((q * scale).to(q.dtype), k, pos, layer)

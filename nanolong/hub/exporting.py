@@ -22,8 +22,7 @@ from nanolong.hub.layout import ACTIVATIONS, stored_shapes, tensor_layout
 from nanolong.hub.rope import WrittenRope, unrotated_rope, write_rope
 from nanolong.hub.tokenizer import write_tokenizer
 from nanolong.hub.verify import verify_export
-from nanolong.run.checkpoint import sync
-from nanolong.tensor_file import TensorStream, read_tensor, write_tensors
+from nanolong.run import sync
 from nanolong.tokenizer_files import FILES
 
 # Larger weights are written to several files of at most this size and an index, as transformers
@@ -56,7 +55,6 @@ def export_checkpoint(model, target, verify=True, tokenizer_from=""):
     tokenizer files are copied instead of the model's own. Raises UserError for a model that has no
     equivalent in transformers, or if transformers computes other logits.
     """
-    assert all(p.is_meta for p in model.parameters()), "weights in memory are not exported"
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: remove it, or choose another directory")
@@ -348,15 +346,17 @@ def write_weights(folder, model, written, dtype):
 
     written: what write_config() returned.
     """
+    from safetensors.torch import save_file
+
     shapes = {name: p.shape for name, p in model.named_parameters()}
     layout = tensor_layout(written.family, model.config, shapes)
     stored = stored_shapes(layout, shapes)
     like = {name: torch.empty(stored[name], dtype=dtype, device="meta") for name in stored}
     files = divide_tensors(like)
     for file, names in files.items():
-        pairs = ((name, export_tensor(model, written, layout[name])) for name in names)
-        stream = TensorStream({name: like[name] for name in names}, pairs)
-        write_tensors(folder / file, stream, {"format": "pt"})
+        tensors = {name: export_tensor(model, written, layout[name]).to(dtype) for name in names}
+        tensors = {name: x.detach().contiguous() for name, x in tensors.items()}
+        save_file(tensors, folder / file, {"format": "pt"})
         sync(folder / file)
     if len(files) > 1:
         file_of = {name: file for file, names in files.items() for name in names}
@@ -389,12 +389,12 @@ def export_tensor(model, written, held):
 
 
 def export_parameter(model, written, name):
-    """Read a parameter from the checkpoint, and return it as transformers' model has it.
+    """Return a parameter as transformers' model has it.
 
     Factors of the attention scores, for which transformers has no setting, become part of the
     queries' weights.
     """
-    tensor = read_tensor(model.folder / "model.safetensors", name)
+    tensor = model.get_parameter(name).detach()
     block, _, last_name = name.partition(".attention.")
     if last_name not in ROTATED_PARAMETERS:
         return tensor

@@ -21,7 +21,7 @@ from nanolong.hub.gguf_tokenizer import tokenizer_metadata
 from nanolong.hub.layout import UNROTATED, stored_shapes
 from nanolong.hub.rope import plain_frequencies
 from nanolong.hub.tokenizer import make_exported, read_named_tokenizer
-from nanolong.run.checkpoint import sync
+from nanolong.run import sync
 
 # --store -> the type of matrices; all other tensors are float32
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from nanolong import validate
 from nanolong.errors import UserError
 from nanolong.hub.families import FAMILIES, UNSUPPORTED
 from nanolong.hub.gguf_file import gguf_package, read_header, read_tensor
@@ -18,9 +17,10 @@ from nanolong.hub.gguf_tokenizer import NORMAL, text_obstacle, tokenizer_files_o
 from nanolong.hub.importing import (
     check_tensors,
     check_unused,
+    finite_weights,
+    make_config,
     parameter_shapes,
     read_settings,
-    weight_stream,
     write_imported,
 )
 from nanolong.hub.layout import ADJACENT, ConfigFields, tensor_layout
@@ -73,8 +73,7 @@ def import_gguf(GPT, file, target, store="float32", tokenizer=""):
     tables = {name: header.tensors[name] for name in table_names if name in header.tensors}
     stored = {name: x for name, x in header.tensors.items() if name not in tables}
     values = config_values(file, header.metadata, architecture, stored, tables)
-    config = validate.coerce(GPT.config_class, read_settings(file, values), str(file))
-    validate.check_model(config, GPT.schemes)
+    config = make_config(GPT, read_settings(file, values), file)
 
     shapes = parameter_shapes(GPT, config, file, stored)
     layout = gguf_layout(FAMILIES[values["model_type"]], config, shapes, architecture)
@@ -86,7 +85,7 @@ def import_gguf(GPT, file, target, store="float32", tokenizer=""):
         for name, held in layout.items()
         for pair in held.split(read_tensor(file, stored[name]), shapes)
     )
-    weights = weight_stream(file, pairs, shapes, store)
+    weights = finite_weights(file, pairs, store)
     kept = {"tokenizer": tokenizer, "bos": bos, "family": values["model_type"]}
     return write_imported(target, file, config, weights, note, **kept)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanolong import validate
+from nanolong import run
 from nanolong.errors import UserError
 from nanolong.hub import tokenizer as hub_tokenizer
 from nanolong.hub.families import FAMILIES, UNSUPPORTED
@@ -26,9 +26,6 @@ from nanolong.hub.layout import (
     tensor_layout,
 )
 from nanolong.hub.rope import read_rope
-from nanolong.run import checkpoint
-from nanolong.run import folder as folder_of_runs
-from nanolong.tensor_file import TensorStream, read_header, read_tensor
 
 
 def import_checkpoint(GPT, source, target, store="float32", tokenizer=""):
@@ -42,8 +39,7 @@ def import_checkpoint(GPT, source, target, store="float32", tokenizer=""):
     check_unused(target)
     values = read_values(source)
     settings = read_settings(source / "config.json", values)
-    config = validate.coerce(GPT.config_class, settings, str(source / "config.json"))
-    validate.check_model(config, GPT.schemes)
+    config = make_config(GPT, settings, source / "config.json")
     family = FAMILIES[values["model_type"]]
     stored = rename_tensors(read_headers(source), family)
     shapes = parameter_shapes(GPT, config, source / "config.json", stored)
@@ -55,22 +51,27 @@ def import_checkpoint(GPT, source, target, store="float32", tokenizer=""):
     tokenizer, bos, note = read_tokenizer(Path(tokenizer or source), config.vocab_size)
 
     pairs = read_weights(source, layout, stored, shapes)
-    weights = weight_stream(source, pairs, shapes, store)
+    weights = finite_weights(source, pairs, store)
     if store == "bfloat16" and any(held.fold not in MOVED for held in layout.values()):
         note += "\nnote: weights that the import computes, in float32, are rounded to bfloat16"
     kept = {"tokenizer": tokenizer, "bos": bos, "family": values["model_type"]}
     return write_imported(target, source, config, weights, note, **kept)
 
 
-def weight_stream(source, pairs, shapes, store):
-    """Return the TensorStream of (name, tensor) pairs; store: the name of its dtype."""
-    dtype = getattr(torch, store)
-    like = {name: torch.empty(shapes[name], dtype=dtype, device="meta") for name in shapes}
-    return TensorStream(like, finite_pairs(source, pairs))
+def make_config(GPT, settings, file):
+    """The GPTConfig of settings that were read from a file. Raises UserError that names it."""
+    try:
+        return GPT.config_class(**settings)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
-def finite_pairs(source, pairs):
-    """Yield the pairs. Raises UserError for a tensor with a value that is not finite."""
+def finite_weights(source, pairs, store):
+    """The (name, tensor) pairs as a dict; store: the name of its dtype.
+
+    Raises UserError for a tensor with a value that is not finite.
+    """
+    weights = {}
     for name, tensor in pairs:
         least, greatest = tensor.aminmax()
         if not math.isfinite(least) or not math.isfinite(greatest):
@@ -78,18 +79,19 @@ def finite_pairs(source, pairs):
                 f"{source}: {name} has values that are not finite, so the model computes nothing: "
                 "download it again, or choose another checkpoint"
             )
-        yield name, tensor
+        weights[name] = tensor.to(getattr(torch, store), copy=True)
+    return weights
 
 
 def check_unused(target):
-    if folder_of_runs.list_steps(target):
+    if run.list_steps(target):
         raise UserError(f"{target} holds a run already: choose another folder")
 
 
 def write_imported(target, source, config, weights, note, tokenizer, bos, family):
     """Write the first checkpoint of a run folder, and print what it is; return its folder.
 
-    weights: a TensorStream. tokenizer, bos, note: what read_tokenizer() returned. family: the
+    weights: tensors by name. tokenizer, bos, note: what read_tokenizer() returned. family: the
     model_type, which an export has again.
     """
     folder = target / "step-000000"
@@ -99,9 +101,11 @@ def write_imported(target, source, config, weights, note, tokenizer, bos, family
         "bos": bos,
         "family": family,
         "imported": source.resolve().name,
+        "code": {},
     }
-    checkpoint.write_checkpoint(folder, {"model": weights}, meta)
-    print_summary(folder, config, sum(tensor.numel() for tensor in weights.like.values()))
+    with run.lock(target):
+        run.write_checkpoint(folder, {"model": weights}, meta)
+    print_summary(folder, config, sum(tensor.numel() for tensor in weights.values()))
     if note:
         print(note.strip())
     return folder
@@ -341,21 +345,23 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_file_header(folder, file):
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     try:
-        stored = read_header(folder / file)
+        with safe_open(folder / file, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            stored = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{folder / file} is not a whole safetensors file ({error}): download it again"
         ) from None
-    for name, tensor in stored.items():
-        if tensor.dtype not in ("F32", "F16", "BF16", "F64") and not is_redundant(name):
+    for name, (dtype, _) in stored.items():
+        if dtype not in ("F32", "F16", "BF16", "F64") and not is_redundant(name):
             raise UserError(
-                f"{folder / file}: {name} is of dtype {tensor.dtype}, and weights are read in "
-                "float32, float16 or bfloat16: download the checkpoint that is not quantized"
+                f"{folder / file}: {name} is of dtype {dtype}, and weights are read in float32, "
+                "float16 or bfloat16: download the checkpoint that is not quantized"
             )
-    return {name: TensorPlace(file, tensor.shape, name) for name, tensor in stored.items()}
+    return {name: TensorPlace(file, shape, name) for name, (_, shape) in stored.items()}
 
 
 def rename_tensors(stored, family):
@@ -423,7 +429,11 @@ def check_tensors(source, layout, stored, shapes, settings="config.json", files=
 
 def read_weights(source, layout, stored, shapes):
     """Yield (our name, tensor) for all parameters, with one tensor of the files in memory."""
+    from safetensors import safe_open
+
     for name, held in layout.items():
-        places = [stored[name] for name in (name, *held.norm_tensors)]
-        tensors = [read_tensor(source / place.file, place.name) for place in places]
+        tensors = []
+        for place in (stored[name] for name in (name, *held.norm_tensors)):
+            with safe_open(source / place.file, framework="pt") as file:
+                tensors.append(file.get_tensor(place.name))
         yield from held.split(tensors[0], shapes, tensors[1:])

@@ -1,0 +1,365 @@
+"""Several processes, started by torchrun: joining them, DDP, FSDP and sequence parallelism.
+
+    torchrun --standalone --nproc_per_node=4 train.py --pos=alibi
+    torchrun --standalone --nproc_per_node=4 train.py --pos=alibi --parallel=fsdp
+    torchrun --standalone --nproc_per_node=4 train.py --pos=alibi --sequence_parallel=4
+
+With ddp each process keeps the whole model, with fsdp 1 / N of the weights, gradients and moments:
+a block's weights are gathered when it computes. With --sequence_parallel=N, N processes share every
+sequence, and each computes T / N of its tokens. Around attention they exchange tokens for heads
+(Ulysses, Jacobs et al. 2023, arXiv 2309.14509): one all-to-all turns queries, keys and values of
+all heads and T / N tokens into those of H / N heads and all T tokens; another turns the result
+back. A process thus computes whole rows of scores, so every scheme works as it is.
+"""
+
+import atexit
+import functools
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+import kernels
+from nanolong import devices
+from nanolong.errors import LocalError, require
+
+# the processes that share a sequence: those of this process, consecutive ranks; None: no others
+_group = None
+
+
+def rank_and_world():
+    """(rank, number of processes) of the current process group; (0, 1) without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def join_processes(device):
+    """Join the process group if torchrun started this process. Returns (rank, number of them).
+
+    device: a torch.device. GPUs communicate by NCCL, CPUs by gloo.
+    """
+    if "RANK" not in os.environ or dist.is_initialized():
+        return rank_and_world()
+    is_cuda = device.type == "cuda"
+    if not is_cuda:  # the processes of a machine divide its cores
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    # without its device NCCL guesses it, with a warning
+    dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None)
+    atexit.register(leave_group)
+    return rank_and_world()
+
+
+def leave_group():
+    """Free the process group: gloo may abort a process that ends while it is alive."""
+    share_sequences(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def broadcast(value):
+    """Return the value of the first process in every process."""
+    values = [value]
+    if rank_and_world()[1] > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def check_same(what):
+    """Raise LocalError in a process in which `what`, compared as text, is not as in the first."""
+    rank, world = rank_and_world()
+    first = broadcast(str(what))
+    if world > 1:
+        everyone = [None] * world
+        dist.all_gather_object(everyone, str(what) == first)
+        if not all(everyone):
+            raise LocalError(
+                f"process {rank} of {world} stops: processes {everyone.index(False)} and 0 have "
+                "other settings, code, torch, checkpoints or data: start all with the same "
+                "command, of the same commit, on the same files"
+            )
+
+
+# -----------------------------------------------------------------------------
+# A model in every process (ddp), or in shards (fsdp).
+
+
+def distribute(model, parallel, device, use_compile):
+    """Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if `use_compile`.
+
+    Returns the module to call in training. The weights are those of the first process.
+    """
+    # Processes communicate in every block, which is not compiled: so compile block by block.
+    if use_compile and (parallel == "fsdp" or sequence_rank_and_size()[1] > 1):
+        devices.compile_blocks(model)
+        use_compile = False
+    if parallel == "fsdp":
+        return shard(model, device)
+    model.to(device)
+    forward = devices.compile_model(model) if use_compile else model
+    if dist.is_initialized():
+        ids = [device.index] if device.type == "cuda" else None
+        # gradients are views of what is communicated, or each would exist twice
+        ddp = torch.nn.parallel.DistributedDataParallel
+        forward = ddp(forward, device_ids=ids, gradient_as_bucket_view=True)
+    return forward
+
+
+def build_without_weights(GPT, config):
+    """Build a model whose parameters are on the meta device, and the tables of its scheme not."""
+
+    def move_to_meta(module, name, p):
+        return p if p is None or p.is_meta else torch.nn.Parameter(p.to("meta"), p.requires_grad)
+
+    hook = register_module_parameter_registration_hook(move_to_meta)
+    try:
+        return GPT(config)
+    finally:
+        hook.remove()
+
+
+def shard(model, device):
+    """Keep this process's rows of every parameter, on the device; all have them from the first."""
+    # importing them takes half a second
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole = model.state_dict() if rank_and_world()[0] == 0 else {}
+    model.to("meta")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    return model
+
+
+def is_sharded(x):
+    """Whether a tensor (then it is a DTensor) or a model (then an FSDPModule) is in shards."""
+    return hasattr(x, "full_tensor") or hasattr(x, "set_requires_gradient_sync")
+
+
+def gather(tensors):
+    """Gather tensors in shards, a dict by name, on the CPU of the first process; others get {}."""
+    whole = {}
+    for name, x in tensors.items():
+        x = x.full_tensor() if is_sharded(x) else x
+        if rank_and_world()[0] == 0:
+            whole[name] = x.cpu()
+    return whole
+
+
+def place_like(x, like):
+    """Move a whole tensor to where a parameter is, in shards if that is. A scalar is never cut."""
+    device = like.device
+    if not is_sharded(like) or not x.shape:
+        return x.to(device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x.to(device), like.device_mesh, like.placements)
+
+
+def reshard(model):
+    """Free the gathered weights that are in no block, after a forward pass without a backward."""
+    if is_sharded(model):
+        model.reshard()
+
+
+def check_parallel(parallel, optimizer):
+    """Raise UserError for --parallel=fsdp with one process, or with Muon."""
+    require(
+        parallel == "ddp" or rank_and_world()[1] > 1,
+        "--parallel=fsdp needs several processes: start them by torchrun --nproc_per_node=N, or "
+        "give --parallel=ddp",
+    )
+    require(
+        parallel == "ddp" or optimizer != "muon",
+        "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones: give "
+        "--optimizer=adamw",
+    )
+
+
+def set_gradient_sync(forward, enabled):
+    """Whether the next backward pass averages the gradients over the processes."""
+    if is_sharded(forward):
+        forward.set_requires_gradient_sync(enabled)
+    elif dist.is_initialized():
+        forward.require_backward_grad_sync = enabled
+
+
+# -----------------------------------------------------------------------------
+# Sequence parallelism.
+
+
+def share_sequences(size, model=None, lengths=()):
+    """Let `size` consecutive ranks share every sequence; called in every process. 1: no longer.
+
+    model: one that is called with own_part() of tokens, targets, positions and documents then.
+    lengths: tokens of the sequences. Raises UserError for what cannot be shared.
+    """
+    global _group
+    _group = None
+    if size == 1:
+        return
+    rank, world = rank_and_world()
+    require(
+        world % size == 0,
+        f"--sequence_parallel={size} does not divide {world} processes: start a multiple of {size} "
+        f"by torchrun --nproc_per_node={size}, or give --sequence_parallel=1",
+    )
+    counts = [(model.config.n_head, "heads"), *((n, "tokens") for n in lengths)]
+    for n, things in counts:
+        require(n % size == 0, f"--sequence_parallel={size} does not divide {n} {things}")
+    require(not model.config.dropout, "--sequence_parallel drops no activations: give --dropout=0")
+    for first in range(0, world, size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)  # every process takes part in making every group
+        if rank in ranks:
+            _group = group
+    for scheme in model.position_schemes():
+        scheme.bias = functools.partial(own_bias, scheme.bias)
+        scheme.relative = functools.partial(own_relative, scheme.relative)
+        scheme.set_length = functools.partial(set_whole_length, scheme.set_length)
+        scheme.attend = functools.partial(attend_shared, scheme.attend, scheme.rotate)
+        scheme.rotate = lambda q, k, pos, layer: (q, k)  # attend_shared() has rotated them
+
+
+def stop_sharing(model):
+    """Let each process compute whole sequences again, as the first one does after training."""
+    for scheme in model.position_schemes():
+        for hook in ("bias", "relative", "set_length", "attend", "rotate"):
+            vars(scheme).pop(hook, None)  # the wrapper; that of the class is found again
+    share_sequences(1)
+
+
+def sequence_rank_and_size():
+    """(rank among those that share a sequence, their number); (0, 1) without others."""
+    if _group is None:
+        return 0, 1
+    return dist.get_rank(_group), dist.get_world_size(_group)
+
+
+def data_rank_and_world():
+    """(rank among those that have other sequences, their number)."""
+    rank, world = rank_and_world()
+    _, size = sequence_rank_and_size()
+    return rank // size, world // size
+
+
+def own_part(batch):
+    """The tokens of this process: a dict of tensors (..., T) or None -> (..., T / N)."""
+    rank, size = sequence_rank_and_size()
+    if size == 1:
+        return batch
+    tokens = batch["tokens"]
+    if batch["positions"] is None:
+        batch = {**batch, "positions": torch.arange(tokens.shape[1], device=tokens.device)}
+    return {name: x if x is None else x.chunk(size, -1)[rank] for name, x in batch.items()}
+
+
+def any_process(condition):
+    """Whether a condition holds in any process."""
+    if not dist.is_initialized():
+        return bool(condition)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    flag = torch.tensor(int(bool(condition)), device=device)
+    dist.all_reduce(flag)
+    return flag.item() > 0
+
+
+def gather_tokens(x, dim=-1):
+    """Join the parts (..., T / N) of all processes that share a sequence: (..., T)."""
+    if _group is None or x is None:
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(_group))]
+    dist.all_gather(parts, x.contiguous(), group=_group)
+    return torch.cat(parts, dim)
+
+
+def attend_shared(attend, rotate, q, k, v, pos, layer, cache, **mask):
+    """What the scheme's attend() does, with tokens exchanged for heads before, and back after.
+
+    q (B, H, T / N, D) -> (B, H / N, T, D). Where N does not divide the key/value heads, these are
+    repeated until it does.
+    """
+    _, N = sequence_rank_and_size()
+    q, k = rotate(q, k, pos, layer)  # own tokens of all heads
+    repeats = math.lcm(k.shape[1], N) // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    q, k, v = (tokens_to_heads(x, N) for x in (q, k, v))
+    mask["docs"] = gather_tokens(mask["docs"])
+    # those of own_part() are the indices, which attention needs not be told
+    mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None
+    attended = attend(q, k, v, pos, layer, cache, **mask)
+    if isinstance(attended, tuple):  # with the log-sum-exp, for learned sinks
+        y, lse = attended
+        return heads_to_tokens(y, N), heads_to_tokens(lse[..., None], N)[..., 0]
+    return heads_to_tokens(attended, N)
+
+
+def tokens_to_heads(x, N):
+    """(B, H, T / N, D) of all heads -> (B, H / N, T, D) of the heads of this process."""
+    received = all_to_all(x.unflatten(1, (N, -1)).movedim(1, 0))  # (N senders, B, H / N, T / N, D)
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+def heads_to_tokens(y, N):
+    """(B, H / N, T, D) -> (B, H, T / N, D): what tokens_to_heads() does, undone."""
+    received = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send x[i] to process i of the group, and receive as much from each: (N, ...) -> (N, ...)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=_group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad)
+
+
+all_to_all = kernels.between_graphs(AllToAll.apply)
+
+
+def own_heads(x, n_head):
+    """Cut (n_head, ...) to the heads of this process; what all heads share, and None, are left."""
+    rank, size = sequence_rank_and_size()
+    return x if x is None or len(x) != n_head else x.chunk(size)[rank]
+
+
+def own_bias(bias, n, layer):
+    return own_heads(bias(n, layer), bias.__self__.config.n_head)
+
+
+def own_relative(relative, n, layer):
+    found = relative(n, layer)
+    if found is None:
+        return None
+    cut = functools.partial(own_heads, n_head=relative.__self__.config.n_head)
+    keys, values, offsets = found
+    return cut(keys), cut(values), offsets and tuple(map(cut, offsets))
+
+
+def set_whole_length(set_length, length):
+    """Set the tables of a dynamic method for the whole text, whose end the last process has."""
+    if set_length.__self__.is_dynamic:
+        longest = torch.tensor(length, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=_group)
+        length = longest.item()
+    return set_length(length)

@@ -1,0 +1,473 @@
+"""The folder of a run: checkpoints that are whole or absent, a log, a lock, and stop signals.
+
+out/rope/step-000500/model.safetensors   weights, a tied head stored once
+out/rope/step-000500/optim.safetensors   the optimizers' state, <parameter>.<moment>
+out/rope/step-000500/meta.json           settings, step, tokens, tokenizer, data hash, checksums
+out/rope/log.jsonl                       a line for each logged step and each evaluation
+out/rope/curve.png                       the losses of log.jsonl, once the run has ended
+out/.rope.lock                           names the process that writes to the folder
+
+Of several processes the first one alone writes. GPT.save() and GPT.load() are what most callers
+want.
+"""
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from nanolong import parallel
+from nanolong.errors import UserError, note
+from nanolong.strict_json import from_json, to_json
+
+FORMAT = 3  # of checkpoints, in meta.json
+
+# -----------------------------------------------------------------------------
+# Writing a checkpoint.
+
+
+def save_model(model, folder, dtype=torch.float32, weights=None, optim=None, **meta):
+    """Write a checkpoint folder. Raises UserError if it exists or cannot be written.
+
+    dtype: of the weights in the file, float32 or bfloat16; weights: the tensors by name if the
+    model is in shards; optim: those of the optimizers; meta: what JSON can hold. What the model was
+    loaded with, model.meta, is kept.
+    """
+    if weights is None:
+        weights = dict(model.named_parameters())  # a tied head occurs once
+    tensors = {"model": {name: x.detach().to(dtype) for name, x in weights.items()}}
+    if optim is not None:
+        tensors["optim"] = optim
+    meta = {"code": hash_code(model), **model.meta, **meta, "config": asdict(model.config)}
+    write_checkpoint(folder, tensors, meta)
+
+
+def write_checkpoint(folder, tensors, meta):
+    """Write into .tmp-*, sync it to disk, and publish it by one rename.
+
+    tensors: file stem -> {name: tensor}. Whenever the process ends, the folder is whole or absent.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    if folder.exists():
+        raise UserError(f"{folder} exists already: remove it, or save elsewhere")
+    tmp = folder.parent / f".tmp-{folder.name}"
+    shutil.rmtree(tmp, ignore_errors=True)
+    meta = {**meta, "format": FORMAT, "torch": torch.__version__, "checksums": {}}
+    try:
+        tmp.mkdir(parents=True)
+        for stem, part in tensors.items():
+            file = tmp / f"{stem}.safetensors"
+            save_file({name: x.contiguous() for name, x in part.items()}, file)
+            meta["checksums"][file.name] = sha256(file)
+            sync(file)
+        meta["checksums"]["meta.json"] = checksum_of_meta(meta)
+        (tmp / "meta.json").write_text(to_json(meta, indent=1) + "\n", encoding="utf-8")
+        sync(tmp / "meta.json")
+        sync(tmp)
+        os.rename(tmp, folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:  # a full disk
+        newest = [f"; {step} is whole" for step in list_steps(folder.parent)[-1:]]
+        raise UserError(
+            f"{folder} cannot be written ({error}){''.join(newest)}: free space, or choose another "
+            "folder"
+        ) from None
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def checksum_of_meta(meta):
+    """SHA-256 of meta.json's content without this checksum."""
+    checksums = {name: value for name, value in meta["checksums"].items() if name != "meta.json"}
+    text = to_json({**meta, "checksums": checksums}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sha256(file):
+    with open(file, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sync(path):
+    """Have the system write a file or folder to disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot sync folders
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def hash_file(file):
+    return sha256(file)[:16]
+
+
+def hash_code(model):
+    """Hash the files that define a model, model.py and that of --entry: {name: 16 digits}."""
+    files = [inspect.getsourcefile(cls) for cls in (type(model), type(model.pos))]
+    return {os.path.relpath(file): hash_file(file) for file in files}
+
+
+# -----------------------------------------------------------------------------
+# Reading a checkpoint.
+
+
+def list_steps(run):
+    """The checkpoints of a run folder, oldest first."""
+    found = [meta.parent for meta in Path(run).glob("step-*/meta.json")]
+    return sorted((step for step in found if step.name[5:].isdecimal()), key=step_number)
+
+
+def step_number(folder):
+    return int(folder.name[5:])
+
+
+def find_checkpoint(path, best=False):
+    """The checkpoint that a run folder or a checkpoint folder stands for.
+
+    Of a run folder the newest, or with best=True that of the lowest validation loss in its log.
+    Raises UserError if there is none.
+    """
+    path = Path(path)
+    if (path / "meta.json").is_file():
+        return path
+    steps = list_steps(path)
+    if not steps:
+        others = ", ".join(step.name for step in list_steps(path.parent))
+        remedy = f"train one by python train.py --out_dir={shlex.quote(str(path))}"
+        if others:
+            remedy = f"the steps in {path.parent} are {others}"
+        elif path.exists():
+            remedy = "give a run folder (out/NAME), or one of its step folders"
+        raise UserError(f"there is no checkpoint in {path}: {remedy}")
+    by_loss = {row["step"]: row["val_loss"] for row in read_log(path) if "val_loss" in row}
+    evaluated = [step for step in steps if step_number(step) in by_loss]
+    if best and evaluated:
+        return min(evaluated, key=lambda step: by_loss[step_number(step)])
+    return steps[-1]
+
+
+def latest_run(root="out"):
+    """The run folder below root whose newest checkpoint is newest, or None; never an .oldN."""
+    metas = [
+        meta
+        for meta in Path(root).glob("**/step-*/meta.json")
+        if not re.search(r"\.old\d+$", meta.parent.parent.name)
+    ]
+    newest = max(metas, key=lambda meta: meta.stat().st_mtime, default=None)
+    return newest and newest.parent.parent
+
+
+def read_meta(folder):
+    """Read meta.json of a checkpoint, whose checksum is in it. Raises UserError."""
+    file = Path(folder) / "meta.json"
+    try:
+        meta = from_json(file.read_text(encoding="utf-8"))
+        version = meta["format"]
+        intact = version != FORMAT or meta["checksums"]["meta.json"] == checksum_of_meta(meta)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise damaged(file, error) from None
+    if version != FORMAT:
+        raise UserError(
+            f"{file} has format {version!r:.20}, and this version reads {FORMAT}: use the version "
+            "of nanoLong that wrote it, or train again"
+        )
+    if not intact:
+        raise damaged(file, "it was edited or cut off: its checksum is not the one that it holds")
+    return meta
+
+
+def read_tensors(folder, stem, meta):
+    """Read a file of a checkpoint, after its checksum: {name: tensor}. Raises UserError."""
+    from safetensors.torch import load_file
+
+    file = Path(folder) / f"{stem}.safetensors"
+    if not file.is_file():
+        raise UserError(f"{file} is missing: {other_checkpoint(file.parent)}")
+    if sha256(file) != meta["checksums"].get(file.name):
+        raise damaged(file, "its checksum is not the one in meta.json")
+    return load_file(file)
+
+
+def damaged(file, reason):
+    """The UserError for a file that is damaged; reason: words, or an exception."""
+    if isinstance(reason, Exception):
+        reason = f"{type(reason).__name__}: {reason}"
+    return UserError(f"{file} is damaged ({reason}): {other_checkpoint(file.parent)}")
+
+
+def other_checkpoint(folder):
+    """Say where to go on when a checkpoint is damaged."""
+    earlier = [step for step in list_steps(folder.parent) if step.name < folder.name]
+    if not earlier:
+        return "no earlier checkpoint is left, so train again"
+    return f"use the one before it, {earlier[-1]} (to resume from there, move the damaged one away)"
+
+
+def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
+    """Do what GPT.load() promises. Raises UserError that names the file and a way out."""
+    folder = find_checkpoint(path, best)
+    meta = read_meta(folder)
+    settings = meta.pop("config")
+    unknown = settings.keys() - vars(GPT.config_class()).keys()
+    if unknown:
+        raise UserError(
+            f"{folder} has the settings {', '.join(sorted(unknown))}, which this version lacks: "
+            "use the version that trained it"
+        )
+    entries = [file for file in meta["code"] if Path(file).name != "model.py"]
+    if settings["pos"] not in GPT.schemes:
+        raise UserError(
+            f"{folder} was trained with --pos={settings['pos']}, which is not in model.py: give "
+            f"--entry={shlex.quote(''.join(entries[:1])) or 'FILE.py'}"
+        )
+    model = parallel.build_without_weights(GPT, GPT.config_class(**settings))
+    model.meta = meta
+    model.folder = folder
+    note_other_code(folder, tuple(meta["code"].items()), tuple(hash_code(model).items()))
+    if weights:
+        load_weights(model, read_tensors(folder, "model", meta), dtype)
+    return model.eval()
+
+
+def load_weights(model, tensors, dtype):
+    """Make these tensors the parameters of a model that was built without weights.
+
+    dtype: of the weights of linear layers and embeddings, None as stored. Norms and position
+    schemes are float32: autocast has them so, and they are small.
+    """
+    model.stored_dtype = tensors["embed.weight"].dtype
+    for name, x in tensors.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        is_matrix = isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        is_matrix = is_matrix and not name.startswith("pos.")
+        tensors[name] = x.to((dtype or x.dtype) if is_matrix else torch.float32)
+    if model.config.tie_embeddings:
+        tensors["head.weight"] = tensors["embed.weight"]
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:  # other names or shapes than those of the settings
+        raise damaged(model.folder / "model.safetensors", error) from None
+    if model.config.tie_embeddings:
+        model.head.weight = model.embed.weight
+    model.check_scheme()
+
+
+@functools.cache  # once for each checkpoint
+def note_other_code(folder, trained_with, now):
+    """Print a note if the files of the model have changed since its weights were trained."""
+    trained_with, now = ({Path(file).name: x for file, x in code} for code in (trained_with, now))
+    changed = [file for file in now if trained_with.get(file, now[file]) != now[file]]
+    if changed:
+        note(f"{' and '.join(changed)} changed since {folder} was trained: it may be another model")
+
+
+def optimizer_tensors(model, optimizers):
+    """The optimizers' state as <parameter>.<moment> -> tensor."""
+    names = {p: name for name, p in model.named_parameters()}
+    tensors = {}
+    for optimizer in optimizers:
+        for p, state in optimizer.state.items():
+            tensors |= {f"{names[p]}.{moment}": x.detach() for moment, x in state.items()}
+    return tensors
+
+
+def load_optimizers(model, optimizers, folder):
+    """Put the tensors of optim.safetensors back. Raises UserError if they do not fit."""
+    tensors = read_tensors(folder, "optim", read_meta(folder))
+    names = {p: name for name, p in model.named_parameters()}
+    places = {}
+    for optimizer in optimizers:
+        is_muon = isinstance(optimizer, torch.optim.Muon)
+        moments = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq", "step")
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            places |= {f"{names[p]}.{moment}": (optimizer, p, moment) for moment in moments}
+    fits = tensors.keys() == places.keys() or not tensors  # before the first step there is none
+    if not fits or any(x.shape not in ((), places[key][1].shape) for key, x in tensors.items()):
+        raise UserError(
+            f"{folder} has the state of another optimizer, or of weights of other shapes: go on "
+            "with the optimizer and the extension that it was trained with"
+        )
+    for key, x in tensors.items():
+        optimizer, p, moment = places[key]
+        optimizer.state[p][moment] = parallel.place_like(x, p)
+
+
+def weights_hash(model):
+    """Of the weights of the checkpoint that a model was loaded from: 16 digits, or "none"."""
+    return model.meta.get("checksums", {}).get("model.safetensors", "none")[:16]
+
+
+# -----------------------------------------------------------------------------
+# The folder that a run writes to.
+
+
+@contextlib.contextmanager
+def lock(folder):
+    """A context in which this process alone may write to a run folder, in the first process.
+
+    The lock ends with the process, however that ends; entering it twice is entering it once.
+    """
+    from filelock import FileLock, Timeout
+
+    if parallel.rank_and_world()[0]:
+        yield
+        return
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.parent / f".{folder.name}.lock"
+    owner = ""
+    with contextlib.suppress(OSError):  # there is none, or Windows reads no file that is locked
+        owner = file.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        held = FileLock(file.absolute(), timeout=0, is_singleton=True).acquire()
+    except Timeout:
+        raise UserError(
+            f"{owner.replace(chr(10), ' on ') or 'another process'} writes to {folder}: wait for "
+            f"it, or choose another --out_dir (if it does not run any more, remove {file})"
+        ) from None
+    with held:
+        with contextlib.suppress(OSError):
+            if not file.stat().st_size:  # on a network disk without locks it holds as much already
+                file.write_text(f"process {os.getpid()}\n{socket.gethostname()}\n")
+        yield
+
+
+def move_aside(folder):
+    """Rename a run folder to NAME.old1, NAME.old2, ...: nothing is removed."""
+    folder = Path(folder)
+    names = (folder.with_name(f"{folder.name}.old{n}") for n in itertools.count(1))
+    new = next(name for name in names if not name.exists())
+    os.rename(folder, new)
+    print(f"the run in {folder} is {new} now")
+
+
+class Log:
+    """The log of a run, in the first process: log.jsonl, and optionally Weights & Biases.
+
+    step: of the checkpoint that training goes on from. Rows past it are dropped, so that the log
+    agrees with the weights, and so is what a crash has left of a checkpoint.
+    """
+
+    def __init__(self, folder, step=None, wandb="", settings=None):
+        self.wandb = None
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        rows = read_log(folder) if step is not None else []
+        kept = "".join(to_json(row) + "\n" for row in rows if row["step"] <= step)
+        file = self.folder / "log.jsonl"
+        (self.folder / ".log").write_text(kept, encoding="utf-8")
+        os.replace(self.folder / ".log", file)
+        # unbuffered: what a full disk has refused would be written again when the file is closed
+        self.file = open(file, "ab", buffering=0)
+        if wandb:
+            import wandb as package
+
+            self.wandb = package.init(project=wandb, name=self.folder.name, config=settings)
+
+    def write(self, step, **row):
+        """Append a row."""
+        try:
+            self.file.write((to_json({"step": step, **row}) + "\n").encode())
+        except OSError as error:
+            error.filename = self.file.name
+            raise
+        if self.wandb:
+            self.wandb.log(row, step=step)
+
+    def close(self):
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def read_log(run):
+    """The rows of a run's log.jsonl, without a line that a crash has cut off."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        text = (Path(run) / "log.jsonl").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    rows.append(row)
+    return rows
+
+
+def is_evaluated(run, step):
+    """Whether the log has the validation loss of a step."""
+    return any(row["step"] == step and "val_loss" in row for row in read_log(run))
+
+
+def prune(run):
+    """Keep the last two checkpoints, and the best that was logged. Removes the others."""
+    steps = list_steps(run)
+    for old in steps[:-2]:
+        if old != find_checkpoint(run, best=True):
+            # renamed first: a checkpoint that is removed in part must not look whole
+            tmp = old.with_name(f".tmp-{old.name}")
+            os.rename(old, tmp)
+            shutil.rmtree(tmp, ignore_errors=True)
+
+
+# -----------------------------------------------------------------------------
+# Stop signals.
+
+
+class StopSignals:
+    """A context in which SIGTERM and SIGINT are noted; it is true once one has come.
+
+    A second one, more than a second later, ends the process as ever: with torchrun each process
+    gets Ctrl-C twice, from the terminal and from torchrun. Only the main thread gets signals.
+    """
+
+    def __init__(self):
+        self.time = math.inf
+        self.previous = {}
+
+    def __bool__(self):
+        return self.time < math.inf
+
+    def note(self, number, frame):
+        now = time.monotonic()
+        if now > self.time + 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if not self and int(os.environ.get("RANK", 0)) == 0:
+            # not print(), which the signal may have interrupted
+            message = "\nstopping after this step, which is saved; again stops without saving\n"
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), message.encode())
+        self.time = min(self.time, now)
+
+    def __enter__(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # in another thread
+                self.previous[number] = signal.signal(number, self.note)
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
