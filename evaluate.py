@@ -131,8 +131,13 @@ class EvaluateConfig:
     depths: int = 5  # needle: number of depths, from the start to the end
     # ruler: the tasks
     ruler: tuple[RulerTask, ...] = (
-        *("niah", "multikey", "multivalue", "multiquery"),
-        *("vt", "cwe", "fwe"),
+        "niah",
+        "multikey",
+        "multivalue",
+        "multiquery",
+        "vt",
+        "cwe",
+        "fwe",
     )
     # ruler: short words and values, or those of the paper; auto: small if a token is a character
     prompt_size: Literal["auto", "small", "paper"] = "auto"
@@ -394,8 +399,11 @@ def plot_training(file, paths):
 
 
 def main(argv=None):
-    positional = "run folders or step folders; NAME=FOLDER names one in tables and figures"
-    args = settings.parse(cfg=EvaluateConfig, about=__doc__, paths=positional, argv=argv)
+    args = settings.parse(
+        cfg=EvaluateConfig,
+        paths="run folders or step folders; NAME=FOLDER names one in tables and figures",
+        argv=argv,
+    )
     cfg = args.cfg
     rank, world = parallel.join_processes(devices.pick_device(cfg.device))
     require(

@@ -364,7 +364,6 @@ def main(argv=None):
         cfg=ExtendConfig,
         model_config=GPTConfig,
         unlisted=("model_config",),
-        about=__doc__,
         paths="the run folder, or checkpoint folder, to extend",
         defaults=run_defaults,
         argv=argv,

@@ -45,8 +45,11 @@ class HFConfig:
 
 
 def main(argv=None):
-    usage = "import DIR or FILE.gguf out/NAME, or export out/NAME DIR or FILE.gguf"
-    args = settings.parse(cfg=HFConfig, about=__doc__, paths=usage, argv=argv)
+    args = settings.parse(
+        cfg=HFConfig,
+        paths="import DIR or FILE.gguf out/NAME, or export out/NAME DIR or FILE.gguf",
+        argv=argv,
+    )
     cfg = args.cfg
     if len(args.paths) != 3 or args.paths[0] not in ("import", "export"):
         raise UserError(

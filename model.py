@@ -1103,6 +1103,7 @@ class GPT(nn.Module):
         """Refuse tokens that are no ids (B, T), and others, if given, that are not as long."""
         if torch.compiler.is_compiling():
             return
+        require(torch.is_tensor(tokens), f"tokens are a {type(tokens).__name__}: give a tensor")
         shape = tuple(tokens.shape)
         require(
             len(shape) == 2 and not tokens.is_floating_point(),

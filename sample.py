@@ -96,9 +96,7 @@ def choose_dtype(cfg, model, device):
 
 
 def main(argv=None):
-    args = settings.parse(
-        cfg=SampleConfig, about=__doc__, paths="a run folder or a step folder", argv=argv
-    )
+    args = settings.parse(cfg=SampleConfig, paths="a run folder or a step folder", argv=argv)
     cfg = args.cfg
     entry.load_entries(cfg.entry, POSITIONS)
     folder, model, tokenizer = load(cfg, args.paths)

@@ -14,6 +14,7 @@ bits.
 
 from nanolong import python_version  # noqa: F401  # isort: skip
 
+import importlib.util
 import math
 import shlex
 import sys
@@ -112,6 +113,7 @@ class TrainState:
     tokens: int = 0  # seen so far
     loss_scale: float = 1.0  # float16 only
     good_steps: int = 0  # float16 only: steps since one overflowed
+    kernels: str = ""  # what computes attention, in words
 
 
 # -----------------------------------------------------------------------------
@@ -159,7 +161,7 @@ class Batches:
         if pos is not None:  # checked here: on a GPU, each step would wait to read them
             self.model.check_positions(pos, docs)
         batch = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
-        n_targets = int((batch["targets"] >= 0).sum())
+        n_targets = int((batch["targets"].numpy() >= 0).sum())
         batch = {name: devices.to_device(part, self.device) for name, part in batch.items()}
         return batch, n_targets, seed
 
@@ -333,7 +335,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
         print_header(batches)
         # check the kernels on a part of the first micro-batch, before anything is compiled
         autocast = devices.autocast(device, getattr(torch, cfg.dtype))
-        kernels.check_kernels(model, batches.ready[0], autocast)
+        state.kernels = kernels.check_kernels(model, batches.ready[0], autocast)
         parallel.reshard(model)
         progress = Progress(batches, state)
         try:
@@ -504,6 +506,10 @@ def prepare(model, cfg, train_length):
     """Open the dataset, and decide what `auto` means. Returns (cfg, dataset). Raises UserError."""
     device = devices.pick_device(cfg.device)
     parallel.check_parallel(cfg.parallel, cfg.optimizer)
+    require(
+        not cfg.wandb or importlib.util.find_spec("wandb"),
+        "--wandb needs the wandb package: pip install wandb, or leave --wandb out",
+    )
     if not resumes(cfg) and not cfg.overwrite:
         check_unused(cfg.out_dir)
     dataset = data.open_dataset(cfg.dataset, cfg.bos)
@@ -547,7 +553,7 @@ def restore_state(model, cfg):
         # the model may be extended by now, and model.meta that of its new run
         meta = run.read_meta(model.folder)
         kept = ["step", "tokens"]
-        if meta["train"]["dtype"] == cfg.dtype:
+        if meta["train"].get("dtype") == cfg.dtype:
             kept += ["loss_scale", "good_steps"]
         state = replace(state, **{name: meta[name] for name in kept})
     return state
@@ -703,9 +709,7 @@ def report_end(cfg, stopped):
 
 
 def main(argv=None):
-    args = settings.parse(
-        model_config=GPTConfig, cfg=TrainConfig, about=__doc__, defaults=run_defaults, argv=argv
-    )
+    args = settings.parse(model_config=GPTConfig, cfg=TrainConfig, defaults=run_defaults, argv=argv)
     entry.load_entries(args.cfg.entry, POSITIONS)
     parallel.join_processes(devices.pick_device(args.cfg.device))
     with run.lock(args.cfg.out_dir):

@@ -422,9 +422,7 @@ def download_part(url, part):
 
 
 def main(argv=None):
-    args = settings.parse(
-        cfg=PrepareConfig, about=__doc__, paths="a text file or a folder of them", argv=argv
-    )
+    args = settings.parse(cfg=PrepareConfig, paths="a text file or a folder of them", argv=argv)
     cfg, paths = args.cfg, args.paths
     if len(paths) > 1 or bool(paths) == bool(cfg.dataset):
         raise UserError(

@@ -403,7 +403,7 @@ def device_folder(device):
 
 
 def main(argv=None):
-    args = settings.parse(cfg=BenchConfig, about=__doc__, paths="train or sample", argv=argv)
+    args = settings.parse(cfg=BenchConfig, paths="train or sample", argv=argv)
     cfg, name = args.cfg, (args.paths or ["operators"])[0]
     require(name in BENCHMARKS, f"{name!r} is no benchmark: choose operators, train or sample")
     device = pick_device(cfg.device)

@@ -83,7 +83,7 @@ def plot_yarn(axis):
 
 
 def main(argv=None):
-    folder = Path(settings.parse(cfg=FiguresConfig, about=__doc__, argv=argv).cfg.out_dir)
+    folder = Path(settings.parse(cfg=FiguresConfig, argv=argv).cfg.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     pyplot = import_pyplot(folder / "positions.png")
     if pyplot is None:

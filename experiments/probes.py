@@ -257,7 +257,7 @@ class ProbesConfig:
 
 
 def main(argv=None):
-    args = settings.parse(cfg=ProbesConfig, about=__doc__, paths="run folders", argv=argv)
+    args = settings.parse(cfg=ProbesConfig, paths="run folders", argv=argv)
     cfg = args.cfg
     load_entries(cfg.entry, POSITIONS)
     # every checkpoint reads the text of the first

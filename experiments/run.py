@@ -71,6 +71,7 @@ from nanolong import provenance, settings
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, run_main
+from nanolong.run import is_evaluated
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path("out/experiments")
@@ -100,7 +101,7 @@ class RunConfig:
     entry: tuple[str, ...] = ()  # files with a scheme of your own: an arm each, like the first arm
     dataset: str = "python"  # text for training and evaluation
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    out_dir: str = str(CACHE)  # folder for the report
+    out_dir: str = "out/experiments"  # folder for the report
     redraw: bool = False  # write the report from its JSON in out_dir; measure nothing
 
 
@@ -420,7 +421,7 @@ def run(folder, script, parent, words):
     meta = json.loads((last / "meta.json").read_text(encoding="utf-8"))
     settings = meta.get("train") or {}
     last_step = settings.get("stop_at") or settings.get("max_iters", 0)
-    if meta["step"] < last_step or (last_step and meta["val_loss"] is None):
+    if meta["step"] < last_step or (last_step and not is_evaluated(folder, last_step)):
         raise KeyboardInterrupt  # a signal: the script has saved and returned
     return str(folder)
 
@@ -518,7 +519,7 @@ def explain(error):
 
 
 def main(argv=None):
-    args = settings.parse(cfg=RunConfig, about=__doc__, paths="the experiment", argv=argv)
+    args = settings.parse(cfg=RunConfig, paths="the experiment", argv=argv)
     cfg = args.cfg
     if len(args.paths) != 1:
         raise UserError(f"name one experiment: {', '.join(available())}, or a FILE.py")

@@ -93,7 +93,7 @@ def passkey_loss(model, factor, trials, seed, method, table=None):
 
 
 def main(argv=None):
-    args = settings.parse(cfg=SearchConfig, about=__doc__, paths="the run folder", argv=argv)
+    args = settings.parse(cfg=SearchConfig, paths="the run folder", argv=argv)
     cfg = args.cfg
     require(len(args.paths) == 1, "give one run folder, such as out/rope")
     entry.load_entries(cfg.entry, POSITIONS)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("model.py", "rope_scaling.py", "train.py", "extend.py", "evaluate.py")
 SOURCES += ("nanolong/**/*.py", "kernels/*.py", "data/*.py")
 
-_sources = {}  # scheme class -> the text of the file that it was loaded from
+loaded = {}  # scheme class -> (the path of its file as it was given, the text of that file)
 
 
 def load_entries(files, positions):
@@ -33,7 +33,7 @@ def load_entry(file, positions):
     source = file.read_text(encoding="utf-8")
     if name in positions:
         require(
-            _sources.get(positions[name]) == source,
+            loaded.get(positions[name], ("", ""))[1] == source,
             f"--entry={file}: there is already a scheme {name!r}: rename the file, or leave it out",
         )
         return name
@@ -57,7 +57,7 @@ def load_entry(file, positions):
         f"--entry={file} has {len(schemes)} classes that derive from model.NoPE: leave exactly one",
     )
     positions[name] = schemes[0]
-    _sources[schemes[0]] = source
+    loaded[schemes[0]] = (str(file), source)
     return name
 
 

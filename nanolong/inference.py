@@ -3,6 +3,7 @@ length, and a decoding step of fixed shape that can be compiled and, on a GPU, c
 """
 
 import math
+from numbers import Real
 import warnings
 
 import torch
@@ -119,8 +120,11 @@ def generate(
     """Do what GPT.generate() promises; what cannot be generated is refused at once."""
     numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
     for name, number in numbers.items():
-        require(0 <= number < math.inf, f"{name}={number} must not be negative: give 0 or more")
-    require(0 < top_p <= 1, f"top_p={top_p} is a probability: give one above 0 and at most 1")
+        is_number = isinstance(number, Real) and 0 <= number < math.inf
+        is_whole = is_number and (name == "temperature" or number == int(number))
+        require(is_whole, f"{name}={number} is no number from 0 on, or not a whole one: give one")
+    is_number = isinstance(top_p, Real) and 0 < top_p <= 1
+    require(is_number, f"top_p={top_p} is a probability: give one above 0 and at most 1")
     tokens = read_prompts(model, tokens)
     check_request(model, [len(row) for row in tokens], max_new_tokens)
     if isinstance(generator, list | tuple) and len(generator) != len(tokens):

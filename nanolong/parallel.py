@@ -231,8 +231,12 @@ def share_sequences(size, model=None, lengths=()):
         scheme.bias = functools.partial(own_bias, scheme.bias)
         scheme.relative = functools.partial(own_relative, scheme.relative)
         scheme.set_length = functools.partial(set_whole_length, scheme.set_length)
-        scheme.attend = functools.partial(attend_shared, scheme.attend, scheme.rotate)
-        scheme.rotate = lambda q, k, pos, layer: (q, k)  # attend_shared() has rotated them
+        rotate = scheme.rotate
+        if scheme.needs_whole_text:  # its attend() rotates by positions of its own
+            rotate = keep
+        else:
+            scheme.rotate = keep  # attend_shared() has rotated the tokens of this process
+        scheme.attend = functools.partial(attend_shared, scheme.attend, rotate)
 
 
 def stop_sharing(model):
@@ -287,6 +291,10 @@ def gather_tokens(x, dim=-1):
     return torch.cat(parts, dim)
 
 
+def keep(q, k, pos, layer):
+    return q, k
+
+
 def attend_shared(attend, rotate, q, k, v, pos, layer, cache, **mask):
     """What the scheme's attend() does, with tokens exchanged for heads before, and back after.
 
@@ -301,7 +309,7 @@ def attend_shared(attend, rotate, q, k, v, pos, layer, cache, **mask):
     mask["docs"] = gather_tokens(mask["docs"])
     # those of own_part() are the indices, which attention needs not be told
     mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None
-    attended = attend(q, k, v, pos, layer, cache, **mask)
+    attended = attend(q, k, v, gather_tokens(pos), layer, cache, **mask)
     if isinstance(attended, tuple):  # with the log-sum-exp, for learned sinks
         y, lse = attended
         return heads_to_tokens(y, N), heads_to_tokens(lse[..., None], N)[..., 0]

@@ -1,4 +1,4 @@
-"""Answer a Python that is too old, and Ctrl-C during the imports, without a traceback.
+"""Answer a Python that is too old, --help, and Ctrl-C during the imports, which take seconds.
 
 Every script imports this file first.
 """
@@ -22,3 +22,8 @@ def exit_if_interrupted(kind, error, traceback):
 
 
 sys.excepthook = exit_if_interrupted
+
+if {"--help", "-h"} & set(sys.argv[1:]):
+    from nanolong import settings
+
+    settings.answer_help()

@@ -35,7 +35,7 @@ def answer_prompts(model, prompts, device, seed=0):
     # Only the answer needs logits.
     n_answer = x.shape[1] - int((y >= 0).any(0).int().argmax())
     part = parallel.own_part({"tokens": x, "positions": positions})
-    hidden_states = model.hidden_states(**part)
+    hidden_states = model.hidden_states(part["tokens"], part["positions"])
     last = parallel.gather_tokens(hidden_states[:, -n_answer:], dim=1)[:, -n_answer:]
     logits = model.head(last).float()  # (B, n_answer, V)
     answer = y[:, -n_answer:]

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong import parallel
+from nanolong import entry, parallel
 from nanolong.errors import UserError, note
 from nanolong.strict_json import from_json, to_json
 
@@ -118,14 +118,17 @@ def sync(path):
 
 
 @functools.cache
-def hash_file(file):
+def hash_model_file(file):
     return sha256(file)[:16]
 
 
 def hash_code(model):
     """Hash the files that define a model, model.py and that of --entry: {name: 16 digits}."""
-    files = [inspect.getsourcefile(cls) for cls in (type(model), type(model.pos))]
-    return {os.path.relpath(file): hash_file(file) for file in files}
+    code = {"model.py": hash_model_file(inspect.getsourcefile(type(model)))}
+    if type(model.pos) in entry.loaded:
+        file, text = entry.loaded[type(model.pos)]
+        code[file] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return code
 
 
 # -----------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def hash_code(model):
 
 def list_steps(run):
     """The checkpoints of a run folder, oldest first."""
-    found = [meta.parent for meta in Path(run).glob("step-*/meta.json")]
+    found = [step for step in Path(run).glob("step-*") if step.is_dir()]
     return sorted((step for step in found if step.name[5:].isdecimal()), key=step_number)
 
 
@@ -235,7 +238,7 @@ def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
             f"{folder} has the settings {', '.join(sorted(unknown))}, which this version lacks: "
             "use the version that trained it"
         )
-    entries = [file for file in meta["code"] if Path(file).name != "model.py"]
+    entries = [file for file in meta["code"] if file != "model.py"]
     if settings["pos"] not in GPT.schemes:
         raise UserError(
             f"{folder} was trained with --pos={settings['pos']}, which is not in model.py: give "
@@ -277,7 +280,7 @@ def load_weights(model, tensors, dtype):
 def note_other_code(folder, trained_with, now):
     """Print a note if the files of the model have changed since its weights were trained."""
     trained_with, now = ({Path(file).name: x for file, x in code} for code in (trained_with, now))
-    changed = [file for file in now if trained_with.get(file, now[file]) != now[file]]
+    changed = [name for name in now if trained_with.get(name, now[name]) != now[name]]
     if changed:
         note(f"{' and '.join(changed)} changed since {folder} was trained: it may be another model")
 
@@ -350,7 +353,13 @@ def lock(folder):
         with contextlib.suppress(OSError):
             if not file.stat().st_size:  # on a network disk without locks it holds as much already
                 file.write_text(f"process {os.getpid()}\n{socket.gethostname()}\n")
-        yield
+        try:
+            yield
+        finally:
+            if not folder.exists():  # nothing was written
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                    folder.parent.rmdir()
 
 
 def move_aside(folder):

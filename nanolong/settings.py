@@ -1,6 +1,6 @@
 """Settings: dataclasses, filled from presets in TOML and from the command line.
 
-    args = settings.parse(cfg=TrainConfig, model_config=GPTConfig, about=__doc__)
+    args = settings.parse(cfg=TrainConfig, model_config=GPTConfig)
 
     python train.py config/gpt2.toml --pos=alibi --compile    flags win over presets
 
@@ -10,14 +10,13 @@ comment `# [name]` starts a group of settings.
 
 import ast
 import difflib
-import inspect
 import math
 import sys
 import textwrap
 import tomllib
 import types
 import typing
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 
 from nanolong.errors import UserError, require
@@ -28,7 +27,7 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def parse(*, about="", paths=None, defaults=None, argv=None, unlisted=(), **classes):
+def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
     """Read the command line into one instance of each dataclass, by the names given here.
 
     Takes --name=value, --name value, --name alone for a bool, and presets, which stack.
@@ -42,10 +41,8 @@ def parse(*, about="", paths=None, defaults=None, argv=None, unlisted=(), **clas
     """
     hints = {name: hint for cls in classes.values() for name, hint in settings_of(cls).items()}
     words = list(sys.argv[1:] if argv is None else map(str, argv))
-    if "--help" in words or "-h" in words:
-        listed = [describe(cls) for name, cls in classes.items() if name not in unlisted]
-        others = f"\n  other words: {paths}" if paths else ""
-        print(about.strip(), *listed, f"\n  presets: {preset_names()}{others}", sep="\n")
+    if "--help" in words or "-h" in words:  # of a main() that is called
+        print(help_of(Path(sys.argv[0])))
         sys.exit(0)
     presets, flags, others = {}, {}, []
     while words:
@@ -145,10 +142,9 @@ def convert_scalar(value, kind):
         return number
     # not through a float, which rounds beyond 2^53; 1e3 and 10_000 are whole, too
     digits = str(value).replace("_", "")
-    whole = int(digits) if digits.isdecimal() else int(number)
-    if whole != number or whole >= 2**63:
+    if not digits.isdecimal() and number != int(number):
         raise ValueError
-    return whole
+    return int(digits) if digits.isdecimal() else int(number)
 
 
 def without_none(hint):
@@ -157,27 +153,85 @@ def without_none(hint):
 
 
 # -----------------------------------------------------------------------------
-# --help.
+# --help, from the source of a script alone: before torch is imported, which takes seconds.
 
 
-def describe(cls):
-    """A line for each setting of a dataclass, with its default and its comment, in groups."""
-    groups, comments = {}, {}
-    for base in filter(is_dataclass, cls.__mro__):
-        for name, comment in own_comments(base).items():
-            comments.setdefault(name, comment)  # what a subclass states comes first
-    hints = settings_of(cls)
-    defaults = {field.name: field.default for field in fields(cls)}
-    for name, (group, comment) in comments.items():
-        if name not in hints:
+def answer_help():
+    """Print --help of the script that is run, and exit, if that is asked for."""
+    file = Path(sys.argv[0])
+    if {"--help", "-h"} & set(sys.argv[1:]) and file.suffix == ".py":
+        print(help_of(file))
+        sys.exit(0)
+
+
+def help_of(file):
+    """The text of --help: a script's docstring, and a line for each setting, in groups."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    parsed = next(call for call in calls if ast.unparse(call.func) == "settings.parse")
+    words = {keyword.arg: keyword.value for keyword in parsed.keywords}
+    unlisted = ast.literal_eval(words.get("unlisted", ast.Tuple([])))
+    groups = {}
+    for name, value in words.items():
+        if ast.unparse(value).endswith("Config") and name not in unlisted:
+            for setting, (group, line) in describe(file, ast.unparse(value)).items():
+                if setting not in HIDDEN:
+                    groups.setdefault(group, []).append(line)
+    lines = [ast.get_docstring(tree)]
+    for group, entries in groups.items():
+        lines += ["", f"{group}:", *entries]
+    lines += ["", *wrap(f"  presets: {preset_names()}; they stack, and flags win")]
+    if "paths" in words:
+        lines += wrap(f"  other words: {ast.literal_eval(words['paths'])}")
+    return "\n".join(lines)
+
+
+def describe(file, name):
+    """Setting -> (group, line) of a dataclass in a file, or in one that this file imports it from.
+
+    The comment of a setting is on its line, or directly above it.
+    """
+    file, node = find_class(file, name)
+    source = file.read_text(encoding="utf-8").splitlines()
+    found, group, end = {}, "settings", node.lineno
+    for field in node.body:
+        if not isinstance(field, ast.AnnAssign):
             continue
-        kind = without_none(hints[name])
-        if typing.get_origin(kind) is typing.Literal:
-            comment = f"{'|'.join(typing.get_args(kind))}; {comment}"
-        line = f"  --{name + '=' + format_value(defaults[name]):<34} {comment}"
-        lines = textwrap.wrap(line, 110, subsequent_indent=" " * 39, break_on_hyphens=False)
-        groups.setdefault(group, []).extend(lines)
-    return "\n".join(f"\n{group}:\n" + "\n".join(lines) for group, lines in groups.items())
+        above = []
+        for line in map(str.strip, source[end : field.lineno - 1]):  # since the field before
+            if line.startswith("# ["):
+                group, above = line[3:-1], []
+            else:
+                above = [*above, line[2:]] if line.startswith("# ") else []
+        end = field.end_lineno
+        comment = source[end - 1].partition("  # ")[2] or " ".join(above)
+        annotation = ast.unparse(field.annotation)
+        if annotation.startswith("Literal["):
+            choices = ast.literal_eval(field.annotation.slice)
+            comment = "|".join(choices) + (f"; {comment}" if comment else "")
+        try:
+            default = format_value(ast.literal_eval(field.value))
+        except ValueError:  # an expression
+            default = ast.unparse(field.value)
+        line = f"  --{field.target.id + '=' + default:<34} {comment}"
+        found[field.target.id] = (group, "\n".join(wrap(line)))
+    for base in node.bases:
+        found = {**found, **{k: v for k, v in describe(file, base.id).items() if k not in found}}
+    return found
+
+
+def find_class(file, name):
+    """The file that states a class which a file states or imports, and its node."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return file, node
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            return find_class(CONFIG.parent / f"{node.module.replace('.', '/')}.py", name)
+    raise LookupError(f"{file} has no class {name}")
+
+
+def wrap(line):
+    return textwrap.wrap(line, 110, subsequent_indent=" " * 39, break_on_hyphens=False)
 
 
 def format_value(value):
@@ -187,23 +241,3 @@ def format_value(value):
     if isinstance(value, bool):
         return str(value).lower()
     return "auto" if value is None else str(value) or "''"
-
-
-def own_comments(cls):
-    """Name -> (group, comment) of the fields that the class itself states, from its source."""
-    source = textwrap.dedent(inspect.getsource(cls))
-    lines = [line.strip() for line in source.splitlines()]
-    comments, group, end = {}, "settings", 0
-    for node in ast.parse(source).body[0].body:
-        if not isinstance(node, ast.AnnAssign):
-            continue
-        above = []
-        for line in lines[end : node.lineno - 1]:  # since the field before
-            if line.startswith("# ["):
-                group, above = line[3:-1], []
-            else:
-                above = [*above, line[2:]] if line.startswith("# ") else []
-        end = node.end_lineno
-        trailing = lines[end - 1].partition("  # ")[2]
-        comments[node.target.id] = (group, trailing or " ".join(above))
-    return comments

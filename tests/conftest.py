@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import cli
 from nanolong.entry import load_entries
-from nanolong.errors import UserError
-from nanolong.run.folder import list_steps
+from nanolong.errors import UserError, run_main
+from nanolong.run import list_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = tuple(POSITIONS)  # without those of NANOLONG_ENTRY
@@ -165,8 +164,8 @@ def logged(run, name=None):
 
 
 def content(folder):
-    """Path -> bytes of all files but the lock, whose content is the last writer's number."""
-    files = (file for file in folder.rglob("*") if file.is_file() and file.name != "lock")
+    """Path -> bytes of all files but locks, whose content is the last writer's number."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock")
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
 
 
@@ -177,7 +176,7 @@ def assert_same_bits(run, other):
         x, y = load_file(newest(run) / file), load_file(newest(other) / file)
         assert x.keys() == y.keys()
         assert all(torch.equal(x[key], y[key]) for key in x), file
-    logs = [[row for row in logged(folder) if "changed" not in row] for folder in (run, other)]
+    logs = [logged(folder) for folder in (run, other)]
     for row in (*logs[0], *logs[1]):
         row.pop("tokens_per_second", None)
     assert logs[0] == logs[1]
@@ -212,7 +211,7 @@ def call(monkeypatch, capfd):
             monkeypatch.chdir(cwd)
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit:
-            cli.run_main(module.main)
+            run_main(module.main)
         return subprocess.CompletedProcess(words, exit.value.code or 0, *capfd.readouterr())
 
     return call

@@ -30,7 +30,8 @@ import torch
 
 import kernels
 from kernels import first_call, self_check
-from nanolong import cli, validate
+from nanolong import settings
+from nanolong.errors import require, run_main
 from nanolong.provenance import ROOT, current_commit
 
 PARTS = ("tests", "checks", "sanitizer", "bench")
@@ -50,9 +51,7 @@ class CheckConfig:
 
     def __post_init__(self):
         for part in self.only:
-            validate.require(
-                part in PARTS, f"there is no part {part!r}: --only takes {', '.join(PARTS)}"
-            )
+            require(part in PARTS, f"there is no part {part!r}: --only takes {', '.join(PARTS)}")
 
 
 class Outcome(NamedTuple):
@@ -241,7 +240,7 @@ def machine():
 
 
 def main():
-    cfg = cli.parse(cfg=CheckConfig, about=__doc__).cfg
+    cfg = settings.parse(cfg=CheckConfig).cfg
     missing = what_is_missing()
     for sentence in missing:
         print(f"error: {sentence}", file=sys.stderr)
@@ -268,4 +267,4 @@ def main():
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -30,7 +30,6 @@ from nanolong.hub.families import FAMILIES, UNSUPPORTED
 from nanolong.hub.importing import import_checkpoint, read_settings, read_values
 from nanolong.hub.layout import stored_shapes, tensor_layout
 from nanolong.inference import KVCache
-from nanolong.run.checkpoint import open_model
 from rope_scaling import EVALUATION_ONLY
 
 LENGTH = 64  # the original context length of every model
@@ -129,7 +128,7 @@ EXPORTED_METHODS = ("none", "pi", "ntk", "ntk-parts", "yarn", "abf", "llama3", "
 # models that can be exported
 OURS = {
     "rope": ({}, None),
-    "rope, GQA, QK-norm": ({"n_kv_head": 2, "qk_norm": True}, None),
+    "rope, GQA, QK-norm": ({"n_kv_head": 2, "qk_norm": "head"}, None),
     "rope, biases of q, k and v": ({"bias": "qkv"}, None),
     "rope, window": ({"window": 21}, None),
     "rope, NoPE and window in turn": ({"window": 21, "layer_pattern": "WN"}, None),
@@ -137,13 +136,13 @@ OURS = {
     "rope, scores times 1.3": ({"attn_scale": 1.3}, None),
     "rope in half of a head": ({"rope_fraction": 0.5}, None),
     "rope in half of a head, QK-norm, yarn": (
-        {"rope_fraction": 0.5, "qk_norm": True},
+        {"rope_fraction": 0.5, "qk_norm": "head"},
         ("yarn", {}),
     ),
     "heads that do not divide the embedding": ({"n_embd": 50, "head_dim": 8}, None),
     "untied": ({"tie_embeddings": False}, None),
     "nope": ({"pos": "nope"}, None),
-    "nope, QK-norm": ({"pos": "nope", "qk_norm": True}, None),
+    "nope, QK-norm": ({"pos": "nope", "qk_norm": "head"}, None),
     "nope, biases of q, k and v": ({"pos": "nope", "bias": "qkv"}, None),
     "LayerNorm": ({"norm": "layernorm"}, None),
     "nope, scale": ({"pos": "nope"}, ("scale", {"scale": 1.2})),
@@ -174,7 +173,7 @@ OURS = {
     "longrope, two tables": ({}, ("longrope", TWO_TABLES)),
     "drope": ({}, ("drope", {"scale": 1.1})),
     "drope in half of a head": ({"rope_fraction": 0.5}, ("drope", {"scale": 1.1})),
-    "drope, QK-norm": ({"qk_norm": True}, ("drope", {"scale": 1.1})),
+    "drope, QK-norm": ({"qk_norm": "head"}, ("drope", {"scale": 1.1})),
 }
 
 REFUSED_SCHEMES = [pos for pos in BUILT_IN if pos not in ("rope", "nope")]
@@ -195,13 +194,13 @@ REFUSED = {
     "yarn in layers without a window": ({"window": 21, "layer_pattern": "WF"}, ("yarn", {})),
     "window and sinks": ({"window": 21, "sinks": 2}, None),
     "random positions": ({"random_positions": 512}, None),
-    "NoPE in every second layer, QK-norm": ({"layer_pattern": "FN", "qk_norm": True}, None),
+    "NoPE in every second layer, QK-norm": ({"layer_pattern": "FN", "qk_norm": "head"}, None),
     "NoPE in every second layer, biases": ({"layer_pattern": "FN", "bias": "qkv"}, None),
-    "QK-norm, biases of q, k and v": ({"qk_norm": True, "bias": "qkv"}, None),
+    "QK-norm, biases of q, k and v": ({"qk_norm": "head", "bias": "qkv"}, None),
     "GELU": ({"mlp": "gelu"}, None),
     "biases in all linear layers": ({"bias": "all"}, None),
     "GPT-2 with a window": ({**GPT2, "window": 21}, None),
-    "GPT-2 with GQA and QK-norm": ({**GPT2, "n_kv_head": 2, "qk_norm": True}, None),
+    "GPT-2 with GQA and QK-norm": ({**GPT2, "n_kv_head": 2, "qk_norm": "head"}, None),
     "longrope, two tables, in half of a head": (
         {"rope_fraction": 0.5},
         ("longrope", {"long_factor": [1.0, 2.0], "short_factor": [1.0, 1.1]}),
@@ -444,7 +443,7 @@ def export_quietly(run, target):
 
 def open_run(run):
     """Return a model as export_checkpoint() takes it."""
-    return open_model(GPT, run)
+    return GPT.load(run, dtype=None)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from model import GPT, POSITIONS
 from nanolong.devices import autocast, set_weights_dtype
 from nanolong.errors import UserError
 from nanolong.inference import KVCache, cast_weights
-from nanolong.run.checkpoint import save_model
+from nanolong.run import save_model
 
 # of a norm of queries in bfloat16 with float32 weights, which is meant
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 BLOCKS = {
     "llama": {"n_kv_head": 2},
     "gpt2": {"norm": "layernorm", "mlp": "gelu", "bias": "all", "tie_embeddings": False},
-    "qwen": {"qk_norm": True, "bias": "qkv"},
+    "qwen": {"qk_norm": "head", "bias": "qkv"},
 }
 all_schemes_and_blocks = pytest.mark.parametrize(
     "settings",

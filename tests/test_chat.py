@@ -240,7 +240,7 @@ def test_a_special_token_of_a_model_without_a_template_is_noted(call, make, tmp_
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--chat"], "--chat needs the message of a user: give it by --start=TEXT"),
+        (["--chat"], "--chat needs a user's message: give --start=TEXT"),
         (["--start=a", "--system=b"], "--system is part of a conversation: give --chat too"),
     ],
 )

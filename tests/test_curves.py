@@ -200,7 +200,7 @@ def test_evaluate_says_what_it_cannot_plot(call, write_log, tmp_path, monkeypatc
         ([file, tmp_path / "none"], "none/log.jsonl does not exist: "),
         ([file, run / "log.jsonl"], "log.jsonl/log.jsonl does not exist: "),
         ([file, write_log(name="empty")], "empty has logged no training step: "),
-        (["--curves=a.jpg", run], "--curves=a.jpg is not a PNG: "),
+        (["--curves=a.jpg", run], "--curves=a.jpg is no PNG: "),
         ([file, "--json=a.json", run], "leave --plot, --json and --report out"),
     ):
         assert_refused(call("evaluate.py", *words), phrase)

@@ -126,8 +126,8 @@ def test_chunked_at_the_context_length_is_the_validation_loss_of_training(make, 
     """The same sequences, as many, so the same mean."""
     dataset = data.Dataset(text_data)
     model = make(pos="rope", vocab_size=257)
-    cfg = train.TrainConfig(dataset=str(text_data), batch_size=4, eval_iters=5)
-    expected = train.estimate_loss(model, dataset, cfg, torch.float32)["val_loss"]
+    cfg = train.TrainConfig(dataset=str(text_data), batch_size=4, eval_iters=20, dtype="float32")
+    expected = train.estimate_loss(model, dataset, cfg)["val_loss"]
     loss_sum, n_scored = losses.loss_by_position(model, dataset.val, 24, 20 * 24)
     assert float(loss_sum.sum() / n_scored.sum()) == pytest.approx(expected, rel=1e-6)
 
@@ -819,7 +819,7 @@ def test_command_line_says_what_is_wrong(runs, call, tmp_path):
     for words, phrase in (
         ([], "run folder"),
         ([f"a={rope}", f"a={learned}"], "same name"),
-        ([rope, "--protocol="], "chunked, last-quarter"),
+        ([rope, "--protocol="], "name one at least"),
         ([rope, "--plot=a.jpg"], ".png"),
         ([rope, "--lengths=0"], "at least 1"),
         ([rope, "--dataset=nowhere"], "nowhere"),

@@ -493,7 +493,7 @@ def test_processes_agree_on_the_worst_verdict(tmp_path):
 
 
 def test_a_run_records_its_verdict(device, call, text_data, tmp_path):
-    """A resume under another verdict says so in one line."""
+    """In meta.json, where a resumed run has its own."""
     words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}", "--pos=t5"]
     assert_success(call("train.py", *words, "--max_iters=4"))
 
@@ -503,14 +503,12 @@ def test_a_run_records_its_verdict(device, call, text_data, tmp_path):
 
     assert verdict(4) == "triton" and device.calls
     resumed = call("train.py", *words, "--max_iters=6", "--init_from=resume")
-    assert resumed.returncode == 0 and "kernels" not in resumed.stdout
-    assert verdict(6) == "triton"
+    assert resumed.returncode == 0 and verdict(6) == "triton"
     device.restart(driver="2")
     device.broken["flash"] = wrong_scale
     resumed = call("train.py", *words, "--max_iters=8", "--init_from=resume")
     expected = "triton, but plain PyTorch for attention (float32, head dimension 16, table)"
     assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.count(f"kernels triton -> {expected}") == 1
     assert verdict(8) == expected
 
 

@@ -14,7 +14,6 @@ import torch
 import data
 import rope_scaling
 from model import GPT, GPTConfig
-from nanolong import run as runs
 from nanolong.errors import UserError
 from nanolong.hub.exporting import export_checkpoint
 from nanolong.hub.gguf_export import export_gguf
@@ -53,7 +52,7 @@ def saved(make, tmp_path):
             model.extend(method, 4.0, **options)
         model.meta = meta
         model.save(tmp_path / "run" / "step-000000")
-        return model, runs.open_model(GPT, tmp_path / "run")
+        return model, GPT.load(tmp_path / "run", dtype=None)
 
     return save
 
@@ -259,7 +258,7 @@ def test_the_command_line_exports_a_file(saved, tmp_path, run):
 @pytest.mark.skipif(not REAL_FILE, reason="it needs SmolLM2's file: make smollm2")
 def test_a_real_file_comes_out_as_it_went_in(tmp_path):
     import_gguf(GPT, REAL_FILE, tmp_path / "run")
-    export_gguf(runs.open_model(GPT, tmp_path / "run"), tmp_path / "model.gguf")
+    export_gguf(GPT.load(tmp_path / "run", dtype=None), tmp_path / "model.gguf")
     before = read_header(Path(REAL_FILE)).metadata
     after = read_header(tmp_path / "model.gguf").metadata
     for key, value in before.items():

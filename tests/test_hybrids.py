@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from model import GPT, GPTConfig, NoPE, RoPE
-from nanolong import cli, validate
 from nanolong.attention_maps import attention_maps
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
@@ -149,7 +148,7 @@ def test_a_scheme_of_ones_own_is_shared_by_all_layers(monkeypatch, make):
     model.extend("pi", 2.0)
     assert model.local is None
     with pytest.raises(UserError, match="layer_pattern of both"):
-        validate.check_model(GPTConfig(**{"pos": "own", **HYBRID}), GPT.schemes)
+        GPT(GPTConfig(**{"pos": "own", **HYBRID}))
 
 
 @pytest.mark.parametrize(
@@ -158,33 +157,24 @@ def test_a_scheme_of_ones_own_is_shared_by_all_layers(monkeypatch, make):
         ({"rope_local_base": 1e4}, "layer_pattern of both"),
         ({"rope_local_base": 1e4, "window": 5}, "layer_pattern of both"),
         ({**HYBRID, "pos": "alibi"}, "layer_pattern of both"),
-        ({**HYBRID, "rope_local_base": 0.5}, "must be above 1, or 0"),
-        ({**HYBRID, "rope_local_base": 1.0}, "must be above 1, or 0"),
-        ({**HYBRID, "rope_local_base": float("inf")}, "it must be above 1, or 0, and finite"),
+        ({**HYBRID, "rope_local_base": 1.0}, "layer_pattern of both"),
         ({"p_rope": 0.5, "rope_fraction": 0.5}, "give one of them"),
         ({"p_rope": 1.5}, "at most 1"),
-        ({"norm_position": "after"}, "pre, post, both, parallel"),
-        ({"mlp": "relu"}, "swiglu, geglu, gelu"),
+        ({"norm_position": "after"}, "unknown: give one of .*parallel"),
+        ({"mlp": "relu"}, "unknown: give one of .*swiglu"),
     ],
     ids=str,
 )
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        config = validate.coerce(GPTConfig, settings, "the test")
-        validate.check_model(config, GPT.schemes)
+        GPT(GPTConfig(**settings))
 
 
 def test_a_model_made_in_python_is_checked_like_one_of_the_command_line():
-    with pytest.raises(UserError, match="norm=batchnorm is unknown: choose one of rmsnorm, layer"):
+    with pytest.raises(UserError, match="norm=batchnorm is unknown: give one of .*rmsnorm"):
         GPT(GPTConfig(norm="batchnorm"))
     with pytest.raises(UserError, match="head_dim=33 is odd"):
         GPT(GPTConfig(n_embd=99))
-
-
-def test_a_true_qk_norm_of_older_checkpoints_is_that_of_each_head():
-    assert validate.coerce(GPTConfig, {"qk_norm": True}, "meta.json").qk_norm == "head"
-    assert validate.coerce(GPTConfig, {"qk_norm": False}, "meta.json").qk_norm == "none"
-    assert cli.parse(model_config=GPTConfig, argv=["--qk_norm=true"]).model_config.qk_norm == "head"
 
 
 # -----------------------------------------------------------------------------

@@ -51,7 +51,7 @@ FUSED = ("nope", "learned", "sinusoidal", "alibi", "sandwich", "rope")
 @pytest.mark.parametrize("pos", POSITIONS)
 def test_checkpointing_recomputes_blocks_and_keeps_every_bit(pos, make):
     """With dropout; all is computed again in the backward pass, but fused attention."""
-    model = make(pos=pos, n_kv_head=2, qk_norm=True, dropout=0.2).train()
+    model = make(pos=pos, n_kv_head=2, qk_norm="head", dropout=0.2).train()
     tokens = torch.randint(0, 50, (2, 24))
     expected, _, plain = backward(model, tokens, False)
     results, forward, recomputed = backward(model, tokens, True)

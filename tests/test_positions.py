@@ -335,7 +335,7 @@ def test_only_absolute_schemes_notice_that_all_positions_are_shifted(pos, make):
         {},
         {"window": 5},
         {"window": 5, "sinks": 2, "n_kv_head": 2},
-        {"qk_norm": True, "head_dim": 6, "tie_embeddings": False},
+        {"qk_norm": "head", "head_dim": 6, "tie_embeddings": False},
     ],
     ids=str,
 )
@@ -444,7 +444,7 @@ def test_the_base_class_keeps_its_state_under_names_of_its_own(make):
         *("embed", "rotate", "bias", "relative", "attend", "extend", "bounded", "pairs"),
         *("by_index",),
         *("methods", "check_method", "set_length", "update_tables", "distance_index"),
-        *("register_constant", "needs_whole_text", "exchange"),
+        *("register_constant", "needs_whole_text"),
     }
     text = (ROOT / "docs/schemes.md").read_text()
     assert all(f"`{name}" in text for name in methods | public - {"training"})

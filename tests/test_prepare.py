@@ -153,8 +153,8 @@ def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
 
 def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
     meta = {"tokenizer": data.CharTokenizer("abc").to_json()}
-    monkeypatch.setattr("nanolong.run.checkpoint.find_checkpoint", lambda path: Path(path))
-    monkeypatch.setattr("nanolong.run.checkpoint.read_meta", lambda folder: meta)
+    monkeypatch.setattr("nanolong.run.find_checkpoint", lambda path: Path(path))
+    monkeypatch.setattr("nanolong.run.read_meta", lambda folder: meta)
     (tmp_path / "t.txt").write_text("ccab" * 10)
     dataset = data.Dataset(prepare_text(tmp_path / "t.txt", "mine", tokenizer=str(tmp_path)))
     assert dataset.train.tokens[0][:4].tolist() == [2, 2, 0, 1]
@@ -271,7 +271,7 @@ def test_a_dataset_is_not_overwritten(tmp_path, data_folder):
         ("short.txt", {}, "too short"),
         ("gone.txt", {}, "no file"),
         ("good.txt", {"tokenizer": "gpt7"}, "gpt7"),
-        ("good.txt", {"val_fraction": 0.0}, "above 0 and below 1"),
+        ("good.txt", {"val_fraction": 0.0}, "is no fraction: give 0.1"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 256}, "at least 257"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 0}, "at least 257"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 1 << 30}, "at most 1048576"),

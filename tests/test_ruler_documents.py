@@ -11,16 +11,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_refused, assert_same_bits, assert_success, logged, newest
+from conftest import TINY, assert_refused
 from test_hf_tokenizer import KINDS as IMPORTED
 from test_hf_tokenizer import import_tokenizer
 
 import data
 import train
 from data.ruler import SIZES, needed_length
-from nanolong import validate
 from nanolong.errors import UserError
-from nanolong.run.checkpoint import read_meta, write_meta
 
 BYTES = data.ByteTokenizer()
 # tokens of bytes: enough for every kind, and not many more
@@ -402,17 +400,9 @@ def test_evaluation_does_not_ask_what_training_showed(text_data):
 )
 def test_impossible_tasks_are_refused(tasks, message):
     one = [f"{kind}:{1 / 7}" for kind in data.KINDS]  # fractions may add up to one
-    assert sum(validate.task_fractions(one).values()) == pytest.approx(1)
+    assert sum(data.task_fractions(one).values()) == pytest.approx(1)
     with pytest.raises(UserError, match=message):
         train.TrainConfig(tasks=tasks)
-
-
-def test_the_old_setting_is_refused_with_the_new_one(call, tmp_path):
-    words = "passkey is now one of the tasks", "give --tasks=passkey:FRACTION"
-    assert_refused(call("train.py", "--passkey=0.1"), *words)
-    preset = tmp_path / "old.toml"
-    preset.write_text("passkey = 0.1\n")
-    assert_refused(call("train.py", str(preset)), *words)
 
 
 def test_tasks_that_cannot_be_made_are_refused_before_training(call, text_data, tmp_path):
@@ -429,30 +419,3 @@ def test_tasks_that_cannot_be_made_are_refused_before_training(call, text_data, 
     done = call("train.py", *words, "--tasks=niah:0.1", f"--dataset={bare}")
     assert_refused(done, "has no tokenizer")
     assert not out.exists()
-
-
-def write_old_setting(run):
-    """Give a checkpoint the setting that it would have had before --tasks."""
-    meta = read_meta(newest(run))
-    assert meta["train"].pop("tasks") == ["passkey:0.5"]
-    meta["train"]["passkey"] = 0.5
-    write_meta(newest(run), meta)
-
-
-def test_a_run_with_the_old_setting_resumes_and_is_extended(call, text_data, tmp_path):
-    words = [*TINY, f"--dataset={text_data}", "--block_size=64", "--lr_schedule=constant"]
-    words += ["--tasks=passkey:0.5", "--eval_interval=4"]
-    whole_run, cut = tmp_path / "whole", tmp_path / "cut"
-    assert_success(call("train.py", *words, "--max_iters=8", f"--out_dir={whole_run}"))
-    assert_success(call("train.py", *words, "--max_iters=4", f"--out_dir={cut}"))
-    write_old_setting(cut)
-    extended = tmp_path / "extended"
-    extend = ["extend.py", str(cut), "--max_iters=2", "--factor=2", f"--out_dir={extended}"]
-    assert_success(call(*extend))
-    assert read_meta(newest(extended))["train"]["tasks"] == ["passkey:0.5"]
-
-    done = call("train.py", f"--out_dir={cut}", "--init_from=resume", "--max_iters=8")
-    assert_success(done)
-    assert logged(cut, "changed") == [{"max_iters": [4, 8]}]
-    assert read_meta(newest(cut))["train"]["tasks"] == ["passkey:0.5"]
-    assert_same_bits(cut, whole_run)

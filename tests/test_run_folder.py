@@ -1,157 +1,387 @@
-"""Run folders: an old run is renamed and nothing of it removed, and the newest run."""
+"""The run folder: checkpoints whole or absent, the log, the lock, stop signals."""
 
+import errno
+import json
+import os
 import shutil
-from pathlib import Path
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from conftest import TINY, assert_refused, assert_success, content
+import torch
+from conftest import (
+    ROOT,
+    TINY,
+    assert_refused,
+    assert_same_bits,
+    assert_success,
+    content,
+    logged,
+    newest,
+)
+from safetensors.torch import load_file, save_file
 
-import train
 from model import GPT
-from nanolong.run.folder import latest_run, list_steps, rename_old
+from nanolong import run as runs
+from nanolong.errors import UserError
+from nanolong.optim import make_optimizers
+from nanolong.strict_json import from_json, to_json
+from train import TrainConfig
 
 
 @pytest.fixture
-def words(text_data, tmp_path):
-    return ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
-
-
-@pytest.fixture
-def old_run(tmp_path):
-    """A run folder with two checkpoints and a log, made of empty files."""
-    run = tmp_path / "run"
-    for step in (10, 20):
-        (run / f"step-{step:06d}").mkdir(parents=True)
-        (run / f"step-{step:06d}/meta.json").write_text(str(step))
-    (run / "log.jsonl").write_text("old\n")
-    return run
-
-
-def test_a_newest_step_without_its_meta_is_named(words, call):
-    """sample.py takes the step before it; training does not, which would write over it."""
-    assert_success(call(*words))
-    run = words[-1].partition("=")[2]
-    (Path(run) / "step-000008/meta.json").unlink()
-    sampled = assert_success(call("sample.py", run, "--max_new_tokens=2"))
-    assert "note" in sampled.stderr and "step-000008 has no meta.json" in sampled.stderr
-    assert "step-000004 is used" in sampled.stderr
-    assert_refused(call(*words, "--init_from=resume"), "step-000008 is damaged")
-
-
-def test_the_newest_run_is_none_that_was_renamed(old_run):
-    before = content(old_run)
-    assert latest_run(old_run.parent) == old_run
-    (old_run.parent / "run.old1").mkdir()
-    assert rename_old(old_run) == old_run.parent / "run.old2"
-    assert content(old_run.parent / "run.old2") == before
-    assert latest_run(old_run.parent) is None
+def folder(make, tmp_path):
+    """A run folder with checkpoints of steps 5 and 10, of which the first is the best."""
+    for step, loss in ((5, 1.0), (10, 2.0)):
+        runs.save_model(make(pos="t5"), tmp_path / f"run/step-{step:06d}", step=step)
+        with open(tmp_path / "run/log.jsonl", "a") as log:
+            log.write(f'{{"step": {step}, "val_loss": {loss}}}\n')
+    return tmp_path / "run"
 
 
 # -----------------------------------------------------------------------------
-# The command line.
+# Saving and loading.
 
 
-def test_overwrite_renames_a_run_and_removes_nothing(call, words, tmp_path):
-    """With whatever else is in its folder."""
+@pytest.mark.parametrize("pos", ["rope", "t5", "learned"])
+def test_weights_are_stored_and_loaded_to_the_bit_in_either_dtype(pos, make, tmp_path):
+    """bfloat16 is rounded as torch rounds; in memory norms and position schemes stay float32."""
+    model = make(pos=pos, qk_norm="head", bias="all")
+    model.save(tmp_path / "whole/step-000000")
+    again = GPT.load(tmp_path / "whole")
+    assert again.config == model.config and not again.training
+    for p, expected in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, expected) and p.requires_grad
+
+    runs.save_model(model, tmp_path / "step-000000", dtype=torch.bfloat16)
+    rounded = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    stored = load_file(tmp_path / "step-000000/model.safetensors")
+    assert stored.keys() == rounded.keys()
+    assert all(stored[name].equal(rounded[name]) for name in rounded)
+    for dtype in (torch.float32, None, torch.bfloat16):
+        again = GPT.load(tmp_path, dtype=dtype)
+        assert again.stored_dtype == torch.bfloat16
+        assert again.head.weight is again.embed.weight
+        for name, p in again.named_parameters():
+            is_matrix = "norm" not in name and not name.startswith("pos.")
+            assert p.dtype == ((dtype or torch.bfloat16) if is_matrix else torch.float32), name
+            assert p.float().equal(rounded[name].float())
+
+
+def test_the_newest_the_named_and_the_best_checkpoint_are_loaded(folder, make):
+    """The best has the lowest validation loss in the log; without a log the newest is taken."""
+    assert GPT.load(folder).meta["step"] == 10
+    assert GPT.load(folder / "step-000005").meta["step"] == 5
+    assert GPT.load(folder, best=True).meta["step"] == 5
+    (folder / "log.jsonl").unlink()
+    assert GPT.load(folder, best=True).meta["step"] == 10
+
+
+def test_a_saved_copy_keeps_what_the_model_was_loaded_with(folder, tmp_path):
+    model = GPT.load(folder)
+    model.meta["tokenizer"] = {"files": {"tokenizer.json": b"\x00\xff"}}
+    model.save(tmp_path / "copy")
+    meta = runs.read_meta(tmp_path / "copy")
+    assert meta["step"] == 10 and meta["tokenizer"] == model.meta["tokenizer"]
+    assert runs.weights_hash(GPT.load(tmp_path / "copy")) == runs.weights_hash(model)
+
+
+def test_other_code_than_the_weights_were_trained_with_is_noted(folder, make, capsys):
+    meta = {"code": {"model.py": "0" * 16}}
+    model = make()
+    model.meta = meta
+    model.save(folder / "step-000011")
+    GPT.load(folder / "step-000010")
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        GPT.load(folder)
+    err = capsys.readouterr().err
+    assert err.count("note: model.py changed since") == 1 and "step-000011" in err
+
+
+def test_json_has_no_nan_and_holds_bytes_and_numbers_of_numpy():
+    import numpy as np
+
+    value = {"a": [float("nan"), float("inf"), 1.5], "b": b"\x00\xff", "c": np.float32(0.5)}
+    text = to_json(value)
+    assert "NaN" not in text and "Infinity" not in text
+    assert from_json(text) == {"a": [None, None, 1.5], "b": b"\x00\xff", "c": 0.5}
+
+
+# -----------------------------------------------------------------------------
+# Damage.
+
+
+def flip_a_bit(file):
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optim.safetensors", "meta.json"])
+@pytest.mark.parametrize("damage", ["a bit", "cut", "gone"])
+def test_damage_is_named_with_the_checkpoint_before_it(name, damage, call, text_data, tmp_path):
+    words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+    assert_success(call("train.py", *words))
+    file = tmp_path / "run/step-000008" / name
+    if damage == "a bit":
+        flip_a_bit(file)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-9])
+    else:
+        file.unlink()
+    before = content(tmp_path / "run")
+    done = call("train.py", f"--out_dir={tmp_path}/run", "--init_from=resume", "--max_iters=9")
+    assert_refused(done, name, "use the one before it", "step-000004")
+    assert content(tmp_path / "run") == before
+
+
+def test_an_edited_meta_json_another_format_and_other_settings_are_refused(folder, make):
+    file = folder / "step-000010/meta.json"
+    meta = json.loads(file.read_text())
+    for change, message in (
+        ({"step": 11}, "damaged .it was edited or cut off"),
+        ({"format": 2}, "has format 2, and this version reads 3"),
+        ({"format": None}, "has format None"),
+    ):
+        file.write_text(json.dumps({**meta, **change}))
+        with pytest.raises(UserError, match=message):
+            GPT.load(folder)
+    meta["config"]["warp"] = 1
+    meta["checksums"]["meta.json"] = runs.checksum_of_meta(meta)
+    file.write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="has the settings warp, which this version lacks"):
+        GPT.load(folder)
+
+
+def test_weights_that_do_not_fit_their_settings_are_refused(folder):
+    file = folder / "step-000010/model.safetensors"
+    tensors = load_file(file)
+    tensors["blocks.0.attention.q.weight"] = torch.zeros(3, 3)
+    save_file(tensors, file)
+    meta = runs.read_meta(file.parent)
+    meta["checksums"][file.name] = runs.sha256(file)
+    meta["checksums"]["meta.json"] = runs.checksum_of_meta(meta)
+    (file.parent / "meta.json").write_text(to_json(meta))
+    with pytest.raises(UserError, match="size mismatch for blocks.0.attention.q.weight.*step-0000"):
+        GPT.load(folder)
+
+
+def test_folders_without_a_checkpoint_are_refused(folder, tmp_path):
+    with pytest.raises(UserError, match="train one by python train.py --out_dir="):
+        GPT.load(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="give a run folder"):
+        GPT.load(tmp_path / "empty")
+    with pytest.raises(UserError, match="the steps in .*run are step-000005, step-000010"):
+        GPT.load(folder / "step-000007")
+
+
+def test_the_state_of_another_optimizer_is_refused(make, tmp_path):
+    """A part of it, too; before the first step an optimizer keeps none."""
+    model = make(pos="learned")
+    model.meta = {}
+    adamw, muon = (make_optimizers(model, TrainConfig(optimizer=x)) for x in ("adamw", "muon"))
+    runs.save_model(model, tmp_path / "step-000000", optim={})
+    runs.load_optimizers(model, adamw, tmp_path / "step-000000")
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
+    for optimizer in adamw:
+        optimizer.step()
+    tensors = runs.optimizer_tensors(model, adamw)
+    runs.save_model(model, tmp_path / "step-000001", optim=tensors)
+    runs.load_optimizers(model, adamw, tmp_path / "step-000001")
+    with pytest.raises(UserError, match="the state of another optimizer"):
+        runs.load_optimizers(model, muon, tmp_path / "step-000001")
+    tensors.popitem()
+    runs.save_model(model, tmp_path / "step-000002", optim=tensors)
+    with pytest.raises(UserError, match="the state of another optimizer"):
+        runs.load_optimizers(model, adamw, tmp_path / "step-000002")
+
+
+# -----------------------------------------------------------------------------
+# Whole or absent.
+
+
+def test_a_full_disk_names_what_is_whole_and_leaves_nothing(folder, make, monkeypatch):
+    before = content(folder)
+
+    def write(tensors, file):
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("safetensors.torch.save_file", write)
+    with pytest.raises(UserError, match="No space left.*step-000010 is whole: free space"):
+        make().save(folder / "step-000011")
+    assert content(folder) == before
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="step-000005 exists already"):
+        make().save(folder / "step-000005")
+    assert content(folder) == before
+
+
+@pytest.mark.slow
+def test_killed_before_any_file_operation_a_run_is_whole_and_goes_on(text_data, tmp_path):
+    """kill -9 before each opening, renaming and removing in the run folder; then it is resumed."""
+    words = [*TINY, "--max_iters=6", "--eval_interval=2", f"--dataset={text_data}"]
+
+    def train(out_dir, kill_at=0, *more):
+        code = (
+            "import os, signal, sys, train\n"
+            "from nanolong.errors import run_main\n"
+            "seen = 0\n"
+            "def audit(event, args):\n"
+            "    global seen\n"
+            "    if event in ('open', 'os.rename', 'os.mkdir', 'os.remove', 'os.rmdir'):\n"
+            f"        if {out_dir.name!r} in str(args[0]):\n"
+            "            seen += 1\n"
+            f"            if seen == {kill_at}: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "sys.addaudithook(audit)\n"
+            "status = train.main(sys.argv[1:])\n"
+            "print('operations', seen)\n"
+        )
+        command = [sys.executable, "-c", code, *words, f"--out_dir={out_dir}", *more]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    whole = assert_success(train(tmp_path / "whole"))
+    n = int(whole.stdout.rpartition("operations ")[2])
+    assert n > 60
+    for kill_at in range(1, n + 1, 3 if n > 90 else 1):
+        run = tmp_path / f"run-{kill_at}-x"
+        assert train(run, kill_at).returncode == -signal.SIGKILL
+        assert_success(train(run, 0, "--init_from=auto"))
+        assert_same_bits(tmp_path / "whole", run)
+        assert not list(run.glob(".tmp*"))
+        shutil.rmtree(run)
+
+
+def test_old_runs_are_renamed_and_nothing_of_them_is_removed(call, text_data, tmp_path):
+    words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     run = tmp_path / "run"
-    assert_success(call(*words, "--max_iters=16", "--eval_interval=2"))
+    assert_success(call(*words))
     (run / "notes.txt").write_text("mine")
     before = content(run)
     assert_refused(call(*words, "--pos=alibi"), "--overwrite")
     assert content(run) == before
-    done = assert_success(call(*words, "--pos=alibi", "--max_iters=4", "--overwrite"))
+    done = assert_success(call(*words, "--pos=alibi", "--overwrite"))
     assert f"the run in {run} is {run}.old1 now\n" in done.stdout
     assert content(tmp_path / "run.old1") == before
     assert GPT.load(run).config.pos == "alibi"
-    names = ["curve.png", "lock", "log.jsonl", "step-000000", "step-000004"]
-    assert sorted(item.name for item in run.iterdir()) == names
     second = content(run)
     assert_success(call(*words, "--overwrite"))
     assert content(tmp_path / "run.old1") == before and content(tmp_path / "run.old2") == second
-    # also where there is nothing to rename
-    assert_success(call(*words, "--overwrite", f"--out_dir={tmp_path}/new"))
+    assert runs.latest_run(tmp_path) == run
+    shutil.rmtree(run)
+    assert runs.latest_run(tmp_path) is None
 
 
-def test_a_start_that_fails_leaves_the_old_run_as_it_was(call, words, tmp_path, monkeypatch):
-    run = tmp_path / "run"
+def test_a_start_that_fails_leaves_the_old_run_where_it_was(call, text_data, tmp_path, monkeypatch):
+    words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     assert_success(call(*words))
-    before = content(run)
-    failing = ["--overwrite", "--learning_rate=0.1"]
-
-    def fail(*args, **kwargs):
-        raise OSError(28, "No space left on device", str(run))
-
-    for module, place in ((train, "estimate_loss"), (train.optim, "make_optimizers")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, place, fail)
-            done = call(*words, *failing)
-        assert done.returncode == 2 and "No space left" in done.stderr, place
-        assert content(run) == before, place
-    refused = call(*words, *failing, "--dataset=nowhere")
-    assert refused.returncode == 2 and content(run) == before
+    before = content(tmp_path)
+    refused = call(*words, "--overwrite", "--min_doc=99999999")
+    assert_refused(refused, "no training document is as long")
+    assert content(tmp_path) == before
 
 
-def test_resuming_wins_over_a_preset_that_overwrites(call, words, tmp_path):
-    words = ["train.py", "config/debug.toml", *words[1:]]
-    assert_success(call(*words))
-    assert_success(call(*words, "--init_from=resume", "--max_iters=9"))
-    assert '"step": 1,' in (tmp_path / "run/log.jsonl").read_text()
+def test_the_log_drops_what_comes_after_the_checkpoint(tmp_path):
+    tmp_path.joinpath("log.jsonl").write_text(
+        '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 2, "val_loss": 1}\n'
+        '{"step": 3, "loss": 1}\n[]\n{"step": 4, "lo'
+    )
+    (tmp_path / ".tmp-step-000003").mkdir()
+    log = runs.Log(tmp_path, step=2)
+    log.write(3, loss=float("nan"))
+    log.close()
+    assert not (tmp_path / ".tmp-step-000003").exists()
+    assert [row["step"] for row in logged(tmp_path)] == [1, 2, 2, 3]
+    assert logged(tmp_path)[-1]["loss"] is None
+    assert runs.is_evaluated(tmp_path, 2) and not runs.is_evaluated(tmp_path, 3)
 
 
-def test_a_preset_that_overwrites_does_so_in_its_own_folder_only(call, words, tmp_path):
-    """config/debug.toml names out/debug: a finished run elsewhere is not replaced."""
-    assert_success(call(*words))
-    before = content(tmp_path / "run")
-    assert_refused(call("train.py", "config/debug.toml", *words[1:]), "holds a run already")
-    assert content(tmp_path / "run") == before
+# -----------------------------------------------------------------------------
+# One writer.
+
+WRITER = """
+import sys, time
+from nanolong import run
+try:
+    with run.lock(sys.argv[1]):
+        print("locked", flush=True)
+        time.sleep(float(sys.argv[2]))
+except ValueError as error:
+    print(error)
+"""
 
 
-def test_overwrite_is_refused_where_the_run_is_used(call, words, tmp_path):
-    run = tmp_path / "run"
-    assert_success(call(*words))
-    before = content(run)
-    refused = call(*words, "--overwrite", "--init_from=resume")
-    assert refused.returncode == 2 and "leave one of them out" in refused.stderr
-    extend = ["extend.py", run, "--max_iters=0", "--method=pi", "--factor=2", "--overwrite"]
-    refused = call(*extend, f"--out_dir={run}")
-    assert refused.returncode == 2 and "which is to be extended" in refused.stderr
-    assert content(run) == before
-
-    # An extension may be overwritten, and is named after its options too.
-    for _ in range(2):
-        assert_success(call(*extend))
-    assert_success(call(*extend, "--max_iters=2"))
-    done = call("extend.py", run, "--max_iters=0", "--options=beta_fast=16,ramp=paper")
-    assert done.returncode == 0, done.stderr
-    assert list_steps(tmp_path / "run-yarn4-beta_fast=16-ramp=paper")
-    assert list_steps(tmp_path / "run-pi2")[-1].name == "step-000002"
+def write_elsewhere(folder, seconds):
+    words = [sys.executable, "-c", WRITER, str(folder), str(seconds)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-def test_a_restart_by_torchrun_resumes_and_replaces_nothing(call, words, tmp_path, monkeypatch):
-    assert_success(call(*words))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert_success(call(*words, "--max_iters=10", "--overwrite"))
-    log = (tmp_path / "run/log.jsonl").read_text()
-    assert '"step": 1,' in log and '"step": 10,' in log
+def test_a_run_folder_has_one_writer(folder):
+    """A second process is told the first one's number; kill -9 frees the lock; it can be nested."""
+    first = write_elsewhere(folder, 60)
+    assert first.stdout.readline() == "locked\n"
+    with pytest.raises(UserError, match=f"process {first.pid} on .* writes to .*--out_dir.*remove"):
+        with runs.lock(folder):
+            pass
+    first.kill()
+    first.wait()
+    with runs.lock(folder), runs.lock(folder):
+        runs.move_aside(folder)
+        assert "writes to" in write_elsewhere(folder, 0).communicate()[0]
+    assert write_elsewhere(folder, 0).communicate()[0] == "locked\n"
 
 
-def test_a_finished_run_says_so(call, words, tmp_path):
-    assert_success(call(*words))
-    before = content(tmp_path / "run")
-    for more in ([], ["--max_iters=3"], ["--learning_rate=1e-4"]):
-        done = assert_success(call(*words, "--init_from=resume", *more))
-        assert done.stdout.splitlines() == [
-            f"{tmp_path}/run/step-000008 is finished: to train beyond step 8, raise --max_iters"
-        ]
-        assert content(tmp_path / "run") == before
+def test_a_disk_without_locks_names_the_file_to_remove(folder, monkeypatch):
+    """filelock then makes the file itself the lock, which a killed process leaves."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*args):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    import filelock
+
+    file = folder.parent / ".run.lock"
+    with filelock.SoftFileLock(file, timeout=0):
+        with pytest.raises(UserError, match=f"remove {file}"):
+            with runs.lock(folder):
+                pass
 
 
-def test_a_finished_run_is_tidied(call, words, tmp_path):
-    """A crash may have come between the last checkpoint and the removal of older ones."""
-    run = tmp_path / "run"
-    assert_success(call(*words))
-    before = content(run)
-    shutil.copytree(list_steps(run)[0], run / "step-000001")
-    shutil.copytree(list_steps(run)[0], run / ".tmp-step-000003")
-    assert_success(call(*words, "--init_from=resume"))
-    assert content(run) == before
+# -----------------------------------------------------------------------------
+# Stop signals.
+
+
+def test_signals_are_noted_once_and_handlers_restored(capfd):
+    before = signal.getsignal(signal.SIGTERM)
+    with runs.StopSignals() as stop:
+        assert not stop
+        for number in (signal.SIGTERM, signal.SIGINT):  # at once, as torchrun and a terminal do
+            signal.raise_signal(number)
+        assert stop
+    assert capfd.readouterr().err.count("stopping after this step") == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_signal_in_earnest_ends_the_process():
+    code = (
+        "import os, signal, time\nfrom nanolong.run import StopSignals\n"
+        "with StopSignals():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(1.1)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(9)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert done.returncode == -signal.SIGTERM and time.monotonic() - start < 60
+
+
+def test_the_last_two_and_the_best_are_kept(folder, make):
+    for step in (11, 12, 13):
+        make().save(folder / f"step-{step:06d}")
+        runs.prune(folder)
+    names = [step.name for step in runs.list_steps(folder)]
+    assert names == ["step-000005", "step-000012", "step-000013"]
+    assert newest(folder).name == names[-1]

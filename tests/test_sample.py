@@ -34,7 +34,7 @@ def test_greedy_text_that_is_rounded_is_not_printed_without_a_note(call, save_ru
     words = ["sample.py", save_run(), "--max_new_tokens=3", "--device=cpu"]
     assert not call(*words, "--temperature=0").stderr  # a small model, in float32
     monkeypatch.setattr("sample.MIN_PARAMETERS_BFLOAT16", 0)
-    monkeypatch.setattr("nanolong.devices._cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     for greedy in ("--temperature=0", "--top_k=1"):
         note = call(*words, greedy).stderr
         assert note.startswith("note: matrix products in bfloat16") and "--dtype=float32" in note

@@ -21,8 +21,7 @@ from conftest import (
 import data
 from model import GPT, POSITIONS
 from nanolong import plots
-from nanolong.run.checkpoint import read_meta
-from nanolong.run.folder import list_steps
+from nanolong.run import list_steps, read_meta
 from rope_scaling import METHODS
 
 PNG = b"\x89PNG"
@@ -56,14 +55,14 @@ TRAIN_ERRORS = [
     ("--dataset=nothing", "prepare.py"),
     ("--device=tpu", "--device=cpu"),
     ("--n_embd=100 --n_head=3", "not divisible"),
-    ("--init_from=resume --out_dir=out/never-made", "no run in out/never-made"),
+    ("--init_from=resume --out_dir=out/never-made", "no checkpoint in out/never-made to resume"),
     ("--block_size=100000000 --dataset=DATA", "--block_size"),
     ("--layer_pattern=FFFFFFFFN", "4 layers"),
     ("--random_positions=100", "block_size=256"),
 ]
 OTHER_ERRORS = [
     ("extend.py", "", "run folder"),
-    ("extend.py", "out/never-made", "does not exist"),
+    ("extend.py", "out/never-made", "train one by python train.py"),
     ("extend.py", "RUN --method=yarm", "'yarm': did you mean 'yarn'?"),
     ("extend.py", "RUN --method=magic", ", ".join(METHODS)),
     ("extend.py", "RUN --method=clamp", "--pos=rope has no extension method 'clamp': use --method"),
@@ -71,7 +70,7 @@ OTHER_ERRORS = [
     ("extend.py", "RUN --options=beta=1", "beta_fast"),
     ("extend.py", "RUN --method=llama3 --options=high_freq_factor=0.5", "low_freq_factor=1.0"),
     ("extend.py", "RUN --n_layer=3", "n_layer=2"),
-    ("sample.py", "out/never-made", "does not exist"),
+    ("sample.py", "out/never-made", "train one by python train.py"),
     ("sample.py", "RUN --start=FILE:gone.txt", "gone.txt"),
     ("evaluate.py", "", "run folder"),
     (

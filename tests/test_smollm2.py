@@ -17,7 +17,7 @@ from test_gguf_tokenizer import HARD_TEXT
 
 from data import tokenizer_from_json
 from nanolong.chat import encode_chat
-from nanolong.run.checkpoint import find_checkpoint, read_meta
+from nanolong.run import find_checkpoint, read_meta
 
 pytest.importorskip("gguf", reason="these need the gguf package: pip install gguf")
 pytest.importorskip("accelerate", reason="transformers reads GGUF with it: pip install accelerate")

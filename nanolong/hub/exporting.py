@@ -49,7 +49,7 @@ class Written(NamedTuple):
 
 
 def export_checkpoint(model, target, verify=True, tokenizer_from=""):
-    """Write a model that checkpoint.open_model() returned, and its tokenizer, whole or not at all.
+    """Write a loaded model and its tokenizer, whole or not at all.
 
     Its weights are those of its checkpoint's file. tokenizer_from: a Hugging Face directory whose
     tokenizer files are copied instead of the model's own. Raises UserError for a model that has no

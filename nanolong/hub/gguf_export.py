@@ -32,7 +32,7 @@ YARN_OPTIONS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 def export_gguf(model, target, store="auto", tokenizer_from=""):
-    """Write a model that checkpoint.open_model() returned to one file, whole or not at all.
+    """Write a loaded model to one file, whole or not at all.
 
     store: a key of TYPES, or "auto": as in the checkpoint, or float32 if queries are scaled.
     tokenizer_from: a Hugging Face directory whose tokenizer is written instead of the model's own,

@@ -103,8 +103,7 @@ def write_imported(target, source, config, weights, note, tokenizer, bos, family
         "imported": source.resolve().name,
         "code": {},
     }
-    with run.lock(target):
-        run.write_checkpoint(folder, {"model": weights}, meta)
+    run.write_checkpoint(folder, {"model": weights}, meta)
     print_summary(folder, config, sum(tensor.numel() for tensor in weights.values()))
     if note:
         print(note.strip())

@@ -147,14 +147,15 @@ def test_a_full_disk_ends_the_experiment_in_one_sentence(run_mine, monkeypatch):
 
 
 def test_a_stop_in_the_last_step_or_its_evaluation_is_a_stop(run_mine, tmp_path, monkeypatch):
-    """The checkpoint is that of the last step then, without a validation loss."""
+    """The checkpoint is that of the last step then, and the log has no validation loss of it."""
     done = run_mine(MINE, "--arms=rope")
-    (meta,) = (tmp_path / "out/experiments").glob("train-*/step-000006/meta.json")
-    saved = {**json.loads(meta.read_text()), "val_loss": None}
-    monkeypatch.setattr(run, "call", lambda *_: meta.write_text(json.dumps(saved)))
     assert done.returncode == 0
+    (log,) = (tmp_path / "out/experiments").glob("train-*/log.jsonl")
+    rows = log.read_text().splitlines(keepends=True)
+    assert "val_loss" in rows[-1]
+    monkeypatch.setattr(run, "call", lambda *_: log.write_text("".join(rows[:-1])))
     with pytest.raises(KeyboardInterrupt):
-        run.run(meta.parent.parent, "train", None, [])
+        run.run(log.parent, "train", None, [])
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ SHAPE = {"vocab_size": 257, "block_size": ORIGINAL_LENGTH, "n_layer": 2, "n_head
 OPTIONS = {
     "plain": {},
     "window and sinks": {"window": 32, "sinks": 4},
-    "grouped queries": {"n_kv_head": 2, "qk_norm": True},
+    "grouped queries": {"n_kv_head": 2, "qk_norm": "head"},
     "documents": {},
     "positions": {},
     "checkpointing": {},

@@ -16,7 +16,7 @@ import torch
 import extend
 import train
 from model import GPT, GPTConfig
-from nanolong import cli
+from nanolong.errors import run_main
 
 
 def print_counts():
@@ -39,7 +39,7 @@ def count_steps(script, *flags):
 
     train.forward_backward, train.optimizer_step = first, last
     sys.argv = [script, *flags]
-    cli.run_main({"train.py": train, "extend.py": extend}[script].main)
+    run_main({"train.py": train, "extend.py": extend}[script].main)
 
 
 def count_tokens(pos, *words):

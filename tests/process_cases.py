@@ -1,11 +1,18 @@
-"""Compares a text that processes share with the same text on one process; started by torchrun.
+"""What test_processes.py runs in several processes, started by torchrun.
 
-    torchrun --standalone --nproc_per_node=2 tests/parallel_cases.py
+    torchrun --standalone --nproc_per_node=2 tests/process_cases.py
 
-Prints JSON: case -> the relative errors of the loss and of the gradients. In float64, so that what
-is left is a mistake; each process computes the whole text too, and takes that as the truth.
+compares a text that processes share with the same text on one process. Prints JSON: case -> the
+relative errors of the loss and of the gradients. In float64, so that what is left is a mistake;
+each process computes the whole text too, and takes that as the truth.
+
+    torchrun --standalone --nproc_per_node=2 tests/process_cases.py CASES.json
+
+trains small models one after the other. A case is {"model": settings of GPTConfig, "train":
+settings of TrainConfig}. Prints JSON: of each the most parameters that a process keeps.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -16,13 +23,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from flags import SMALLEST
 
 import rope_scaling
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
+from nanolong import parallel
 from nanolong.entry import load_entries
-from nanolong.parallel.processes import join_processes
-from nanolong.parallel.sequence import gather_tokens, share_sequences
+from nanolong.errors import run_main
+from train import TrainConfig, train
 
+SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "block_size": 32}
+SHORT = {
+    **SMALLEST,
+    "gradient_accumulation_steps": 4,
+    "max_iters": 20,
+    "eval_interval": 10,
+    "eval_iters": 14,  # 7 batches, which no number of processes here divides
+    "lr_schedule": "constant",
+}
 T = 48
 # what a longrope table needs: a factor for each pair of channels
 LONGROPE = {"long_factor": [1.0, 2.0, 3.0, 4.0]}
@@ -40,7 +58,7 @@ def cases():
     for pos in ("rope", "learned", "sinusoidal"):
         yield f"{pos} positions", {"pos": pos, "random_positions": 80}, {"positions": True}
     yield "layers without positions", {"pos": "rope", "layer_pattern": "FN"}, {}
-    yield "qk norm", {"pos": "rope", "qk_norm": True, "bias": "qkv"}, {}
+    yield "qk norm", {"pos": "rope", "qk_norm": "head", "bias": "qkv"}, {}
     both_kinds = {"layer_pattern": "WF", "window": 7, "rope_local_base": 50.0}
     yield "qk norm of all heads", {"qk_norm": "all", "norm_position": "both", **both_kinds}, {}
     yield "hybrid yarn", both_kinds, {"extension": ("yarn", {})}
@@ -69,19 +87,20 @@ def make_model(settings):
 
 
 def make_inputs(model, docs=False, positions=False):
-    """Tokens, targets of which some are not scored, positions and documents."""
+    """Arguments of the model; some targets are not scored."""
     torch.manual_seed(1)
-    tokens = torch.randint(50, (2, T))
-    targets = torch.randint(-1, 50, (2, T))
-    doc_ids = (torch.arange(T) // 13).expand(2, T) if docs else None
-    pos = model.sample_positions(2, T, 5) if positions else None
-    return tokens, targets, pos, doc_ids
+    return {
+        "tokens": torch.randint(50, (2, T)),
+        "targets": torch.randint(-1, 50, (2, T)),
+        "positions": model.sample_positions(2, T, 5) if positions else None,
+        "docs": (torch.arange(T) // 13).expand(2, T) if docs else None,
+    }
 
 
 def loss_and_gradients(model, inputs):
     """The loss of each token that this process computes, and the gradients of their sum."""
     model.zero_grad()
-    loss = model(*inputs, reduction="none")
+    loss = model(**inputs, reduction="none")
     loss.sum().backward()
     used = {name: p for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), {name: p.grad.clone() for name, p in used.items()}
@@ -100,28 +119,58 @@ def compare(settings, docs=False, positions=False, recompute=False, extension=No
     model.activation_checkpointing = recompute
     inputs = make_inputs(model, docs, positions)
     wanted, wanted_gradients = loss_and_gradients(model, inputs)
-    share_sequences(model, dist.get_world_size(), [T])
-    loss, gradients = loss_and_gradients(model, inputs)
+    parallel.share_sequences(dist.get_world_size(), model, [T])
+    loss, gradients = loss_and_gradients(model, parallel.own_part(inputs))
+    loss = parallel.gather_tokens(loss)
+    parallel.stop_sharing(model)
     for gradient in gradients.values():
         dist.all_reduce(gradient)
+    again, _ = loss_and_gradients(model, inputs)
+    assert torch.equal(again, wanted)  # nothing of the sharing is left
     # a bias of the keys has no gradient but rounding: softmax does not see it
     floor = 1e-6 * max(gradient.norm() for gradient in wanted_gradients.values())
     errors = [error(gradients[name], wanted_gradients[name], floor) for name in wanted_gradients]
-    return error(gather_tokens(loss), wanted), max(errors)
+    return error(loss, wanted), max(errors)
 
 
 def error(x, wanted, floor=1e-30):
     return ((x - wanted).norm() / wanted.norm().clamp(min=floor)).item()
 
 
+def train_case(case):
+    """Train the model of a case, from the beginning or from its last checkpoint. Returns it."""
+    cfg = TrainConfig(**{**SHORT, **case["train"]})
+    weights = cfg.parallel == "ddp" or parallel.rank_and_world()[0] == 0
+    if cfg.init_from == "resume":
+        model = GPT.load(cfg.out_dir, weights=weights)
+    else:
+        torch.manual_seed(1)
+        config = GPTConfig(**{**SHAPE, "vocab_size": 257, **case["model"]})
+        model = GPT(config) if weights else parallel.build_without_weights(GPT, config)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        train(model, cfg)
+    return model
+
+
+def kept_parameters(model):
+    parts = (p.to_local() if parallel.is_sharded(p) else p for p in model.parameters())
+    n_kept = torch.tensor(sum(part.numel() for part in parts))
+    dist.all_reduce(n_kept, dist.ReduceOp.MAX)
+    return n_kept.item()
+
+
 def main():
     warnings.simplefilter("ignore", ContextLengthWarning)
     load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
-    rank, _ = join_processes("cpu")
-    errors = {name: compare(settings, **changes) for name, settings, changes in cases()}
+    rank, _ = parallel.join_processes(torch.device("cpu"))
+    if len(sys.argv) > 1:
+        found = json.loads(Path(sys.argv[1]).read_text())
+        found = [kept_parameters(train_case(case)) for case in found]
+    else:
+        found = {name: compare(settings, **changes) for name, settings, changes in cases()}
     if rank == 0:
-        print(json.dumps(errors))
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -1,0 +1,225 @@
+"""A run that was stopped, killed or cut goes on with the same weights, moments and log."""
+
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    assert_refused,
+    assert_same_bits,
+    assert_success,
+    logged,
+    newest,
+    start,
+    wait_for,
+)
+
+import data
+from model import GPT
+from nanolong.run import list_steps
+
+slow = pytest.mark.slow
+
+TRAIN = [
+    "",
+    "--optimizer=muon --pos=t5 --dropout=0.2",
+    "--dtype=float16 --lr_schedule=cosine",
+    pytest.param("--dtype=bfloat16 --pos=learned --tasks=passkey:0.3 --block_size=64", marks=slow),
+    pytest.param("--dataset=MIXTURE --random_positions=64", marks=slow),
+    pytest.param("--compile=true --gradient_accumulation_steps=2", marks=slow),
+]
+EXTEND = [
+    "--method=yarn --factor=4",
+    pytest.param("--method=drope --factor=2 --options=scale=fit", marks=slow),
+    pytest.param("--pose=true --factor=2", marks=slow),
+    pytest.param("--factor=2 --keep_optimizer=true --max_iters=12", marks=slow),
+]
+
+
+def cut(run):
+    """Leave a run as a machine that dies between its last two checkpoints: half a line, too."""
+    shutil.rmtree(newest(run))
+    with open(run / "log.jsonl", "a") as log:
+        log.write('{"step": 8, "lo')
+
+
+@pytest.mark.parametrize("words", TRAIN)
+def test_training_goes_on_with_the_same_bits(words, call, text_data, tmp_path):
+    short = shutil.copytree(text_data, tmp_path / "short")
+    words = words.replace("MIXTURE", f"{text_data}:0.7,{short}:0.3").split()
+    words = ["train.py", *TINY, f"--dataset={text_data}", *words]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert_success(call(*words, f"--out_dir={whole}"))
+    assert_success(call(*words, f"--out_dir={part}"))
+    cut(part)
+    for _ in range(2):  # the second time nothing is left to do, and nothing changes
+        assert_success(call(*words, f"--out_dir={part}", "--init_from=resume"))
+        assert_same_bits(whole, part)
+
+
+@pytest.mark.parametrize("words", EXTEND)
+def test_extending_goes_on_with_the_same_bits(words, call, text_data, tmp_path):
+    stop = ["--stop_at=8", "--max_iters=12"] if "keep_optimizer" in words else []
+    base = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/base", *stop]
+    assert_success(call(*base))
+    words = ["extend.py", tmp_path / "base", "--max_iters=6", "--eval_interval=2", *words.split()]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert_success(call(*words, f"--out_dir={whole}"))
+    assert_success(call(*words, f"--out_dir={part}"))
+    cut(part)
+    assert_success(call(*words, f"--out_dir={part}", "--init_from=auto"))
+    assert_same_bits(whole, part)
+    done = assert_success(call(*words, f"--out_dir={part}", "--init_from=resume"))
+    assert "is finished" in done.stdout
+    assert_same_bits(whole, part)
+
+
+def test_kill_9_and_resume_is_bit_exact(run, text_data, tmp_path):
+    """Killed in training and in saving, then resumed each time."""
+    words = ["train.py", *TINY, "--max_iters=40", "--eval_interval=2", f"--dataset={text_data}"]
+    assert_success(run(*words, f"--out_dir={tmp_path}/a"))
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    b = tmp_path / "b"
+    killed = 0
+    while killed < 2:
+        before = list_steps(b)[-1:]
+        process = start(*words, f"--out_dir={b}", "--init_from=auto")
+        wait_for(lambda: list_steps(b)[-1:] != before, process)  # noqa: B023
+        time.sleep(rng.uniform(0, 0.1))
+        killed += process.poll() is None
+        process.kill()
+        out = process.communicate()[0]
+        assert "Traceback" not in out and "error" not in out
+        assert newest(b).name < "step-000040", f"the run was over after {killed} kills"
+    assert_success(run(*words, f"--out_dir={b}", "--init_from=auto"))
+    assert_same_bits(tmp_path / "a", b)
+    assert not list(b.glob(".tmp*"))
+    assert len(list_steps(b)) <= 3
+
+
+LONG = [*TINY, "--max_iters=300", "--eval_interval=20", "--gradient_accumulation_steps=2"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=slow)])
+def test_a_signal_in_training_finishes_the_step_and_saves(number, run, text_data, tmp_path):
+    words = ["train.py", *LONG, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+    # a shell has a job in the background ignore it, and so would the child
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = start(*words)
+    log = tmp_path / "run" / "log.jsonl"
+    wait_for(lambda: log.exists() and log.read_text().count("loss") > 30, process)
+    process.send_signal(number)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "stopped and saved" in out and "Traceback" not in out
+    saved = int(newest(tmp_path / "run").name[5:])
+    assert saved == max(row["step"] for row in logged(tmp_path / "run") if "loss" in row) < 300
+    more = [f"--stop_at={saved + 3}", "--init_from=resume"]
+    assert_success(run(*words, *more))
+    assert_success(run(*words, f"--out_dir={tmp_path}/whole", f"--stop_at={saved + 3}"))
+    # the signal's checkpoint has no evaluation in either
+    assert_same_bits(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_signal_in_an_evaluation_gives_it_up(run, text_data, tmp_path):
+    """The checkpoint is written before; the evaluation is done on resume."""
+    words = ["train.py", *LONG, "--max_iters=3", "--eval_interval=3", "--eval_iters=500"]
+    words += ["--batch_size=1", f"--dataset={text_data}"]
+    stopped = tmp_path / "b"
+    process = start(*words, f"--out_dir={stopped}")
+    wait_for(lambda: (stopped / "step-000003/meta.json").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, out
+    assert [row["step"] for row in logged(stopped) if "val_loss" in row] == [0]
+    assert_success(run(*words, f"--out_dir={stopped}", "--init_from=resume"))
+    assert_success(run(*words, f"--out_dir={tmp_path}/a"))
+    assert_same_bits(tmp_path / "a", stopped)
+
+
+@slow
+def test_a_signal_before_the_loop_ends_the_process_as_ever(text_data, tmp_path):
+    process = start("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run")
+    time.sleep(1)  # it imports torch
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM and not (tmp_path / "run").exists()
+
+
+# -----------------------------------------------------------------------------
+# What a run takes over.
+
+
+@pytest.fixture
+def words(text_data, tmp_path):
+    return ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+
+
+def test_a_resumed_run_keeps_its_settings_but_for_those_that_are_given(call, words, tmp_path):
+    """What `auto` meant, too: dtype and compilation are in meta.json."""
+    assert_success(call(*words, "--dtype=auto", "--compile=auto"))
+    trained = GPT.load(tmp_path / "run").meta["train"]
+    assert trained["dtype"] in ("float32", "bfloat16") and trained["compile"] is False
+    assert_refused(call(*words, "--init_from=resume", "--pos=alibi"), "pos=rope", "leave --pos out")
+    resume = ["train.py", f"--out_dir={tmp_path}/run", "--init_from=resume"]
+    assert_success(call(*resume, "--max_iters=12", "--learning_rate=0.001"))
+    again = GPT.load(tmp_path / "run").meta["train"]
+    changed = {"max_iters": 12, "learning_rate": 0.001, "init_from": "resume"}
+    assert again == {**trained, **changed}
+    assert max(row["step"] for row in logged(tmp_path / "run")) == 12
+
+
+def test_auto_starts_a_run_or_goes_on(call, words, tmp_path):
+    for max_iters in (4, 6):
+        assert_success(call(*words, f"--max_iters={max_iters}", "--init_from=auto"))
+        assert newest(tmp_path / "run").name == f"step-00000{max_iters}"
+    assert logged(tmp_path / "run", "step")[0] == 0
+    refused = call(*words, f"--out_dir={tmp_path}/none", "--init_from=resume")
+    assert_refused(refused, "there is no checkpoint in", "leave --init_from out")
+
+
+def test_a_run_starts_from_the_weights_of_another(call, words, text_data, tmp_path):
+    """With a new optimizer and step, on data with its tokens; of an extended model, too."""
+    assert_success(call(*words))
+    extend = ["extend.py", tmp_path / "run", "--method=yarn", "--factor=2", "--max_iters=0"]
+    assert_success(call(*extend, f"--out_dir={tmp_path}/longer"))
+    other = shutil.copytree(text_data, tmp_path / "other")
+    begin = ["train.py", *TINY[4:], f"--dataset={other}", f"--init_from={tmp_path}/longer"]
+    assert_success(call(*begin, f"--out_dir={tmp_path}/new", "--max_iters=2", "--eval_interval=2"))
+    model = GPT.load(tmp_path / "new/step-000000")
+    source = GPT.load(tmp_path / "longer")
+    assert model.config == source.config and model.config.extension["method"] == "yarn"
+    for p, expected in zip(model.parameters(), source.parameters(), strict=True):
+        assert torch.equal(p, expected)
+    assert model.meta["step"] == 0 and model.meta["parent"] == str(source.folder)
+    assert newest(tmp_path / "new").name == "step-000002"
+    default = call(*begin, "--max_iters=0", cwd=tmp_path)
+    assert_success(default)
+    assert list_steps(tmp_path / "out/other-rope")
+
+
+def test_what_cannot_be_resumed_or_started_from_is_refused(
+    call, words, text_data, character_data, tmp_path
+):
+    assert_success(call(*words))
+    other = tmp_path / "other"
+    other.mkdir()
+    for split in ("train", "val"):
+        data.write_tokens(other / f"{split}.bin", [256, *b"other text " * 99], 257)
+    shutil.copyfile(text_data / "meta.json", other / "meta.json")
+    resume = ["train.py", f"--out_dir={tmp_path}/run", "--init_from=resume", "--max_iters=9"]
+    assert_refused(call(*resume, f"--dataset={other}"), "is not the data of")
+    begin = ["train.py", *TINY[4:], f"--init_from={tmp_path}/run", f"--out_dir={tmp_path}/new"]
+    assert_refused(call(*begin, f"--dataset={character_data}"), "vocabulary")
+    assert_refused(call(*begin, f"--dataset={text_data}", "--n_layer=3"), "leave --n_layer out")
+    extend = ["extend.py", tmp_path / "run", "--max_iters=2", f"--out_dir={tmp_path}/longer"]
+    assert_success(call(*extend))
+    refused = call("train.py", f"--out_dir={tmp_path}/longer", "--init_from=resume")
+    assert_refused(refused, "resume it by extend.py")
+    assert_refused(call(*extend, f"--init_from={tmp_path}/run"), "is for train.py")
+    assert not (tmp_path / "new").exists()
