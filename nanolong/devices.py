@@ -65,8 +65,8 @@ def pick_device(name):
     except (RuntimeError, AssertionError, AttributeError, ImportError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(
-            f"--device={name} cannot be used ({reason}): give --device=cpu, cuda, cuda:N or mps, or "
-            "fix its driver"
+            f"--device={name} cannot be used ({reason}): give --device=cpu, cuda, cuda:N or mps, "
+            "or fix its driver"
         ) from None
 
 

@@ -3,8 +3,8 @@ length, and a decoding step of fixed shape that can be compiled and, on a GPU, c
 """
 
 import math
-from numbers import Real
 import warnings
+from numbers import Real
 
 import torch
 import torch.nn.functional as F

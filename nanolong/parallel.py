@@ -134,7 +134,11 @@ def shard(model, device):
     from torch.distributed.fsdp import fully_shard
 
     whole = model.state_dict() if rank_and_world()[0] == 0 else {}
-    model.to("meta")
+    # Without memory until they are cut; once for a head that is the embedding.
+    empty = {p: torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(module, name, empty[p])
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -413,7 +413,7 @@ def test_a_checkpoint_without_its_optimizer_is_refused(
 def test_moments_of_another_shape_are_refused(call, extend_run, text_data, tmp_path):
     _, first = train_stages(call, text_data, tmp_path, "--pos=learned")
     done = extend_run(first, "--keep_optimizer=true", "--method=pi", "--factor=2")
-    assert_refused(done, "changes the shapes of weights", "(32, 32) to (64, 32)", "leave --keep_optimizer out")
+    assert_refused(done, "changes the shapes of weights", "leave --keep_optimizer out")
     assert not (tmp_path / "extended").exists()
 
 

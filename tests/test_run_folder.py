@@ -20,6 +20,7 @@ from conftest import (
     content,
     logged,
     newest,
+    run_python,
 )
 from safetensors.torch import load_file, save_file
 
@@ -221,39 +222,43 @@ def test_a_full_disk_names_what_is_whole_and_leaves_nothing(folder, make, monkey
     assert content(folder) == before
 
 
+KILLED = """
+import os, signal, sys
+kill_at, name = int(sys.argv.pop(1)), sys.argv.pop(1)
+seen = 0
+def audit(event, args):
+    global seen
+    if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and name in str(args[0]):
+        seen += 1
+        if seen == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+import train
+sys.addaudithook(audit)
+train.main()
+print("operations", seen)
+"""
+
+
 @pytest.mark.slow
-def test_killed_before_any_file_operation_a_run_is_whole_and_goes_on(text_data, tmp_path):
-    """kill -9 before each opening, renaming and removing in the run folder; then it is resumed."""
-    words = [*TINY, "--max_iters=6", "--eval_interval=2", f"--dataset={text_data}"]
+def test_killed_before_any_file_operation_a_run_goes_on_to_the_same_bits(text_data, tmp_path):
+    """kill -9 before each opening, making, renaming and removing in the folder of a run."""
+    words = [*TINY, "--max_iters=3", "--eval_interval=1", "--eval_iters=1"]
+    words += [f"--dataset={text_data}"]
 
-    def train(out_dir, kill_at=0, *more):
-        code = (
-            "import os, signal, sys, train\n"
-            "from nanolong.errors import run_main\n"
-            "seen = 0\n"
-            "def audit(event, args):\n"
-            "    global seen\n"
-            "    if event in ('open', 'os.rename', 'os.mkdir', 'os.remove', 'os.rmdir'):\n"
-            f"        if {out_dir.name!r} in str(args[0]):\n"
-            "            seen += 1\n"
-            f"            if seen == {kill_at}: os.kill(os.getpid(), signal.SIGKILL)\n"
-            "sys.addaudithook(audit)\n"
-            "status = train.main(sys.argv[1:])\n"
-            "print('operations', seen)\n"
-        )
-        command = [sys.executable, "-c", code, *words, f"--out_dir={out_dir}", *more]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    def train(name, kill_at=0, *more):
+        out_dir = f"--out_dir={tmp_path / name}"
+        return run_python(KILLED, kill_at, name, *words, out_dir, *more)
 
-    whole = assert_success(train(tmp_path / "whole"))
-    n = int(whole.stdout.rpartition("operations ")[2])
-    assert n > 60
-    for kill_at in range(1, n + 1, 3 if n > 90 else 1):
-        run = tmp_path / f"run-{kill_at}-x"
-        assert train(run, kill_at).returncode == -signal.SIGKILL
-        assert_success(train(run, 0, "--init_from=auto"))
-        assert_same_bits(tmp_path / "whole", run)
-        assert not list(run.glob(".tmp*"))
-        shutil.rmtree(run)
+    n = int(assert_success(train("whole")).stdout.rpartition("operations ")[2])
+    assert n > 40
+    for kill_at in range(1, n + 1):
+        name = f"killed-{kill_at}-times"
+        assert train(name, kill_at).returncode == -signal.SIGKILL
+        assert_success(train(name, 0, "--init_from=auto"))
+        assert_same_bits(tmp_path / "whole", tmp_path / name)
+        assert not list((tmp_path / name).glob(".tmp*"))
+        shutil.rmtree(tmp_path / name)
+    print(f"killed before each of {n} file operations")
 
 
 def test_old_runs_are_renamed_and_nothing_of_them_is_removed(call, text_data, tmp_path):

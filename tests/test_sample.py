@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from conftest import assert_refused, assert_success
 
 from model import Block

@@ -59,8 +59,8 @@ FAULTS = {
     ),
     "a step reads the loss": Fault(
         "train.py",
-        "losses[index] = loss_sum.detach()",
-        "losses[index] = loss_sum.detach().cpu()",
+        "sums[0] += loss_sum.detach()",
+        "sums[0] += loss_sum.item()",
         "test_counts.py -k a_step_waits and window",
     ),
     "a captured graph is not replayed": Fault(
@@ -102,14 +102,14 @@ FAULTS = {
     ),
     "gradients are not summed over processes": Fault(
         "train.py",
-        "parallel.set_gradient_sync(forward, number == loader.micro_batches - 1)",
+        "parallel.set_gradient_sync(forward, number == batches.per_step - 1)",
         "parallel.set_gradient_sync(forward, False)",
         "test_distributed.py -k resumes and ddp",
     ),
     "NCCL guesses the device of a process": Fault(
-        "nanolong/parallel/processes.py",
-        "device_id=device_id,",
-        "device_id=None,",
+        "nanolong/parallel.py",
+        "device_id=device if is_cuda else None",
+        "device_id=None",
         "test_distributed.py -k ddp and two_cpus",
     ),
     "a stream does not wait for the warm-up": Fault(
