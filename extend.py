@@ -36,7 +36,6 @@ from train import (
     TrainState,
     check_model_settings,
     check_unused,
-    resumes,
     train_and_sample,
 )
 
@@ -208,7 +207,7 @@ def training_lengths(model, cfg):
 
 def save_extended(model, cfg):
     """Save a checkpoint that is extended and not fine-tuned; it can be trained by resuming."""
-    if resumes(cfg):  # it is saved already
+    if cfg.resumes:  # it is saved already
         folder = model.folder
     else:
         folder = Path(cfg.out_dir) / "step-000000"
@@ -308,7 +307,7 @@ def report_change(model, cfg, has_text):
 
 def load_extended(parent, cfg, given, rank):
     """The model of the run to resume, or the parent, extended. Raises UserError."""
-    if resumes(cfg):
+    if cfg.resumes:
         weights = not parent.embed.weight.is_meta
         model = GPT.load(cfg.out_dir, weights=weights)
         extension.check_same(model, parent, cfg)
@@ -321,7 +320,7 @@ def load_extended(parent, cfg, given, rank):
 
 def fine_tune(model, cfg, rank):
     """Evaluate, train, evaluate. Returns the exit status."""
-    if rank == 0 and not resumes(cfg):
+    if rank == 0 and not cfg.resumes:
         report(model, cfg, "before")
         report_change(model, cfg, has_text=True)
     status = train_and_sample(model, cfg, *training_lengths(model, cfg))

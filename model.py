@@ -16,7 +16,7 @@ import math
 import operator
 import warnings
 from dataclasses import dataclass, replace
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -112,91 +112,6 @@ class GPTConfig:
         self.mlp_dim = self.mlp_dim or 4 * self.n_embd
         if self.layer_pattern is None:
             self.layer_pattern = "W" if self.window else "F"
-        self.check()
-
-    def check(self):
-        """Refuse what would be ignored in silence, or what no model can have. Raises UserError."""
-        for name, hint in get_type_hints(type(self)).items():
-            choices, value = get_args(hint), getattr(self, name)
-            if isinstance(value, str) and len(choices) > 1 and str not in choices:
-                require(value in choices, f"{name}={value} is unknown: give one of {choices}")
-        require(
-            self.n_head % self.n_kv_head == 0,
-            f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: give a divisor",
-        )
-        require(self.dropout < 1, f"dropout={self.dropout} drops everything: give less than 1")
-        require(
-            self.attn_scale > 0 and self.embed_scale > 0 and self.norm_eps > 0,
-            "attn_scale, embed_scale and norm_eps must be above 0: leave them out",
-        )
-        self.check_layers()
-        self.check_rope()
-        self.check_score_scale()
-
-    def check_layers(self):
-        pattern, letters = self.layer_pattern, set(self.layer_pattern)
-        require(
-            letters and letters <= set("FWNS") and len(pattern) <= self.n_layer,
-            f"layer_pattern={pattern!r} is not a word of the letters F, W, N and S, at most one "
-            f"for each of the {self.n_layer} layers: give one such as FFFN",
-        )
-        require(
-            bool(letters & set("WS")) == bool(self.window),
-            f"layer_pattern={pattern} and window={self.window} do not fit, for W and S are layers "
-            "with a window: give --window=N and a pattern with one of them, or neither",
-        )
-        require(
-            self.window or not self.sinks,
-            "sinks are tokens that stay visible beyond a window: give --window=N too",
-        )
-        require(
-            not self.random_positions or self.random_positions >= self.block_size,
-            f"random_positions={self.random_positions} is too small: give at least "
-            f"block_size={self.block_size}",
-        )
-        require(
-            not (self.random_positions and self.window),
-            "random_positions cannot be combined with a window, which counts positions too: leave "
-            "one of them out",
-        )
-
-    def check_rope(self):
-        require(
-            0 <= self.rope_fraction <= 1 and 0 <= self.p_rope <= 1 and self.rope_base > 1,
-            "rope_fraction and p_rope are fractions, at most 1, and rope_base is above 1",
-        )
-        require(
-            not self.rope_local_base
-            or (self.pos == "rope" and self.is_hybrid and self.rope_local_base > 1),
-            f"rope_local_base={self.rope_local_base:g} is of rope in layers with a window, next to "
-            "layers without one: give a --layer_pattern of both, such as WWWF, and --window=N",
-        )
-        require(
-            1 in (self.p_rope, self.rope_fraction),
-            "p_rope and rope_fraction both leave channels unrotated, at different frequencies: "
-            "give one of them",
-        )
-
-    def check_score_scale(self):
-        users = {"score_scale_length": "logn llama4", "score_scale_layers": "logn llama4"}
-        users |= {"score_scale_coefficient": "llama4", "score_scale_offset": "llama4"}
-        for name, kinds in users.items():
-            require(
-                self.score_scale in kinds.split()
-                or getattr(self, name) == getattr(GPTConfig, name),
-                f"{name}={getattr(self, name)} does nothing with --score_scale={self.score_scale}: "
-                f"leave it out, or give --score_scale={' or '.join(kinds.split())}",
-            )
-        require(
-            self.score_scale_layers == "all" or not set(self.layer_pattern).isdisjoint("NS"),
-            "score_scale_layers=nope is of layers without positions, and layer_pattern="
-            f"{self.layer_pattern} has none: put an N or S into the pattern, or leave it out",
-        )
-        require(
-            self.score_scale != "logn" or (self.score_scale_length or self.original_length) > 1,
-            "score_scale=logn divides by the logarithm of the context length, which is 0 for 1 "
-            "token: give a --score_scale_length of at least 2",
-        )
 
     @property
     def is_gated(self):
@@ -605,7 +520,11 @@ class Sandwich(NoPE):
 
 
 class RoPE(NoPE):
-    """Rotary position embeddings (Su et al. 2021): channel c is paired with c + rotary_dim / 2."""
+    """Rotary position embeddings (Su et al. 2021): channel c is paired with c + rotary_dim / 2.
+
+    Layers with a window may have frequencies of their own, those of the RoPE `local`: of another
+    base (Gemma 3), or not extended.
+    """
 
     pairs = "head_dim"
     methods = rope_scaling.OPTIONS
@@ -616,10 +535,43 @@ class RoPE(NoPE):
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", torch.zeros(self.rotary_dim // 2, dtype=torch.float64))
         self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
+        self.local = self.make_local() if config.rope_local_base else None
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
 
+    def make_local(self):
+        """The RoPE of layers with a window, which is not extended."""
+        config = self.config
+        settings = {"rope_base": config.rope_local_base or config.rope_base, "rope_local_base": 0.0}
+        settings |= {"block_size": config.original_length, "extension": None}
+        return RoPE(replace(config, **settings)).to(self.inv_freq.device)
+
+    def of_layer(self, layer):
+        return self.local if self.local and self.config.uses_window(layer) else self
+
     def rotate(self, q, k, pos, layer):
-        return kernels.rope(q, k, *self.cos_sin(pos))
+        return kernels.rope(q, k, *self.of_layer(layer).cos_sin(pos))
+
+    def attend(self, q, k, v, pos, layer, cache, **mask):
+        method, factor, options = self._method
+        if method not in rope_scaling.ATTENTION:
+            return super().attend(q, k, v, pos, layer, cache, **mask)
+        # LM-Infinite and Self-Extend replace attention.
+        whole = pos.dim() == 1 and q.shape[2] == len(pos)
+        whole = whole and not mask.get("window") and mask.get("docs") is None
+        if whole and mask.get("positions") is not None:  # explicit ones; others count from 0
+            whole = torch.equal(pos, torch.arange(len(pos), device=pos.device))
+        require(
+            whole,
+            f"method {method!r} needs one text from its start: leave out windows, documents and "
+            "explicit positions",
+        )
+        attention = rope_scaling.ATTENTION[method]
+        length = self.config.original_length
+        return attention(q, k, v, self._rotate_to, length, factor, mask["scale"], **options)
+
+    def _rotate_to(self, x, pos):
+        """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
+        return kernels.rope(x, x, *self.cos_sin(pos))[0]
 
     def cos_sin(self, pos):
         """Compute cos and sin of position x frequency: float32 (T, R/2) or (B, T, R/2).
@@ -637,14 +589,31 @@ class RoPE(NoPE):
             self._cos_sin = (pos, pos._version, self.inv_freq, (cos, sin))
         return cos, sin
 
-    def extend(self, method, factor, **options):
-        """Replace the frequencies by those of a method of rope_scaling.py."""
+    def extend(self, method, factor, layers="all", **options):
+        """Replace the frequencies by those of a method of rope_scaling.py.
+
+        layers: "full" leaves those of layers with a window as they were trained.
+        """
         self.check_method(method, options)
+        replaces_attention = method in rope_scaling.ATTENTION
+        require(
+            not replaces_attention or type(self) is RoPE,
+            f"method {method!r} replaces attention, and would drop the code of "
+            f"--pos={self.config.pos}: use it with --pos=rope only",
+        )
         self._set_frequencies(method, factor, options)
         self._method = method, factor, options
+        self.needs_whole_text = replaces_attention
         self.is_dynamic = "length" in self.methods[method] and "length" not in options
         self._tables_version = None
         self._tables_length = None
+        if layers == "full":
+            self.local = self.make_local()
+        elif self.config.rope_local_base:
+            self.local = self.make_local()
+            self.local.extend(method, factor, **options)
+        else:
+            self.local = None
 
     def update_tables(self, length):
         # a compiled graph has the table of its length, whatever that of the last call was
@@ -652,6 +621,8 @@ class RoPE(NoPE):
             return
         method, factor, options = self._method
         changed = self._set_frequencies(method, factor, {**options, "length": length})
+        if self.local and self.local.is_dynamic:
+            changed |= self.local._set_frequencies(method, factor, {**options, "length": length})
         if changed or self._tables_version is None:
             self._tables_version = length  # lengths that share a table share a version
         self._tables_length = length
@@ -681,33 +652,6 @@ class RoPE(NoPE):
         return not same or self.attention_factor != old_factor
 
 
-class WholeTextRoPE(RoPE):
-    """RoPE by a method that replaces attention, which so needs the queries of the whole text:
-    LM-Infinite (Han et al. 2024) or Self-Extend (Jin et al. 2024).
-    """
-
-    needs_whole_text = True
-
-    def attend(self, q, k, v, pos, layer, cache, **mask):
-        method, factor, options = self._method
-        whole = pos.dim() == 1 and q.shape[2] == len(pos)
-        whole = whole and not mask.get("window") and mask.get("docs") is None
-        if whole and mask.get("positions") is not None:  # explicit ones; others count from 0
-            whole = torch.equal(pos, torch.arange(len(pos), device=pos.device))
-        if not whole:
-            raise UserError(
-                f"method {method!r} needs one text from its start: leave out windows, "
-                "documents and explicit positions"
-            )
-        attention = rope_scaling.ATTENTION[method]
-        length = self.config.original_length
-        return attention(q, k, v, self._rotate_to, length, factor, mask["scale"], **options)
-
-    def _rotate_to(self, x, pos):
-        """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
-        return kernels.rope(x, x, *self.cos_sin(pos))[0]
-
-
 POSITIONS = {
     "nope": NoPE,
     "learned": Learned,
@@ -724,48 +668,92 @@ POSITIONS = {
 }
 
 
-def scheme_class(pos, method):
-    """The class of a scheme; two extension methods of RoPE replace attention, in a subclass."""
-    replaces_attention = method in rope_scaling.EVALUATION_ONLY
-    if replaces_attention and POSITIONS[pos] is not RoPE:
-        raise UserError(
-            f"method {method!r} replaces attention: its class is derived from plain RoPE and would "
-            f"drop the code of --pos={pos}, so use it with --pos=rope only"
-        )
-    return WholeTextRoPE if replaces_attention else POSITIONS[pos]
-
-
-def check_scheme_settings(config):
-    """Refuse settings that the scheme of a GPTConfig would ignore or cannot have."""
-    pos = config.pos
-    require(
-        pos in POSITIONS,
-        f"there is no position scheme {pos!r}: pos is one of {', '.join(POSITIONS)}, or one of "
-        "your own with --entry=FILE.py",
-    )
+def check_config(config):
+    """Refuse a GPTConfig that no model can have, or of which something would be ignored."""
+    for name, hint in get_type_hints(GPTConfig).items():
+        if get_origin(hint) is Literal:
+            value, choices = getattr(config, name), get_args(hint)
+            require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
+    pos, pattern, window = config.pos, config.layer_pattern, config.window
+    names = ", ".join(POSITIONS)
+    require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")
     scheme = POSITIONS[pos]
-    n = getattr(config, scheme.pairs, 0)
-    require(
-        n % 2 == 0,
-        f"{scheme.pairs}={n} is odd: --pos={pos} pairs channels, so give an even one",
-    )
+    is_rope = issubclass(scheme, RoPE)
+
+    # shapes
+    n, n_kv = config.n_head, config.n_kv_head
+    require(n % n_kv == 0, f"n_head={n} is not divisible by n_kv_head={n_kv}: give a divisor")
+    paired = getattr(config, scheme.pairs, 0)
+    require(paired % 2 == 0, f"{scheme.pairs}={paired} is odd: --pos={pos} pairs channels")
     rotary_dim = int(config.rope_fraction * config.head_dim)
     require(
-        rotary_dim % 2 == 0 or not issubclass(scheme, RoPE),
+        rotary_dim % 2 == 0 or not is_rope,
         f"rope_fraction={config.rope_fraction} rotates {rotary_dim} of {config.head_dim} channels, "
-        "which is odd: rotations pair channels, so give another fraction",
+        "which is odd: give another fraction",
     )
+    for name in ("dropout", "rope_fraction", "p_rope"):
+        limit = 1 if name != "dropout" else 0.999
+        require(getattr(config, name) <= limit, f"{name} is a fraction: give at most {limit}")
+    for name in ("attn_scale", "embed_scale", "norm_eps", "score_scale_coefficient"):
+        require(getattr(config, name) > 0, f"{name} must be above 0: leave it out")
+    require(config.rope_base > 1, "rope_base must be above 1: leave it out")
+
+    # layers
+    require(
+        pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
+        f"layer_pattern={pattern!r} is not a word of the letters F, W, N and S, at most one for "
+        f"each of the {config.n_layer} layers: give one such as FFFN",
+    )
+    require(
+        set(pattern).isdisjoint("WS") == (not window),
+        f"layer_pattern={pattern} and window={window} do not fit, for W and S are layers with a "
+        "window: give --window=N and a pattern with one of them, or neither",
+    )
+    require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
     hooks = ("rotate", "bias", "relative")
     acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
     require(
-        acts_in_layers or not set(config.layer_pattern) & set("NS"),
-        f"layer_pattern={config.layer_pattern} removes positions from some layers (N or S), and "
-        f"--pos={pos} acts in none of them: use F and W only",
+        acts_in_layers or set(pattern).isdisjoint("NS"),
+        f"layer_pattern={pattern} removes positions from some layers (N or S), and --pos={pos} "
+        "acts in none of them: use F and W only",
     )
     require(
-        not config.random_positions or not (scheme.by_index or scheme is NoPE),
-        f"random_positions needs a scheme that uses position ids, and --pos={pos} does not: choose "
-        "learned, sinusoidal or rope, or leave it out",
+        not config.rope_local_base
+        or (scheme is RoPE and config.is_hybrid and config.rope_local_base > 1),
+        f"rope_local_base={config.rope_local_base:g} is of rope in layers with a window, next to "
+        "layers without one: give a --layer_pattern of both, such as WWWF, and --window=N",
+    )
+    require(
+        1 in (config.p_rope, config.rope_fraction),
+        "p_rope and rope_fraction both leave channels unrotated: give one of them",
+    )
+
+    # random positions and scales of the scores
+    n = config.random_positions
+    require(
+        not n or not (scheme.by_index or scheme is NoPE or window),
+        f"random_positions needs a scheme that uses position ids, without a window: --pos={pos} "
+        f"and --window={window} do not, so choose learned, sinusoidal or rope",
+    )
+    least = config.block_size
+    require(not n or n >= least, f"random_positions={n} is too small: give block_size={least}")
+    kind, default = config.score_scale, GPTConfig()
+    used = {"logn": ("length", "layers"), "llama4": ("length", "layers", "coefficient", "offset")}
+    for name in ("length", "layers", "coefficient", "offset"):
+        value = getattr(config, f"score_scale_{name}")
+        require(
+            name in used.get(kind, ()) or value == getattr(default, f"score_scale_{name}"),
+            f"score_scale_{name}={value} does nothing with --score_scale={kind}: leave it out",
+        )
+    require(
+        config.score_scale_layers == "all" or not set(pattern).isdisjoint("NS"),
+        f"score_scale_layers=nope is of layers without positions, and layer_pattern={pattern} has "
+        "none: put an N or S into the pattern",
+    )
+    require(
+        kind != "logn" or (config.score_scale_length or config.original_length) > 1,
+        "score_scale=logn divides by the logarithm of the context length, 0 for 1 token: give a "
+        "--score_scale_length of at least 2",
     )
 
 
@@ -935,7 +923,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        check_scheme_settings(config)
+        check_config(config)
         self.config = config
         self.meta = {}  # of a loaded model: the rest of its checkpoint's meta.json
         self.activation_checkpointing = False  # recompute blocks in the backward pass
@@ -948,44 +936,19 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.init_weights()
         # Created last: with the same seed, all schemes start from the same other weights.
-        self.pos = None  # the position scheme
-        self.local = None  # that of layers with a window; None: the same
+        self.pos = POSITIONS[config.pos](config)  # the position scheme
         self.nope = NoPE(config)  # that of layers without positions
-        self.set_schemes(config.extension)
-
-    def position_schemes(self):
-        """The position schemes of all layers, each once."""
-        return [scheme for scheme in (self.pos, self.local, self.nope) if scheme is not None]
+        if config.extension:
+            self.extend_scheme(config.extension)
+        self.check_scheme()
 
     def scheme_of(self, layer):
         """The position scheme of a layer."""
-        if not self.config.uses_positions(layer):
-            return self.nope
-        return self.local if self.local and self.config.uses_window(layer) else self.pos
+        return self.pos if self.config.uses_positions(layer) else self.nope
 
-    def set_schemes(self, extension):
-        """Make the position schemes, or extend them. Raises UserError."""
-        config = self.config
-        plain = {"method": "none", "factor": 1.0, "options": {}}
-        method, factor, options = ((extension or plain)[name] for name in plain)
-        # Window layers may have another base, or stay as they are; raises before anything changes.
-        extends_all = not extension or extension.get("layers") != "full"
-        local = None
-        if config.rope_local_base or not extends_all:
-            base, length = config.rope_local_base or config.rope_base, config.original_length
-            local = RoPE(replace(config, rope_base=base, block_size=length, extension=None))
-            if extends_all:
-                local.extend(method, factor, **options)
-        wanted = scheme_class(config.pos, method)
-        scheme = self.pos if type(self.pos) is wanted else wanted(config)
-        if extension:
-            scheme.extend(method, factor, **options)
-        if isinstance(self.pos, RoPE):  # new ones compute where the old one did
-            for new in filter(None, (scheme, local)):
-                new.to(self.pos.inv_freq.device)
-        self.pos = scheme
-        self.local = local
-        self.check_scheme()
+    def extend_scheme(self, extension):
+        layers = {"layers": "full"} if extension.get("layers") == "full" else {}
+        self.pos.extend(extension["method"], extension["factor"], **layers, **extension["options"])
 
     def check_scheme(self):
         """Check once what the scheme's hooks return, and what it sets. Raises UserError."""
@@ -1123,9 +1086,8 @@ class GPT(nn.Module):
         )
 
     def set_length(self, length):
-        """Set the schemes' tables for an input of this many tokens. Returns their version."""
-        version = self.pos.set_length(length)
-        return version if self.local is None else (version, self.local.set_length(length))
+        """Set the scheme's tables for an input of this many tokens. Returns their version."""
+        return self.pos.set_length(length)
 
     def check_positions(self, positions, docs=None):
         """Check explicit position ids, (T,) or (B, T), by reading them: the greatest, plus 1."""
@@ -1197,7 +1159,8 @@ class GPT(nn.Module):
             )
         if layers == "full":
             extension["layers"] = "full"
-        self.set_schemes(extension)
+        self.extend_scheme(extension)
+        self.check_scheme()
         config.block_size = round(extension["original_length"] * extension["factor"])
         config.extension = extension
 
@@ -1207,7 +1170,9 @@ class GPT(nn.Module):
         They are those of the extended model, and infinite if a pair is not rotated. window: those
         of the layers with a window, which may differ. Raises UserError for a scheme without RoPE.
         """
-        scheme = self.local if window and self.local else self.pos
+        scheme = self.pos
+        if window and isinstance(scheme, RoPE):
+            scheme = scheme.local or scheme
         if not isinstance(scheme, RoPE):
             raise UserError(f"--pos={self.config.pos} has no wavelengths: use a model with rope")
         return 2 * math.pi / scheme.inv_freq.cpu().double()

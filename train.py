@@ -16,9 +16,6 @@ from nanolong import python_version  # noqa: F401  # isort: skip
 
 import importlib.util
 import math
-import shlex
-import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,13 +23,12 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import data
 import kernels
 from data.prepare import prepare_missing
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import curves, devices, entry, errors, optim, parallel, run, settings
+from nanolong import devices, entry, optim, parallel, progress, run, settings
 from nanolong.errors import report, require, run_main
 
 
@@ -103,6 +99,16 @@ class TrainConfig:
     def last_step(self):
         """The step after which this command ends; the schedule is that of max_iters."""
         return self.stop_at or self.max_iters
+
+    @property
+    def resumes(self):
+        """Whether training goes on in the folder of the run."""
+        return self.init_from == "resume"
+
+    @property
+    def continues(self):
+        """Whether it goes on from a step and an optimizer: its own, or of extend.py's parent."""
+        return self.resumes or getattr(self, "keep_optimizer", False)
 
 
 @dataclass
@@ -190,7 +196,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
     was_training = model.training
     model.eval()
     rounds = range(rank, math.ceil(len(batches) / world) * world, world)
-    for number in tqdm(rounds, "validation", leave=False, disable=rank > 0 or no_terminal()):
+    for number in progress.bar(rounds, "validation"):
         if parallel.any_process(stop):
             return None
         # In the last round some have no batch left. They compute one that does not count, since
@@ -219,10 +225,6 @@ def estimate_loss(model, dataset, cfg, stop=()):
     if n_bytes:
         metrics["val_bits_per_byte"] = loss_sum / math.log(2) / n_bytes
     return metrics
-
-
-def no_terminal():
-    return not sys.stderr.isatty()
 
 
 # -----------------------------------------------------------------------------
@@ -329,26 +331,26 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
         model.activation_checkpointing = cfg.checkpoint_activations
         forward = parallel.distribute(model.train(), cfg.parallel, device, cfg.compile)
         optimizers = optim.make_optimizers(model, cfg)
-        if continues(cfg):
+        if cfg.continues:
             run.load_optimizers(model, optimizers, model.folder)
         batches = Batches(dataset, model, cfg, train_length, max_position, state.step)
-        print_header(batches)
+        progress.print_header(batches)
         # check the kernels on a part of the first micro-batch, before anything is compiled
         autocast = devices.autocast(device, getattr(torch, cfg.dtype))
         state.kernels = kernels.check_kernels(model, batches.ready[0], autocast)
         parallel.reshard(model)
-        progress = Progress(batches, state)
+        shown = progress.Progress(batches, state)
         try:
             # from here on a stop signal finishes the step, and saves
             with run.StopSignals() as stop:
-                return fit(forward, optimizers, batches, state, stop, progress)
+                return fit(forward, optimizers, batches, state, stop, shown)
         finally:
-            progress.close()
+            shown.close()
             parallel.stop_sharing(model)
             model.eval()
 
 
-def fit(forward, optimizers, batches, state, stop, progress):
+def fit(forward, optimizers, batches, state, stop, shown):
     """The loop: take steps until the last one or a stop signal, save and evaluate.
 
     Returns what train() returns.
@@ -356,7 +358,7 @@ def fit(forward, optimizers, batches, state, stop, progress):
     model, cfg, dataset = batches.model, batches.cfg, batches.dataset
     last_eval = {"step": state.step}
     stopped = False
-    is_saved = resumes(cfg)
+    is_saved = cfg.resumes
     is_evaluated = is_saved and parallel.broadcast(run.is_evaluated(cfg.out_dir, state.step))
     while True:
         # save, then evaluate; after a stop signal only save
@@ -369,7 +371,7 @@ def fit(forward, optimizers, batches, state, stop, progress):
             if metrics:
                 check_finite(f"the validation loss at step {state.step}", cfg, metrics["val_loss"])
                 last_eval = {"step": state.step, **metrics}
-                progress.evaluation(state, metrics)
+                shown.evaluation(state, metrics)
         if stopped or state.step >= cfg.last_step:
             return {**last_eval, "stopped": stopped, "last_step": state.step}
         is_saved = is_evaluated = False
@@ -391,76 +393,7 @@ def fit(forward, optimizers, batches, state, stop, progress):
         optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg)
         state.step += 1
         state.tokens += batches.tokens_per_step
-        progress.step(state, loss_sum / max(n_targets, 1), grad_norm)
-
-
-class Progress:
-    """The log of a run, its progress bar and its speed; in the first process."""
-
-    def __init__(self, batches, state):
-        cfg = self.cfg = batches.cfg
-        self.rank, self.world = parallel.rank_and_world()
-        self.device = batches.device
-        self.flops = batches.model.flops_per_token(batches.train_length)
-        self.first_step = state.step + 1  # it may compile: its speed is not that of the others
-        self.start_clock(state)
-        hidden = self.rank > 0 or no_terminal()
-        self.bar = tqdm(total=cfg.last_step, initial=state.step, unit="step", disable=hidden)
-        self.log = None
-        if self.rank == 0:
-            if cfg.overwrite and not resumes(cfg) and run.list_steps(cfg.out_dir):
-                run.move_aside(cfg.out_dir)
-            row_settings = {**asdict(batches.model.config), **asdict(cfg)}
-            step = state.step if resumes(cfg) else None
-            self.log = run.Log(cfg.out_dir, step, cfg.wandb, row_settings)
-
-    def start_clock(self, state):
-        self.clock, self.clock_tokens = time.perf_counter(), state.tokens
-
-    def step(self, state, loss, grad_norm):
-        """Show a step, and log it every log_interval steps."""
-        if self.rank:
-            return
-        cfg, step = self.cfg, state.step
-        speed = (state.tokens - self.clock_tokens) / (time.perf_counter() - self.clock)
-        peak = devices.peak_flops(self.device)  # None: not in the table
-        text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
-        text += f", MFU {speed * self.flops / peak / self.world:.1%}" if peak else ""
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update()
-        is_logged = step % cfg.log_interval == 0 or step == cfg.last_step
-        if is_logged:
-            norm = grad_norm if math.isfinite(grad_norm) else None
-            row = {"loss": loss, "lr": optim.get_lr(cfg, step - 1), "norm": norm}
-            self.log.write(step, **row, tokens=state.tokens, tokens_per_second=round(speed))
-        # once, and for every tenth of a run without a terminal
-        if step == self.first_step or no_terminal() and step % max(1, cfg.last_step // 10) == 0:
-            memory = f", {devices.peak_memory(self.device) / 1e9:.3g} GB at the peak"
-            say(f"step {step}/{cfg.last_step}: {text}{memory}")
-        if is_logged or step == self.first_step:
-            self.start_clock(state)
-
-    def evaluation(self, state, metrics):
-        """Log and print what estimate_loss() has returned."""
-        if self.rank == 0:
-            self.log.write(state.step, **metrics)
-            text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            say(f"step {state.step}: {text}")
-        self.start_clock(state)
-
-    def close(self):
-        self.bar.close()
-        if self.log:
-            self.log.close()
-
-
-def say(text):
-    """Print a line above the progress bar."""
-    try:
-        tqdm.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output has gone: the run goes on
-        errors.discard_stdout()
+        shown.step(state, loss_sum / max(n_targets, 1), grad_norm)
 
 
 def save(model, optimizers, state, cfg, dataset):
@@ -492,16 +425,6 @@ def save(model, optimizers, state, cfg, dataset):
 # Before and after the loop.
 
 
-def resumes(cfg):
-    """Whether training goes on in the folder of the run."""
-    return cfg.init_from == "resume"
-
-
-def continues(cfg):
-    """Whether it goes on from a step and an optimizer, of this run or of what extend.py extends."""
-    return resumes(cfg) or getattr(cfg, "keep_optimizer", False)
-
-
 def prepare(model, cfg, train_length):
     """Open the dataset, and decide what `auto` means. Returns (cfg, dataset). Raises UserError."""
     device = devices.pick_device(cfg.device)
@@ -510,7 +433,7 @@ def prepare(model, cfg, train_length):
         not cfg.wandb or importlib.util.find_spec("wandb"),
         "--wandb needs the wandb package: pip install wandb, or leave --wandb out",
     )
-    if not resumes(cfg) and not cfg.overwrite:
+    if not cfg.resumes and not cfg.overwrite:
         check_unused(cfg.out_dir)
     dataset = data.open_dataset(cfg.dataset, cfg.bos)
     dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
@@ -526,7 +449,7 @@ def prepare(model, cfg, train_length):
     for kind in data.task_fractions(cfg.tasks):
         dataset.check_task(kind, train_length)
     require(
-        not resumes(cfg) or model.meta["data_hash"] in (None, dataset.hash),
+        not cfg.resumes or model.meta["data_hash"] in (None, dataset.hash),
         f"{cfg.dataset} is not the data of {cfg.out_dir} any more: restore its files",
     )
     dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
@@ -549,7 +472,7 @@ def check_unused(out_dir):
 def restore_state(model, cfg):
     """How far training is, from the model's checkpoint."""
     state = TrainState(loss_scale=65536.0 if cfg.dtype == "float16" else 1.0)
-    if continues(cfg):
+    if cfg.continues:
         # the model may be extended by now, and model.meta that of its new run
         meta = run.read_meta(model.folder)
         kept = ["step", "tokens"]
@@ -602,9 +525,9 @@ def make_model(args):
     # with fsdp the others get their rows from the first process
     weights = cfg.parallel == "ddp" or parallel.rank_and_world()[0] == 0
     if cfg.init_from != "scratch":
-        model = GPT.load(cfg.out_dir if resumes(cfg) else cfg.init_from, weights=weights)
+        model = GPT.load(cfg.out_dir if cfg.resumes else cfg.init_from, weights=weights)
         check_model_settings(model, args)
-        if not resumes(cfg):
+        if not cfg.resumes:
             kept = {name: model.meta.get(name) for name in ("tokenizer", "bos", "family")}
             model.meta = {**kept, "parent": str(model.folder)}
         return model
@@ -637,7 +560,7 @@ def check_scheme_flags(pos, flags):
 
 def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample from an empty prompt. Returns the exit status."""
-    if resumes(cfg) and cfg.max_iters and model.meta["step"] >= cfg.last_step:
+    if cfg.resumes and cfg.max_iters and model.meta["step"] >= cfg.last_step:
         if run.is_evaluated(cfg.out_dir, model.meta["step"]):
             setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
             print(f"{model.folder} is finished: to train on, {setting}")
@@ -647,65 +570,8 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
     except FloatingPointError as error:
         return report(error, on_every_rank=False, status=1)
     if parallel.rank_and_world()[0] == 0:
-        report_end(cfg, result["stopped"])
+        progress.report_end(GPT, cfg, result["stopped"])
     return 0
-
-
-def print_header(batches):
-    """Print what is about to be trained, and on what."""
-    rank, world = parallel.rank_and_world()
-    if rank:
-        return
-    model, cfg, dataset = batches.model, batches.cfg, batches.dataset
-    extension = model.config.extension
-    extended = f", extended by {extension['method']} x {extension['factor']:g}" if extension else ""
-    n_parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"model: {model.config.pos}{extended}, {n_parameters / 1e6:.2f} M parameters, "
-        f"{batches.tokens_per_step:,} tokens per step"
-    )
-    processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
-    mode = "compiled (the first step takes about a minute)" if cfg.compile else "not compiled"
-    print(f"on: {processes}, {devices.device_name(batches.device)}, {cfg.dtype}, {mode}")
-    T = cfg.eval_length or model.config.block_size
-    for source, fraction in zip(dataset.sources, dataset.fractions, strict=True):
-        n_tokens = cfg.last_step * batches.tokens_per_step * fraction
-        epochs = n_tokens / len(source.train)
-        n = len(source.val.spaced(cfg.eval_iters, T))
-        print(
-            f"data: {source.name}, {n_tokens:,.0f} tokens ({epochs:.2g} epochs); validation on "
-            f"{n:,} of {source.val.n_sequences(T).sum():,} sequences of {T:,} tokens",
-            flush=True,
-        )
-
-
-def report_end(cfg, stopped):
-    """Print where the run was saved; if it is complete, plot its losses and print a sample."""
-    folder = run.find_checkpoint(cfg.out_dir)
-    if stopped:
-        print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
-        return
-    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
-    if cfg.last_step < cfg.max_iters:
-        ways = "--init_from=resume, or at another length with extend.py --keep_optimizer=true"
-        print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")
-    if not cfg.max_iters:
-        return
-    curves.plot_finished_run(cfg.out_dir)
-    meta = run.read_meta(folder)
-    tokenizer = data.tokenizer_from_json(meta["tokenizer"])
-    if not tokenizer:
-        return
-    print("a sample:\n")
-    device = devices.pick_device(cfg.device)
-    model = GPT.load(folder).to(device)
-    generator = torch.Generator(device).manual_seed(cfg.seed)
-    prompt = torch.tensor([data.encode_prompt(tokenizer, meta["bos"], "")], device=device)
-    n = min(300, model.config.block_size)
-    tokens = model.generate(prompt, n, temperature=0.8, top_k=200, generator=generator)
-    for text in data.decode_stream((token.item() for token in tokens), tokenizer):
-        print(text, end="", flush=True)
-    print()
 
 
 def main(argv=None):

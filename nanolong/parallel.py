@@ -231,7 +231,7 @@ def share_sequences(size, model=None, lengths=()):
         group = dist.new_group(ranks)  # every process takes part in making every group
         if rank in ranks:
             _group = group
-    for scheme in model.position_schemes():
+    for scheme in (model.pos, model.nope):
         scheme.bias = functools.partial(own_bias, scheme.bias)
         scheme.relative = functools.partial(own_relative, scheme.relative)
         scheme.set_length = functools.partial(set_whole_length, scheme.set_length)
@@ -245,7 +245,7 @@ def share_sequences(size, model=None, lengths=()):
 
 def stop_sharing(model):
     """Let each process compute whole sequences again, as the first one does after training."""
-    for scheme in model.position_schemes():
+    for scheme in (model.pos, model.nope):
         for hook in ("bias", "relative", "set_length", "attend", "rotate"):
             vars(scheme).pop(hook, None)  # the wrapper; that of the class is found again
     share_sequences(1)

@@ -122,7 +122,7 @@ def test_two_bases_extend_the_full_layers_only(make):
     model.pos.set_length(96)
     expected = torch.tensor(powers(1_000_000 * 13 ** (8 / 6), 4), dtype=torch.float64)
     assert torch.allclose(model.pos.inv_freq, expected, rtol=1e-12)
-    assert torch.equal(model.pos.local.inv_freq, torch.tensor(local, dtype=torch.float64))
+    assert torch.equal(model.pos.window_rope.inv_freq, torch.tensor(local, dtype=torch.float64))
 
 
 # -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import kernels
 from experiments.board import table_lines
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
@@ -309,12 +310,13 @@ def test_rotated_queries_and_keys_are_those_of_transformers(tmp_path):
     for name, values in configs.items():
         model = GPT(GPTConfig(**read_settings("config.json", values)))
         assert model.config.extension["layers"] == "full"
-        schemes = {"full": (model.pos, model.local), "sliding": (model.local, model.pos)}
+        local = model.pos.local
+        schemes = {"full": (model.pos, local), "sliding": (local, model.pos)}
         for kind, (scheme, other) in schemes.items():
             layer = model.config.layer_pattern.index("F" if kind == "full" else "W")
-            assert model.scheme_of(layer) is scheme
-            ours = scheme.rotate(q, k, positions, layer)
-            others = other.rotate(q, k, positions, layer)
+            assert model.pos.of_layer(layer) is scheme
+            ours = kernels.rope(q, k, *scheme.cos_sin(positions))
+            others = kernels.rope(q, k, *other.cos_sin(positions))
             for x, y, letter in zip(ours, others, "qk", strict=True):
                 theirs = answers[f"{name}/{kind}_attention/{letter}"]
                 # their angles are float32, whose error grows with the position

@@ -11,7 +11,7 @@ from conftest import OFFLINE, ROOT, assert_success, run_python
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
 import rope_scaling
-from model import GPT, POSITIONS, GPTConfig, RoPE, WholeTextRoPE
+from model import GPT, POSITIONS, GPTConfig, RoPE
 from nanolong.entry import load_entry
 from nanolong.errors import UserError
 from nanolong.inference import KVCache
@@ -386,28 +386,22 @@ def test_methods_that_replace_attention_need_one_text_from_its_start(method, mak
 
 
 # -----------------------------------------------------------------------------
-# The class of a scheme follows the method.
+# Attention follows the method.
 
 
-def test_extending_again_changes_the_class_with_the_method(make):
+def test_extending_again_replaces_attention_or_gives_it_back(make):
     model = make(pos="rope")
     tokens = torch.randint(0, 50, (1, 60))
-    for method, kind in (
-        ("pi", RoPE),
-        ("lm-infinite", WholeTextRoPE),
-        ("self-extend", WholeTextRoPE),
-        ("lm-infinite", WholeTextRoPE),
-        ("yarn", RoPE),
-    ):
+    for method in ("pi", "lm-infinite", "self-extend", "lm-infinite", "yarn"):
         model.extend(method, 1.5)
-        assert type(model.pos) is kind
+        assert model.pos.needs_whole_text == (method in rope_scaling.ATTENTION)
     direct = make(pos="rope")
     direct.extend("yarn", 1.5**5)
     assert model.config == direct.config
     assert torch.equal(model(tokens), direct(tokens))
 
 
-def test_a_refused_method_keeps_the_class(make):
+def test_a_refused_method_changes_nothing(make):
     model = make(pos="rope")
     model.extend("lm-infinite", 2)
     scheme, config = model.pos, dict(vars(model.config))
@@ -428,8 +422,7 @@ def test_a_scheme_derived_from_rope_refuses_methods_that_replace_attention(make,
     monkeypatch.setitem(POSITIONS, "mine", MyRoPE)
     model = make(pos="mine")
     for method in ("lm-infinite", "self-extend"):
-        reason = "its class is derived from plain RoPE and would drop the code of --pos=mine"
-        with pytest.raises(UserError, match=f"{method}.* replaces attention: {reason}, so use it"):
+        with pytest.raises(UserError, match=f"{method}.* would drop the code of --pos=mine"):
             model.extend(method, 2)
     model.extend("yarn", 2)
     assert type(model.pos) is MyRoPE
@@ -898,7 +891,7 @@ def test_other_schemes_refuse_ropes_methods(pos, make):
     model = make(pos=pos)
     with pytest.raises(UserError, match=f"--pos={pos} has no extension method 'yarn'"):
         model.extend("yarn", 2)
-    with pytest.raises(UserError, match="'lm-infinite' replaces attention"):
+    with pytest.raises(UserError, match=f"--pos={pos} has no extension method 'lm-infinite'"):
         model.extend("lm-infinite", 2)
     assert model.config.extension is None
 

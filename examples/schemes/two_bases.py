@@ -27,7 +27,7 @@ class TwoBases(RoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.local = RoPE(dataclasses.replace(config, rope_base=self.local_base))
+        self.window_rope = RoPE(dataclasses.replace(config, rope_base=self.local_base))
 
     def frequencies(self, method, factor, options):
         """Those of the full layers, which alone are extended."""
@@ -38,5 +38,5 @@ class TwoBases(RoPE):
 
     def rotate(self, q, k, pos, layer):
         if self.config.uses_window(layer):
-            return self.local.rotate(q, k, pos, layer)
+            return self.window_rope.rotate(q, k, pos, layer)
         return super().rotate(q, k, pos, layer)

@@ -174,7 +174,7 @@ def choose_family(model, families, reader):
     letters = set()
     for layer in range(config.n_layer):
         letter = config.layer_kind(layer)
-        is_rotated = letter in "NS" or is_positioned(model.scheme_of(layer))
+        is_rotated = letter in "NS" or is_positioned(scheme_of(model, layer))
         letters.add(letter if is_rotated else {"F": "N", "W": "S"}[letter])
     choices = [letters]
     if letters <= {"N", "S"}:
@@ -196,6 +196,12 @@ def choose_family(model, families, reader):
         f"{' with '.join(missing)} has no equivalent among the models that {reader} loads: to be a "
         f"{nearest}, which is nearest, it needs {', '.join(missing.values())}"
     )
+
+
+def scheme_of(model, layer):
+    """Return the position scheme of a layer; in one with a window RoPE may have another."""
+    scheme = model.scheme_of(layer)
+    return scheme.of_layer(layer) if hasattr(scheme, "of_layer") else scheme
 
 
 def is_positioned(scheme):
@@ -242,7 +248,7 @@ def obstacles(model, family, letters):
         found[f"--n_head={config.n_head}"] = f"an --n_head that divides {config.n_embd}"
     if config.head_dim % 2 and letters & {"F", "W"} and "rope" in family.settings["pos"]:
         found[f"--head_dim={config.head_dim}"] = "an even --head_dim"
-    if model.local and letters >= {"F", "W"} and not family.rope_by_kind:
+    if getattr(model.pos, "local", None) and letters >= {"F", "W"} and not family.rope_by_kind:
         found["RoPE that differs in layers with a window"] = "--rope_local_base=0 and --layers=all"
     if config.pos == "alibi" and extension_method(config) not in ("none", "scale"):
         found[f"--method={extension_method(config)}"] = "--method=none"
@@ -257,14 +263,15 @@ def write_positions(model, family, letters):
         return length, {}
     # of layers without a window, and with one
     kinds = {False: (config, model.pos), True: (config, model.pos)}
-    if model.local:
+    local = getattr(model.pos, "local", None)
+    if local:
         extends_all = config.extension and "layers" not in config.extension
         local_config = dataclasses.replace(
             config,
             rope_base=config.rope_local_base or config.rope_base,
             extension=config.extension if extends_all else None,
         )
-        kinds[True] = (local_config, model.local)
+        kinds[True] = (local_config, local)
     ropes = {}
     for has_window, (its_config, scheme) in kinds.items():
         if "FW"[has_window] in letters and is_positioned(scheme):
@@ -418,7 +425,7 @@ def rope_of(model, layer, written):
 
 def query_scale(model, layer, written):
     """Return what the channels of a layer's queries have to be multiplied by: (D,)."""
-    config, scheme = model.config, model.scheme_of(layer)
+    config, scheme = model.config, scheme_of(model, layer)
     factor = float(scheme.score_scale)
     if "attention_multiplier" not in written.settings:
         factor *= config.attn_scale

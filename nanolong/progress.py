@@ -1,0 +1,149 @@
+"""What a run prints: what is trained, its progress, its log, and a sample at the end."""
+
+import math
+import shlex
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+from tqdm import tqdm
+
+import data
+from nanolong import curves, devices, errors, optim, parallel, run
+
+
+def no_terminal():
+    return not sys.stderr.isatty()
+
+
+def bar(items, what):
+    """Show, in the first process, how far a loop is; on a terminal, until it ends."""
+    hidden = parallel.rank_and_world()[0] > 0 or no_terminal()
+    return tqdm(items, what, leave=False, disable=hidden)
+
+
+class Progress:
+    """The log of a run, its progress bar and its speed; in the first process."""
+
+    def __init__(self, batches, state):
+        cfg = self.cfg = batches.cfg
+        self.rank, self.world = parallel.rank_and_world()
+        self.device = batches.device
+        self.flops = batches.model.flops_per_token(batches.train_length)
+        self.first_step = state.step + 1  # it may compile: its speed is not that of the others
+        self.start_clock(state)
+        hidden = self.rank > 0 or no_terminal()
+        self.bar = tqdm(total=cfg.last_step, initial=state.step, unit="step", disable=hidden)
+        self.log = None
+        if self.rank == 0:
+            if cfg.overwrite and not cfg.resumes and run.list_steps(cfg.out_dir):
+                run.move_aside(cfg.out_dir)
+            row_settings = {**asdict(batches.model.config), **asdict(cfg)}
+            step = state.step if cfg.resumes else None
+            self.log = run.Log(cfg.out_dir, step, cfg.wandb, row_settings)
+
+    def start_clock(self, state):
+        self.clock, self.clock_tokens = time.perf_counter(), state.tokens
+
+    def step(self, state, loss, grad_norm):
+        """Show a step, and log it every log_interval steps."""
+        if self.rank:
+            return
+        cfg, step = self.cfg, state.step
+        speed = (state.tokens - self.clock_tokens) / (time.perf_counter() - self.clock)
+        peak = devices.peak_flops(self.device)  # None: not in the table
+        text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
+        text += f", MFU {speed * self.flops / peak / self.world:.1%}" if peak else ""
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update()
+        is_logged = step % cfg.log_interval == 0 or step == cfg.last_step
+        if is_logged:
+            norm = grad_norm if math.isfinite(grad_norm) else None
+            row = {"loss": loss, "lr": optim.get_lr(cfg, step - 1), "norm": norm}
+            self.log.write(step, **row, tokens=state.tokens, tokens_per_second=round(speed))
+        # once, and for every tenth of a run without a terminal
+        if step == self.first_step or no_terminal() and step % max(1, cfg.last_step // 10) == 0:
+            memory = f", {devices.peak_memory(self.device) / 1e9:.3g} GB at the peak"
+            say(f"step {step}/{cfg.last_step}: {text}{memory}")
+        if is_logged or step == self.first_step:
+            self.start_clock(state)
+
+    def evaluation(self, state, metrics):
+        """Log and print what estimate_loss() has returned."""
+        if self.rank == 0:
+            self.log.write(state.step, **metrics)
+            text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            say(f"step {state.step}: {text}")
+        self.start_clock(state)
+
+    def close(self):
+        self.bar.close()
+        if self.log:
+            self.log.close()
+
+
+def say(text):
+    """Print a line above the progress bar."""
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has gone: the run goes on
+        errors.discard_stdout()
+
+
+def print_header(batches):
+    """Print what is about to be trained, and on what."""
+    rank, world = parallel.rank_and_world()
+    if rank:
+        return
+    model, cfg, dataset = batches.model, batches.cfg, batches.dataset
+    extension = model.config.extension
+    extended = f", extended by {extension['method']} x {extension['factor']:g}" if extension else ""
+    n_parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"model: {model.config.pos}{extended}, {n_parameters / 1e6:.2f} M parameters, "
+        f"{batches.tokens_per_step:,} tokens per step"
+    )
+    processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
+    mode = "compiled (the first step takes about a minute)" if cfg.compile else "not compiled"
+    print(f"on: {processes}, {devices.device_name(batches.device)}, {cfg.dtype}, {mode}")
+    T = cfg.eval_length or model.config.block_size
+    for source, fraction in zip(dataset.sources, dataset.fractions, strict=True):
+        n_tokens = cfg.last_step * batches.tokens_per_step * fraction
+        epochs = n_tokens / len(source.train)
+        n = len(source.val.spaced(cfg.eval_iters, T))
+        print(
+            f"data: {source.name}, {n_tokens:,.0f} tokens ({epochs:.2g} epochs); validation on "
+            f"{n:,} of {source.val.n_sequences(T).sum():,} sequences of {T:,} tokens",
+            flush=True,
+        )
+
+
+def report_end(GPT, cfg, stopped):
+    """Print where the run was saved; if it is complete, plot its losses and print a sample."""
+    folder = run.find_checkpoint(cfg.out_dir)
+    if stopped:
+        print(f"stopped and saved {folder}: resume with the same command and --init_from=resume")
+        return
+    print(f"saved {folder}; sample from it with python sample.py {shlex.quote(cfg.out_dir)}")
+    if cfg.last_step < cfg.max_iters:
+        ways = "--init_from=resume, or at another length with extend.py --keep_optimizer=true"
+        print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")
+    if not cfg.max_iters:
+        return
+    curves.plot_finished_run(cfg.out_dir)
+    meta = run.read_meta(folder)
+    tokenizer = data.tokenizer_from_json(meta["tokenizer"])
+    if not tokenizer:
+        return
+    print("a sample:\n")
+    device = devices.pick_device(cfg.device)
+    model = GPT.load(folder).to(device)
+    generator = torch.Generator(device).manual_seed(cfg.seed)
+    prompt = torch.tensor([data.encode_prompt(tokenizer, meta["bos"], "")], device=device)
+    n = min(300, model.config.block_size)
+    tokens = model.generate(prompt, n, temperature=0.8, top_k=200, generator=generator)
+    for text in data.decode_stream((token.item() for token in tokens), tokenizer):
+        print(text, end="", flush=True)
+    print()
