@@ -674,13 +674,12 @@ def check_config(config):
         if get_origin(hint) is Literal:
             value, choices = getattr(config, name), get_args(hint)
             require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
-    pos, pattern, window = config.pos, config.layer_pattern, config.window
+    pos = config.pos
     names = ", ".join(POSITIONS)
     require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")
     scheme = POSITIONS[pos]
     is_rope = issubclass(scheme, RoPE)
 
-    # shapes
     n, n_kv = config.n_head, config.n_kv_head
     require(n % n_kv == 0, f"n_head={n} is not divisible by n_kv_head={n_kv}: give a divisor")
     paired = getattr(config, scheme.pairs, 0)
@@ -698,7 +697,13 @@ def check_config(config):
         require(getattr(config, name) > 0, f"{name} must be above 0: leave it out")
     require(config.rope_base > 1, "rope_base must be above 1: leave it out")
 
-    # layers
+    check_layers(config, scheme)
+    check_score_scale(config)
+
+
+def check_layers(config, scheme):
+    """Refuse patterns of layers, windows and random positions that do not fit."""
+    pos, pattern, window = config.pos, config.layer_pattern, config.window
     require(
         pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
         f"layer_pattern={pattern!r} is not a word of the letters F, W, N and S, at most one for "
@@ -728,7 +733,6 @@ def check_config(config):
         "p_rope and rope_fraction both leave channels unrotated: give one of them",
     )
 
-    # random positions and scales of the scores
     n = config.random_positions
     require(
         not n or not (scheme.by_index or scheme is NoPE or window),
@@ -737,7 +741,11 @@ def check_config(config):
     )
     least = config.block_size
     require(not n or n >= least, f"random_positions={n} is too small: give block_size={least}")
-    kind, default = config.score_scale, GPTConfig()
+
+
+def check_score_scale(config):
+    """Refuse settings that --score_scale does not use, or cannot compute with."""
+    kind, pattern, default = config.score_scale, config.layer_pattern, GPTConfig()
     used = {"logn": ("length", "layers"), "llama4": ("length", "layers", "coefficient", "offset")}
     for name in ("length", "layers", "coefficient", "offset"):
         value = getattr(config, f"score_scale_{name}")
@@ -917,6 +925,13 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
 
 
+def positions_in_documents(docs):
+    """Position ids that count from 0 in every document: int64 (B, T), of document ids (B, T)."""
+    index = torch.arange(docs.shape[1], device=docs.device)
+    starts = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0)) * index  # 0 but where one begins
+    return index - starts.cummax(1).values
+
+
 class GPT(nn.Module):
     config_class = GPTConfig  # for nanolong/, which is given this class and cannot import the file
     schemes = POSITIONS
@@ -1000,8 +1015,9 @@ class GPT(nn.Module):
         The loss is in nats, float32; targets of -1 are ignored; reduction is "mean", "sum" or
         "none" (B, T). Only some of the logits (B, T, V) exist at a time.
 
-        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's. Give
-                   them on the CPU: there they are checked without waiting for a GPU
+        positions: position ids, (T,) or (B, T) int64; by default 0..T-1, after the cache's, from 0
+                   in every document. Give them on the CPU: there they are checked without waiting
+                   for a GPU
         docs:      document ids (B, T); attention stays within a document
         cache:     a nanolong.inference.KVCache, extended in place
 
@@ -1049,7 +1065,11 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         explicit = positions is not None
-        if not explicit:
+        if not explicit and docs is not None:
+            is_first = cache is None or cache.docs is None
+            whole = docs if is_first else torch.cat((cache.docs, docs), 1)
+            positions = positions_in_documents(whole)[:, -tokens.shape[1] :]
+        elif not explicit:
             positions = torch.arange(start, end, device=tokens.device)
         # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.
         elif self.pos.is_dynamic or (positions.is_cpu and not torch.compiler.is_compiling()):

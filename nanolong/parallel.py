@@ -19,6 +19,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import kernels
@@ -270,9 +271,13 @@ def own_part(batch):
     rank, size = sequence_rank_and_size()
     if size == 1:
         return batch
-    tokens = batch["tokens"]
+    docs = batch.get("docs")
     if batch["positions"] is None:
-        batch = {**batch, "positions": torch.arange(tokens.shape[1], device=tokens.device)}
+        positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
+        if docs is not None:  # the model counts from 0 in every document
+            starts = F.pad(docs[:, 1:] != docs[:, :-1], (1, 0)) * positions
+            positions = positions - starts.cummax(1).values
+        batch = {**batch, "positions": positions}
     return {name: x if x is None else x.chunk(size, -1)[rank] for name, x in batch.items()}
 
 
@@ -311,8 +316,9 @@ def attend_shared(attend, rotate, q, k, v, pos, layer, cache, **mask):
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     q, k, v = (tokens_to_heads(x, N) for x in (q, k, v))
     mask["docs"] = gather_tokens(mask["docs"])
-    # those of own_part() are the indices, which attention needs not be told
-    mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None
+    # those of own_part() are indices, or count in documents: attention needs not be told
+    is_given = pos.dim() > 1 and mask["docs"] is None
+    mask["positions"] = gather_tokens(mask["positions"]) if is_given else None
     attended = attend(q, k, v, gather_tokens(pos), layer, cache, **mask)
     if isinstance(attended, tuple):  # with the log-sum-exp, for learned sinks
         y, lse = attended

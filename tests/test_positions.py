@@ -706,3 +706,20 @@ def test_ropes_score_of_equal_vectors_fades_with_distance_without_a_cut_off():
     assert all(a > b for a, b in zip(means, means[1:], strict=False))
     assert scores.argmax() == 0
     assert means[-1] > 0.1 * scores[0]
+
+
+@pytest.mark.parametrize("settings", [{"pos": pos} for pos in BUILT_IN] + [{"score_scale": "logn"}])
+def test_a_packed_document_is_computed_like_the_document_alone(settings, make):
+    """Positions count from 0 in each of them, also where it is continued with a cache."""
+    model = make(**{"block_size": 48, "score_scale_length": 0, **settings})
+    first, second = torch.randint(0, 50, (2, 17)), torch.randint(0, 50, (2, 14))
+    tokens = torch.cat((first, second), 1)
+    docs = torch.tensor([0] * 17 + [1] * 14).expand(2, -1)
+    alone = model(second)
+    assert (model(tokens, docs=docs)[:, 17:] - alone).abs().max() < 2e-5
+    cache = KVCache()
+    parts = [model(tokens[:, part], docs=docs[:, part], cache=cache) for part in CACHED_PARTS]
+    assert (torch.cat(parts, 1)[:, 17:] - alone).abs().max() < 2e-5
+
+
+CACHED_PARTS = (slice(0, 9), slice(9, 20), slice(20, 31))

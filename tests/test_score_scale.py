@@ -185,7 +185,10 @@ def test_a_compiled_model_has_the_same_loss_and_gradients(make, kind):
     [
         ({"score_scale_length": 64}, "score_scale_length=64 does nothing with --score_scale=none"),
         ({"score_scale_layers": "nope"}, "does nothing with --score_scale=none"),
-        ({"score_scale": "logn", "score_scale_coefficient": 0.2}, "does nothing with --score_scale=logn"),
+        (
+            {"score_scale": "logn", "score_scale_coefficient": 0.2},
+            "--score_scale=logn",
+        ),
         ({"score_scale": "logn", "score_scale_layers": "nope"}, "layer_pattern=F has none"),
         ({"score_scale": "logn", "block_size": 1}, "a --score_scale_length of at least 2"),
         ({"score_scale": "log"}, "score_scale"),
