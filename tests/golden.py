@@ -32,7 +32,10 @@ GROUPS = (
 )
 
 # Changes that are meant: patterns of entries ("group: case | key"), each with the reason.
-DELIBERATE = ()
+DELIBERATE = (
+    ("training: long documents | *", "positions count from 0 in every packed document"),
+    ("extending: extended again | log val*", "eval_iters counts sequences, here one fewer"),
+)
 
 # Cases that went with what they compared:
 # statuses: extend.py --plot=a.svg, and --plot of another: extend.py plots no wavelengths any more.

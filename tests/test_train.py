@@ -258,7 +258,7 @@ def test_the_first_step_which_compiles_is_not_in_the_speed(cfg, monkeypatch):
         return real(*args)
 
     real = train.forward_backward
-    monkeypatch.setattr(train.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(train.progress.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(train, "forward_backward", forward_backward)
     settings = cfg(max_iters=6, log_interval=3)
     train.train(tiny(), settings)
