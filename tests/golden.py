@@ -33,6 +33,8 @@ GROUPS = (
 
 # Changes that are meant: patterns of entries ("group: case | key"), each with the reason.
 DELIBERATE = (
+    ("models: *documents* | *", "positions count from 0 in every packed document"),
+    ("extension: *documents* | *", "positions count from 0 in every packed document"),
     ("training: long documents | *", "positions count from 0 in every packed document"),
     ("extending: extended again | log val*", "eval_iters counts sequences, here one fewer"),
 )
