@@ -35,6 +35,7 @@ from train import (
     TrainConfig,
     TrainState,
     check_model_settings,
+    check_schedule,
     check_unused,
     train_and_sample,
 )
@@ -366,6 +367,13 @@ def main(argv=None):
         paths="the run folder, or checkpoint folder, to extend",
         defaults=run_defaults,
         argv=argv,
+    )
+    check_schedule(args.cfg, args.flags)
+    unused = {"learning_rate", "optimizer", "weight_decay", "pose", "train_length"} & args.flags
+    require(
+        args.cfg.max_iters or not unused,
+        f"--max_iters=0 only extends, and --{', --'.join(sorted(unused))} is of training: leave "
+        "it out",
     )
     entry.load_entries(args.cfg.entry, POSITIONS)
     rank, _ = parallel.join_processes(devices.pick_device(args.cfg.device))

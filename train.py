@@ -558,6 +558,19 @@ def check_scheme_flags(pos, flags):
     )
 
 
+def check_schedule(cfg, flags):
+    """Refuse flags of a schedule that the run would never reach; a default may be beyond it."""
+    warmup, last = cfg.warmup_iters, cfg.max_iters
+    require(
+        "warmup_iters" not in flags or warmup <= last,
+        f"--warmup_iters={warmup} is beyond the run: give at most {last}",
+    )
+    require(
+        not {"min_lr", "learning_rate"} & flags or cfg.min_lr <= cfg.learning_rate,
+        f"--min_lr={cfg.min_lr:g} is above learning_rate={cfg.learning_rate:g}: lower it",
+    )
+
+
 def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample from an empty prompt. Returns the exit status."""
     if cfg.resumes and cfg.max_iters and model.meta["step"] >= cfg.last_step:
@@ -576,6 +589,7 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
 
 def main(argv=None):
     args = settings.parse(model_config=GPTConfig, cfg=TrainConfig, defaults=run_defaults, argv=argv)
+    check_schedule(args.cfg, args.flags)
     entry.load_entries(args.cfg.entry, POSITIONS)
     parallel.join_processes(devices.pick_device(args.cfg.device))
     with run.lock(args.cfg.out_dir):

@@ -814,22 +814,6 @@ def test_command_line_measures_needles(runs, call, tmp_path):
     assert (tmp_path / "n.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_command_line_says_what_is_wrong(runs, call, tmp_path):
-    rope, learned, _ = runs
-    for words, phrase in (
-        ([], "run folder"),
-        ([f"a={rope}", f"a={learned}"], "same name"),
-        ([rope, "--protocol="], "name one at least"),
-        ([rope, "--plot=a.jpg"], ".png"),
-        ([rope, "--lengths=0"], "at least 1"),
-        ([rope, "--dataset=nowhere"], "nowhere"),
-        ([tmp_path / "nowhere", "--plot=a.png", "--json=a.json"], "nowhere"),
-    ):
-        assert_refused(call("evaluate.py", *words, cwd=tmp_path), phrase)
-    assert not (tmp_path / "a.png").exists()
-    assert not (tmp_path / "a.json").exists()
-
-
 def test_a_checkpoint_that_names_no_dataset_needs_one(make, call, text_data, tmp_path):
     """Of an imported one the meta.json has none, of one that extends it null."""
     model = make(vocab_size=257)

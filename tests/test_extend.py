@@ -79,17 +79,6 @@ def no_data(monkeypatch):
     monkeypatch.setattr(scoring, "Dataset", opened)
 
 
-def test_a_dataset_of_another_vocabulary_is_refused_before_anything_is_written(
-    trained, extend_run, text_data, tmp_path
-):
-    other = shutil.copytree(text_data, tmp_path / "other")
-    meta = {"tokenizer": None, "vocab_size": 300, "bos": 256, "bos_default": True}
-    (other / "meta.json").write_text(json.dumps(meta))
-    done = extend_run(trained, "--max_iters=0", f"--dataset={other}")
-    assert_refused(done, "has a vocabulary of 300")
-    assert not (tmp_path / "extended").exists()
-
-
 def test_extending_alone_opens_no_dataset(trained, extend_run, no_data, tmp_path):
     done = assert_success(extend_run(trained, "--max_iters=0"))
     assert "context length: 32 -> 128 tokens (yarn)" in done.stdout
@@ -377,27 +366,6 @@ def test_a_stage_keeps_the_schedule_and_changes_the_length(call, text_data, tmp_
 
 
 KEEP = "--keep_optimizer=true"
-
-
-@pytest.mark.parametrize(
-    "words, phrases",
-    [
-        ([KEEP], ("has taken all 2 steps", "--stop_at=STEP")),
-        ([KEEP, "--max_iters=4", "--optimizer=muon"], ("trained with adamw", "leave --optimizer")),
-        ([KEEP, "--max_iters=0"], ("--max_iters=0 only extends",)),
-        ([KEEP, "--stop_at=3"], ("stop_at=3 is beyond", "give at most 2")),
-        (["--train_length=65"], ("train_length=65", "extended context of 64 tokens")),
-        (["--train_length=64", "--pose=true"], ("train_length=64", "--pose_window")),
-        (["--train_length=-1"], ("train_length=-1", "not negative")),
-        (["--pose=true", "--pose_window=33"], ("pose_window=33", "original context of 32 tokens")),
-        (["--pose_window=8"], ("pose_window=8", "--pose=true")),
-        (["--pose=true", "--pose_window=-1"], ("pose_window=-1", "not negative")),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(words, phrases, trained, extend_run, tmp_path):
-    """An optimizer that cannot be kept, and lengths that sequences cannot have."""
-    assert_refused(extend_run(trained, "--factor=2", *words), *phrases)
-    assert not (tmp_path / "extended").exists()
 
 
 def test_a_checkpoint_without_its_optimizer_is_refused(

@@ -151,32 +151,6 @@ def test_a_scheme_of_ones_own_is_shared_by_all_layers(monkeypatch, make):
         GPT(GPTConfig(**{"pos": "own", **HYBRID}))
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"rope_local_base": 1e4}, "layer_pattern of both"),
-        ({"rope_local_base": 1e4, "window": 5}, "layer_pattern of both"),
-        ({**HYBRID, "pos": "alibi"}, "layer_pattern of both"),
-        ({**HYBRID, "rope_local_base": 1.0}, "layer_pattern of both"),
-        ({"p_rope": 0.5, "rope_fraction": 0.5}, "give one of them"),
-        ({"p_rope": 1.5}, "at most 1"),
-        ({"norm_position": "after"}, "unknown: give .*parallel"),
-        ({"mlp": "relu"}, "unknown: give swiglu"),
-    ],
-    ids=str,
-)
-def test_settings_that_mean_nothing_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        GPT(GPTConfig(**settings))
-
-
-def test_a_model_made_in_python_is_checked_like_one_of_the_command_line():
-    with pytest.raises(UserError, match="norm=batchnorm is unknown: give rmsnorm"):
-        GPT(GPTConfig(norm="batchnorm"))
-    with pytest.raises(UserError, match="head_dim=33 is odd"):
-        GPT(GPTConfig(n_embd=99))
-
-
 # -----------------------------------------------------------------------------
 # p-RoPE
 

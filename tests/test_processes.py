@@ -13,7 +13,6 @@ import torch
 from conftest import (
     ROOT,
     TINY,
-    assert_refused,
     assert_same_bits,
     assert_success,
     logged,
@@ -178,15 +177,6 @@ def test_a_stop_signal_in_one_process_saves(mode, moment, words, tmp_path):
     assert process.returncode == 0, output[-2000:]
     assert "stopped and saved" in output
     assert GPT.load(run).meta["step"] < 120
-
-
-def test_what_cannot_be_done_by_these_processes_is_refused(words, call, tmp_path):
-    for flags, message in (
-        (["--parallel=fsdp"], "needs several processes"),
-        (["--sequence_parallel=2"], "give --sequence_parallel=1"),
-    ):
-        assert_refused(call(*words, *flags), message)
-    assert not (tmp_path / "run").exists()
 
 
 UNLIKE = """

@@ -16,7 +16,6 @@ from test_hf_tokenizer import KINDS as IMPORTED
 from test_hf_tokenizer import import_tokenizer
 
 import data
-import train
 from data.ruler import SIZES, needed_length
 from nanolong.errors import UserError
 
@@ -384,25 +383,6 @@ def test_evaluation_does_not_ask_what_training_showed(text_data):
         for length in range(40, 161):
             prompt = data.ruler_prompt("niah", BYTES, length, 7, sample)
             assert bytes(prompt.inputs.tolist()) not in shown
-
-
-@pytest.mark.parametrize(
-    "tasks, message",
-    [
-        (("needle:0.1",), "tasks=needle:0.1 has needle:0.1: .* of passkey, niah, multikey"),
-        (("niah",), "has niah: .* a fraction"),
-        (("niah:1.5",), "has niah:1.5: .* at most 1"),
-        (("niah:0",), "has niah:0: .* above 0"),
-        (("niah:nan",), "has niah:nan: .* a fraction"),
-        (("niah:0.1", "niah:0.2"), "has niah:0.2: give each kind .* at most once"),
-        (("niah:0.7", "vt:0.7"), "the fractions of tasks=niah:0.7,vt:0.7 add up to 1.4"),
-    ],
-)
-def test_impossible_tasks_are_refused(tasks, message):
-    one = [f"{kind}:{1 / 7}" for kind in data.KINDS]  # fractions may add up to one
-    assert sum(data.task_fractions(one).values()) == pytest.approx(1)
-    with pytest.raises(UserError, match=message):
-        train.TrainConfig(tasks=tasks)
 
 
 def test_tasks_that_cannot_be_made_are_refused_before_training(call, text_data, tmp_path):

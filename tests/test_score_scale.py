@@ -180,37 +180,6 @@ def test_a_compiled_model_has_the_same_loss_and_gradients(make, kind):
     assert torch.equal(torch.cat(compiled, 1), torch.cat(whole, 1))
 
 
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"score_scale_length": 64}, "score_scale_length=64 does nothing with --score_scale=none"),
-        ({"score_scale_layers": "nope"}, "does nothing with --score_scale=none"),
-        (
-            {"score_scale": "logn", "score_scale_coefficient": 0.2},
-            "--score_scale=logn",
-        ),
-        ({"score_scale": "logn", "score_scale_layers": "nope"}, "layer_pattern=F has none"),
-        ({"score_scale": "logn", "block_size": 1}, "a --score_scale_length of at least 2"),
-        ({"score_scale": "log"}, "score_scale"),
-        ({"score_scale": "ssmax"}, "score_scale=ssmax is unknown"),
-        ({"score_scale_length": 1}, "score_scale_length"),
-        ({"score_scale_length": -8}, "score_scale_length"),
-        ({"score_scale_coefficient": 0}, "score_scale_coefficient"),
-        ({"score_scale_offset": 2}, "score_scale_offset"),
-        ({"score_scale_layers": "full"}, "score_scale_layers"),
-        ({"score_scale": "llama4", "block_size": 1}, None),
-        ({"score_scale": "logn", "score_scale_layers": "nope", "layer_pattern": "FN"}, None),
-    ],
-    ids=str,
-)
-def test_settings_that_do_nothing_or_are_out_of_range_are_refused(settings, words):
-    if words is None:
-        GPT(GPTConfig(**settings))
-        return
-    with pytest.raises(UserError, match=words):
-        GPT(GPTConfig(**settings))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["lm-infinite", "self-extend"])
 def test_methods_that_replace_attention_refuse_it(make, kind, method):

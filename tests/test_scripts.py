@@ -1,7 +1,6 @@
 """The scripts as a user meets them: errors in one line, and the path from training to sampling."""
 
 import json
-import re
 import shutil
 import subprocess
 
@@ -22,7 +21,6 @@ import data
 from model import GPT, POSITIONS
 from nanolong import plots
 from nanolong.run import list_steps, read_meta
-from rope_scaling import METHODS
 
 PNG = b"\x89PNG"
 
@@ -47,57 +45,6 @@ def files_of(folder):
 
 # -----------------------------------------------------------------------------
 # Errors.
-
-
-TRAIN_ERRORS = [
-    ("--pos=cope", ", ".join(POSITIONS)),
-    ("--batch_size=0", "at least 1"),
-    ("--dataset=nothing", "prepare.py"),
-    ("--device=tpu", "--device=cpu"),
-    ("--n_embd=100 --n_head=3", "not divisible"),
-    ("--init_from=resume --out_dir=out/never-made", "no checkpoint in out/never-made to resume"),
-    ("--block_size=100000000 --dataset=DATA", "--block_size"),
-    ("--layer_pattern=FFFFFFFFN", "4 layers"),
-    ("--random_positions=100", "block_size=256"),
-]
-OTHER_ERRORS = [
-    ("extend.py", "", "run folder"),
-    ("extend.py", "out/never-made", "train one by python train.py"),
-    ("extend.py", "RUN --method=yarm", "'yarm': did you mean 'yarn'?"),
-    ("extend.py", "RUN --method=magic", ", ".join(METHODS)),
-    ("extend.py", "RUN --method=clamp", "--pos=rope has no extension method 'clamp': use --method"),
-    ("extend.py", "RUN --options=beta", "NAME=VALUE"),
-    ("extend.py", "RUN --options=beta=1", "beta_fast"),
-    ("extend.py", "RUN --method=llama3 --options=high_freq_factor=0.5", "low_freq_factor=1.0"),
-    ("extend.py", "RUN --n_layer=3", "n_layer=2"),
-    ("sample.py", "out/never-made", "train one by python train.py"),
-    ("sample.py", "RUN --start=FILE:gone.txt", "gone.txt"),
-    ("evaluate.py", "", "run folder"),
-    (
-        "evaluate.py",
-        "RUN --protocol=sliding-ish",
-        "chunked, last-quarter, position, sliding, token",
-    ),
-    ("data/prepare.py", "", "either"),
-    ("data/prepare.py", "gone.txt", "gone.txt"),
-    ("data/prepare.py", "--dataset=imagenet", "imagenet"),
-    ("experiments/run.py", "leaderboard --arms=rope,ropey", "'ropey'", "rope, rope-window"),
-    ("experiments/run.py", "leaderboard --entry=gone.py", "gone.py"),
-    ("experiments/run.py", "leaderbord", "there is no experiment leaderbord"),
-]
-ERRORS = [*(("train.py", *case) for case in TRAIN_ERRORS), *OTHER_ERRORS]
-
-
-@pytest.mark.parametrize("case", ERRORS, ids=lambda case: " ".join(case[:2]))
-def test_an_error_is_one_line_and_writes_nothing(case, call, request, text_data, tmp_path):
-    script, words, *expected = case
-    words = words.replace("DATA", str(text_data))
-    if "RUN" in words:
-        words = words.replace("RUN", str(request.getfixturevalue("trained")))
-    words = words.split()
-    before = files_of(tmp_path)
-    assert_refused(call(script, *words, cwd=tmp_path), *expected)
-    assert files_of(tmp_path) == before
 
 
 def test_an_existing_run_is_not_overwritten(call, trained, text_data):
@@ -248,25 +195,6 @@ def test_a_table_of_factors_comes_from_a_file(call, trained, tmp_path):
     words = ["--method=longrope", f"--options={file}", "--max_iters=0", f"--out_dir={tmp_path}/out"]
     assert_success(call("extend.py", trained, *words))
     assert GPT.load(tmp_path / "out").config.extension["options"]["long_factor"] == factors
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ("--method=self-extend", "method 'self-extend' .*--max_iters=0"),
-        ("--method=drope --pose=true", "--pose"),
-        ("--method=longrope", "long_factor"),
-        ("--options=bad.json", "bad.json"),
-        ("--options=none.json", "none.json"),
-        ("--min_doc=1000000", "--min_doc"),
-        ("--tasks=passkey:2", "passkey:2.*at most 1"),
-    ],
-)
-def test_extensions_that_cannot_be_are_refused(words, expected, call, trained, tmp_path):
-    (tmp_path / "bad.json").write_text("[1]")
-    done = call("extend.py", trained, *words.split(), f"--out_dir={tmp_path}/no", cwd=tmp_path)
-    assert re.search(expected, assert_refused(done))
-    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(

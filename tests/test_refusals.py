@@ -1,0 +1,182 @@
+"""What cannot be done is refused: one sentence that names the repair, status 2, nothing written.
+
+One table for all scripts, of (script, words, phrases). DATA is a dataset of bytes, RUN a run of
+RoPE and 32 tokens on it, LETTERS a dataset of three characters.
+"""
+
+import json
+
+import pytest
+from conftest import TINY, assert_refused, assert_success
+
+from model import POSITIONS
+from rope_scaling import METHODS
+
+MODEL = [  # settings of the model: of train.py, and of GPTConfig in Python
+    ("--pos=cope", ", ".join(POSITIONS), "--entry=FILE.py"),
+    ("--n_embd=100 --n_head=3", "not divisible", "head_dim"),
+    ("--n_head=0", "at least 1"),
+    ("--n_head=4 --n_kv_head=3", "n_kv_head=3"),
+    ("--n_embd=99", "head_dim=33 is odd"),
+    ("--norm=batchnorm", "rmsnorm, layernorm"),
+    ("--mlp=relu", "swiglu"),
+    ("--dropout=1", "dropout"),
+    ("--attn_scale=0", "attn_scale"),
+    ("--rope_fraction=1.5", "rope_fraction"),
+    ("--rope_fraction=0.05", "which is odd"),
+    ("--p_rope=0.5 --rope_fraction=0.5", "give one of them"),
+    ("--rope_base=1", "rope_base"),
+    ("--pos=alibi --rope_base=500", "--pos=alibi has none"),
+    ("--rope_local_base=1e4", "layer_pattern of both"),
+    ("--rope_local_base=1e4 --window=5", "layer_pattern of both"),
+    ("--rope_local_base=1e4 --window=5 --layer_pattern=WF --pos=t5", "layer_pattern of both"),
+    ("--layer_pattern=FX", "F, W, N and S"),
+    ("--layer_pattern=FFFFFFFFN", "4 layers"),
+    ("--layer_pattern=W", "give --window=N"),
+    ("--window=5 --layer_pattern=F", "give --window=N"),
+    ("--sinks=2", "give --window=N"),
+    ("--pos=learned --layer_pattern=FN", "acts in none of them"),
+    ("--random_positions=100", "block_size=256"),
+    ("--random_positions=999 --pos=alibi", "uses position ids"),
+    ("--random_positions=999 --window=8", "without a window"),
+    ("--score_scale=ssmax", "none, logn, llama4"),
+    ("--score_scale_length=64", "does nothing with --score_scale=none"),
+    ("--score_scale=logn --score_scale_coefficient=0.2", "does nothing with --score_scale=logn"),
+    ("--score_scale=logn --score_scale_layers=nope", "layer_pattern=F has none"),
+    ("--score_scale=logn --block_size=1", "--score_scale_length of at least 2"),
+]
+TRAINING = [
+    ("--learning_rat=1", "--learning_rate"),
+    ("--batch_size=0", "at least 1"),
+    ("--log_interval=0", "at least 1"),
+    ("--beta2=1", "below 1"),
+    ("--stop_at=9 --max_iters=8", "stop_at=9", "at most 8"),
+    ("--warmup_iters=9 --max_iters=8", "warmup_iters=9", "at most 8"),
+    ("--min_lr=1", "min_lr=1", "learning_rate"),
+    ("--learning_rate=nan", "finite"),
+    ("--dataset=nothing", "prepare.py"),
+    ("--dataset=DATA:0.3,LETTERS:0.6", "add up to 0.9"),
+    ("--dataset=DATA:1.5,LETTERS:0.5", "is 1.5"),
+    ("--dataset=DATA:0.5,DATA:0.5", "same name"),
+    ("--dataset=DATA:0.5,LETTERS:0.5", "vocabulary of 3"),
+    ("--block_size=100000000", "--block_size"),
+    ("--eval_length=257", "at most 256"),
+    ("--min_doc=99999999", "--min_doc"),
+    ("--tasks=needle:0.1", "passkey, niah, multikey"),
+    ("--tasks=niah:1.5", "at most 1"),
+    ("--tasks=niah:0.7,vt:0.7", "add up to 1.4"),
+    ("--tasks=fwe:0.1 --block_size=64", "fwe need up to", "have 64"),
+    ("--device=tpu", "--device=cpu"),
+    ("--parallel=fsdp", "torchrun"),
+    ("--sequence_parallel=2", "--sequence_parallel=1"),
+    ("--wandb=project", "pip install wandb"),
+    ("--init_from=resume --out_dir=out/never-made", "no checkpoint in out/never-made to resume"),
+    ("--init_from=out/never-made", "no checkpoint in out/never-made"),
+    ("--out_dir=RUN", "--overwrite"),
+    ("--out_dir=RUN --init_from=resume --n_layer=3", "leave --n_layer out"),
+    ("config/gone.toml", "debug.toml"),
+    ("word", "--name=value"),
+]
+EXTENDING = [
+    ("", "run folder"),
+    ("out/never-made", "train one by python train.py"),
+    ("RUN --method=yarm", "'yarm': did you mean 'yarn'?"),
+    ("RUN --method=magic", ", ".join(METHODS)),
+    ("RUN --method=clamp", "--pos=rope has no extension method 'clamp': use --method"),
+    ("RUN --factor=0.5", "factor=0.5"),
+    ("RUN --options=beta", "NAME=VALUE"),
+    ("RUN --options=beta=1", "beta_fast"),
+    ("RUN --options=bad.json --method=longrope", "bad.json"),
+    ("RUN --options=none.json --method=longrope", "none.json"),
+    ("RUN --method=longrope", "long_factor"),
+    ("RUN --method=llama3 --options=high_freq_factor=0.5", "low_freq_factor=1.0"),
+    ("RUN --n_layer=3", "n_layer=2"),
+    ("RUN --layers=full", "--layers=all"),
+    ("RUN --method=self-extend", "--max_iters=0"),
+    ("RUN --method=drope --pose=true", "--pose"),
+    ("RUN --min_doc=1000000", "--min_doc"),
+    ("RUN --keep_optimizer=true", "has taken all 8 steps", "--stop_at=STEP"),
+    ("RUN --keep_optimizer=true --max_iters=9 --optimizer=muon", "trained with adamw"),
+    ("RUN --keep_optimizer=true --max_iters=0", "--max_iters=0 only extends"),
+    ("RUN --max_iters=0 --learning_rate=1e-3 --optimizer=muon", "--learning_rate, --optimizer"),
+    ("RUN --max_iters=2 --warmup_iters=3", "warmup_iters=3", "at most 2"),
+    ("RUN --factor=2 --train_length=65", "extended context of 64 tokens"),
+    ("RUN --train_length=64 --pose=true", "--pose_window"),
+    ("RUN --pose=true --pose_window=33", "original context of 32 tokens"),
+    ("RUN --pose_window=8", "--pose=true"),
+    ("RUN --dataset=LETTERS", "vocabulary of 3"),
+    ("RUN --init_from=RUN", "is for train.py"),
+]
+OTHERS = [
+    ("sample.py", "out/never-made", "train one by python train.py"),
+    ("sample.py", "", "there is no run under out/"),
+    ("sample.py", "RUN --top_p=0", "top_p=0"),
+    ("sample.py", "RUN --num_samples=0", "at least 1"),
+    ("sample.py", "RUN --chat", "--start=TEXT"),
+    ("sample.py", "RUN --system=x --start=y", "--chat"),
+    ("sample.py", "RUN --start=FILE:gone.txt", "gone.txt"),
+    ("sample.py", "RUN --weights=bfloat16 --dtype=float32", "--dtype=bfloat16"),
+    ("evaluate.py", "", "run folder"),
+    ("evaluate.py", "RUN --protocol=sliding-ish", "chunked, last-quarter, position, sliding"),
+    ("evaluate.py", "RUN --protocol=", "name one at least"),
+    ("evaluate.py", "RUN --plot=a.jpg", ".png"),
+    ("evaluate.py", "RUN --report=a.pdf", ".html"),
+    ("evaluate.py", "RUN --lengths=0", "at least 1"),
+    ("evaluate.py", "RUN --task=needle --depths=0", "at least 1"),
+    ("evaluate.py", "RUN --judge=RUN", "--protocol=key-tokens"),
+    ("evaluate.py", "RUN --text=x --task=needle", "--task=loss"),
+    ("evaluate.py", "RUN --dataset=nowhere", "nowhere"),
+    ("evaluate.py", "a=RUN a=RUN", "same name"),
+    ("hf.py", "import", "import DIR"),
+    ("hf.py", "import gone out/x", "gone"),
+    ("data/prepare.py", "", "either"),
+    ("data/prepare.py", "gone.txt", "gone.txt"),
+    ("data/prepare.py", "--dataset=imagenet", "imagenet"),
+    ("experiments/run.py", "leaderboard --arms=rope,ropey", "'ropey'", "rope, rope-window"),
+    ("experiments/run.py", "leaderboard --entry=gone.py", "gone.py"),
+    ("experiments/run.py", "leaderbord", "there is no experiment leaderbord"),
+]
+TABLE = [("train.py", *row) for row in (*MODEL, *TRAINING)]
+TABLE += [("extend.py", *row) for row in EXTENDING] + OTHERS
+
+
+@pytest.fixture(scope="module")
+def run_of_rope(text_data, tmp_path_factory):
+    import train
+
+    out_dir = tmp_path_factory.mktemp("runs") / "rope"
+    train.main([*TINY, f"--dataset={text_data}", f"--out_dir={out_dir}"])
+    return out_dir
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: " ".join(row[:2]))
+def test_a_request_that_cannot_be_is_refused(row, call, run_of_rope, text_data, character_data):
+    script, words, *phrases = row
+    folder = character_data.parent
+    (folder / "bad.json").write_text(json.dumps([1]))
+    places = {"DATA": text_data, "RUN": run_of_rope, "LETTERS": character_data}
+    for name, place in places.items():
+        words = words.replace(name, str(place))
+    words = words.split()
+    if script == "train.py" and "--dataset" not in row[1]:
+        words.append(f"--dataset={text_data}")
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    before |= {file: file.read_bytes() for file in run_of_rope.rglob("*") if file.is_file()}
+    assert_refused(call(script, *words, cwd=folder), *phrases)
+    after = {file for place in (folder, run_of_rope) for file in place.rglob("*") if file.is_file()}
+    assert after == before.keys()
+    assert all(file.read_bytes() == content for file, content in before.items())
+
+
+def test_what_fits_is_not_refused(call, text_data, tmp_path):
+    """The edges of the rules above."""
+    for number, words in enumerate(
+        (
+            "--score_scale=llama4 --block_size=1",
+            "--score_scale=logn --score_scale_layers=nope --layer_pattern=FN",
+            "--random_positions=32 --p_rope=0.5",
+            "--warmup_iters=2 --max_iters=2 --min_lr=0.003",
+        )
+    ):
+        command = [*TINY, "--max_iters=2", *words.split(), f"--dataset={text_data}"]
+        assert_success(call("train.py", *command, f"--out_dir={tmp_path}/{number}"))
