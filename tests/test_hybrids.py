@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from model import GPT, GPTConfig, NoPE, RoPE
 from nanolong.attention_maps import attention_maps
 from nanolong.errors import UserError
-from nanolong.inference import KVCache
 
 HYBRID = {
     "n_layer": 4,
@@ -68,18 +66,6 @@ def test_only_the_full_layers_have_the_attention_factor_of_yarn(make):
     torch.testing.assert_close(found.norm(dim=-1), q.norm(dim=-1))
     q, found = rotated(model, 2, 40)
     torch.testing.assert_close(found.norm(dim=-1), q.norm(dim=-1) * (0.1 * math.log(8) + 1))
-
-
-@pytest.mark.parametrize("method", ["yarn", "dynamic-ntk", "drope"])
-@pytest.mark.parametrize("layers", ["full", "all"])
-def test_a_cached_forward_pass_of_a_hybrid_equals_a_whole_one(make, method, layers):
-    model = make(**HYBRID).eval()
-    model.extend(method, 4.0, layers)
-    tokens = torch.randint(0, model.config.vocab_size, (2, 45))
-    cache = KVCache()
-    parts = [model(part, cache=cache) for part in tokens.split((7, 20, 1, 17), 1)]
-    last = model(tokens)[:, -17:]
-    torch.testing.assert_close(parts[-1], last, rtol=1e-4, atol=1e-5)
 
 
 def test_a_hybrid_survives_its_checkpoint(make, tmp_path):
@@ -185,65 +171,6 @@ def randomize(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("position", ["pre", "post", "both", "parallel"])
-@pytest.mark.parametrize("mlp", ["swiglu", "geglu", "gelu", "gelu_exact"])
-def test_a_block_is_computed_by_its_formula(make, position, mlp):
-    model = randomize(make(n_layer=1, norm_position=position, mlp=mlp, embed_scale=2.5).double())
-    block = model.blocks[0]
-    tokens = torch.randint(0, model.config.vocab_size, (2, 9))
-    pos = torch.arange(9)
-
-    def attend(x):
-        return block.attention(x, model.pos, pos, None, {})
-
-    def feed(x):
-        m = block.mlp
-        up = x @ m.up.weight.T
-        if mlp == "swiglu":
-            up = up * F.silu(x @ m.gate.weight.T)
-        elif mlp == "geglu":
-            up = up * F.gelu(x @ m.gate.weight.T, approximate="tanh")
-        else:
-            up = F.gelu(up, approximate="tanh" if mlp == "gelu" else "none")
-        return up @ m.down.weight.T
-
-    x = 2.5 * model.embed.weight[tokens]
-    if position == "parallel":
-        h = attend(rms_norm(x, block.attention_norm)) + feed(rms_norm(x, block.mlp_norm))
-        x = x + h
-    else:
-        for norm, f, post_norm in (
-            (block.attention_norm, attend, block.attention_post_norm),
-            (block.mlp_norm, feed, block.mlp_post_norm),
-        ):
-            h = f(x if position == "post" else rms_norm(x, norm))
-            x = x + (h if position == "pre" else rms_norm(h, post_norm))
-    logits = rms_norm(x, model.norm) @ model.head.weight.T
-    torch.testing.assert_close(model(tokens), logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["head", "all"])
-def test_queries_and_keys_are_normed_by_head_or_all_at_once(make, kind):
-    model = randomize(make(n_layer=1, pos="nope", n_head=4, n_kv_head=2, qk_norm=kind))
-    attention = model.blocks[0].attention
-    D = model.config.head_dim
-    x = torch.randn(1, 7, model.config.n_embd)
-    heads = []
-    for linear, norm in ((attention.q, attention.q_norm), (attention.k, attention.k_norm)):
-        y = linear(x)
-        if kind == "all":
-            heads.append(rms_norm(y, norm).unflatten(-1, (-1, D)))
-        else:
-            heads.append(rms_norm(y.unflatten(-1, (-1, D)), norm))
-    q, k = (y.transpose(1, 2) for y in heads)
-    v = attention.v(x).unflatten(-1, (-1, D)).transpose(1, 2)
-    k, v = (y.repeat_interleave(2, 1) for y in (k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    expected = attention.o(y.transpose(1, 2).flatten(2))
-    found = attention(x, model.pos, torch.arange(7), None, {})
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("position", ["post", "both"])
 def test_a_new_model_whose_outputs_are_normed_has_gradients_of_usual_size(make, position):
     model = make(norm_position=position)
@@ -281,22 +208,6 @@ def attend_with_sinks(model, x):
     return attention.o((p @ v).transpose(1, 2).flatten(2)), p
 
 
-@pytest.mark.parametrize("pos", ["nope", "alibi", "t5"])
-@pytest.mark.parametrize("window", [0, 5])
-def test_a_learned_sink_takes_part_in_the_softmax(make, pos, window):
-    settings = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "window": window}
-    model = randomize(make(pos=pos, sink_scores=True, **settings).double())
-    attention = model.blocks[0].attention
-    x = torch.randn(2, 11, model.config.n_embd, dtype=torch.float64)
-    found = attention(x, model.pos, torch.arange(11), None, {})
-    expected, _ = attend_with_sinks(model, x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    weights = [attention.sink_scores, attention.q.weight, attention.v.weight]
-    grads = torch.autograd.grad(found.square().sum(), weights)
-    expected_grads = torch.autograd.grad(expected.square().sum(), weights)
-    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
-
-
 def test_attention_maps_leave_out_the_share_of_the_sink(make):
     model = randomize(make(pos="nope", sink_scores=True, n_layer=2))
     tokens = torch.randint(0, model.config.vocab_size, (2, 9))
@@ -305,20 +216,6 @@ def test_attention_maps_leave_out_the_share_of_the_sink(make):
     _, expected = attend_with_sinks(model, x)
     torch.testing.assert_close(maps[0], expected, rtol=1e-4, atol=1e-6)
     assert (maps[1].sum(-1) < 1).all()
-
-
-@pytest.mark.parametrize("pos", ["rope", "t5", "xl", "shaw"])
-def test_decoding_with_learned_sinks_equals_a_whole_forward_pass(make, pos):
-    model = randomize(make(pos=pos, sink_scores=True, window=7, sinks=2))
-    tokens = torch.randint(0, model.config.vocab_size, (2, 20))
-    cache = KVCache(capacity=20)
-    parts = [model(part, cache=cache) for part in tokens.split((9, 1, 10), 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-3, atol=1e-4)
-    new = list(model.generate(tokens, 4, temperature=0))
-    text = tokens
-    for token in new:
-        assert torch.equal(token, model(text)[:, -1].argmax(-1, keepdim=True))
-        text = torch.cat((text, token), 1)
 
 
 class OwnAttention(NoPE):

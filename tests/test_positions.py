@@ -1,7 +1,6 @@
 """Position schemes: the papers' numbers and formulas, cached decoding, positions and documents."""
 
 import contextlib
-import functools
 import importlib
 import math
 import warnings
@@ -224,22 +223,6 @@ TERMS = {"shaw": shaw_terms, "nezha": nezha_terms, "xl": transformer_xl_terms}
 
 
 # with a max_distance of 1000, every distance has its own vector
-@pytest.mark.parametrize(
-    "pos, max_distance",
-    [("shaw", 3), ("shaw", 1000), *((pos, 128) for pos in ("nezha", "xl", *BIASES))],
-)
-@torch.no_grad()
-def test_attention_matches_the_papers(pos, max_distance, make, monkeypatch):
-    monkeypatch.setattr(POSITIONS["shaw"], "max_distance", max_distance)
-    model = make(pos=pos, block_size=44 if pos == "shaw" else 24)
-    x = torch.randn(22, 32)
-    k = (x.double() @ model.blocks[0].attention.k.weight.double().T).view(22, 4, 8)
-    terms = functools.partial(TERMS.get(pos, bias_terms), model, k)
-    expected = attention_by_loops(model, x, terms)
-    difference = first_attention(model, x) - expected
-    assert difference.abs().max() < 1e-4 * expected.abs().max().clamp(min=1)
-
-
 # -----------------------------------------------------------------------------
 # Parameters and constants.
 
@@ -328,31 +311,6 @@ def test_only_absolute_schemes_notice_that_all_positions_are_shifted(pos, make):
     assert same == (pos not in ABSOLUTE)
 
 
-@pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"window": 5},
-        {"window": 5, "sinks": 2, "n_kv_head": 2},
-        {"qk_norm": "head", "head_dim": 6, "tie_embeddings": False},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("pos", SCHEMES)
-@torch.no_grad()
-def test_cached_equals_uncached(pos, settings, make):
-    """Token by token and in parts, and beyond the context of 24 where the scheme can go there."""
-    model = make(pos=pos, **settings)
-    T = 24 if model.pos.bounded else 40
-    tokens = torch.randint(0, 50, (2, T))
-    whole = model(tokens)
-    for sizes in ([1] * T, [7, 1, 1, 9, T - 18], [T - 1, 1]):
-        cache = KVCache()
-        parts = [model(part, cache=cache) for part in tokens.split(sizes, 1)]
-        assert (torch.cat(parts, 1) - whole).abs().max() < 2e-5 * whole.abs().max()
-
-
 @pytest.mark.parametrize("pos", SCHEMES)
 def test_the_future_changes_nothing(pos, make):
     model = make(pos=pos)
@@ -360,17 +318,6 @@ def test_the_future_changes_nothing(pos, make):
     changed = tokens.clone()
     changed[:, 12:] = (changed[:, 12:] + 1) % 50
     assert torch.allclose(model(changed)[:, :12], model(tokens)[:, :12], atol=1e-6)
-
-
-@pytest.mark.parametrize("pos", SCHEMES)
-def test_packed_documents_equal_documents_on_their_own(pos, make):
-    model = make(pos=pos)
-    a, b = torch.randint(0, 50, (1, 9)), torch.randint(0, 50, (1, 11))
-    docs = torch.tensor([[0] * 9 + [1] * 11])
-    positions = torch.cat((torch.arange(9), torch.arange(11)))
-    packed = model(torch.cat((a, b), 1), positions=positions, docs=docs)
-    assert torch.allclose(packed[:, :9], model(a), atol=1e-5)
-    assert torch.allclose(packed[:, 9:], model(b), atol=1e-5)
 
 
 @pytest.mark.parametrize("pos", SCHEMES)
@@ -551,7 +498,7 @@ def test_an_interpolated_scheme_computes_on_its_own_device(pos, make_on_meta):
     assert all(x.is_meta for x in computed)
 
 
-@pytest.mark.parametrize("factor", [1.2, 1.5, 2, 2.15, 7, 16])
+@pytest.mark.parametrize("factor", [1.1, 1.2, 1.5, 2, 2.15, 7, 16])
 def test_an_exact_multiple_of_the_factor_is_not_rounded_down(factor):
     scheme = make_scheme("shaw")
     scheme.extend("pi", factor)
@@ -706,20 +653,3 @@ def test_ropes_score_of_equal_vectors_fades_with_distance_without_a_cut_off():
     assert all(a > b for a, b in zip(means, means[1:], strict=False))
     assert scores.argmax() == 0
     assert means[-1] > 0.1 * scores[0]
-
-
-@pytest.mark.parametrize("settings", [{"pos": pos} for pos in BUILT_IN] + [{"score_scale": "logn"}])
-def test_a_packed_document_is_computed_like_the_document_alone(settings, make):
-    """Positions count from 0 in each of them, also where it is continued with a cache."""
-    model = make(**{"block_size": 48, "score_scale_length": 0, **settings})
-    first, second = torch.randint(0, 50, (2, 17)), torch.randint(0, 50, (2, 14))
-    tokens = torch.cat((first, second), 1)
-    docs = torch.tensor([0] * 17 + [1] * 14).expand(2, -1)
-    alone = model(second)
-    assert (model(tokens, docs=docs)[:, 17:] - alone).abs().max() < 2e-5
-    cache = KVCache()
-    parts = [model(tokens[:, part], docs=docs[:, part], cache=cache) for part in CACHED_PARTS]
-    assert (torch.cat(parts, 1)[:, 17:] - alone).abs().max() < 2e-5
-
-
-CACHED_PARTS = (slice(0, 9), slice(9, 20), slice(20, 31))

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 import rope_scaling
 from model import GPT, GPTConfig
-from nanolong import inference
 from nanolong.errors import UserError
 from nanolong.hub.importing import read_settings
 from nanolong.hub.layout import read_json
@@ -64,27 +63,6 @@ def attend(model, layer, x, kind, pos):
     return attention.o((p @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("layers", ["all", "nope"])
-@pytest.mark.parametrize("pos", ["rope", "alibi"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_queries_are_multiplied_by_the_formula(make, kind, pos, layers):
-    """In layers of all four kinds; with the gradients of the weights."""
-    settings = {**SHAPE, **SHORT[kind], "score_scale_layers": layers}
-    settings |= {"layer_pattern": "FNWS", "window": 6, "sinks": 2}
-    model = make(pos=pos, **settings).double()
-    x = torch.randn(2, 17, model.config.n_embd, dtype=torch.float64)
-    positions = torch.arange(17)
-    for layer, block in enumerate(model.blocks):
-        attention = block.attention
-        found = attention(x, model.scheme_of(layer), positions, None, {})
-        expected = attend(model, layer, x, kind, positions)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        weights = [attention.q.weight, attention.k.weight]
-        gradients = torch.autograd.grad(found.square().sum(), weights)
-        expected = torch.autograd.grad(expected.square().sum(), weights)
-        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_the_factor_is_1_up_to_the_original_length():
     """Of a new model, and of an extended one, whose original length stays."""
     model = GPT(GPTConfig(score_scale="logn", block_size=24, n_embd=48))
@@ -98,32 +76,6 @@ def test_the_factor_is_1_up_to_the_original_length():
         assert scaled[4].item() == 1
         if length == 24:
             model.extend("yarn", 4.0)
-
-
-@pytest.mark.parametrize("pos", ["rope", "learned", "t5", "xl"])
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_decoding_equals_a_whole_forward_pass(make, kind, pos):
-    """Token by token, in steps of fixed shape, and of prompts of unequal length."""
-    pattern = {} if pos == "learned" else {"layer_pattern": "WN", "window": 7, "sinks": 2}
-    model = make(pos=pos, block_size=40, **SHORT[kind], **pattern)
-    tokens = torch.randint(0, 50, (2, 30))
-    cache = KVCache(capacity=30)
-    parts = [model(part, cache=cache) for part in tokens.split((9, 1, 20), 1)]
-    expected = model(tokens)
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-3, atol=1e-4)
-
-    cache = KVCache(capacity=30)
-    model(tokens[:, :12], cache=cache)
-    step = inference.FixedShapeStep(model, cache)
-    logits = torch.stack([step.run(token) for token in tokens[:, 12:].split(1, 1)], 1)
-    torch.testing.assert_close(logits, expected[:, 12:], rtol=1e-3, atol=1e-4)
-
-    prompts = [tokens[0, :5], tokens[1, :14]]
-    together = torch.cat(list(model.generate(prompts, 6, temperature=0)), 1)
-    for row, prompt in zip(together, prompts, strict=True):
-        alone = torch.cat(list(model.generate(prompt[None], 6, temperature=0)), 1)
-        assert torch.equal(row, alone[0])
 
 
 METHODS = sorted(set(rope_scaling.METHODS) - set(rope_scaling.EVALUATION_ONLY))

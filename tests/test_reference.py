@@ -1,0 +1,178 @@
+"""Every kind of model against reference.py: whole, cached, packed, padded, trained, extended."""
+
+import math
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+
+from model import GPT, POSITIONS, GPTConfig
+from nanolong.inference import KVCache
+from rope_scaling import METHODS
+
+pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
+W = {"window": 6, "sinks": 2}
+SHAPE = {"n_layer": 2, "n_head": 6, "n_kv_head": 2, "head_dim": 8, "n_embd": 36}
+SHAPE |= {"block_size": 24, "vocab_size": 50}
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "bias": "all"}
+MODELS = [{"pos": pos, **more} for pos in POSITIONS for more in ({}, W)]
+MODELS += [{"norm_position": p, "mlp": m} for p, m in (("post", "geglu"), ("both", "gelu_exact"))]
+MODELS += [
+    {**GPT2, "pos": "learned"},
+    {**GPT2, "norm_position": "parallel", "rope_fraction": 0.5},
+    {"qk_norm": "head", "tie_embeddings": False, "bias": "qkv", "embed_scale": 2.5},
+    {"qk_norm": "all", "attn_scale": 0.7, "p_rope": 0.5},
+    {**W, "layer_pattern": "WF", "rope_local_base": 300.0, "n_layer": 3},
+    {**W, "layer_pattern": "SFN", "n_layer": 3},
+    {"norm_eps": 0.1},
+    {"sink_scores": True, "pos": "t5"},
+    {"sink_scores": True, **W},
+    *({"score_scale": scale, **more} for scale in ("logn", "llama4") for more in ({}, W)),
+]
+EXTENDED = [(m, "pi") for m in MODELS if "pi" in POSITIONS[m.get("pos", "rope")].methods]
+EXTENDED = [(m, x) for m, x in EXTENDED if m.get("pos", "rope") != "learned"]
+EXTENDED += [({"pos": "rope", **W}, x) for x in ("none", "ntk", "yarn", "llama3", "dynamic-ntk")]
+CASES = [(m, None) for m in MODELS] + EXTENDED
+
+
+def build(settings, method=None, seed=0, **more):
+    """A model whose weights are all random, so that no term is hidden by a zero."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{**SHAPE, **settings, **more}))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(0, 1.0 if name.startswith("pos.") else 0.3)
+    if method:
+        model.extend(method, 1.5, **({"layers": "all"} if settings.get("rope_local_base") else {}))
+        model.extend(method, 2.0)  # the factors multiply
+        assert model.config.block_size == 72
+    return model.eval()
+
+
+def beyond(model):
+    """A length beyond the context where the scheme can go there."""
+    return 24 if model.pos.bounded else 45
+
+
+def assert_close(found, expected, rel=2e-5):
+    assert (found - expected).abs().max() < rel * expected.abs().max()
+
+
+@pytest.mark.parametrize("settings, method", CASES, ids=str)
+@torch.no_grad()
+def test_the_logits_are_those_of_the_formulas(settings, method):
+    model = build(settings, method)
+    tokens = torch.randint(0, 50, (2, beyond(model)))
+    assert_close(model(tokens), reference.logits(model, tokens))
+    if not model.pos.by_index and not model.pos.is_dynamic and not model.pos.bounded:
+        pos = torch.arange(45) * 3 + 200_000
+        if not model.config.window and settings.get("pos") != "sinusoidal":
+            assert_close(model(tokens, positions=pos), reference.logits(model, tokens, pos), 2e-4)
+
+
+@pytest.mark.parametrize("settings, method", CASES, ids=str)
+@torch.no_grad()
+def test_cached_in_any_parts_is_the_whole(settings, method, rng):
+    """Each part equals the end of all tokens up to there; of one token, and of several."""
+    model = build(settings, method)
+    tokens = torch.randint(0, 50, (1, beyond(model)))  # one row: it has a norm of its own
+    cuts = sorted({1, 2, *rng.choice(range(3, tokens.shape[1]), 5), tokens.shape[1]})
+    cache, start = KVCache(int(rng.integers(2)) * tokens.shape[1]), 0
+    for end in cuts:
+        part = model(tokens[:, start:end], cache=cache)
+        assert_close(part, reference.logits(model, tokens[:, :end])[:, start:], 1e-4)
+        start = end
+
+
+@pytest.mark.parametrize("settings", MODELS, ids=str)
+@torch.no_grad()
+def test_packed_documents_are_documents_alone(settings):
+    """Positions count from 0 in each, also where a document goes on with a cache."""
+    model = build(settings)
+    tokens = torch.randint(0, 50, (1, 20))
+    docs = torch.tensor([[0] * 9 + [1] * 11])
+    packed = model(tokens, docs=docs)
+    cache = KVCache()
+    parts = [model(tokens[:, i : i + 7], docs=docs[:, i : i + 7], cache=cache) for i in (0, 7, 14)]
+    assert_close(torch.cat(parts, 1), packed, 1e-4)
+    alone = [reference.logits(model, part) for part in tokens.split((9, 11), 1)]
+    assert_close(packed, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("settings", MODELS, ids=str)
+def test_loss_and_gradients_are_right(settings):
+    """Of targets that count: the loss of the formulas, and finite differences."""
+    model = build(settings).double()
+    tokens, targets = torch.randint(0, 50, (2, 2, 16))
+    targets[0, :5] = -1
+    loss = model(tokens, targets)
+    logits = reference.logits(model, tokens)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    for name, p in model.named_parameters():
+        index = p.grad.abs().argmax()
+        gradient, values = p.grad.view(-1)[index].item(), []
+        for step in (1e-4, -1e-4):
+            with torch.no_grad():
+                p.view(-1)[index] += step
+                values.append(model(tokens, targets).item())
+                p.view(-1)[index] -= step
+        assert (values[0] - values[1]) / 2e-4 == pytest.approx(gradient, rel=2e-2, abs=1e-6), name
+
+
+@pytest.mark.parametrize("settings, method", CASES, ids=str)
+@torch.no_grad()
+def test_greedy_text_of_unequal_prompts_is_that_of_the_plain_loop(settings, method):
+    model = build(settings, method)
+    prompts = [torch.randint(0, 50, (n,)) for n in (5, 1, 9)]
+    if model.pos.is_dynamic:
+        prompts = prompts[:1]
+    texts = torch.cat(list(model.generate(prompts, 6, temperature=0)), 1)
+    for prompt, text in zip(prompts, texts, strict=True):
+        row = prompt[None]
+        for token in text:
+            assert token == model(row)[0, -1].argmax()
+            row = torch.cat((row, token.view(1, 1)), 1)
+
+
+@pytest.mark.parametrize("settings, method", EXTENDED + [(m, None) for m in MODELS[::3]], ids=str)
+@torch.no_grad()
+def test_a_checkpoint_loads_to_the_bit(settings, method, tmp_path):
+    model = build(settings, method)
+    model.save(tmp_path / "step-000001")
+    tokens = torch.randint(0, 50, (1, beyond(model)))
+    assert torch.equal(GPT.load(tmp_path)(tokens), model(tokens))
+
+
+def test_learned_embeddings_are_interpolated_linearly():
+    model = build({"pos": "learned"})
+    table = model.pos.table.detach().double()
+    model.extend("pi", 2.5)
+    for row in range(60):
+        low, part = divmod(row / 2.5, 1)
+        low, high = min(int(low), 23), min(int(low) + 1, 23)
+        expected = table[low] * (1 - part) + table[high] * part
+        assert torch.allclose(model.pos.table[row].double(), expected, atol=1e-6), row
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"drope"}))
+def test_factor_one_is_plain_rope_to_the_bit(method):
+    inv_freq, attention_factor = METHODS[method](10000.0, 48, 333, 1.0)
+    assert torch.equal(inv_freq, METHODS["none"](10000.0, 48, 333, 1.0)[0])
+    assert attention_factor == 1.0
+    assert math.isfinite(float(inv_freq.sum()))
+
+
+def test_dropout_acts_in_every_block():
+    """In training, and not in evaluation."""
+    model = build({"dropout": 0.5})
+    tokens = torch.randint(0, 50, (1, 12))
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    model.dropout.p = 0.0  # that of the embeddings
+    for quiet in range(2):
+        for number, block in enumerate(model.blocks):
+            block.dropout.p = 0.5 if number == quiet else 0.0
+        assert not torch.equal(model(tokens), model(tokens)), quiet
