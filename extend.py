@@ -369,12 +369,6 @@ def main(argv=None):
         argv=argv,
     )
     check_schedule(args.cfg, args.flags)
-    unused = {"learning_rate", "optimizer", "weight_decay", "pose", "train_length"} & args.flags
-    require(
-        args.cfg.max_iters or not unused,
-        f"--max_iters=0 only extends, and --{', --'.join(sorted(unused))} is of training: leave "
-        "it out",
-    )
     entry.load_entries(args.cfg.entry, POSITIONS)
     rank, _ = parallel.join_processes(devices.pick_device(args.cfg.device))
     with run.lock(args.cfg.out_dir):

@@ -1069,6 +1069,7 @@ class GPT(nn.Module):
             is_first = cache is None or cache.docs is None
             whole = docs if is_first else torch.cat((cache.docs, docs), 1)
             positions = positions_in_documents(whole)[:, -tokens.shape[1] :]
+            explicit = self.config.sinks > 0  # those of a document are its own first tokens
         elif not explicit:
             positions = torch.arange(start, end, device=tokens.device)
         # Reading them makes the CPU wait for a GPU, and breaks a compiled graph in two.

@@ -316,9 +316,8 @@ def attend_shared(attend, rotate, q, k, v, pos, layer, cache, **mask):
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     q, k, v = (tokens_to_heads(x, N) for x in (q, k, v))
     mask["docs"] = gather_tokens(mask["docs"])
-    # those of own_part() are indices, or count in documents: attention needs not be told
-    is_given = pos.dim() > 1 and mask["docs"] is None
-    mask["positions"] = gather_tokens(mask["positions"]) if is_given else None
+    # those of own_part() are the indices, which attention needs not be told
+    mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None
     attended = attend(q, k, v, gather_tokens(pos), layer, cache, **mask)
     if isinstance(attended, tuple):  # with the log-sum-exp, for learned sinks
         y, lse = attended

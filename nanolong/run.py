@@ -337,6 +337,7 @@ def lock(folder):
         yield
         return
     folder = Path(folder)
+    is_new = not folder.parent.exists()
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / f".{folder.name}.lock"
     owner = ""
@@ -359,7 +360,8 @@ def lock(folder):
             if not folder.exists():  # nothing was written
                 with contextlib.suppress(OSError):
                     file.unlink()
-                    folder.parent.rmdir()
+                    if is_new:
+                        folder.parent.rmdir()
 
 
 def move_aside(folder):

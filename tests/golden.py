@@ -36,8 +36,6 @@ DELIBERATE = (
     ("models: *documents* | *", "positions count from 0 in every packed document"),
     ("extension: *documents* | *", "positions count from 0 in every packed document"),
     ("training: long documents | *", "positions count from 0 in every packed document"),
-    ("statuses: extend.py {step} --method=pi --max_iters=0 --data* | *", "nothing to train"),
-    ("statuses: what is left | files", "the same case leaves no folder"),
     ("extending: extended again | log val*", "eval_iters counts sequences, here one fewer"),
 )
 
