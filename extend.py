@@ -86,7 +86,8 @@ def run_defaults(given, paths):
         )
     folder = run.find_checkpoint(paths[0])
     parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
-    out_dir = given.get("out_dir") or f"{parent}-{run_suffix(given)}"
+    extension_before = run.read_meta(folder)["config"]["extension"]
+    out_dir = given.get("out_dir") or default_out_dir(parent, given, extension_before)
     steps = run.list_steps(out_dir)
     init_from = given.get("init_from", "scratch")
     require(
@@ -106,13 +107,22 @@ def run_defaults(given, paths):
     return {**saved, "out_dir": out_dir}
 
 
-def run_suffix(given):
-    """How the new run folder is named after the old one: "yarn4", or "yarn4-beta_fast=16"."""
-    suffix = f"{given.get('method', 'yarn')}{given.get('factor', 4.0):g}"
+def default_out_dir(parent, given, before):
+    """RUN-yarn4, or RUN-yarn4-beta_fast=16; a folder that is extended again has both factors.
+
+    before: the extension of the model, or None: that of out/rope-yarn4 by ntk is out/rope-ntk8.
+    """
+    factor = given.get("factor", 4.0)
+    name = str(parent)
+    own_suffix = f"-{before['method']}{before['factor']:g}" if before else None
+    if own_suffix and name.endswith(own_suffix) and factor > 1:
+        name = name.removesuffix(own_suffix)
+        factor *= before["factor"]
+    suffix = f"{given.get('method', 'yarn')}{factor:g}"
     options = given.get("options", "")
     if options:
         suffix += "-" + Path(options).name.removesuffix(".json").replace(",", "-")
-    return suffix
+    return f"{name}-{suffix}"
 
 
 # -----------------------------------------------------------------------------
@@ -232,9 +242,12 @@ def save_extended(model, cfg):
 def print_summary(model, cfg):
     """Print the lengths and what will be trained."""
     config = model.config
-    lengths = (config.original_length, config.block_size)
+    before = round(config.block_size / cfg.factor)
+    lengths = f"{before:,} -> {config.block_size:,} tokens"
+    if before != config.original_length:
+        lengths += f", originally {config.original_length:,}"
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
-    print("context length: {} -> {} tokens".format(*lengths), f"({cfg.method}{layers})")
+    print(f"context length: {lengths} ({cfg.method}{layers})")
     if not cfg.max_iters:
         return
     train_length, _ = training_lengths(model, cfg)

@@ -116,6 +116,10 @@ def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
         assert_success(call("extend.py", run, "--max_iters=0", *words))
         assert list_steps(f"{run}-{name}")
     assert_refused(call("extend.py", run, "--max_iters=0"), "yarn4", "--init_from=resume")
+    again = [f"{run}-yarn4", "--method=ntk", "--factor=2", "--max_iters=0"]
+    done = assert_success(call("extend.py", *again))
+    assert "context length: 96 -> 192 tokens, originally 24 (ntk)" in done.stdout
+    assert list_steps(f"{run}-ntk8")
 
 
 def test_the_command_to_go_on_with_can_be_pasted(save_run, call, tmp_path):
