@@ -562,7 +562,7 @@ def check_schedule(cfg, flags):
     """Refuse flags of a schedule that the run would never reach; a default may be beyond it."""
     warmup, last = cfg.warmup_iters, cfg.max_iters
     require(
-        "warmup_iters" not in flags or warmup <= last,
+        "warmup_iters" not in flags or not last or warmup <= last,
         f"--warmup_iters={warmup} is beyond the run: give at most {last}",
     )
     require(

@@ -165,7 +165,7 @@ def test_a_finished_run_never_fails_for_its_plot(call, words, tmp_path, monkeypa
     file = tmp_path / "run/curve.png"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
-        done = assert_success(call(*words, "--max_iters=1"))
+        done = assert_success(call(*words, "--max_iters=1", "--warmup_iters=1"))
     assert f"note: {file} is not written: install matplotlib" in done.stdout
 
     def fail(*args, **kwargs):

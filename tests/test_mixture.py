@@ -313,11 +313,25 @@ def test_documents_are_kept_apart_where_they_are_known(
         (character_data, [], False),
     ):
         out = tmp_path / f"{dataset.name}{len(words)}"
-        train_words = [*TINY, "--max_iters=1", f"--dataset={dataset}", f"--out_dir={out}"]
+        train_words = [
+            *TINY,
+            "--max_iters=1",
+            "--warmup_iters=1",
+            f"--dataset={dataset}",
+            f"--out_dir={out}",
+        ]
         assert_success(call("train.py", *train_words))
         assert not any(kept_apart)
         kept_apart.clear()
-        words = [out, "--factor=2", "--max_iters=1", "--device=cpu", "--max_tokens=256", *words]
+        words = [
+            out,
+            "--factor=2",
+            "--max_iters=1",
+            "--warmup_iters=1",
+            "--device=cpu",
+            "--max_tokens=256",
+            *words,
+        ]
         assert_success(call("extend.py", *words, f"--out_dir={out}-extended"))
         assert kept_apart and all(apart == expected for apart in kept_apart)
         assert read_meta(newest(tmp_path / f"{out.name}-extended"))["train"]["separate_docs"] is (
