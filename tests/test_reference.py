@@ -165,14 +165,18 @@ def test_factor_one_is_plain_rope_to_the_bit(method):
     assert math.isfinite(float(inv_freq.sum()))
 
 
-def test_dropout_acts_in_every_block():
-    """In training, and not in evaluation."""
-    model = build({"dropout": 0.5})
+@pytest.mark.parametrize("position", ["pre", "parallel"])
+@pytest.mark.parametrize("silent", ["attention.o", "mlp.down"])
+@torch.no_grad()
+def test_dropout_acts_on_attention_and_mlp_of_every_block(silent, position):
+    """In training, and not in evaluation: with the output of the other one at zero."""
     tokens = torch.randint(0, 50, (1, 12))
-    assert torch.equal(model(tokens), model(tokens))
-    model.train()
-    model.dropout.p = 0.0  # that of the embeddings
-    for quiet in range(2):
-        for number, block in enumerate(model.blocks):
-            block.dropout.p = 0.5 if number == quiet else 0.0
-        assert not torch.equal(model(tokens), model(tokens)), quiet
+    for number in range(2):
+        model = build({"dropout": 0.5, "norm_position": position})
+        assert torch.equal(model(tokens), model(tokens))
+        model.train()
+        model.dropout.p = 0.0  # that of the embeddings
+        for i, block in enumerate(model.blocks):
+            block.dropout.p = 0.5 if i == number else 0.0
+            block.get_submodule(silent).weight.zero_()
+        assert not torch.equal(model(tokens), model(tokens)), number

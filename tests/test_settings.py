@@ -73,6 +73,7 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
     args = parse(*files, "--kind=square", defaults=defaults)
     assert args.shape == Shape(8, ("x",), 2, "square", 1.0)
     assert parse(*reversed(files)).shape.width == 7
+    assert parse("--width=9", *files).shape.width == 9
     assert args.given == {"width", "rate", "names", "kind"} and args.flags == {"kind"}
     assert seen == [{"width": 8, "rate": 1.0, "names": ("x",), "kind": "square"}]
 
