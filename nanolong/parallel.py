@@ -316,7 +316,7 @@ def attend_shared(attend, rotate, q, k, v, pos, layer, cache, **mask):
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     q, k, v = (tokens_to_heads(x, N) for x in (q, k, v))
     mask["docs"] = gather_tokens(mask["docs"])
-    # those of own_part() are the indices, which attention needs not be told
+    # those of own_part() are the indices, which attention assumes by itself
     mask["positions"] = gather_tokens(mask["positions"]) if pos.dim() > 1 else None
     attended = attend(q, k, v, gather_tokens(pos), layer, cache, **mask)
     if isinstance(attended, tuple):  # with the log-sum-exp, for learned sinks

@@ -326,7 +326,7 @@ def write_elsewhere(folder, seconds):
 
 
 def test_a_run_folder_has_one_writer(folder):
-    """A second process is told the first one's number; kill -9 frees the lock; it can be nested."""
+    """The error of a second process names the first; kill -9 frees the lock; it can be nested."""
     first = write_elsewhere(folder, 60)
     assert first.stdout.readline() == "locked\n"
     with pytest.raises(UserError, match=f"process {first.pid} on .* writes to .*--out_dir.*remove"):
