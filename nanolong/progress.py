@@ -73,8 +73,13 @@ class Progress:
         """Log and print what estimate_loss() has returned."""
         if self.rank == 0:
             self.log.write(state.step, **metrics)
-            text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            say(f"step {state.step}: {text}")
+            texts = [f"validation loss {metrics['val_loss']:.4f} nats per token"]
+            if "val_bits_per_byte" in metrics:
+                texts.append(f"{metrics['val_bits_per_byte']:.4f} bits per byte")
+            for name, value in metrics.items():
+                if name.startswith("val_loss_"):  # of a dataset of a mixture
+                    texts.append(f"{name.removeprefix('val_loss_')} {value:.4f}")
+            say(f"step {state.step}: {', '.join(texts)}")
         self.start_clock(state)
 
     def close(self):

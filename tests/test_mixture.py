@@ -159,7 +159,7 @@ def test_a_mixture_is_printed_and_recorded(mixture, short, text_data, call, tmp_
     assert f"data: {short}, 2,867 tokens (0.47 epochs); validation on 8 of" in printed
     last = [row for row in logged(tmp_path / "run") if "val_loss" in row][-1]
     for name in ("val_loss_text", "val_loss_short"):
-        assert f"{name} {last[name]:.4f}" in printed
+        assert f"{name.removeprefix('val_loss_')} {last[name]:.4f}" in printed
     meta = read_meta(newest(tmp_path / "run"))
     assert meta["dataset"] == mixture
     hashes = [data.Dataset(name).hash for name in (text_data, short)]
