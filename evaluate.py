@@ -240,7 +240,7 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields, judge)
         n_bytes = scoring.bytes_by_part(text, length, sequences)
         return scoring.make_records(records, sums, counts, n_bytes)
 
-    flops = len(sequences) * length * model.flops_per_token(length)
+    flops = len(sequences) * length * devices.flops_per_token(model, length)
     return evaluation_log.Measurement(records, find, flops, settings)
 
 

@@ -1,4 +1,4 @@
-"""A GPT whose position scheme is a flag: the position schemes and the transformer, in one file.
+"""A GPT whose position scheme is a flag: the transformer and the position schemes, in one file.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(pos="rope", vocab_size=257))
@@ -6,7 +6,7 @@
     loss = model(tokens, targets)  # mean cross-entropy in nats per token; targets of -1 are ignored
     for token in model.generate(tokens, 100): ...
 
-Contents: GPTConfig, 12 position schemes, Attention, MLP, Block, GPT.
+Contents: GPTConfig; Attention, MLP, Block; 12 position schemes; GPT. At most 950 lines.
 Read next: rope_scaling.py (how RoPE's context is extended), train.py.
 Shapes: B batch, T tokens, C n_embd, H query heads, Hk key/value heads, D head_dim, R rotary_dim, V
 vocab_size. `pos` holds position ids; GPT.pos is the scheme, and config.pos its name.
@@ -24,21 +24,11 @@ import torch.nn.functional as F
 
 import kernels
 import rope_scaling
-
-try:
-    from nanolong.errors import UserError
-except ImportError:  # this file was copied into another project
-    UserError = ValueError
+from nanolong.errors import require
 
 
 class ContextLengthWarning(UserWarning):
     """The input is longer than the model's context length."""
-
-
-def require(condition, message):
-    """Raise UserError with this message unless the condition holds."""
-    if not condition:
-        raise UserError(message)
 
 
 @dataclass
@@ -99,13 +89,10 @@ class GPTConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: give at least 1")
+            require(getattr(self, name) >= 1, f"--{name} must be at least 1")
+        divides = self.head_dim or self.n_embd % self.n_head == 0
+        require(divides, "--n_head does not divide --n_embd: change one, or give --head_dim")
         self.n_kv_head = self.n_kv_head or self.n_head
-        require(
-            self.head_dim or self.n_embd % self.n_head == 0,
-            f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them, "
-            "or give head_dim",
-        )
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if not self.mlp_dim and self.is_gated:
             self.mlp_dim = -(-8 * self.n_embd // (3 * 32)) * 32  # rounded up to a multiple of 32
@@ -145,6 +132,134 @@ class GPTConfig:
 
 
 # -----------------------------------------------------------------------------
+# A block: pre-norm, grouped-query attention and SwiGLU, which is Llama's shape; GPT-2's LayerNorm,
+# GELU and biases are settings.
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return kernels.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+
+def make_norm(config):
+    norm = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return norm(config.n_embd, config.norm_eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries; the scheme adds the positions."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.window = config.window if config.uses_window(layer) else 0
+        self.sinks = config.sinks if self.window else 0
+        n_embd, D = config.n_embd, config.head_dim
+        n_q = config.n_head * D
+        n_kv = config.n_kv_head * D
+        qkv_bias = config.bias in ("qkv", "all")
+        self.q = Linear(n_embd, n_q, bias=qkv_bias)
+        self.k = Linear(n_embd, n_kv, bias=qkv_bias)
+        self.v = Linear(n_embd, n_kv, bias=qkv_bias)
+        self.o = Linear(n_q, n_embd, bias=config.bias == "all")
+        if config.qk_norm != "none":  # over the channels of a head, or of all heads
+            is_by_head = config.qk_norm == "head"
+            self.q_norm = RMSNorm(D if is_by_head else n_q, config.norm_eps)
+            self.k_norm = RMSNorm(D if is_by_head else n_kv, config.norm_eps)
+        has_scale = config.score_scale_layers == "all" or not config.uses_positions(layer)
+        self.score_scale = config.score_scale if has_scale else "none"
+        self.sink_scores = None
+        if config.sink_scores:
+            self.sink_scores = nn.Parameter(torch.zeros(config.n_head))
+
+    def forward(self, x, scheme, pos, cache, mask):
+        B, T, _ = x.shape
+        # Project to queries, keys and values.
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
+        if self.config.qk_norm != "none":
+            q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
+            k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
+        # (B, H or Hk, T, D)
+        q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (q, k, v))
+        # The more keys a query sees, the larger its scores.
+        if self.score_scale != "none":
+            q = self.scale_queries(q, pos[..., None, :, None])
+        # Attend, with the scheme's rotation or bias.
+        scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
+        options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
+        if self.sink_scores is None:
+            y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
+        else:  # a score without a value takes part in each softmax; lse is that of the others
+            y, lse = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
+            y = (y * torch.sigmoid(lse - self.sink_scores[:, None])[..., None]).to(y.dtype)
+        # Concatenate the heads and project back.
+        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+
+    def scale_queries(self, q, t):
+        """Multiply queries (B, H, T, D) by a factor of positions t, (1, T, 1) or (B, 1, T, 1)."""
+        length = self.config.score_scale_length or self.config.original_length
+        n = t + 1  # keys that a query sees
+        if self.window:
+            n = n.clamp(max=self.window + self.sinks)
+        if self.score_scale == "llama4":
+            steps = (t + self.config.score_scale_offset) // length
+            factor = 1 + self.config.score_scale_coefficient * (1 + steps).log()
+        else:
+            factor = (n.log() / math.log(length)).clamp(min=1)
+        return (q * factor).to(q.dtype)
+
+
+class MLP(nn.Module):
+    """With a gate that of Llama (SwiGLU) or Gemma (GEGLU; Shazeer 2020); without, of GPT-2."""
+
+    def __init__(self, config):
+        super().__init__()
+        bias = config.bias == "all"
+        others = {"swiglu": nn.SiLU(), "gelu_exact": nn.GELU()}
+        self.activation = others.get(config.mlp, nn.GELU("tanh"))
+        self.gate = Linear(config.n_embd, config.mlp_dim, bias=bias) if config.is_gated else None
+        self.up = Linear(config.n_embd, config.mlp_dim, bias=bias)
+        self.down = Linear(config.mlp_dim, config.n_embd, bias=bias)
+
+    def forward(self, x):
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP, with norms before them, after them, or both."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        norms_inputs = config.norm_position != "post"
+        norms_outputs = config.norm_position in ("post", "both")
+        self.is_parallel = config.norm_position == "parallel"
+        self.attention_norm = make_norm(config) if norms_inputs else nn.Identity()
+        self.attention = Attention(config, layer)
+        self.attention_post_norm = make_norm(config) if norms_outputs else nn.Identity()
+        self.mlp_norm = make_norm(config) if norms_inputs else nn.Identity()
+        self.mlp = MLP(config)
+        self.mlp_post_norm = make_norm(config) if norms_outputs else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, scheme, pos, cache, mask):
+        attended = self.attention(self.attention_norm(x), scheme, pos, cache, mask)
+        if self.is_parallel:
+            return x + self.dropout(attended) + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.dropout(self.attention_post_norm(attended))
+        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+
+
+# -----------------------------------------------------------------------------
 # Position schemes. To add one, derive a class from NoPE, override one of the four hooks (embed,
 # rotate, bias, relative) and add a line to POSITIONS.
 
@@ -172,6 +287,7 @@ class NoPE(nn.Module):
         self.position_scale = 1.0  # positions, or distances, are divided by this
         self.score_scale = 1.0  # attention scores are multiplied by this
         self.is_dynamic = False  # True: the tables follow the length of the input
+        self._length = None  # the input's that the tables of a dynamic method are for
         self._tables_version = None  # changes with the tables; cached keys are then stale
 
     # The four hooks.
@@ -217,20 +333,19 @@ class NoPE(nn.Module):
         self.position_scale = factor if method == "pi" else 1.0
         self.score_scale = options.get("scale", 1.0)
         self.is_dynamic = method.startswith("dynamic")
-        self._tables_version = None
+        self._length = self._tables_version = None
 
     def check_method(self, method, options):
         """Raise UserError unless extend() takes this method and these options."""
         scheme = f"--pos={self.config.pos}"
-        if method not in self.methods:
-            known = ", ".join(self.methods)
-            raise UserError(f"{scheme} has no extension method {method!r}: use --method={known}")
-        allowed = self.methods[method]
-        for name in sorted(set(options) - set(allowed)):
-            known = f"use {', '.join(allowed)}" if allowed else "leave it out"
-            raise UserError(f"method {method!r} of {scheme} has no option {name!r}: {known}")
-        if not rope_scaling.is_number(options.get("scale", 1.0)):
-            raise UserError(f"scale={options['scale']!r} cannot be used: give a number above 0")
+        known = ", ".join(self.methods)
+        require(method in self.methods, f"{scheme} has no method {method!r}: use --method={known}")
+        known = ", ".join(self.methods[method]) or "none"
+        for name in options:
+            problem = f"method {method!r} of {scheme} has no option {name!r}: there is {known}"
+            require(name in self.methods[method], problem)
+        scale = options.get("scale", 1.0)
+        require(rope_scaling.is_number(scale), f"scale={scale!r} is no number above 0: give one")
 
     def set_length(self, length):
         """Set the tables for an input of this many tokens, cached ones included, before a forward
@@ -243,13 +358,21 @@ class NoPE(nn.Module):
             original = self.config.original_length
             # index(): while torch.compile traces, a length may be a symbol
             quarters = operator.index(-(-4 * length // original))
-            self.update_tables(max(original, quarters * original / 4))
+            length = max(original, quarters * original / 4)
+            # a compiled graph has the table of its length, whatever that of the last call was
+            if torch.compiler.is_compiling() or length != self._length:
+                if self.update_tables(length) or self._tables_version is None:
+                    self._tables_version = length
+                self._length = length
         return self._tables_version
 
     def update_tables(self, length):
-        """Set the tables of a dynamic method for inputs of this many tokens."""
+        """Set the tables of a dynamic method for inputs of this many tokens.
+
+        Returns whether they have changed.
+        """
         self.position_scale = length / self.config.original_length
-        self._tables_version = length
+        return True
 
     def distance_index(self, n, size, device=None):
         """Index a table of `size` distances by the distances 0..n-1, divided by position_scale.
@@ -535,43 +658,14 @@ class RoPE(NoPE):
         self.attention_factor = 1.0  # cos and sin are multiplied by this
         self.register_constant("inv_freq", torch.zeros(self.rotary_dim // 2, dtype=torch.float64))
         self._cos_sin = None  # of the last call: pos, its version, inv_freq, (cos, sin)
-        self.local = self.make_local() if config.rope_local_base else None
+        self.local = None
         self.extend("none", 1.0)  # sets inv_freq: plain RoPE is the method none
-
-    def make_local(self):
-        """The RoPE of layers with a window, which is not extended."""
-        config = self.config
-        settings = {"rope_base": config.rope_local_base or config.rope_base, "rope_local_base": 0.0}
-        settings |= {"block_size": config.original_length, "extension": None}
-        return RoPE(replace(config, **settings)).to(self.inv_freq.device)
-
-    def of_layer(self, layer):
-        return self.local if self.local and self.config.uses_window(layer) else self
 
     def rotate(self, q, k, pos, layer):
         return kernels.rope(q, k, *self.of_layer(layer).cos_sin(pos))
 
-    def attend(self, q, k, v, pos, layer, cache, **mask):
-        method, factor, options = self._method
-        if method not in rope_scaling.ATTENTION:
-            return super().attend(q, k, v, pos, layer, cache, **mask)
-        # LM-Infinite and Self-Extend replace attention.
-        whole = pos.dim() == 1 and q.shape[2] == len(pos)
-        whole = whole and not mask.get("window") and mask.get("docs") is None
-        if whole and mask.get("positions") is not None:  # explicit ones; others count from 0
-            whole = torch.equal(pos, torch.arange(len(pos), device=pos.device))
-        require(
-            whole,
-            f"method {method!r} needs one text from its start: leave out windows, documents and "
-            "explicit positions",
-        )
-        attention = rope_scaling.ATTENTION[method]
-        length = self.config.original_length
-        return attention(q, k, v, self._rotate_to, length, factor, mask["scale"], **options)
-
-    def _rotate_to(self, x, pos):
-        """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
-        return kernels.rope(x, x, *self.cos_sin(pos))[0]
+    def of_layer(self, layer):
+        return self.local if self.local and self.config.uses_window(layer) else self
 
     def cos_sin(self, pos):
         """Compute cos and sin of position x frequency: float32 (T, R/2) or (B, T, R/2).
@@ -589,56 +683,59 @@ class RoPE(NoPE):
             self._cos_sin = (pos, pos._version, self.inv_freq, (cos, sin))
         return cos, sin
 
+    def attend(self, q, k, v, pos, layer, cache, **mask):
+        method, factor, options = self.scaling
+        if method not in rope_scaling.ATTENTION:
+            return super().attend(q, k, v, pos, layer, cache, **mask)
+        # LM-Infinite and Self-Extend replace attention.
+        unusual = [name for name in ("docs", "positions") if mask.get(name) is not None]
+        unusual += [name for name in ("window", "return_lse") if mask.get(name)]
+        require(
+            type(self) is RoPE and not unusual,
+            f"method {method!r} is for --pos=rope, and one text from its start: leave out windows, "
+            "learned sinks, documents and explicit positions",
+        )
+        attention = rope_scaling.ATTENTION[method]
+        length = self.config.original_length
+        return attention(q, k, v, self._rotate_to, length, factor, mask["scale"], **options)
+
+    def _rotate_to(self, x, pos):
+        """Rotate queries or keys (B, H, T, D) to the given positions (T,)."""
+        return kernels.rope(x, x, *self.cos_sin(pos))[0]
+
     def extend(self, method, factor, layers="all", **options):
         """Replace the frequencies by those of a method of rope_scaling.py.
 
         layers: "full" leaves those of layers with a window as they were trained.
         """
         self.check_method(method, options)
-        replaces_attention = method in rope_scaling.ATTENTION
-        require(
-            not replaces_attention or type(self) is RoPE,
-            f"method {method!r} replaces attention, and would drop the code of "
-            f"--pos={self.config.pos}: use it with --pos=rope only",
-        )
-        self._set_frequencies(method, factor, options)
-        self._method = method, factor, options
-        self.needs_whole_text = replaces_attention
+        self.set_frequencies(method, factor, options)
+        self.scaling = method, factor, options
+        self.needs_whole_text = method in rope_scaling.ATTENTION
         self.is_dynamic = "length" in self.methods[method] and "length" not in options
-        self._tables_version = None
-        self._tables_length = None
-        if layers == "full":
+        self._length = self._tables_version = None
+        # Layers with a window have the same frequencies, or those of a RoPE of their own.
+        self.local = None
+        if layers == "full" or self.config.rope_local_base:
             self.local = self.make_local()
-        elif self.config.rope_local_base:
-            self.local = self.make_local()
-            self.local.extend(method, factor, **options)
-        else:
-            self.local = None
+            if layers != "full":
+                self.local.extend(method, factor, **options)
+
+    def make_local(self):
+        """The RoPE of layers with a window, which is not extended."""
+        config = self.config
+        settings = {"rope_base": config.rope_local_base or config.rope_base, "rope_local_base": 0.0}
+        settings |= {"block_size": config.original_length, "extension": None}
+        return RoPE(replace(config, **settings)).to(self.inv_freq.device)
 
     def update_tables(self, length):
-        # a compiled graph has the table of its length, whatever that of the last call was
-        if not torch.compiler.is_compiling() and length == self._tables_length:
-            return
-        method, factor, options = self._method
-        changed = self._set_frequencies(method, factor, {**options, "length": length})
+        method, factor, options = self.scaling
+        changed = self.set_frequencies(method, factor, {**options, "length": length})
         if self.local and self.local.is_dynamic:
-            changed |= self.local._set_frequencies(method, factor, {**options, "length": length})
-        if changed or self._tables_version is None:
-            self._tables_version = length  # lengths that share a table share a version
-        self._tables_length = length
+            changed |= self.local.update_tables(length)
+        return changed
 
-    def frequencies(self, method, factor, options):
-        """Compute inverse frequencies, float64 (R/2,), and the factor on cos and sin: a hook."""
-        config = self.config
-        inv_freq, attention_factor = rope_scaling.frequencies(
-            method, config.rope_base, self.rotary_dim, config.original_length, factor, **options
-        )
-        if config.p_rope < 1:
-            n_rotated = int(config.p_rope * self.rotary_dim // 2)
-            inv_freq = inv_freq * (torch.arange(len(inv_freq)) < n_rotated)
-        return inv_freq, attention_factor
-
-    def _set_frequencies(self, method, factor, options):
+    def set_frequencies(self, method, factor, options):
         """Returns whether the table has changed; True while torch.compile traces."""
         old, old_factor = self.inv_freq, self.attention_factor
         found = self.frequencies(method, factor, options)
@@ -650,6 +747,17 @@ class RoPE(NoPE):
             return True
         same = old.is_meta or torch.equal(self.inv_freq, old)
         return not same or self.attention_factor != old_factor
+
+    def frequencies(self, method, factor, options):
+        """Compute inverse frequencies, float64 (R/2,), and the factor on cos and sin: a hook."""
+        config = self.config
+        inv_freq, attention_factor = rope_scaling.frequencies(
+            method, config.rope_base, self.rotary_dim, config.original_length, factor, **options
+        )
+        if config.p_rope < 1:
+            n_rotated = int(config.p_rope * self.rotary_dim // 2)
+            inv_freq = inv_freq * (torch.arange(len(inv_freq)) < n_rotated)
+        return inv_freq, attention_factor
 
 
 POSITIONS = {
@@ -668,261 +776,8 @@ POSITIONS = {
 }
 
 
-def check_config(config):
-    """Refuse a GPTConfig that no model can have, or of which something would be ignored."""
-    for name, hint in get_type_hints(GPTConfig).items():
-        if get_origin(hint) is Literal:
-            value, choices = getattr(config, name), get_args(hint)
-            require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
-    pos = config.pos
-    names = ", ".join(POSITIONS)
-    require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")
-    scheme = POSITIONS[pos]
-    is_rope = issubclass(scheme, RoPE)
-
-    n, n_kv = config.n_head, config.n_kv_head
-    require(n % n_kv == 0, f"n_head={n} is not divisible by n_kv_head={n_kv}: give a divisor")
-    paired = getattr(config, scheme.pairs, 0)
-    require(paired % 2 == 0, f"{scheme.pairs}={paired} is odd: --pos={pos} pairs channels")
-    rotary_dim = int(config.rope_fraction * config.head_dim)
-    require(
-        rotary_dim % 2 == 0 or not is_rope,
-        f"rope_fraction={config.rope_fraction} rotates {rotary_dim} of {config.head_dim} channels, "
-        "which is odd: give another fraction",
-    )
-    for name in ("dropout", "rope_fraction", "p_rope"):
-        limit = 1 if name != "dropout" else 0.999
-        require(getattr(config, name) <= limit, f"{name} is a fraction: give at most {limit}")
-    for name in ("attn_scale", "embed_scale", "norm_eps", "score_scale_coefficient"):
-        require(getattr(config, name) > 0, f"{name} must be above 0: leave it out")
-    require(config.rope_base > 1, "rope_base must be above 1: leave it out")
-
-    check_layers(config, scheme)
-    check_score_scale(config)
-
-
-def check_layers(config, scheme):
-    """Refuse patterns of layers, windows and random positions that do not fit."""
-    pos, pattern, window = config.pos, config.layer_pattern, config.window
-    require(
-        pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
-        f"layer_pattern={pattern!r} is not a word of the letters F, W, N and S, at most one for "
-        f"each of the {config.n_layer} layers: give one such as FFFN",
-    )
-    require(
-        set(pattern).isdisjoint("WS") == (not window),
-        f"layer_pattern={pattern} and window={window} do not fit, for W and S are layers with a "
-        "window: give --window=N and a pattern with one of them, or neither",
-    )
-    require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
-    hooks = ("rotate", "bias", "relative")
-    acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
-    require(
-        acts_in_layers or set(pattern).isdisjoint("NS"),
-        f"layer_pattern={pattern} removes positions from some layers (N or S), and --pos={pos} "
-        "acts in none of them: use F and W only",
-    )
-    require(
-        not config.rope_local_base
-        or (scheme is RoPE and config.is_hybrid and config.rope_local_base > 1),
-        f"rope_local_base={config.rope_local_base:g} is of rope in layers with a window, next to "
-        "layers without one: give a --layer_pattern of both, such as WWWF, and --window=N",
-    )
-    require(
-        1 in (config.p_rope, config.rope_fraction),
-        "p_rope and rope_fraction both leave channels unrotated: give one of them",
-    )
-
-    n = config.random_positions
-    require(
-        not n or not (scheme.by_index or scheme is NoPE or window),
-        f"random_positions needs a scheme that uses position ids, without a window: --pos={pos} "
-        f"and --window={window} do not, so choose learned, sinusoidal or rope",
-    )
-    least = config.block_size
-    require(not n or n >= least, f"random_positions={n} is too small: give block_size={least}")
-
-
-def check_score_scale(config):
-    """Refuse settings that --score_scale does not use, or cannot compute with."""
-    kind, pattern, default = config.score_scale, config.layer_pattern, GPTConfig()
-    used = {"logn": ("length", "layers"), "llama4": ("length", "layers", "coefficient", "offset")}
-    for name in ("length", "layers", "coefficient", "offset"):
-        value = getattr(config, f"score_scale_{name}")
-        require(
-            name in used.get(kind, ()) or value == getattr(default, f"score_scale_{name}"),
-            f"score_scale_{name}={value} does nothing with --score_scale={kind}: leave it out",
-        )
-    require(
-        config.score_scale_layers == "all" or not set(pattern).isdisjoint("NS"),
-        f"score_scale_layers=nope is of layers without positions, and layer_pattern={pattern} has "
-        "none: put an N or S into the pattern",
-    )
-    require(
-        kind != "logn" or (config.score_scale_length or config.original_length) > 1,
-        "score_scale=logn divides by the logarithm of the context length, 0 for 1 token: give a "
-        "--score_scale_length of at least 2",
-    )
-
-
-def check_extension(config, method, factor):
-    """Refuse an extension that no scheme can make of this GPTConfig."""
-    require(
-        isinstance(factor, int | float) and math.isfinite(factor) and factor >= 1,
-        f"factor={factor!r} does not extend the context: give a number of at least 1",
-    )
-    require(
-        not config.random_positions or (factor == 1 and method == "none"),
-        f"this model was trained on positions below {config.random_positions} and needs no "
-        "extension up to there: train with a larger --random_positions to go on",
-    )
-    changes_attention = config.window or config.sink_scores or config.score_scale != "none"
-    require(
-        method not in rope_scaling.EVALUATION_ONLY or not changes_attention,
-        f"method {method!r} has a window of its own, no learned sinks and no score scale: use it "
-        "without --window, --sink_scores and --score_scale",
-    )
-
-
 # -----------------------------------------------------------------------------
-# The transformer: pre-norm, grouped-query attention and SwiGLU, which is Llama's shape; GPT-2's
-# LayerNorm, GELU and biases are settings.
-
-
-class Linear(nn.Linear):
-    def forward(self, x):
-        return kernels.linear(x, self.weight, self.bias)
-
-
-class RMSNorm(nn.RMSNorm):
-    def forward(self, x):
-        return kernels.rms_norm(x, self.weight, self.eps)
-
-
-def make_norm(config):
-    norm = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    return norm(config.n_embd, config.norm_eps)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped queries; the scheme adds the positions."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.config = config
-        self.layer = layer
-        self.window = config.window if config.uses_window(layer) else 0
-        self.sinks = config.sinks if self.window else 0
-        n_embd, D = config.n_embd, config.head_dim
-        n_q = config.n_head * D
-        n_kv = config.n_kv_head * D
-        qkv_bias = config.bias in ("qkv", "all")
-        self.q = Linear(n_embd, n_q, bias=qkv_bias)
-        self.k = Linear(n_embd, n_kv, bias=qkv_bias)
-        self.v = Linear(n_embd, n_kv, bias=qkv_bias)
-        self.o = Linear(n_q, n_embd, bias=config.bias == "all")
-        if config.qk_norm != "none":  # over the channels of a head, or of all heads
-            is_by_head = config.qk_norm == "head"
-            self.q_norm = RMSNorm(D if is_by_head else n_q, config.norm_eps)
-            self.k_norm = RMSNorm(D if is_by_head else n_kv, config.norm_eps)
-        has_scale = config.score_scale_layers == "all" or not config.uses_positions(layer)
-        self.score_scale = config.score_scale if has_scale else "none"
-        self.sink_scores = None
-        if config.sink_scores:
-            self.sink_scores = nn.Parameter(torch.zeros(config.n_head))
-
-    def forward(self, x, scheme, pos, cache, mask):
-        B, T, _ = x.shape
-        # Project to queries, keys and values.
-        q = self.q(x)
-        k = self.k(x)
-        v = self.v(x)
-        if self.config.qk_norm != "none":
-            q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
-            k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
-        # (B, H or Hk, T, D)
-        q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (q, k, v))
-        # The more keys a query sees, the larger its scores.
-        if self.score_scale != "none":
-            q = self.scale_queries(q, pos[..., None, :, None])
-        # Attend, with the scheme's rotation or bias.
-        scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
-        options = {"window": self.window, "sinks": self.sinks, "scale": scale, **mask}
-        if self.sink_scores is not None:
-            options["return_lse"] = True
-        y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
-        if self.sink_scores is not None:
-            y = self.add_sinks(y, scheme)
-        # Concatenate the heads and project back.
-        return self.o(y.transpose(1, 2).reshape(B, T, -1))
-
-    def scale_queries(self, q, t):
-        """Multiply queries (B, H, T, D) by a factor of positions t, (1, T, 1) or (B, 1, T, 1)."""
-        length = self.config.score_scale_length or self.config.original_length
-        n = t + 1  # keys that a query sees
-        if self.window:
-            n = n.clamp(max=self.window + self.sinks)
-        if self.score_scale == "llama4":
-            steps = (t + self.config.score_scale_offset) // length
-            factor = 1 + self.config.score_scale_coefficient * (1 + steps).log()
-        else:
-            factor = (n.log() / math.log(length)).clamp(min=1)
-        return (q * factor).to(q.dtype)
-
-    def add_sinks(self, attended, scheme):
-        """Let a score without a value take part in each softmax.
-
-        attended: the output without it (B, H, T, D), and the log-sum-exp of the scores (B, H, T).
-        """
-        if not isinstance(attended, tuple):
-            raise UserError(
-                f"{type(scheme).__name__}.attend() returns no log-sum-exp, which learned sinks "
-                "need: leave out --sink_scores"
-            )
-        y, lse = attended
-        return (y * torch.sigmoid(lse - self.sink_scores[:, None])[..., None]).to(y.dtype)
-
-
-class MLP(nn.Module):
-    """With a gate that of Llama (SwiGLU) or Gemma (GEGLU; Shazeer 2020); without, of GPT-2."""
-
-    def __init__(self, config):
-        super().__init__()
-        bias = config.bias == "all"
-        others = {"swiglu": nn.SiLU(), "gelu_exact": nn.GELU()}
-        self.activation = others.get(config.mlp, nn.GELU("tanh"))
-        self.gate = Linear(config.n_embd, config.mlp_dim, bias=bias) if config.is_gated else None
-        self.up = Linear(config.n_embd, config.mlp_dim, bias=bias)
-        self.down = Linear(config.mlp_dim, config.n_embd, bias=bias)
-
-    def forward(self, x):
-        if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """Attention and MLP, with norms before them, after them, or both."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        norms_inputs = config.norm_position != "post"
-        norms_outputs = config.norm_position in ("post", "both")
-        self.is_parallel = config.norm_position == "parallel"
-        self.attention_norm = make_norm(config) if norms_inputs else nn.Identity()
-        self.attention = Attention(config, layer)
-        self.attention_post_norm = make_norm(config) if norms_outputs else nn.Identity()
-        self.mlp_norm = make_norm(config) if norms_inputs else nn.Identity()
-        self.mlp = MLP(config)
-        self.mlp_post_norm = make_norm(config) if norms_outputs else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x, scheme, pos, cache, mask):
-        attended = self.attention(self.attention_norm(x), scheme, pos, cache, mask)
-        if self.is_parallel:
-            return x + self.dropout(attended) + self.dropout(self.mlp(self.mlp_norm(x)))
-        x = x + self.dropout(self.attention_post_norm(attended))
-        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+# The model.
 
 
 def positions_in_documents(docs):
@@ -955,43 +810,14 @@ class GPT(nn.Module):
         self.nope = NoPE(config)  # that of layers without positions
         if config.extension:
             self.extend_scheme(config.extension)
-        self.check_scheme()
 
     def scheme_of(self, layer):
         """The position scheme of a layer."""
         return self.pos if self.config.uses_positions(layer) else self.nope
 
-    def extend_scheme(self, extension):
-        layers = {"layers": "full"} if extension.get("layers") == "full" else {}
-        self.pos.extend(extension["method"], extension["factor"], **layers, **extension["options"])
-
-    def check_scheme(self):
-        """Check once what the scheme's hooks return, and what it sets. Raises UserError."""
-        name = type(self.pos).__name__
-        if isinstance(self.pos, RoPE) and self.pos._set_frequencies(*self.pos._method):
-            raise UserError(
-                f"{name} sets frequencies that a dynamic method would replace: "
-                "override frequencies() instead, as docs/schemes.md shows"
-            )
-        if self.embed.weight.is_meta:
-            return
-        H, D = self.config.n_head, self.config.head_dim
-        n = H + 3  # so that a table over distances never looks like slopes (H,)
-        bias = self.pos.bias(n, 0)
-        relative = self.pos.relative(n, 0)
-        problem = kernels.describe_wrong_terms(bias, relative, n, H, D)
-        if problem:
-            raise UserError(f"{name}.{problem}")
-
     @torch.no_grad()
     def init_weights(self):
-        """Initialize every parameter by its name; a position scheme initializes its own.
-
-        embed, head:       normal, std 0.02
-        q, k, v, gate, up: normal, std 0.5 / sqrt(fan_in)
-        o, down:           zero (they feed the residual stream); if a norm follows, as the others
-        norms: one; biases, scores of sinks: zero
-        """
+        """Initialize every parameter by its name; a position scheme initializes its own."""
         for name, p in self.named_parameters():
             module = name.split(".")[-2]
             if name.endswith(("bias", "sink_scores")):
@@ -1001,7 +827,7 @@ class GPT(nn.Module):
             elif module.endswith("norm"):
                 p.fill_(1)
             elif module in ("o", "down") and self.config.norm_position in ("pre", "parallel"):
-                p.zero_()
+                p.zero_()  # they feed the residual stream, if no norm follows
             elif module in ("q", "k", "v", "o", "gate", "up", "down"):
                 p.normal_(std=0.5 / math.sqrt(p.shape[1]))
             else:
@@ -1027,9 +853,8 @@ class GPT(nn.Module):
         x = self.hidden_states(tokens, positions, docs, cache)
         if targets is None:
             return self.head(x)
-        self.check_inputs(tokens, targets=targets)
-        if reduction not in ("mean", "sum", "none"):
-            raise UserError(f"reduction={reduction!r} is unknown: give mean, sum or none")
+        assert targets.shape == tokens.shape, "give a target for each token"
+        assert reduction in ("mean", "sum", "none"), reduction
         loss = kernels.linear_cross_entropy(
             x.flatten(0, 1), self.head.weight, targets.flatten(), reduction
         )
@@ -1037,7 +862,6 @@ class GPT(nn.Module):
 
     def hidden_states(self, tokens, positions=None, docs=None, cache=None):
         """Compute the final hidden states (B, T, C), after the last norm; arguments of forward."""
-        self.check_inputs(tokens, positions=positions, docs=docs)
         T = tokens.shape[1]
         tokens, pos, mask = self.prepare_inputs(tokens, positions, docs, cache)
         # Embed the tokens. With bfloat16 weights the hidden states are float32, as the norms are.
@@ -1063,12 +887,15 @@ class GPT(nn.Module):
         if cache is not None and cache.fixed_shape:  # checked when its fixed shape was set up
             return tokens, positions, cache.mask()
         start = 0 if cache is None else cache.length
-        end = start + tokens.shape[1]
+        T = tokens.shape[1]
+        end = start + T
+        for x in (positions, docs):
+            assert x is None or x.shape[-1] == T, f"give {T} positions and document ids, as tokens"
         explicit = positions is not None
         if not explicit and docs is not None:
             is_first = cache is None or cache.docs is None
             whole = docs if is_first else torch.cat((cache.docs, docs), 1)
-            positions = positions_in_documents(whole)[:, -tokens.shape[1] :]
+            positions = positions_in_documents(whole)[:, -T:]
             explicit = self.config.sinks > 0  # those of a document are its own first tokens
         elif not explicit:
             positions = torch.arange(start, end, device=tokens.device)
@@ -1077,38 +904,11 @@ class GPT(nn.Module):
             end = self.check_positions(positions, docs)
         positions = positions.to(tokens.device, non_blocking=True)
         self.check_length(end)
-        tables_version = self.set_length(end)
+        tables_version = self.pos.set_length(end)
         if cache is None:
             return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
         tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
         return tokens, positions, cache.mask()
-
-    def check_inputs(self, tokens, **others):
-        """Refuse tokens that are no ids (B, T), and others, if given, that are not as long."""
-        if torch.compiler.is_compiling():
-            return
-        require(torch.is_tensor(tokens), f"tokens are a {type(tokens).__name__}: give a tensor")
-        shape = tuple(tokens.shape)
-        require(
-            len(shape) == 2 and not tokens.is_floating_point(),
-            f"tokens are {tokens.dtype} of shape {shape}: give int64 (B, T)",
-        )
-        for name, x in others.items():
-            require(
-                x is None or x.shape in (tokens.shape, tokens.shape[1:]),
-                f"{name} are {None if x is None else tuple(x.shape)}, tokens {shape}: give one a "
-                "token",
-            )
-        # on the CPU only: this would wait for a GPU
-        n = self.config.vocab_size
-        require(
-            not tokens.is_cpu or not tokens.numel() or 0 <= tokens.min() <= tokens.max() < n,
-            f"there is a token id outside the vocabulary of {n}: use the tokenizer of the model",
-        )
-
-    def set_length(self, length):
-        """Set the scheme's tables for an input of this many tokens. Returns their version."""
-        return self.pos.set_length(length)
 
     def check_positions(self, positions, docs=None):
         """Check explicit position ids, (T,) or (B, T), by reading them: the greatest, plus 1."""
@@ -1116,13 +916,12 @@ class GPT(nn.Module):
         gaps = positions.diff() != 1
         if docs is not None:
             gaps = gaps & (docs.cpu().diff() == 0)
-        if self.pos.by_index and gaps.any():
-            raise UserError(
-                f"--pos={self.config.pos} uses distances between indices: give consecutive "
-                "position ids, without gaps"
-            )
-        if (positions < 0).any():
-            raise UserError("position ids must not be negative: count from 0")
+        require(
+            not (self.pos.by_index and gaps.any()),
+            f"--pos={self.config.pos} uses distances between indices: give consecutive position "
+            "ids, without gaps",
+        )
+        require(positions.min() >= 0, "position ids must not be negative: count from 0")
         return int(positions.max()) + 1
 
     def check_length(self, end):
@@ -1130,25 +929,14 @@ class GPT(nn.Module):
         limit = self.config.max_positions
         if torch.compiler.is_compiling() or end <= limit:
             return
-        if self.pos.bounded:
-            raise UserError(
-                f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
-                f"{limit} tokens, so use no more, or extend it by extend.py --method=pi"
-            )
+        require(
+            not self.pos.bounded,
+            f"--pos={self.config.pos} has no embedding for position {end - 1}: the context is "
+            f"{limit} tokens, so use no more, or extend it by extend.py --method=pi",
+        )
         # Without the number of tokens, so that Python shows it once for many lengths.
         message = f"the text is longer than the model's context of {limit} tokens"
         warnings.warn(message, ContextLengthWarning, stacklevel=4)
-
-    def sample_positions(self, batch_size: int, length: int, seed: int):
-        """Sample sorted, distinct position ids (batch_size, length) int64 below random_positions,
-        on the CPU (Ruoss et al. 2023); None when it is 0. All callers of the model pass them on.
-        """
-        n = self.config.random_positions
-        if not n:
-            return None
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.rand(batch_size, max(length, n), generator=generator)
-        return noise.topk(length).indices.sort().values
 
     def extend(self, method: str, factor: float, layers: str = "auto", **options) -> None:
         """Extend the context by factor, in place; weights change for learned embeddings only.
@@ -1160,30 +948,37 @@ class GPT(nn.Module):
         before, and at first full where that is possible: a window hides what lies farther away.
         """
         config = self.config
-        check_extension(config, method, factor)
+        is_number = isinstance(factor, int | float) and 1 <= factor < math.inf
+        require(is_number, f"factor={factor!r} does not extend the context: give at least 1")
+        require(
+            not config.random_positions or (factor == 1 and method == "none"),
+            f"this model was trained on positions below {config.random_positions}, so it reaches "
+            "there as it is: train with a larger --random_positions to go on",
+        )
+        before = config.extension or {"factor": 1.0, "layers": "full"}
+        has_full = type(self.pos) is RoPE and config.is_hybrid and "F" in config.layer_pattern
+        if layers == "auto":
+            layers = before.get("layers", "all") if has_full else "all"
+        require(
+            layers == "all" or (layers == "full" and has_full),
+            "--layers=full is for rope if some layers have a window, and others have positions and "
+            "no window: give --layers=all",
+        )
         extension = {
             "method": method,
-            "factor": factor * (config.extension["factor"] if config.extension else 1.0),
+            "factor": factor * before["factor"],
             "options": options,
             "original_length": config.original_length,
         }
-        is_hybrid = POSITIONS[config.pos] is RoPE and config.is_hybrid
-        if layers == "auto":
-            before = config.extension or {"layers": "full"}
-            layers = before.get("layers", "all") if is_hybrid else "all"
-        has_full = is_hybrid and "F" in map(config.layer_kind, range(config.n_layer))
-        allowed = ("all", "full") if has_full else ("all",)
-        if layers not in allowed:
-            raise UserError(
-                f"--layers={layers} is not possible: give --layers=all, or full for --pos=rope if "
-                "some layers have a window, and others have positions and no window"
-            )
         if layers == "full":
             extension["layers"] = "full"
         self.extend_scheme(extension)
-        self.check_scheme()
         config.block_size = round(extension["original_length"] * extension["factor"])
         config.extension = extension
+
+    def extend_scheme(self, extension):
+        layers = {"layers": "full"} if extension.get("layers") == "full" else {}
+        self.pos.extend(extension["method"], extension["factor"], **layers, **extension["options"])
 
     def rope_wavelengths(self, window: bool = False) -> torch.Tensor:
         """The wavelengths in tokens of RoPE's pairs of channels, fastest first: float64 (R/2,).
@@ -1191,27 +986,9 @@ class GPT(nn.Module):
         They are those of the extended model, and infinite if a pair is not rotated. window: those
         of the layers with a window, which may differ. Raises UserError for a scheme without RoPE.
         """
-        scheme = self.pos
-        if window and isinstance(scheme, RoPE):
-            scheme = scheme.local or scheme
-        if not isinstance(scheme, RoPE):
-            raise UserError(f"--pos={self.config.pos} has no wavelengths: use a model with rope")
+        require(isinstance(self.pos, RoPE), f"--pos={self.config.pos} has no wavelengths: use rope")
+        scheme = self.pos.local if window and self.pos.local else self.pos
         return 2 * math.pi / scheme.inv_freq.cpu().double()
-
-    def flops_per_token(self, length: int | None = None) -> int:
-        """Count the floating-point operations of a training step per token, as MFU does (PaLM,
-        Chowdhery 2022): 6 per weight of a matrix product, and 12 per layer, channel and visible
-        key, although causal attention computes half of these.
-        """
-        length = length or self.config.block_size
-        flops = 0
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                flops += 6 * module.weight.numel()
-            elif isinstance(module, Attention):
-                visible = min(length, module.window + module.sinks) if module.window else length
-                flops += 12 * visible * module.o.in_features
-        return flops
 
     def generate(
         self,
@@ -1225,7 +1002,7 @@ class GPT(nn.Module):
     ):
         """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
-        Computes in evaluation mode, and leaves every module in its own mode between two tokens.
+        With a cache, in evaluation mode; every module is in its own mode between two tokens.
         Warns once beyond the context length; raises UserError, at once, for what cannot be done.
 
         tokens:      (B, T) int64 or int32, T >= 1, or a list of B prompts, each a tensor (T,) or a
@@ -1236,29 +1013,11 @@ class GPT(nn.Module):
         generator:   one torch.Generator, or a list of one for each row
         compiled:    compile the decoding step
         """
-        try:
-            from nanolong import inference
-        except ImportError:  # this file was copied into another project
-            if top_p < 1 or compiled or not torch.is_tensor(tokens):
-                raise UserError("top_p, compiled and lists need nanolong/: copy it too") from None
-            return self.generate_plain(tokens, max_new_tokens, temperature, top_k, generator)
+        from nanolong import inference
+
         return inference.generate(
             self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled
         )
-
-    @torch.no_grad()
-    def generate_plain(self, tokens, max_new_tokens, temperature=1.0, top_k=0, generator=None):
-        """Continue tokens (B, T) without a cache: the plain loop, to read and to change."""
-        for _ in range(max_new_tokens):
-            # Forward the whole text, keep the logits of the last token.
-            logits = self(tokens)[:, -1].float() / max(temperature, 1e-5)  # (B, V)
-            if top_k:
-                kth_best = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                logits = logits.masked_fill(logits < kth_best, -torch.inf)
-            # Sample the next token and append it.
-            token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-            tokens = torch.cat((tokens, token), 1)
-            yield token
 
     def save(self, folder) -> None:
         """Write a checkpoint folder, whole or not at all. Raises UserError when it exists."""
@@ -1277,3 +1036,59 @@ class GPT(nn.Module):
         from nanolong import run
 
         return run.load_model(cls, path, best, dtype, weights)
+
+
+def check_config(config):
+    """Refuse a GPTConfig that no model can have, or of which something would be ignored."""
+    for name, hint in get_type_hints(GPTConfig).items():
+        if get_origin(hint) is Literal:
+            value, choices = getattr(config, name), get_args(hint)
+            require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
+    pos, pattern, window = config.pos, config.layer_pattern, config.window
+    names = ", ".join(POSITIONS)
+    require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")
+    scheme = POSITIONS[pos]
+    # heads, and pairs of channels
+    n, n_kv = config.n_head, config.n_kv_head
+    require(n % n_kv == 0, f"n_head={n} is not divisible by n_kv_head={n_kv}: give a divisor")
+    paired = getattr(config, scheme.pairs, 0)
+    require(paired % 2 == 0, f"{scheme.pairs}={paired} is odd: --pos={pos} pairs channels")
+    n = int(config.rope_fraction * config.head_dim)
+    fits = n % 2 == 0 and n <= config.head_dim
+    require(
+        fits or not issubclass(scheme, RoPE),
+        f"rope_fraction={config.rope_fraction} rotates {n} of {config.head_dim} channels: give a "
+        "fraction that is an even number of them",
+    )
+    # kinds of layers
+    require(
+        pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
+        f"layer_pattern={pattern!r} is no word of at most {config.n_layer} letters F, W, N and S: "
+        "give one such as FFFN",
+    )
+    require(
+        set(pattern).isdisjoint("WS") == (not window),
+        f"layer_pattern={pattern} and window={window} do not fit: give --window=N and a pattern "
+        "with W or S, or neither",
+    )
+    require(window or not config.sinks, "sinks stay visible beyond a window: give --window=N too")
+    hooks = ("rotate", "bias", "relative")
+    acts_in_layers = any(getattr(scheme, hook) is not getattr(NoPE, hook) for hook in hooks)
+    require(
+        acts_in_layers or set(pattern).isdisjoint("NS"),
+        f"--pos={pos} acts in no layer, so none can be without positions: use F and W only",
+    )
+    require(
+        not config.rope_local_base or (scheme is RoPE and config.is_hybrid),
+        "rope_local_base is of rope in layers with a window, next to layers without one: give "
+        "--window=N and a --layer_pattern of both, such as WWWF",
+    )
+    # random positions
+    n = config.random_positions
+    require(
+        not n or not (scheme.by_index or scheme is NoPE or window),
+        "random_positions needs a scheme that uses position ids, without a window: choose learned, "
+        "sinusoidal or rope",
+    )
+    least = config.block_size
+    require(not n or n >= least, f"random_positions={n} is too small: give block_size={least}")

@@ -163,7 +163,7 @@ class Batches:
         )
         x, y, pos, docs = (None if part is None else torch.from_numpy(part) for part in parts)
         if pos is None:
-            pos = self.model.sample_positions(len(x), self.train_length, seed)
+            pos = data.random_positions(self.model.config, len(x), self.train_length, seed)
         if pos is not None:  # checked here: on a GPU, each step would wait to read them
             self.model.check_positions(pos, docs)
         batch = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
@@ -204,7 +204,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
         batch = batches[number % len(batches)]
         sequences = [dataset.val.sequence(index, T) for index in batch]
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
-        pos = model.sample_positions(len(x), T, batch[0])
+        pos = data.random_positions(model.config, len(x), T, batch[0])
         docs = dataset.document_ids(x)
         inputs = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
         n_targets = (inputs["targets"] >= 0).sum()

@@ -648,6 +648,20 @@ def split_fraction(item):
         return item, math.nan
 
 
+def random_positions(config, batch_size, length, seed):
+    """Sample sorted, distinct position ids (batch_size, length) int64 below random_positions of a
+    GPTConfig, on the CPU (Ruoss et al. 2023); None if it is 0. All callers of a model pass them on.
+    """
+    n = config.random_positions
+    if not n:
+        return None
+    import torch  # data/prepare.py starts without it
+
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(batch_size, max(length, n), generator=generator)
+    return noise.topk(length).indices.sort().values
+
+
 def short_name(name) -> str:
     """Return a name for the folder of a run: of a mixture long+short."""
     return "+".join(Path(source).name for source in split_mixture(name))

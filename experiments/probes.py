@@ -153,7 +153,7 @@ def hidden_states(model, tokens, layer):
     hook = [*model.blocks, model.norm][layer].register_forward_pre_hook(keep_input)
     with hook, evaluation_mode(model, torch.float32) as device:
         for i, x in enumerate(tokens.split(64)):
-            model.hidden_states(x.to(device), model.sample_positions(*x.shape, i))
+            model.hidden_states(x.to(device), data.random_positions(model.config, *x.shape, i))
     return torch.cat(states)
 
 
@@ -200,7 +200,7 @@ def mean_loss(model, inputs, targets):
     total = 0.0
     with evaluation_mode(model, torch.float32) as device:
         for i, (x, y) in enumerate(zip(inputs.split(64), targets.split(64), strict=True)):
-            positions = model.sample_positions(*x.shape, i)
+            positions = data.random_positions(model.config, *x.shape, i)
             losses = model(x.to(device), y.to(device), positions, reduction="none")
             total += losses.double().sum().item()
     return total / (targets >= 0).sum().item()

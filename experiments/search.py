@@ -86,7 +86,8 @@ def passkey_loss(model, factor, trials, seed, method, table=None):
         for _ in range(trials // 4):
             x, y = data.passkey(tokenizer, length, depth, rng, model.meta.get("bos"))
             x, y = (torch.from_numpy(part).to(model.embed.weight.device) for part in (x, y))
-            hidden_states = model.hidden_states(x[None], model.sample_positions(1, length, seed))
+            positions = data.random_positions(model.config, 1, length, seed)
+            hidden_states = model.hidden_states(x[None], positions)
             logits = model.head(hidden_states[0, -data.DIGITS :])  # the others are not needed
             losses.append(F.cross_entropy(logits, y[-data.DIGITS :]).item())
     return sum(losses) / len(losses)

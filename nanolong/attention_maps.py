@@ -10,6 +10,7 @@ import contextlib
 
 import torch
 
+import data
 import kernels
 from kernels import reference
 from nanolong.errors import UserError
@@ -78,7 +79,8 @@ def attention_maps(model, tokens, seed=0):
     """
     device = next(model.parameters()).device
     with EvaluationMode(model), record_attention(model.blocks) as maps:
-        model.hidden_states(tokens.to(device), model.sample_positions(*tokens.shape, seed))
+        positions = data.random_positions(model.config, *tokens.shape, seed)
+        model.hidden_states(tokens.to(device), positions)
     if len(maps) != model.config.n_layer:
         extension = model.config.extension
         name = f"--pos={model.config.pos}" + (f", {extension['method']}," if extension else "")

@@ -154,6 +154,20 @@ def compile_blocks(model):
         block.forward = torch.compile(block.forward)
 
 
+def flops_per_token(model, length):
+    """Count the floating-point operations of a training step per token, as MFU does (PaLM,
+    Chowdhery 2022): 6 per weight of a matrix product, and 12 per layer, channel and visible key,
+    although causal attention computes half of these.
+    """
+    products = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    flops = 6 * sum(module.weight.numel() for module in products)
+    for block in model.blocks:
+        layer = block.attention
+        visible = min(length, layer.window + layer.sinks) if layer.window else length
+        flops += 12 * visible * layer.o.in_features
+    return flops
+
+
 def peak_flops(device):
     """The peak FLOP/s of a GPU in the table, or None."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -9,6 +9,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import torch
+
+import kernels
 from nanolong.errors import UserError, require
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +62,26 @@ def load_entry(file, positions):
     positions[name] = schemes[0]
     loaded[schemes[0]] = (str(file), source)
     return name
+
+
+def check_scheme(model):
+    """Check what a scheme of the user's sets, and what its hooks return. Raises UserError."""
+    scheme, config = model.pos, model.config
+    if type(scheme) not in loaded or model.embed.weight.is_meta:
+        return
+    name = type(scheme).__name__
+    if hasattr(scheme, "frequencies"):
+        inv_freq, _ = scheme.frequencies(*scheme.scaling)
+        require(
+            torch.equal(inv_freq.to(scheme.inv_freq), scheme.inv_freq),
+            f"{name} sets frequencies that extend() would replace: override frequencies() instead, "
+            "as docs/schemes.md shows",
+        )
+    n = config.n_head + 3  # so that a table over distances never looks like slopes (n_head,)
+    bias = scheme.bias(n, 0)
+    relative = scheme.relative(n, 0)
+    problem = kernels.describe_wrong_terms(bias, relative, n, config.n_head, config.head_dim)
+    require(not problem, f"{name}.{problem}")
 
 
 def hash_sources(entry=()):

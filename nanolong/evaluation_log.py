@@ -29,7 +29,7 @@ class Measurement:
 
     records: list  # of one checkpoint and length, without what find() adds; JSON values
     find: Callable  # returns the records with what was measured; may raise UserError
-    flops: float  # what it costs, by GPT.flops_per_token(): more per token in a longer sequence
+    flops: float  # what it costs, by devices.flops_per_token(): more per token in a longer sequence
     settings: dict | None = None  # what else it depends on, but for model and data; JSON values
     brief: bool = False  # one of very many
 

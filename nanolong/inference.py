@@ -280,9 +280,11 @@ def pad_prompts(model, tokens, lengths, total, capacity):
     """
     width = max(lengths)
     device = model.embed.weight.device
+    from data import random_positions
+
     rows = []
     for n in lengths:
-        row = model.sample_positions(1, n + total - width, 0)
+        row = random_positions(model.config, 1, n + total - width, 0)
         row = torch.arange(n + total - width) if row is None else row[0]
         rows.append(F.pad(row, (width - n, capacity - total)))
     if min(lengths) == width:
@@ -357,7 +359,7 @@ def compile_step(step):
 
 def tables_change(model, short, long):
     """Whether the scheme's tables change between `short` and `long` tokens."""
-    return model.pos.is_dynamic or model.set_length(short) != model.set_length(long)
+    return model.pos.is_dynamic or model.pos.set_length(short) != model.pos.set_length(long)
 
 
 class FixedShapeStep:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+import data
 from nanolong import devices, inference, parallel, scoring
 from nanolong.errors import UserError
 
@@ -41,7 +42,7 @@ def token_losses(model, x, y, positions):
         part = parallel.own_part({"tokens": x, "targets": y, "positions": positions})
         return parallel.gather_tokens(model(**part, reduction="none"))
     # A method whose tables depend on the length has to see the whole sequence at once.
-    if length <= CHUNK or model.set_length(CHUNK) != model.set_length(length):
+    if length <= CHUNK or model.pos.set_length(CHUNK) != model.pos.set_length(length):
         return model(x, y, positions, reduction="none")
     cache = inference.KVCache(capacity=length)
     losses = []
@@ -64,7 +65,7 @@ def sequence_losses(model, split, length, sequences, dtype=torch.float32):
         batch = sequences[i : i + batch_size]
         x, y = scoring.read_sequences(split, length, batch)
         with evaluation_mode(model, dtype) as device:
-            positions = model.sample_positions(len(x), length, batch[0][1])
+            positions = data.random_positions(model.config, len(x), length, batch[0][1])
             losses = token_losses(model, x.to(device), y.to(device), positions)
         yield losses.cpu().double(), y
 

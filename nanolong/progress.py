@@ -30,7 +30,7 @@ class Progress:
         cfg = self.cfg = batches.cfg
         self.rank, self.world = parallel.rank_and_world()
         self.device = batches.device
-        self.flops = batches.model.flops_per_token(batches.train_length)
+        self.flops = devices.flops_per_token(batches.model, batches.train_length)
         self.first_step = state.step + 1  # it may compile: its speed is not that of the others
         self.start_clock(state)
         hidden = self.rank > 0 or no_terminal()

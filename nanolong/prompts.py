@@ -93,7 +93,7 @@ def show_prefill(model, n_tokens):
             for hook in hooks:
                 hook.remove()
             # A version for every length: no keys can be cached.
-            versions = {model.set_length(n_tokens + i) for i in range(3)}
+            versions = {model.pos.set_length(n_tokens + i) for i in range(3)}
             if now - start >= SLOW_PROMPT and len(versions) == 3:
                 note(
                     f"every new token computes the whole text again, about {now - start:.0f} s "

@@ -101,7 +101,7 @@ def describe_checkpoint(name, model):
 
 def find_wavelengths(model):
     """Return RoPE's wavelengths in tokens before and after extension; None for other schemes."""
-    model.set_length(model.config.block_size)  # a dynamic method: as for the longest input
+    model.pos.set_length(model.config.block_size)  # a dynamic method: as for the longest input
     if not hasattr(model.pos, "frequencies"):
         return None
     inv_freq, _ = model.pos.frequencies("none", 1.0, {})

@@ -31,7 +31,7 @@ def answer_prompts(model, prompts, device, seed=0):
     padding = (0, -x.shape[1] % n_processes)
     x = F.pad(x, padding)
     y = F.pad(y, padding, value=-1)
-    positions = model.sample_positions(len(x), x.shape[1], seed)
+    positions = data.random_positions(model.config, len(x), x.shape[1], seed)
     # Only the answer needs logits.
     n_answer = x.shape[1] - int((y >= 0).any(0).int().argmax())
     part = parallel.own_part({"tokens": x, "positions": positions})
@@ -108,7 +108,7 @@ def plan_needle(name, model, tokenizer, cfg, length, depth):
         nll = intervals.mean_interval([total / data.DIGITS for total in nats])
         return [{**found, "nll": nll["mean"], "nll_low": nll["low"], "nll_high": nll["high"]}]
 
-    return Measurement([record], find, trials * length * model.flops_per_token(length))
+    return Measurement([record], find, trials * length * devices.flops_per_token(model, length))
 
 
 def plan_needles(models, cfg, lengths):
@@ -185,7 +185,7 @@ def plan_ruler_prompt(name, model, tokenizer, cfg, length, kind, sample):
         return [found]
 
     n_passes = 4 if has_distractors else 2
-    flops = n_passes * length * model.flops_per_token(length)
+    flops = n_passes * length * devices.flops_per_token(model, length)
     return Measurement([record], find, flops, brief=True)
 
 

@@ -273,7 +273,7 @@ def load_weights(model, tensors, dtype):
         raise damaged(model.folder / "model.safetensors", error) from None
     if model.config.tie_embeddings:
         model.head.weight = model.embed.weight
-    model.check_scheme()
+    entry.check_scheme(model)
 
 
 @functools.cache  # once for each checkpoint

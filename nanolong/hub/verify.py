@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import ImportedTokenizer
+from nanolong import devices
 from nanolong.errors import UserError
 from nanolong.hub.tokenizer import sample_text
 
@@ -106,7 +107,7 @@ def verified_lengths(model):
     if model.pos.bounded or config.pos == "alibi":
         longest = min(longest, config.block_size)
     # what takes some tens of seconds on a CPU
-    affordable = max(40, int(4e12 / model.flops_per_token(64)))
+    affordable = max(40, int(4e12 / devices.flops_per_token(model, 64)))
     return sorted({min(33, config.block_size), min(longest, affordable)})
 
 
