@@ -57,7 +57,7 @@ Without --task and --protocol it chooses what to measure.
 --curves=FILE.png measures nothing: it plots the losses that runs have logged in training.
 """
 
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 import contextlib
 import os
 import shlex
@@ -76,7 +76,6 @@ from nanolong import (
     entry,
     evaluation_log,
     key_tokens,
-    losses,
     parallel,
     plots,
     provenance,
@@ -84,9 +83,9 @@ from nanolong import (
     retrieval,
     run,
     scoring,
-    settings,
 )
 from nanolong.errors import UserError, note, require, run_main
+from nanolong.evaluation import loss
 
 AnyProtocol = Literal[
     "chunked",
@@ -222,7 +221,7 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields, judge)
     try:
         if judge:
             judge.check_length(length)
-        settings["sequences"] = scoring.find_sequences(
+        settings["sequences"] = loss.find_sequences(
             text.val, length, cfg.max_tokens, protocols[0], lengths=lengths, **fields
         )
     except UserError as error:
@@ -236,7 +235,7 @@ def plan_loss(name, model, text, cfg, lengths, length, protocols, fields, judge)
         if judge:
             what = (model, text, sequences, judge, cfg.min_key_tokens, dtype)
             return [key_tokens.measure(records[0], *what)]
-        sums, counts = losses.loss_by_part(model, text.val, length, sequences, dtype)
+        sums, counts = loss.loss_by_part(model, text.val, length, sequences, dtype)
         n_bytes = scoring.bytes_by_part(text, length, sequences)
         return scoring.make_records(records, sums, counts, n_bytes)
 
@@ -523,7 +522,7 @@ def write_report(cfg, models, texts, lengths, records, dtype, tasks):
     """Write the page of --report, with the text coloured by loss if a text was scored."""
     shown = {}
     for name, text in texts.items():
-        found = losses.text_losses(models[name], text, lengths, cfg.max_tokens, dtype)
+        found = loss.text_losses(models[name], text, lengths, cfg.max_tokens, dtype)
         if found:
             shown[name] = found
     checkpoints = [provenance.describe_checkpoint(name, model) for name, model in models.items()]

@@ -14,9 +14,8 @@ has trained that run), without weight decay.
 Extending again multiplies the factors and replaces the method.
 """
 
-from nanolong import python_version  # noqa: F401  # isort: skip
-
-import shlex
+from nanolong import settings  # isort: skip (first: it answers --help before torch is imported)
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,20 +24,11 @@ import torch
 
 import data
 import rope_scaling
-from evaluate import EvaluateConfig, measure_losses
 from model import GPT, POSITIONS, GPTConfig, NoPE
-from nanolong import devices, entry, extension, parallel, plots, run, scoring, settings
+from nanolong import devices, entry, parallel, run
 from nanolong.errors import UserError, require, run_main
-from nanolong.extension_cost import describe_change
-from nanolong.losses import loss_by_position
-from train import (
-    TrainConfig,
-    TrainState,
-    check_model_settings,
-    check_schedule,
-    check_unused,
-    train_and_sample,
-)
+from nanolong.evaluation import loss
+from train import TrainConfig, TrainState, train_and_sample
 
 
 @dataclass
@@ -52,8 +42,8 @@ class ExtendConfig(TrainConfig):
     # by default as it was extended before, or full
     layers: Literal["auto", "full", "all"] = "auto"
     pose: bool = False  # fine-tune at the original length, with skipped positions (PoSE)
-    pose_window: int = 0  # tokens of a PoSE sequence; 0: the original length
-    train_length: int = 0  # tokens of a training sequence; 0: the extended context length
+    # tokens of a training sequence; 0: the extended context length, or with PoSE the original one
+    train_length: int = 0
     keep_optimizer: bool = False  # go on with the run's optimizer, step, schedule and max_iters
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
     max_tokens: int = 65536  # length of the text that the reports before and after score
@@ -73,38 +63,32 @@ class ExtendConfig(TrainConfig):
     out_dir: str = ""  # the new run folder; by default RUN-<method><factor>
 
 
-# -----------------------------------------------------------------------------
-# Defaults that come from the run that is extended.
+# What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
+INHERITED = (
+    *("dataset", "bos", "tasks", "optimizer", "lr_schedule", "beta1", "beta2", "grad_clip"),
+    *("log_interval", "wandb", "device", "dtype", "checkpoint_activations", "seed"),
+)
+# and what --keep_optimizer takes over besides, so that the training goes on
+KEPT = (
+    *("max_iters", "learning_rate", "min_lr", "warmup_iters", "weight_decay"),
+    *("min_doc", "separate_docs", "eval_interval", "eval_length", "compile"),
+)
 
 
 def run_defaults(given, paths):
     """The defaults that depend on what is given. Raises UserError if there is no run."""
-    if len(paths) != 1:
-        raise UserError(
-            "extend.py extends one run folder: name it, as in "
-            "python extend.py out/python-rope --method=yarn --factor=4"
-        )
+    require(len(paths) == 1, "extend.py extends one run: name it, as in extend.py out/python-rope")
     folder = run.find_checkpoint(paths[0])
     parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
-    extension_before = run.read_meta(folder)["config"]["extension"]
-    out_dir = given.get("out_dir") or default_out_dir(parent, given, extension_before)
-    steps = run.list_steps(out_dir)
+    meta = run.read_meta(folder)
     init_from = given.get("init_from", "scratch")
-    require(
-        init_from in ("scratch", "resume", "auto"),
-        f"--init_from={init_from} is for train.py: extend.py starts from {paths[0]}",
-    )
-    if init_from == "auto":
-        init_from = given["init_from"] = "resume" if steps else "scratch"
-    saved = {}
-    if init_from == "resume":
-        require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
-        saved = run.read_meta(steps[-1]).get("train") or {}
-        saved = {**saved, "text": "", "stop_at": 0, "overwrite": False, "entry": ()}
-    if not saved.get("dataset"):
-        own = {name: getattr(ExtendConfig, name) for name in ("method", "factor", "max_iters")}
-        saved = extension.inherited_settings(run.read_meta(folder), {**own, **given}, paths[0])
-    return {**saved, "out_dir": out_dir}
+    known = init_from in ("scratch", "resume", "auto")
+    require(known, f"--init_from={init_from} is for train.py: extend.py starts from {paths[0]}")
+    out_dir = given.get("out_dir") or default_out_dir(parent, given, meta["config"]["extension"])
+    saved = run.settings_to_resume(given, out_dir)
+    if "method" not in saved:
+        saved |= inherited_settings(meta, given)
+    return {**saved, "text": given.get("text", ""), "out_dir": out_dir}
 
 
 def default_out_dir(parent, given, before):
@@ -112,135 +96,170 @@ def default_out_dir(parent, given, before):
 
     before: the extension of the model, or None: that of out/rope-yarn4 by ntk is out/rope-ntk8.
     """
-    factor = given.get("factor", 4.0)
+    factor = given.get("factor", ExtendConfig.factor)
     name = str(parent)
     own_suffix = f"-{before['method']}{before['factor']:g}" if before else None
     if own_suffix and name.endswith(own_suffix) and factor > 1:
         name = name.removesuffix(own_suffix)
         factor *= before["factor"]
-    suffix = f"{given.get('method', 'yarn')}{factor:g}"
-    options = given.get("options", "")
-    if options:
-        suffix += "-" + Path(options).name.removesuffix(".json").replace(",", "-")
-    return f"{name}-{suffix}"
+    words = [f"{name}-{given.get('method', ExtendConfig.method)}{factor:g}"]
+    words += Path(given.get("options", "")).name.removesuffix(".json").split(",")
+    return "-".join(filter(None, words))
+
+
+def inherited_settings(meta, given):
+    """The settings to take over from the run, of its meta.json."""
+    trained = meta.get("train") or {}
+    if not trained.get("learning_rate"):  # it was imported
+        return {"bos": meta.get("bos") is not None}
+    names = INHERITED + (KEPT if given.get("keep_optimizer") else ())
+    saved = {name: trained[name] for name in names if name in trained}
+    # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
+    scale = 1 if "method" in trained else 0.3
+    saved.setdefault("learning_rate", trained["learning_rate"] * scale)
+    # Keep the tokens of a micro-batch, of a step and of an evaluation, if sequences get longer: 16
+    # sequences of 256 tokens become 4 of 1,024.
+    config = meta["config"]
+    before = config["extension"] or {"factor": 1, "original_length": config["block_size"]}
+    original, extended = before["original_length"], config["block_size"]
+    asked = {"method": ExtendConfig.method, **given}
+    factor = given.get("factor", ExtendConfig.factor)
+    longer = sequence_length(asked, original, extended * factor)
+    longer /= sequence_length(trained, original, extended)
+    n = trained["gradient_accumulation_steps"] * trained["batch_size"]
+    saved["batch_size"] = max(1, round(trained["batch_size"] / longer))
+    saved["gradient_accumulation_steps"] = max(1, round(n / longer / saved["batch_size"]))
+    if trained["eval_iters"]:
+        saved["eval_iters"] = max(1, round(trained["eval_iters"] / longer))
+    return saved
+
+
+def sequence_length(given, original_length, extended_length):
+    """The tokens of a training sequence; given: settings by name."""
+    is_short = given.get("pose") or given.get("method") == "drope"
+    return given.get("train_length") or (original_length if is_short else extended_length)
+
+
+def read_options(text):
+    """The options of a method as a dict: of NAME=VALUE,NAME=VALUE, or of a .json file."""
+    try:
+        if text.endswith(".json"):
+            options = json.loads(Path(text).read_text(encoding="utf-8"))
+        else:
+            pairs = [item.split("=") for item in filter(None, text.split(","))]
+            options = {name: parse_option(value) for name, value in pairs}
+        if {"self", "method", "factor", "layers"}.isdisjoint(options.keys()):
+            return options
+        problem = "it sets what has a flag of its own"
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        problem = str(error)
+    raise UserError(
+        f"--options={text} cannot be used ({problem}): give NAME=VALUE,NAME=VALUE, or a file "
+        'such as {"long_factor": [...]} whose name ends in .json'
+    )
+
+
+def parse_option(value):
+    try:
+        return json.loads(value.lower())  # a number, true or false
+    except ValueError:
+        return value
 
 
 # -----------------------------------------------------------------------------
 # Extending.
 
 
-# Entries of meta.json that hold for the extended model, too.
-INHERITED = ("bos", "tokenizer", "dataset", "data_hash", "code", "family")
-
-
-def extend_model(model, cfg, given, rank):
-    """Extend a loaded model in place, by the settings. Raises UserError."""
-    options = extension.read_options(cfg.options)
-    old = model.config.extension
-    if rank == 0 and old and model.meta.get("step") and old["method"] != cfg.method:
-        print(f"note: {cfg.method} replaces {old['method']}, for which the weights were tuned")
-    if extension.fits_scale(cfg.method, options):
-        if cfg.text:
-            split = scoring.read_text(model, cfg.text).val
-        elif cfg.max_iters or "dataset" in given:
-            split = open_dataset(model, cfg).train
-        else:
-            raise UserError(
-                f"method {cfg.method!r} needs a scale, or text to fit it on: give "
-                "--options=scale=NUMBER, --text=FILE or --dataset=NAME"
-            )
-        options["scale"] = fit_scale(model, cfg, options, split, rank)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    model.extend(cfg.method, cfg.factor, cfg.layers, **options)
-    if cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY:
-        raise UserError(f"method {cfg.method!r} is not for training: give --max_iters=0")
-    no_positions = model.pos.by_index or type(model.pos) is NoPE
-    if cfg.pose and (no_positions or cfg.method == "drope"):
-        what = "method drope" if cfg.method == "drope" else f"--pos={model.config.pos}"
-        raise UserError(f"--pose skips position ids, and {what} uses none: leave it out")
-    meta = model.meta
-    pretraining_tokens = meta.get("pretraining_tokens")
-    if cfg.keep_optimizer:
-        require(
-            shapes == {name: p.shape for name, p in model.named_parameters()},
-            f"method {cfg.method!r} changes the shapes of weights, which the optimizer's state "
-            "does not have: leave --keep_optimizer out",
-        )
-        extension.check_optimizer(model, cfg)
-    else:
-        pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
-    model.meta = {
-        "parent": str(model.folder),
-        "first_step": meta["step"] if cfg.keep_optimizer else 0,
-        "pretraining_tokens": pretraining_tokens,
-        **{name: meta.get(name) for name in INHERITED},
-    }
-
-
-def open_dataset(model, cfg):
-    """The data.Dataset to train on. Raises UserError if its tokens are not the model's."""
-    reader = (model.folder, model.config.vocab_size, model.meta.get("tokenizer"))
-    return data.open_dataset(cfg.dataset, cfg.bos, reader)
-
-
-def fit_scale(model, cfg, options, split, rank=0):
+def fit_scale(model, cfg, options):
     """Find the factor on the scores, 0.71 to 2.83, with the lowest loss in the last quarter of
-    sequences of the extended length. The model is a trial: it is extended for each candidate.
+    training sequences, or of --text, of the extended length.
     """
+    require(cfg.text or cfg.dataset, "a scale is fitted on text: give --text, --dataset or a scale")
+    split = next(iter(texts_of(model, cfg, "train").values()))
     trial = GPT.load(model.folder).to(devices.pick_device(cfg.device))
     trial.extend(cfg.method, cfg.factor, cfg.layers, **{**options, "scale": 1.0})
     length = trial.config.block_size
     losses = {}
-    for eighth in range(-4, 13):
-        scale = 2 ** (eighth / 8)
+    for scale in (2 ** (eighth / 8) for eighth in range(-4, 13)):
         trial.extend(cfg.method, 1.0, **{**options, "scale": scale})
-        loss_sum, n_scored = loss_by_position(trial, split, length, max(16384, length))
+        sums, counts = loss.loss_by_position(trial, split, length, max(16384, length))
         last = slice(length * 3 // 4, None)
-        losses[scale] = float(loss_sum[last].sum() / n_scored[last].sum())
+        losses[scale] = float(sums[last].sum() / counts[last].sum())
     best = min(losses, key=losses.get)
-    if rank == 0:
-        print(
-            f"scale {best:.3f}: the best of {len(losses)} for the last quarter of {length} tokens, "
-            f"{losses[best]:.4f} nats per token instead of {losses[1.0]:.4f}"
-        )
+    print(f"scale {best:.3f}: {losses[best]:.4f} nats per token instead of {losses[1.0]:.4f}")
     return best
 
 
-def training_lengths(model, cfg):
-    """The tokens of a training sequence, and with PoSE the positions that they skip through."""
-    config = model.config
-    is_short = rope_scaling.trains_at_original_length(cfg.method, cfg.pose)
-    length = config.original_length if is_short else config.block_size
-    if cfg.pose:
-        return cfg.pose_window or length, config.block_size
-    return cfg.train_length or length, 0
+def extend_model(model, cfg):
+    """Extend a loaded model in place, by the settings. Raises UserError."""
+    options = read_options(cfg.options)
+    if options.get("scale", "fit" if cfg.method == "scale" else None) == "fit":
+        is_first = parallel.rank_and_world()[0] == 0
+        options["scale"] = parallel.broadcast(is_first and fit_scale(model, cfg, options))
+    model.extend(cfg.method, cfg.factor, cfg.layers, **options)
+    trains = cfg.max_iters and cfg.method in rope_scaling.EVALUATION_ONLY
+    require(not trains, f"method {cfg.method!r} is not for training: give --max_iters=0")
+    no_positions = model.pos.by_index or type(model.pos) is NoPE or cfg.method == "drope"
+    require(not (cfg.pose and no_positions), "--pose skips position ids, and this model uses none")
+    length = model.config.block_size
+    require(cfg.train_length <= length, f"--train_length is beyond the {length} extended tokens")
+    meta = model.meta
+    pretraining_tokens = meta.get("pretraining_tokens")
+    if cfg.keep_optimizer:
+        advice = "raise --max_iters, or leave --keep_optimizer out"
+        goes_on = meta["step"] < cfg.last_step
+        require(goes_on, f"{model.folder} has taken all {cfg.last_step} steps: {advice}")
+    else:
+        pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
+    inherited = ("bos", "tokenizer", "dataset", "data_hash", "code", "family")
+    model.meta = {
+        "parent": str(model.folder),
+        "pretraining_tokens": pretraining_tokens,
+        **{name: meta.get(name) for name in inherited},
+    }
+
+
+def check_same(model, cfg, path):
+    """Raise UserError if the run to resume was made from another parent, or by other settings."""
+    saved = {**model.meta["train"], "RUN": Path(model.meta["parent"]).parent.name}
+    asked = {**vars(cfg), "RUN": run.find_checkpoint(path).parent.name}
+    for name in ("RUN", "method", "factor", "options", "layers"):
+        problem = f"{model.folder} was made with {name}={saved[name]}, not {asked[name]}"
+        require(saved[name] == asked[name], f"{problem}: give that, or another --out_dir")
 
 
 def save_extended(model, cfg):
     """Save a checkpoint that is extended and not fine-tuned; it can be trained by resuming."""
-    if cfg.resumes:  # it is saved already
-        folder = model.folder
-    else:
-        folder = Path(cfg.out_dir) / "step-000000"
-        trained = bool(run.read_meta(Path(model.meta["parent"])).get("train"))
-        # As the parent's weights are stored, unless that would round an interpolated table.
-        dtype = model.stored_dtype
-        if not all(torch.equal(p.to(dtype).float(), p) for p in model.parameters()):
-            dtype = torch.float32
-        if cfg.overwrite and run.list_steps(cfg.out_dir):
-            run.move_aside(cfg.out_dir)
-        train = asdict(cfg) if trained else {}
-        run.save_model(model, folder, dtype, optim={}, train=train, **asdict(TrainState()))
-    program = "sample.py" if model.meta.get("tokenizer") else "evaluate.py"
-    print(f"saved {folder}; use it with python {program} {shlex.quote(cfg.out_dir)}")
+    folder = Path(cfg.out_dir) / "step-000000"
+    # As the parent's weights are stored, unless that would round an interpolated table.
+    dtype = model.stored_dtype
+    if not all(torch.equal(p.to(dtype).float(), p) for p in model.parameters()):
+        dtype = torch.float32
+    if run.list_steps(cfg.out_dir):
+        run.move_aside(cfg.out_dir)
+    run.save_model(model, folder, dtype, {"optim": {}}, train=asdict(cfg), **asdict(TrainState()))
+    print(f"saved {folder}")
 
 
 # -----------------------------------------------------------------------------
 # Reports.
 
 
-def print_summary(model, cfg):
-    """Print the lengths and what will be trained."""
+def texts_of(model, cfg, part="val"):
+    """The text of --text, or that part of each source of the dataset: name -> data.Split."""
+    tokenizer = model.meta.get("tokenizer")
+    if cfg.text:
+        require(tokenizer, f"{model.folder} has no tokenizer: give --dataset, not --text")
+        tokenizer = data.tokenizer_from_json(tokenizer)
+        text = data.TextFile(cfg.text, tokenizer, model.config.vocab_size, model.meta.get("bos"))
+        return {cfg.text: text.val}
+    reader = (model.folder, model.config.vocab_size, tokenizer)
+    dataset = data.open_dataset(cfg.dataset, cfg.bos, reader)
+    return {source.name: getattr(source, part) for source in dataset.sources}
+
+
+def print_lengths(model, cfg):
+    """Print the context length before and after."""
     config = model.config
     before = round(config.block_size / cfg.factor)
     lengths = f"{before:,} -> {config.block_size:,} tokens"
@@ -248,128 +267,29 @@ def print_summary(model, cfg):
         lengths += f", originally {config.original_length:,}"
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
     print(f"context length: {lengths} ({cfg.method}{layers})")
-    if not cfg.max_iters:
-        return
-    train_length, _ = training_lengths(model, cfg)
-    first_step = model.meta.get("first_step", 0)
-    tokens = (cfg.last_step - first_step) * train_length
-    tokens *= cfg.gradient_accumulation_steps * cfg.batch_size
-    pretraining = model.meta.get("pretraining_tokens")
-    if cfg.keep_optimizer:
-        goes_on = f"training goes on at step {first_step} of {cfg.max_iters}"
-        print(f"{goes_on}: {tokens:,} tokens to step {cfg.last_step}")
-    elif pretraining:
-        of_pretraining = f"{tokens / pretraining:.2%} of the {pretraining:,} of pretraining"
-        print(f"fine-tuning on {tokens:,} tokens, {of_pretraining}")
-    else:
-        print(f"fine-tuning on {tokens:,} tokens, an unknown fraction of pretraining")
-    length = cfg.train_length or config.block_size
-    fraction = open_dataset(model, cfg).long_fraction(length)
-    print(f"{fraction:.0%} of the training tokens are in documents of at least {length} tokens")
-    if fraction < 0.01:
-        print("warning: there is almost nothing that long to learn from; prepare longer texts")
 
 
-def report_lengths(model, cfg):
-    return sorted({model.config.original_length, cfg.eval_length or model.config.block_size})
-
-
-def report(model, cfg, when):
-    """Print the loss by position at the original and at the extended length, or eval_length.
-
-    Of a mixture, that of each dataset.
+def report(model, cfg):
+    """Print what extending, and training since then, has changed: on the same tokens, at the
+    original and at the extended length, or at --eval_length.
     """
-    model.to(devices.pick_device(cfg.device))
-    lengths = report_lengths(model, cfg)
-    for name in [""] if cfg.text else data.split_mixture(cfg.dataset):
-        settings = EvaluateConfig(
-            protocol=("last-quarter", "position"),
-            max_tokens=cfg.max_tokens,
-            dataset=name,
-            text=cfg.text,
-            dtype=cfg.dtype,
-        )
-        texts = scoring.open_texts({when: model}, settings, lengths)
-        for line in scoring.describe_scored(texts, lengths, cfg.max_tokens):
-            print(f"scored: {line}")
-        records = measure_losses({when: model}, settings, lengths, texts)
-        print(plots.format_loss_table(records, lengths), flush=True)
-
-
-def report_change(model, cfg, has_text):
-    """Print what extending, and training since then, has changed."""
     device = devices.pick_device(cfg.device)
     parent = Path(model.meta["parent"])
     if not parent.is_dir():  # training may have gone on there since, or it was moved
         print(f"what extending has changed was not measured: {parent} is gone")
         return
     original = GPT.load(parent).to(device)
-    splits = {}
-    if cfg.text:
-        splits = {cfg.text: scoring.read_text(model, cfg.text).val}
-    elif has_text:
-        names = data.split_mixture(cfg.dataset)
-        sources = open_dataset(original, cfg).sources
-        splits = {name: source.val for name, source in zip(names, sources, strict=True)}
-    lengths = report_lengths(model, cfg)
-    max_tokens = min(cfg.max_tokens, max(16384, 4 * lengths[-1]))
     dtype = devices.pick_dtype(cfg.dtype, device)
-    model.to(device)
-    for line in describe_change(original, model, splits, lengths, max_tokens, dtype):
-        print(line, flush=True)
-
-
-def load_extended(parent, cfg, given, rank):
-    """The model of the run to resume, or the parent, extended. Raises UserError."""
-    if cfg.resumes:
-        weights = not parent.embed.weight.is_meta
-        model = GPT.load(cfg.out_dir, weights=weights)
-        extension.check_same(model, parent, cfg)
-        return model
-    if not cfg.overwrite:
-        check_unused(cfg.out_dir)
-    extend_model(parent, cfg, given, rank)
-    return parent
-
-
-def fine_tune(model, cfg, rank):
-    """Evaluate, train, evaluate. Returns the exit status."""
-    if rank == 0 and not cfg.resumes:
-        report(model, cfg, "before")
-        report_change(model, cfg, has_text=True)
-    status = train_and_sample(model, cfg, *training_lengths(model, cfg))
-    finished = status == 0 and run.find_checkpoint(cfg.out_dir).name == f"step-{cfg.last_step:06d}"
-    if rank == 0 and finished:
-        if cfg.parallel == "fsdp":
-            model = GPT.load(cfg.out_dir)  # this process alone has no whole model
-        report(model, cfg, "after")
-        report_change(model, cfg, has_text=True)
-    return status
-
-
-def extend(args, rank):
-    """Load the checkpoint, extend it, fine-tune and report. Returns the exit status."""
-    cfg = args.cfg
-    # with fsdp the others get their rows of the weights from the first process
-    trains = cfg.max_iters and cfg.method not in rope_scaling.EVALUATION_ONLY
-    parent = GPT.load(args.paths[0], weights=rank == 0 or cfg.parallel == "ddp" or not trains)
-    check_model_settings(parent, args)
-    extension.check_request(parent, cfg, POSITIONS)
-    if "dataset" in args.given:
-        open_dataset(parent, cfg)  # what is not for this model is refused before anything is saved
-    model = load_extended(parent, cfg, args.given, rank)
-    if rank == 0:
-        print_summary(model, cfg)
-    if cfg.max_iters:
-        return fine_tune(model, cfg, rank)
-    # Without fine-tuning no dataset is opened, but to evaluate on it or to fit a scale.
-    if rank == 0:
-        save_extended(model, cfg)
-        has_text = bool(cfg.text) or "dataset" in args.given
-        if has_text:
-            report(model, cfg, "extended")
-        report_change(model, cfg, has_text)
-    return 0
+    lengths = {model.config.original_length, cfg.eval_length or model.config.block_size}
+    for name, split in texts_of(model, cfg).items():
+        for length in sorted(lengths):
+            try:
+                text = loss.describe_change(
+                    original, model.to(device), split, length, cfg.max_tokens, dtype
+                )
+            except UserError as error:  # too long for the text, or for the original model
+                text = f"not compared ({error})"
+            print(f"loss at {length:,} tokens, {name}: {text}", flush=True)
 
 
 def main(argv=None):
@@ -381,11 +301,44 @@ def main(argv=None):
         defaults=run_defaults,
         argv=argv,
     )
-    check_schedule(args.cfg, args.flags)
-    entry.load_entries(args.cfg.entry, POSITIONS)
-    rank, _ = parallel.join_processes(devices.pick_device(args.cfg.device))
-    with run.lock(args.cfg.out_dir):
-        return extend(args, rank)
+    cfg = args.cfg
+    entry.load_entries(cfg.entry, POSITIONS)
+    rank, _ = parallel.join_processes(devices.pick_device(cfg.device))
+    # with fsdp the others get their rows of the weights from the first process
+    weights = rank == 0 or cfg.parallel == "ddp"
+    with run.lock(cfg.out_dir):
+        if not (cfg.resumes or cfg.overwrite):
+            run.check_unused(cfg.out_dir)
+        has_record = not cfg.max_iters or (cfg.dataset and cfg.learning_rate)
+        problem = f"{args.paths[0]} has no record of its training"
+        require(has_record, f"{problem}: give --dataset and --learning_rate, or --max_iters=0")
+        # Load, and extend.
+        model = GPT.load(cfg.out_dir if cfg.resumes else args.paths[0], weights=weights)
+        if cfg.resumes:
+            check_same(model, cfg, args.paths[0])
+        else:
+            run.check_settings(model, args)
+            extend_model(model, cfg)
+        # Evaluate. Without training no dataset is opened, but one that is given.
+        has_text = cfg.text or "dataset" in args.given or (cfg.max_iters and not cfg.resumes)
+        if rank == 0:
+            print_lengths(model, cfg)
+            if has_text:
+                report(model, cfg)
+        # Train.
+        if not cfg.max_iters:
+            if rank == 0 and not cfg.resumes:
+                save_extended(model, cfg)
+            return 0
+        config = model.config
+        length = sequence_length(vars(cfg), config.original_length, config.block_size)
+        status = train_and_sample(model, cfg, length, config.block_size if cfg.pose else 0)
+        # Evaluate.
+        if rank == 0 and status == 0:
+            model = GPT.load(cfg.out_dir)
+            if run.is_finished(model, cfg):
+                report(model, cfg)
+        return status
 
 
 if __name__ == "__main__":

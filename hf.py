@@ -15,14 +15,14 @@ GGUF files have the architectures llama, qwen2, qwen3 and smollm3. What has no e
 other side is refused. Only JSON, safetensors and GGUF files are read.
 """
 
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from model import GPT, POSITIONS
-from nanolong import entry, settings
+from nanolong import entry
 from nanolong.errors import UserError, run_main
 from nanolong.hub import exporting, gguf_export, gguf_import, importing
 

@@ -8,7 +8,7 @@ Takes a run folder (its newest step) or a step folder. The checkpoint says how i
 extended, so no flag of extend.py is repeated here.
 """
 
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 import itertools
 import warnings
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 
 from data import decode_stream, tokenizer_from_json
 from model import GPT, POSITIONS, ContextLengthWarning
-from nanolong import devices, entry, inference, prompts, run, settings
+from nanolong import devices, entry, inference, prompts, run
 from nanolong.errors import UserError, note, require, run_main
 
 # In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.

@@ -7,14 +7,11 @@
     python train.py --init_from=out/python-rope --dataset=mine      from its weights, on other data
 
 Read model.py first, extend.py next. The order here: settings, batches, validation, one step, the
-loop, what happens before and after it. Batches are a function of (seed, step, micro-batch index),
-so a run is the same on any number of processes, and one that was stopped resumes with the same
-bits.
+loop, main. At most 400 lines. Batches are a function of (seed, step, micro-batch index), so a run
+is the same on any number of processes, and one that was stopped resumes with the same bits.
 """
 
-from nanolong import python_version  # noqa: F401  # isort: skip
-
-import importlib.util
+from nanolong import settings  # isort: skip (first: it answers --help before torch is imported)
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,13 +19,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import data
 import kernels
-from data.prepare import prepare_missing
 from model import GPT, POSITIONS, GPTConfig
-from nanolong import devices, entry, optim, parallel, progress, run, settings
+from nanolong import devices, entry, optim, parallel, progress, run
 from nanolong.errors import report, require, run_main
 
 
@@ -85,14 +80,8 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1")
-        require(
-            self.stop_at <= self.max_iters,
-            f"--stop_at={self.stop_at} is beyond the last step: give at most {self.max_iters}, or "
-            "raise --max_iters",
-        )
-        require(
-            self.beta1 < 1 and self.beta2 < 1, "--beta1 and --beta2 must be below 1: 0.9 and 0.95"
-        )
+        require(self.stop_at <= self.max_iters, "--stop_at is beyond --max_iters: lower it")
+        require(max(self.beta1, self.beta2) < 1, "--beta1 and --beta2 must be below 1")
         data.task_fractions(self.tasks)
 
     @property
@@ -126,6 +115,23 @@ class TrainState:
 # Batches and validation.
 
 
+def open_dataset(model, cfg, train_length):
+    """The data to train on. Raises UserError if the model cannot read it, or it is too short."""
+    dataset = data.open_dataset(cfg.dataset, cfg.bos)
+    dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
+    dataset.select(cfg.min_doc, cfg.separate_docs)
+    longest = model.config.block_size
+    require(cfg.eval_length <= longest, f"--eval_length is beyond the context length of {longest}")
+    for source in dataset.sources:
+        source.train.require_length(train_length)
+        source.val.require_length(cfg.eval_length or longest)
+    for kind in data.task_fractions(cfg.tasks):
+        dataset.check_task(kind, train_length)
+    same = not cfg.resumes or model.meta["data_hash"] in (None, dataset.hash)
+    require(same, f"{cfg.dataset} is not the data of {cfg.out_dir} any more: restore its files")
+    return dataset
+
+
 class Batches:
     """The micro-batches of this process in order; the next one is read while a GPU still computes.
 
@@ -145,11 +151,8 @@ class Batches:
         self.tokens_per_step = n * cfg.batch_size * train_length
         # processes take the micro-batches of a step in turn
         rank, self.world = parallel.data_rank_and_world()
-        require(
-            n % self.world == 0,
-            f"--gradient_accumulation_steps={n} is the total, and {self.world} processes do not "
-            f"divide it: give a multiple of {self.world}",
-        )
+        divides = n % self.world == 0
+        require(divides, f"--gradient_accumulation_steps must be a multiple of {self.world}")
         self.per_step = n // self.world  # own micro-batches
         self.index = step * n + rank
         self.ready = self.read(self.index)
@@ -166,14 +169,20 @@ class Batches:
             pos = data.random_positions(self.model.config, len(x), self.train_length, seed)
         if pos is not None:  # checked here: on a GPU, each step would wait to read them
             self.model.check_positions(pos, docs)
-        batch = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
-        n_targets = int((batch["targets"].numpy() >= 0).sum())
-        batch = {name: devices.to_device(part, self.device) for name, part in batch.items()}
-        return batch, n_targets, seed
+        return *model_inputs(x, y, pos, docs, self.device), seed
 
     def advance(self):
         self.index += self.world
         self.ready = self.read(self.index)
+
+
+def model_inputs(x, y, pos, docs, device):
+    """The arguments of the model by name, on the device, and how many targets are scored; of this
+    process's part of the sequences, if several processes share them.
+    """
+    inputs = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
+    n_targets = int((inputs["targets"].numpy() >= 0).sum())
+    return {name: devices.to_device(part, device) for name, part in inputs.items()}, n_targets
 
 
 @torch.no_grad()
@@ -187,7 +196,6 @@ def estimate_loss(model, dataset, cfg, stop=()):
     if dataset.labels:
         return dataset.combine(estimate_loss(model, part, cfg, stop) for part in dataset.sources)
     rank, world = parallel.data_rank_and_world()
-    _, n_parts = parallel.sequence_rank_and_size()
     T = cfg.eval_length or model.config.block_size
     device = next(model.parameters()).device
     indices = dataset.val.spaced(cfg.eval_iters, T)
@@ -205,11 +213,8 @@ def estimate_loss(model, dataset, cfg, stop=()):
         sequences = [dataset.val.sequence(index, T) for index in batch]
         x, y = (torch.from_numpy(np.stack(column)) for column in zip(*sequences, strict=True))
         pos = data.random_positions(model.config, len(x), T, batch[0])
-        docs = dataset.document_ids(x)
-        inputs = parallel.own_part({"tokens": x, "targets": y, "positions": pos, "docs": docs})
-        n_targets = (inputs["targets"] >= 0).sum()
-        n_bytes = (dataset.count_bytes(y.numpy()) or 0) / n_parts  # each process counts all of them
-        inputs = {name: devices.to_device(part, device) for name, part in inputs.items()}
+        inputs, n_targets = model_inputs(x, y, pos, dataset.document_ids(x), device)
+        n_bytes = dataset.count_bytes(inputs["targets"].cpu().numpy()) or 0
         # not `forward`: what is compiled whole would be compiled again, without gradients
         with devices.autocast(device, getattr(torch, cfg.dtype)):
             loss_sum = model(**inputs, reduction="sum")
@@ -217,10 +222,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
             sums += torch.tensor([loss_sum.item(), n_targets, n_bytes], dtype=torch.float64)
     parallel.reshard(model)
     model.train(was_training)
-    if dist.is_initialized():
-        sums = sums.to(device)
-        dist.all_reduce(sums)
-    loss_sum, n_tokens, n_bytes = sums.tolist()
+    loss_sum, n_tokens, n_bytes = parallel.sum_over_processes(sums, device).tolist()
     metrics = {"val_loss": loss_sum / n_tokens}
     if n_bytes:
         metrics["val_bits_per_byte"] = loss_sum / math.log(2) / n_bytes
@@ -241,15 +243,14 @@ def forward_backward(forward, batches, state):
     float_type = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     sums = torch.zeros(2, dtype=float_type, device=device)
     for number in range(batches.per_step):
-        batch, n_targets, seed = batches.ready
+        inputs, n_targets, seed = batches.ready
         torch.manual_seed(seed)  # dropout too is a function of (seed, index)
         # Gradients are summed over processes at the last micro-batch only.
         parallel.set_gradient_sync(forward, number == batches.per_step - 1)
         with devices.autocast(device, getattr(torch, cfg.dtype)):
-            loss_sum = forward(**batch, reduction="sum")
+            loss_sum = forward(**inputs, reduction="sum")
         # The mean loss if every target is scored. How many are is known only after the step, and
-        # optimizer_step() corrects for it. DDP and FSDP average over processes, hence
-        # `n_processes`.
+        # update() corrects for it. DDP and FSDP average over processes, hence `n_processes`.
         factor = state.loss_scale * n_processes / batches.tokens_per_step
         (loss_sum * factor).backward()
         batches.advance()
@@ -258,18 +259,7 @@ def forward_backward(forward, batches, state):
     return sums
 
 
-def reduce_and_read(sums, stop, grad_norm):
-    """Sum over processes, and read (loss, scored tokens, stop signals, gradient norm) on the host.
-
-    This is the one device-to-host read of a step (a dynamic method reads PoSE's positions, too).
-    """
-    sums = torch.cat((sums, sums.new_tensor([bool(stop)])))
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    return torch.cat((sums, grad_norm[None].to(sums))).tolist()
-
-
-def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg):
+def update(model, optimizers, grads, grad_norm, to_mean, state, cfg):
     """Clip the gradients, update the weights and clear the gradients.
 
     to_mean: the factor that makes the gradients those of the mean loss; grad_norm: their norm after
@@ -290,7 +280,6 @@ def optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg):
         state.good_steps = 0
     for optimizer in optimizers:
         optimizer.zero_grad()
-    grads.clear()  # or they would take memory until the next step has its own
 
 
 def check_finite(what, cfg, *numbers):
@@ -319,17 +308,20 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
     device = devices.pick_device(cfg.device)
     train_length = train_length or model.config.block_size
     with run.lock(cfg.out_dir):
+        if not (cfg.resumes or cfg.overwrite):
+            run.check_unused(cfg.out_dir)
         # the data, what `auto` means, and how far training is
-        cfg, dataset = prepare(model, cfg, train_length)
-        parallel.share_sequences(
-            cfg.sequence_parallel, model, (train_length, cfg.eval_length or model.config.block_size)
-        )
+        dataset = open_dataset(model, cfg, train_length)
+        cfg = parallel.decide_auto(cfg, device)
+        run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg)
 
         # the model on the device, compiled, and wrapped for several processes
+        lengths = (train_length, cfg.eval_length or model.config.block_size)
+        parallel.share_sequences(cfg.sequence_parallel, model, lengths)
         devices.prepare_device(device)
         model.activation_checkpointing = cfg.checkpoint_activations
-        forward = parallel.distribute(model.train(), cfg.parallel, device, cfg.compile)
+        forward = parallel.distribute(model.train(), cfg, device)
         optimizers = optim.make_optimizers(model, cfg)
         if cfg.continues:
             run.load_optimizers(model, optimizers, model.folder)
@@ -361,7 +353,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
     is_saved = cfg.resumes
     is_evaluated = is_saved and parallel.broadcast(run.is_evaluated(cfg.out_dir, state.step))
     while True:
-        # save, then evaluate; after a stop signal only save
+        # Save, then evaluate; after a stop signal only save.
         is_due = state.step % cfg.eval_interval == 0 or state.step == cfg.last_step
         if (is_due or stopped) and not is_saved:
             save(model, optimizers, state, cfg, dataset)
@@ -376,110 +368,51 @@ def fit(forward, optimizers, batches, state, stop, shown):
             return {**last_eval, "stopped": stopped, "last_step": state.step}
         is_saved = is_evaluated = False
 
-        # forward and backward
+        # Forward and backward. The sums over all processes are the one read from the device in a
+        # step (a dynamic method reads PoSE's positions, too).
         sums = forward_backward(forward, batches, state)
         grads = optim.gradients(model)
-        grad_norm = torch.nn.utils.get_total_norm(grads)
-        grad_norm = grad_norm.full_tensor() if parallel.is_sharded(grad_norm) else grad_norm
-        loss_sum, n_targets, n_signals, grad_norm = reduce_and_read(sums, stop, grad_norm)
+        grad_norm = parallel.whole(torch.nn.utils.get_total_norm(grads))
+        sums = parallel.sum_over_processes(torch.cat((sums, sums.new_tensor([bool(stop)]))))
+        sums = torch.cat((sums, grad_norm[None].to(sums)))
+        loss_sum, n_targets, n_signals, grad_norm = sums.tolist()
         stopped = n_signals > 0
 
-        # clip and update; to_mean: divide by the scored targets, and undo the loss scale
+        # Clip and update; to_mean: divide by the scored targets, and undo the loss scale.
+        loss = loss_sum / max(n_targets, 1)
         to_mean = batches.tokens_per_step / max(n_targets, 1) / state.loss_scale
         grad_norm *= to_mean
         overflowed = cfg.dtype == "float16" and state.loss_scale > 1  # is only skipped
-        where = f"the loss {loss_sum / max(n_targets, 1):g} or gradient norm {grad_norm:g} of step"
-        check_finite(f"{where} {state.step + 1}", cfg, loss_sum, 0 if overflowed else grad_norm)
-        optimizer_step(optimizers, grads, state, grad_norm, to_mean, cfg)
+        where = f"the loss {loss:g} or gradient norm {grad_norm:g} of step {state.step + 1}"
+        check_finite(where, cfg, loss_sum, 0 if overflowed else grad_norm)
+        update(model, optimizers, grads, grad_norm, to_mean, state, cfg)
+        del grads  # or they would take memory until the next step has its own
         state.step += 1
         state.tokens += batches.tokens_per_step
-        shown.step(state, loss_sum / max(n_targets, 1), grad_norm)
+        shown.step(state, loss, grad_norm)
 
 
 def save(model, optimizers, state, cfg, dataset):
     """Save a checkpoint of this step; processes wait for each other."""
-    weights = dict(model.named_parameters())
-    optim_tensors = run.optimizer_tensors(model, optimizers)
-    if parallel.is_sharded(model):
-        weights, optim_tensors = parallel.gather(weights), parallel.gather(optim_tensors)
-    if parallel.rank_and_world()[0] == 0:
-        tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
-        run.save_model(
-            model,
-            Path(cfg.out_dir) / f"step-{state.step:06d}",
-            weights=weights,
-            optim=optim_tensors,
-            **asdict(state),
-            train=asdict(cfg),
-            code=run.hash_code(model),
-            dataset=cfg.dataset,
-            data_hash=dataset.hash,
-            bos=dataset.bos,
-            tokenizer=model.meta.get("tokenizer") or tokenizer,
-        )
-        run.prune(cfg.out_dir)
-    parallel.barrier()
-
-
-# -----------------------------------------------------------------------------
-# Before and after the loop.
-
-
-def prepare(model, cfg, train_length):
-    """Open the dataset, and decide what `auto` means. Returns (cfg, dataset). Raises UserError."""
-    device = devices.pick_device(cfg.device)
-    parallel.check_parallel(cfg.parallel, cfg.optimizer)
-    require(
-        not cfg.wandb or importlib.util.find_spec("wandb"),
-        "--wandb needs the wandb package: pip install wandb, or leave --wandb out",
-    )
-    if not cfg.resumes and not cfg.overwrite:
-        check_unused(cfg.out_dir)
-    dataset = data.open_dataset(cfg.dataset, cfg.bos)
-    dataset.check_model("the model", model.config.vocab_size, model.meta.get("tokenizer"))
-    separate_docs = cfg.separate_docs
-    if separate_docs is None:
-        separate_docs = dataset.separator is not None
-    dataset.select(cfg.min_doc, separate_docs)
-    T, longest = cfg.eval_length, model.config.block_size
-    require(T <= longest, f"--eval_length={T} is beyond the context length: give at most {longest}")
-    for source in dataset.sources:
-        source.train.require_length(train_length)
-        source.val.require_length(T or longest)
-    for kind in data.task_fractions(cfg.tasks):
-        dataset.check_task(kind, train_length)
-    require(
-        not cfg.resumes or model.meta["data_hash"] in (None, dataset.hash),
-        f"{cfg.dataset} is not the data of {cfg.out_dir} any more: restore its files",
-    )
-    dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
-    compiles = devices.pick_compile(cfg.compile, device, cfg.max_iters)
-    dtype, compiles = parallel.broadcast((dtype, compiles))
-    cfg = replace(cfg, dtype=dtype, compile=compiles, separate_docs=separate_docs)
-    local = {"dataset", "device", "entry", "out_dir"}  # machines may have them elsewhere
-    shared = {**asdict(model.config), **asdict(cfg), "torch": torch.__version__}
-    shared = {name: value for name, value in shared.items() if name not in local}
-    code = entry.hash_sources(cfg.entry)
-    parallel.check_same((code, dataset.hash, run.weights_hash(model), shared))
-    return cfg, dataset
-
-
-def check_unused(out_dir):
-    repairs = "give --init_from=resume, --overwrite or another --out_dir"
-    require(not run.list_steps(out_dir), f"{out_dir} holds a run already: {repairs}")
+    moments = run.optimizer_tensors(model, optimizers)
+    tensors = {"model": dict(model.named_parameters()), "optim": moments}
+    run.save_step(model, tensors, cfg, dataset, **asdict(state))
 
 
 def restore_state(model, cfg):
     """How far training is, from the model's checkpoint."""
     state = TrainState(loss_scale=65536.0 if cfg.dtype == "float16" else 1.0)
-    if cfg.continues:
-        # the model may be extended by now, and model.meta that of its new run
-        meta = run.read_meta(model.folder)
-        kept = ["step", "tokens"]
-        if meta["train"].get("dtype") == cfg.dtype:
-            kept += ["loss_scale", "good_steps"]
-        state = replace(state, **{name: meta[name] for name in kept})
-    return state
+    if not cfg.continues:
+        return state
+    meta = run.read_meta(model.folder)  # the model may be extended by now, and have another meta
+    kept = ["step", "tokens"]
+    if meta["train"].get("dtype") == cfg.dtype:
+        kept += ["loss_scale", "good_steps"]
+    return replace(state, **{name: meta[name] for name in kept})
+
+
+# -----------------------------------------------------------------------------
+# main
 
 
 def run_defaults(given, paths):
@@ -487,97 +420,45 @@ def run_defaults(given, paths):
     entries = [Path(file).stem for file in given.get("entry", ())]
     pos = given.get("pos") or (entries[-1] if entries else GPTConfig.pos)
     init_from = given.get("init_from", "scratch")
-    meta = {}
+    saved = {}
     if init_from not in ("scratch", "resume", "auto"):
-        meta = run.read_meta(run.find_checkpoint(init_from))
-        pos = meta["config"]["pos"]
+        saved = run.read_meta(run.find_checkpoint(init_from))["config"]
+        pos = saved["pos"]
     dataset = data.short_name(given.get("dataset", TrainConfig.dataset))
     out_dir = given.get("out_dir") or f"out/{dataset}-{pos}"
-    require(
-        not (Path(out_dir) / "meta.json").is_file(),
-        f"{out_dir} is a checkpoint: give its run folder, --out_dir={Path(out_dir).parent}",
-    )
-    steps = run.list_steps(out_dir)
-    if init_from == "auto":
-        init_from = given["init_from"] = "resume" if steps else "scratch"
-    if init_from == "resume":
-        require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
-        meta = run.read_meta(steps[-1])
-    saved = run_settings(meta, given) if init_from == "resume" else {}
-    return {"pos": pos, **meta.get("config", {}), **saved, "out_dir": out_dir}
-
-
-def run_settings(meta, given):
-    """The training settings of a run to resume, without those of one command."""
-    trained = meta.get("train")
-    require(trained, "the run was not written by training: give --init_from=RUN, or extend.py")
-    require("method" not in trained, "the run was written by extend.py: resume it by extend.py")
-    return {**trained, "stop_at": 0, "overwrite": False, "entry": ()}
+    saved = run.settings_to_resume(given, out_dir) or saved
+    require("method" not in saved, f"{out_dir} was written by extend.py: resume it by extend.py")
+    return {"pos": pos, **saved, "out_dir": out_dir}
 
 
 def make_model(args):
     """The model to train: a new one, or that of a checkpoint. Raises UserError."""
     cfg, config = args.cfg, args.model_config
-    for source in data.split_mixture(cfg.dataset):
-        if parallel.rank_and_world()[0] == 0:
-            prepare_missing(source)
+    is_first = parallel.rank_and_world()[0] == 0
+    if is_first:
+        data.prepare_missing(cfg.dataset)
     parallel.barrier()
-    # with fsdp the others get their rows from the first process
-    weights = cfg.parallel == "ddp" or parallel.rank_and_world()[0] == 0
+    weights = cfg.parallel == "ddp" or is_first  # with fsdp the others get their rows from it
     if cfg.init_from != "scratch":
         model = GPT.load(cfg.out_dir if cfg.resumes else cfg.init_from, weights=weights)
-        check_model_settings(model, args)
+        run.check_settings(model, args)
         if not cfg.resumes:
             kept = {name: model.meta.get(name) for name in ("tokenizer", "bos", "family")}
             model.meta = {**kept, "parent": str(model.folder)}
         return model
-    check_scheme_flags(config.pos, args.flags)
     config.vocab_size = data.vocabulary_size(cfg.dataset)
     torch.manual_seed(cfg.seed)
-    return GPT(config) if weights else parallel.build_without_weights(GPT, config)
-
-
-def check_model_settings(model, args):
-    """Refuse a given setting of the model that the checkpoint has otherwise."""
-    for name in sorted(args.given & vars(args.model_config).keys()):
-        asked, saved = getattr(args.model_config, name), getattr(model.config, name)
-        require(
-            asked == saved, f"{model.folder} has {name}={saved}, not {asked}: leave --{name} out"
-        )
-
-
-def check_scheme_flags(pos, flags):
-    """Refuse flags that the position scheme does not read. A scheme of the user's may read any."""
-    of_rope = {"rope_base", "rope_fraction", "rope_local_base", "p_rope"} & flags
-    scheme = POSITIONS.get(pos, POSITIONS["rope"])
-    is_ours = scheme.__module__ == POSITIONS["nope"].__module__
-    require(
-        not (of_rope and is_ours) or issubclass(scheme, POSITIONS["rope"]),
-        f"--{', --'.join(sorted(of_rope))} is a setting of rope, and --pos={pos} has none: leave "
-        "it out",
-    )
-
-
-def check_schedule(cfg, flags):
-    """Refuse flags of a schedule that the run would never reach; a default may be beyond it."""
-    warmup, last = cfg.warmup_iters, cfg.max_iters
-    require(
-        "warmup_iters" not in flags or not last or warmup <= last,
-        f"--warmup_iters={warmup} is beyond the run: give at most {last}",
-    )
-    require(
-        not {"min_lr", "learning_rate"} & flags or cfg.min_lr <= cfg.learning_rate,
-        f"--min_lr={cfg.min_lr:g} is above learning_rate={cfg.learning_rate:g}: lower it",
-    )
+    model = GPT(config) if weights else parallel.build_without_weights(GPT, config)
+    entry.check_scheme(model)
+    return model
 
 
 def train_and_sample(model, cfg, train_length=0, max_position=0):
     """Train, and print a sample from an empty prompt. Returns the exit status."""
-    if cfg.resumes and cfg.max_iters and model.meta["step"] >= cfg.last_step:
-        if run.is_evaluated(cfg.out_dir, model.meta["step"]):
-            setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
-            print(f"{model.folder} is finished: to train on, {setting}")
-            return 0
+    if cfg.resumes and run.is_finished(model, cfg):
+        setting = "raise --stop_at or leave it out" if cfg.stop_at else "raise --max_iters"
+        print(f"{model.folder} is finished: to train on, {setting}")
+        return 0
     try:
         result = train(model, cfg, train_length, max_position)
     except FloatingPointError as error:
@@ -589,7 +470,6 @@ def train_and_sample(model, cfg, train_length=0, max_position=0):
 
 def main(argv=None):
     args = settings.parse(model_config=GPTConfig, cfg=TrainConfig, defaults=run_defaults, argv=argv)
-    check_schedule(args.cfg, args.flags)
     entry.load_entries(args.cfg.entry, POSITIONS)
     parallel.join_processes(devices.pick_device(args.cfg.device))
     with run.lock(args.cfg.out_dir):

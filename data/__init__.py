@@ -15,6 +15,7 @@ from data.dataset import (
     TextFile,
     dataset_exists,
     find_dataset,
+    prepare_missing,
     random_positions,
     short_name,
     split_mixture,

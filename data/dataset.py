@@ -376,9 +376,11 @@ class Dataset:
     def select(self, min_doc=0, separate=False):
         """Choose what is trained on: only documents of at least min_doc tokens.
 
-        separate: attention stays inside a document.
+        separate: attention stays inside a document; None: if these are known.
         Raises UserError for a dataset that does not mark its documents.
         """
+        if separate is None:
+            separate = self.separator is not None
         if (min_doc or separate) and self.separator is None:
             raise UserError(
                 f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
@@ -646,6 +648,15 @@ def split_fraction(item):
         return name, float(number)
     except ValueError:
         return item, math.nan
+
+
+def prepare_missing(dataset):
+    """Make those of the small datasets python and shakespeare that are named and not there yet."""
+    for name in split_mixture(dataset):
+        if name in ("python", "shakespeare") and not dataset_exists(name):
+            from data.prepare import prepare
+
+            prepare(name)
 
 
 def random_positions(config, batch_size, length, seed):

@@ -26,11 +26,11 @@ if __name__ == "__main__":
     # Python put data/ there, and the packages of the project are in its parent.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 
 import numpy as np
 
-from data.dataset import dataset_exists, dataset_folder, open_tokens, write_tokens
+from data.dataset import dataset_folder, open_tokens, write_tokens
 from data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -38,7 +38,7 @@ from data.tokenizer import (
     tokenizer_from_json,
     train_bpe,
 )
-from nanolong import settings, tokenizer_files
+from nanolong import tokenizer_files
 from nanolong.errors import UserError, require, run_main
 from nanolong.hub import tokenizer as hub_tokenizer
 
@@ -97,12 +97,6 @@ def prepare(dataset, name="", shards=10, **options):
         f"there is no dataset {dataset!r} to prepare: choose python, shakespeare or fineweb10B, or "
         "give a file or folder of text"
     )
-
-
-def prepare_missing(dataset):
-    """Make one of the small datasets, python or shakespeare, if it is named and not there yet."""
-    if dataset in ("python", "shakespeare") and not dataset_exists(dataset):
-        prepare(dataset)
 
 
 def standard_library():

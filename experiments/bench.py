@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 import functools
 import importlib.util
 import json
@@ -38,7 +38,6 @@ import hf
 import kernels
 from kernels import reference
 from model import GPT, GPTConfig
-from nanolong import settings
 from nanolong.devices import pick_device, pick_dtype
 from nanolong.errors import require, run_main
 from nanolong.provenance import ROOT, provenance

@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 import math
 from dataclasses import dataclass
 
 import torch
 
 from model import POSITIONS, GPTConfig
-from nanolong import settings
 from nanolong.curves import import_pyplot
 from nanolong.errors import run_main
 from rope_scaling import METHODS

@@ -21,8 +21,8 @@ import torch
 import data
 import kernels
 from experiments.tasks import make_model, take_steps
+from nanolong.evaluation.loss import find_sequences, read_sequences
 from nanolong.optim import get_lr, make_optimizers
-from nanolong.scoring import find_sequences, read_sequences
 from train import TrainConfig
 
 TITLE = "Masked language models"

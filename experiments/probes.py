@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 
 from dataclasses import dataclass
 
@@ -35,13 +35,11 @@ from experiments.board import table_lines
 from experiments.leaderboard import FLAGS  # noqa: F401
 from experiments.tasks import train_on_samples
 from model import GPT, POSITIONS
-from nanolong import settings
 from nanolong.attention_maps import attention_maps
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, run_main
-from nanolong.losses import evaluation_mode
-from nanolong.scoring import find_sequences, read_sequences
+from nanolong.evaluation.loss import evaluation_mode, find_sequences, read_sequences
 
 TITLE = "Position in hidden states and in attention"
 ABOUT = (

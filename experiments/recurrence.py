@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import data
 from model import GPT, GPTConfig
-from nanolong.losses import evaluation_mode
+from nanolong.evaluation.loss import evaluation_mode
 from nanolong.optim import get_lr, make_optimizers, update_weights
 from train import TrainConfig
 

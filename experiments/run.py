@@ -34,7 +34,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 
 import ast
 import contextlib
@@ -57,7 +57,7 @@ from types import SimpleNamespace
 import torch
 
 import data
-from data.prepare import prepare_missing
+from data import prepare_missing
 from experiments.board import (
     Board,
     as_list,
@@ -67,7 +67,7 @@ from experiments.board import (
     plot_tables,
 )
 from model import GPT, POSITIONS
-from nanolong import provenance, settings
+from nanolong import provenance
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, run_main
@@ -80,7 +80,7 @@ SCHEMES = dict(POSITIONS)  # without those of --entry
 # The code that a training run depends on, and what an evaluation depends on besides.
 TRAINING_CODE = ("model.py", "rope_scaling.py", "train.py", "extend.py", "data/*.py")
 TRAINING_CODE += ("kernels/eager.py", "kernels/reference.py", "nanolong/optim.py")
-EVALUATION_CODE = ("evaluate.py", "nanolong/losses.py", "nanolong/scoring.py")
+EVALUATION_CODE = ("evaluate.py", "nanolong/evaluation/loss.py", "nanolong/scoring.py")
 EVALUATION_CODE += ("nanolong/retrieval.py", "nanolong/attention_maps.py")
 MEASURING_CODE = ("experiments/tasks.py",)  # which others train with
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 import functools
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import data
 from model import GPT, POSITIONS, RoPE
-from nanolong import devices, entry, settings
+from nanolong import devices, entry
 from nanolong.errors import require, run_main
 from nanolong.strict_json import write_json
 from rope_scaling import METHODS

@@ -4,7 +4,7 @@ import torch
 
 from nanolong import intervals, scoring
 from nanolong.errors import UserError
-from nanolong.losses import sequence_losses
+from nanolong.evaluation.loss import sequence_losses
 from nanolong.run import weights_hash
 
 # In nats: how much more probable the long context makes a key token, and how probable at least.

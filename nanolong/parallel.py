@@ -16,6 +16,7 @@ import atexit
 import functools
 import math
 import os
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,22 @@ def broadcast(value):
     return values[0]
 
 
+def sum_over_processes(x, device=None):
+    """Sum a tensor over all processes, on the device, where it is then."""
+    if dist.is_initialized():
+        x = x.to(device)
+        dist.all_reduce(x)
+    return x
+
+
+def decide_auto(cfg, device):
+    """A TrainConfig with the dtype and compilation that `auto` means on the first process."""
+    dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
+    compiles = devices.pick_compile(cfg.compile, device, cfg.max_iters)
+    dtype, compiles = broadcast((dtype, compiles))
+    return replace(cfg, dtype=dtype, compile=compiles)
+
+
 def check_same(what):
     """Raise LocalError in a process in which `what`, compared as text, is not as in the first."""
     rank, world = rank_and_world()
@@ -93,16 +110,28 @@ def check_same(what):
 # A model in every process (ddp), or in shards (fsdp).
 
 
-def distribute(model, parallel, device, use_compile):
-    """Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if `use_compile`.
+def distribute(model, cfg, device):
+    """Move a model to the device, whole (ddp) or in shards (fsdp), and compile it if cfg.compile.
 
-    Returns the module to call in training. The weights are those of the first process.
+    cfg: a TrainConfig. Returns the module to call in training. The weights are those of the first
+    process. Raises UserError for fsdp with one process, or with Muon.
     """
+    require(
+        cfg.parallel == "ddp" or rank_and_world()[1] > 1,
+        "--parallel=fsdp needs several processes: start them by torchrun --nproc_per_node=N, or "
+        "give --parallel=ddp",
+    )
+    require(
+        cfg.parallel == "ddp" or cfg.optimizer != "muon",
+        "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones: give "
+        "--optimizer=adamw",
+    )
+    use_compile = cfg.compile
     # Processes communicate in every block, which is not compiled: so compile block by block.
-    if use_compile and (parallel == "fsdp" or sequence_rank_and_size()[1] > 1):
+    if use_compile and (cfg.parallel == "fsdp" or sequence_rank_and_size()[1] > 1):
         devices.compile_blocks(model)
         use_compile = False
-    if parallel == "fsdp":
+    if cfg.parallel == "fsdp":
         return shard(model, device)
     model.to(device)
     forward = devices.compile_model(model) if use_compile else model
@@ -155,14 +184,19 @@ def is_sharded(x):
     return hasattr(x, "full_tensor") or hasattr(x, "set_requires_gradient_sync")
 
 
+def whole(x):
+    """A tensor in shards as a whole one; others as they are."""
+    return x.full_tensor() if is_sharded(x) else x
+
+
 def gather(tensors):
     """Gather tensors in shards, a dict by name, on the CPU of the first process; others get {}."""
-    whole = {}
+    gathered = {}
     for name, x in tensors.items():
-        x = x.full_tensor() if is_sharded(x) else x
+        x = whole(x)
         if rank_and_world()[0] == 0:
-            whole[name] = x.cpu()
-    return whole
+            gathered[name] = x.cpu()
+    return gathered
 
 
 def place_like(x, like):
@@ -179,20 +213,6 @@ def reshard(model):
     """Free the gathered weights that are in no block, after a forward pass without a backward."""
     if is_sharded(model):
         model.reshard()
-
-
-def check_parallel(parallel, optimizer):
-    """Raise UserError for --parallel=fsdp with one process, or with Muon."""
-    require(
-        parallel == "ddp" or rank_and_world()[1] > 1,
-        "--parallel=fsdp needs several processes: start them by torchrun --nproc_per_node=N, or "
-        "give --parallel=ddp",
-    )
-    require(
-        parallel == "ddp" or optimizer != "muon",
-        "--parallel=fsdp cuts matrices into rows, and Muon needs whole ones: give "
-        "--optimizer=adamw",
-    )
 
 
 def set_gradient_sync(forward, enabled):

@@ -326,7 +326,7 @@ def describe_source(records):
 def write_report(file, checkpoints, records, texts, omitted, title):
     """Write the report, one HTML file.
 
-    checkpoints: of describe_checkpoint(), at most six. texts: name -> what losses.text_losses()
+    checkpoints: of describe_checkpoint(), at most six. texts: name -> what loss.text_losses()
     returns; {} for none. omitted: sentences that say what was not measured.
     """
     names = [checkpoint["name"] for checkpoint in checkpoints]

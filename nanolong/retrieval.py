@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import data
 from nanolong import devices, intervals, parallel
 from nanolong.errors import UserError, note
+from nanolong.evaluation.loss import BATCH_TOKENS, evaluation_mode
 from nanolong.evaluation_log import Measurement, measure_all
-from nanolong.losses import BATCH_TOKENS, evaluation_mode
 from nanolong.scoring import have_different_vocabularies
 
 # Prompts for each cell, by default: of a passkey, and of the other tasks, which cost more.

@@ -14,6 +14,7 @@ want.
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -32,7 +33,7 @@ from pathlib import Path
 import torch
 
 from nanolong import entry, parallel
-from nanolong.errors import UserError, note
+from nanolong.errors import UserError, note, require
 from nanolong.strict_json import from_json, to_json
 
 FORMAT = 3  # of checkpoints, in meta.json
@@ -41,18 +42,42 @@ FORMAT = 3  # of checkpoints, in meta.json
 # Writing a checkpoint.
 
 
-def save_model(model, folder, dtype=torch.float32, weights=None, optim=None, **meta):
+def save_step(model, tensors, cfg, dataset, **state):
+    """Write a checkpoint of training, in the first process, and remove those that are not kept.
+
+    tensors: file stem -> {name: tensor}, whole or in shards; cfg: a TrainConfig; state: step,
+    tokens and what else is to be restored.
+    """
+    if parallel.is_sharded(model):
+        tensors = {stem: parallel.gather(part) for stem, part in tensors.items()}
+    if parallel.rank_and_world()[0] == 0:
+        tokenizer = dataset.tokenizer.to_json() if dataset.tokenizer else None
+        save_model(
+            model,
+            Path(cfg.out_dir) / f"step-{state['step']:06d}",
+            tensors=tensors,
+            **state,
+            train=asdict(cfg),
+            dataset=cfg.dataset,
+            data_hash=dataset.hash,
+            bos=dataset.bos,
+            tokenizer=model.meta.get("tokenizer") or tokenizer,
+            code=hash_code(model),
+        )
+        prune(cfg.out_dir)
+    parallel.barrier()
+
+
+def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
     """Write a checkpoint folder. Raises UserError if it exists or cannot be written.
 
-    dtype: of the weights in the file, float32 or bfloat16; weights: the tensors by name if the
-    model is in shards; optim: those of the optimizers; meta: what JSON can hold. What the model was
-    loaded with, model.meta, is kept.
+    dtype: of the weights in the file, float32 or bfloat16; tensors: file stem -> {name: tensor}, by
+    default the model's parameters as model.safetensors; meta: what JSON can hold. What the model
+    was loaded with, model.meta, is kept.
     """
-    if weights is None:
-        weights = dict(model.named_parameters())  # a tied head occurs once
-    tensors = {"model": {name: x.detach().to(dtype) for name, x in weights.items()}}
-    if optim is not None:
-        tensors["optim"] = optim
+    weights = dict(model.named_parameters())  # a tied head occurs once
+    tensors = {"model": weights, **(tensors or {})}
+    tensors["model"] = {name: x.detach().to(dtype) for name, x in tensors["model"].items()}
     meta = {"code": hash_code(model), **model.meta, **meta, "config": asdict(model.config)}
     write_checkpoint(folder, tensors, meta)
 
@@ -227,6 +252,45 @@ def other_checkpoint(folder):
     return f"use the one before it, {earlier[-1]} (to resume from there, move the damaged one away)"
 
 
+def settings_to_resume(given, out_dir):
+    """The settings of the newest checkpoint in out_dir, if a run is to be resumed, else {}.
+
+    given: settings by name. init_from=auto becomes resume if there is a checkpoint, else scratch.
+    Raises UserError if there is none to resume, or it was not written by training.
+    """
+    steps = list_steps(out_dir)
+    if given.get("init_from") == "auto":
+        given["init_from"] = "resume" if steps else "scratch"
+    if given.get("init_from") != "resume":
+        return {}
+    require(steps, f"there is no checkpoint in {out_dir} to resume: leave --init_from out")
+    meta = read_meta(steps[-1])
+    of_one_command = {"stop_at": 0, "overwrite": False, "entry": ()}
+    return {**meta["config"], **(meta.get("train") or {}), **of_one_command}
+
+
+def check_settings(model, args):
+    """Refuse a given setting of the model that its checkpoint has otherwise."""
+    for name in sorted(args.given & vars(args.model_config).keys()):
+        asked, saved = getattr(args.model_config, name), getattr(model.config, name)
+        same = asked == saved
+        require(same, f"{model.folder} has {name}={saved}, not {asked}: leave --{name} out")
+
+
+def check_unused(out_dir):
+    """Refuse to write over a run."""
+    repairs = "give --init_from=resume, --overwrite or another --out_dir"
+    require(not list_steps(out_dir), f"{out_dir} holds a run already: {repairs}")
+
+
+def check_same(model, cfg, dataset):
+    """Raise LocalError if processes have other code, data, weights or settings."""
+    local = {"dataset", "device", "entry", "out_dir"}  # machines may have them elsewhere
+    settings = {**asdict(model.config), **asdict(cfg), "torch": torch.__version__}
+    shared = [value for name, value in settings.items() if name not in local]
+    parallel.check_same((entry.hash_sources(cfg.entry), dataset.hash, weights_hash(model), shared))
+
+
 def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
     """Do what GPT.load() promises. Raises UserError that names the file and a way out."""
     folder = find_checkpoint(path, best)
@@ -394,6 +458,8 @@ class Log:
         # unbuffered: what a full disk has refused would be written again when the file is closed
         self.file = open(file, "ab", buffering=0)
         if wandb:
+            installed = importlib.util.find_spec("wandb")
+            require(installed, "--wandb needs its package: pip install wandb, or leave it out")
             import wandb as package
 
             self.wandb = package.init(project=wandb, name=self.folder.name, config=settings)
@@ -430,6 +496,12 @@ def read_log(run):
 def is_evaluated(run, step):
     """Whether the log has the validation loss of a step."""
     return any(row["step"] == step and "val_loss" in row for row in read_log(run))
+
+
+def is_finished(model, cfg):
+    """Whether the run of a loaded model has taken its last step, and evaluated it."""
+    step = model.meta["step"]
+    return cfg.max_iters and step >= cfg.last_step and is_evaluated(cfg.out_dir, step)
 
 
 def prune(run):

@@ -3,56 +3,26 @@
 import math
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from data import Dataset, TextFile, same_vocabulary, split_mixture, tokenizer_from_json
 from nanolong import intervals
 from nanolong.errors import UserError, note
+from nanolong.evaluation.loss import (
+    ALIGNED,
+    STRIDE,
+    aligned_stride,
+    find_spans,
+    fitting_lengths,
+    part_edges,
+    read_sequences,
+    sum_parts,
+)
 
-# The scored tokens of a sequence, by default: of sliding and token-aligned, and of last-tokens.
-STRIDE = 256
-LAST_TOKENS = 500
-
-# Protocols that score the same tokens at every length.
-ALIGNED = ("token-aligned", "last-tokens")
-
-# Equal parts of a sequence whose losses are known apart.
-N_PARTS = 16
+LAST_TOKENS = 500  # scored tokens of a sequence of last-tokens, by default
 
 # -----------------------------------------------------------------------------
 # Protocols: which sequences are evaluated, and which of their tokens are scored.
-
-
-def aligned_stride(stride, lengths):
-    """Return the scored tokens of an aligned sequence: at most half the shortest length."""
-    half_shortest = max(1, min(lengths) // 2)
-    return min(stride, half_shortest)
-
-
-def place_sequences(protocol, length, start, stop, stride, lengths):
-    """Place sequences of `length` targets that score the targets from `start` to `stop` of a text.
-
-    Returns a list of (start, n_context): the first n_context targets of a sequence are context
-    only and are not scored. lengths: all that are to be compared.
-    """
-    if protocol in ALIGNED:
-        # Sequences of the longest length lie end to end; shorter ones end where these end.
-        longest = max(lengths)
-        n_context = length - aligned_stride(stride, lengths)
-        return [(end - length, n_context) for end in range(start + longest, stop + 1, longest)]
-
-    step = length
-    first_end = start + length
-    if protocol == "sliding":
-        step = min(stride, length)
-        first_end = max(length, start + step)  # what comes before `start` is context, too
-    ends = [start, *range(first_end, stop, step), stop]
-    sequences = []
-    for previous_end, end in pairwise(ends):
-        n_new = end - previous_end
-        sequences.append((end - length, length - n_new))
-    return sequences
 
 
 def group_protocols(protocols, stride, lengths):
@@ -77,81 +47,8 @@ def group_protocols(protocols, stride, lengths):
     return [(tuple(shared), fields) for shared, fields in groups.values()]
 
 
-def fitting_lengths(split, lengths, max_tokens):
-    """Return those of `lengths` of which some file of a split holds a sequence."""
-    fitting = []
-    for length in lengths:
-        if length <= max_tokens and split.n_sequences(length).any():
-            fitting.append(length)
-    return fitting
-
-
-def find_spans(split, longest, max_tokens):
-    """Choose the text that is scored: spans (file, start, stop) of at most max_tokens targets.
-
-    They are sequences of `longest` targets, evenly spaced over all files as in train.py's
-    validation. A text of at most max_tokens is scored as a whole, but for files that are shorter.
-    """
-    sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
-    if sum(sizes) <= max_tokens:
-        return [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
-    spans = []
-    for index in split.spaced(max_tokens // longest, longest):
-        file, start = split.locate(index, longest)
-        spans.append((file, start, start + longest))
-    return spans
-
-
-def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=STRIDE, lengths=()):
-    """Place the sequences of a protocol in the text that is scored.
-
-    lengths: all that are to be compared, which score the same text. Returns a list of
-    (file, start, n_context): the index of a file in `split`, and what place_sequences() returns.
-    Raises UserError when the text is too short.
-    """
-    fitting = fitting_lengths(split, (*lengths, length), max_tokens)
-    if length not in fitting:
-        n_targets = max(len(tokens) - split.extra_tokens for tokens in split.tokens)
-        raise UserError(
-            f"a sequence of {length} tokens is longer than the {min(max_tokens, n_targets)} that "
-            "are scored: raise --max_tokens, or give a longer validation text"
-        )
-    sequences = []
-    for file, start, stop in find_spans(split, max(fitting), max_tokens):
-        placed = place_sequences(protocol, length, start, stop, stride, fitting)
-        sequences += [(file, *place) for place in placed]
-    return sequences
-
-
-def read_sequences(split, length, sequences):
-    """Read sequences of find_sequences(): inputs and targets, int64 (B, length).
-
-    Targets of -1 are not scored: here those that are context only, in the text <bos>.
-    """
-    inputs, targets = [], []
-    for file, start, n_context in sequences:
-        x, y = split.sequence_at(file, start, length)
-        is_context = np.arange(length) < n_context
-        inputs.append(x)
-        targets.append(np.where(is_context, -1, y))
-    x = torch.from_numpy(np.stack(inputs))
-    y = torch.from_numpy(np.stack(targets))
-    return x, y
-
-
 # -----------------------------------------------------------------------------
 # Sums by sequence and part
-
-
-def part_edges(length):
-    """Return where the parts of a sequence begin and end; fewer than N_PARTS if it is shorter."""
-    return sorted({length * i // N_PARTS for i in range(N_PARTS + 1)})
-
-
-def sum_parts(values):
-    """Sum values of tokens (B, T) over each part of a sequence: (B, N_PARTS)."""
-    edges = part_edges(values.shape[1])
-    return torch.stack([values[:, start:end].sum(1) for start, end in pairwise(edges)], 1)
 
 
 def bytes_by_part(dataset, length, sequences):

@@ -5,13 +5,23 @@
     python train.py config/gpt2.toml --pos=alibi --compile    flags win over presets
 
 A field of a dataclass is a setting. Its help is the comment on its line or directly above it, and a
-comment `# [name]` starts a group of settings.
+comment `# [name]` starts a group of settings. Every script imports this file first: it answers a
+Python that is too old, --help, and Ctrl-C during the imports, which take seconds.
 """
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (an old Python has to be able to run this)
+    sys.stderr.write(
+        "error: nanoLong needs Python 3.11 or newer, and this is {}.{}: install a newer one and "
+        "create the environment with it (python3.11 -m venv .venv)\n".format(*sys.version_info)
+    )
+    sys.exit(2)
 
 import ast
 import difflib
 import math
-import sys
+import os
 import textwrap
 import tomllib
 import types
@@ -241,3 +251,14 @@ def format_value(value):
     if isinstance(value, bool):
         return str(value).lower()
     return "auto" if value is None else str(value) or "''"
+
+
+def exit_if_interrupted(kind, error, traceback):
+    """The hook for uncaught errors: errors.run_main() catches Ctrl-C only after the imports."""
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(130)
+    sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = exit_if_interrupted
+answer_help()

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nanolong import python_version  # noqa: F401  # isort: skip
+from nanolong import settings  # isort: skip (first: --help before torch is imported)
 import importlib.util
 import json
 import os
@@ -30,7 +30,6 @@ import torch
 
 import kernels
 from kernels import first_call, self_check
-from nanolong import settings
 from nanolong.errors import require, run_main
 from nanolong.provenance import ROOT, current_commit
 

@@ -15,8 +15,9 @@ import data
 import evaluate
 import train
 from model import GPT, POSITIONS
-from nanolong import key_tokens, losses, scoring
+from nanolong import key_tokens, scoring
 from nanolong.errors import UserError
+from nanolong.evaluation import loss
 from nanolong.provenance import current_commit
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -90,7 +91,7 @@ def test_chunked_equals_one_sequence_at_a_time(length, longest, max_tokens, bos,
             loss_sum += losses_of(model, x, y) * new
             n_scored += new
             end = start + length
-    got_sum, got_scored = losses.loss_by_position(
+    got_sum, got_scored = loss.loss_by_position(
         model, val, length, max_tokens, lengths=(length, longest)
     )
     assert torch.equal(got_scored, n_scored)
@@ -106,7 +107,7 @@ def test_all_lengths_score_the_same_tokens_once(stride, lengths, max_tokens, pro
     val = split(files=3)
     found = []
     for length in lengths:
-        places = scoring.find_sequences(val, length, max_tokens, protocol, stride, lengths)
+        places = loss.find_sequences(val, length, max_tokens, protocol, stride, lengths)
         scored = []
         for file, start, n_context in places:
             assert 0 <= start <= len(val.tokens[file]) - 1 - length
@@ -128,7 +129,7 @@ def test_chunked_at_the_context_length_is_the_validation_loss_of_training(make, 
     model = make(pos="rope", vocab_size=257)
     cfg = train.TrainConfig(dataset=str(text_data), batch_size=4, eval_iters=20, dtype="float32")
     expected = train.estimate_loss(model, dataset, cfg)["val_loss"]
-    loss_sum, n_scored = losses.loss_by_position(model, dataset.val, 24, 20 * 24)
+    loss_sum, n_scored = loss.loss_by_position(model, dataset.val, 24, 20 * 24)
     assert float(loss_sum.sum() / n_scored.sum()) == pytest.approx(expected, rel=1e-6)
 
 
@@ -156,7 +157,7 @@ def test_ends_of_sequences_equal_one_sequence_at_a_time(
     for end, n_new in scored:
         of_tokens = losses_of(model, text[end - length : end], text[end - length + 1 : end + 1])
         expected += of_tokens[-n_new:].sum().item()
-    loss_sum, n_scored = losses.loss_by_position(
+    loss_sum, n_scored = loss.loss_by_position(
         model, val, length, max_tokens, protocol=protocol, stride=stride, lengths=lengths
     )
     assert n_scored.sum() == sum(n_new for _, n_new in scored)
@@ -167,12 +168,12 @@ def test_ends_of_sequences_equal_one_sequence_at_a_time(
 def test_a_text_too_short_for_a_sequence_is_refused(make, split):
     val = split()
     with pytest.raises(UserError, match="longer than the 999"):
-        losses.loss_by_position(make(), val, 10**7, 10**8)
+        loss.loss_by_position(make(), val, 10**7, 10**8)
     with pytest.raises(UserError, match="200 tokens"):
-        losses.loss_by_position(
+        loss.loss_by_position(
             make(), val, 200, 150, protocol="token-aligned", lengths=(20, 60, 200)
         )
-    places = scoring.find_sequences(val, 20, 150, "token-aligned", 7, (20, 60, 200))
+    places = loss.find_sequences(val, 20, 150, "token-aligned", 7, (20, 60, 200))
     assert [start for _, start, _ in places] == [40, 520]  # those of 60 targets end there, too
 
 
@@ -184,19 +185,19 @@ def test_a_dynamic_method_scales_by_the_length_of_the_sequence(make, split):
     """Sequences of one length do not disturb the tables for those of another."""
     model = make(pos="rope")
     val = split()
-    plain, _ = losses.loss_by_position(model, val, 20, 400)
+    plain, _ = loss.loss_by_position(model, val, 20, 400)
     model.extend("dynamic-ntk", 4)
-    long, _ = losses.loss_by_position(model, val, 90, 400)
-    assert torch.equal(losses.loss_by_position(model, val, 20, 400)[0], plain)
-    assert torch.equal(losses.loss_by_position(model, val, 90, 400)[0], long)
+    long, _ = loss.loss_by_position(model, val, 90, 400)
+    assert torch.equal(loss.loss_by_position(model, val, 20, 400)[0], plain)
+    assert torch.equal(loss.loss_by_position(model, val, 90, 400)[0], long)
 
 
 def test_random_positions_are_the_same_in_every_evaluation(make, split):
     val = split()
-    plain, _ = losses.loss_by_position(make(pos="rope"), val, 20, 400)
+    plain, _ = loss.loss_by_position(make(pos="rope"), val, 20, 400)
     model = make(pos="rope", random_positions=300)
-    first, _ = losses.loss_by_position(model, val, 20, 400)
-    again, _ = losses.loss_by_position(model, val, 20, 400)
+    first, _ = loss.loss_by_position(model, val, 20, 400)
+    again, _ = loss.loss_by_position(model, val, 20, 400)
     assert torch.equal(first, again)
     assert not torch.allclose(first, plain)
 
@@ -221,9 +222,9 @@ def losses_in_chunks(model, monkeypatch, chunk=16):
     positions = model.sample_positions(2, 45, 3)
     lengths = input_lengths(model)
     with torch.no_grad():
-        at_once = losses.token_losses(model, x, y, positions)
-        monkeypatch.setattr(losses, "CHUNK", chunk)
-        in_chunks = losses.token_losses(model, x, y, positions)
+        at_once = loss.token_losses(model, x, y, positions)
+        monkeypatch.setattr(loss, "CHUNK", chunk)
+        in_chunks = loss.token_losses(model, x, y, positions)
     assert lengths[0] == 45
     return at_once, in_chunks, lengths[1:]
 
@@ -253,9 +254,9 @@ def test_a_method_that_depends_on_the_length_is_never_chunked(method, make, monk
 def test_evaluation_leaves_the_mode_of_the_model_as_it_was(make, split):
     model = make(pos="rope", dropout=0.5)
     val = split()
-    expected, _ = losses.loss_by_position(model, val, 20, 400)
+    expected, _ = loss.loss_by_position(model, val, 20, 400)
     model.train()
-    assert torch.equal(losses.loss_by_position(model, val, 20, 400)[0], expected)
+    assert torch.equal(loss.loss_by_position(model, val, 20, 400)[0], expected)
     assert model.training
 
 
@@ -504,9 +505,9 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
 def test_the_text_of_a_report_marks_where_a_sequence_begins(make, text_data):
     """Its losses are those of one sequence at a time; without the marks it is the scored text."""
     model, text = text_model(make, text_data), data.Dataset(str(text_data))
-    found = losses.text_losses(model, text, (24, 48), 960, n_tokens=100)
-    sequences = scoring.find_sequences(text.val, 48, 960, lengths=(24, 48))[:3]
-    x, y = scoring.read_sequences(text.val, 48, sequences)
+    found = loss.text_losses(model, text, (24, 48), 960, n_tokens=100)
+    sequences = loss.find_sequences(text.val, 48, 960, lengths=(24, 48))[:3]
+    x, y = loss.read_sequences(text.val, 48, sequences)
     expected, ids, starts = [], [], []
     for inputs, targets in zip(x, y, strict=True):
         starts.append(len(ids))
@@ -514,7 +515,7 @@ def test_the_text_of_a_report_marks_where_a_sequence_begins(make, text_data):
         expected += losses_of(model, inputs, targets.clamp(min=0))[scored].tolist()
         ids += targets[scored].tolist()
     assert found["length"] == 48 and found["losses"] == pytest.approx(expected[:100], abs=1e-5)
-    mark = losses.NEXT_SEQUENCE
+    mark = loss.NEXT_SEQUENCE
     tokens = found["tokens"]
     assert [i for i, token in enumerate(tokens) if token.startswith(mark)] == starts[1:]
     assert "".join(tokens).replace(mark, "") == text.tokenizer.decode(ids[:100]).decode()
@@ -543,8 +544,8 @@ def test_the_difference_of_two_checkpoints_is_over_the_same_sequences(make, text
     by_model = []
     for model in models.values():
         of_sequences = []
-        for place in scoring.find_sequences(val, 24, 240, lengths=(24,)):
-            x, y = scoring.read_sequences(val, 24, [place])
+        for place in loss.find_sequences(val, 24, 240, lengths=(24,)):
+            x, y = loss.read_sequences(val, 24, [place])
             of_tokens = losses_of(model, x[0], y[0].where(y[0] >= 0, 0))
             of_sequences.append((of_tokens * (y[0] >= 0)).sum().item())
         by_model.append(np.array(of_sequences))
@@ -605,7 +606,7 @@ def test_key_tokens_are_those_that_a_long_context_makes_likely(bos, make, split,
     val = split(bos=bos)
     text = text_of(val)
     judge = key_tokens.Judge(model, 8)
-    sequences = scoring.find_sequences(val, 24, 96, lengths=(24,))
+    sequences = loss.find_sequences(val, 24, 96, lengths=(24,))
     text_of_val = types.SimpleNamespace(val=val, hash="")
     are_key, benefits = judge.find(text_of_val, 24, sequences)
 
@@ -630,7 +631,7 @@ def test_key_tokens_are_those_that_a_long_context_makes_likely(bos, make, split,
 
     sums, counts = key_tokens.key_token_losses(model, val, 24, sequences, are_key)
     for row, (_, start, _) in enumerate(sequences):
-        x, y = scoring.read_sequences(val, 24, [(0, start, 0)])
+        x, y = loss.read_sequences(val, 24, [(0, start, 0)])
         of_key = losses_of(model, x[0], y[0])[expected[row]]
         assert sums[row].item() == pytest.approx(of_key.sum().item(), abs=1e-4)
         assert counts[row] == expected[row].sum()

@@ -31,8 +31,8 @@ import train
 from model import GPT, GPTConfig
 from nanolong import scoring
 from nanolong.errors import UserError
+from nanolong.evaluation.loss import loss_by_position
 from nanolong.extension import inherited_settings, read_options
-from nanolong.losses import loss_by_position
 from nanolong.run import list_steps, read_meta
 
 SETTINGS = {**SMALLEST, "batch_size": 4, "max_iters": 2, "eval_iters": 1}

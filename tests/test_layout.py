@@ -185,7 +185,7 @@ def test_every_script_first_checks_the_version_of_python():
         text = file.read_text(encoding="utf-8")
         if "run_main(" not in text or (ROOT / "nanolong") in file.parents:
             continue
-        before, check, _ = text.partition("\nfrom nanolong import python_version")
+        before, check, _ = text.partition("\nfrom nanolong import settings")
         imported = {name.split(".")[0] for name in imports(file, node=ast.parse(before))}
         assert check and imported <= old_modules, path_of(file)
 

@@ -190,7 +190,7 @@ def test_bugs_keep_their_traceback_and_interrupts_are_silent(capfd, monkeypatch)
     assert run_main(KeyboardInterrupt(), capfd) == (130, "", "")
     monkeypatch.setattr(errors, "discard_stdout", lambda: None)
     assert run_main(BrokenPipeError(errno.EPIPE, "Broken pipe"), capfd) == (0, "", "")
-    done = run_python("from nanolong import python_version; raise KeyboardInterrupt")
+    done = run_python("from nanolong import settings; raise KeyboardInterrupt")
     assert (done.returncode, done.stderr) == (130, "")
 
 
@@ -202,7 +202,7 @@ def test_of_several_processes_the_first_prints_what_all_meet(capfd, monkeypatch)
 
 
 def test_an_old_python_and_a_terminal_of_ascii_are_answered():
-    code = "import sys\nsys.version_info = (3, 9, 18)\nfrom nanolong import python_version\n"
+    code = "import sys\nsys.version_info = (3, 9, 18)\nfrom nanolong import settings\n"
     assert_refused(run_python(code), "3.11", "3.9")
     code = "from nanolong import errors\nerrors.run_main(lambda: print('caf\\u00e9'))\n"
     done = run_python(code, env={"PYTHONIOENCODING": "ascii:strict"})

@@ -1,0 +1,1 @@
+"""Measuring a model: the loss of its tokens."""
