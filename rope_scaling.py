@@ -18,11 +18,7 @@ import numbers
 import torch
 
 import kernels
-
-try:
-    from nanolong.errors import UserError
-except ImportError:  # this file was copied into another project
-    UserError = ValueError
+from nanolong.errors import UserError, require
 
 
 def none(base, rotary_dim, original_length, factor):
@@ -243,11 +239,6 @@ EVALUATION_ONLY = ("lm-infinite", "self-extend")  # they replace attention: ATTE
 STATIC = ("none", "pi", "ntk", "ntk-parts", "yarn", "abf", "llama3")  # what resonance can round
 
 
-def trains_at_original_length(method, pose):
-    """Whether fine-tuning uses sequences of the original length, not of the extended one."""
-    return pose or method == "drope"
-
-
 # -----------------------------------------------------------------------------
 # Checks. A method is called by users, with options of any type, through frequencies().
 
@@ -255,19 +246,18 @@ def trains_at_original_length(method, pose):
 def frequencies(method, base, rotary_dim, original_length, factor, **options):
     """Compute METHODS[method]. Raises UserError for bad options, and for what is not finite."""
     check_options(method, rotary_dim, original_length, factor, options)
+    problem = "frequencies are not finite"
     try:
         inv_freq, attention_factor = METHODS[method](
             base, rotary_dim, original_length, factor, **options
         )
+        is_finite = inv_freq.is_meta or inv_freq.isfinite().all()
+        if is_finite and math.isfinite(attention_factor):
+            return inv_freq, attention_factor
     except UserError:
         raise
     except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
         problem = str(error)
-    else:
-        is_finite = inv_freq.is_meta or inv_freq.isfinite().all()
-        if is_finite and math.isfinite(attention_factor):
-            return inv_freq, attention_factor
-        problem = "frequencies are not finite"
     raise UserError(
         f"method {method!r} cannot be computed with {options or 'its defaults'} from "
         f"{original_length} tokens ({problem}): choose other options"
@@ -281,13 +271,12 @@ frequencies._dynamo_marked_constant = True
 
 def check_frequencies(found, rotary_dim, name):
     """Raise UserError unless `found` is what frequencies() returns; name: of a scheme's class."""
-    if isinstance(found, tuple) and len(found) == 2 and torch.is_tensor(found[0]):
-        is_table = (found[0].shape, found[0].dtype) == ((rotary_dim // 2,), torch.float64)
-        if is_table and isinstance(found[1], int | float):
-            return
-    raise UserError(
-        f"{name}.frequencies() returned something else than inverse frequencies and the factor on "
-        f"cos and sin: return a float64 tensor ({rotary_dim // 2},) and a number"
+    is_pair = isinstance(found, tuple) and len(found) == 2 and torch.is_tensor(found[0])
+    shape = (rotary_dim // 2,)
+    require(
+        is_pair and (found[0].shape, found[0].dtype) == (shape, torch.float64),
+        f"{name}.frequencies() must return a float64 tensor {shape}, the inverse frequencies, and "
+        "the factor on cos and sin: make it return these",
     )
 
 
@@ -324,16 +313,15 @@ def check_options(method, rotary_dim, original_length, factor, options):
             needed = "a number above 0"
         elif name in ("window", "group") and value != int(value):
             needed = "a whole number of at least 1"
-        if needed:
-            raise UserError(f"{name}={value!r:.60} cannot be used: give {needed}")
+        require(not needed, f"{name}={value!r:.60} cannot be used: give {needed}")
     for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
-        if low in given and not given[low] < given[high]:
-            raise UserError(f"{low}={given[low]} must be below {high}={given[high]}: exchange them")
-    if method == "longrope" and factor != 1 and given["long_factor"] is None:
-        raise UserError(
-            f"method 'longrope' needs a table of {n_pairs} numbers: give "
-            '--options=FILE.json with {"long_factor": [...]}, as experiments/search.py writes it'
-        )
+        in_order = low not in given or given[low] < given[high]
+        require(in_order, f"{low} must be below {high}: exchange them")
+    require(
+        method != "longrope" or factor == 1 or given["long_factor"] is not None,
+        f"method 'longrope' needs a table of {n_pairs} numbers: give --options=FILE.json with "
+        '{"long_factor": [...]}, as experiments/search.py writes it',
+    )
 
 
 def is_number(value, above=0):
@@ -344,8 +332,7 @@ def is_number(value, above=0):
 
 
 def check_pairs(method, rotary_dim):
-    if rotary_dim <= 2:
-        raise UserError(f"method {method!r} needs two pairs of rotated channels: use --method=pi")
+    require(rotary_dim > 2, f"method {method!r} needs two pairs of channels: use --method=pi")
 
 
 # -----------------------------------------------------------------------------

@@ -261,19 +261,18 @@ def token_texts(ids, tokenizer):
 
 
 def describe_change(original, model, split, length, max_tokens, dtype):
-    """Say how the loss of a model differs from that of another, with intervals over the sequences.
+    """Say how the loss of a model differs from that of another, with intervals over the sequences:
+    of all tokens, and of the last quarter of each sequence.
 
     Raises UserError when the text or the context of a model is too short.
     """
     sequences = find_sequences(split, length, max_tokens)
-    (before, counts), (after, _) = (
-        loss_by_part(one, split, length, sequences, dtype) for one in (original, model)
-    )
+    before, counts = loss_by_part(original, split, length, sequences, dtype)
+    after, _ = loss_by_part(model, split, length, sequences, dtype)
     texts = []
-    for name, first in (("", 0), (", in its last quarter ", before.shape[1] * 3 // 4)):
+    for first in (0, before.shape[1] * 3 // 4):
         old, new, n = (x[:, first:].sum(1) for x in (before, after, counts))
         change = intervals.ratio_interval((new - old).tolist(), n.tolist())
-        change = intervals.format_interval(change)
-        old, new = (float(x.sum() / n.sum()) for x in (old, new))
-        texts.append(f"{name}{old:.4f} before extending, {new:.4f} now, a change of {change}")
-    return "".join(texts) + " nats per token"
+        change = intervals.format_interval(change, sign="+")
+        texts.append(f"{old.sum() / n.sum():.4f} -> {new.sum() / n.sum():.4f} ({change})")
+    return f"{texts[0]} nats per token, in the last quarter {texts[1]}"
