@@ -2,6 +2,7 @@
 
 import math
 
+import rope_formulas
 import torch
 import torch.nn.functional as F
 from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
@@ -21,35 +22,37 @@ def alibi_bias(scheme, distance):
 BIASES = {**BIASES, "alibi": alibi_bias}
 
 
-def rope_frequencies(config, base, length):
+def input_length(config, length):
+    """The length that a dynamic method scales by: rounded up to a quarter of the original one."""
+    L = config.original_length
+    return max(L, math.ceil(4 * length / L) * L / 4)
+
+
+def rope_frequencies(config, base, length, extended=True):
     """Inverse frequencies by pair, and the factor of cos and sin, for an input of `length`."""
     D = int(config.rope_fraction * config.head_dim)
-    ext = config.extension or {"method": "none", "factor": 1.0}
-    method, s, L = ext["method"], ext["factor"], config.original_length
-    quarters = max(L, math.ceil(4 * length / L) * L / 4)
-    if method == "dynamic-ntk":
-        base = base * (s * quarters / L - (s - 1)) ** (D / (D - 2))
-    if method == "ntk":
-        base = base * s ** (D / (D - 2))
-    f = [base ** (-2 * k / D) for k in range(D // 2)]
-    factor = 1.0
-    if method == "pi":
-        f = [x / s for x in f]
-    if method == "llama3":  # rotations in the original length: 4 stay, 1 is interpolated
-        keep = [min(1, max(0, (L * x / (2 * math.pi) - 1) / 3)) for x in f]
-        f = [x * (a + (1 - a) / s) for x, a in zip(f, keep, strict=True)]
-    if method == "yarn":
+    ext = config.extension if extended else None
+    ext = ext or {"method": "none", "factor": 1.0, "options": {}}
+    options = {"length": input_length(config, length), **ext["options"]}
+    L, s = config.original_length, ext["factor"]
+    f, factor = rope_formulas.frequencies(ext["method"], base, D, L, s, **options)
+    f[int(config.p_rope * D // 2) :] = 0
+    return f, factor
 
-        def index(rotations):
-            return D * math.log(L / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(0, math.floor(index(32)))
-        high = max(min(math.ceil(index(1)), D - 1), low, 0)
-        keep = [1 - min(1, max(0, (k - low) / (high - low or 0.001))) for k in range(D // 2)]
-        f = [x * (a + (1 - a) / s) for x, a in zip(f, keep, strict=True)]
-        factor = 0.1 * math.log(s) + 1
-    n = int(config.p_rope * D // 2)
-    return torch.tensor([x if k < n else 0.0 for k, x in enumerate(f)]).double(), factor
+def scores_by_distance(config, q, k):
+    """Scores (B, H, T, T) of queries rotated to a distance of each key's own; -inf: not seen."""
+    T, ext = q.shape[2], config.extension
+    L, s = config.original_length, ext["factor"]
+    scores = torch.full((*q.shape[:3], T), -math.inf).double()
+    f, factor = rope_frequencies(config, config.rope_base, T)
+    for i in range(T):
+        for j in range(i + 1):
+            d = rope_formulas.distance(ext["method"], i, j, L, s, **ext["options"])
+            if d is not None:
+                rotated = rotate(q[:, :, i : i + 1], torch.tensor([d]), f, factor)
+                scores[:, :, i, j] = (rotated[:, :, 0] * k[:, :, j]).sum(-1)
+    return scores
 
 
 def rotate(x, pos, f, factor):
@@ -88,10 +91,14 @@ def visible(config, layer, pos, docs):
 def position_terms(model, layer, T):
     """Bias (H, T, T), vectors added to keys (H, T, T, D) and to values, and u and v."""
     c, pos = model.config, model.config.pos
-    factor = c.extension["factor"] if c.extension and c.extension["method"] == "pi" else 1
+    ext, L = c.extension or {"method": "none"}, c.original_length
+    factor = ext["factor"] if ext["method"] == "pi" else 1
+    if ext["method"] == "dynamic-pi":
+        factor = input_length(c, T) / L
     distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
-    d = [n / factor for n in range(T)]
-    half = max(1, c.original_length // 2)
+    last = L - 1 if ext["method"] == "clamp" else T
+    d = [min(n, last) / factor for n in range(T)]
+    half = max(1, L // 2)
     if pos in BIASES:
         return torch.stack([BIASES[pos](model.pos, n) for n in d], 1)[:, distance], None, None, None
     if pos == "shaw":
@@ -133,15 +140,20 @@ def attention(model, w, name, h, layer, pos, docs):
         q = q * (1 + c.score_scale_coefficient * (1 + steps).log())
     k, v = (torch.stack([x[:, head // group] for head in range(c.n_head)], 1) for x in (k, v))
     bias = keys = values = offsets = None
+    by_distance = False
     if c.uses_positions(layer):
         bias, keys, values, offsets = position_terms(model, layer, T)
         if c.pos == "rope":
             is_local = c.uses_window(layer) and c.rope_local_base
             own = c.rope_local_base if is_local else c.rope_base
-            f, factor = rope_frequencies(c, own, int(pos.max()) + 1)
-            q, k = rotate(q, pos, f, factor), rotate(k, pos, f, factor)
+            ext = c.extension or {}
+            extended = ext.get("layers") != "full" or not c.uses_window(layer)
+            f, factor = rope_frequencies(c, own, int(pos.max()) + 1, extended)
+            by_distance = ext.get("method") in ("lm-infinite", "self-extend")
+            if not by_distance:
+                q, k = rotate(q, pos, f, factor), rotate(k, pos, f, factor)
     u, z = (x[:, None] for x in offsets) if offsets else (0, 0)
-    scores = (q + u) @ k.mT
+    scores = scores_by_distance(c, q, k) if by_distance else (q + u) @ k.mT
     if keys is not None:
         scores = scores + torch.einsum("bhid,hijd->bhij", q + z, keys.expand(c.n_head, T, T, D))
     scores = scores * c.attn_scale / math.sqrt(D)
