@@ -1,4 +1,4 @@
-"""Fast generation: the cache, prompts of unequal length, decoding steps of fixed shape."""
+"""Fast generation. Cached and greedy texts of all kinds of models are in test_reference.py."""
 
 import functools
 import gc
@@ -35,23 +35,15 @@ def seeded_generators(n):
 
 def pad_first_row(n_pads, length):
     """Positions and documents (2, length) of two texts, the first padded on the left."""
-    count = torch.arange(length)
-    positions = torch.stack(((count - n_pads).clamp(min=0), count))
-    docs = torch.zeros(2, length, dtype=torch.long)
-    docs[0, :n_pads] = torch.arange(n_pads, 0, -1)  # every pad token on its own
-    return {"positions": positions, "docs": docs}
+    count = torch.arange(length) - torch.tensor([[n_pads], [0]])
+    return {"positions": count.clamp(min=0), "docs": (-count).clamp(min=0)}  # each pad on its own
 
 
-def prefill(model, tokens, capacity, **mask):
+def prefill(model, tokens, capacity, mask=()):
     """A cache that holds these tokens; mask: positions and documents of a longer text."""
     cache = KVCache(capacity)
-    known = {name: values[:, : tokens.shape[1]] for name, values in mask.items()}
-    model(tokens, **known, cache=cache)
+    model(tokens, **{x: mask[x][:, : tokens.shape[1]] for x in mask}, cache=cache)
     return cache
-
-
-# -----------------------------------------------------------------------------
-# Texts of all kinds of models, cached and of unequal prompts, are in test_reference.py.
 
 
 @pytest.mark.parametrize("capacity, sizes", [(0, [3, 6, 12, 24, 48]), (10, [10, 20, 40])])
@@ -77,11 +69,9 @@ def test_each_of_several_prompts_is_sampled_as_if_alone(pos, make):
     prompts = random_prompts(5, 17, 1, 12)
     options = {"top_k": 20, "top_p": 0.9, "temperature": 0.8}
     together = generate(model, prompts, 6, generator=seeded_generators(4), **options)
-    alone = [
-        generate(model, prompt[None], 6, generator=generator, **options)
-        for prompt, generator in zip(prompts, seeded_generators(4), strict=True)
-    ]
-    assert torch.equal(together, torch.cat(alone))
+    for row, prompt, generator in zip(together, prompts, seeded_generators(4), strict=True):
+        alone = generate(model, prompt[None], 6, generator=generator, **options)
+        assert torch.equal(row[None], alone)
 
 
 def test_prompts_may_be_tensors_or_lists(make):
@@ -180,12 +170,11 @@ def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p, 
     tokens = generate(model, torch.full((n, 1), 7), 1, **options)
     frequencies = torch.bincount(tokens[:, 0], minlength=30) / n
     assert not frequencies[expected == 0].any()
-    six_sigma = 6 * 0.5 / n**0.5
-    assert (frequencies - expected).abs().max() < six_sigma
+    assert (frequencies - expected).abs().max() < 6 * 0.5 / n**0.5  # six sigma
 
 
 # -----------------------------------------------------------------------------
-# Decoding steps of fixed shape, which a compiler or a CUDA graph needs, run as they are.
+# Decoding steps of fixed shape, for compilers and CUDA graphs, run as they are.
 
 
 @pytest.mark.parametrize("settings", [{}, WINDOW], ids=str)
@@ -195,19 +184,14 @@ def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p, 
 def test_steps_of_fixed_shape_have_the_logits_of_one_forward_pass(
     pos, mode, settings, make, monkeypatch
 ):
-    """
-    After a rewind, and for a padded prompt; the memory of the cache stays where it is.
-
-    As compiled: attention computes with the whole capacity, as if the length is not a number.
-    In bfloat16 weights are cast once, and a few hundredths are rounding.
-    """
+    """After a rewind, of a padded prompt too; as compiled, with attention to the whole capacity."""
     model = make(pos=pos, n_kv_head=2, block_size=64, **settings)
     tokens = torch.randint(0, 50, (2, 40))
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode == "bfloat16")
     for mask in ({}, pad_first_row(7, 40)):
         with autocast, monkeypatch.context() as patch:
             expected = model(tokens, **mask)[:, 25:].float()
-            cache = prefill(model, tokens[:, :25], 40, **mask)
+            cache = prefill(model, tokens[:, :25], 40, mask)
             address = cache.keys[0].data_ptr()
             step = inference.FixedShapeStep(model, cache, mask.get("positions"), mask.get("docs"))
             patch.setattr(torch.compiler, "is_compiling", lambda: mode == "as compiled")
@@ -215,7 +199,7 @@ def test_steps_of_fixed_shape_have_the_logits_of_one_forward_pass(
             step.rewind()
             logits = torch.stack([step.run(token) for token in tokens[:, 25:].split(1, 1)], 1)
         assert logits.dtype == torch.float32
-        tolerance = 0.05 if mode == "bfloat16" else 1e-5
+        tolerance = 0.05 if mode == "bfloat16" else 1e-5  # a few hundredths are rounding
         assert (logits - expected).norm() < tolerance * expected.norm()
         assert len(step.weights) == (2 * 7 + 1 if mode == "bfloat16" else 0)
         assert cache.keys[0].data_ptr() == address
