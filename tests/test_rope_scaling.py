@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import OFFLINE, ROOT, assert_success, run_python
-from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
+from reference import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
 
 import rope_scaling
 from model import GPT, POSITIONS, GPTConfig, RoPE
