@@ -199,8 +199,8 @@ MODELS += [
     ({"head_dim": 10, "rope_fraction": 0.6}, "dynamic-yarn", {}),
     ({**HYBRID}, "dynamic-ntk", {}),  # of layers with a window the frequencies of training
     ({**HYBRID}, "yarn", {"layers": "all"}),
-    ({**LOCAL_BASE}, "dynamic-yarn", {}),
-    ({**LOCAL_BASE}, "pi", {"layers": "all"}),
+    ({**LOCAL_BASE}, "yarn", {}),
+    ({**LOCAL_BASE}, "dynamic-yarn", {"layers": "all"}),
     ({"pos": "alibi"}, "dynamic-pi", {}),
 ]
 
