@@ -72,6 +72,10 @@ def test_each_of_several_prompts_is_sampled_as_if_alone(pos, make):
     for row, prompt, generator in zip(together, prompts, seeded_generators(4), strict=True):
         alone = generate(model, prompt[None], 6, generator=generator, **options)
         assert torch.equal(row[None], alone)
+    if pos in ("rope", "sinusoidal"):  # in generation they are random as well
+        model = make(pos=pos, n_kv_head=2).double()
+        others = generate(model, prompts, 6, generator=seeded_generators(4), **options)
+        assert not torch.equal(together, others)
 
 
 def test_prompts_may_be_tensors_or_lists(make):
@@ -97,7 +101,6 @@ def test_a_model_in_training_samples_without_dropout(make, monkeypatch):
         assert [module.training for module in model.modules()] == modes
         model.zero_grad()
         model(token.clone(), token.clone()).backward()  # it may be trained meanwhile
-        assert model.embed.weight.grad.abs().sum() > 0
         tokens.append(token)
     assert torch.equal(torch.cat(tokens, 1), expected)
 
@@ -116,11 +119,8 @@ def test_a_model_in_training_samples_without_dropout(make, monkeypatch):
 def steps(request, monkeypatch):
     """Decoding steps as they are on a CPU, and those of fixed shape."""
     if request.param == "fixed shape":
-
-        def make_decoding_step(model, cache, pos, docs, compiled):
-            return inference.FixedShapeStep(model, cache, pos, docs).run
-
-        monkeypatch.setattr(inference, "make_decoding_step", make_decoding_step)
+        make_step = lambda *args: inference.FixedShapeStep(*args[:4]).run  # noqa: E731
+        monkeypatch.setattr(inference, "make_decoding_step", make_step)
 
 
 def test_the_warning_beyond_the_context_is_shown_once(steps, make):
@@ -155,8 +155,7 @@ def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p, 
     model = make(seed=int(rng.integers(1000)), vocab_size=30, n_layer=1)
     model.head.weight *= 3
     n = 20000
-    logits = model(torch.tensor([[7]]))[0, 0]
-    p = (logits.double() / temperature).softmax(-1).tolist()
+    p = (model(torch.tensor([[7]]))[0, 0].double() / temperature).softmax(-1).tolist()
     order = sorted(range(30), key=lambda token: -p[token])
     expected = torch.zeros(30, dtype=torch.float64)
     mass = 0.0  # of the more likely tokens
@@ -195,10 +194,11 @@ def test_steps_of_fixed_shape_have_the_logits_of_one_forward_pass(
             address = cache.keys[0].data_ptr()
             step = inference.FixedShapeStep(model, cache, mask.get("positions"), mask.get("docs"))
             patch.setattr(torch.compiler, "is_compiling", lambda: mode == "as compiled")
+            first = step.run(tokens[:, 25:26])
             step.run(torch.zeros(2, 1, dtype=torch.long))
             step.rewind()
             logits = torch.stack([step.run(token) for token in tokens[:, 25:].split(1, 1)], 1)
-        assert logits.dtype == torch.float32
+        assert logits.dtype == torch.float32 and torch.equal(logits[:, 0], first)
         tolerance = 0.05 if mode == "bfloat16" else 1e-5  # a few hundredths are rounding
         assert (logits - expected).norm() < tolerance * expected.norm()
         assert len(step.weights) == (2 * 7 + 1 if mode == "bfloat16" else 0)
@@ -258,9 +258,10 @@ def test_where_no_graph_can_be_captured_decoding_goes_on(
         monkeypatch.setattr(torch.cuda, "graph", MagicMock(side_effect=error))
     tokens = torch.randint(0, 50, (1, 10))
     cache = prefill(model, tokens[:, :9], 20)
+    positions = cache.pos
     with pytest.warns(UserWarning, match=obstacle):
         assert inference.capture_graph(model, cache, None, None, False) is None
-    assert len(restored_streams) == 1
+    assert len(restored_streams) == 1 and cache.pos is positions
     assert torch.allclose(model(tokens[:, 9:], cache=cache), model(tokens)[:, -1:], atol=1e-4)
 
 
