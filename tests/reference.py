@@ -1,14 +1,21 @@
-"""The whole model in float64, from the formulas: every scheme, norm, MLP, mask and extension."""
+"""The whole model in float64, from the formulas: every scheme, norm, MLP, mask and extension.
+
+The terms of the schemes are written from their papers, one distance at a time. A distance may be a
+fraction, as position interpolation makes it. The weights are those of the scheme that is given.
+"""
 
 import math
 
+import rope_formulas
 import torch
 import torch.nn.functional as F
-from formulas import BIASES, nezha_vector, shaw_vectors, sinusoid, transformer_xl_keys
+
+# -----------------------------------------------------------------------------
+# The schemes.
 
 
 def alibi_bias(scheme, distance):
-    """The recursion of ALiBi's released code, for any number of heads."""
+    """ALiBi (Press et al. 2022), by the recursion of its released code: (H,)."""
 
     def slopes(n):
         lower = 2 ** math.floor(math.log2(n))
@@ -18,38 +25,100 @@ def alibi_bias(scheme, distance):
     return -torch.tensor(slopes(scheme.config.n_head)).double() * distance
 
 
-BIASES = {**BIASES, "alibi": alibi_bias}
+def t5_bias(scheme, distance):
+    """
+    T5 (Raffel et al. 2020), one-sided, with 32 buckets: (H,).
+
+    Distances that no training sequence has are in the bucket of the greatest that one has.
+    """
+    max_distance = min(128, scheme.config.original_length)
+    bucket = min(int(distance), max_distance - 1)
+    if bucket >= 16:
+        log_ratio = math.log(bucket / 16) / math.log(max_distance / 16)
+        bucket = min(31, 16 + int(log_ratio * 16))
+    return scheme.weight[:, bucket].double()
 
 
-def rope_frequencies(config, base, length):
+def kerple_bias(scheme, distance):
+    """KERPLE, logarithmic (Chi et al. 2022): (H,)."""
+    r1 = scheme.r1.double().exp().log1p()  # softplus
+    r2 = scheme.r2.double().exp().log1p()
+    return -r1 * (1 + r2 * distance).log()
+
+
+def kerple_power_bias(scheme, distance):
+    """KERPLE, power (Chi et al. 2022): (H,)."""
+    r1 = scheme.r1.double().exp().log1p()
+    r2 = 2 / (1 + (-scheme.r2.double()).exp())
+    return -r1 * distance**r2
+
+
+def sandwich_bias(scheme, distance):
+    """Sandwich (Chi et al. 2023), with sinusoids of 128 channels, less its value at 0: (H,)."""
+    cosines = [math.cos(distance / 10000 ** (2 * k / 128)) for k in range(1, 65)]
+    head = torch.arange(1, scheme.config.n_head + 1).double()
+    return scheme.config.n_head / (8 * head) * (sum(cosines) - 64)
+
+
+BIASES = {
+    "alibi": alibi_bias,
+    "t5": t5_bias,
+    "kerple": kerple_bias,
+    "kerple-power": kerple_power_bias,
+    "sandwich": sandwich_bias,
+}
+
+
+def sinusoid(position, dim):
+    """The embedding of Vaswani et al. (2017), sin, cos, sin, cos, ...: (dim,)."""
+    channels = []
+    for k in range(dim // 2):
+        angle = position / 10000 ** (2 * k / dim)
+        channels += [math.sin(angle), math.cos(angle)]
+    return torch.tensor(channels, dtype=torch.float64)
+
+
+def shaw_vectors(scheme, distance, layer, max_distance):
+    """The key and value vectors of Shaw et al. (2018), each (D,)."""
+    index = min(int(distance), max_distance)
+    return scheme.keys[layer, index].double(), scheme.values[layer, index].double()
+
+
+def nezha_vector(scheme, distance, max_distance):
+    """NEZHA's vector of a distance (Wei et al. 2019), for keys and values: (D,)."""
+    return sinusoid(min(distance, max_distance), scheme.config.head_dim)
+
+
+def transformer_xl_keys(scheme, distance, layer):
+    """W_R R(distance), where R holds all sines, then all cosines (Dai et al. 2019): (H, D)."""
+    R = sinusoid(distance, scheme.config.n_embd)
+    R = torch.cat((R[0::2], R[1::2]))
+    return (scheme.project[layer].double() @ R).view(scheme.u.shape)
+
+
+# -----------------------------------------------------------------------------
+# The model.
+
+
+def quarters(config, length):
+    """length / original length, rounded up to a quarter, and at least 1."""
+    return max(4, math.ceil(4 * length / config.original_length)) / 4
+
+
+def rope_frequencies(config, layer, length):
     """Inverse frequencies by pair, and the factor of cos and sin, for an input of `length`."""
     D = int(config.rope_fraction * config.head_dim)
-    ext = config.extension or {"method": "none", "factor": 1.0}
-    method, s, L = ext["method"], ext["factor"], config.original_length
-    quarters = max(L, math.ceil(4 * length / L) * L / 4)
-    if method == "dynamic-ntk":
-        base = base * (s * quarters / L - (s - 1)) ** (D / (D - 2))
-    if method == "ntk":
-        base = base * s ** (D / (D - 2))
-    f = [base ** (-2 * k / D) for k in range(D // 2)]
-    factor = 1.0
-    if method == "pi":
-        f = [x / s for x in f]
-    if method == "llama3":  # rotations in the original length: 4 stay, 1 is interpolated
-        keep = [min(1, max(0, (L * x / (2 * math.pi) - 1) / 3)) for x in f]
-        f = [x * (a + (1 - a) / s) for x, a in zip(f, keep, strict=True)]
-    if method == "yarn":
-
-        def index(rotations):
-            return D * math.log(L / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-        low = max(0, math.floor(index(32)))
-        high = max(min(math.ceil(index(1)), D - 1), low, 0)
-        keep = [1 - min(1, max(0, (k - low) / (high - low or 0.001))) for k in range(D // 2)]
-        f = [x * (a + (1 - a) / s) for x, a in zip(f, keep, strict=True)]
-        factor = 0.1 * math.log(s) + 1
-    n = int(config.p_rope * D // 2)
-    return torch.tensor([x if k < n else 0.0 for k, x in enumerate(f)]).double(), factor
+    ext = config.extension or {"method": "none", "factor": 1.0, "options": {}}
+    base = config.rope_base
+    if config.uses_window(layer):
+        base = config.rope_local_base or base
+        if ext.get("layers") == "full":
+            ext = {"method": "none", "factor": 1.0, "options": {}}
+    L = config.original_length
+    options = {"length": L * quarters(config, length), **ext["options"]}
+    f, factor = rope_formulas.frequencies(ext["method"], base, D, L, ext["factor"], **options)
+    f[int(config.p_rope * D // 2) :] = 0
+    return f, factor
 
 
 def rotate(x, pos, f, factor):
@@ -59,6 +128,21 @@ def rotate(x, pos, f, factor):
     a, b = x[..., :r], x[..., r : 2 * r]
     cos, sin = angle.cos() * factor, angle.sin() * factor
     return torch.cat((a * cos - b * sin, a * sin + b * cos, x[..., 2 * r :]), -1)
+
+
+def scores_by_distance(config, q, k):
+    """Scores (B, H, T, T) of queries rotated to a distance of each key's own; -inf: not seen."""
+    T, ext = q.shape[2], config.extension
+    L, s = config.original_length, ext["factor"]
+    scores = torch.full((*q.shape[:3], T), -math.inf).double()
+    f, factor = rope_frequencies(config, 0, T)
+    for i in range(T):
+        for j in range(i + 1):
+            d = rope_formulas.distance(ext["method"], i, j, L, s, **ext["options"])
+            if d is not None:
+                rotated = rotate(q[:, :, i : i + 1], torch.tensor([d]), f, factor)
+                scores[:, :, i, j] = (rotated[:, :, 0] * k[:, :, j]).sum(-1)
+    return scores
 
 
 def norm(x, w, name, kind, eps):
@@ -88,9 +172,12 @@ def visible(config, layer, pos, docs):
 def position_terms(model, layer, T):
     """Bias (H, T, T), vectors added to keys (H, T, T, D) and to values, and u and v."""
     c, pos = model.config, model.config.pos
-    factor = c.extension["factor"] if c.extension and c.extension["method"] == "pi" else 1
+    ext = c.extension or {"method": "none"}
+    factors = {"pi": ext.get("factor"), "dynamic-pi": quarters(c, T)}
     distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
-    d = [n / factor for n in range(T)]
+    if ext["method"] == "clamp":
+        distance = distance.clamp(max=c.original_length - 1)
+    d = [n / factors.get(ext["method"], 1) for n in range(T)]
     half = max(1, c.original_length // 2)
     if pos in BIASES:
         return torch.stack([BIASES[pos](model.pos, n) for n in d], 1)[:, distance], None, None, None
@@ -109,7 +196,7 @@ def position_terms(model, layer, T):
     return None, None, None, None
 
 
-def attention(model, w, name, h, layer, pos, docs):
+def attention(model, w, name, h, layer, pos, docs, maps):
     c = model.config
     B, T, _ = h.shape
     q, k, v = (linear(h, w, f"{name}.{p}") for p in "qkv")
@@ -126,25 +213,29 @@ def attention(model, w, name, h, layer, pos, docs):
         )
     t, L = pos.double()[:, None], c.score_scale_length or c.original_length
     n = (t + 1).clamp(max=c.window + c.sinks) if c.uses_window(layer) else t + 1
-    if c.score_scale == "logn":
+    kind = c.score_scale
+    if c.score_scale_layers == "nope" and c.uses_positions(layer):
+        kind = "none"
+    if kind == "logn":
         q = q * (n.log() / math.log(L)).clamp(min=1)
-    elif c.score_scale == "llama4":
+    elif kind == "llama4":
         steps = ((t + c.score_scale_offset) / L).floor()
         q = q * (1 + c.score_scale_coefficient * (1 + steps).log())
     k, v = (torch.stack([x[:, head // group] for head in range(c.n_head)], 1) for x in (k, v))
     bias = keys = values = offsets = None
+    ext = c.extension or {"method": "none", "options": {}}
+    by_distance = ext["method"] in ("lm-infinite", "self-extend")
     if c.uses_positions(layer):
         bias, keys, values, offsets = position_terms(model, layer, T)
-        if c.pos == "rope":
-            is_local = c.uses_window(layer) and c.rope_local_base
-            own = c.rope_local_base if is_local else c.rope_base
-            f, factor = rope_frequencies(c, own, int(pos.max()) + 1)
+        if c.pos == "rope" and not by_distance:
+            f, factor = rope_frequencies(c, layer, int(pos.max()) + 1)
             q, k = rotate(q, pos, f, factor), rotate(k, pos, f, factor)
     u, z = (x[:, None] for x in offsets) if offsets else (0, 0)
-    scores = (q + u) @ k.mT
+    scores = scores_by_distance(c, q, k) if by_distance else (q + u) @ k.mT
     if keys is not None:
         scores = scores + torch.einsum("bhid,hijd->bhij", q + z, keys.expand(c.n_head, T, T, D))
-    scores = scores * c.attn_scale / math.sqrt(D)
+    scale = ext["options"].get("scale", 1) if ext["method"] == "scale" else 1
+    scores = scores * scale * c.attn_scale / math.sqrt(D)
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~visible(c, layer, pos, docs)[:, None], -math.inf)
@@ -153,6 +244,7 @@ def attention(model, w, name, h, layer, pos, docs):
         p = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     else:
         p = scores.softmax(-1)
+    maps.append(p)
     y = p @ v
     if values is not None:
         y = y + torch.einsum("bhij,hijd->bhid", p, values.expand(c.n_head, T, T, D))
@@ -172,9 +264,13 @@ def mlp(c, w, name, h):
 
 
 @torch.no_grad()
-def logits(model, tokens, pos=None, docs=None):
-    """What the model should compute: (B, T, V) in float64."""
+def logits(model, tokens, pos=None, docs=None, maps=None):
+    """What the model should compute: (B, T, V) in float64.
+
+    maps: a list, which gets the probabilities (B, H, T, T) of each layer.
+    """
     c = model.config
+    maps = [] if maps is None else maps
     w = {name: p.detach().double() for name, p in model.named_parameters()}
     pos = torch.arange(tokens.shape[1]) if pos is None else pos
     x = w["embed.weight"][tokens] * c.embed_scale
@@ -189,7 +285,7 @@ def logits(model, tokens, pos=None, docs=None):
         def n(x, name, b=b):
             return norm(x, w, f"{b}.{name}", c.norm, c.norm_eps)
 
-        a = attention(model, w, f"{b}.attention", n(x, "attention_norm"), layer, pos, docs)
+        a = attention(model, w, f"{b}.attention", n(x, "attention_norm"), layer, pos, docs, maps)
         if c.norm_position == "parallel":
             x = x + a + mlp(c, w, f"{b}.mlp", n(x, "mlp_norm"))
             continue

@@ -1,4 +1,6 @@
-"""The transformer against float64 formulas; its layers, initial weights, FLOPs and generation."""
+"""The transformer apart from its numbers, which test_reference.py has: initial weights, kinds of
+layers, bfloat16 weights, memory, torch.compile, and model.py in another project.
+"""
 
 import json
 import math
@@ -7,136 +9,39 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, run_python
+from conftest import ROOT, TINY, Operators, assert_success, logged, newest, run_python
+from safetensors import safe_open
 
+import data
+from kernels import eager
 from model import GPT, POSITIONS, GPTConfig, RoPE
-from nanolong.errors import UserError
+from nanolong.attention_maps import attention_maps
+from nanolong.devices import autocast
+from nanolong.inference import KVCache
+from nanolong.run import save_model
 
 # -----------------------------------------------------------------------------
-# Float64 forward passes, written from the formulas.
+# Parameters: their shapes, numbers and initial values.
 
 
-def float64_weights(model):
-    """The weights by name, each tensor in float64."""
-    return {name: p.detach().double() for name, p in model.named_parameters()}
-
-
-def linear(x, w, name):
-    """The linear layer `name`, with its bias if it has one."""
-    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
-
-
-def rms_norm(x, w, name):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
-
-
-def layer_norm(x, w, name):
-    centered = x - x.mean(-1, keepdim=True)
-    variance = centered.square().mean(-1, keepdim=True)
-    return centered / (variance + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-
-def split_heads(x, head_dim):
-    """(B, T, H D) -> (B, H, T, D)."""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-
-
-def rotate(x):
-    """Rotate (B, H, T, D) by the positions 0..T-1; channel c is paired with c + D/2."""
-    T, D = x.shape[-2:]
-    inv_freq = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
-    angle = torch.arange(T)[:, None] * inv_freq
-    a, b = x.chunk(2, -1)
-    first = a * angle.cos() - b * angle.sin()
-    second = a * angle.sin() + b * angle.cos()
-    return torch.cat((first, second), -1)
-
-
-def causal_attention(q, k, v):
-    """Softmax attention of (B, H, T, D), heads concatenated: (B, T, H D)."""
-    T, D = q.shape[-2:]
-    in_future = torch.ones(T, T).triu(1).bool()
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(in_future, -math.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-def llama_logits(model, tokens):
-    """Llama's forward pass: RoPE, grouped queries, RMSNorm, SwiGLU; and QK-norm."""
-    config = model.config
-    w = float64_weights(model)
-    group = config.n_head // config.n_kv_head
-    x = w["embed.weight"][tokens]
-    for i in range(config.n_layer):
-        attention = f"blocks.{i}.attention"
-        h = rms_norm(x, w, f"blocks.{i}.attention_norm")
-        q = split_heads(linear(h, w, f"{attention}.q"), config.head_dim)
-        k = split_heads(linear(h, w, f"{attention}.k"), config.head_dim)
-        v = split_heads(linear(h, w, f"{attention}.v"), config.head_dim)
-        q = rotate(rms_norm(q, w, f"{attention}.q_norm"))
-        k = rotate(rms_norm(k, w, f"{attention}.k_norm"))
-        k = k.repeat_interleave(group, 1)
-        v = v.repeat_interleave(group, 1)
-        x = x + linear(causal_attention(q, k, v), w, f"{attention}.o")
-
-        h = rms_norm(x, w, f"blocks.{i}.mlp_norm")
-        gate = linear(h, w, f"blocks.{i}.mlp.gate")
-        up = linear(h, w, f"blocks.{i}.mlp.up")
-        x = x + linear(gate * gate.sigmoid() * up, w, f"blocks.{i}.mlp.down")
-    output = w["embed.weight"] if config.tie_embeddings else w["head.weight"]
-    return rms_norm(x, w, "norm") @ output.T
-
-
-def gelu(x):
-    """GPT-2's approximation of GELU."""
-    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
-
-
-def gpt2_logits(model, tokens):
-    """GPT-2's forward pass: learned positions, LayerNorm, GELU, a bias in every layer."""
-    config = model.config
-    w = float64_weights(model)
-    x = w["embed.weight"][tokens] + w["pos.table"][: tokens.shape[1]]
-    for i in range(config.n_layer):
-        attention = f"blocks.{i}.attention"
-        h = layer_norm(x, w, f"blocks.{i}.attention_norm")
-        q = split_heads(linear(h, w, f"{attention}.q"), config.head_dim)
-        k = split_heads(linear(h, w, f"{attention}.k"), config.head_dim)
-        v = split_heads(linear(h, w, f"{attention}.v"), config.head_dim)
-        x = x + linear(causal_attention(q, k, v), w, f"{attention}.o")
-
-        h = layer_norm(x, w, f"blocks.{i}.mlp_norm")
-        x = x + linear(gelu(linear(h, w, f"blocks.{i}.mlp.up")), w, f"blocks.{i}.mlp.down")
-    return layer_norm(x, w, "norm") @ w["embed.weight"].T
-
-
-def relative_error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm()).item()
-
-
-# -----------------------------------------------------------------------------
-# Parameters: their names, shapes, numbers and initial values.
-
-
-def test_initial_weights_follow_the_table_of_init_weights():
+@pytest.mark.parametrize("norm_position", ["pre", "post", "both", "parallel"])
+def test_initial_weights_follow_the_table_of_init_weights(norm_position):
+    """What feeds the residual stream is zero, but not where a norm follows: it has no gradient."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_embd=256, n_head=4, tie_embeddings=False, bias="all"))
-    w = dict(model.named_parameters())
-    for name, std in (
-        ("embed.weight", 0.02),
-        ("head.weight", 0.02),
-        ("blocks.0.attention.q.weight", 0.5 / 16),
-        ("blocks.1.mlp.gate.weight", 0.5 / 16),
-    ):
-        assert w[name].std().item() == pytest.approx(std, rel=0.02), name
-    for name, value in (
-        ("blocks.3.attention.o.weight", 0),
-        ("blocks.0.mlp.down.weight", 0),
-        ("blocks.2.attention.k.bias", 0),
-        ("blocks.2.mlp.down.bias", 0),
-        ("blocks.1.mlp_norm.weight", 1),
-        ("norm.weight", 1),
-    ):
-        assert (w[name] == value).all(), name
+    settings = {"tie_embeddings": False, "bias": "all", "sink_scores": True}
+    config = GPTConfig(n_embd=256, n_head=4, norm_position=norm_position, **settings)
+    w = dict(GPT(config).named_parameters())
+    std = {"embed.weight": 0.02, "head.weight": 0.02}
+    std["blocks.0.attention.q.weight"] = std["blocks.1.mlp.gate.weight"] = 0.5 / 16
+    is_normed = norm_position in ("post", "both")
+    std["blocks.3.attention.o.weight"] = 0.5 / 16 if is_normed else 0
+    std["blocks.0.mlp.down.weight"] = 0.5 / math.sqrt(704) if is_normed else 0
+    for name, expected in std.items():
+        assert w[name].std().item() == pytest.approx(expected, rel=0.02), name
+        assert abs(w[name].mean().item()) < 1e-3, name
+    for name, p in w.items():
+        if name.endswith(("bias", "sink_scores", "norm.weight")):
+            assert (p == name.endswith("norm.weight")).all(), name
 
 
 def test_a_parameter_without_an_initialization_rule_raises(make):
@@ -144,6 +49,20 @@ def test_a_parameter_without_an_initialization_rule_raises(make):
     model.blocks[0].extra = torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="blocks.0.extra.weight"):
         model.init_weights()
+
+
+def test_schemes_share_every_other_initial_weight():
+    """With the same seed, two models of different schemes differ in the scheme alone."""
+    weights = []
+    for pos in POSITIONS:
+        torch.manual_seed(5)
+        model = GPT(GPTConfig(pos=pos, n_embd=32, n_head=4, n_layer=2))
+        named = model.named_parameters()
+        weights.append({name: p for name, p in named if not name.startswith("pos.")})
+    for others in weights[1:]:
+        assert others.keys() == weights[0].keys()
+        for name, p in others.items():
+            assert torch.equal(p, weights[0][name]), name
 
 
 QKV = {"attention.q", "attention.k", "attention.v"}
@@ -157,82 +76,20 @@ def test_bias_chooses_the_linear_layers_that_have_one(bias, with_bias, make):
     assert biased == {f"blocks.0.{layer}" for layer in with_bias}
 
 
-def test_parameters_have_llamas_shapes():
-    model = GPT(GPTConfig(n_embd=128, n_head=4, n_kv_head=2, vocab_size=65))
-    block = model.blocks[0]
-    assert block.attention.k.weight.shape == (64, 128)
-    assert block.mlp.gate.weight.shape == (352, 128)  # 8/3 n_embd, up to a multiple of 32
-
-
 def test_gpt2s_sizes_give_124_million_parameters():
+    shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
     with torch.device("meta"):
-        config = GPTConfig(
-            pos="t5", n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257
-        )
-        model = GPT(config)
+        model = GPT(GPTConfig(pos="nope", block_size=1024, **shape))
+        small = GPT(GPTConfig(n_embd=128, n_head=4, n_kv_head=2)).blocks[0]
     block = 4 * 768**2 + 3 * 768 * 2048 + 2 * 768
-    count = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("pos."))
+    count = sum(p.numel() for p in model.parameters())
     assert count == 12 * block + 768 + 50257 * 768 == 123_551_232
-
-
-def test_schemes_share_every_other_initial_weight():
-    """With the same seed, two models of different schemes differ in the scheme alone."""
-    weights = []
-    for pos in POSITIONS:
-        torch.manual_seed(5)
-        model = GPT(GPTConfig(pos=pos, n_embd=32, n_head=4, n_layer=2))
-        named = dict(model.named_parameters())
-        weights.append({name: p for name, p in named.items() if not name.startswith("pos.")})
-    for others in weights[1:]:
-        assert others.keys() == weights[0].keys()
-        for name, p in others.items():
-            assert torch.equal(p, weights[0][name]), name
-
-
-@pytest.mark.parametrize("fraction, n_rotated", [(1.0, 8), (0.5, 4)])
-def test_wavelengths_of_rope_are_2_pi_base_to_the_2c_over_r(fraction, n_rotated, make):
-    model = make(pos="rope", rope_base=500.0, rope_fraction=fraction)
-    expected = [2 * math.pi * 500.0 ** (2 * c / n_rotated) for c in range(n_rotated // 2)]
-    expected = torch.tensor(expected, dtype=torch.float64)
-    assert model.rope_wavelengths().dtype == torch.float64
-    assert torch.allclose(model.rope_wavelengths(), expected, rtol=1e-12)
-    model.extend("pi", 4)
-    assert torch.allclose(model.rope_wavelengths(), 4 * expected, rtol=1e-12)
-    model.extend("drope", 1)
-    assert model.rope_wavelengths().isinf().all()
-
-
-@pytest.mark.parametrize("pos", [pos for pos in POSITIONS if not issubclass(POSITIONS[pos], RoPE)])
-def test_other_schemes_have_no_wavelengths(pos, make):
-    with pytest.raises(UserError, match=f"--pos={pos} has no wavelengths: use a model with rope"):
-        make(pos=pos).rope_wavelengths()
-
-
-def test_flops_are_counted_from_the_shapes(make):
-    model = make(n_embd=32, n_head=4, n_kv_head=2, n_layer=3)
-    C, mlp_dim = 32, 96
-    block = C * 32 + 2 * C * 16 + 32 * C + 3 * C * mlp_dim
-    assert model.flops_per_token(100) == 6 * (3 * block + 50 * C) + 12 * 3 * 32 * 100
-    assert model.flops_per_token() == model.flops_per_token(24)
-
-
-# A window of 10 and 2 sinks: 12 keys are visible in W and S, all in F and N.
-@pytest.mark.parametrize(
-    "pattern, visible_at_100",
-    [("F", 4 * 100), ("W", 4 * 12), ("FN", 4 * 100), ("WN", 2 * 100 + 2 * 12), ("WWS", 4 * 12)],
-)
-def test_flops_count_the_visible_keys_of_each_layer(pattern, visible_at_100, make):
-    window = {"window": 10, "sinks": 2} if set(pattern) & set("WS") else {}
-    model = make(layer_pattern=pattern, n_layer=4, **window)
-    visible_at_5 = 4 * 5
-    difference = model.flops_per_token(100) - model.flops_per_token(5)
-    assert difference == 12 * 32 * (visible_at_100 - visible_at_5)
+    assert small.attention.k.weight.shape == (64, 128)
+    assert small.mlp.gate.weight.shape == (352, 128)  # 8/3 n_embd, up to a multiple of 32
 
 
 # -----------------------------------------------------------------------------
-# Layers by letter.
-
-WINDOW = {"window": 6, "sinks": 1}
+# Kinds of layers, and what an extension changes in each.
 
 
 @pytest.mark.parametrize(
@@ -240,96 +97,295 @@ WINDOW = {"window": 6, "sinks": 1}
     [
         ({}, "FFFFF"),
         ({"window": 6}, "WWWWW"),
-        ({"layer_pattern": "FN"}, "FNFNF"),
         ({"layer_pattern": "WWWF", "window": 6}, "WWWFW"),
         ({"layer_pattern": "FWNS", "window": 6}, "FWNSF"),
     ],
     ids=str,
 )
-def test_the_layer_pattern_repeats_over_the_layers(settings, letters):
-    config = GPTConfig(n_layer=5, **settings)
-    assert "".join(config.layer_kind(layer) for layer in range(5)) == letters
+def test_the_layer_pattern_repeats_over_the_layers(settings, letters, make):
+    """Of equal tokens, attention differs only by a window and by positions."""
+    model = make(n_layer=5, **settings)
+    maps = attention_maps(model, torch.full((1, 20), 7))
     for layer, letter in enumerate(letters):
-        assert config.uses_window(layer) == (letter in "WS")
-        assert config.uses_positions(layer) == (letter in "FW")
+        weights = maps[layer][0, :, -1]  # of the last token
+        has_window = (weights[:, :14] == 0).all().item()
+        assert has_window == (letter in "WS"), layer
+        has_positions = (weights[:, 14:] - weights[:, -1:]).abs().max().item() > 1e-4
+        assert has_positions == (letter in "FW"), layer
 
 
-def forward_layer_by_layer(model, tokens):
-    """The logits of a model assembled from four, each with layers of one letter only."""
-    config = model.config
-    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
-    shape.update(vocab_size=config.vocab_size, block_size=config.block_size)
-    models = {
-        "F": GPT(GPTConfig(pos=config.pos, **shape)),
-        "W": GPT(GPTConfig(pos=config.pos, **WINDOW, **shape)),
-        "N": GPT(GPTConfig(pos="nope", **shape)),
-        "S": GPT(GPTConfig(pos="nope", **WINDOW, **shape)),
-    }
-    for other in models.values():
-        other.load_state_dict(model.state_dict(), strict=False)
-    x = model.embed(tokens)
-    pos = torch.arange(tokens.shape[1])
-    for layer in range(config.n_layer):
-        letter = config.layer_pattern[layer % len(config.layer_pattern)]
-        x = models[letter].blocks[layer](x, models[letter].pos, pos, None, {})
-    return model.head(model.norm(x))
+@pytest.mark.parametrize("first", ["auto", "full", "all"])
+def test_an_extension_is_of_the_layers_that_were_chosen_first(first, make):
+    """By default of those without a window; a second one is of the same layers."""
+    bases = {"rope_base": 5e4, "rope_local_base": 300.0}
+    model = make(n_layer=3, layer_pattern="WWF", window=5, p_rope=0.75, **bases)
+    for kind, base in ((False, 5e4), (True, 300.0)):
+        plain = [2 * math.pi * base ** (2 * c / 8) for c in range(3)] + [math.inf]
+        assert model.rope_wavelengths(window=kind).tolist() == pytest.approx(plain, rel=1e-12)
+    before = [model.rope_wavelengths(), model.rope_wavelengths(window=True)]
+    model.extend("pi", 2.0, first)
+    model.extend("pi", 2.0)
+    assert model.config.extension.get("layers", "all") == ("all" if first == "all" else "full")
+    assert model.rope_wavelengths().dtype == torch.float64
+    assert torch.allclose(model.rope_wavelengths(), 4 * before[0], rtol=1e-12)
+    local = before[1] * (4 if first == "all" else 1)
+    assert torch.allclose(model.rope_wavelengths(window=True), local, rtol=1e-12)
 
 
-# -----------------------------------------------------------------------------
-# Refusals, and generation.
+class OwnRoPE(RoPE):
+    """A scheme of a user's, which may have weights and choose frequencies by layer."""
 
 
 @pytest.mark.parametrize(
-    "tokens, message",
+    "settings",
     [
-        (torch.tensor([1, 2, 3]), r"shape \(3,\): give int64 \(B, T\)"),
-        (torch.tensor([[0.5]]), "torch.float32"),
-        ([[1, 2]], "a list: give a tensor"),
-        (torch.tensor([[0, 50]]), "outside the vocabulary of 50"),
-        (torch.tensor([[-1, 5]]), "outside the vocabulary of 50"),
+        {"layer_pattern": "F"},
+        {"window": 5},
+        {"layer_pattern": "FN"},
+        {"layer_pattern": "FW", "window": 5, "pos": "alibi"},
+        {"layer_pattern": "FW", "window": 5, "pos": "own"},
     ],
+    ids=str,
 )
-def test_forward_refuses_what_is_not_text(make, tokens, message):
-    with pytest.raises(UserError, match=message):
-        make()(tokens)
+def test_all_layers_are_extended_where_only_one_kind_has_rope(settings, make, monkeypatch):
+    monkeypatch.setitem(GPT.schemes, "own", OwnRoPE)
+    model = make(n_layer=2, **settings)
+    model.extend("pi", 2.0)
+    assert model.config.extension.get("layers", "all") == "all"
 
 
-@pytest.mark.parametrize("name", ["targets", "positions", "docs"])
-def test_forward_refuses_what_does_not_fit_the_tokens(make, name):
-    tokens = torch.randint(0, 50, (2, 8))
-    with pytest.raises(UserError, match=rf"{name} are \(2, 5\), tokens \(2, 8\)"):
-        make()(tokens, **{name: torch.zeros(2, 5, dtype=torch.long)})
-    with pytest.raises(UserError, match="reduction='avg' is unknown: give mean, sum or none"):
-        make()(tokens, tokens, reduction="avg")
-
-
-@pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
-@pytest.mark.parametrize("pos", POSITIONS)
-def test_the_plain_loop_generates_the_same_tokens_as_the_cache(pos, make):
-    model = make(pos=pos)
-    prompts = torch.randint(0, 50, (2, 5))
-    n = 19 if model.pos.bounded else 30  # beyond the context of 24, except for learned embeddings
-    plain = torch.cat(list(model.generate_plain(prompts, n, temperature=0)), 1)
-    cached = torch.cat(list(model.generate(prompts, n, temperature=0)), 1)
-    assert torch.equal(plain, cached)
-
-
-def test_the_plain_loop_samples_by_temperature_and_top_k(make):
-    model = make()
-    prompts = torch.randint(0, 50, (2, 5))
-    sampled = []
-    for loop in (model.generate, model.generate_plain):
-        generator = torch.Generator().manual_seed(7)
-        tokens = list(loop(prompts, 12, temperature=2.0, generator=generator))
-        sampled.append(torch.cat(tokens, 1))
-    assert torch.equal(*sampled)
-    top = model(prompts[:1])[0, -1].topk(3).indices
-    many = next(model.generate_plain(prompts[:1].expand(500, -1), 1, temperature=5.0, top_k=3))
-    assert set(many[:, 0].tolist()) == set(top.tolist())
+@pytest.mark.parametrize(
+    "settings, positions, expected",
+    [
+        # max(1, ln n / ln L) of n keys
+        ({"score_scale": "logn"}, [1, 2, 3, 8], [1, 1, 1.261860, 2]),
+        ({"score_scale": "logn", "window": 4}, [2, 3, 20], [1, 1.261860, 1.261860]),
+        # Llama 4: 1 + 0.1 ln(floor((t + 1) / L) + 1)
+        ({"score_scale": "llama4"}, [1, 2, 5, 8], [1, 1.069315, 1.109861, 1.138629]),
+        ({"score_scale": "llama4", "window": 4}, [2, 3, 20], [1.069315, 1.069315, 1.207944]),
+    ],
+    ids=str,
+)
+def test_scores_are_scaled_by_numbers_worked_out_elsewhere(settings, positions, expected, make):
+    """Of a model whose original length of 3 was extended, which does not change them."""
+    offset = {"score_scale_offset": 1} if settings["score_scale"] == "llama4" else {}
+    factors = []
+    for more in ({"window": settings.get("window", 0)}, {**settings, **offset}):
+        model = make(pos="nope", block_size=3, **more)
+        model.extend("none", 10.0)
+        log_p = attention_maps(model, torch.arange(21)[None])[0][0, 0].log()
+        factors.append(torch.stack([log_p[t, t] - log_p[t, t - 1] for t in positions]))
+    plain, scaled = factors
+    assert (scaled / plain).tolist() == pytest.approx(expected, rel=1e-3)
 
 
 # -----------------------------------------------------------------------------
-# model.py in another project, and torch.compile.
+# Weights in bfloat16: the numbers of float32 weights under autocast, in half the memory.
+
+
+@pytest.fixture
+def loaded(make, tmp_path):
+    """A function that stores a model in bfloat16, and loads it in float32 and as it is stored."""
+
+    def loaded(**settings):
+        model = make(vocab_size=257, **settings)
+        model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256, "step": 1}
+        save_model(model, tmp_path / "run" / "step-000001", dtype=torch.bfloat16)
+        return GPT.load(tmp_path / "run"), GPT.load(tmp_path / "run", dtype=None)
+
+    return loaded
+
+
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "bias": "all", "tie_embeddings": False}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # a norm of bfloat16 queries, which is meant
+@pytest.mark.parametrize(
+    "settings",
+    [*({"pos": pos} for pos in POSITIONS), GPT2, {"qk_norm": "head", "n_kv_head": 2}],
+    ids=str,
+)
+@torch.no_grad()
+def test_bfloat16_weights_compute_what_float32_ones_do_under_autocast(settings, loaded):
+    """To the bit, also where the caller does not use autocast; close to float32 products."""
+    wide, narrow = loaded(**settings)
+    assert narrow.blocks[0].attention.q.weight.dtype == torch.bfloat16
+    tokens = torch.randint(0, 257, (2, 24))
+    exact, exact_loss = wide(tokens), wide(tokens, tokens)
+    results = []
+    for model in (wide, narrow):
+        with autocast(torch.device("cpu"), torch.bfloat16):
+            cache = KVCache()
+            decoded = torch.cat([model(token, cache=cache) for token in tokens.split(1, 1)], 1)
+            results.append((model(tokens), model(tokens, tokens), decoded))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+    logits, loss, decoded = results[1]
+    assert torch.equal(narrow(tokens), logits)
+    assert narrow.hidden_states(tokens).dtype == loss.dtype == torch.float32
+    for result in (logits, decoded):
+        assert (result - exact).abs().max() < 0.03 * exact.abs().max()
+    assert loss.item() == pytest.approx(exact_loss.item(), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--dtype=bfloat16"], torch.bfloat16),
+        (["--dtype=float32"], torch.float32),
+        (["--dtype=bfloat16", "--weights=float32"], torch.float32),
+    ],
+    ids=str,
+)
+def test_sample_and_evaluate_take_the_weights_that_are_asked_for(
+    words, expected, loaded, call, tmp_path, text_data, monkeypatch
+):
+    loaded(pos="rope")
+    dtypes = set()
+    hidden_states = GPT.hidden_states
+
+    def record(self, *args, **options):
+        dtypes.add(self.embed.weight.dtype)
+        return hidden_states(self, *args, **options)
+
+    monkeypatch.setattr(GPT, "hidden_states", record)
+    words = [tmp_path / "run", "--device=cpu", *words]
+    assert_success(call("sample.py", *words, "--start=a", "--max_new_tokens=4"))
+    settings = ["--lengths=16", "--max_tokens=64", f"--dataset={text_data}"]
+    assert_success(call("evaluate.py", *words, *settings))
+    assert dtypes == {expected}
+
+
+@pytest.mark.parametrize(
+    "pos, method, stored", [("rope", "yarn", "BF16"), ("learned", "pi", "F32")]
+)
+def test_an_extended_copy_is_stored_as_its_parent(pos, method, stored, loaded, call, tmp_path):
+    """But a learned table is interpolated, which bfloat16 would round."""
+    parent, _ = loaded(pos=pos)
+    extended = tmp_path / "extended"
+    words = [f"--method={method}", "--factor=2", "--max_iters=0", f"--out_dir={extended}"]
+    assert_success(call("extend.py", tmp_path / "run", *words))
+    with safe_open(newest(extended) / "model.safetensors", framework="pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {stored}
+    weights = [GPT.load(folder).blocks[1].mlp.up.weight for folder in (tmp_path / "run", extended)]
+    assert torch.equal(*weights)
+
+
+# -----------------------------------------------------------------------------
+# Memory: activation checkpointing, and attention in chunks of queries.
+
+
+def loss_and_gradients(model, forward, tokens, checkpointing=False):
+    """The loss of predicting the tokens themselves, and all gradients."""
+    model.activation_checkpointing = checkpointing
+    model.zero_grad()
+    torch.manual_seed(5)  # of dropout
+    loss = forward(tokens, tokens, reduction="sum")
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("pos", POSITIONS)
+def test_checkpointing_recomputes_blocks_and_keeps_every_bit(pos, make):
+    """With dropout; all is computed again in the backward pass, but fused attention."""
+    model = make(pos=pos, n_kv_head=2, qk_norm="head", dropout=0.2).train()
+    tokens = torch.randint(0, 50, (2, 24))
+    results = []
+    for checkpointing in (False, True):
+        with Operators() as operators:
+            results.append(loss_and_gradients(model, model, tokens, checkpointing))
+        names = [name for name, _ in operators.calls if "backward" not in name]
+        passes = 2 if checkpointing else 1
+        assert sum("silu" in name for name in names) == 2 * passes  # one in each of two blocks
+        if pos in ("nope", "learned", "sinusoidal", "alibi", "sandwich", "rope"):
+            assert sum("dot_product" in name for name in names) == 2
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_with_checkpointing_logs_the_same_losses(call, text_data, tmp_path):
+    logs = []
+    for name in ("false", "true"):
+        words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / name}", "--dropout=0.2"]
+        more = ["--gradient_accumulation_steps=2", f"--checkpoint_activations={name}"]
+        assert_success(call("train.py", *words, "--max_iters=4", *more))
+        logs.append([logged(tmp_path / name, key) for key in ("loss", "val_loss")])
+    assert logs[0] == logs[1] and len(logs[0][0]) > 2
+
+
+def train_in_chunks(model, tokens, max_scores, monkeypatch):
+    """The loss with all gradients, and the bytes that are kept for the backward pass."""
+    monkeypatch.setattr(eager, "MAX_SCORES", max_scores)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}  # address -> size
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens, tokens)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())], sum(kept.values())
+
+
+@pytest.mark.parametrize("pos", ["rope", "kerple", "shaw"])
+def test_attention_in_chunks_keeps_no_scores_for_the_backward_pass(pos, make, monkeypatch):
+    """It keeps about as little as fused attention, and the gradients are the same."""
+    T = 80
+    tokens = torch.randint(0, 50, (1, T))
+    _, fused = train_in_chunks(make(pos="nope", block_size=T), tokens, 1 << 24, monkeypatch)
+    scores = 2 * T * T * 4  # bytes of float32 (T, T), one in each of two layers
+    model = make(pos=pos, window=20, block_size=T)
+    expected, at_once = train_in_chunks(model, tokens, 1 << 24, monkeypatch)
+    assert at_once >= fused + scores
+    for checkpointing in (False, True):
+        model.activation_checkpointing = checkpointing
+        results, in_chunks = train_in_chunks(model, tokens, 4000, monkeypatch)
+        assert in_chunks < fused + scores
+        torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# torch.compile, and model.py in another project.
+
+slow = pytest.mark.slow  # each of them compiles for seconds
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layer_pattern": "WN", "window": 9},
+        {"n_layer": 1, "dropout": 0.2},
+        pytest.param({"pos": "t5"}, marks=slow),
+        pytest.param({"pos": "xl"}, marks=slow),
+        pytest.param({"pos": "shaw"}, marks=slow),
+        pytest.param({"pos": "kerple-power"}, marks=slow),
+        pytest.param({"score_scale": "logn", "score_scale_length": 3}, marks=slow),
+        pytest.param({"score_scale": "llama4", "score_scale_length": 4}, marks=slow),
+    ],
+    ids=str,
+)
+def test_the_compiled_model_is_one_graph_with_the_same_gradients(settings, make):
+    """Also of another length. With dropout, of which a compiled graph has other samples, they are
+    those of the compiled model with activation checkpointing.
+    """
+    model = make(qk_norm="head", n_kv_head=2, **settings).train()
+    tokens = torch.randint(0, 50, (2, 24))
+    results = []
+    for checkpointing in (False, True) if model.config.dropout else (False,):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+        results.append(loss_and_gradients(model, compiled, tokens, checkpointing))
+    if not model.config.dropout:
+        results.append(loss_and_gradients(model, model, tokens))
+        shorter = tokens[:, :13]
+        expected = model(shorter, shorter)
+        torch.testing.assert_close(compiled(shorter, shorter), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
 TRAIN_AND_GENERATE = """
@@ -349,13 +405,16 @@ for step in range(3):
     losses.append(loss.item())
 model.extend("yarn", 2)
 generated = [token.flatten().tolist() for token in model.generate(tokens, 10, temperature=0)]
+best = model(tokens[:1])[0, -1].topk(3).indices.tolist()
+many = next(model.generate(tokens[:1].expand(500, -1), 1, temperature=5.0, top_k=3))
+sampled = sorted(set(many.flatten().tolist())) == sorted(best)
 """
 PRINT_RESULTS = """
 import json
 import sys
 
 imported = sorted({"nanolong", "transformers", "triton"} & set(sys.modules))
-print(json.dumps([losses, generated, imported]))
+print(json.dumps([losses, generated, sampled, imported]))
 """
 
 
@@ -373,52 +432,9 @@ def test_model_py_works_when_copied_into_another_project(tmp_path):
     there = TRAIN_AND_GENERATE + PRINT_RESULTS
     done = run_python(there, cwd=tmp_path, env={"PYTHONPATH": ""})
     assert (done.returncode, done.stderr) == (0, "")
-    losses, generated, imported = json.loads(done.stdout)
-    assert imported == []
+    losses, generated, sampled, imported = json.loads(done.stdout)
+    assert sampled and imported == []
     here = runpy.run_path(str(tmp_path / "here.py"))
     assert losses == pytest.approx(here["losses"], rel=1e-6)
     assert losses[-1] < losses[0]
-    assert generated == here["generated"]
-
-
-def loss_and_gradients(model, forward, tokens, positions):
-    """The summed loss of predicting the tokens themselves, and all gradients."""
-    model.zero_grad()
-    loss = forward(tokens, tokens, positions, reduction="sum")
-    loss.backward()
-    return loss.detach(), [p.grad.clone() for p in model.parameters()]
-
-
-slow = pytest.mark.slow  # each of them compiles for seconds
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"pos": "rope", "layer_pattern": "WN", "window": 9},
-        pytest.param({"pos": "rope"}, marks=slow),
-        pytest.param({"pos": "t5"}, marks=slow),
-        pytest.param({"pos": "xl"}, marks=slow),
-        pytest.param({"pos": "shaw"}, marks=slow),
-        pytest.param({"pos": "kerple-power"}, marks=slow),
-        pytest.param({"pos": "learned", "random_positions": 30}, marks=slow),
-    ],
-    ids=str,
-)
-def test_the_compiled_model_is_one_graph_with_the_same_gradients(settings, make):
-    torch._dynamo.reset()
-    model = make(qk_norm="head", n_kv_head=2, **settings)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    tokens = torch.randint(0, 50, (2, 24))
-    positions = model.sample_positions(2, 24, seed=5)
-    loss, gradients = loss_and_gradients(model, compiled, tokens, positions)
-    expected_loss, expected_gradients = loss_and_gradients(model, model, tokens, positions)
-    assert torch.allclose(loss, expected_loss, rtol=1e-5)
-    for gradient, expected in zip(gradients, expected_gradients, strict=True):
-        assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4)
-
-    shorter = tokens[:, :13]
-    if positions is not None:
-        positions = positions[:, :13]
-    expected = model(shorter, shorter, positions)
-    assert torch.allclose(compiled(shorter, shorter, positions), expected, rtol=1e-5)
+    assert generated == here["generated"] and here["sampled"]

@@ -6,8 +6,10 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from conftest import BUILT_IN
 
 from model import GPT, POSITIONS, GPTConfig
+from nanolong.attention_maps import attention_maps
 from nanolong.inference import KVCache
 from rope_scaling import METHODS
 
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 W = {"window": 6, "sinks": 2}
 SHAPE = {"n_layer": 2, "n_head": 6, "n_kv_head": 2, "head_dim": 8, "n_embd": 36}
 SHAPE |= {"block_size": 24, "vocab_size": 50}
+LOCAL = {**W, "layer_pattern": "WF", "rope_local_base": 300.0, "n_layer": 3}
 GPT2 = {"norm": "layernorm", "mlp": "gelu", "bias": "all"}
 MODELS = [{"pos": pos, **more} for pos in POSITIONS for more in ({}, W)]
 MODELS += [{"norm_position": p, "mlp": m} for p, m in (("post", "geglu"), ("both", "gelu_exact"))]
@@ -23,29 +26,53 @@ MODELS += [
     {**GPT2, "norm_position": "parallel", "rope_fraction": 0.5},
     {"qk_norm": "head", "tie_embeddings": False, "bias": "qkv", "embed_scale": 2.5},
     {"qk_norm": "all", "attn_scale": 0.7, "p_rope": 0.5},
-    {**W, "layer_pattern": "WF", "rope_local_base": 300.0, "n_layer": 3},
+    {"rope_fraction": 0.0},
+    LOCAL,
     {**W, "layer_pattern": "SFN", "n_layer": 3},
     {"norm_eps": 0.1},
     {"sink_scores": True, "pos": "t5"},
     {"sink_scores": True, **W},
     *({"score_scale": scale, **more} for scale in ("logn", "llama4") for more in ({}, W)),
+    {"score_scale": "logn", "score_scale_layers": "nope", "layer_pattern": "FN"},
+    {"score_scale": "llama4", "score_scale_length": 4, "score_scale_offset": 1, "pos": "nope"},
 ]
-EXTENDED = [(m, "pi") for m in MODELS if "pi" in POSITIONS[m.get("pos", "rope")].methods]
-EXTENDED = [(m, x) for m, x in EXTENDED if m.get("pos", "rope") != "learned"]
-EXTENDED += [({"pos": "rope", **W}, x) for x in ("none", "ntk", "yarn", "llama3", "dynamic-ntk")]
-CASES = [(m, None) for m in MODELS] + EXTENDED
+# models, and how each is extended: method, options
+EXTENDED = [(m, "pi", {}) for m in MODELS if "pi" in POSITIONS[m.get("pos", "rope")].methods]
+EXTENDED = [case for case in EXTENDED if case[0].get("pos", "rope") != "learned"]
+EXTENDED += [(W, x, {}) for x in ("none", "ntk", "yarn", "llama3", "dynamic-ntk")]
+EXTENDED += [(LOCAL, x, {"layers": "all"}) for x in ("pi", "yarn", "dynamic-ntk")]
+EXTENDED += [({**W, "layer_pattern": "FW"}, x, {}) for x in ("yarn", "dynamic-ntk")]
+EXTENDED += [
+    ({"p_rope": 0.5}, "yarn", {}),
+    ({"score_scale": "logn"}, "dynamic-ntk", {}),
+    ({"pos": "alibi"}, "dynamic-pi", {}),
+    ({"pos": "xl", **W}, "clamp", {}),
+    ({"pos": "nope"}, "scale", {"scale": 1.3}),
+    ({"sink_scores": True}, "drope", {"scale": 1.3}),
+]
+CASES = [(m, None, {}) for m in MODELS] + EXTENDED
+# without the schemes of NANOLONG_ENTRY, which have no formulas here
+KNOWN = [case for case in CASES if case[0].get("pos", "rope") in BUILT_IN]
 
 
-def build(settings, method=None, seed=0, **more):
+def takes_gaps(settings, method):
+    """Whether any position ids can be given: a scheme by distance counts those between indices."""
+    scheme = POSITIONS[settings.get("pos", "rope")]
+    is_dynamic = method is not None and method.startswith("dynamic")
+    return not (scheme.by_index or scheme.bounded or is_dynamic)
+
+
+def build(settings, method=None, options=None, seed=0):
     """A model whose weights are all random, so that no term is hidden by a zero."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**{**SHAPE, **settings, **more}))
+    model = GPT(GPTConfig(**{**SHAPE, **settings}))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(0, 1.0 if name.startswith("pos.") else 0.3)
     if method:
-        model.extend(method, 1.5, **({"layers": "all"} if settings.get("rope_local_base") else {}))
-        model.extend(method, 2.0)  # the factors multiply
+        model.extend(method, 1.5, **options)
+        options = {name: x for name, x in options.items() if name != "layers"}
+        model.extend(method, 2.0, **options)  # of the same layers; the factors multiply
         assert model.config.block_size == 72
     return model.eval()
 
@@ -55,33 +82,57 @@ def beyond(model):
     return 24 if model.pos.bounded else 45
 
 
+def expected_logits(model, tokens, pos=None):
+    """By the formulas; for a scheme that they do not have, by the model without a cache."""
+    if model.config.pos in BUILT_IN:
+        return reference.logits(model, tokens, pos)
+    return model(tokens, positions=pos)
+
+
 def assert_close(found, expected, rel=2e-5):
     assert (found - expected).abs().max() < rel * expected.abs().max()
 
 
-@pytest.mark.parametrize("settings, method", CASES, ids=str)
+@pytest.mark.parametrize("settings, method, options", KNOWN, ids=str)
 @torch.no_grad()
-def test_the_logits_are_those_of_the_formulas(settings, method):
-    model = build(settings, method)
+def test_the_logits_are_those_of_the_formulas(settings, method, options):
+    model = build(settings, method, options)
     tokens = torch.randint(0, 50, (2, beyond(model)))
-    assert_close(model(tokens), reference.logits(model, tokens))
-    if not model.pos.by_index and not model.pos.is_dynamic and not model.pos.bounded:
-        pos = torch.arange(45) * 3 + 200_000
-        if not model.config.window and settings.get("pos") != "sinusoidal":
-            assert_close(model(tokens, positions=pos), reference.logits(model, tokens, pos), 2e-4)
+    maps = []
+    assert_close(model(tokens), reference.logits(model, tokens, maps=maps))
+    for found, expected in zip(attention_maps(model, tokens), maps, strict=True):
+        assert (found - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("settings, method", CASES, ids=str)
+@pytest.mark.parametrize(
+    "settings, method, options", [case for case in KNOWN if takes_gaps(*case[:2])], ids=str
+)
 @torch.no_grad()
-def test_cached_in_any_parts_is_the_whole(settings, method, rng):
+def test_position_ids_with_gaps_are_those_of_the_formulas(settings, method, options):
+    """A window counts them, cached or not, and beyond 1 million float32 would be too rough."""
+    model = build(settings, method, options)
+    tokens = torch.randint(0, 50, (1, 45))
+    near = torch.tensor([0, 1, 2, 5, 6, 9, *range(12, 51)])
+    for pos in (near, torch.arange(45) * 3 + 1_000_000):
+        expected = reference.logits(model, tokens, pos)
+        assert_close(model(tokens, positions=pos), expected, 2e-4)
+        cache, parts = KVCache(), []
+        for index in torch.arange(45).split((7, 30, 1, 7)):
+            parts.append(model(tokens[:, index], positions=pos[index], cache=cache))
+        assert_close(torch.cat(parts, 1), expected, 2e-4)
+
+
+@pytest.mark.parametrize("settings, method, options", CASES, ids=str)
+@torch.no_grad()
+def test_cached_in_any_parts_is_the_whole(settings, method, options, rng):
     """Each part equals the end of all tokens up to there; of one token, and of several."""
-    model = build(settings, method)
+    model = build(settings, method, options)
     tokens = torch.randint(0, 50, (1, beyond(model)))  # one row: it has a norm of its own
     cuts = sorted({1, 2, *rng.choice(range(3, tokens.shape[1]), 5), tokens.shape[1]})
     cache, start = KVCache(int(rng.integers(2)) * tokens.shape[1]), 0
     for end in cuts:
         part = model(tokens[:, start:end], cache=cache)
-        assert_close(part, reference.logits(model, tokens[:, :end])[:, start:], 1e-4)
+        assert_close(part, expected_logits(model, tokens[:, :end])[:, start:], 1e-4)
         start = end
 
 
@@ -96,7 +147,7 @@ def test_packed_documents_are_documents_alone(settings):
     cache = KVCache()
     parts = [model(tokens[:, i : i + 7], docs=docs[:, i : i + 7], cache=cache) for i in (0, 7, 14)]
     assert_close(torch.cat(parts, 1), packed, 1e-4)
-    alone = [reference.logits(model, part) for part in tokens.split((9, 11), 1)]
+    alone = [expected_logits(model, part) for part in tokens.split((9, 11), 1)]
     assert_close(packed, torch.cat(alone, 1))
 
 
@@ -107,7 +158,7 @@ def test_loss_and_gradients_are_right(settings):
     tokens, targets = torch.randint(0, 50, (2, 2, 16))
     targets[0, :5] = -1
     loss = model(tokens, targets)
-    logits = reference.logits(model, tokens)
+    logits = expected_logits(model, tokens)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
@@ -122,10 +173,10 @@ def test_loss_and_gradients_are_right(settings):
         assert (values[0] - values[1]) / 2e-4 == pytest.approx(gradient, rel=2e-2, abs=1e-6), name
 
 
-@pytest.mark.parametrize("settings, method", CASES, ids=str)
+@pytest.mark.parametrize("settings, method, options", CASES, ids=str)
 @torch.no_grad()
-def test_greedy_text_of_unequal_prompts_is_that_of_the_plain_loop(settings, method):
-    model = build(settings, method)
+def test_greedy_text_of_unequal_prompts_is_that_of_the_plain_loop(settings, method, options):
+    model = build(settings, method, options)
     prompts = [torch.randint(0, 50, (n,)) for n in (5, 1, 9)]
     if model.pos.is_dynamic:
         prompts = prompts[:1]
@@ -137,13 +188,15 @@ def test_greedy_text_of_unequal_prompts_is_that_of_the_plain_loop(settings, meth
             row = torch.cat((row, token.view(1, 1)), 1)
 
 
-@pytest.mark.parametrize("settings, method", EXTENDED + [(m, None) for m in MODELS[::3]], ids=str)
+@pytest.mark.parametrize("settings, method, options", EXTENDED + CASES[: len(MODELS) : 3], ids=str)
 @torch.no_grad()
-def test_a_checkpoint_loads_to_the_bit(settings, method, tmp_path):
-    model = build(settings, method)
+def test_a_checkpoint_loads_to_the_bit(settings, method, options, tmp_path):
+    model = build(settings, method, options)
     model.save(tmp_path / "step-000001")
     tokens = torch.randint(0, 50, (1, beyond(model)))
-    assert torch.equal(GPT.load(tmp_path)(tokens), model(tokens))
+    loaded = GPT.load(tmp_path)
+    assert loaded.config == model.config
+    assert torch.equal(loaded(tokens), model(tokens))
 
 
 def test_learned_embeddings_are_interpolated_linearly():

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import MagicMock
 
+import filelock
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -19,17 +22,14 @@ from conftest import (
     assert_success,
     content,
     logged,
-    newest,
     run_python,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model import GPT
 from nanolong import run as runs
 from nanolong.errors import UserError
-from nanolong.optim import make_optimizers
 from nanolong.strict_json import from_json, to_json
-from train import TrainConfig
 
 
 @pytest.fixture
@@ -42,10 +42,6 @@ def folder(make, tmp_path):
     return tmp_path / "run"
 
 
-# -----------------------------------------------------------------------------
-# Saving and loading.
-
-
 @pytest.mark.parametrize("pos", ["rope", "t5", "learned"])
 def test_weights_are_stored_and_loaded_to_the_bit_in_either_dtype(pos, make, tmp_path):
     """bfloat16 is rounded as torch rounds; in memory norms and position schemes stay float32."""
@@ -53,8 +49,7 @@ def test_weights_are_stored_and_loaded_to_the_bit_in_either_dtype(pos, make, tmp
     model.save(tmp_path / "whole/step-000000")
     again = GPT.load(tmp_path / "whole")
     assert again.config == model.config and not again.training
-    for p, expected in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, expected) and p.requires_grad
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
 
     runs.save_model(model, tmp_path / "step-000000", dtype=torch.bfloat16)
     rounded = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
@@ -90,35 +85,18 @@ def test_a_saved_copy_keeps_what_the_model_was_loaded_with(folder, tmp_path):
 
 
 def test_other_code_than_the_weights_were_trained_with_is_noted(folder, make, capsys):
-    meta = {"code": {"model.py": "0" * 16}}
     model = make()
-    model.meta = meta
+    model.meta = {"code": {"model.py": "0" * 16}}
     model.save(folder / "step-000011")
-    GPT.load(folder / "step-000010")
-    assert capsys.readouterr().err == ""
-    for _ in range(2):
-        GPT.load(folder)
-    err = capsys.readouterr().err
-    assert err.count("note: model.py changed since") == 1 and "step-000011" in err
+    for step, n_notes in ((10, 0), (11, 1), (11, 0)):
+        GPT.load(folder / f"step-{step:06d}")
+        assert capsys.readouterr().err.count("note: model.py changed since") == n_notes
 
 
 def test_json_has_no_nan_and_holds_bytes_and_numbers_of_numpy():
-    import numpy as np
-
-    value = {"a": [float("nan"), float("inf"), 1.5], "b": b"\x00\xff", "c": np.float32(0.5)}
-    text = to_json(value)
+    text = to_json([float("nan"), float("inf"), 1.5, b"\x00\xff", np.float32(0.5)])
     assert "NaN" not in text and "Infinity" not in text
-    assert from_json(text) == {"a": [None, None, 1.5], "b": b"\x00\xff", "c": 0.5}
-
-
-# -----------------------------------------------------------------------------
-# Damage.
-
-
-def flip_a_bit(file):
-    raw = bytearray(file.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    file.write_bytes(raw)
+    assert from_json(text) == [None, None, 1.5, b"\x00\xff", 0.5]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optim.safetensors", "meta.json"])
@@ -127,82 +105,29 @@ def test_damage_is_named_with_the_checkpoint_before_it(name, damage, call, text_
     words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     assert_success(call("train.py", *words))
     file = tmp_path / "run/step-000008" / name
-    if damage == "a bit":
-        flip_a_bit(file)
-    elif damage == "cut":
-        file.write_bytes(file.read_bytes()[:-9])
-    else:
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= damage == "a bit"
+    if damage == "gone":
         file.unlink()
+    else:
+        file.write_bytes(raw[:-9] if damage == "cut" else raw)
     before = content(tmp_path / "run")
     done = call("train.py", f"--out_dir={tmp_path}/run", "--init_from=resume", "--max_iters=9")
     assert_refused(done, name, "use the one before it", "step-000004")
     assert content(tmp_path / "run") == before
 
 
-def test_an_edited_meta_json_another_format_and_other_settings_are_refused(folder, make):
+def test_an_edited_meta_json_and_another_format_are_refused(folder):
     file = folder / "step-000010/meta.json"
     meta = json.loads(file.read_text())
     for change, message in (
-        ({"step": 11}, "damaged .it was edited or cut off"),
+        ({"step": 11}, "damaged"),
+        ({"config": {**meta["config"], "window": 5}}, "damaged"),
         ({"format": 2}, "has format 2, and this version reads 3"),
-        ({"format": None}, "has format None"),
     ):
         file.write_text(json.dumps({**meta, **change}))
         with pytest.raises(UserError, match=message):
             GPT.load(folder)
-    meta["config"]["warp"] = 1
-    meta["checksums"]["meta.json"] = runs.checksum_of_meta(meta)
-    file.write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="has the settings warp, which this version lacks"):
-        GPT.load(folder)
-
-
-def test_weights_that_do_not_fit_their_settings_are_refused(folder):
-    file = folder / "step-000010/model.safetensors"
-    tensors = load_file(file)
-    tensors["blocks.0.attention.q.weight"] = torch.zeros(3, 3)
-    save_file(tensors, file)
-    meta = runs.read_meta(file.parent)
-    meta["checksums"][file.name] = runs.sha256(file)
-    meta["checksums"]["meta.json"] = runs.checksum_of_meta(meta)
-    (file.parent / "meta.json").write_text(to_json(meta))
-    with pytest.raises(UserError, match="size mismatch for blocks.0.attention.q.weight.*step-0000"):
-        GPT.load(folder)
-
-
-def test_folders_without_a_checkpoint_are_refused(folder, tmp_path):
-    with pytest.raises(UserError, match="train one by python train.py --out_dir="):
-        GPT.load(tmp_path / "nothing")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="give a run folder"):
-        GPT.load(tmp_path / "empty")
-    with pytest.raises(UserError, match="the steps in .*run are step-000005, step-000010"):
-        GPT.load(folder / "step-000007")
-
-
-def test_the_state_of_another_optimizer_is_refused(make, tmp_path):
-    """A part of it, too; before the first step an optimizer keeps none."""
-    model = make(pos="learned")
-    model.meta = {}
-    adamw, muon = (make_optimizers(model, TrainConfig(optimizer=x)) for x in ("adamw", "muon"))
-    runs.save_model(model, tmp_path / "step-000000", optim={})
-    runs.load_optimizers(model, adamw, tmp_path / "step-000000")
-    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
-    for optimizer in adamw:
-        optimizer.step()
-    tensors = runs.optimizer_tensors(model, adamw)
-    runs.save_model(model, tmp_path / "step-000001", optim=tensors)
-    runs.load_optimizers(model, adamw, tmp_path / "step-000001")
-    with pytest.raises(UserError, match="the state of another optimizer"):
-        runs.load_optimizers(model, muon, tmp_path / "step-000001")
-    tensors.popitem()
-    runs.save_model(model, tmp_path / "step-000002", optim=tensors)
-    with pytest.raises(UserError, match="the state of another optimizer"):
-        runs.load_optimizers(model, adamw, tmp_path / "step-000002")
-
-
-# -----------------------------------------------------------------------------
-# Whole or absent.
 
 
 def test_a_full_disk_names_what_is_whole_and_leaves_nothing(folder, make, monkeypatch):
@@ -243,11 +168,10 @@ print("operations", seen)
 def test_killed_before_any_file_operation_a_run_goes_on_to_the_same_bits(text_data, tmp_path):
     """kill -9 before each opening, making, renaming and removing in the folder of a run."""
     words = [*TINY, "--max_iters=3", "--eval_interval=1", "--eval_iters=1"]
-    words += [f"--dataset={text_data}"]
 
     def train(name, kill_at=0, *more):
-        out_dir = f"--out_dir={tmp_path / name}"
-        return run_python(KILLED, kill_at, name, *words, out_dir, *more)
+        places = [f"--dataset={text_data}", f"--out_dir={tmp_path / name}"]
+        return run_python(KILLED, kill_at, name, *words, *places, *more)
 
     n = int(assert_success(train("whole")).stdout.rpartition("operations ")[2])
     assert n > 40
@@ -258,7 +182,6 @@ def test_killed_before_any_file_operation_a_run_goes_on_to_the_same_bits(text_da
         assert_same_bits(tmp_path / "whole", tmp_path / name)
         assert not list((tmp_path / name).glob(".tmp*"))
         shutil.rmtree(tmp_path / name)
-    print(f"killed before each of {n} file operations")
 
 
 def test_old_runs_are_renamed_and_nothing_of_them_is_removed(call, text_data, tmp_path):
@@ -278,15 +201,14 @@ def test_old_runs_are_renamed_and_nothing_of_them_is_removed(call, text_data, tm
     assert content(tmp_path / "run.old1") == before and content(tmp_path / "run.old2") == second
     assert runs.latest_run(tmp_path) == run
     shutil.rmtree(run)
-    assert runs.latest_run(tmp_path) is None
+    assert runs.latest_run(tmp_path) is None  # never an .oldN
 
 
-def test_a_start_that_fails_leaves_the_old_run_where_it_was(call, text_data, tmp_path, monkeypatch):
+def test_a_start_that_fails_leaves_the_old_run_where_it_was(call, text_data, tmp_path):
     words = ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     assert_success(call(*words))
     before = content(tmp_path)
-    refused = call(*words, "--overwrite", "--min_doc=99999999")
-    assert_refused(refused, "no training document is as long")
+    assert_refused(call(*words, "--overwrite", "--min_doc=99999999"), "--min_doc")
     assert content(tmp_path) == before
 
 
@@ -304,9 +226,6 @@ def test_the_log_drops_what_comes_after_the_checkpoint(tmp_path):
     assert logged(tmp_path)[-1]["loss"] is None
     assert runs.is_evaluated(tmp_path, 2) and not runs.is_evaluated(tmp_path, 3)
 
-
-# -----------------------------------------------------------------------------
-# One writer.
 
 WRITER = """
 import sys, time
@@ -329,9 +248,9 @@ def test_a_run_folder_has_one_writer(folder):
     """The error of a second process names the first; kill -9 frees the lock; it can be nested."""
     first = write_elsewhere(folder, 60)
     assert first.stdout.readline() == "locked\n"
-    with pytest.raises(UserError, match=f"process {first.pid} on .* writes to .*--out_dir.*remove"):
-        with runs.lock(folder):
-            pass
+    error = pytest.raises(UserError, match=f"process {first.pid} on .* writes to .*remove")
+    with error, runs.lock(folder):
+        pass
     first.kill()
     first.wait()
     with runs.lock(folder), runs.lock(folder):
@@ -343,22 +262,12 @@ def test_a_run_folder_has_one_writer(folder):
 def test_a_disk_without_locks_names_the_file_to_remove(folder, monkeypatch):
     """filelock then makes the file itself the lock, which a killed process leaves."""
     fcntl = pytest.importorskip("fcntl")
-
-    def flock(*args):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    import filelock
-
+    error = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=error))
     file = folder.parent / ".run.lock"
     with filelock.SoftFileLock(file, timeout=0):
-        with pytest.raises(UserError, match=f"remove {file}"):
-            with runs.lock(folder):
-                pass
-
-
-# -----------------------------------------------------------------------------
-# Stop signals.
+        with pytest.raises(UserError, match=f"remove {file}"), runs.lock(folder):
+            pass
 
 
 def test_signals_are_noted_once_and_handlers_restored(capfd):
@@ -389,4 +298,3 @@ def test_the_last_two_and_the_best_are_kept(folder, make):
         runs.prune(folder)
     names = [step.name for step in runs.list_steps(folder)]
     assert names == ["step-000005", "step-000012", "step-000013"]
-    assert newest(folder).name == names[-1]
