@@ -231,12 +231,13 @@ def test_beyond_the_context_a_scheme_warns_or_refuses(pos, make):
 
 
 def test_a_window_counts_explicit_positions_of_an_earlier_call(make):
-    model = make(pos="rope", window=6, sinks=2)
+    model = make(pos="rope", window=4)
     tokens = torch.randint(0, 50, (1, 14))
+    positions = torch.tensor([0, 0, 2, *range(3, 14)])  # those from 3 on are the default ones
     cache = KVCache()
-    first = model(tokens[:, :3], positions=torch.tensor([0, 1, 2]), cache=cache)
-    second = model(tokens[:, 3:], cache=cache)
-    assert torch.allclose(torch.cat((first, second), 1), model(tokens), atol=1e-4)
+    first = model(tokens[:, :3], positions=positions[:3], cache=cache)
+    logits = torch.cat((first, model(tokens[:, 3:], cache=cache)), 1)
+    assert torch.allclose(logits, model(tokens, positions=positions), atol=1e-4)
 
 
 # -----------------------------------------------------------------------------
