@@ -72,10 +72,10 @@ def build(settings, method=None, options=None, seed=0):
         for name, p in model.named_parameters():
             p.normal_(0, 1.0 if name.startswith("pos.") else 0.3)
     if method:
-        model.extend(method, 1.5, **options)
+        model.extend(method, 1.4, **options)
         options = {name: x for name, x in options.items() if name != "layers"}
         model.extend(method, 2.0, **options)  # of the same layers; the factors multiply
-        assert model.config.block_size == 72
+        assert model.config.block_size == 67  # 24 x 2.8
     return model.eval()
 
 
