@@ -300,14 +300,6 @@ def test_generated_text_is_at_sampled_positions(pos, make, seen):
         assert (found[row] - expected[0]).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_learned_embeddings_have_a_row_for_every_random_position(make):
-    model = make(pos="learned", random_positions=500)
-    tokens = torch.zeros(1, 20, dtype=torch.long)
-    assert model(tokens, positions=torch.arange(480, 500)).isfinite().all()
-    with pytest.raises(UserError, match="no embedding for position 500"):
-        model(tokens, positions=torch.arange(481, 501))
-
-
 # -----------------------------------------------------------------------------
 # What a GPU would wait for. A tensor on the meta device has no values, so reading one raises.
 
