@@ -232,7 +232,7 @@ def test_sample_and_evaluate_take_the_weights_that_are_asked_for(
 )
 def test_an_extended_copy_is_stored_as_its_parent(pos, method, stored, loaded, call, tmp_path):
     """But a learned table is interpolated, which bfloat16 would round."""
-    parent, _ = loaded(pos=pos)
+    loaded(pos=pos)
     extended = tmp_path / "extended"
     words = [f"--method={method}", "--factor=2", "--max_iters=0", f"--out_dir={extended}"]
     assert_success(call("extend.py", tmp_path / "run", *words))
@@ -390,10 +390,8 @@ print(json.dumps([losses, generated, sampled, imported]))
 
 
 def test_model_py_works_when_copied_into_another_project(tmp_path):
-    """
-    With rope_scaling.py and kernels/ it trains, extends and generates without nanolong/.
-
-    It prints nothing, and imports neither triton nor transformers.
+    """With rope_scaling.py and kernels/ it trains, extends and generates without nanolong/, prints
+    nothing, and imports neither triton nor transformers.
     """
     for name in ("model.py", "rope_scaling.py"):
         shutil.copy(ROOT / name, tmp_path)
