@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 import data
 from kernels import eager
-from model import GPT, POSITIONS, GPTConfig, RoPE
+from model import GPT, POSITIONS, GPTConfig
 from nanolong.attention_maps import attention_maps
 from nanolong.devices import autocast
 from nanolong.inference import KVCache
@@ -42,13 +42,6 @@ def test_initial_weights_follow_the_table_of_init_weights(norm_position):
     for name, p in w.items():
         if name.endswith(("bias", "sink_scores", "norm.weight")):
             assert (p == name.endswith("norm.weight")).all(), name
-
-
-def test_a_parameter_without_an_initialization_rule_raises(make):
-    model = make()
-    model.blocks[0].extra = torch.nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="blocks.0.extra.weight"):
-        model.init_weights()
 
 
 def test_schemes_share_every_other_initial_weight():
@@ -130,28 +123,6 @@ def test_an_extension_is_of_the_layers_that_were_chosen_first(first, make):
     assert torch.allclose(model.rope_wavelengths(), 4 * before[0], rtol=1e-12)
     local = before[1] * (4 if first == "all" else 1)
     assert torch.allclose(model.rope_wavelengths(window=True), local, rtol=1e-12)
-
-
-class OwnRoPE(RoPE):
-    """A scheme of a user's, which may have weights and choose frequencies by layer."""
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"layer_pattern": "F"},
-        {"window": 5},
-        {"layer_pattern": "FN"},
-        {"layer_pattern": "FW", "window": 5, "pos": "alibi"},
-        {"layer_pattern": "FW", "window": 5, "pos": "own"},
-    ],
-    ids=str,
-)
-def test_all_layers_are_extended_where_only_one_kind_has_rope(settings, make, monkeypatch):
-    monkeypatch.setitem(GPT.schemes, "own", OwnRoPE)
-    model = make(n_layer=2, **settings)
-    model.extend("pi", 2.0)
-    assert model.config.extension.get("layers", "all") == "all"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +232,7 @@ def test_sample_and_evaluate_take_the_weights_that_are_asked_for(
 )
 def test_an_extended_copy_is_stored_as_its_parent(pos, method, stored, loaded, call, tmp_path):
     """But a learned table is interpolated, which bfloat16 would round."""
-    parent, _ = loaded(pos=pos)
+    loaded(pos=pos)
     extended = tmp_path / "extended"
     words = [f"--method={method}", "--factor=2", "--max_iters=0", f"--out_dir={extended}"]
     assert_success(call("extend.py", tmp_path / "run", *words))
@@ -419,10 +390,8 @@ print(json.dumps([losses, generated, sampled, imported]))
 
 
 def test_model_py_works_when_copied_into_another_project(tmp_path):
-    """
-    With rope_scaling.py and kernels/ it trains, extends and generates without nanolong/.
-
-    It prints nothing, and imports neither triton nor transformers.
+    """With rope_scaling.py and kernels/ it trains, extends and generates without nanolong/, prints
+    nothing, and imports neither triton nor transformers.
     """
     for name in ("model.py", "rope_scaling.py"):
         shutil.copy(ROOT / name, tmp_path)

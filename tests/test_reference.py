@@ -22,9 +22,9 @@ GPT2 = {"norm": "layernorm", "mlp": "gelu", "bias": "all"}
 MODELS = [{"pos": pos, **more} for pos in POSITIONS for more in ({}, W)]
 MODELS += [{"norm_position": p, "mlp": m} for p, m in (("post", "geglu"), ("both", "gelu_exact"))]
 MODELS += [
-    {**GPT2, "pos": "learned"},
+    {**GPT2, "pos": "learned", "embed_scale": 2.5},
     {**GPT2, "norm_position": "parallel", "rope_fraction": 0.5},
-    {"qk_norm": "head", "tie_embeddings": False, "bias": "qkv", "embed_scale": 2.5},
+    {"qk_norm": "head", "tie_embeddings": False, "bias": "qkv"},
     {"qk_norm": "all", "attn_scale": 0.7, "p_rope": 0.5},
     {"rope_fraction": 0.0},
     LOCAL,
@@ -32,7 +32,9 @@ MODELS += [
     {"norm_eps": 0.1},
     {"sink_scores": True, "pos": "t5"},
     {"sink_scores": True, **W},
-    *({"score_scale": scale, **more} for scale in ("logn", "llama4") for more in ({}, W)),
+    {"score_scale": "logn"},
+    {"score_scale": "logn", "score_scale_length": 3, **W},
+    {"score_scale": "llama4", **W},
     {"score_scale": "logn", "score_scale_layers": "nope", "layer_pattern": "FN"},
     {"score_scale": "llama4", "score_scale_length": 4, "score_scale_offset": 1, "pos": "nope"},
 ]
@@ -70,10 +72,10 @@ def build(settings, method=None, options=None, seed=0):
         for name, p in model.named_parameters():
             p.normal_(0, 1.0 if name.startswith("pos.") else 0.3)
     if method:
-        model.extend(method, 1.5, **options)
+        model.extend(method, 1.4, **options)
         options = {name: x for name, x in options.items() if name != "layers"}
         model.extend(method, 2.0, **options)  # of the same layers; the factors multiply
-        assert model.config.block_size == 72
+        assert model.config.block_size == 67  # 24 x 2.8
     return model.eval()
 
 
