@@ -160,8 +160,10 @@ def read_options(text):
 
 
 def parse_option(value):
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
     try:
-        return json.loads(value.lower())  # a number, true or false
+        return float(value)
     except ValueError:
         return value
 
@@ -206,8 +208,11 @@ def extend_model(model, cfg):
     meta = model.meta
     pretraining_tokens = meta.get("pretraining_tokens")
     if cfg.keep_optimizer:
-        advice = "raise --max_iters, or leave --keep_optimizer out"
+        advice = "leave --keep_optimizer out"
+        has_state = (model.folder / "optim.safetensors").is_file()
+        require(has_state, f"{model.folder} has no optimizer's state to keep: {advice}")
         goes_on = meta["step"] < cfg.last_step
+        advice = f"raise --max_iters, or {advice}"
         require(goes_on, f"{model.folder} has taken all {cfg.last_step} steps: {advice}")
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)

@@ -198,7 +198,9 @@ class Attention(nn.Module):
         if self.sink_scores is None:
             y = scheme.attend(q, k, v, pos, self.layer, cache, **options)  # (B, H, T, D)
         else:  # a score without a value takes part in each softmax; lse is that of the others
-            y, lse = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
+            attended = scheme.attend(q, k, v, pos, self.layer, cache, return_lse=True, **options)
+            assert isinstance(attended, tuple), "attend() has to return the log-sum-exp, too"
+            y, lse = attended
             y = (y * torch.sigmoid(lse - self.sink_scores[:, None])[..., None]).to(y.dtype)
         # Concatenate the heads and project back.
         return self.o(y.transpose(1, 2).reshape(B, T, -1))

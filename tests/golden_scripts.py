@@ -503,7 +503,6 @@ train.py --layer_pattern=FFFFN
 train.py --pos=learned --layer_pattern=FN
 train.py --pos=alibi --random_positions=999
 train.py --random_positions=100
-train.py --attn_scale=0
 train.py --window=-1
 train.py --sinks=2
 train.py --dropout=1
