@@ -86,3 +86,14 @@ def test_provenance_names_commit_hardware_version_and_date():
     assert parts[-2] == "torch " + torch.__version__.partition("+")[0]
     assert parts[-1].count("-") == 2
     assert re.match(rf"{torch.get_num_threads()} threads? of ", parts[1])
+
+
+def test_flops_are_counted_by_weights_and_visible_keys(make):
+    """6 a weight of a matrix product, 12 a layer, channel and visible key (PaLM)."""
+    model = make(n_layer=3, window=5, sinks=2, layer_pattern="WFN", head_dim=6, mlp="gelu")
+    channels = 4 * 6  # of all heads; n_embd is 32
+    block = 4 * 32 * channels + 2 * 32 * 128
+    weights = 3 * block + 50 * 32
+    for length, keys in ((100, 7 + 100 + 100), (4, 4 + 4 + 4)):
+        expected = 6 * weights + 12 * channels * keys
+        assert devices.flops_per_token(model, length) == expected

@@ -227,7 +227,7 @@ def test_options_are_numbers_booleans_or_text(tmp_path):
 def test_the_fitted_scale_has_the_lowest_loss_of_all_candidates(save_run, make, tmp_path, capsys):
     """Each candidate as if the model had that attn_scale."""
     text = tmp_path / "text.txt"
-    text.write_bytes(TEXT[:1920])
+    text.write_bytes(TEXT[:960])
     run = save_run(pos="nope")
     words = [run, "--method=scale", "--factor=1", "--max_iters=0", "--device=cpu"]
     assert_refused_without_text(words)
@@ -239,7 +239,7 @@ def test_the_fitted_scale_has_the_lowest_loss_of_all_candidates(save_run, make, 
         candidate = GPT(GPTConfig(**{**vars(GPT.load(run).config), "attn_scale": scale}))
         candidate.load_state_dict(GPT.load(run).state_dict())
         with torch.no_grad():
-            found = losses_of_sequences(candidate, list(TEXT[:1920]), 24)
+            found = losses_of_sequences(candidate, list(TEXT[:960]), 24)
         losses[scale] = float(found[:, 18:].mean())
     assert fitted == min(losses, key=losses.get)
     assert f"{losses[fitted]:.4f} nats" in capsys.readouterr().out
