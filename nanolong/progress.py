@@ -46,8 +46,8 @@ class Progress:
     def start_clock(self, state):
         self.clock, self.clock_tokens = time.perf_counter(), state.tokens
 
-    def step(self, state, loss, grad_norm):
-        """Show a step, and log it every log_interval steps."""
+    def step(self, state, loss, grad_norm, **others):
+        """Show a step, and log it, with other numbers by name, every log_interval steps."""
         if self.rank:
             return
         cfg, step = self.cfg, state.step
@@ -61,7 +61,8 @@ class Progress:
         if is_logged:
             norm = grad_norm if math.isfinite(grad_norm) else None
             row = {"loss": loss, "lr": optim.get_lr(cfg, step - 1), "norm": norm}
-            self.log.write(step, **row, tokens=state.tokens, tokens_per_second=round(speed))
+            row |= {"tokens": state.tokens, "tokens_per_second": round(speed)}
+            self.log.write(step, **row, **others)
         # once, and for every tenth of a run without a terminal
         if step == self.first_step or no_terminal() and step % max(1, cfg.last_step // 10) == 0:
             memory = f", {devices.peak_memory(self.device) / 1e9:.3g} GB at the peak"
