@@ -77,7 +77,7 @@ KEPT = (
 
 def run_defaults(given, paths):
     """The defaults that depend on what is given. Raises UserError if there is no run."""
-    require(len(paths) == 1, "extend.py extends one run: name it, as in extend.py out/python-rope")
+    require(len(paths) == 1, "name the one run folder to extend, as in extend.py out/python-rope")
     folder = run.find_checkpoint(paths[0])
     parent = Path(paths[0]) if run.list_steps(paths[0]) else folder.parent
     meta = run.read_meta(folder)
@@ -250,6 +250,12 @@ def save_extended(model, cfg):
 # Reports.
 
 
+def open_dataset(model, cfg):
+    """The dataset to train on. Raises UserError if its tokens are not the model's."""
+    reader = (model.folder, model.config.vocab_size, model.meta.get("tokenizer"))
+    return data.open_dataset(cfg.dataset, cfg.bos, reader)
+
+
 def texts_of(model, cfg, part="val"):
     """The text of --text, or that part of each source of the dataset: name -> data.Split."""
     tokenizer = model.meta.get("tokenizer")
@@ -258,13 +264,12 @@ def texts_of(model, cfg, part="val"):
         tokenizer = data.tokenizer_from_json(tokenizer)
         text = data.TextFile(cfg.text, tokenizer, model.config.vocab_size, model.meta.get("bos"))
         return {cfg.text: text.val}
-    reader = (model.folder, model.config.vocab_size, tokenizer)
-    dataset = data.open_dataset(cfg.dataset, cfg.bos, reader)
+    dataset = open_dataset(model, cfg)
     return {source.name: getattr(source, part) for source in dataset.sources}
 
 
 def print_lengths(model, cfg):
-    """Print the context length before and after."""
+    """Print the context length before and after, and whether there is text as long."""
     config = model.config
     before = round(config.block_size / cfg.factor)
     lengths = f"{before:,} -> {config.block_size:,} tokens"
@@ -272,6 +277,10 @@ def print_lengths(model, cfg):
         lengths += f", originally {config.original_length:,}"
     layers = ", full-attention layers only" if config.extension.get("layers") == "full" else ""
     print(f"context length: {lengths} ({cfg.method}{layers})")
+    if cfg.max_iters:
+        length = cfg.train_length or config.block_size
+        fraction = open_dataset(model, cfg).long_fraction(length)
+        print(f"{fraction:.0%} of the training tokens are in documents of at least {length} tokens")
 
 
 def report(model, cfg):

@@ -173,7 +173,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(D if is_by_head else n_q, config.norm_eps)
             self.k_norm = RMSNorm(D if is_by_head else n_kv, config.norm_eps)
         has_scale = config.score_scale_layers == "all" or not config.uses_positions(layer)
-        self.score_scale = config.score_scale if has_scale else "none"
+        self.query_scale = config.score_scale if has_scale else "none"
         self.sink_scores = None
         if config.sink_scores:
             self.sink_scores = nn.Parameter(torch.zeros(config.n_head))
@@ -190,7 +190,7 @@ class Attention(nn.Module):
         # (B, H or Hk, T, D)
         q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (q, k, v))
         # The more keys a query sees, the larger its scores.
-        if self.score_scale != "none":
+        if self.query_scale != "none":
             q = self.scale_queries(q, pos[..., None, :, None])
         # Attend, with the scheme's rotation or bias.
         scale = self.config.attn_scale * scheme.score_scale / math.sqrt(self.config.head_dim)
@@ -211,7 +211,7 @@ class Attention(nn.Module):
         n = t + 1  # keys that a query sees
         if self.window:
             n = n.clamp(max=self.window + self.sinks)
-        if self.score_scale == "llama4":
+        if self.query_scale == "llama4":
             steps = (t + self.config.score_scale_offset) // length
             factor = 1 + self.config.score_scale_coefficient * (1 + steps).log()
         else:
@@ -1065,8 +1065,8 @@ def check_config(config):
     # kinds of layers
     require(
         pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
-        f"layer_pattern={pattern!r} is no word of at most {config.n_layer} letters F, W, N and S: "
-        "give one such as FFFN",
+        f"layer_pattern={pattern!r} is no word of the letters F, W, N and S, one for each of at most "
+        f"{config.n_layer} layers: give one such as FFFN",
     )
     require(
         set(pattern).isdisjoint("WS") == (not window),

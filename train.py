@@ -1,6 +1,6 @@
 """Train a GPT, on one process or many.
 
-    python train.py --pos=rope          trains the demo's model on the built-in dataset
+    python train.py --pos=rope          trains the default model on the built-in dataset
     python train.py config/shakespeare.toml --pos=learned
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2.toml --pos=alibi
     python train.py --out_dir=out/python-rope --init_from=resume
@@ -215,7 +215,7 @@ def estimate_loss(model, dataset, cfg, stop=()):
         pos = data.random_positions(model.config, len(x), T, batch[0])
         inputs, n_targets = model_inputs(x, y, pos, dataset.document_ids(x), device)
         n_bytes = dataset.count_bytes(inputs["targets"].cpu().numpy()) or 0
-        # not `forward`: what is compiled whole would be compiled again, without gradients
+        # not the compiled model, which would be compiled again, without gradients
         with devices.autocast(device, getattr(torch, cfg.dtype)):
             loss_sum = model(**inputs, reduction="sum")
         if number < len(batches):
@@ -353,7 +353,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
     is_saved = cfg.resumes
     is_evaluated = is_saved and parallel.broadcast(run.is_evaluated(cfg.out_dir, state.step))
     while True:
-        # Save, then evaluate; after a stop signal only save.
+        # Save, then evaluate: before the first step, too. After a stop signal only save.
         is_due = state.step % cfg.eval_interval == 0 or state.step == cfg.last_step
         if (is_due or stopped) and not is_saved:
             save(model, optimizers, state, cfg, dataset)
@@ -368,8 +368,8 @@ def fit(forward, optimizers, batches, state, stop, shown):
             return {**last_eval, "stopped": stopped, "last_step": state.step}
         is_saved = is_evaluated = False
 
-        # Forward and backward. The sums over all processes are the one read from the device in a
-        # step (a dynamic method reads PoSE's positions, too).
+        # Forward and backward. The sums over all processes are read from the device together, for
+        # a step would wait for each read.
         sums = forward_backward(forward, batches, state)
         grads = optim.gradients(model)
         grad_norm = parallel.whole(torch.nn.utils.get_total_norm(grads))
@@ -382,9 +382,9 @@ def fit(forward, optimizers, batches, state, stop, shown):
         loss = loss_sum / max(n_targets, 1)
         to_mean = batches.tokens_per_step / max(n_targets, 1) / state.loss_scale
         grad_norm *= to_mean
-        overflowed = cfg.dtype == "float16" and state.loss_scale > 1  # is only skipped
+        may_overflow = cfg.dtype == "float16" and state.loss_scale > 1  # such a step is skipped
         where = f"the loss {loss:g} or gradient norm {grad_norm:g} of step {state.step + 1}"
-        check_finite(where, cfg, loss_sum, 0 if overflowed else grad_norm)
+        check_finite(where, cfg, loss_sum, 0 if may_overflow else grad_norm)
         update(model, optimizers, grads, grad_norm, to_mean, state, cfg)
         del grads  # or they would take memory until the next step has its own
         state.step += 1

@@ -15,7 +15,6 @@ from data.dataset import (
     TextFile,
     dataset_exists,
     find_dataset,
-    prepare_missing,
     random_positions,
     short_name,
     split_mixture,
@@ -37,3 +36,12 @@ from data.tokenizer import (
     same_vocabulary,
     tokenizer_from_json,
 )
+
+
+def prepare_missing(dataset):
+    """Make those of the small datasets python and shakespeare that are named and not there yet."""
+    for name in split_mixture(dataset):
+        if name in ("python", "shakespeare") and not dataset_exists(name):
+            from data.prepare import prepare
+
+            prepare(name)

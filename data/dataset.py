@@ -650,15 +650,6 @@ def split_fraction(item):
         return item, math.nan
 
 
-def prepare_missing(dataset):
-    """Make those of the small datasets python and shakespeare that are named and not there yet."""
-    for name in split_mixture(dataset):
-        if name in ("python", "shakespeare") and not dataset_exists(name):
-            from data.prepare import prepare
-
-            prepare(name)
-
-
 def random_positions(config, batch_size, length, seed):
     """Sample sorted, distinct position ids (batch_size, length) int64 below random_positions of a
     GPTConfig, on the CPU (Ruoss et al. 2023); None if it is 0. All callers of a model pass them on.

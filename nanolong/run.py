@@ -445,6 +445,8 @@ class Log:
     """
 
     def __init__(self, folder, step=None, wandb="", settings=None):
+        installed = not wandb or importlib.util.find_spec("wandb")
+        require(installed, "--wandb needs its package: pip install wandb, or leave it out")
         self.wandb = None
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -458,8 +460,6 @@ class Log:
         # unbuffered: what a full disk has refused would be written again when the file is closed
         self.file = open(file, "ab", buffering=0)
         if wandb:
-            installed = importlib.util.find_spec("wandb")
-            require(installed, "--wandb needs its package: pip install wandb, or leave it out")
             import wandb as package
 
             self.wandb = package.init(project=wandb, name=self.folder.name, config=settings)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from flags import SMALLEST
 
+import data
 import rope_scaling
 from model import GPT, POSITIONS, ContextLengthWarning, GPTConfig
 from nanolong import parallel
@@ -92,7 +93,7 @@ def make_inputs(model, docs=False, positions=False):
     return {
         "tokens": torch.randint(50, (2, T)),
         "targets": torch.randint(-1, 50, (2, T)),
-        "positions": model.sample_positions(2, T, 5) if positions else None,
+        "positions": data.random_positions(model.config, 2, T, 5) if positions else None,
         "docs": (torch.arange(T) // 13).expand(2, T) if docs else None,
     }
 

@@ -219,7 +219,7 @@ def losses_in_chunks(model, monkeypatch, chunk=16):
     """The losses of 2 sequences of 45 random tokens, at once and in chunks, and those passes."""
     x = torch.randint(0, 50, (2, 45))
     y = torch.randint(0, 50, (2, 45))
-    positions = model.sample_positions(2, 45, 3)
+    positions = data.random_positions(model.config, 2, 45, 3)
     lengths = input_lengths(model)
     with torch.no_grad():
         at_once = loss.token_losses(model, x, y, positions)

@@ -10,14 +10,15 @@ from conftest import ROOT, assert_success
 
 import evaluate
 from model import GPT
-from nanolong import evaluation_log, losses, retrieval, scoring
+from nanolong import evaluation_log, retrieval, scoring
+from nanolong.evaluation import loss
 from nanolong.evaluation_log import EvaluationLog, Measurement
 
 LOSS = ["--lengths=24,48", "--max_tokens=960", "--protocol=last-quarter,sliding", "--stride=12"]
 NEEDLE = ["--task=needle", "--lengths=24,48", "--depths=2", "--trials=2"]
 
 
-MEASURING = [(losses, "loss_by_part"), (retrieval, "ask_for_needles")]
+MEASURING = [(loss, "loss_by_part"), (retrieval, "ask_for_needles")]
 
 
 @pytest.fixture

@@ -384,17 +384,18 @@ PRINT_RESULTS = """
 import json
 import sys
 
-imported = sorted({"nanolong", "transformers", "triton"} & set(sys.modules))
+imported = sorted({"data", "transformers", "triton"} & set(sys.modules))
 print(json.dumps([losses, generated, sampled, imported]))
 """
 
 
 def test_model_py_works_when_copied_into_another_project(tmp_path):
-    """With rope_scaling.py and kernels/ it trains, extends and generates without nanolong/, prints
-    nothing, and imports neither triton nor transformers.
+    """With rope_scaling.py, kernels/ and two files of nanolong/ it trains, extends and generates,
+    prints nothing, and imports neither triton nor transformers.
     """
-    for name in ("model.py", "rope_scaling.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "nanolong").mkdir()
+    for name in ("model.py", "rope_scaling.py", "nanolong/errors.py", "nanolong/inference.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=ignore)
     (tmp_path / "here.py").write_text(TRAIN_AND_GENERATE)

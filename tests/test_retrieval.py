@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import types
 from itertools import product
 
 import pytest
@@ -29,13 +30,9 @@ class Oracle(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.probability = probability
         self.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256}
+        self.config = types.SimpleNamespace(random_positions=0)
+        self.blocks = []
         self.prompts = []
-
-    def sample_positions(self, batch_size, length, seed):
-        return None
-
-    def flops_per_token(self, length):
-        return 1
 
     def hidden_states(self, x, positions):
         logits = torch.zeros(*x.shape, 257)
