@@ -1065,8 +1065,8 @@ def check_config(config):
     # kinds of layers
     require(
         pattern and set(pattern) <= set("FWNS") and len(pattern) <= config.n_layer,
-        f"layer_pattern={pattern!r} is no word of the letters F, W, N and S, one for each of at most "
-        f"{config.n_layer} layers: give one such as FFFN",
+        f"layer_pattern={pattern!r} is no word of the letters F, W, N and S, at most one for each "
+        f"of {config.n_layer} layers: give one such as FFFN",
     )
     require(
         set(pattern).isdisjoint("WS") == (not window),
