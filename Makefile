@@ -121,7 +121,7 @@ public: .venv/hf $(SMOLLM2)
 	$(PY) sample.py $(PUBLIC)-yarn4 --start="The capital of France is" --max_new_tokens=60
 
 .venv/demo: requirements.txt
-	@$(PYTHON) nanolong/python_version.py
+	@$(PYTHON) -m nanolong.settings
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 		echo "error: $(PYTHON) has no venv module: install it (apt-get install python3-venv)" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
