@@ -177,7 +177,7 @@ def fit_scale(model, cfg, options):
     training sequences, or of --text, of the extended length.
     """
     require(cfg.text or cfg.dataset, "a scale is fitted on text: give --text, --dataset or a scale")
-    split = next(iter(texts_of(model, cfg, "train").values()))
+    split = texts_of(model, cfg)[cfg.text] if cfg.text else open_dataset(model, cfg).train
     trial = GPT.load(model.folder).to(devices.pick_device(cfg.device))
     trial.extend(cfg.method, cfg.factor, cfg.layers, **{**options, "scale": 1.0})
     length = trial.config.block_size
@@ -256,16 +256,15 @@ def open_dataset(model, cfg):
     return data.open_dataset(cfg.dataset, cfg.bos, reader)
 
 
-def texts_of(model, cfg, part="val"):
-    """The text of --text, or that part of each source of the dataset: name -> data.Split."""
+def texts_of(model, cfg):
+    """The text of --text, or the validation set of each source of the dataset: name -> data.Split."""
     tokenizer = model.meta.get("tokenizer")
     if cfg.text:
         require(tokenizer, f"{model.folder} has no tokenizer: give --dataset, not --text")
         tokenizer = data.tokenizer_from_json(tokenizer)
         text = data.TextFile(cfg.text, tokenizer, model.config.vocab_size, model.meta.get("bos"))
         return {cfg.text: text.val}
-    dataset = open_dataset(model, cfg)
-    return {source.name: getattr(source, part) for source in dataset.sources}
+    return {source.name: source.val for source in open_dataset(model, cfg).sources}
 
 
 def print_lengths(model, cfg):
@@ -293,14 +292,13 @@ def report(model, cfg):
         print(f"what extending has changed was not measured: {parent} is gone")
         return
     original = GPT.load(parent).to(device)
+    model.to(device)
     dtype = devices.pick_dtype(cfg.dtype, device)
     lengths = {model.config.original_length, cfg.eval_length or model.config.block_size}
     for name, split in texts_of(model, cfg).items():
         for length in sorted(lengths):
             try:
-                text = loss.describe_change(
-                    original, model.to(device), split, length, cfg.max_tokens, dtype
-                )
+                text = loss.describe_change(original, model, split, length, cfg.max_tokens, dtype)
             except UserError as error:  # too long for the text, or for the original model
                 text = f"not compared ({error})"
             print(f"loss at {length:,} tokens, {name}: {text}", flush=True)
