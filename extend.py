@@ -257,7 +257,7 @@ def open_dataset(model, cfg):
 
 
 def texts_of(model, cfg):
-    """The text of --text, or the validation set of each source of the dataset: name -> data.Split."""
+    """The text of --text, or the validation set of each source of the dataset: by name."""
     tokenizer = model.meta.get("tokenizer")
     if cfg.text:
         require(tokenizer, f"{model.folder} has no tokenizer: give --dataset, not --text")
