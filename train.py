@@ -405,9 +405,9 @@ def restore_state(model, cfg):
     if not cfg.continues:
         return state
     meta = run.read_meta(model.folder)  # the model may be extended by now, and have another meta
-    kept = ["step", "tokens"]
-    if meta["train"].get("dtype") == cfg.dtype:
-        kept += ["loss_scale", "good_steps"]
+    kept = asdict(state).keys() - {"kernels"}
+    if meta["train"].get("dtype") != cfg.dtype:
+        kept -= {"loss_scale", "good_steps"}
     return replace(state, **{name: meta[name] for name in kept})
 
 

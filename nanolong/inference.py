@@ -280,12 +280,13 @@ def pad_prompts(model, tokens, lengths, total, capacity):
     """
     width = max(lengths)
     device = model.embed.weight.device
-    from data import random_positions
-
     rows = []
     for n in lengths:
-        row = random_positions(model.config, 1, n + total - width, 0)
-        row = torch.arange(n + total - width) if row is None else row[0]
+        row = torch.arange(n + total - width)
+        if model.config.random_positions:
+            from data import random_positions
+
+            row = random_positions(model.config, 1, len(row), 0)[0]
         rows.append(F.pad(row, (width - n, capacity - total)))
     if min(lengths) == width:
         return tokens, rows[0] if model.config.random_positions else None, None

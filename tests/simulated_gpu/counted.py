@@ -27,7 +27,7 @@ def print_counts():
 
 def count_steps(script, *flags):
     """Run train.py or extend.py, and print the counts of each step from its first forward pass."""
-    forward_backward, optimizer_step = train.forward_backward, train.optimizer_step
+    forward_backward, optimizer_step = train.forward_backward, train.update
 
     def first(*args):
         counts.reset()
@@ -37,7 +37,7 @@ def count_steps(script, *flags):
         optimizer_step(*args)
         print_counts()
 
-    train.forward_backward, train.optimizer_step = first, last
+    train.forward_backward, train.update = first, last
     sys.argv = [script, *flags]
     run_main({"train.py": train, "extend.py": extend}[script].main)
 
