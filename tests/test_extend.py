@@ -29,7 +29,7 @@ import extend
 import rope_scaling
 import train
 from model import GPT, GPTConfig
-from nanolong.run import list_steps, read_meta
+from nanolong.run import list_steps, read_meta, save_model
 
 SETTINGS = {**SMALLEST, "batch_size": 4, "max_iters": 2, "eval_iters": 1}
 TEXT = (ROOT / "LICENSE").read_bytes()
@@ -429,3 +429,88 @@ def test_resuming_with_another_extension_is_refused(trained, extend_run, tmp_pat
     assert sorted(newest(tmp_path / "extended").iterdir()) == files
     assert_success(extend_run(by2, *resume))
     assert GPT.load(tmp_path / "extended").config.block_size == 256
+
+
+def test_which_settings_are_taken_over(trained):
+    meta = read_meta(newest(trained))
+    inherited = "dataset bos tasks optimizer lr_schedule beta1 beta2 grad_clip log_interval wandb"
+    inherited += " device dtype checkpoint_activations seed"
+    kept = "max_iters min_lr warmup_iters weight_decay min_doc separate_docs eval_interval"
+    kept += " eval_length compile"
+    rate = meta["train"]["learning_rate"]
+    scaled = {"learning_rate", "batch_size", "gradient_accumulation_steps", "eval_iters"}
+    meta["train"] = {n: x if n in scaled else "unlike" for n, x in meta["train"].items()}
+    for words, names in (({}, inherited), ({"keep_optimizer": True}, f"{inherited} {kept}")):
+        saved = extend.inherited_settings(meta, {"train_length": 32, **words})
+        assert {name for name, x in saved.items() if x == "unlike"} == set(names.split())
+    assert saved["learning_rate"] == rate
+
+
+def test_tokens_of_a_step_and_of_an_evaluation_are_kept(trained):
+    """A micro-batch of two sequences becomes one of four times the length, in half as many."""
+    meta = read_meta(newest(trained))
+    meta["train"] |= {"batch_size": 2, "gradient_accumulation_steps": 4, "eval_iters": 64}
+    saved = extend.inherited_settings(meta, {})
+    assert (saved["batch_size"], saved["gradient_accumulation_steps"]) == (1, 2)
+    assert saved["eval_iters"] == 16
+
+
+def test_options_are_in_the_name_of_the_folder():
+    for options, suffix in (
+        ("beta_fast=16,ramp=paper", "beta_fast=16-ramp=paper"),
+        ("a/b.json", "b"),
+    ):
+        name = extend.default_out_dir("out/rope", {"options": options}, None)
+        assert name == f"out/rope-yarn4-{suffix}"
+
+
+def test_reports_are_at_the_original_length_and_the_one_that_is_asked(
+    save_run, extend_run, tmp_path, monkeypatch
+):
+    """Of a model that is extended twice; tokens before the first extension are remembered."""
+    asked = []
+    monkeypatch.setattr(
+        extend.loss, "describe_change", lambda *args: asked.append(args[3:5]) or "a loss"
+    )
+    run = save_run(meta={"tokens": 1000})
+    again = tmp_path / "again"
+    text = f"--text={ROOT / 'LICENSE'}"
+    assert_success(extend_run(run, "--factor=2", "--max_iters=0"))
+    words = ["--factor=2", "--max_iters=0", text, "--max_tokens=960", "--eval_length=72"]
+    # the tokens of the fine-tuning that a run between has had are not of pretraining
+    model = GPT.load(tmp_path / "extended")
+    model.meta["tokens"] = 50
+    model.save(tmp_path / "between/step-000001")
+    assert_success(extend_run(tmp_path / "between", *words, f"--out_dir={again}"))
+    assert asked == [(24, 960), (72, 960)]
+    assert GPT.load(again).meta["pretraining_tokens"] == 1000
+
+
+def test_a_scale_is_fitted_on_training_sequences(save_run, extend_run, text_data, monkeypatch):
+    files = set()
+    real = extend.loss.loss_by_position
+
+    def loss_by_position(model, split, *args):
+        files.add(split.files[0].name)
+        return real(model, split, *args)
+
+    monkeypatch.setattr(extend.loss, "loss_by_position", loss_by_position)
+    monkeypatch.setattr(extend, "report", lambda *args: None)
+    words = ["--method=scale", "--factor=1", "--max_iters=0", f"--dataset={text_data}"]
+    assert_success(extend_run(save_run(pos="nope"), *words))
+    assert files == {"train.bin"}
+
+
+@pytest.mark.parametrize(
+    "pos, method, dtype", [("rope", "yarn", torch.bfloat16), ("learned", "pi", torch.float32)]
+)
+def test_weights_are_stored_as_those_of_the_parent_if_that_is_exact(
+    pos, method, dtype, make, extend_run, tmp_path
+):
+    """An interpolated table would be rounded."""
+    model = make(pos=pos, vocab_size=257)
+    model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256, "step": 1}
+    save_model(model, tmp_path / "run/step-000001", torch.bfloat16)
+    words = [f"--method={method}", "--factor=2", "--max_iters=0"]
+    assert_success(extend_run(tmp_path / "run", *words))
+    assert GPT.load(tmp_path / "extended").stored_dtype == dtype

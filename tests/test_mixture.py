@@ -335,3 +335,18 @@ def test_documents_are_kept_apart_where_they_are_known(
         assert_success(call("extend.py", *words, f"--out_dir={out}-extended"))
         assert kept_apart and all(apart == expected for apart in kept_apart)
         kept_apart.clear()
+
+
+@torch.no_grad()
+def test_documents_are_apart_in_validation_too(short, make):
+    model = make(vocab_size=257)
+    dataset = data.Dataset(short)
+    dataset.select(separate=True)
+    cfg = train.TrainConfig(**SMALLEST)
+    found = train.estimate_loss(model, dataset, cfg)["val_loss"]
+    indices = dataset.val.spaced(4, 24)
+    sequences = [dataset.val.sequence(i, 24) for i in indices]
+    x, y = (torch.from_numpy(np.stack(part)) for part in zip(*sequences, strict=True))
+    logits = model(x, docs=(x == 256).cumsum(1)).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, y.flatten(), ignore_index=-1)
+    assert found == pytest.approx(expected.item(), rel=1e-5)

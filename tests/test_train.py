@@ -106,7 +106,7 @@ def test_the_update_is_adamw_on_the_mean_over_scored_tokens(cfg, text_data):
     assert logged(settings.out_dir, "loss") == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("eval_length", [0, 11])
+@pytest.mark.parametrize("eval_length", [0, 7])
 def test_the_validation_loss_is_the_mean_over_evenly_spaced_sequences(
     eval_length, cfg, text_data, tmp_path
 ):
@@ -424,3 +424,87 @@ def test_the_losses_of_the_debug_preset_are_these(call, tmp_path):
     words = [f"--dataset={folder}", f"--out_dir={tmp_path}/run", "--device=cpu", "--dtype=float32"]
     assert_success(call("train.py", "config/debug.toml", *words))
     assert logged(tmp_path / "run", "val_loss") == pytest.approx([5.5453, 4.8322, 4.5412], rel=1e-3)
+
+
+def test_the_seed_is_of_weights_batches_and_dropout(cfg, text_data):
+    settings = cfg(seed=7)
+    dataset = data.Dataset(text_data)
+    shape = vars(tiny().config)
+    model = train.make_model(SimpleNamespace(cfg=settings, model_config=GPTConfig(**shape)))
+    torch.manual_seed(7)
+    expected = GPT(GPTConfig(**shape))
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    seeds = []
+    for seed in (7, 8):
+        batches = train.Batches(dataset, model, cfg(seed=seed), 16, 0, 0)
+        for index in range(3):
+            inputs, _, dropout_seed = batches.read(index)
+            x, *_ = dataset.batch(index, 2, 16, seed)
+            assert np.array_equal(inputs["tokens"], x)
+            seeds.append(dropout_seed)
+    assert len(set(seeds)) == 6
+
+
+def test_the_loss_scale_doubles_after_2000_good_steps(cfg):
+    for dtype, loss_scale in (("float16", 8.0), ("float32", 4.0)):
+        state = train.TrainState(loss_scale=4.0, good_steps=1999)
+        train.update(tiny(), [], [torch.ones(1)], 1.0, 1.0, state, cfg(dtype=dtype))
+        assert (state.loss_scale, state.good_steps) == (loss_scale, 2000)
+
+
+def test_a_resumed_run_has_the_loss_scale_of_its_dtype(cfg, monkeypatch):
+    saved = {"step": 3, "tokens": 96, "loss_scale": 4.0, "good_steps": 7}
+    meta = {**saved, "train": {"dtype": "float16"}}
+    monkeypatch.setattr(train.run, "read_meta", lambda folder: meta)
+    resumed = {"init_from": "resume", "out_dir": "run"}
+    same = train.restore_state(SimpleNamespace(folder="run"), cfg(dtype="float16", **resumed))
+    assert same == train.TrainState(**saved)
+    other = train.restore_state(SimpleNamespace(folder="run"), cfg(dtype="float32", **resumed))
+    assert other == train.TrainState(step=3, tokens=96)
+
+
+def test_bits_per_byte_counts_the_bytes_of_characters(cfg, character_data):
+    """One, two and three bytes in turn: two on average of 15 targets."""
+    meta = json.loads((character_data / "meta.json").read_text())
+    meta["tokenizer"] = data.CharTokenizer("aé€").to_json()
+    (character_data / "meta.json").write_text(json.dumps(meta))
+    settings = cfg(eval_length=15)
+    found = train.estimate_loss(tiny(vocab_size=3), data.Dataset(character_data), settings)
+    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / 0.693147 / 2, rel=1e-5)
+
+
+def test_the_last_batch_of_an_evaluation_may_be_smaller(cfg, text_data):
+    """Five sequences in batches of two have the loss of five in batches of five."""
+    model, dataset = tiny(), data.Dataset(text_data)
+    two, five = (cfg(eval_iters=5, batch_size=n) for n in (2, 5))
+    losses = [train.estimate_loss(model, dataset, each)["val_loss"] for each in (two, five)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_bos_documents_and_tasks_are_those_of_the_settings(cfg, text_data):
+    model = tiny(block_size=64)
+    whole = data.Dataset(text_data)
+    shortest = min(np.diff(np.flatnonzero(np.append(whole.train.tokens[0], 256) == 256)))
+    dataset = train.open_dataset(model, cfg(min_doc=int(shortest) + 1), 16)
+    assert (len(whole.train.tokens), len(dataset.train.tokens)) == (1, 2)  # one file, two documents
+    dataset = train.open_dataset(model, cfg(bos=False), 16)
+    assert (dataset.batch(0, 8, 16, 1)[0][:, 0] != 256).any()
+    batches = train.Batches(whole, model, cfg(tasks=("passkey:1",)), 64, 0, 0)
+    rows = batches.ready[0]["tokens"].numpy()
+    assert all(b"key " in bytes(row[row < 256].tolist()) for row in rows)
+
+
+def test_a_stop_signal_ends_the_run_after_the_step(cfg, monkeypatch):
+    """Not only at the next evaluation, which gives up, too."""
+    real = train.forward_backward
+
+    def forward_backward(forward, batches, state):
+        if state.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return real(forward, batches, state)
+
+    monkeypatch.setattr(train, "forward_backward", forward_backward)
+    settings = cfg(max_iters=6, eval_interval=6)
+    result = train.train(tiny(), settings)
+    assert (result["stopped"], result["last_step"]) == (True, 2)
+    assert newest(settings.out_dir).name == "step-000002"
