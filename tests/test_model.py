@@ -125,6 +125,15 @@ def test_an_extension_is_of_the_layers_that_were_chosen_first(first, make):
     assert torch.allclose(model.rope_wavelengths(window=True), local, rtol=1e-12)
 
 
+def test_layers_with_a_window_are_extended_if_no_others_have_positions(make):
+    model = make(n_layer=4, layer_pattern="WWWN", window=5)
+    before = model.rope_wavelengths(window=True)
+    with pytest.raises(ValueError, match="--layers=all"):
+        model.extend("pi", 2.0, "full")
+    model.extend("pi", 2.0)
+    assert torch.equal(model.rope_wavelengths(window=True), 2 * before)
+
+
 @pytest.mark.parametrize(
     "settings, positions, expected",
     [
