@@ -690,12 +690,10 @@ class RoPE(NoPE):
         if method not in rope_scaling.ATTENTION:
             return super().attend(q, k, v, pos, layer, cache, **mask)
         # LM-Infinite and Self-Extend replace attention.
-        unusual = [name for name in ("docs", "positions") if mask.get(name) is not None]
-        unusual += [name for name in ("window", "return_lse") if mask.get(name)]
         require(
-            type(self) is RoPE and not unusual,
-            f"method {method!r} is for --pos=rope, and one text from its start: leave out windows, "
-            "learned sinks, documents and explicit positions",
+            mask.get("docs") is None and mask.get("positions") is None,
+            f"method {method!r} is for one text from its start: leave out documents and explicit "
+            "positions",
         )
         attention = rope_scaling.ATTENTION[method]
         length = self.config.original_length
@@ -711,9 +709,16 @@ class RoPE(NoPE):
         layers: "full" leaves those of layers with a window as they were trained.
         """
         self.check_method(method, options)
+        replaces_attention = method in rope_scaling.ATTENTION
+        is_plain = type(self) is RoPE and not (self.config.window or self.config.sink_scores)
+        require(
+            is_plain or not replaces_attention,
+            f"method {method!r} replaces attention: it is for --pos=rope without a window and "
+            "without learned sinks, so choose another method",
+        )
         self.set_frequencies(method, factor, options)
         self.scaling = method, factor, options
-        self.needs_whole_text = method in rope_scaling.ATTENTION
+        self.needs_whole_text = replaces_attention
         self.is_dynamic = "length" in self.methods[method] and "length" not in options
         self._length = self._tables_version = None
         # Layers with a window have the same frequencies, or those of a RoPE of their own.

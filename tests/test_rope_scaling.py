@@ -9,8 +9,9 @@ import torch
 from conftest import BUILT_IN, OFFLINE, ROOT, assert_success, run_python
 
 import rope_scaling
-from model import GPT, POSITIONS
+from model import GPT, POSITIONS, GPTConfig
 from nanolong.entry import load_entry
+from nanolong.errors import UserError
 from nanolong.inference import KVCache
 from rope_scaling import METHODS, OPTIONS
 
@@ -277,6 +278,17 @@ def test_attention_is_that_by_distance_around_the_window(method, options, T, mak
     model = build(make, {"block_size": 16}, method, 3, options).double()
     tokens = torch.randint(0, 50, (1, T))
     assert_close(model(tokens), reference.logits(model, tokens), 1e-6)
+
+
+@pytest.mark.parametrize("method", rope_scaling.ATTENTION)
+@pytest.mark.parametrize("settings", [{"window": 8}, {"sink_scores": True}])
+def test_a_method_that_replaces_attention_is_refused_at_once(method, settings):
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, **settings))
+    before = model.rope_wavelengths()
+    with pytest.raises(UserError, match="without a window and without learned sinks"):
+        model.extend(method, 2.0)
+    assert model.config.extension is None
+    assert torch.equal(model.rope_wavelengths(), before)
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - set(rope_scaling.ATTENTION)))
