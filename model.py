@@ -1051,6 +1051,8 @@ def check_config(config):
         if get_origin(hint) is Literal:
             value, choices = getattr(config, name), get_args(hint)
             require(value in choices, f"{name}={value} is unknown: give {', '.join(choices)}")
+    require(0 <= config.dropout < 1, f"dropout={config.dropout} is no fraction below 1: give one")
+    require(0 <= config.p_rope <= 1, f"p_rope={config.p_rope} is no fraction: give one up to 1")
     pos, pattern, window = config.pos, config.layer_pattern, config.window
     names = ", ".join(POSITIONS)
     require(pos in POSITIONS, f"there is no scheme {pos!r}: give {names}, or --entry=FILE.py")

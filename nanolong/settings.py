@@ -34,7 +34,13 @@ from nanolong.errors import UserError, require
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 HIDDEN = ("vocab_size", "extension")  # the dataset and GPT.extend() set these
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+MOST = 2**53  # whole numbers are below it
+KINDS = {
+    bool: "true or false",
+    int: "a whole number from 0 on, below 2^53",
+    float: "a number, finite and not negative",
+    str: "text",
+}
 
 
 def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
@@ -133,8 +139,7 @@ def convert(name, value, hints, where="the earlier run"):
     try:
         return convert_scalar(value, kind)
     except (ValueError, TypeError, KeyError, OverflowError):
-        limit = ", finite and not negative" if kind in (int, float) else ""
-        raise UserError(f"{where}: {name} must be {KINDS[kind]}{limit}") from None
+        raise UserError(f"{where}: {name} must be {KINDS[kind]}") from None
 
 
 def convert_scalar(value, kind):
@@ -146,15 +151,14 @@ def convert_scalar(value, kind):
     if kind is str:
         return value
     number = float(value)
-    if not 0 <= number < math.inf:
+    if not 0 <= number < (math.inf if kind is float else MOST):
         raise ValueError
     if kind is float:
         return number
-    # not through a float, which rounds beyond 2^53; 1e3 and 10_000 are whole, too
-    digits = str(value).replace("_", "")
-    if not digits.isdecimal() and number != int(number):
+    # 1e3 and 10_000 are whole, too
+    if number != int(number):
         raise ValueError
-    return int(digits) if digits.isdecimal() else int(number)
+    return int(number)
 
 
 def without_none(hint):
