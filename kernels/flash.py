@@ -63,7 +63,7 @@ import torch
 import triton
 import triton.language as tl
 
-# The kinds of bias.
+# The kinds of bias, by the number of dimensions of slopes (H,), a table (H, m) and vectors.
 NONE = tl.constexpr(0)
 SLOPES = tl.constexpr(1)
 TABLE = tl.constexpr(2)
@@ -127,7 +127,7 @@ class Call(NamedTuple):
 
 
 @triton.jit
-def _head(x, b, h):
+def head_rows(x, b, h):
     """The rows of one head of one sequence."""
     if x is None:
         return None
@@ -136,7 +136,7 @@ def _head(x, b, h):
 
 
 @triton.jit
-def _load(call, x, n0, n, limit, MASKED: tl.constexpr):
+def load_rows(call, x, n0, n, limit, MASKED: tl.constexpr):
     """Load rows n0 + n of x: (n, DP), zero beyond D and, if MASKED, from row `limit` on."""
     channel = tl.arange(0, call.DP)[None, :]
     # int64: a token index times its stride can pass 2^31
@@ -150,7 +150,7 @@ def _load(call, x, n0, n, limit, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _store(call, x, n0, n, limit, values):
+def store_rows(call, x, n0, n, limit, values):
     """Store rows n0 + n of x, up to row `limit`."""
     channel = tl.arange(0, call.DP)[None, :]
     at = x.ptr + tl.cast(n0, tl.int64) * x.t + (n[:, None] * x.t + channel)
@@ -168,7 +168,7 @@ def _pair(r, c, FLIP: tl.constexpr):
 
 
 @triton.jit
-def _product(call, queries, keys, FLIP: tl.constexpr):
+def tile_product(call, queries, keys, FLIP: tl.constexpr):
     """The product of each query and each key of a tile."""
     if FLIP:
         return tl.dot(keys, tl.trans(queries), input_precision=call.PRECISION)
@@ -202,7 +202,7 @@ def _entries(x, b, n, limit):
 
 
 @triton.jit
-def _visible(call, b, i, j, Tk, FLIP: tl.constexpr):
+def visible_keys(call, b, i, j, Tk, FLIP: tl.constexpr):
     """The mask of a tile: which keys j each query i sees, both by index."""
     at_i, at_j = _pair(i, j, FLIP)
     visible = at_j < Tk
@@ -271,7 +271,7 @@ def _scores(
     and then there is one multiply-add an element in the exponent.
     constant: from _load_constant().
     """
-    s = _product(call, q, k, FLIP)
+    s = tile_product(call, q, k, FLIP)
     factor = call.scale
     shift = 0.0
     d0 = i0 - n0
@@ -329,8 +329,8 @@ def _load_vectors(call, x, d0, c):
     """The vectors of the B smaller and of the B larger distances of a tile, clipped to m - 1."""
     B: tl.constexpr = c.shape[0]
     distance = d0 - (B - 1) + c
-    low = _load(call, x, 0, tl.minimum(tl.abs(distance), call.m - 1), 0, False)
-    high = _load(call, x, 0, tl.minimum(tl.abs(distance + B), call.m - 1), 0, False)
+    low = load_rows(call, x, 0, tl.minimum(tl.abs(distance), call.m - 1), 0, False)
+    high = load_rows(call, x, 0, tl.minimum(tl.abs(distance + B), call.m - 1), 0, False)
     return low, high
 
 
@@ -338,8 +338,8 @@ def _load_vectors(call, x, d0, c):
 def _vector_products(call, rows, x, d0, r, c, FLIP: tl.constexpr):
     """Compute rows_r . x[min(d, m - 1)] for each query and key of a square tile."""
     low, high = _load_vectors(call, x, d0, c)
-    low_product = _product(call, rows, low, FLIP)
-    high_product = _product(call, rows, high, FLIP)
+    low_product = tile_product(call, rows, low, FLIP)
+    high_product = tile_product(call, rows, high, FLIP)
     i, j = _pair(r, c, FLIP)
     return _skew(tl.where(j >= i, low_product, high_product), r, c, FLIP)
 
@@ -387,16 +387,16 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     b = tl.program_id(2).to(tl.int64)
     r = tl.arange(0, BM)
     c = tl.arange(0, BN)
-    k_head = _head(call.k, b, h // call.G)
-    v_head = _head(call.v, b, h // call.G)
-    bias = _head(call.bias, 0, h)
-    rel_v = _head(call.rel_v, 0, h)
+    k_head = head_rows(call.k, b, h // call.G)
+    v_head = head_rows(call.v, b, h // call.G)
+    bias = head_rows(call.bias, 0, h)
+    rel_v = head_rows(call.rel_v, 0, h)
 
     # the queries, and what their bias needs
     m0 = block * BM
     i0 = call.Tk - call.Tq + m0
-    q = _load(call, _head(call.q, b, h), m0, r, call.Tq, True)
-    qr = q if call.qr is None else _load(call, _head(call.qr, b, h), m0, r, call.Tq, True)
+    q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
+    qr = q if call.qr is None else load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
     constant = _load_constant(call, bias, qr)
 
     acc = tl.zeros([BM, call.DP], tl.float32)
@@ -410,12 +410,12 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
             for n in tl.range(first, end, disable_licm=call.KIND == VECTORS):
                 # scores of the tile
                 n0 = n * BN
-                k = _load(call, k_head, n0, c, call.Tk, segment < WHOLE)
+                k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
                 s, factor, shift = _scores(
                     call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, False
                 )
                 if segment < WHOLE:
-                    visible = _visible(call, b, i0 + r, n0 + c, call.Tk, False)
+                    visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
                     s = tl.where(visible, s, float("-inf"))
 
                 # running softmax
@@ -434,12 +434,12 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
                         clipped_mass += p_sum
                     else:
                         acc = _add_vectors(call, acc, p, rel_v, i0 - n0, r, c)
-                v = _load(call, v_head, n0, c, call.Tk, segment < WHOLE)
+                v = load_rows(call, v_head, n0, c, call.Tk, segment < WHOLE)
                 acc = tl.dot(p.to(v.dtype), v, acc, input_precision=call.PRECISION)
 
     if rel_v is not None:
         acc += clipped_mass[:, None] * _last_vector(call, rel_v)[None, :]
-    _store(call, _head(OUT, b, h), m0, r, call.Tq, acc / row_sum[:, None])
+    store_rows(call, head_rows(OUT, b, h), m0, r, call.Tq, acc / row_sum[:, None])
     row = (b * tl.num_programs(1) + h) * call.Tq + m0 + r
     tl.store(LSE + row, row_max + tl.log2(row_sum), mask=m0 + r < call.Tq)
 
@@ -462,18 +462,18 @@ def _dq_kernel(
     b = tl.program_id(2).to(tl.int64)
     r = tl.arange(0, BM)
     c = tl.arange(0, BN)
-    k_head = _head(call.k, b, h // call.G)
-    v_head = _head(call.v, b, h // call.G)
-    bias = _head(call.bias, 0, h)
-    rel_v = _head(call.rel_v, 0, h)
+    k_head = head_rows(call.k, b, h // call.G)
+    v_head = head_rows(call.v, b, h // call.G)
+    bias = head_rows(call.bias, 0, h)
+    rel_v = head_rows(call.rel_v, 0, h)
 
     # the queries, their output and its gradient, and what their bias needs
     m0 = block * BM
     i0 = call.Tk - call.Tq + m0
-    q = _load(call, _head(call.q, b, h), m0, r, call.Tq, True)
-    qr = q if call.qr is None else _load(call, _head(call.qr, b, h), m0, r, call.Tq, True)
-    do = _load(call, _head(DOUT, b, h), m0, r, call.Tq, True)
-    out = _load(call, _head(OUT, b, h), m0, r, call.Tq, True)
+    q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
+    qr = q if call.qr is None else load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
+    do = load_rows(call, head_rows(DOUT, b, h), m0, r, call.Tq, True)
+    out = load_rows(call, head_rows(OUT, b, h), m0, r, call.Tq, True)
     constant = _load_constant(call, bias, qr)
     clipped_value = 0.0 if rel_v is None else _last_product(call, do, rel_v)
     row = (b * tl.num_programs(1) + h) * call.Tq + m0 + r
@@ -494,13 +494,13 @@ def _dq_kernel(
             for n in tl.range(first, end, disable_licm=call.KIND == VECTORS):
                 # probabilities of the tile
                 n0 = n * BN
-                k = _load(call, k_head, n0, c, call.Tk, segment < WHOLE)
+                k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
                 s, factor, shift = _scores(
                     call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, False
                 )
                 p = tl.exp2(s * factor - (lse - shift)[:, None])
                 if segment < WHOLE:
-                    visible = _visible(call, b, i0 + r, n0 + c, call.Tk, False)
+                    visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
                     p = tl.where(visible, p, 0.0)
                 if IS_CLIPPED is not None:
                     if segment < WHOLE:
@@ -512,8 +512,8 @@ def _dq_kernel(
                         is_clipped |= (furthest >= call.m - 1).to(tl.int32)
 
                 # gradient of the scores
-                v = _load(call, v_head, n0, c, call.Tk, segment < WHOLE)
-                dp = _product(call, do, v, False)
+                v = load_rows(call, v_head, n0, c, call.Tk, segment < WHOLE)
+                dp = tile_product(call, do, v, False)
                 if rel_v is not None:
                     if segment == CLIPPED:
                         dp += clipped_value[:, None]
@@ -532,10 +532,10 @@ def _dq_kernel(
                         dqr = _add_vectors(call, dqr, ds, bias, i0 - n0, r, c)
 
     unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
-    _store(call, _head(DQ, b, h), m0, r, call.Tq, dq * unit)
+    store_rows(call, head_rows(DQ, b, h), m0, r, call.Tq, dq * unit)
     if call.KIND == VECTORS:
         dqr += clipped_ds[:, None] * _last_vector(call, bias)[None, :]
-        _store(call, _head(DQR, b, h), m0, r, call.Tq, dqr * unit)
+        store_rows(call, head_rows(DQR, b, h), m0, r, call.Tq, dqr * unit)
     tl.store(DELTA + row, delta + delta_error, mask=in_range)
     if IS_CLIPPED is not None:
         tl.store(IS_CLIPPED + row, is_clipped, mask=in_range)
@@ -558,17 +558,17 @@ def _dkdv_kernel(
     c = tl.arange(0, BN)
     n0 = block * BN
     H = tl.num_programs(1) * call.G
-    k = _load(call, _head(call.k, b, hk), n0, c, call.Tk, True)
-    v = _load(call, _head(call.v, b, hk), n0, c, call.Tk, True)
+    k = load_rows(call, head_rows(call.k, b, hk), n0, c, call.Tk, True)
+    v = load_rows(call, head_rows(call.v, b, hk), n0, c, call.Tk, True)
     dk = tl.zeros([BN, call.DP], tl.float32)
     dv = tl.zeros([BN, call.DP], tl.float32)
     for g in tl.range(0, call.G):
         h = hk * call.G + g
-        q_head = _head(call.q, b, h)
-        qr_head = _head(call.qr, b, h)
-        do_head = _head(DOUT, b, h)
-        bias = _head(call.bias, 0, h)
-        rel_v = _head(call.rel_v, 0, h)
+        q_head = head_rows(call.q, b, h)
+        qr_head = head_rows(call.qr, b, h)
+        do_head = head_rows(DOUT, b, h)
+        bias = head_rows(call.bias, 0, h)
+        rel_v = head_rows(call.rel_v, 0, h)
         row = (b * H + h) * call.Tq
         head_constant = 0.0 if call.KIND == VECTORS else _load_constant(call, bias, k)
         dslope = tl.zeros([BN], tl.float32)
@@ -579,10 +579,10 @@ def _dkdv_kernel(
                     # probabilities of the tile
                     m0 = n * BM
                     i0 = call.Tk - call.Tq + m0
-                    q = _load(call, q_head, m0, r, call.Tq, segment < WHOLE)
+                    q = load_rows(call, q_head, m0, r, call.Tq, segment < WHOLE)
                     qr = q
                     if qr_head is not None:
-                        qr = _load(call, qr_head, m0, r, call.Tq, segment < WHOLE)
+                        qr = load_rows(call, qr_head, m0, r, call.Tq, segment < WHOLE)
                     constant = head_constant
                     if call.KIND == VECTORS and segment == CLIPPED:
                         constant = _last_product(call, qr, bias)
@@ -598,13 +598,13 @@ def _dkdv_kernel(
                         delta = tl.load(DELTA + row + m0 + r)
                     p = tl.exp2(s * factor - (lse - shift)[None, :])
                     if segment < WHOLE:
-                        visible = _visible(call, b, i0 + r, n0 + c, call.Tk, True)
+                        visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, True)
                         p = tl.where(visible, p, 0.0)
 
                     # gradients of the values, the scores and the keys
-                    do = _load(call, do_head, m0, r, call.Tq, segment < WHOLE)
+                    do = load_rows(call, do_head, m0, r, call.Tq, segment < WHOLE)
                     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=call.PRECISION)
-                    dp = _product(call, do, v, True)
+                    dp = tile_product(call, do, v, True)
                     if rel_v is not None:
                         if segment == CLIPPED:
                             dp += _last_product(call, do, rel_v)[None, :]
@@ -620,8 +620,8 @@ def _dkdv_kernel(
             tl.store(at, dslope, mask=n0 + c < call.Tk)
 
     unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
-    _store(call, _head(DK, b, hk), n0, c, call.Tk, dk * unit)
-    _store(call, _head(DV, b, hk), n0, c, call.Tk, dv)
+    store_rows(call, head_rows(DK, b, hk), n0, c, call.Tk, dk * unit)
+    store_rows(call, head_rows(DV, b, hk), n0, c, call.Tk, dv)
 
 
 # -----------------------------------------------------------------------------
@@ -660,8 +660,8 @@ def _sweep_kernel(
     c = tl.arange(0, BM)
     H = tl.num_programs(1)
     d0 = call.Tk - call.Tq + diagonal * BM
-    bias = _head(call.bias, 0, h)
-    rel_v = _head(call.rel_v, 0, h)
+    bias = head_rows(call.bias, 0, h)
+    rel_v = head_rows(call.rel_v, 0, h)
 
     # the tiles of this program: query blocks n_lo .. n_hi - 1 of each sequence
     n_lo = tl.maximum(diagonal, 0)
@@ -697,12 +697,12 @@ def _sweep_kernel(
             # probabilities of the tile
             m0 = block * BM
             n0 = (block - diagonal) * BM
-            q = _load(call, _head(call.q, b, h), m0, r, call.Tq, True)
-            k = _load(call, _head(call.k, b, h // call.G), n0, c, call.Tk, True)
-            s = _product(call, q, k, False)
+            q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
+            k = load_rows(call, head_rows(call.k, b, h // call.G), n0, c, call.Tk, True)
+            s = tile_product(call, q, k, False)
             qr = q
             if call.KIND == VECTORS:
-                qr = _load(call, _head(call.qr, b, h), m0, r, call.Tq, True)
+                qr = load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
                 s += _vector_products(call, qr, bias, d0, r, c, False)
             row = (b * H + h) * call.Tq + m0 + r
             lse = tl.load(LSE + row, mask=m0 + r < call.Tq, other=float("inf"))
@@ -710,12 +710,12 @@ def _sweep_kernel(
             p = tl.exp2(s * call.scale + tile_bias - lse[:, None])
             if call.window is not None or call.docs is not None or not call.CAUSAL:
                 i = call.Tk - call.Tq + m0 + r
-                p = tl.where(_visible(call, b, i, n0 + c, call.Tk, False), p, 0.0)
+                p = tl.where(visible_keys(call, b, i, n0 + c, call.Tk, False), p, 0.0)
 
             # gradient of the scores
-            do = _load(call, _head(DOUT, b, h), m0, r, call.Tq, True)
-            v = _load(call, _head(call.v, b, h // call.G), n0, c, call.Tk, True)
-            dp = _product(call, do, v, False)
+            do = load_rows(call, head_rows(DOUT, b, h), m0, r, call.Tq, True)
+            v = load_rows(call, head_rows(call.v, b, h // call.G), n0, c, call.Tk, True)
+            dp = tile_product(call, do, v, False)
             if rel_v is not None:
                 dp += _vector_products(call, do, rel_v, d0, r, c, False)
             ds = p * (dp - delta[:, None])
@@ -740,12 +740,12 @@ def _sweep_kernel(
     else:
         unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
         to = Rows(DBIAS, 0, 0, call.D)
-        _store(call, to, at, c, at + BM, acc * unit)
-        _store(call, to, at + BM, c, at + 2 * BM, acc_high * unit)
+        store_rows(call, to, at, c, at + BM, acc * unit)
+        store_rows(call, to, at + BM, c, at + 2 * BM, acc_high * unit)
         if rel_v is not None:
             to = Rows(DREL_V, 0, 0, call.D)
-            _store(call, to, at, c, at + BM, dv)
-            _store(call, to, at + BM, c, at + 2 * BM, dv_high)
+            store_rows(call, to, at, c, at + BM, dv)
+            store_rows(call, to, at + BM, c, at + 2 * BM, dv_high)
 
 
 # -----------------------------------------------------------------------------
@@ -793,6 +793,12 @@ def tile_for(family, itemsize, DP, kind, kernel):
     return Tile(*TILES[family, size][KERNELS.index(kernel)])
 
 
+def choose_tile(q, kind, kernel):
+    """tile_for() these queries."""
+    DP = max(16, triton.next_power_of_2(q.shape[3]))
+    return tile_for(device_family(q.device)[0], q.element_size(), DP, kind, kernel)
+
+
 def device_family(device):
     """The architecture in TILES of a device, and how float32 products are computed there.
 
@@ -822,11 +828,12 @@ def visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, 
     """The key blocks that each query block visits; if of_keys, the query blocks of each key block.
 
     Returns int32 (1 or B, blocks, 16): the start and the end of each segment, SINKS to CLIPPED, and
-    6 zeros, which keep rows aligned in the same way at every length.
+    6 zeros, so that every row starts at a multiple of 16 bytes. m: 0 without a table or vectors.
     The smallest and largest document and position of each block decide. So a tile is left out only
     if it is surely empty, in whatever order documents and positions are. If the documents are in
     order, no empty tile is visited.
     """
+    # the indices of the tokens of each block; past the end the last one is repeated
     i = torch.arange(count_blocks(Tq, BM) * BM, device=device).clamp(max=Tq - 1) + Tk - Tq
     j = torch.arange(count_blocks(Tk, BN) * BN, device=device).clamp(max=Tk - 1)
     i, j = i.view(-1, BM), j.view(-1, BN)
@@ -838,42 +845,47 @@ def visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, 
         if of_keys:
             tiles = [x.mT for x in tiles]
         found.append(find_segments(*tiles, of_keys))
-    found = torch.cat(found, 1)
-    return torch.nn.functional.pad(found.int(), (0, 16 - found.shape[-1]))
+    found = torch.cat(found, 1).int()
+    return torch.nn.functional.pad(found, (0, 6))
+
+
+def block_ranges(x, i, j):
+    """The least and largest x of each query block (., nq, 1) and key block (., 1, nk)."""
+    x_i, x_j = (i[None], j[None]) if x is None else (x[:, i], x[:, j])
+    q_min, q_max = x_i.long().aminmax(dim=-1)
+    k_min, k_max = x_j.long().aminmax(dim=-1)
+    return q_min[..., None], q_max[..., None], k_min[:, None], k_max[:, None]
 
 
 def classify_tiles(docs, positions, window, sinks, m, causal, i, j):
-    """Whether something of a tile is visible, whether all is, and whether all is and is clipped.
+    """Which tiles are visible in part, which wholly, and which wholly and at clipped distances.
 
-    i (query blocks, BM) and j (key blocks, BN): the indices of the tokens of each block; past the
-    end the last one is repeated. Returns three masks (1 or B, query blocks, key blocks).
+    Three masks (1 or B, query blocks, key blocks). No comparison has a sum of a query and a key in
+    it, which would need 8 bytes a tile.
     """
-
-    def block_ranges(x):
-        """The least and largest value of each query block (., nq, 1) and key block (., 1, nk)."""
-        x_i, x_j = (i[None], j[None]) if x is None else (x[:, i], x[:, j])
-        q_min, q_max = x_i.long().aminmax(dim=-1)
-        k_min, k_max = x_j.long().aminmax(dim=-1)
-        return q_min[..., None], q_max[..., None], k_min[:, None], k_max[:, None]
-
-    # Each side of a comparison is of a query block or a key block: a sum of both would need 8 bytes
-    # a tile.
-    i_min, i_max, j_min, j_max = block_ranges(None)
+    i_min, i_max, j_min, j_max = block_ranges(None, i, j)
     some = (j_min <= i_max) | (not causal)
     whole = (j_max <= i_min) | (not causal)
     whole = whole & (i_max - i_min == i.shape[1] - 1) & (j_max - j_min == j.shape[1] - 1)
     if window:
-        q_min, q_max, k_min, k_max = block_ranges(positions)
+        q_min, q_max, k_min, k_max = block_ranges(positions, i, j)
         near = (q_min - window < k_max) & (k_min < q_max + window)
         some = some & (near | (k_min < sinks))
         near = (q_max - window < k_min) & (k_max < q_min + window)
         whole = whole & (near | (k_max < sinks))
     if docs is not None:
-        q_min, q_max, k_min, k_max = block_ranges(docs)
+        q_min, q_max, k_min, k_max = block_ranges(docs, i, j)
         some = some & (k_min <= q_max) & (q_min <= k_max)
         whole = whole & (q_min == k_max) & (q_max == k_min)
     whole = whole & some
-    return some, whole, whole & (j_max <= i_min - (m - 1))
+    return some, whole, whole & (j_max <= i_min - (m - 1)) & (m > 0)
+
+
+def find_first(x, start):
+    """Of each row (..., n) of a mask the first place from `start` (...) on where it holds, or n."""
+    n = x.shape[-1]
+    x = x & (torch.arange(n, device=x.device) >= start[..., None])
+    return torch.where(x.any(-1), x.view(torch.uint8).argmax(-1), n)
 
 
 def find_segments(some, whole, clipped, of_keys):
@@ -882,87 +894,70 @@ def find_segments(some, whole, clipped, of_keys):
     All visible tiles are in [lo, hi), except for SINKS; of these, [left, right) are whole.
     """
     n = some.shape[-1]
-    at = torch.arange(n, device=some.device)
-
-    def first(x, start):
-        """Of each row the first tile from `start` on for which x holds, or n."""
-        x = x & (at >= start[..., None])
-        return torch.where(x.any(-1), x.view(torch.uint8).argmax(-1), n)
-
     zero = torch.zeros(some.shape[:-1], dtype=torch.int64, device=some.device)
-    hi = n - first(some.flip(-1), zero)
+    hi = n - find_first(some.flip(-1), zero)
     # The tiles before a first gap are sinks, if there are more after it.
-    gap = zero if of_keys else first(~some, zero)
-    lo = first(some, gap)
+    gap = zero if of_keys else find_first(~some, zero)
+    lo = find_first(some, gap)
     sinks_end = torch.where(lo < n, gap, 0)
     lo = torch.where(lo < n, lo, 0)
-    left = first(whole, lo)
+    left = find_first(whole, lo)
     left = torch.where(left < n, left, lo)
-    right = first(~whole, left).minimum(hi)
-    # Distances fall from key block to key block, and grow from query block to query block.
-    turn = first(clipped if of_keys else ~clipped, left).minimum(right)
-    near, clipped = ((left, turn), (turn, right)) if of_keys else ((turn, right), (left, turn))
-    segments = ((zero, sinks_end), (lo, left), (right, hi), near, clipped)
-    return torch.stack([x for segment in segments for x in segment], -1)
+    right = find_first(~whole, left).minimum(hi)
+    # Distances grow from query block to query block, and fall from key block to key block.
+    turn = find_first(clipped if of_keys else ~clipped, left).minimum(right)
+    near = (left, turn) if of_keys else (turn, right)
+    clipped = (turn, right) if of_keys else (left, turn)
+    return torch.stack((zero, sinks_end, lo, left, right, hi, *near, *clipped), -1)
 
 
 visited_by_index = functools.lru_cache(maxsize=128)(functools.partial(visited, None, None))
 
 
-@torch.library.custom_op("nanolong::visited_blocks", mutates_args=())
-def _visited_blocks(
-    docs: torch.Tensor | None, positions: torch.Tensor | None,
-    window: int, sinks: int, Tq: int, Tk: int, m: int, causal: bool, tiles: list[int],
-) -> list[torch.Tensor]:  # fmt: skip
-    """visited() for the first of KERNELS, of which tiles has BM and BN, one after the other."""
+@torch.library.custom_op("nanolong::visited", mutates_args=())
+def _visited(
+    docs: torch.Tensor | None, positions: torch.Tensor | None, window: int, sinks: int,
+    Tq: int, Tk: int, m: int, causal: bool, BM: int, BN: int, of_keys: bool,
+) -> torch.Tensor:  # fmt: skip
+    """visited(), which torch.compile does not look into."""
     device = (positions if docs is None else docs).device
-    where = (docs, positions, window, sinks, Tq, Tk, m, causal)
-    sizes = zip(tiles[::2], tiles[1::2], strict=True)
-    return [
-        visited(*where, BM, BN, kernel == "dkdv", device)
-        for kernel, (BM, BN) in zip(KERNELS, sizes, strict=False)
-    ]
+    return visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device)
 
 
-@_visited_blocks.register_fake
-def _(docs, positions, window, sinks, Tq, Tk, m, causal, tiles):
-    per_token = [x for x in (docs, positions) if x is not None]
-    B = max(len(x) for x in per_token)
-    blocks = [count_blocks(Tq, BM) for BM in tiles[::2]]
-    if len(blocks) > 2:
-        blocks[2] = count_blocks(Tk, tiles[5])
-    return [per_token[0].new_empty(B, n, 16, dtype=torch.int32) for n in blocks]
+@_visited.register_fake
+def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
+    B = max(len(x) for x in (docs, positions) if x is not None)
+    blocks = count_blocks(Tk, BN) if of_keys else count_blocks(Tq, BM)
+    return (positions if docs is None else docs).new_empty(B, blocks, 16, dtype=torch.int32)
 
 
 def prepare_mask(q, k, bias, docs, positions, window, sinks, causal, needs_grad, plan):
-    """Bring documents and positions to int32 (1 or B, Tk), and find out which tiles they leave.
+    """Bring documents and positions to int32 (1 or B, Tk), and find the tiles that they leave.
 
-    Returns documents and positions, None if they hide nothing, and a list of visited() for each of
-    KERNELS that will run; it is empty if the indices alone decide.
-    plan: None, or a dict that calls with the same mask share; the results stay in it. The compiler
-    does the same for training, and it cannot change a dict in a part that is checkpointed.
+    Returns documents and positions, None if they hide nothing, and visited() for each of KERNELS
+    that will run. If the indices alone decide, the list is empty, and launch() finds the tiles.
+    plan: None, or a dict in which the result stays for calls with the same mask.
     """
-    if not window:
-        positions = None
+    positions = positions if window else None
     if docs is None and positions is None:
         return None, None, []
-    kind = kind_of(bias)
-    m = bias.shape[1] if kind >= TABLE.value else k.shape[2] + 1
-    names = KERNELS[: 4 if kind >= TABLE.value else 3] if needs_grad else KERNELS[:1]
-    tiles = [x for name in names for x in choose_tile(q, kind, name)[:2]]
+    kind, m = kind_of(bias)
+    names = KERNELS[:1]
+    if needs_grad:
+        names = KERNELS if kind >= TABLE.value else KERNELS[:3]
+    tiles = tuple((*choose_tile(q, kind, name)[:2], name == "dkdv") for name in names)
     where = (window, sinks, q.shape[2], k.shape[2], m, causal)
-    key = (*where, *tiles)
-    is_shared = plan is not None and not (torch.compiler.is_compiling() and needs_grad)
-    if is_shared and key in plan:
-        of_docs, of_positions, result = plan[key]
+    # In training, torch.compile itself merges equal calls of an operator; and it cannot change a
+    # dict of the model in a block that is checkpointed.
+    is_shared = plan is not None and not (needs_grad and torch.compiler.is_compiling())
+    if is_shared and (where, tiles) in plan:
+        of_docs, of_positions, result = plan[where, tiles]
         if of_docs is docs and of_positions is positions:
             return result
-    docs_2d, positions_2d = (
-        None if x is None else torch.atleast_2d(x).int() for x in (docs, positions)
-    )
-    result = docs_2d, positions_2d, _visited_blocks(docs_2d, positions_2d, *where, tiles)
+    mask = [None if x is None else torch.atleast_2d(x).int() for x in (docs, positions)]
+    result = *mask, [_visited(*mask, *where, *tile) for tile in tiles]
     if is_shared:
-        plan[key] = docs, positions, result
+        plan[where, tiles] = docs, positions, result
     return result
 
 
@@ -975,14 +970,9 @@ def count_blocks(n, size):
 
 
 def kind_of(bias):
-    """The kind of bias: slopes (H,), a table (H, m) or relative keys (H or 1, m, D)."""
-    return NONE.value if bias is None else bias.dim()
-
-
-def choose_tile(q, kind, kernel):
-    """The Tile of one of KERNELS for these queries."""
-    DP = max(16, triton.next_power_of_2(q.shape[3]))
-    return tile_for(device_family(q.device)[0], q.element_size(), DP, kind, kernel)
+    """The kind of bias, and the number m of distances of a table or of vectors."""
+    kind = 0 if bias is None else bias.dim()
+    return kind, bias.shape[1] if kind >= TABLE.value else 0
 
 
 def rows_of(x):
@@ -991,7 +981,7 @@ def rows_of(x):
 
 
 def per_token(x):
-    """Rows of a number for each token (1 or B, T), or None."""
+    """Rows of a number for each token (1 or B, T), or of 16 for each block, or None."""
     return None if x is None else Rows(x, x.stride(0) if len(x) > 1 else 0, 0, x.stride(1))
 
 
@@ -1003,31 +993,18 @@ def per_distance(x):
 
 
 def make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale):
-    precision = device_family(q.device)[1] if q.dtype == torch.float32 else "ieee"
-    kind = kind_of(bias)
+    kind, m = kind_of(bias)
     D = q.shape[3]
+    precision = device_family(q.device)[1] if q.dtype == torch.float32 else "ieee"
     return Call(
-        q=rows_of(q),
-        k=rows_of(k),
-        v=rows_of(v),
-        qr=rows_of(qr),
-        bias=per_distance(bias),
-        rel_v=per_distance(rel_v),
-        pos=per_token(positions),
-        docs=per_token(docs),
-        Tq=q.shape[2],
-        Tk=k.shape[2],
-        m=bias.shape[1] if kind >= TABLE.value else 0,
-        window=window or None,
-        sinks=sinks,
-        scale=scale * LOG2E,
-        G=q.shape[1] // k.shape[1],
-        D=tl.constexpr(D),
-        DP=tl.constexpr(max(16, triton.next_power_of_2(D))),
-        KIND=tl.constexpr(kind),
-        CAUSAL=tl.constexpr(causal),
-        PRECISION=tl.constexpr(precision),
-    )
+        q=rows_of(q), k=rows_of(k), v=rows_of(v), qr=rows_of(qr),
+        bias=per_distance(bias), rel_v=per_distance(rel_v),
+        pos=per_token(positions), docs=per_token(docs),
+        Tq=q.shape[2], Tk=k.shape[2], m=m, window=window or None, sinks=sinks,
+        scale=scale * LOG2E, G=q.shape[1] // k.shape[1],
+        D=tl.constexpr(D), DP=tl.constexpr(max(16, triton.next_power_of_2(D))),
+        KIND=tl.constexpr(kind), CAUSAL=tl.constexpr(causal), PRECISION=tl.constexpr(precision),
+    )  # fmt: skip
 
 
 def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
@@ -1036,33 +1013,30 @@ def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
     segments: of prepare_mask(). grid: of the sweep; the others have a program for each row of them.
     """
     q = call.q.ptr
-    B, H = q.shape[:2]
     tile = choose_tile(q, call.KIND.value, name)
     if segments:
         segments = segments[KERNELS.index(name)]
-    elif name != "sweep":
-        segments = segments_by_index(call, tile, name == "dkdv")
-    else:
+    elif name == "sweep":
         segments = None
+    else:
+        segments = segments_by_index(call, tile, name == "dkdv")
     if name != "sweep":  # whose tiles are square
         sizes["BN"] = tile.BN
-        heads = call.k.ptr.shape[1] if name == "dkdv" else H
-        grid = (segments.shape[1], heads, B)
-    if segments is not None:
-        segments = Rows(segments, segments.stride(0) if len(segments) > 1 else 0, 0, 16)
+        heads = (call.k.ptr if name == "dkdv" else q).shape[1]
+        grid = (segments.shape[1], heads, len(q))
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
         kernel[grid](
-            call, segments, *tensors,
+            call, per_token(segments), *tensors,
             **sizes, BM=tile.BM, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
 def segments_by_index(call, tile, of_keys):
     """visited() if neither documents nor positions decide: once for all calls of these sizes."""
-    m = call.m if call.KIND.value >= TABLE.value else call.Tk + 1
-    where = (call.window or 0, call.sinks, call.Tq, call.Tk, m, call.CAUSAL.value)
-    where += (tile.BM, tile.BN, of_keys, call.q.ptr.device)
-    if call.q.ptr.is_cuda and torch.cuda.is_current_stream_capturing():
+    q = call.q.ptr
+    where = (call.window or 0, call.sinks, call.Tq, call.Tk, call.m, call.CAUSAL.value)
+    where += (tile.BM, tile.BN, of_keys, q.device)
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return visited(None, None, *where)  # memory of a CUDA graph cannot be kept
     return visited_by_index(*where)
 
