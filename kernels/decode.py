@@ -30,13 +30,13 @@ from .flash import (
     TABLE,
     VECTORS,
     Rows,
-    check_arguments,
     count_blocks,
     empty_output,
     head_rows,
     kernel_layout,
     load_rows,
     make_call,
+    needs_grad,
     prepare,
     require,
     rows_of,
@@ -230,14 +230,11 @@ def attention(
     Raises ValueError for what the kernel does not support.
     """
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    check_arguments(q, k, v, bias, relative, positions, docs, scale)
+    tensors = prepare(q, k, v, bias, relative, positions, docs, scale)
+    n_queries = q.shape[0] * q.shape[2]
+    require(n_queries <= 65535, "{} queries of a head do not fit: use at most 65535", n_queries)
     require(
-        q.shape[0] * q.shape[2] <= 65535,
-        f"there are {q.shape[0]} x {q.shape[2]} queries of a head: use at most 65535",
-    )
-    tensors = prepare(q, k, v, bias, relative)
-    require(
-        not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors),
+        not needs_grad(tensors),
         "an argument requires a gradient, and this kernel has none: call it under "
         "torch.no_grad(), or call attention() of kernels/flash.py",
     )

@@ -19,7 +19,7 @@ parameters are; autograd computes the gradient from the table to the parameters.
 
 The forward pass is FlashAttention (arXiv 2205.14135), as in Triton's tutorial: blocks of BM queries
 meet blocks of BN keys, one tile at a time, with the softmax kept as a running maximum and a running
-sum, so that the (T, T) scores are never stored. Six things differ:
+sum, so that the (T, T) scores are never stored. What the tutorial does not have:
 
 1. Units. Scores are in log2, because exp2 is the hardware's exponential. So the scale, slopes and
    tables arrive multiplied by log2(e). Gradients are in natural units.
@@ -38,21 +38,19 @@ sum, so that the (T, T) scores are never stored. Six things differ:
 4. The diagonal sweep (_sweep_kernel). The gradient of table[d] is the sum of dS along diagonal d,
    over rows, batch, and heads that share the table. One program visits all tiles of one diagonal of
    tiles. They hold the same distances at the same places, so it adds up the dS tiles in registers
-   and sums along their diagonals once, at the end: no atomics, the same bits every time, O(H m)
-   memory.
+   and sums along their diagonals once, at the end: no atomics, the same bits every time.
 
-5. The clipped tail. The sweep visits only diagonals with a distance below m - 1. All entries of a
-   table's gradient sum to the gradient of the log-sum-exp (0 if it has none), because a row of dS
-   does. So the last entry, which serves all clipped distances, is this sum minus the others.
+5. The clipped tail. The sweep visits only diagonals with a distance below m - 1. A row of dS sums
+   to the gradient of its log-sum-exp (0 if there is none), so it is known what all entries of a
+   table's gradient sum to. The last one, of all clipped distances, is this less the others.
 
 6. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij, usually computed as
    dO_i . O_i from an O that was rounded to 16 bits. A bias gradient, which adds up thousands of dS,
    is then wrong by percents, and 5. would be, too. But a row of dS sums to exactly the error of its
    delta: the dQ kernel, which runs first, adds up each row and corrects delta for the others.
 
-The backward pass runs dQ, then dK and dV, then the diagonal sweep. It needs no atomics and no
-scratch memory beyond O(T). Nothing is autotuned: TILES fixes the tile sizes, so that all processes
-of a run compute the same bits.
+Scratch memory is O(T + H m). Nothing is autotuned: TILES fixes the tile sizes, so that all
+processes of a run compute the same bits.
 """
 
 import functools
@@ -383,14 +381,10 @@ def _last_product(call, rows, x):
 def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr):
     """Compute the output and the log-sum-exp (log2 units) of BM queries of one head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    r = tl.arange(0, BM)
-    c = tl.arange(0, BN)
-    k_head = head_rows(call.k, b, h // call.G)
-    v_head = head_rows(call.v, b, h // call.G)
-    bias = head_rows(call.bias, 0, h)
-    rel_v = head_rows(call.rel_v, 0, h)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    r, c = tl.arange(0, BM), tl.arange(0, BN)
+    k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
+    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
 
     # the queries, and what their bias needs
     m0 = block * BM
@@ -458,14 +452,10 @@ def _dq_kernel(
     IS_CLIPPED, if it is not None: whether a row sees a key at a clipped distance.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    r = tl.arange(0, BM)
-    c = tl.arange(0, BN)
-    k_head = head_rows(call.k, b, h // call.G)
-    v_head = head_rows(call.v, b, h // call.G)
-    bias = head_rows(call.bias, 0, h)
-    rel_v = head_rows(call.rel_v, 0, h)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    r, c = tl.arange(0, BM), tl.arange(0, BN)
+    k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
+    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
 
     # the queries, their output and its gradient, and what their bias needs
     m0 = block * BM
@@ -552,10 +542,8 @@ def _dkdv_kernel(
     gradient of its slope.
     """
     block = tl.program_id(0)
-    hk = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    r = tl.arange(0, BM)
-    c = tl.arange(0, BN)
+    hk, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    r, c = tl.arange(0, BM), tl.arange(0, BN)
     n0 = block * BN
     H = tl.num_programs(1) * call.G
     k = load_rows(call, head_rows(call.k, b, hk), n0, c, call.Tk, True)
@@ -564,11 +552,9 @@ def _dkdv_kernel(
     dv = tl.zeros([BN, call.DP], tl.float32)
     for g in tl.range(0, call.G):
         h = hk * call.G + g
-        q_head = head_rows(call.q, b, h)
-        qr_head = head_rows(call.qr, b, h)
+        q_head, qr_head = head_rows(call.q, b, h), head_rows(call.qr, b, h)
         do_head = head_rows(DOUT, b, h)
-        bias = head_rows(call.bias, 0, h)
-        rel_v = head_rows(call.rel_v, 0, h)
+        bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
         row = (b * H + h) * call.Tq
         head_constant = 0.0 if call.KIND == VECTORS else _load_constant(call, bias, k)
         dslope = tl.zeros([BN], tl.float32)
@@ -633,11 +619,9 @@ def _tile_exists(segments, b, block, n):
     """Whether documents or positions leave anything of key block n for a query block."""
     if segments is None:
         return True
-    else:
-        _, sinks_end = _segment(segments, b, block, SINKS)
-        first, _ = _segment(segments, b, block, LEFT)
-        _, end = _segment(segments, b, block, RIGHT)
-        return (n < sinks_end) | ((n >= first) & (n < end))
+    else:  # SINKS, or from the start of LEFT to the end of RIGHT
+        at = segments.ptr + b * segments.b + block * segments.t
+        return (n < tl.load(at + 1)) | (n >= tl.load(at + 2)) & (n < tl.load(at + 5))
 
 
 @triton.jit
@@ -655,13 +639,11 @@ def _sweep_kernel(
     index = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    diagonal = first_diagonal + index
-    r = tl.arange(0, BM)
-    c = tl.arange(0, BM)
     H = tl.num_programs(1)
+    diagonal = first_diagonal + index
     d0 = call.Tk - call.Tq + diagonal * BM
-    bias = head_rows(call.bias, 0, h)
-    rel_v = head_rows(call.rel_v, 0, h)
+    r, c = tl.arange(0, BM), tl.arange(0, BM)
+    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
 
     # the tiles of this program: query blocks n_lo .. n_hi - 1 of each sequence
     n_lo = tl.maximum(diagonal, 0)
@@ -779,24 +761,20 @@ VECTOR_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 8, 1)}  # square, for 
 SWEEP_PROGRAMS = 512  # about so many, if the tiles allow: a diagonal is split to get there
 
 
-def tile_for(family, itemsize, DP, kind, kernel):
-    """The Tile of one of KERNELS. itemsize: bytes of an element; kind: NONE to VECTORS."""
+def tile_for(q, kind, kernel):
+    """The Tile of one of KERNELS for queries (B, H, T, D) and a kind of bias."""
+    family, _ = device_family(q.device)
     is_vectors = kind == VECTORS.value
+    D = q.shape[3]
     if family == "interpreter":
         return Tile(32, 64 if kernel == "dkdv" and not is_vectors else 32, 4, 1)
-    if itemsize > 2 or DP > 128:
-        side = 16 if is_vectors or DP > 64 else 32
+    if q.element_size() > 2 or D > 128:
+        side = 16 if is_vectors or D > 64 else 32
         return Tile(side, side, 8, 1)
-    size = 64 if DP <= 64 else 128
+    size = 64 if D <= 64 else 128
     if is_vectors:
         return VECTOR_TILES[size]
     return Tile(*TILES[family, size][KERNELS.index(kernel)])
-
-
-def choose_tile(q, kind, kernel):
-    """tile_for() these queries."""
-    DP = max(16, triton.next_power_of_2(q.shape[3]))
-    return tile_for(device_family(q.device)[0], q.element_size(), DP, kind, kernel)
 
 
 def device_family(device):
@@ -931,25 +909,26 @@ def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
     return (positions if docs is None else docs).new_empty(B, blocks, 16, dtype=torch.int32)
 
 
-def prepare_mask(q, k, bias, docs, positions, window, sinks, causal, needs_grad, plan):
+def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan):
     """Bring documents and positions to int32 (1 or B, Tk), and find the tiles that they leave.
 
     Returns documents and positions, None if they hide nothing, and visited() for each of KERNELS
     that will run. If the indices alone decide, the list is empty, and launch() finds the tiles.
     plan: None, or a dict in which the result stays for calls with the same mask.
     """
+    q, _, k, _, bias, _ = tensors
     positions = positions if window else None
     if docs is None and positions is None:
         return None, None, []
     kind, m = kind_of(bias)
     names = KERNELS[:1]
-    if needs_grad:
+    if has_grad:
         names = KERNELS if kind >= TABLE.value else KERNELS[:3]
-    tiles = tuple((*choose_tile(q, kind, name)[:2], name == "dkdv") for name in names)
+    tiles = tuple((*tile_for(q, kind, name)[:2], name == "dkdv") for name in names)
     where = (window, sinks, q.shape[2], k.shape[2], m, causal)
     # In training, torch.compile itself merges equal calls of an operator; and it cannot change a
     # dict of the model in a block that is checkpointed.
-    is_shared = plan is not None and not (needs_grad and torch.compiler.is_compiling())
+    is_shared = plan is not None and not (has_grad and torch.compiler.is_compiling())
     if is_shared and (where, tiles) in plan:
         of_docs, of_positions, result = plan[where, tiles]
         if of_docs is docs and of_positions is positions:
@@ -1013,13 +992,17 @@ def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
     segments: of prepare_mask(). grid: of the sweep; the others have a program for each row of them.
     """
     q = call.q.ptr
-    tile = choose_tile(q, call.KIND.value, name)
+    tile = tile_for(q, call.KIND.value, name)
     if segments:
         segments = segments[KERNELS.index(name)]
     elif name == "sweep":
         segments = None
-    else:
-        segments = segments_by_index(call, tile, name == "dkdv")
+    else:  # Nothing but indices decides: once for all calls of these sizes.
+        where = (call.window or 0, call.sinks, call.Tq, call.Tk, call.m, call.CAUSAL.value)
+        # what is computed in a CUDA graph has no values outside of it
+        in_graph = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        find = functools.partial(visited, None, None) if in_graph else visited_by_index
+        segments = find(*where, tile.BM, tile.BN, name == "dkdv", q.device)
     if name != "sweep":  # whose tiles are square
         sizes["BN"] = tile.BN
         heads = (call.k.ptr if name == "dkdv" else q).shape[1]
@@ -1029,16 +1012,6 @@ def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
             call, per_token(segments), *tensors,
             **sizes, BM=tile.BM, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-
-
-def segments_by_index(call, tile, of_keys):
-    """visited() if neither documents nor positions decide: once for all calls of these sizes."""
-    q = call.q.ptr
-    where = (call.window or 0, call.sinks, call.Tq, call.Tk, call.m, call.CAUSAL.value)
-    where += (tile.BM, tile.BN, of_keys, q.device)
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return visited(None, None, *where)  # memory of a CUDA graph cannot be kept
-    return visited_by_index(*where)
 
 
 def empty_output(x):
@@ -1147,7 +1120,7 @@ def _sweep(call, segments, lse, dout, delta):
     diagonals, 2 BM, ...), the smallest distance of the first diagonal, and BM.
     """
     B, H = lse.shape[:2]
-    BM = choose_tile(call.q.ptr, call.KIND.value, "sweep").BM
+    BM = tile_for(call.q.ptr, call.KIND.value, "sweep").BM
     q_start = call.Tk - call.Tq
 
     # the diagonals (query block - key block) whose tiles hold distances |d| < near
@@ -1265,94 +1238,71 @@ def attention(
     for all three, with any strides. Tq <= Tk: the queries are the last Tq of the Tk tokens. Returns
     (B, H, Tq, D), a view of (B, Tq, H, D). Gradients reach all tensors but positions and docs.
 
-    bias        None, slopes (H,): adds -slope * d, or a table (H, m): adds table[h, min(d, m - 1)].
-                Float32. d = |index of the query - index of the key|.
-    relative    None, or (keys, values, offsets). keys (H or 1, m, D) add
-                scale * (q + w) . keys[min(d, m - 1)] and turn q . k into (q + u) . k. values: the
-                same shape, or None. offsets: (u, w), (H, D) each, or None.
-    window      W > 0: a query sees a key only if their positions are less than W apart, or the
-                position of the key is below `sinks`.
-    positions   (Tk,) or (B, Tk) int below 2^31, for the window. Default: the indices.
-    docs        (B, Tk) int below 2^31: a query sees only keys with the same number.
-    causal      A query sees no key after it.
-    scale       Above 0. Default: D ** -0.5.
-    return_lse  Also return the log-sum-exp of the scores (B, H, Tq), float32, natural logarithm. It
-                has a gradient too.
-    plan        A dict, empty at first, for all layers of a step: what documents and positions leave
-                is worked out once, and kept in it. Needed for speed only.
+    bias: None, slopes (H,) or a table (H, m), float32. relative: None, or (keys, values, offsets),
+    keys (H or 1, m, D), values the same or None, offsets None or two (H, D). positions (Tk,) or
+    (B, Tk), docs (B, Tk): integers below 2^31. plan: a dict, empty at first, that calls with the
+    same mask share, as the layers of a step do; it changes nothing but the time.
+    What they mean, and the other arguments: attention() of kernels/reference.py.
 
     Raises ValueError for what the kernels do not support.
     """
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    check_arguments(q, k, v, bias, relative, positions, docs, scale)
-    q, qr, k, v, bias, rel_v = tensors = prepare(q, k, v, bias, relative)
-    needs_grad = torch.is_grad_enabled()
-    needs_grad = needs_grad and any(x is not None and x.requires_grad for x in tensors)
+    tensors = prepare(q, k, v, bias, relative, positions, docs, scale)
     docs, positions, segments = prepare_mask(
-        q, k, bias, docs, positions, window, sinks, causal, needs_grad, plan
+        tensors, docs, positions, window, sinks, causal, needs_grad(tensors), plan
     )
     options = (window, sinks, causal, scale)
     out, lse = _attention(*tensors, docs, positions, segments, *options)
     return (out, lse * math.log(2)) if return_lse else out
 
 
-def prepare(q, k, v, bias, relative):
-    """Bring the arguments of attention() to the units and dtypes of the kernels.
+def needs_grad(tensors):
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
-    Returns q, qr, k, v, bias and rel_v: see _attention().
+
+def require(holds, problem, *values):
+    """Raise ValueError unless it holds. problem: a sentence, with {} for each value."""
+    if not holds:
+        raise ValueError(f"attention: {problem.format(*values)}")
+
+
+def prepare(q, k, v, bias, relative, positions, docs, scale):
+    """Check the arguments of attention(), and bring them to the units and dtypes of the kernels.
+
+    Returns q, qr, k, v, bias and rel_v: see Call.
     """
+    B, H, Tq, D = q.shape
+    HK, Tk = k.shape[1:3]
+    require(
+        q.dtype == k.dtype == v.dtype and q.dtype in DTYPES,
+        "q, k, v are {}, {}, {}: use one of {}, the same for all",
+        *(q.dtype, k.dtype, v.dtype, DTYPES),
+    )
+    fits = k.shape == v.shape == (B, HK, Tk, D) and H % HK == 0 and Tq <= Tk
+    require(
+        fits and 1 <= D <= 256 and max(B, H) <= 65535,
+        "q, k, v {}, {}, {} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), with H a "
+        "multiple of Hk, Tq <= Tk and D <= 256",
+        *(q.shape, k.shape, v.shape),
+    )
+    require(scale > 0, "scale is {}: use one above 0", scale)
+    for x, shapes in ((positions, ((Tk,), (B, Tk))), (docs, ((B, Tk),))):
+        fits = x is None or x.shape in shapes and not x.is_floating_point()
+        require(fits, "positions or docs do not fit: use integers, of one of the shapes {}", shapes)
+    require(bias is None or relative is None, "bias and relative are given: use one of them")
     if bias is not None:
+        fits = bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel()
+        require(fits, "the bias has shape {}: use slopes (H,) or a table (H, m)", bias.shape)
         return q, None, k, v, (bias.float() * LOG2E).contiguous(), None
     if relative is None:
         return q, None, k, v, None, None
     keys, values, offsets = relative
+    fits = keys.dim() == 3 and len(keys) in (1, H) and keys.shape[2] == D and keys.numel()
+    fits = fits and (values is None or values.shape == keys.shape)
+    require(fits, "relative keys are {}: use (H or 1, m, D), as for values", keys.shape)
     keys = keys.to(q.dtype).contiguous()
     values = None if values is None else values.to(q.dtype).contiguous()
     if offsets is None:
         return q, q, k, v, keys, values
     u, w = offsets
     return (q + u[:, None]).to(q.dtype), (q + w[:, None]).to(q.dtype), k, v, keys, values
-
-
-def require(holds, problem):
-    if not holds:
-        raise ValueError(f"attention: {problem}")
-
-
-def check_arguments(q, k, v, bias, relative, positions, docs, scale):
-    """Raise ValueError for what the kernels do not support."""
-    B, H, _, D = q.shape
-    HK, Tk = k.shape[1:3]
-    shapes = [tuple(x.shape) for x in (q, k, v)]
-    require(
-        q.dtype == k.dtype == v.dtype and q.dtype in DTYPES,
-        f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: use one of {DTYPES}, the same for all",
-    )
-    fits = shapes[1] == shapes[2] == (B, HK, Tk, D) and H % HK == 0 and q.shape[2] <= Tk
-    require(
-        fits and 1 <= D <= 256 and max(B, H) <= 65535,
-        f"q, k, v {shapes} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), with H a "
-        "multiple of Hk, Tq <= Tk and D <= 256",
-    )
-    require(
-        bias is None or relative is None,
-        "there are a bias and relative vectors: use one of them",
-    )
-    require(scale > 0, f"scale is {scale}: use one above 0")
-    if bias is not None:
-        require(
-            bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel(),
-            f"the bias has shape {tuple(bias.shape)}: use slopes ({H},) or a table ({H}, m)",
-        )
-    if relative is not None:
-        keys, values, _ = relative
-        fits = keys.dim() == 3 and keys.shape[0] in (1, H) and keys.shape[2] == D and keys.numel()
-        require(
-            fits and (values is None or values.shape == keys.shape),
-            f"relative keys are {tuple(keys.shape)}: use ({H} or 1, m, {D}), as for values",
-        )
-    for x, shapes in ((positions, ((Tk,), (B, Tk))), (docs, ((B, Tk),))):
-        require(
-            x is None or tuple(x.shape) in shapes and not x.is_floating_point(),
-            f"positions or docs do not fit: use integers ({B}, {Tk}), of positions also ({Tk},)",
-        )
