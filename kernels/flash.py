@@ -1204,8 +1204,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dout, dlse):
-    *tensors, out, lse = ctx.saved_tensors[:10]
-    segments = list(ctx.saved_tensors[10:])
+    saved = ctx.saved_tensors
+    *tensors, out, lse = saved[:10]
+    segments = list(saved[10:])
     _, qr, _, _, bias, rel_v, _, _ = tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
