@@ -934,7 +934,8 @@ def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan
         if of_docs is docs and of_positions is positions:
             return result
     mask = [None if x is None else torch.atleast_2d(x).int() for x in (docs, positions)]
-    result = *mask, [_visited(*mask, *where, *tile) for tile in tiles]
+    found = {tile: _visited(*mask, *where, *tile) for tile in dict.fromkeys(tiles)}
+    result = *mask, [found[tile] for tile in tiles]
     if is_shared:
         plan[where, tiles] = docs, positions, result
     return result
