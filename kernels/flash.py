@@ -444,13 +444,9 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
 
 @triton.jit
 def _dq_kernel(
-    call, segments, OUT, LSE, DOUT, DLSE, DQ, DQR, DELTA, IS_CLIPPED,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Compute dQ and the corrected delta of BM queries of one head.
-
-    IS_CLIPPED, if it is not None: whether a row sees a key at a clipped distance.
-    """
+    call, segments, OUT, LSE, DOUT, DLSE, DQ, DQR, DELTA, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Compute dQ and the corrected delta of BM queries of one head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     r, c = tl.arange(0, BM), tl.arange(0, BN)
@@ -477,7 +473,6 @@ def _dq_kernel(
     # What a row of dS sums to, beyond the gradient of its log-sum-exp, is the error of its delta.
     delta_error = -dlse
     clipped_ds = tl.zeros([BM], tl.float32)  # row sums of dS over clipped tiles
-    is_clipped = tl.zeros([BM], tl.int32)
     for segment in tl.static_range(5):
         if _has_key_blocks(call, segment):
             first, end = _segment(segments, b, block, segment)
@@ -492,14 +487,6 @@ def _dq_kernel(
                 if segment < WHOLE:
                     visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
                     p = tl.where(visible, p, 0.0)
-                if IS_CLIPPED is not None:
-                    if segment < WHOLE:
-                        distance = tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
-                        found = visible & (distance >= call.m - 1)
-                        is_clipped |= tl.max(found.to(tl.int32), 1)
-                    else:  # all is visible: the first key or the last is furthest away
-                        furthest = tl.maximum(i0 + r - n0, n0 + BN - 1 - (i0 + r))
-                        is_clipped |= (furthest >= call.m - 1).to(tl.int32)
 
                 # gradient of the scores
                 v = load_rows(call, v_head, n0, c, call.Tk, segment < WHOLE)
@@ -527,8 +514,6 @@ def _dq_kernel(
         dqr += clipped_ds[:, None] * _last_vector(call, bias)[None, :]
         store_rows(call, head_rows(DQR, b, h), m0, r, call.Tq, dqr * unit)
     tl.store(DELTA + row, delta + delta_error, mask=in_range)
-    if IS_CLIPPED is not None:
-        tl.store(IS_CLIPPED + row, is_clipped, mask=in_range)
 
 
 @triton.jit
@@ -728,6 +713,23 @@ def _sweep_kernel(
             to = Rows(DREL_V, 0, 0, call.D)
             store_rows(call, to, at, c, at + BM, dv)
             store_rows(call, to, at + BM, c, at + 2 * BM, dv_high)
+
+
+@triton.jit
+def _reach_kernel(call, segments, REACHED, BM: tl.constexpr, BN: tl.constexpr):
+    """Find out for BM queries of one sequence whether any sees a key at a clipped distance."""
+    block = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    i = call.Tk - call.Tq + block * BM + tl.arange(0, BM)
+    reached = tl.zeros([BM, BN], tl.int32)
+    for segment in tl.static_range(5):
+        first, end = _segment(segments, b, block, segment)
+        for n in tl.range(first, end):
+            j = n * BN + tl.arange(0, BN)
+            is_clipped = tl.abs(i[:, None] - j[None, :]) >= call.m - 1
+            is_visible = visible_keys(call, b, i, j, call.Tk, False) & (i < call.Tk)[:, None]
+            reached |= (is_clipped & is_visible).to(tl.int32)
+    tl.store(REACHED + b * tl.num_programs(0) + block, tl.max(tl.max(reached, 1), 0))
 
 
 # -----------------------------------------------------------------------------
@@ -990,7 +992,7 @@ def make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, 
 def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
     """Launch one of KERNELS with the tensors that it takes after those of the call.
 
-    segments: of prepare_mask(). grid: of the sweep; the others have a program for each row of them.
+    segments: of prepare_mask(). grid: if it is not a program for each row of them and each head.
     """
     q = call.q.ptr
     tile = tile_for(q, call.KIND.value, name)
@@ -1007,7 +1009,7 @@ def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
     if name != "sweep":  # whose tiles are square
         sizes["BN"] = tile.BN
         heads = (call.k.ptr if name == "dkdv" else q).shape[1]
-        grid = (segments.shape[1], heads, len(q))
+        grid = grid or (segments.shape[1], heads, len(q))
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
         kernel[grid](
             call, per_token(segments), *tensors,
@@ -1084,12 +1086,9 @@ def _attention_backward(
     kind = call.KIND.value if bias_grad else NONE.value
 
     delta = torch.empty_like(lse)
-    is_clipped = None
-    if kind >= TABLE.value and segments:
-        is_clipped = torch.empty_like(lse, dtype=torch.int32)
     launch(
         _dq_kernel, "dq", call, segments, rows_of(out), lse, rows_of(dout), dlse,
-        rows_of(dq), None if qr is None else rows_of(dqr), delta, is_clipped,
+        rows_of(dq), None if qr is None else rows_of(dqr), delta,
     )  # fmt: skip
     dslope = lse.new_empty(*lse.shape[:2], call.Tk) if kind == SLOPES.value else None
     tensors = lse, rows_of(dout), delta, rows_of(dk), rows_of(dv), dslope
@@ -1101,7 +1100,7 @@ def _attention_backward(
 
     # The sums over all distances. Not matrix products, which autocast would round.
     by_distance, v_by_distance, d0, BM = _sweep(call, segments, lse, dout, delta)
-    is_reached = reaches_last_entry(call, is_clipped)
+    is_reached = reaches_last_entry(call, segments)
     if kind == TABLE.value:
         by_distance /= LOG2E  # the table arrived in log2 units
         total = dlse.sum((0, 2)) / LOG2E
@@ -1151,10 +1150,15 @@ def _sweep(call, segments, lse, dout, delta):
     return by_distance, v_by_distance, d0, BM
 
 
-def reaches_last_entry(call, is_clipped):
+def reaches_last_entry(call, segments):
     """Whether a query sees a key at distance m - 1 or more: a bool, or one on the device."""
-    if is_clipped is not None:
-        return is_clipped.any()
+    if segments:
+        of_queries = segments[KERNELS.index("dq")]
+        reached = of_queries.new_empty(len(call.q.ptr), of_queries.shape[1])
+        launch(
+            _reach_kernel, "dq", call, segments, reached, grid=(reached.shape[1], 1, len(reached))
+        )
+        return reached.any()
     is_near = call.window and call.window < call.m and not call.sinks
     return call.Tk >= call.m and not is_near
 
