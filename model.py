@@ -913,7 +913,8 @@ class GPT(nn.Module):
         self.check_length(end)
         tables_version = self.pos.set_length(end)
         if cache is None:
-            return tokens, positions, {"docs": docs, "positions": positions if explicit else None}
+            mask = {"docs": docs, "positions": positions if explicit else None, "plan": {}}
+            return tokens, positions, mask
         tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)
         return tokens, positions, cache.mask()
 

@@ -64,7 +64,7 @@ def rope(q, k, cos, sin):
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None,
+    causal=True, scale=None, return_lse=False, length=None, plan=None,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v: see reference.attention()."""
     options = {
@@ -89,7 +89,7 @@ def attention(
 
     if decodes:
         return decode.attention(q, k, v, **options, length=length)
-    return flash.attention(q, k, v, **options)
+    return flash.attention(q, k, v, **options, plan=plan)
 
 
 def _needs_grad(q, k, v, bias, relative):

@@ -125,7 +125,7 @@ def rope(q, k, cos, sin):
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None,
+    causal=True, scale=None, return_lse=False, length=None, plan=None,
 ):  # fmt: skip
     """Compute reference.attention(), whose docstring describes the arguments.
 

@@ -17,116 +17,211 @@ over the keys that i may see. The bias is one of four kinds:
 In plain PyTorch: attention() in kernels/reference.py. A scheme passes in its table, whatever its
 parameters are; autograd computes the gradient from the table to the parameters.
 
-Why a kernel: the (T, T) scores are never stored, neither forward (FlashAttention, arXiv 2205.14135)
-nor backward, with a bias and its gradient as without. Blocks of BM queries meet blocks of BN keys,
-one tile at a time, with the softmax kept as a running maximum and a running sum.
-
-Five things to know before reading:
+The forward pass is FlashAttention (arXiv 2205.14135), as in Triton's tutorial: blocks of BM queries
+meet blocks of BN keys, one tile at a time, with the softmax kept as a running maximum and a running
+sum, so that the (T, T) scores are never stored. What the tutorial does not have:
 
 1. Units. Scores are in log2, because exp2 is the hardware's exponential. So the scale, slopes and
    tables arrive multiplied by log2(e). Gradients are in natural units.
 
-2. Segments. Of the key blocks of a query block, some are empty and never visited, some are partly
-   visible and need a mask, and the rest are wholly visible. Tiles in which every distance is m - 1
-   or more form a segment of their own, CLIPPED: there the bias of a table is a single number, that
-   of relative vectors one number a query, and neither costs anything.
+2. Segments. The host decides which tiles a program visits, in visited(). Of the key blocks of a
+   query block, some are empty and never visited, some are partly visible and need a mask, and the
+   rest are wholly visible. Tiles in which every distance is m - 1 or more form a segment of their
+   own, CLIPPED: there the bias of a table is a single number, that of relative vectors one number a
+   query, and neither costs anything.
 
 3. The bias row. In a tile the bias depends on r - c alone (query r, key c), so BM + BN - 1 values
-   describe it. They are loaded once and expanded to the tile (_expand_row). Loading each of the
-   BM x BN values by its own pointer gives the same result with forty times the loads. Relative
-   vectors are loaded in the same way, multiplied with the queries and then expanded (_skew).
+   describe it. They are loaded once and expanded to the tile (_expand). Loading each of the BM x BN
+   values by its own pointer gives the same result with forty times the loads. Relative vectors are
+   loaded in the same way, multiplied with the queries and then expanded (_skew).
 
 4. The diagonal sweep (_sweep_kernel). The gradient of table[d] is the sum of dS along diagonal d,
    over rows, batch, and heads that share the table. One program visits all tiles of one diagonal of
    tiles. They hold the same distances at the same places, so it adds up the dS tiles in registers
-   and sums along their diagonals once, at the end: no atomics, the same bits every time, O(H m)
-   memory. Only diagonals with a distance below m - 1 are visited. The kernel of dK and dV computes
-   the gradient of the last entry in passing (of vectors, where each query has its own weight: the
-   dQ kernel), and that of slopes.
+   and sums along their diagonals once, at the end: no atomics, the same bits every time.
 
-5. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij, usually computed as
+5. The clipped tail. The sweep visits only diagonals with a distance below m - 1. A row of dS sums
+   to the gradient of its log-sum-exp (0 if there is none), so it is known what all entries of a
+   table's gradient sum to. The last one, of all clipped distances, is this less the others.
+
+6. The corrected delta. dS = P (dP - delta) with delta_i = sum_j P_ij dP_ij, usually computed as
    dO_i . O_i from an O that was rounded to 16 bits. A bias gradient, which adds up thousands of dS,
-   is then wrong by percents. But a row of dS sums to exactly the error of its delta: the dQ kernel
-   adds up each row, and corrects delta for the kernels that run after it, and its own row sums.
+   is then wrong by percents, and 5. would be, too. But a row of dS sums to exactly the error of its
+   delta: the dQ kernel, which runs first, adds up each row and corrects delta for the others.
 
-The backward pass runs dQ (which also corrects delta), then dK and dV, then the diagonal sweep. It
-needs no atomics and no scratch memory beyond O(T). Nothing is autotuned: TILES fixes the tile
-sizes, so that all processes of a run compute the same bits.
+Scratch memory is O(T + H m). Nothing is autotuned: TILES fixes the tile sizes, so that all
+processes of a run compute the same bits.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-# The kinds of bias.
+# The kinds of bias, by the number of dimensions of slopes (H,), a table (H, m) and vectors.
 NONE = tl.constexpr(0)
 SLOPES = tl.constexpr(1)
 TABLE = tl.constexpr(2)
 VECTORS = tl.constexpr(3)
 
 # The segments of blocks that a program visits. Those below WHOLE need a mask.
-SINKS = tl.constexpr(0)  # the first keys, where they lie before the window
-LEFT_EDGE = tl.constexpr(1)  # partly visible, before the whole ones
-RIGHT_EDGE = tl.constexpr(2)  # partly visible, after the whole ones
+SINKS = tl.constexpr(0)  # the first keys, if blocks between them and the window are not visited
+LEFT = tl.constexpr(1)  # partly visible, before the whole ones
+RIGHT = tl.constexpr(2)  # partly visible, after the whole ones
 WHOLE = tl.constexpr(3)  # wholly visible
 CLIPPED = tl.constexpr(4)  # wholly visible, and every distance is m - 1 or more
 
 LOG2E = 1 / math.log(2)
+LN2 = tl.constexpr(math.log(2))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Rows(NamedTuple):
+    """A tensor (batch, head, token, channel) in memory; its channels are next to each other."""
+
+    ptr: Any
+    b: Any  # strides
+    h: Any
+    t: Any
+
+
+class Call(NamedTuple):
+    """What all kernels of one call of attention() are given; None for what the call lacks.
+
+    A None is known when a kernel is compiled, as are the fields in capitals below G.
+    """
+
+    q: Rows
+    k: Rows
+    v: Rows
+    qr: Rows  # the queries that meet the relative keys
+    bias: Rows  # slopes (H,), a table (H, m) or relative keys (H or 1, m, D); t: distances
+    rel_v: Rows  # relative values, as the keys
+    pos: Rows  # positions for the window, if they are not the indices
+    docs: Rows
+    Tq: int
+    Tk: int
+    m: int
+    window: int
+    sinks: int
+    scale: float
+    G: int  # query heads that share a key head
+    D: tl.constexpr
+    DP: tl.constexpr  # D, rounded up to a power of two
+    KIND: tl.constexpr
+    CAUSAL: tl.constexpr
+    PRECISION: tl.constexpr  # of float32 products
 
 
 # -----------------------------------------------------------------------------
 # What the kernels share
 #
-# Pointers are in capitals. BIAS holds the slopes, the table or the relative keys, REL_V the
-# relative values, QR the queries that meet the relative keys (where they are not Q). Strides end in
-# _b, _h and _t: batch, head and token (for BIAS: distance).
-# A tile has BM queries, numbered r (BM,), and BN keys, numbered c (BN,). i0 and n0 are the indices
-# of its first query and its first key, d0 is its smallest distance. DP is the head dimension D,
-# rounded up to a power of two, and channel is arange(DP). W is BM + BN, rounded up likewise.
-# G query heads share a key head.
+# Pointers are in capitals. A tile has BM queries, numbered r (BM,), and BN keys, numbered c (BN,).
+# i0 and n0 are the indices of its first query and its first key, m0 = i0 - (Tk - Tq) is the row of
+# the first query, and d0 = i0 - n0 is the distance at r = c. FLIP: the tile is transposed, (BN, BM).
 
 
 @triton.jit
-def _load_rows(
-    X, x_t, n0, n, limit, channel, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr
-):
-    """Load rows n0 + n of X (tokens, D): (n, DP), zero beyond D and, where MASKED, beyond limit."""
+def head_rows(x, b, h):
+    """The rows of one head of one sequence."""
+    if x is None:
+        return None
+    else:
+        return Rows(x.ptr + b * x.b + h * x.h, 0, 0, x.t)
+
+
+@triton.jit
+def load_rows(call, x, n0, n, limit, MASKED: tl.constexpr):
+    """Load rows n0 + n of x: (n, DP), zero beyond D and, if MASKED, from row `limit` on."""
+    channel = tl.arange(0, call.DP)[None, :]
     # int64: a token index times its stride can pass 2^31
-    at = X + tl.cast(n0, tl.int64) * x_t + (n[:, None] * x_t + channel[None, :])
+    at = x.ptr + tl.cast(n0, tl.int64) * x.t + (n[:, None] * x.t + channel)
     if MASKED:
-        return tl.load(at, mask=(n0 + n < limit)[:, None] & (channel < D)[None, :], other=0.0)
-    elif D < DP:
-        return tl.load(at, mask=(channel < D)[None, :], other=0.0)
+        return tl.load(at, mask=(n0 + n < limit)[:, None] & (channel < call.D), other=0.0)
+    elif call.D < call.DP:
+        return tl.load(at, mask=channel < call.D, other=0.0)
     else:
         return tl.load(at)
 
 
 @triton.jit
-def _load_vectors(X, x_t, d0, m, x, channel, D: tl.constexpr, DP: tl.constexpr):
-    """Load the relative vectors of the distances d0 + x, clipped to m - 1: (x, DP)."""
-    distance = tl.minimum(tl.abs(d0 + x), m - 1)
-    at = X + distance[:, None] * x_t + channel[None, :]
-    if D < DP:
-        return tl.load(at, mask=(channel < D)[None, :], other=0.0)
+def store_rows(call, x, n0, n, limit, values):
+    """Store rows n0 + n of x, up to row `limit`."""
+    channel = tl.arange(0, call.DP)[None, :]
+    at = x.ptr + tl.cast(n0, tl.int64) * x.t + (n[:, None] * x.t + channel)
+    mask = (n0 + n < limit)[:, None] & (channel < call.D)
+    tl.store(at, values.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pair(r, c, FLIP: tl.constexpr):
+    """Something of each query and of each key of a tile, so that they combine to its shape."""
+    if FLIP:
+        return r[None, :], c[:, None]
     else:
-        return tl.load(at)
+        return r[:, None], c[None, :]
 
 
 @triton.jit
-def _clipped_vector(X, x_t, m, channel, D: tl.constexpr):
-    """Load the relative vector of all clipped distances: (DP,) float32."""
-    return tl.load(X + (m - 1) * x_t + channel, mask=channel < D, other=0.0).to(tl.float32)
+def tile_product(call, queries, keys, FLIP: tl.constexpr):
+    """The product of each query and each key of a tile."""
+    if FLIP:
+        return tl.dot(keys, tl.trans(queries), input_precision=call.PRECISION)
+    else:
+        return tl.dot(queries, tl.trans(keys), input_precision=call.PRECISION)
 
 
 @triton.jit
-def _clipped_product(rows, X, x_t, m, channel, D: tl.constexpr):
-    """Multiply each row with the vector of all clipped distances: (rows,) float32."""
-    return tl.sum(rows.to(tl.float32) * _clipped_vector(X, x_t, m, channel, D)[None, :], 1)
+def _segment(segments, b, block, segment: tl.constexpr):
+    """The first block of a segment, and the one after its last: see visited()."""
+    at = segments.ptr + b * segments.b + block * segments.t + 2 * segment
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+def _has_key_blocks(call, segment: tl.constexpr):
+    """Whether a query block can have key blocks in a segment."""
+    hides_past = call.window is not None or call.docs is not None
+    return (
+        segment == RIGHT
+        or segment == WHOLE
+        or (segment == CLIPPED and call.KIND >= TABLE)
+        or (segment < RIGHT and hides_past)
+    )
+
+
+@triton.jit
+def _entries(x, b, n, limit):
+    """The positions or documents of tokens n."""
+    return tl.load(x.ptr + b * x.b + n * x.t, mask=n < limit, other=-1)
+
+
+@triton.jit
+def visible_keys(call, b, i, j, Tk, FLIP: tl.constexpr):
+    """The mask of a tile: which keys j each query i sees, both by index."""
+    at_i, at_j = _pair(i, j, FLIP)
+    visible = at_j < Tk
+    if call.CAUSAL:
+        visible &= at_j <= at_i
+    if call.window is not None:
+        if call.pos is not None:
+            pos_i = _entries(call.pos, b, i, Tk)
+            pos_j = _entries(call.pos, b, j, Tk)
+            at_i, at_j = _pair(pos_i, pos_j, FLIP)
+        visible &= (tl.abs(at_i - at_j) < call.window) | (at_j < call.sinks)
+    if call.docs is not None:
+        doc_i = _entries(call.docs, b, i, Tk)
+        doc_j = _entries(call.docs, b, j, Tk)
+        of_i, of_j = _pair(doc_i, doc_j, FLIP)
+        visible &= of_i == of_j
+    return visible
+
+
+# -----------------------------------------------------------------------------
+# The bias of a tile
 
 
 @triton.jit
@@ -142,267 +237,140 @@ def _difference(rows, columns):
 
 
 @triton.jit
-def _expand_row(row, x):
+def _expand(row, x):
     """Expand a bias row (W,) to a tile: row[x], for indices x of the shape of the tile."""
     return tl.reshape(tl.gather(row, tl.ravel(x), 0), x.shape)
 
 
 @triton.jit
-def _partial_sums(tile):
-    """Sum a tile (rows, columns) to four columns: (rows, 4).
+def _load_constant(call, bias, qr):
+    """What does not depend on the distance: the slope, or the bias of all clipped distances.
 
-    In the tensor cores' layout four threads share a row. Each sums its own columns, so nothing is
-    exchanged in the loop; the four sums are added up after it.
+    That is the last entry of a table, or each query's product with the last vector.
     """
-    columns: tl.constexpr = tile.shape[1]
-    by_thread = tl.reshape(tile, [tile.shape[0], columns // 8, 4, 2])
-    return tl.sum(tl.sum(by_thread, 3), 1)
+    if call.KIND == SLOPES:
+        return tl.load(bias.ptr)
+    elif call.KIND == TABLE:
+        return tl.load(bias.ptr + call.m - 1)
+    elif call.KIND == VECTORS:
+        return _last_product(call, qr, bias)
+    else:
+        return 0.0
 
 
 @triton.jit
-def _skew(tile, r, c, B: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _scores(
+    call, bias, q, qr, k, constant, i0, n0, r, c, IS_CLIPPED: tl.constexpr, FLIP: tl.constexpr
+):
+    """The scores of a tile, in log2 units, are s * factor + shift: returns the three.
+
+    factor is a number, and shift a number or one for each query. So the scale, and what is the same
+    for all keys, cost no multiplication or addition of their own: a maximum is taken before them,
+    and then there is one multiply-add an element in the exponent.
+    constant: from _load_constant().
+    """
+    s = tile_product(call, q, k, FLIP)
+    factor = call.scale
+    shift = 0.0
+    d0 = i0 - n0
+    if call.KIND == SLOPES:
+        factor = 1.0
+        if call.CAUSAL and q.dtype != tl.float32:
+            # -slope (i - j), split into what a key adds and what query and tile add: one
+            # multiply-add an element, exact to 16 bits
+            _, of_key = _pair(r, constant * c.to(tl.float32), FLIP)
+            s = s * call.scale + of_key
+            shift = -constant * (d0 + r).to(tl.float32)
+        else:
+            i, j = _pair(d0 + r, c, FLIP)
+            s = s * call.scale - constant * tl.abs(i - j).to(tl.float32)
+    elif call.KIND == TABLE:
+        if IS_CLIPPED:
+            shift = constant
+        else:
+            factor = 1.0
+            last: tl.constexpr = c.shape[0] - 1
+            W: tl.constexpr = triton.next_power_of_2(r.shape[0] + c.shape[0])
+            distance = tl.abs(d0 - last + tl.arange(0, W))
+            bias_row = tl.load(bias.ptr + tl.minimum(distance, call.m - 1))
+            x = -_difference(c, r) if FLIP else _difference(r, c)
+            s = s * call.scale + _expand(bias_row, x + last)
+    elif call.KIND == VECTORS:
+        if IS_CLIPPED:
+            shift = constant * call.scale
+        else:
+            s += _vector_products(call, qr, bias, d0, r, c, FLIP)
+    return s, factor, shift
+
+
+# Relative vectors. A square tile of B queries and B keys has 2 B - 1 distances, d0 + r - c. There
+# are two products of B x B, with the vectors of the smaller and of the larger distances. A triangle
+# chooses between them, and the skew moves the result from distances to keys.
+
+
+@triton.jit
+def _skew(tile, r, c, FLIP: tl.constexpr):
     """Move column c of a square tile to column y = (r - c - 1) mod B, which is its own inverse.
 
-    It leads from keys to distances and back. The distance at column y is d0 + y where y >= r (on
-    and above the tile's diagonal), and d0 + y + B where y < r: a column holds two distances.
+    It leads from keys to distances and back. The distance at column y is d0 - (B - 1) + y if y >= r
+    (on and above the tile's diagonal), and B more if y < r: a column holds two distances.
     """
-    if TRANSPOSED:
-        at = ((r[None, :] - 1 - c[:, None]) & (B - 1)) * B + r[None, :]
-    else:
-        at = r[:, None] * B + ((r[:, None] - 1 - c[None, :]) & (B - 1))
-    flat = tl.gather(tl.reshape(tile, [B * B]), tl.reshape(at, [B * B]), 0)
-    return tl.reshape(flat, [B, B])
+    B: tl.constexpr = r.shape[0]
+    i, j = _pair(r, c, FLIP)
+    y = (i - 1 - j) & (B - 1)
+    at = y * B + i if FLIP else i * B + y
+    return tl.reshape(tl.gather(tl.ravel(tile), tl.ravel(at), 0), [B, B])
 
 
 @triton.jit
-def _vector_products(
-    rows, X, x_t, d0, m, r, c, channel,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
-    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute rows_r . X[min(d, m - 1)] for each query and key of a square tile: (B, B).
-
-    Two products, with the vectors of the B smaller and of the B larger distances of the tile. A
-    triangle chooses between them, and the skew moves the result from distances to keys.
-    """
-    low = _load_vectors(X, x_t, d0, m, c, channel, D, DP)
-    high = _load_vectors(X, x_t, d0 + B, m, c, channel, D, DP)
-    if TRANSPOSED:
-        by_distance = tl.where(
-            c[:, None] >= r[None, :],
-            tl.dot(low, tl.trans(rows), input_precision=PRECISION),
-            tl.dot(high, tl.trans(rows), input_precision=PRECISION),
-        )
-    else:
-        by_distance = tl.where(
-            c[None, :] >= r[:, None],
-            tl.dot(rows, tl.trans(low), input_precision=PRECISION),
-            tl.dot(rows, tl.trans(high), input_precision=PRECISION),
-        )
-    return _skew(by_distance, r, c, B, TRANSPOSED)
+def _load_vectors(call, x, d0, c):
+    """The vectors of the B smaller and of the B larger distances of a tile, clipped to m - 1."""
+    B: tl.constexpr = c.shape[0]
+    distance = d0 - (B - 1) + c
+    low = load_rows(call, x, 0, tl.minimum(tl.abs(distance), call.m - 1), 0, False)
+    high = load_rows(call, x, 0, tl.minimum(tl.abs(distance + B), call.m - 1), 0, False)
+    return low, high
 
 
 @triton.jit
-def _add_vectors(
-    acc, weights, X, x_t, d0, m, r, c, channel,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute acc + sum_c weights[r, c] X[min(d, m - 1)]: _vector_products() backwards."""
-    low = _load_vectors(X, x_t, d0, m, c, channel, D, DP)
-    high = _load_vectors(X, x_t, d0 + B, m, c, channel, D, DP)
-    by_distance = _skew(weights.to(low.dtype), r, c, B, False)
-    low_part = tl.where(c[None, :] >= r[:, None], by_distance, 0.0)
-    acc = tl.dot(low_part, low, acc, input_precision=PRECISION)
-    high_part = tl.where(c[None, :] >= r[:, None], 0.0, by_distance)
-    return tl.dot(high_part, high, acc, input_precision=PRECISION)
+def _vector_products(call, rows, x, d0, r, c, FLIP: tl.constexpr):
+    """Compute rows_r . x[min(d, m - 1)] for each query and key of a square tile."""
+    low, high = _load_vectors(call, x, d0, c)
+    low_product = tile_product(call, rows, low, FLIP)
+    high_product = tile_product(call, rows, high, FLIP)
+    i, j = _pair(r, c, FLIP)
+    return _skew(tl.where(j >= i, low_product, high_product), r, c, FLIP)
 
 
 @triton.jit
-def _add_bias(
-    s, qr, clipped_bias, BIAS, bias_t, m, slope, scale, r, c, channel, i0, n0,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
-    KIND: tl.constexpr, CAUSAL: tl.constexpr, IS_CLIPPED: tl.constexpr,
-    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add the bias to s = q k^T, a tile (BM, BN), or (BN, BM) where TRANSPOSED.
-
-    clipped_bias: the table's last value, or r_i . keys[m - 1] for each query (BM,).
-    Returns (s, shift). The score in log2 units is s + shift where _is_scaled(), otherwise
-    s * scale + shift. shift is a number, or one for each query.
-    """
-    shift = 0.0
-    if KIND == SLOPES:
-        if CAUSAL and qr.dtype != tl.float32:
-            # -slope (i - j), split into what a column adds and what row and tile add: one
-            # multiply-add an element, exact to 16 bits
-            column = slope * c.to(tl.float32)
-            s = s * scale + (column[:, None] if TRANSPOSED else column[None, :])
-            shift = slope * (n0 - i0 - r).to(tl.float32)
-        else:
-            if TRANSPOSED:
-                distance = tl.abs((i0 + r)[None, :] - (n0 + c)[:, None])
-            else:
-                distance = tl.abs((i0 + r)[:, None] - (n0 + c)[None, :])
-            s = s * scale - slope * distance.to(tl.float32)
-    elif KIND == TABLE:
-        if IS_CLIPPED:
-            shift = clipped_bias
-        else:
-            distance = tl.abs(i0 - n0 - (BN - 1) + tl.arange(0, W))
-            bias_row = tl.load(BIAS + tl.minimum(distance, m - 1))
-            x = -_difference(c, r) if TRANSPOSED else _difference(r, c)
-            s = s * scale + _expand_row(bias_row, x + (BN - 1))
-    elif KIND == VECTORS:
-        if IS_CLIPPED:
-            shift = clipped_bias * scale
-        else:
-            s += _vector_products(
-                qr, BIAS, bias_t, i0 - n0 - (BN - 1), m, r, c, channel,
-                D, DP, BN, TRANSPOSED, PRECISION,
-            )  # fmt: skip
-    return s, shift
+def _split_by_distance(tile, r, c):
+    """A square tile by distance instead of by key: the smaller distances, and the larger."""
+    tile = _skew(tile, r, c, False)
+    is_low = c[None, :] >= r[:, None]
+    return tl.where(is_low, tile, 0.0), tl.where(is_low, 0.0, tile)
 
 
 @triton.jit
-def _is_scaled(KIND: tl.constexpr, IS_CLIPPED: tl.constexpr):
-    """Whether _add_bias() has multiplied s by the scale."""
-    return (KIND == SLOPES) or (KIND == TABLE and not IS_CLIPPED)
+def _add_vectors(call, acc, weights, x, d0, r, c):
+    """Compute acc + sum_c weights[r, c] x[min(d, m - 1)]: _vector_products() backwards."""
+    low, high = _load_vectors(call, x, d0, c)
+    low_weights, high_weights = _split_by_distance(weights.to(low.dtype), r, c)
+    acc = tl.dot(low_weights, low, acc, input_precision=call.PRECISION)
+    return tl.dot(high_weights, high, acc, input_precision=call.PRECISION)
 
 
 @triton.jit
-def _visible(
-    i, j, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """The mask of a tile: which keys j (BN,) each query i (BM,) sees, both by index.
-
-    queries (BM,) is false past the last query.
-    """
-    if TRANSPOSED:
-        at_i, at_j = i[None, :], j[:, None]
-    else:
-        at_i, at_j = i[:, None], j[None, :]
-    visible = at_j < Tk
-    if CAUSAL:
-        visible = visible & (at_j <= at_i)
-    if WINDOW:
-        if POSITIONS:
-            pi = tl.load(POS + i * p_t, mask=queries, other=0)
-            pj = tl.load(POS + j * p_t, mask=j < Tk, other=0)
-            if TRANSPOSED:
-                at_i, at_j = pi[None, :], pj[:, None]
-            else:
-                at_i, at_j = pi[:, None], pj[None, :]
-        visible = visible & ((tl.abs(at_i - at_j) < window) | (at_j < sinks))
-    if DOCS:
-        di = tl.load(DOC + i * d_t, mask=queries, other=-1)
-        dj = tl.load(DOC + j * d_t, mask=j < Tk, other=-2)
-        same = (di[None, :] == dj[:, None]) if TRANSPOSED else (di[:, None] == dj[None, :])
-        visible = visible & same
-    return visible
+def _last_vector(call, x):
+    """Load the vector of all clipped distances: (DP,) float32."""
+    channel = tl.arange(0, call.DP)
+    at = x.ptr + (call.m - 1) * x.t + channel
+    return tl.load(at, mask=channel < call.D, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _outside_sweep(i0, n0, m, B: tl.constexpr, CAUSAL: tl.constexpr):
-    """Whether the diagonal sweep leaves out its B x B tile of queries from i0, keys from n0.
-
-    It does where no distance in that tile is below m - 1. n0: a number, or one for each key.
-    """
-    d = i0 - n0
-    outside = d - (B - 1) >= m - 1
-    if not CAUSAL:  # causal: the sweep visits every tile at the main diagonal
-        outside |= d + B - 1 <= 1 - m
-    return outside
-
-
-@triton.jit
-def _segment_exists(
-    segment: tl.constexpr, KIND: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr
-):
-    """Whether a query block can have key blocks in a segment."""
-    always = (segment == RIGHT_EDGE) or (segment == WHOLE)
-    return (
-        always
-        or (segment == CLIPPED and KIND >= TABLE)
-        or (segment < RIGHT_EDGE and (WINDOW or DOCS))
-    )
-
-
-@triton.jit
-def _key_blocks(
-    block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_BLOCK_MASK: tl.constexpr,
-):  # fmt: skip
-    """The key blocks that a query block visits: where each segment starts, and where it ends.
-
-    Of key blocks [lo, hi) some keys are visible, of [left, right) all. So the segments are SINKS,
-    LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), CLIPPED [left, near) and WHOLE [near, right).
-    """
-    i0 = q_start + block * BM
-    i1 = i0 + BM - 1
-    sink_end = 0
-    if HAS_BLOCK_MASK:
-        at = BLOCK_MASK + b * mask_b + block * 4
-        lo, left, right, hi = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    else:
-        lo, left, right, hi = 0, 0, Tk // BN, tl.cdiv(Tk, BN)
-        if CAUSAL:
-            hi = tl.cdiv(tl.minimum(i1 + 1, Tk), BN)
-            right = tl.minimum(right, (i0 + 1) // BN)
-        if WINDOW:
-            lo = tl.maximum(i0 - window + 1, 0) // BN
-            left = tl.cdiv(tl.maximum(i1 - window + 1, 0), BN)
-            if not CAUSAL:
-                hi = tl.minimum(hi, tl.cdiv(i1 + window, BN))
-                right = tl.minimum(right, (i0 + window) // BN)
-            sink_end = tl.minimum(tl.cdiv(sinks, BN), lo)
-        left = tl.minimum(left, hi)
-        right = tl.maximum(tl.minimum(right, hi), left)
-    near = left
-    if KIND >= TABLE:
-        clipped_end = tl.maximum(i0 - m + 2, 0) // BN
-        near = tl.minimum(tl.maximum(clipped_end, left), right)
-    return (0, lo, right, near, left), (sink_end, left, hi, right, near)
-
-
-@triton.jit
-def _query_blocks(
-    block, b, q_start, Tq, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_BLOCK_MASK: tl.constexpr,
-):  # fmt: skip
-    """The query blocks that a key block visits: where each segment starts, and where it ends.
-
-    Query blocks [lo, hi) see some of the keys, [left, right) all. So the segments are
-    LEFT_EDGE [lo, left), RIGHT_EDGE [right, hi), WHOLE [left, near) and CLIPPED [near, right).
-    """
-    n0 = block * BN
-    n1 = n0 + BN - 1
-    if HAS_BLOCK_MASK:
-        at = BLOCK_MASK + b * mask_b + block * 4
-        lo, left, right, hi = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    else:
-        lo, left, right, hi = 0, 0, Tq // BM, tl.cdiv(Tq, BM)
-        if CAUSAL:
-            lo = tl.maximum(n0 - q_start, 0) // BM
-            left = tl.cdiv(tl.maximum(n1 - q_start, 0), BM)
-        if WINDOW:
-            has_sinks = n0 < sinks
-            window_end = tl.cdiv(tl.maximum(n1 + window - q_start, 0), BM)
-            hi = tl.where(has_sinks, hi, tl.minimum(hi, window_end))
-            right = tl.minimum(right, tl.maximum(n0 + window - q_start, 0) // BM)
-            if not CAUSAL:
-                lo = tl.where(has_sinks, 0, tl.maximum(n0 - window + 1 - q_start, 0) // BM)
-                left = tl.cdiv(tl.maximum(n1 - window + 1 - q_start, 0), BM)
-        left = tl.where(n1 < Tk, tl.minimum(left, hi), hi)  # the last keys: every tile needs a mask
-        right = tl.maximum(tl.minimum(right, hi), left)
-    near = right
-    if KIND >= TABLE:
-        clipped_start = tl.cdiv(tl.maximum(n1 + m - 1 - q_start, 0), BM)
-        near = tl.minimum(tl.maximum(clipped_start, left), right)
-    return (0, lo, right, left, near), (0, left, hi, near, right)
+def _last_product(call, rows, x):
+    """Multiply each row with the vector of all clipped distances: (rows,) float32."""
+    return tl.sum(rows.to(tl.float32) * _last_vector(call, x)[None, :], 1)
 
 
 # -----------------------------------------------------------------------------
@@ -410,83 +378,43 @@ def _query_blocks(
 
 
 @triton.jit
-def _forward_kernel(
-    # pointers
-    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, OUT, LSE,
-    # strides
-    q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
-    # sizes
-    Tq, Tk, G, m, window, sinks, scale,
-    # compile-time flags
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
-    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr):
     """Compute the output and the log-sum-exp (log2 units) of BM queries of one head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    r = tl.arange(0, BM)
-    c = tl.arange(0, BN)
-    channel = tl.arange(0, DP)
-    K = K + b * k_b + h // G * k_h
-    V = V + b * v_b + h // G * v_h
-    POS = POS + b * p_b
-    DOC = DOC + b * d_b
-    BIAS = BIAS + h * bias_h
-    REL_V = REL_V + h * bias_h
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    r, c = tl.arange(0, BM), tl.arange(0, BN)
+    k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
+    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
 
     # the queries, and what their bias needs
     m0 = block * BM
-    q_start = Tk - Tq
-    queries = m0 + r < Tq
-    i0 = q_start + m0
-    q = _load_rows(Q + b * q_b + h * q_h, q_t, m0, r, Tq, channel, D, DP, True)
-    qr, clipped_bias, slope = q, 0.0, 0.0
-    if KIND == SLOPES:
-        slope = tl.load(BIAS)
-    elif KIND == TABLE:
-        clipped_bias = tl.load(BIAS + m - 1)
-    elif KIND == VECTORS:
-        if not QR_IS_Q:
-            qr = _load_rows(QR + b * qr_b + h * qr_h, qr_t, m0, r, Tq, channel, D, DP, True)
-        clipped_bias = _clipped_product(qr, BIAS, bias_t, m, channel, D)
+    i0 = call.Tk - call.Tq + m0
+    q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
+    qr = q if call.qr is None else load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
+    constant = _load_constant(call, bias, qr)
 
-    acc = tl.zeros([BM, DP], tl.float32)
+    acc = tl.zeros([BM, call.DP], tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
     clipped_mass = tl.zeros([BM], tl.float32)  # the probability mass of clipped tiles
     # Finite: a row may see nothing of its first tiles, and -inf - -inf is NaN.
     row_max = tl.full([BM], -1e30, tl.float32)
-    starts, ends = _key_blocks(
-        block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-        BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
-    )  # fmt: skip
     for segment in tl.static_range(5):
-        if _segment_exists(segment, KIND, WINDOW, DOCS):
-            for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
+        if _has_key_blocks(call, segment):
+            first, end = _segment(segments, b, block, segment)
+            for n in tl.range(first, end, disable_licm=call.KIND == VECTORS):
                 # scores of the tile
                 n0 = n * BN
-                k = _load_rows(K, k_t, n0, c, Tk, channel, D, DP, segment < WHOLE)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                s, shift = _add_bias(
-                    s, qr, clipped_bias, BIAS, bias_t, m, slope, scale, r, c, channel, i0, n0,
-                    D, DP, BM, BN, W, KIND, CAUSAL, segment == CLIPPED, False, PRECISION,
-                )  # fmt: skip
+                k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
+                s, factor, shift = _scores(
+                    call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, False
+                )
                 if segment < WHOLE:
-                    visible = _visible(
-                        i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
-                        WINDOW, CAUSAL, POSITIONS, DOCS, False,
-                    )  # fmt: skip
+                    visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
                     s = tl.where(visible, s, float("-inf"))
 
                 # running softmax
-                if _is_scaled(KIND, segment == CLIPPED):
-                    new_max = tl.maximum(row_max, tl.max(s, 1) + shift)
-                    p = tl.exp2(s - (new_max - shift)[:, None])
-                else:  # the maximum before the scale: then one multiply-add an element
-                    new_max = tl.maximum(row_max, tl.max(s, 1) * scale + shift)
-                    p = tl.exp2(s * scale - (new_max - shift)[:, None])
+                new_max = tl.maximum(row_max, tl.max(s, 1) * factor + shift)
+                p = tl.exp2(s * factor - (new_max - shift)[:, None])
                 decay = tl.exp2(row_max - new_max)
                 p_sum = tl.sum(p, 1)
                 row_max = new_max
@@ -494,26 +422,20 @@ def _forward_kernel(
 
                 # values
                 acc *= decay[:, None]
-                if HAS_REL_V:
+                if rel_v is not None:
                     clipped_mass *= decay
                     if segment == CLIPPED:
                         clipped_mass += p_sum
                     else:
-                        acc = _add_vectors(
-                            acc, p, REL_V, bias_t, i0 - n0 - (BN - 1), m, r, c, channel,
-                            D, DP, BN, PRECISION,
-                        )  # fmt: skip
-                v = _load_rows(V, v_t, n0, c, Tk, channel, D, DP, segment < WHOLE)
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+                        acc = _add_vectors(call, acc, p, rel_v, i0 - n0, r, c)
+                v = load_rows(call, v_head, n0, c, call.Tk, segment < WHOLE)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=call.PRECISION)
 
-    if HAS_REL_V:
-        acc += clipped_mass[:, None] * _clipped_vector(REL_V, bias_t, m, channel, D)[None, :]
-    acc = acc / row_sum[:, None]
-    at = OUT + b * o_b + h * o_h + tl.cast(m0, tl.int64) * o_t
-    at = at + (r[:, None] * o_t + channel[None, :])
-    tl.store(at, acc.to(OUT.dtype.element_ty), mask=queries[:, None] & (channel < D)[None, :])
-    at = LSE + (b * tl.num_programs(1) + h) * Tq + m0 + r
-    tl.store(at, row_max + tl.log2(row_sum), mask=queries)
+    if rel_v is not None:
+        acc += clipped_mass[:, None] * _last_vector(call, rel_v)[None, :]
+    store_rows(call, head_rows(OUT, b, h), m0, r, call.Tq, acc / row_sum[:, None])
+    row = (b * tl.num_programs(1) + h) * call.Tq + m0 + r
+    tl.store(LSE + row, row_max + tl.log2(row_sum), mask=m0 + r < call.Tq)
 
 
 # -----------------------------------------------------------------------------
@@ -521,288 +443,156 @@ def _forward_kernel(
 
 
 @triton.jit
-def _bias_key_sums(
-    ds, m0, n0, q_start, m, r, c, B: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """Sum a tile of dS^T over its queries, for the gradient of the bias: (BN, 4).
-
-    With slopes, the sum of -d * dS; with a table, of the dS that the diagonal sweep leaves out.
-    B is the BM of the sweep. The tile lies within B queries.
-    """
-    i0 = q_start + m0
-    if KIND == TABLE:
-        outside = _outside_sweep(i0 - m0 % B, (n0 + c) // B * B, m, B, CAUSAL)
-        return _partial_sums(ds) * outside.to(tl.float32)[:, None]
-    elif CAUSAL:  # -d is what key and tile add, less r
-        of_key = (n0 + c - i0).to(tl.float32)
-        of_query = r.to(tl.float32)
-        return _partial_sums(ds) * of_key[:, None] - _partial_sums(ds * of_query[None, :])
-    else:
-        distance = tl.abs((i0 + r)[None, :] - (n0 + c)[:, None])
-        return _partial_sums(ds * -distance.to(tl.float32))
-
-
-@triton.jit
 def _dq_kernel(
-    # pointers
-    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, OUT, LSE, DOUT, DLSE,
-    DQ, DQR, DELTA, ROW_GRAD, ROW_MASS,
-    # strides
-    q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    do_b, do_h, do_t, dq_b, dq_h, dq_t, bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
-    # sizes
-    Tq, Tk, G, m, window, sinks, scale,
-    # compile-time flags
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
-    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
-    ROW_SUMS: tl.constexpr,
-):  # fmt: skip
-    """Compute dQ and the corrected delta of BM queries of one head.
-
-    Where ROW_SUMS, also the sums over each row of dS (ROW_GRAD) and P (ROW_MASS) that belong to
-    the last vector: over the tiles that the diagonal sweep leaves out. Its tiles are of this size.
-    """
+    call, segments, OUT, LSE, DOUT, DLSE, DQ, DQR, DELTA, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Compute dQ and the corrected delta of BM queries of one head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    r = tl.arange(0, BM)
-    c = tl.arange(0, BN)
-    channel = tl.arange(0, DP)
-    K = K + b * k_b + h // G * k_h
-    V = V + b * v_b + h // G * v_h
-    POS = POS + b * p_b
-    DOC = DOC + b * d_b
-    BIAS = BIAS + h * bias_h
-    REL_V = REL_V + h * bias_h
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    r, c = tl.arange(0, BM), tl.arange(0, BN)
+    k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
+    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
 
     # the queries, their output and its gradient, and what their bias needs
     m0 = block * BM
-    q_start = Tk - Tq
-    queries = m0 + r < Tq
-    i0 = q_start + m0
-    row = (b * tl.num_programs(1) + h) * Tq + m0 + r
-    q = _load_rows(Q + b * q_b + h * q_h, q_t, m0, r, Tq, channel, D, DP, True)
-    do = _load_rows(DOUT + b * do_b + h * do_h, do_t, m0, r, Tq, channel, D, DP, True)
-    out = _load_rows(OUT + b * o_b + h * o_h, o_t, m0, r, Tq, channel, D, DP, True)
-    lse = tl.load(LSE + row, mask=queries, other=float("inf"))  # past the last query P is 0
-    dlse = tl.load(DLSE + row, mask=queries, other=0.0)
+    i0 = call.Tk - call.Tq + m0
+    q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
+    qr = q if call.qr is None else load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
+    do = load_rows(call, head_rows(DOUT, b, h), m0, r, call.Tq, True)
+    out = load_rows(call, head_rows(OUT, b, h), m0, r, call.Tq, True)
+    constant = _load_constant(call, bias, qr)
+    clipped_value = 0.0 if rel_v is None else _last_product(call, do, rel_v)
+    row = (b * tl.num_programs(1) + h) * call.Tq + m0 + r
+    in_range = m0 + r < call.Tq
+    lse = tl.load(LSE + row, mask=in_range, other=float("inf"))  # past the last query P is 0
+    dlse = tl.load(DLSE + row, mask=in_range, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - dlse
-    qr, clipped_bias, clipped_value, slope = q, 0.0, 0.0, 0.0
-    if KIND == SLOPES:
-        slope = tl.load(BIAS)
-    elif KIND == TABLE:
-        clipped_bias = tl.load(BIAS + m - 1)
-    elif KIND == VECTORS:
-        if not QR_IS_Q:
-            qr = _load_rows(QR + b * qr_b + h * qr_h, qr_t, m0, r, Tq, channel, D, DP, True)
-        clipped_bias = _clipped_product(qr, BIAS, bias_t, m, channel, D)
-        if HAS_REL_V:
-            clipped_value = _clipped_product(do, REL_V, bias_t, m, channel, D)
 
-    dq = tl.zeros([BM, DP], tl.float32)
-    dqr = tl.zeros([BM, DP], tl.float32)
+    dq = tl.zeros([BM, call.DP], tl.float32)
+    dqr = tl.zeros([BM, call.DP], tl.float32)
     # What a row of dS sums to, beyond the gradient of its log-sum-exp, is the error of its delta.
     delta_error = -dlse
-    row_grad = tl.zeros([BM], tl.float32)
-    row_mass = tl.zeros([BM], tl.float32)
     clipped_ds = tl.zeros([BM], tl.float32)  # row sums of dS over clipped tiles
-    starts, ends = _key_blocks(
-        block, b, q_start, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-        BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
-    )  # fmt: skip
     for segment in tl.static_range(5):
-        if _segment_exists(segment, KIND, WINDOW, DOCS):
-            for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
+        if _has_key_blocks(call, segment):
+            first, end = _segment(segments, b, block, segment)
+            for n in tl.range(first, end, disable_licm=call.KIND == VECTORS):
                 # probabilities of the tile
                 n0 = n * BN
-                k = _load_rows(K, k_t, n0, c, Tk, channel, D, DP, segment < WHOLE)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                s, shift = _add_bias(
-                    s, qr, clipped_bias, BIAS, bias_t, m, slope, scale, r, c, channel, i0, n0,
-                    D, DP, BM, BN, W, KIND, CAUSAL, segment == CLIPPED, False, PRECISION,
-                )  # fmt: skip
-                s = s if _is_scaled(KIND, segment == CLIPPED) else s * scale
-                p = tl.exp2(s - (lse - shift)[:, None])
+                k = load_rows(call, k_head, n0, c, call.Tk, segment < WHOLE)
+                s, factor, shift = _scores(
+                    call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, False
+                )
+                p = tl.exp2(s * factor - (lse - shift)[:, None])
                 if segment < WHOLE:
-                    visible = _visible(
-                        i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
-                        WINDOW, CAUSAL, POSITIONS, DOCS, False,
-                    )  # fmt: skip
+                    visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, False)
                     p = tl.where(visible, p, 0.0)
 
                 # gradient of the scores
-                v = _load_rows(V, v_t, n0, c, Tk, channel, D, DP, segment < WHOLE)
-                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-                if HAS_REL_V:
+                v = load_rows(call, v_head, n0, c, call.Tk, segment < WHOLE)
+                dp = tile_product(call, do, v, False)
+                if rel_v is not None:
                     if segment == CLIPPED:
                         dp += clipped_value[:, None]
                     else:
-                        dp += _vector_products(
-                            do, REL_V, bias_t, i0 - n0 - (BN - 1), m, r, c, channel,
-                            D, DP, BN, False, PRECISION,
-                        )  # fmt: skip
+                        dp += _vector_products(call, do, rel_v, i0 - n0, r, c, False)
                 ds = p * (dp - delta[:, None])
                 ds_sum = tl.sum(ds, 1)
                 delta_error += ds_sum
-                if ROW_SUMS:
-                    if segment == CLIPPED:
-                        row_grad += ds_sum
-                        row_mass += tl.sum(p, 1)
-                    elif segment < WHOLE or not CAUSAL:  # causal: the sweep visits all WHOLE tiles
-                        outside = _outside_sweep(i0, n0, m, BN, CAUSAL).to(tl.float32)
-                        row_grad += ds_sum * outside
-                        row_mass += tl.sum(p, 1) * outside
 
                 # gradient of the queries
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-                if KIND == VECTORS:
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=call.PRECISION)
+                if call.KIND == VECTORS:
                     if segment == CLIPPED:
                         clipped_ds += ds_sum
                     else:
-                        d0 = i0 - n0 - (BN - 1)
-                        if QR_IS_Q:
-                            dq = _add_vectors(
-                                dq, ds, BIAS, bias_t, d0, m, r, c, channel, D, DP, BN, PRECISION
-                            )
-                        else:
-                            dqr = _add_vectors(
-                                dqr, ds, BIAS, bias_t, d0, m, r, c, channel, D, DP, BN, PRECISION
-                            )
+                        dqr = _add_vectors(call, dqr, ds, bias, i0 - n0, r, c)
 
-    if KIND == VECTORS:
-        if QR_IS_Q:
-            dq += clipped_ds[:, None] * _clipped_vector(BIAS, bias_t, m, channel, D)[None, :]
-        else:
-            dqr += clipped_ds[:, None] * _clipped_vector(BIAS, bias_t, m, channel, D)[None, :]
-    LN2: tl.constexpr = 0.6931471805599453  # undoes the log2(e) in scale
-    at = b * dq_b + h * dq_h + tl.cast(m0, tl.int64) * dq_t
-    at = at + (r[:, None] * dq_t + channel[None, :])
-    mask = queries[:, None] & (channel < D)[None, :]
-    tl.store(DQ + at, (dq * (scale * LN2)).to(DQ.dtype.element_ty), mask=mask)
-    if KIND == VECTORS and not QR_IS_Q:
-        tl.store(DQR + at, (dqr * (scale * LN2)).to(DQ.dtype.element_ty), mask=mask)
-    tl.store(DELTA + row, delta + delta_error, mask=queries)
-    if ROW_SUMS:
-        # as the corrected delta would have given it
-        tl.store(ROW_GRAD + row, row_grad - delta_error * row_mass, mask=queries)
-        tl.store(ROW_MASS + row, row_mass, mask=queries)
+    unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
+    store_rows(call, head_rows(DQ, b, h), m0, r, call.Tq, dq * unit)
+    if call.KIND == VECTORS:
+        dqr += clipped_ds[:, None] * _last_vector(call, bias)[None, :]
+        store_rows(call, head_rows(DQR, b, h), m0, r, call.Tq, dqr * unit)
+    tl.store(DELTA + row, delta + delta_error, mask=in_range)
 
 
 @triton.jit
 def _dkdv_kernel(
-    # pointers
-    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, LSE, DOUT, DELTA, DK, DV, KEY_GRAD,
-    # strides
-    q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t,
-    do_b, do_h, do_t, dk_b, dk_h, dk_t, bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
-    # sizes
-    Tq, Tk, G, m, window, sinks, scale,
-    # compile-time flags
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr,
-    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
-    KEY_SUMS: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+    call, segments, LSE, DOUT, DELTA, DK, DV, DSLOPE, BM: tl.constexpr, BN: tl.constexpr
+):
     """Compute dK and dV of BN keys of one key head, over the G query heads that share it.
 
     Tiles are transposed, (BN, BM), because the products need P^T and dS^T.
-    Where KEY_SUMS, also KEY_GRAD (batch, query head, key): what the queries of a head add to the
-    gradient of its slope, or of the last entry of its table. B is the BM of the sweep, and BM
-    divides it.
+    DSLOPE (batch, query head, key), if it is not None: what the queries of a head add to the
+    gradient of its slope.
     """
     block = tl.program_id(0)
-    hk = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    r = tl.arange(0, BM)
-    c = tl.arange(0, BN)
-    channel = tl.arange(0, DP)
-    POS = POS + b * p_b
-    DOC = DOC + b * d_b
+    hk, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    r, c = tl.arange(0, BM), tl.arange(0, BN)
     n0 = block * BN
-    q_start = Tk - Tq
-    k = _load_rows(K + b * k_b + hk * k_h, k_t, n0, c, Tk, channel, D, DP, True)
-    v = _load_rows(V + b * v_b + hk * v_h, v_t, n0, c, Tk, channel, D, DP, True)
-    dk = tl.zeros([BN, DP], tl.float32)
-    dv = tl.zeros([BN, DP], tl.float32)
-    starts, ends = _query_blocks(
-        block, b, q_start, Tq, Tk, m, window, sinks, BLOCK_MASK, mask_b,
-        BM, BN, KIND, CAUSAL, WINDOW, POSITIONS or DOCS,
-    )  # fmt: skip
-    for g in tl.range(0, G):
-        h = hk * G + g
-        q_head = Q + b * q_b + h * q_h
-        qr_head = QR + b * qr_b + h * qr_h
-        do_head = DOUT + b * do_b + h * do_h
-        row = (b * tl.num_programs(1) * G + h) * Tq
-        bias_head = BIAS + h * bias_h
-        rel_v_head = REL_V + h * bias_h
-        key_grad = tl.zeros([BN, 4], tl.float32)
-        last_bias, slope = 0.0, 0.0
-        if KIND == SLOPES:
-            slope = tl.load(bias_head)
-        elif KIND == TABLE:
-            last_bias = tl.load(bias_head + m - 1)
+    H = tl.num_programs(1) * call.G
+    k = load_rows(call, head_rows(call.k, b, hk), n0, c, call.Tk, True)
+    v = load_rows(call, head_rows(call.v, b, hk), n0, c, call.Tk, True)
+    dk = tl.zeros([BN, call.DP], tl.float32)
+    dv = tl.zeros([BN, call.DP], tl.float32)
+    for g in tl.range(0, call.G):
+        h = hk * call.G + g
+        q_head, qr_head = head_rows(call.q, b, h), head_rows(call.qr, b, h)
+        do_head = head_rows(DOUT, b, h)
+        bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
+        row = (b * H + h) * call.Tq
+        head_constant = 0.0 if call.KIND == VECTORS else _load_constant(call, bias, k)
+        dslope = tl.zeros([BN], tl.float32)
         for segment in tl.static_range(1, 5):
-            if segment < CLIPPED or KIND >= TABLE:
-                for n in tl.range(starts[segment], ends[segment], disable_licm=KIND == VECTORS):
+            if segment < CLIPPED or call.KIND >= TABLE:
+                first, end = _segment(segments, b, block, segment)
+                for n in tl.range(first, end, disable_licm=call.KIND == VECTORS):
                     # probabilities of the tile
                     m0 = n * BM
-                    i0 = q_start + m0
-                    queries = m0 + r < Tq
-                    q = _load_rows(q_head, q_t, m0, r, Tq, channel, D, DP, segment < WHOLE)
+                    i0 = call.Tk - call.Tq + m0
+                    q = load_rows(call, q_head, m0, r, call.Tq, segment < WHOLE)
                     qr = q
-                    if KIND == VECTORS and not QR_IS_Q:
-                        qr = _load_rows(qr_head, qr_t, m0, r, Tq, channel, D, DP, segment < WHOLE)
-                    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-                    clipped_bias = last_bias
-                    if KIND == VECTORS and segment == CLIPPED:
-                        clipped_bias = _clipped_product(qr, bias_head, bias_t, m, channel, D)
-                    s, shift = _add_bias(
-                        s, qr, clipped_bias, bias_head, bias_t, m, slope, scale, r, c, channel,
-                        i0, n0, D, DP, BM, BN, W, KIND, CAUSAL, segment == CLIPPED, True, PRECISION,
-                    )  # fmt: skip
+                    if qr_head is not None:
+                        qr = load_rows(call, qr_head, m0, r, call.Tq, segment < WHOLE)
+                    constant = head_constant
+                    if call.KIND == VECTORS and segment == CLIPPED:
+                        constant = _last_product(call, qr, bias)
+                    s, factor, shift = _scores(
+                        call, bias, q, qr, k, constant, i0, n0, r, c, segment == CLIPPED, True
+                    )
                     if segment < WHOLE:
-                        lse = tl.load(LSE + row + m0 + r, mask=queries, other=float("inf"))
-                        delta = tl.load(DELTA + row + m0 + r, mask=queries, other=0.0)
+                        in_range = m0 + r < call.Tq
+                        lse = tl.load(LSE + row + m0 + r, mask=in_range, other=float("inf"))
+                        delta = tl.load(DELTA + row + m0 + r, mask=in_range, other=0.0)
                     else:
                         lse = tl.load(LSE + row + m0 + r)
                         delta = tl.load(DELTA + row + m0 + r)
-                    s = s if _is_scaled(KIND, segment == CLIPPED) else s * scale
-                    p = tl.exp2(s - (lse - shift)[None, :])
+                    p = tl.exp2(s * factor - (lse - shift)[None, :])
                     if segment < WHOLE:
-                        visible = _visible(
-                            i0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
-                            WINDOW, CAUSAL, POSITIONS, DOCS, True,
-                        )  # fmt: skip
+                        visible = visible_keys(call, b, i0 + r, n0 + c, call.Tk, True)
                         p = tl.where(visible, p, 0.0)
 
                     # gradients of the values, the scores and the keys
-                    do = _load_rows(do_head, do_t, m0, r, Tq, channel, D, DP, segment < WHOLE)
-                    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-                    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-                    if HAS_REL_V:
+                    do = load_rows(call, do_head, m0, r, call.Tq, segment < WHOLE)
+                    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=call.PRECISION)
+                    dp = tile_product(call, do, v, True)
+                    if rel_v is not None:
                         if segment == CLIPPED:
-                            dp += _clipped_product(do, rel_v_head, bias_t, m, channel, D)[None, :]
+                            dp += _last_product(call, do, rel_v)[None, :]
                         else:
-                            dp += _vector_products(
-                                do, rel_v_head, bias_t, i0 - n0 - (BN - 1), m, r, c, channel,
-                                D, DP, BN, True, PRECISION,
-                            )  # fmt: skip
+                            dp += _vector_products(call, do, rel_v, i0 - n0, r, c, True)
                     ds = p * (dp - delta[None, :])
-                    if KEY_SUMS:
-                        key_grad += _bias_key_sums(ds, m0, n0, q_start, m, r, c, B, KIND, CAUSAL)
-                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        if KEY_SUMS:
-            at = KEY_GRAD + (b * tl.num_programs(1) * G + h) * Tk + n0 + c
-            tl.store(at, tl.sum(key_grad, 1), mask=n0 + c < Tk)
+                    if DSLOPE is not None:
+                        i, j = _pair(i0 + r, n0 + c, True)
+                        dslope -= tl.sum(ds * tl.abs(i - j).to(tl.float32), 1)
+                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=call.PRECISION)
+        if DSLOPE is not None:
+            at = DSLOPE + (b * H + h) * call.Tk + n0 + c
+            tl.store(at, dslope, mask=n0 + c < call.Tk)
 
-    LN2: tl.constexpr = 0.6931471805599453  # undoes the log2(e) in scale
-    at = b * dk_b + hk * dk_h + tl.cast(n0, tl.int64) * dk_t
-    at = at + (c[:, None] * dk_t + channel[None, :])
-    mask = (n0 + c < Tk)[:, None] & (channel < D)[None, :]
-    tl.store(DK + at, (dk * (scale * LN2)).to(DK.dtype.element_ty), mask=mask)
-    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=mask)
+    unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
+    store_rows(call, head_rows(DK, b, hk), n0, c, call.Tk, dk * unit)
+    store_rows(call, head_rows(DV, b, hk), n0, c, call.Tk, dv)
 
 
 # -----------------------------------------------------------------------------
@@ -810,167 +600,143 @@ def _dkdv_kernel(
 
 
 @triton.jit
-def _sweep_tile(
-    acc, acc_high, dv, dv_high, tile_bias,
-    Q, QR, K, V, DOUT, LSE, DELTA, BIAS, REL_V, POS, DOC,
-    q_t, qr_t, k_t, v_t, do_t, bias_t, p_t, d_t,
-    m0, n0, d0, r, c, channel, Tq, Tk, m, window, sinks, scale,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add one tile, of the queries from m0 on and the keys from n0 on, to the sums of a sweep."""
-    queries = m0 + r < Tq
-    q = _load_rows(Q, q_t, m0, r, Tq, channel, D, DP, True)
-    k = _load_rows(K, k_t, n0, c, Tk, channel, D, DP, True)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    qr = q
-    if KIND == VECTORS:
-        if not QR_IS_Q:
-            qr = _load_rows(QR, qr_t, m0, r, Tq, channel, D, DP, True)
-        s += _vector_products(qr, BIAS, bias_t, d0, m, r, c, channel, D, DP, BM, False, PRECISION)
-    lse = tl.load(LSE + m0 + r, mask=queries, other=float("inf"))
-    delta = tl.load(DELTA + m0 + r, mask=queries, other=0.0)
-    p = tl.exp2(s * scale + tile_bias - lse[:, None])
-    if WINDOW or DOCS or not CAUSAL:
-        visible = _visible(
-            Tk - Tq + m0 + r, n0 + c, POS, p_t, DOC, d_t, queries, Tk, window, sinks,
-            WINDOW, CAUSAL, POSITIONS, DOCS, False,
-        )  # fmt: skip
-        p = tl.where(visible, p, 0.0)
-    do = _load_rows(DOUT, do_t, m0, r, Tq, channel, D, DP, True)
-    v = _load_rows(V, v_t, n0, c, Tk, channel, D, DP, True)
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    if HAS_REL_V:
-        dp += _vector_products(do, REL_V, bias_t, d0, m, r, c, channel, D, DP, BM, False, PRECISION)
-    ds = p * (dp - delta[:, None])
-    if KIND == TABLE:
-        acc += ds
-    else:
-        # dS^T r_i and P^T dO_i, by distance: for the smaller distances of the tile, and the larger
-        low = c[None, :] >= r[:, None]
-        by_distance = _skew(ds.to(qr.dtype), r, c, BM, False)
-        low_part = tl.trans(tl.where(low, by_distance, 0.0))
-        acc = tl.dot(low_part, qr, acc, input_precision=PRECISION)
-        high_part = tl.trans(tl.where(low, 0.0, by_distance))
-        acc_high = tl.dot(high_part, qr, acc_high, input_precision=PRECISION)
-        if HAS_REL_V:
-            by_distance = _skew(p.to(do.dtype), r, c, BM, False)
-            low_part = tl.trans(tl.where(low, by_distance, 0.0))
-            dv = tl.dot(low_part, do, dv, input_precision=PRECISION)
-            high_part = tl.trans(tl.where(low, 0.0, by_distance))
-            dv_high = tl.dot(high_part, do, dv_high, input_precision=PRECISION)
-    return acc, acc_high, dv, dv_high
-
-
-@triton.jit
-def _tile_exists(at, key_block, HAS_BLOCK_MASK: tl.constexpr):
-    """Whether the block mask, at a query block, leaves anything of the tile with a key block."""
-    if HAS_BLOCK_MASK:
-        return (key_block >= tl.load(at)) & (key_block < tl.load(at + 3))
-    else:
+def _tile_exists(segments, b, block, n):
+    """Whether documents or positions leave anything of key block n for a query block."""
+    if segments is None:
         return True
+    else:  # SINKS, or from the start of LEFT to the end of RIGHT
+        at = segments.ptr + b * segments.b + block * segments.t
+        return (n < tl.load(at + 1)) | (n >= tl.load(at + 2)) & (n < tl.load(at + 5))
 
 
 @triton.jit
 def _sweep_kernel(
-    # pointers
-    Q, QR, K, V, BIAS, REL_V, POS, DOC, BLOCK_MASK, LSE, DOUT, DELTA, DBIAS, DREL_V,
-    # strides
-    q_b, q_h, q_t, qr_b, qr_h, qr_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
-    bias_h, bias_t, p_b, p_t, d_b, d_t, mask_b,
-    # sizes
-    Tq, Tk, B, G, m, window, sinks, scale, first_diagonal,
-    # compile-time flags
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, W: tl.constexpr,
-    KIND: tl.constexpr, HAS_REL_V: tl.constexpr, QR_IS_Q: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, DOCS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    call, segments, LSE, DOUT, DELTA, DBIAS, DREL_V, B, first_diagonal, BM: tl.constexpr
+):
     """Sum dS over one diagonal of BM x BM tiles of one head, or over one of several splits of it.
 
     Query block n meets key block n - diagonal, for all n and all sequences of the batch. In these
     tiles everything that depends on the distance is the same. With a table the summed tile is then
-    summed along its diagonals: DBIAS (splits, H, diagonals, W = 2 BM), by r - c + BM - 1. With
-    vectors, DBIAS (..., W, D) receives the sums of dS r_i at each distance, DREL_V those of P dO_i.
+    summed along its diagonals: DBIAS (splits, H, diagonals, 2 BM), by r - c + BM - 1. With vectors,
+    DBIAS (..., 2 BM, D) receives the sums of dS r_i at each distance, DREL_V those of P dO_i.
+    segments: None if the indices alone decide what is visible.
     """
     index = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    diagonal = first_diagonal + index
-    r = tl.arange(0, BM)
-    c = tl.arange(0, BM)
-    channel = tl.arange(0, DP)
     H = tl.num_programs(1)
-    q_start = Tk - Tq
+    diagonal = first_diagonal + index
+    d0 = call.Tk - call.Tq + diagonal * BM
+    r, c = tl.arange(0, BM), tl.arange(0, BM)
+    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
 
     # the tiles of this program: query blocks n_lo .. n_hi - 1 of each sequence
-    d0 = q_start + diagonal * BM - (BM - 1)  # the smallest distance
     n_lo = tl.maximum(diagonal, 0)
-    n_hi = tl.minimum(tl.cdiv(Tq, BM), tl.cdiv(Tk, BM) + diagonal)
-    if WINDOW and not POSITIONS:
-        if d0 >= window:  # beyond the window only sinks are visible
-            n_hi = tl.minimum(n_hi, diagonal + tl.cdiv(sinks, BM))
+    n_hi = tl.minimum(tl.cdiv(call.Tq, BM), tl.cdiv(call.Tk, BM) + diagonal)
+    if call.window is not None and call.pos is None:
+        if d0 - (BM - 1) >= call.window:  # beyond the window only sinks are visible
+            n_hi = tl.minimum(n_hi, diagonal + tl.cdiv(call.sinks, BM))
     length = tl.maximum(n_hi - n_lo, 0)
     total = length * B
     per_split = tl.cdiv(total, tl.num_programs(2))
+    start = split * per_split
 
     # what all its tiles add to their scores: the table, and -inf in the future
-    BIAS = BIAS + h * bias_h
-    REL_V = REL_V + h * bias_h
     tile_bias = tl.zeros([BM, BM], tl.float32)
-    if CAUSAL:
-        past = d0 + (BM - 1) + r[:, None] - c[None, :] >= 0
-        tile_bias = tl.where(past, 0.0, float("-inf"))
-    if KIND == TABLE:
-        bias_row = tl.load(BIAS + tl.minimum(tl.abs(d0 + tl.arange(0, W)), m - 1))
-        tile_bias += _expand_row(bias_row, r[:, None] - c[None, :] + (BM - 1))
+    if call.CAUSAL:
+        tile_bias = tl.where(d0 + r[:, None] - c[None, :] >= 0, 0.0, float("-inf"))
+    if call.KIND == TABLE:
+        distance = tl.abs(d0 - (BM - 1) + tl.arange(0, 2 * BM))
+        bias_row = tl.load(bias.ptr + tl.minimum(distance, call.m - 1))
+        tile_bias += _expand(bias_row, r[:, None] - c[None, :] + (BM - 1))
         acc = tl.zeros([BM, BM], tl.float32)
     else:
-        acc = tl.zeros([BM, DP], tl.float32)
-    acc_high = tl.zeros([BM, DP], tl.float32)
-    dv = tl.zeros([BM, DP], tl.float32)
-    dv_high = tl.zeros([BM, DP], tl.float32)
+        acc = tl.zeros([BM, call.DP], tl.float32)
+    acc_high = tl.zeros([BM, call.DP], tl.float32)
+    dv = tl.zeros([BM, call.DP], tl.float32)
+    dv_high = tl.zeros([BM, call.DP], tl.float32)
 
-    start = split * per_split
-    for t in tl.range(start, tl.minimum(start + per_split, total), disable_licm=KIND == VECTORS):
+    end = tl.minimum(start + per_split, total)
+    for t in tl.range(start, end, disable_licm=call.KIND == VECTORS):
         b = (t // length).to(tl.int64)
-        n = n_lo + t % length
-        if _tile_exists(BLOCK_MASK + b * mask_b + n * 4, n - diagonal, POSITIONS or DOCS):
-            acc, acc_high, dv, dv_high = _sweep_tile(
-                acc, acc_high, dv, dv_high, tile_bias,
-                Q + b * q_b + h * q_h, QR + b * qr_b + h * qr_h,
-                K + b * k_b + h // G * k_h, V + b * v_b + h // G * v_h,
-                DOUT + b * do_b + h * do_h, LSE + (b * H + h) * Tq, DELTA + (b * H + h) * Tq,
-                BIAS, REL_V, POS + b * p_b, DOC + b * d_b,
-                q_t, qr_t, k_t, v_t, do_t, bias_t, p_t, d_t,
-                n * BM, (n - diagonal) * BM, d0, r, c, channel, Tq, Tk, m, window, sinks, scale,
-                D, DP, BM, KIND, HAS_REL_V, QR_IS_Q, CAUSAL, WINDOW, POSITIONS, DOCS, PRECISION,
-            )  # fmt: skip
+        block = n_lo + t % length
+        if _tile_exists(segments, b, block, block - diagonal):
+            # probabilities of the tile
+            m0 = block * BM
+            n0 = (block - diagonal) * BM
+            q = load_rows(call, head_rows(call.q, b, h), m0, r, call.Tq, True)
+            k = load_rows(call, head_rows(call.k, b, h // call.G), n0, c, call.Tk, True)
+            s = tile_product(call, q, k, False)
+            qr = q
+            if call.KIND == VECTORS:
+                qr = load_rows(call, head_rows(call.qr, b, h), m0, r, call.Tq, True)
+                s += _vector_products(call, qr, bias, d0, r, c, False)
+            row = (b * H + h) * call.Tq + m0 + r
+            lse = tl.load(LSE + row, mask=m0 + r < call.Tq, other=float("inf"))
+            delta = tl.load(DELTA + row, mask=m0 + r < call.Tq, other=0.0)
+            p = tl.exp2(s * call.scale + tile_bias - lse[:, None])
+            if call.window is not None or call.docs is not None or not call.CAUSAL:
+                i = call.Tk - call.Tq + m0 + r
+                p = tl.where(visible_keys(call, b, i, n0 + c, call.Tk, False), p, 0.0)
 
-    at = ((split * H + h) * tl.num_programs(0) + index) * W + c
-    if KIND == TABLE:  # the sum along diagonals, once for all tiles
-        acc = _skew(acc, r, c, BM, False)
-        low = c[None, :] >= r[:, None]
-        tl.store(DBIAS + at, tl.sum(tl.where(low, acc, 0.0), 0))
-        tl.store(DBIAS + at + BM, tl.sum(tl.where(low, 0.0, acc), 0))
+            # gradient of the scores
+            do = load_rows(call, head_rows(DOUT, b, h), m0, r, call.Tq, True)
+            v = load_rows(call, head_rows(call.v, b, h // call.G), n0, c, call.Tk, True)
+            dp = tile_product(call, do, v, False)
+            if rel_v is not None:
+                dp += _vector_products(call, do, rel_v, d0, r, c, False)
+            ds = p * (dp - delta[:, None])
+
+            # sums: of dS, or of dS r_i and P dO_i by distance
+            if call.KIND == TABLE:
+                acc += ds
+            else:
+                low, high = _split_by_distance(ds.to(qr.dtype), r, c)
+                acc = tl.dot(tl.trans(low), qr, acc, input_precision=call.PRECISION)
+                acc_high = tl.dot(tl.trans(high), qr, acc_high, input_precision=call.PRECISION)
+            if rel_v is not None:
+                low, high = _split_by_distance(p.to(do.dtype), r, c)
+                dv = tl.dot(tl.trans(low), do, dv, input_precision=call.PRECISION)
+                dv_high = tl.dot(tl.trans(high), do, dv_high, input_precision=call.PRECISION)
+
+    at = ((split * H + h) * tl.num_programs(0) + index) * (2 * BM)
+    if call.KIND == TABLE:  # the sum along diagonals, once for all tiles
+        low, high = _split_by_distance(acc, r, c)
+        tl.store(DBIAS + at + c, tl.sum(low, 0))
+        tl.store(DBIAS + at + BM + c, tl.sum(high, 0))
     else:
-        LN2: tl.constexpr = 0.6931471805599453  # undoes the log2(e) in scale
-        mask = (channel < D)[None, :]
-        at = at[:, None] * D + channel[None, :]
-        tl.store(DBIAS + at, acc * (scale * LN2), mask=mask)
-        tl.store(DBIAS + at + BM * D, acc_high * (scale * LN2), mask=mask)
-        if HAS_REL_V:
-            tl.store(DREL_V + at, dv, mask=mask)
-            tl.store(DREL_V + at + BM * D, dv_high, mask=mask)
+        unit = call.scale * LN2  # ln 2 undoes the log2(e) in scale
+        to = Rows(DBIAS, 0, 0, call.D)
+        store_rows(call, to, at, c, at + BM, acc * unit)
+        store_rows(call, to, at + BM, c, at + 2 * BM, acc_high * unit)
+        if rel_v is not None:
+            to = Rows(DREL_V, 0, 0, call.D)
+            store_rows(call, to, at, c, at + BM, dv)
+            store_rows(call, to, at + BM, c, at + 2 * BM, dv_high)
+
+
+@triton.jit
+def _reach_kernel(call, segments, REACHED, BM: tl.constexpr, BN: tl.constexpr):
+    """Find out for BM queries of one sequence whether any sees a key at a clipped distance."""
+    block = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    i = call.Tk - call.Tq + block * BM + tl.arange(0, BM)
+    reached = tl.zeros([BM, BN], tl.int32)
+    for segment in tl.static_range(5):
+        first, end = _segment(segments, b, block, segment)
+        for n in tl.range(first, end):
+            j = n * BN + tl.arange(0, BN)
+            is_clipped = tl.abs(i[:, None] - j[None, :]) >= call.m - 1
+            is_visible = visible_keys(call, b, i, j, call.Tk, False) & (i < call.Tk)[:, None]
+            reached |= (is_clipped & is_visible).to(tl.int32)
+    tl.store(REACHED + b * tl.num_programs(0) + block, tl.max(tl.max(reached, 1), 0))
 
 
 # -----------------------------------------------------------------------------
 # Tile sizes
 #
-# Chosen by ahead-of-time compilation (experiments/results/aot.md): nothing spilled up to D = 128,
-# shared memory within the card's limit, fewest cycles an element (predicted.md). Not yet chosen by
-# timing. The tiles of a sweep and those of vectors are square. With a table, the BM of dK and dV
-# divides that of the sweep; with vectors, dQ and the sweep have the same.
+# Nobody has timed them. They were chosen by ahead-of-time compilation: nothing is spilled up to
+# D = 128, and shared memory is within the card's limit.
 
 
 class Tile(NamedTuple):
@@ -983,250 +749,281 @@ class Tile(NamedTuple):
 
 
 KERNELS = ("forward", "dq", "dkdv", "sweep")
-
-# 16-bit elements: the architecture, the head dimension rounded up, the bias, and for each of
-# KERNELS BM,BN,warps,stages. sm_86 stands for sm_89 and unknown cards too. After a slash: the same
-# where neither a window, nor documents, nor padding of the head dimension need a mask, if that
-# leaves registers for larger tiles or fewer warps.
-TILE_TABLE = """
-sm_80   64   none     128,32,4,3/128,64,4,3   128,64,8,2           16,128,4,2             -
-sm_80   64   slopes   128,32,4,3/128,64,4,3   128,64,8,3           16,128,4,2             -
-sm_80   64   table    128,32,4,3/128,64,4,3   128,64,8,3           32,128,8,1/16,128,4,2  64,64,4,2
-sm_80   64   vectors  32,32,4,2               32,32,8,2            32,32,4,2              32,32,4,2
-sm_80   128  none     64,64,4,3               128,64,8,2           16,128,8,2             -
-sm_80   128  slopes   128,64,8,3              128,32,8,2           16,128,8,2             -
-sm_80   128  table    64,64,4,2               128,32,8,3           16,128,8,2             64,64,4,2
-sm_80   128  vectors  32,32,8,2               16,16,8,1            32,32,8,2              16,16,8,1
-sm_86   64   none     128,64,4,3              128,64,8,2           32,128,8,2             -
-sm_86   64   slopes   64,64,4,3               128,64,8,2           32,128,8,2             -
-sm_86   64   table    64,64,4,3               64,32,4,2            32,64,4,1              64,64,4,2
-sm_86   64   vectors  32,32,4,1               32,32,4,1            32,32,4,2              32,32,4,2
-sm_86   128  none     128,64,8,2              64,64,8,2            64,64,8,2              -
-sm_86   128  slopes   64,32,4,3               64,64,8,2            32,32,4,1/32,32,4,2    -
-sm_86   128  table    64,64,8,2               32,32,4,2            32,32,4,2              32,32,4,2
-sm_86   128  vectors  32,32,8,1               16,16,8,1            32,32,8,2              16,16,8,1
-sm_90   64   none     128,128,8,2             128,128,8,2          64,128,8,2             -
-sm_90   64   slopes   128,128,8,2             128,64,8,2           64,128,8,3             -
-sm_90   64   table    128,128,8,2             128,128,8,2          64,128,8,3             64,64,4,2
-sm_90   64   vectors  64,64,8,1               32,32,4,1/32,32,4,2  32,32,4,2              32,32,4,2
-sm_90   128  none     128,128,8,2             128,64,8,2           32,128,8,2             -
-sm_90   128  slopes   128,64,8,3/128,128,8,3  128,64,8,2           32,128,8,3             -
-sm_90   128  table    128,128,8,2             128,64,8,2           32,128,8,3             64,64,4,2
-sm_90   128  vectors  32,32,8,1               16,16,8,1            32,32,8,2              16,16,8,1
-sm_100  64   none     128,64,8,3              128,64,8,2           64,128,8,2             -
-sm_100  64   slopes   128,64,8,3              128,64,8,2           64,128,8,2             -
-sm_100  64   table    128,64,8,3              128,64,8,2           64,128,8,2             64,64,4,2
-sm_100  64   vectors  64,64,4,1               64,64,8,1            64,64,8,2              64,64,8,1
-sm_100  128  none     64,32,4,3               128,64,8,2           64,128,8,2             -
-sm_100  128  slopes   128,64,8,3              64,64,8,2            32,128,8,2/64,128,8,2  -
-sm_100  128  table    128,64,8,3              64,64,8,2            32,128,8,2/64,128,8,2  64,64,8,2
-sm_100  128  vectors  64,64,8,1               64,64,8,1            64,64,8,1              64,64,8,1
-sm_120  64   none     128,64,8,3              128,64,8,2           32,128,8,2             -
-sm_120  64   slopes   64,64,4,3               128,32,8,2           32,128,8,2             -
-sm_120  64   table    64,64,4,3               32,32,4,2            32,64,4,1              32,32,4,2
-sm_120  64   vectors  32,32,4,1               32,32,4,1            32,32,4,2              32,32,8,2
-sm_120  128  none     64,64,8,2               64,64,8,2            32,32,4,2/64,64,8,2    -
-sm_120  128  slopes   64,32,4,3               64,32,8,2/64,32,4,2  32,32,4,2              -
-sm_120  128  table    64,32,4,3               64,32,8,2/64,32,4,2  32,32,4,2              32,32,4,2
-sm_120  128  vectors  32,32,8,1               16,16,8,1            32,32,8,2              16,16,8,1
-gfx942  64   none     128,64,4,1              64,64,4,1            64,64,4,1              -
-gfx942  64   slopes   128,64,4,1              64,32,4,1            64,64,4,1              -
-gfx942  64   table    64,64,4,1               64,64,4,1            64,64,4,1              64,64,4,1
-gfx942  64   vectors  32,32,4,1               32,32,4,1            32,32,4,1              32,32,4,1
-gfx942  128  none     64,64,4,1               64,64,4,1            32,64,4,1              -
-gfx942  128  slopes   64,64,4,1               64,32,4,3            32,32,4,1              -
-gfx942  128  table    64,64,4,1               64,32,4,1            32,64,4,1              64,64,4,1
-gfx942  128  vectors  64,64,4,1               16,16,8,1            32,32,4,1              16,16,8,1
-"""
-TILES = {tuple(line.split()[:3]): line.split()[3:] for line in TILE_TABLE.strip().splitlines()}
-
-# float32 elements: the tiles of vectors; what TILES lacks is in tile_for()
-FLOAT32_VECTORS = {"sm_100": Tile(64, 64, 8, 1), "gfx942": Tile(16, 16, 4, 1)}
-
-# A sweep has about so many programs, where its tiles allow: a diagonal is split to get there.
-SWEEP_PROGRAMS = 512
+# 16-bit elements: the architecture and the head dimension, rounded up, to a Tile for each of
+# KERNELS. sm_90: and newer data-centre cards; small: cards with 99 KiB of shared memory.
+TILES = {
+    ("sm_80", 64): ((128, 32, 4, 3), (128, 64, 8, 2), (16, 128, 4, 2), (64, 64, 4, 2)),
+    ("sm_80", 128): ((64, 64, 4, 2), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 4, 2)),
+    ("sm_90", 64): ((128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2)),
+    ("sm_90", 128): ((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2)),
+    ("small", 64): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1), (32, 32, 4, 2)),
+    ("small", 128): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 2)),
+}
+VECTOR_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 8, 1)}  # square, for all kernels
+SWEEP_PROGRAMS = 512  # about so many, if the tiles allow: a diagonal is split to get there
 
 
-@functools.cache
-def tile_for(family, itemsize, DP, kind, kernel, masked):
-    """The Tile of one of KERNELS.
-
-    itemsize: bytes of an element. kind: 0 to 3, a kind of bias. masked: whether there is a window,
-    are documents, or is a head dimension below DP.
-    """
+def tile_for(q, kind, kernel):
+    """The Tile of one of KERNELS for queries (B, H, T, D) and a kind of bias."""
+    family, _ = device_family(q.device)
+    is_vectors = kind == VECTORS.value
+    D = q.shape[3]
     if family == "interpreter":
-        return Tile(32, 64 if kernel == "dkdv" and kind == TABLE.value else 32, 4, 1)
-    if itemsize <= 2 and DP <= 128:
-        bias = ("none", "slopes", "table", "vectors")[kind]
-        cell = TILES[family, str(max(DP, 64)), bias][KERNELS.index(kernel)]
-        return Tile(*map(int, cell.split("/")[0 if masked else -1].split(",")))
-    if DP <= 128 and kind == VECTORS.value:
-        return FLOAT32_VECTORS.get(family, Tile(16, 16, 8, 1))
-    # float32: with 4 warps of 32 threads the backward kernels of these biases spill
-    adds_bias = kernel in ("dq", "dkdv") and kind in (SLOPES.value, TABLE.value)
-    warps = 8 if itemsize > 2 and adds_bias and family != "gfx942" else 4
-    side = 16 if kind == VECTORS.value or itemsize > 2 and DP > 64 else 32
-    return Tile(side, side, warps, 1)
+        return Tile(32, 64 if kernel == "dkdv" and not is_vectors else 32, 4, 1)
+    if q.element_size() > 2 or D > 128:
+        side = 16 if is_vectors or D > 64 else 32
+        return Tile(side, side, 8, 1)
+    size = 64 if D <= 64 else 128
+    if is_vectors:
+        return VECTOR_TILES[size]
+    return Tile(*TILES[family, size][KERNELS.index(kernel)])
+
+
+def device_family(device):
+    """The architecture in TILES of a device, and how float32 products are computed there.
+
+    That is as three tf32 products, or plainly if there are none ("ieee").
+    """
+    if device.type == "cpu":
+        return "interpreter", "ieee"
+    if torch.version.hip:
+        return "small", "ieee"
+    major, minor = torch.cuda.get_device_capability(device)
+    known = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_90", (10, 3): "sm_90"}
+    return known.get((major, minor), "small"), "tf32x3"
+
+
+# torch.compile calls it while it traces. This is what torch.compiler.assume_constant_result sets,
+# without importing the compiler here.
+device_family._dynamo_marked_constant = True
+
+
+# -----------------------------------------------------------------------------
+# Which tiles are visited
+
+TILES_AT_ONCE = 1 << 22  # of which visited() makes a matrix
+
+
+def visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device):
+    """The key blocks that each query block visits; if of_keys, the query blocks of each key block.
+
+    Returns int32 (1 or B, blocks, 16): the start and the end of each segment, SINKS to CLIPPED, and
+    6 zeros, so that every row starts at a multiple of 16 bytes. m: 0 without a table or vectors.
+    The smallest and largest document and position of each block decide. So a tile is left out only
+    if it is surely empty, in whatever order documents and positions are. If the documents are in
+    order, no empty tile is visited.
+    """
+    # the indices of the tokens of each block; past the end the last one is repeated
+    i = torch.arange(count_blocks(Tq, BM) * BM, device=device).clamp(max=Tq - 1) + Tk - Tq
+    j = torch.arange(count_blocks(Tk, BN) * BN, device=device).clamp(max=Tk - 1)
+    i, j = i.view(-1, BM), j.view(-1, BN)
+    rows, columns = (j, i) if of_keys else (i, j)
+    found = []
+    for part in rows.split(max(1, TILES_AT_ONCE // len(columns))):
+        i, j = (columns, part) if of_keys else (part, columns)
+        tiles = classify_tiles(docs, positions, window, sinks, m, causal, i, j)
+        if of_keys:
+            tiles = [x.mT for x in tiles]
+        found.append(find_segments(*tiles, of_keys))
+    found = torch.cat(found, 1).int()
+    return torch.nn.functional.pad(found, (0, 6))
+
+
+def block_ranges(x, i, j):
+    """The least and largest x of each query block (., nq, 1) and key block (., 1, nk)."""
+    x_i, x_j = (i[None], j[None]) if x is None else (x[:, i], x[:, j])
+    q_min, q_max = x_i.long().aminmax(dim=-1)
+    k_min, k_max = x_j.long().aminmax(dim=-1)
+    return q_min[..., None], q_max[..., None], k_min[:, None], k_max[:, None]
+
+
+def classify_tiles(docs, positions, window, sinks, m, causal, i, j):
+    """Which tiles are visible in part, which wholly, and which wholly and at clipped distances.
+
+    Three masks (1 or B, query blocks, key blocks). No comparison has a sum of a query and a key in
+    it, which would need 8 bytes a tile.
+    """
+    i_min, i_max, j_min, j_max = block_ranges(None, i, j)
+    some = (j_min <= i_max) | (not causal)
+    whole = (j_max <= i_min) | (not causal)
+    whole = whole & (i_max - i_min == i.shape[1] - 1) & (j_max - j_min == j.shape[1] - 1)
+    if window:
+        q_min, q_max, k_min, k_max = block_ranges(positions, i, j)
+        near = (q_min - window < k_max) & (k_min < q_max + window)
+        some = some & (near | (k_min < sinks))
+        near = (q_max - window < k_min) & (k_max < q_min + window)
+        whole = whole & (near | (k_max < sinks))
+    if docs is not None:
+        q_min, q_max, k_min, k_max = block_ranges(docs, i, j)
+        some = some & (k_min <= q_max) & (q_min <= k_max)
+        whole = whole & (q_min == k_max) & (q_max == k_min)
+    whole = whole & some
+    return some, whole, whole & (j_max <= i_min - (m - 1)) & (m > 0)
+
+
+def find_first(x, start):
+    """Of each row (..., n) of a mask the first place from `start` (...) on where it holds, or n."""
+    n = x.shape[-1]
+    x = x & (torch.arange(n, device=x.device) >= start[..., None])
+    return torch.where(x.any(-1), x.view(torch.uint8).argmax(-1), n)
+
+
+def find_segments(some, whole, clipped, of_keys):
+    """The segments of each row of tiles, from the three masks: (1 or B, rows, 10).
+
+    All visible tiles are in [lo, hi), except for SINKS; of these, [left, right) are whole.
+    """
+    n = some.shape[-1]
+    zero = torch.zeros(some.shape[:-1], dtype=torch.int64, device=some.device)
+    hi = n - find_first(some.flip(-1), zero)
+    # The tiles before a first gap are sinks, if there are more after it.
+    gap = zero if of_keys else find_first(~some, zero)
+    lo = find_first(some, gap)
+    sinks_end = torch.where(lo < n, gap, 0)
+    lo = torch.where(lo < n, lo, 0)
+    left = find_first(whole, lo)
+    left = torch.where(left < n, left, lo)
+    right = find_first(~whole, left).minimum(hi)
+    # Distances grow from query block to query block, and fall from key block to key block.
+    turn = find_first(clipped if of_keys else ~clipped, left).minimum(right)
+    near = (left, turn) if of_keys else (turn, right)
+    clipped = (turn, right) if of_keys else (left, turn)
+    return torch.stack((zero, sinks_end, lo, left, right, hi, *near, *clipped), -1)
+
+
+visited_by_index = functools.lru_cache(maxsize=128)(functools.partial(visited, None, None))
+
+
+@torch.library.custom_op("nanolong::visited", mutates_args=())
+def _visited(
+    docs: torch.Tensor | None, positions: torch.Tensor | None, window: int, sinks: int,
+    Tq: int, Tk: int, m: int, causal: bool, BM: int, BN: int, of_keys: bool,
+) -> torch.Tensor:  # fmt: skip
+    """visited(), which torch.compile does not look into."""
+    device = (positions if docs is None else docs).device
+    return visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, device)
+
+
+@_visited.register_fake
+def _(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys):
+    B = max(len(x) for x in (docs, positions) if x is not None)
+    blocks = count_blocks(Tk, BN) if of_keys else count_blocks(Tq, BM)
+    return (positions if docs is None else docs).new_empty(B, blocks, 16, dtype=torch.int32)
+
+
+def prepare_mask(tensors, docs, positions, window, sinks, causal, has_grad, plan):
+    """Bring documents and positions to int32 (1 or B, Tk), and find the tiles that they leave.
+
+    Returns documents and positions, None if they hide nothing, and visited() for each of KERNELS
+    that will run. If the indices alone decide, the list is empty, and launch() finds the tiles.
+    plan: None, or a dict in which the result stays for calls with the same mask.
+    """
+    q, _, k, _, bias, _ = tensors
+    positions = positions if window else None
+    if docs is None and positions is None:
+        return None, None, []
+    kind, m = kind_of(bias)
+    names = KERNELS[:1]
+    if has_grad:
+        names = KERNELS if kind >= TABLE.value else KERNELS[:3]
+    tiles = tuple((*tile_for(q, kind, name)[:2], name == "dkdv") for name in names)
+    where = (window, sinks, q.shape[2], k.shape[2], m, causal)
+    # In training, torch.compile itself merges equal calls of an operator; and it cannot change a
+    # dict of the model in a block that is checkpointed.
+    is_shared = plan is not None and not (has_grad and torch.compiler.is_compiling())
+    if is_shared and (where, tiles) in plan:
+        of_docs, of_positions, result = plan[where, tiles]
+        if of_docs is docs and of_positions is positions:
+            return result
+    mask = [None if x is None else torch.atleast_2d(x).int() for x in (docs, positions)]
+    found = {tile: _visited(*mask, *where, *tile) for tile in dict.fromkeys(tiles)}
+    result = *mask, [found[tile] for tile in tiles]
+    if is_shared:
+        plan[where, tiles] = docs, positions, result
+    return result
 
 
 # -----------------------------------------------------------------------------
 # Launching the kernels
 
 
-def device_family(device):
-    """The architecture in TILES for a device, and how float32 products are computed there.
+def count_blocks(n, size):
+    return (n + size - 1) // size
 
-    That is as three tf32 products, or plainly where there are none ("ieee").
+
+def kind_of(bias):
+    """The kind of bias, and the number m of distances of a table or of vectors."""
+    kind = 0 if bias is None else bias.dim()
+    return kind, bias.shape[1] if kind >= TABLE.value else 0
+
+
+def rows_of(x):
+    """Rows of a tensor (B, H, T, D), or None."""
+    return None if x is None else Rows(x, *x.stride()[:3])
+
+
+def per_token(x):
+    """Rows of a number for each token (1 or B, T), or of 16 for each block, or None."""
+    return None if x is None else Rows(x, x.stride(0) if len(x) > 1 else 0, 0, x.stride(1))
+
+
+def per_distance(x):
+    """Rows of slopes (H,), a table (H, m) or vectors (H or 1, m, D), or None."""
+    if x is None:
+        return None
+    return Rows(x, 0, x.stride(0) if len(x) > 1 else 0, x.stride(1) if x.dim() == 3 else 1)
+
+
+def make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale):
+    kind, m = kind_of(bias)
+    D = q.shape[3]
+    precision = device_family(q.device)[1] if q.dtype == torch.float32 else "ieee"
+    return Call(
+        q=rows_of(q), k=rows_of(k), v=rows_of(v), qr=rows_of(qr),
+        bias=per_distance(bias), rel_v=per_distance(rel_v),
+        pos=per_token(positions), docs=per_token(docs),
+        Tq=q.shape[2], Tk=k.shape[2], m=m, window=window or None, sinks=sinks,
+        scale=scale * LOG2E, G=q.shape[1] // k.shape[1],
+        D=tl.constexpr(D), DP=tl.constexpr(max(16, triton.next_power_of_2(D))),
+        KIND=tl.constexpr(kind), CAUSAL=tl.constexpr(causal), PRECISION=tl.constexpr(precision),
+    )  # fmt: skip
+
+
+def launch(kernel, name, call, segments, *tensors, grid=None, **sizes):
+    """Launch one of KERNELS with the tensors that it takes after those of the call.
+
+    segments: of prepare_mask(). grid: if it is not a program for each row of them and each head.
     """
-    if device.type == "cpu":
-        return "interpreter", "ieee"
-    if torch.version.hip:
-        return "gfx942", "ieee"
-    major, minor = torch.cuda.get_device_capability(device)
-    known = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
-    return known.get((major, minor), "sm_120" if major >= 12 else "sm_86"), "tf32x3"
+    q = call.q.ptr
+    tile = tile_for(q, call.KIND.value, name)
+    if segments:
+        segments = segments[KERNELS.index(name)]
+    elif name == "sweep":
+        segments = None
+    else:  # Nothing but indices decides: once for all calls of these sizes.
+        where = (call.window or 0, call.sinks, call.Tq, call.Tk, call.m, call.CAUSAL.value)
+        # what is computed in a CUDA graph has no values outside of it
+        in_graph = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        find = functools.partial(visited, None, None) if in_graph else visited_by_index
+        segments = find(*where, tile.BM, tile.BN, name == "dkdv", q.device)
+    if name != "sweep":  # whose tiles are square
+        sizes["BN"] = tile.BN
+        heads = (call.k.ptr if name == "dkdv" else q).shape[1]
+        grid = grid or (segments.shape[1], heads, len(q))
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+        kernel[grid](
+            call, per_token(segments), *tensors,
+            **sizes, BM=tile.BM, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
 
 
-def block_mask(docs, positions, window, sinks, Tq, Tk, BM, BN, causal, of_keys=False):
-    """Which tiles packed documents, or a window over true positions, leave; computed on the device.
-
-    Returns int32 (1 or B, query blocks, 4): lo, left, right and hi of each query block, which sees
-    something of the key blocks [lo, hi), and all of the key blocks [left, right).
-    of_keys: for each key block the query blocks instead.
-    The smallest and largest document and position of each block decide. So a tile is left out only
-    if it is surely empty, in whatever order documents and positions are. Where the documents are in
-    order, no empty tile is visited.
-    """
-    device = (positions if docs is None else docs).device
-    q_start = Tk - Tq
-    nq = triton.cdiv(Tq, BM)
-    nk = triton.cdiv(Tk, BN)
-    queries = torch.arange(nq * BM, device=device).clamp(max=Tq - 1) + q_start
-    keys = torch.arange(nk * BN, device=device).clamp(max=Tk - 1)
-    i = queries.view(nq, BM)
-    j = keys.view(nk, BN)
-
-    # (1 or B, nq, nk): is something of the tile visible, is all of it?
-    some = torch.ones(1, nq, nk, dtype=torch.bool, device=device)
-    full_queries = torch.arange(1, nq + 1, device=device) * BM <= Tq
-    full_keys = torch.arange(1, nk + 1, device=device) * BN <= Tk
-    whole = (full_queries[:, None] & full_keys)[None]
-    if causal:
-        some = some & (j[:, 0] <= i[:, -1:])
-        whole = whole & (j[:, -1] <= i[:, :1])
-
-    def block_ranges(values):
-        """The least and largest value of each query block (., nq, 1) and key block (., 1, nk)."""
-        values = values if values.dim() == 2 else values[None]
-        q = values[:, queries].unflatten(1, (nq, BM)).aminmax(dim=-1)
-        k = values[:, keys].unflatten(1, (nk, BN)).aminmax(dim=-1)
-        return q.min[:, :, None], q.max[:, :, None], k.min[:, None], k.max[:, None]
-
-    if window:
-        where = torch.arange(Tk, device=device) if positions is None else positions
-        q_min, q_max, k_min, k_max = block_ranges(where)
-        some = some & (((q_min - k_max < window) & (k_min - q_max < window)) | (k_min < sinks))
-        whole = whole & (((q_max - k_min < window) & (k_max - q_min < window)) | (k_max < sinks))
-    if docs is not None:
-        q_min, q_max, k_min, k_max = block_ranges(docs)
-        some = some & (k_min <= q_max) & (q_min <= k_max)
-        whole = whole & (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
-    whole = whole & some
-
-    if of_keys:
-        some, whole = some.mT, whole.mT
-    n = some.shape[-1]
-    at = torch.arange(n, device=device)
-    hi = torch.where(some, at + 1, 0).amax(-1)
-    lo = torch.where(some, at, n).amin(-1).minimum(hi)
-    left = torch.where(whole, at, n).amin(-1).minimum(hi)
-    right = torch.where(~whole & (at >= left[..., None]), at, n).amin(-1).minimum(hi)
-    return torch.stack((lo, left, right, hi), -1).int().contiguous()
-
-
-class _Call:
-    """The arguments that all kernels of one call share. q stands in for a tensor that is absent."""
-
-    def __init__(self, q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale):
-        self.B, self.H, self.Tq, self.D = q.shape
-        self.HK, self.Tk = k.shape[1:3]
-        self.kind = NONE.value if bias is None else (SLOPES, TABLE, VECTORS)[bias.dim() - 1].value
-        self.m = bias.shape[1] if self.kind >= TABLE.value else 0
-        self.window = window
-        self.sinks = sinks
-        self.causal = causal
-        self.positions = positions if window else None
-        self.docs = docs
-        self.DP = max(16, triton.next_power_of_2(self.D))
-        self.family, precision = device_family(q.device)
-        self.arguments = {
-            "Tq": self.Tq, "Tk": self.Tk, "G": self.H // self.HK, "m": self.m,
-            "window": window, "sinks": sinks, "scale": scale * LOG2E,
-            "D": self.D, "DP": self.DP, "KIND": self.kind, "HAS_REL_V": rel_v is not None,
-            "QR_IS_Q": qr is None, "CAUSAL": causal, "WINDOW": window > 0,
-            "POSITIONS": self.positions is not None, "DOCS": docs is not None,
-            "PRECISION": precision if q.dtype == torch.float32 else "ieee",
-        }  # fmt: skip
-
-        self.q = q
-        may_be_absent = (qr, bias, rel_v, self.positions, docs)
-        self.qr, bias_or_q, rel_v, pos, doc = (q if x is None else x for x in may_be_absent)
-        self.inputs = (q, self.qr, k, v, bias_or_q, rel_v, pos, doc)
-        self.strides = _strides(q, self.qr, k, v)
-        self.last_strides = (
-            bias.stride(0) if bias is not None and bias.shape[0] > 1 else 0,
-            bias.stride(1) if self.kind == VECTORS.value else 1,
-            pos.stride(0) if pos.dim() == 2 else 0,
-            pos.stride(-1),
-            doc.stride(0),
-            doc.stride(-1),
-        )
-
-    def tile(self, kernel):
-        """The Tile of one of KERNELS."""
-        masked = self.window > 0 or self.docs is not None or self.D < self.DP
-        return tile_for(self.family, self.q.element_size(), self.DP, self.kind, kernel, masked)
-
-    def launch(self, name, kernel, tensors, strided, **more):
-        """Launch one of KERNELS, given with its grid.
-
-        tensors: the pointers that it takes after those that all kernels take. strided: those of
-        which it also takes the strides. more: arguments that the other kernels lack.
-        """
-        tile = self.tile(name)
-        more |= {"BM": tile.BM, "W": triton.next_power_of_2(tile.BM + tile.BN)}
-        if name != "sweep":  # square
-            more["BN"] = tile.BN
-        if name == "dkdv":
-            more["B"] = self.tile("sweep").BM if self.kind >= TABLE.value else tile.BM
-        mask = self.q
-        mask_b = 0
-        if self.positions is not None or self.docs is not None:
-            mask = block_mask(
-                self.docs, self.positions, self.window, self.sinks, self.Tq, self.Tk,
-                tile.BM, tile.BN, self.causal, of_keys=name == "dkdv",
-            )  # fmt: skip
-            mask_b = mask.stride(0) if mask.shape[0] > 1 else 0
-        strides = (*self.strides, *_strides(*strided), *self.last_strides, mask_b)
-        with torch.cuda.device_of(self.q):  # Triton launches kernels on the current device
-            kernel(
-                *self.inputs, mask, *tensors, *strides,
-                **self.arguments, **more, num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-
-
-def _strides(*tensors):
-    """Of each (B, H, T, D) the strides of batch, head and token, one after the other."""
-    return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def _empty_output(x):
+def empty_output(x):
     """An empty (B, H, T, D) like x, stored as (B, T, H, D), as the next matrix product reads it."""
     B, H, T, D = x.shape
     return torch.empty(B, T, H, D, dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
-def _kernel_layout(x):
+def kernel_layout(x, multiple=16):
     """Copy x (B, H, T, D) if the kernels cannot read it as it is.
 
     They need contiguous channels (a gradient that autograd expanded has stride 0), and tokens less
@@ -1236,38 +1033,38 @@ def _kernel_layout(x):
     """
     if x is None:
         return x
-    aligned = all(stride % 16 == 0 for stride in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    aligned = all(stride % multiple == 0 for stride in x.stride()[:3])
+    aligned = aligned and x.data_ptr() % multiple == 0
     if aligned and x.stride(3) == 1 and x.stride(2) < 1 << 24:
         return x
     B, H, T, D = x.shape
-    rows = x.new_empty(B, H, T, triton.cdiv(D, 16) * 16)[..., :D]
-    return rows.copy_(x)
+    return x.new_empty(B, H, T, count_blocks(D, 16) * 16)[..., :D].copy_(x)
+
+
+# -----------------------------------------------------------------------------
+# The operators
 
 
 @torch.library.custom_op("nanolong::attention", mutates_args=())
 def _attention(
     q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
     bias: torch.Tensor | None, rel_v: torch.Tensor | None,
-    positions: torch.Tensor | None, docs: torch.Tensor | None,
+    docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The forward pass: the output and the log-sum-exp in log2 units.
-
-    bias: slopes (H,), a table (H, m) or relative keys (H or 1, m, D).
-    """
-    q, qr, k, v = (_kernel_layout(x) for x in (q, qr, k, v))
-    out = _empty_output(q)
+    """The forward pass: the output and the log-sum-exp in log2 units."""
+    q, qr, k, v = (kernel_layout(x) for x in (q, qr, k, v))
+    out = empty_output(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if out.numel():
-        call = _Call(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
-        grid = (triton.cdiv(call.Tq, call.tile("forward").BM), call.H, call.B)
-        call.launch("forward", _forward_kernel[grid], (out, lse), (out,))
+        call = make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale)
+        launch(_forward_kernel, "forward", call, segments, rows_of(out), lse)
     return out, lse
 
 
 @_attention.register_fake
-def _(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale):
-    return _empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(q, *others):
+    return empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("nanolong::attention_backward", mutates_args=())
@@ -1275,158 +1072,171 @@ def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     q: torch.Tensor, qr: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
     bias: torch.Tensor | None, rel_v: torch.Tensor | None,
-    positions: torch.Tensor | None, docs: torch.Tensor | None,
+    docs: torch.Tensor | None, positions: torch.Tensor | None, segments: list[torch.Tensor],
     window: int, sinks: int, causal: bool, scale: float, bias_grad: bool,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
+) -> list[torch.Tensor]:  # fmt: skip
     """The backward pass: dq, dqr, dk, dv, dbias, drel_v, empty if there is none."""
     grads = _empty_grads(q, qr, k, v, bias if bias_grad else None, rel_v if bias_grad else None)
     dq, dqr, dk, dv, dbias, drel_v = grads
     if not out.numel():
-        return tuple(x.zero_() for x in grads)
-    dout, q, qr, k, v = (_kernel_layout(x) for x in (dout, q, qr, k, v))
+        return [x.zero_() for x in grads]
+    dout, q, qr, k, v = (kernel_layout(x) for x in (dout, q, qr, k, v))
     dlse = (dlse * LOG2E).contiguous()  # of the log-sum-exp in log2 to natural units
-    call = _Call(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
-    bias_grad = bias_grad and call.kind != NONE.value
+    call = make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale)
+    kind = call.KIND.value if bias_grad else NONE.value
 
     delta = torch.empty_like(lse)
-    row_sums = bias_grad and call.kind == VECTORS.value
-    row_grad, row_mass = (torch.empty_like(lse) if row_sums else lse for _ in range(2))
-    tensors = out, lse, dout, dlse, dq, dq if qr is None else dqr, delta, row_grad, row_mass
-    grid = (triton.cdiv(call.Tq, call.tile("dq").BM), call.H, call.B)
-    call.launch("dq", _dq_kernel[grid], tensors, (out, dout, dq), ROW_SUMS=row_sums)
-
-    key_sums = bias_grad and call.kind != VECTORS.value
-    key_grad = lse.new_empty(call.B, call.H, call.Tk) if key_sums else lse
-    tensors = lse, dout, delta, dk, dv, key_grad
-    grid = (triton.cdiv(call.Tk, call.tile("dkdv").BN), call.HK, call.B)
-    call.launch("dkdv", _dkdv_kernel[grid], tensors, (dout, dk), KEY_SUMS=key_sums)
-
-    if not bias_grad:
-        return grads
-    if call.kind == SLOPES.value:
-        dbias.copy_(key_grad.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
+    launch(
+        _dq_kernel, "dq", call, segments, rows_of(out), lse, rows_of(dout), dlse,
+        rows_of(dq), None if qr is None else rows_of(dqr), delta,
+    )  # fmt: skip
+    dslope = lse.new_empty(*lse.shape[:2], call.Tk) if kind == SLOPES.value else None
+    tensors = lse, rows_of(dout), delta, rows_of(dk), rows_of(dv), dslope
+    launch(_dkdv_kernel, "dkdv", call, segments, *tensors)
+    if kind == SLOPES.value:
+        dbias.copy_(dslope.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
+    if kind < TABLE.value:
         return grads
 
-    # The last entry: what the sweep leaves out. Not a matrix product, which autocast would round.
-    if call.kind == TABLE.value:
-        last = key_grad.sum((0, 2))
+    # The sums over all distances. Not matrix products, which autocast would round.
+    by_distance, v_by_distance, d0, BM = _sweep(call, segments, lse, dout, delta)
+    is_reached = reaches_last_entry(call, segments)
+    if kind == TABLE.value:
+        by_distance /= LOG2E  # the table arrived in log2 units
+        total = dlse.sum((0, 2)) / LOG2E
     else:
-        last = (row_grad[..., None] * call.qr.float()).sum((0, 2)) * scale
-    by_distance, v_by_distance, d0, BM = _sweep(call, lse, dout, delta)
-    _sum_by_distance(dbias, by_distance, last, d0, BM, causal)
+        total = (dlse[..., None] * qr.float()).sum((0, 2)) * scale
+    sum_by_distance(dbias, by_distance, total, is_reached, d0, BM, causal)
     if rel_v is not None:
-        last = (row_mass[..., None] * dout.float()).sum((0, 2))
-        _sum_by_distance(drel_v, v_by_distance, last, d0, BM, causal)
-    if call.kind == TABLE.value:
-        dbias = dbias / LOG2E  # the table arrived in log2 units
-    return dq, dqr, dk, dv, dbias, drel_v
+        total = dout.float().sum((0, 2))  # a row of P sums to 1
+        sum_by_distance(drel_v, v_by_distance, total, is_reached, d0, BM, causal)
+    return grads
 
 
-def _sweep(call, lse, dout, delta):
+def _sweep(call, segments, lse, dout, delta):
     """Run the diagonal sweep.
 
-    Returns the sums by distance for the bias and for the relative values, float32 (splits, H,
-    diagonals, 2 BM, ...) or None, the smallest distance of the first diagonal, and BM.
+    Returns the sums by distance for the bias and the relative values, float32 (splits, H,
+    diagonals, 2 BM, ...), the smallest distance of the first diagonal, and BM.
     """
-    BM = call.tile("sweep").BM
+    B, H = lse.shape[:2]
+    BM = tile_for(call.q.ptr, call.KIND.value, "sweep").BM
     q_start = call.Tk - call.Tq
 
     # the diagonals (query block - key block) whose tiles hold distances |d| < near
     near = call.m - 1
-    if call.window and not call.sinks and call.positions is None:
+    if call.window and not call.sinks and call.pos is None:
         near = min(near, call.window)
-    lowest = q_start + BM - 1 if call.causal else q_start + BM - 1 + near - 1
-    first = max(-(triton.cdiv(call.Tk, BM) - 1), -(lowest // BM))
-    last = min(triton.cdiv(call.Tq, BM) - 1, (near - 1 - q_start + BM - 1) // BM)
+    lowest = q_start + BM - 1
+    if not call.CAUSAL.value:
+        lowest += near - 1
+    first = max(1 - count_blocks(call.Tk, BM), -(lowest // BM))
+    last = min(count_blocks(call.Tq, BM) - 1, (near - 1 - q_start + BM - 1) // BM)
     d0 = q_start + first * BM - (BM - 1)
-    diagonals = last - first + 1
-    if diagonals <= 0:
-        return None, None, d0, BM
+    diagonals = max(0, last - first + 1)
 
     # The number of splits depends on the shapes alone, so the same sums come out on every device.
-    tiles = call.B * triton.cdiv(call.Tq, BM)
-    splits = max(1, min(SWEEP_PROGRAMS // (call.H * diagonals), tiles))
-    channels = (call.D,) if call.kind == VECTORS.value else ()
-    by_distance = lse.new_empty(splits, call.H, diagonals, 2 * BM, *channels)
-    v_by_distance = torch.empty_like(by_distance) if call.arguments["HAS_REL_V"] else by_distance
-    call.launch(
-        "sweep", _sweep_kernel[diagonals, call.H, splits],
-        (lse, dout, delta, by_distance, v_by_distance), (dout,), B=call.B, first_diagonal=first,
-    )  # fmt: skip
+    tiles = B * count_blocks(call.Tq, BM)
+    splits = max(1, min(SWEEP_PROGRAMS // (H * max(1, diagonals)), tiles))
+    channels = (call.D.value,) if call.KIND.value == VECTORS.value else ()
+    by_distance = lse.new_empty(splits, H, diagonals, 2 * BM, *channels)
+    v_by_distance = None if call.rel_v is None else torch.empty_like(by_distance)
+    if diagonals:
+        launch(
+            _sweep_kernel, "sweep", call, segments,
+            lse, rows_of(dout), delta, by_distance, v_by_distance,
+            grid=(diagonals, H, splits), B=B, first_diagonal=first,
+        )  # fmt: skip
     return by_distance, v_by_distance, d0, BM
 
 
-def _sum_by_distance(grad, partial, last, d0, BM, causal):
+def reaches_last_entry(call, segments):
+    """Whether a query sees a key at distance m - 1 or more: a bool, or one on the device."""
+    if segments:
+        of_queries = segments[KERNELS.index("dq")]
+        reached = of_queries.new_empty(len(call.q.ptr), of_queries.shape[1])
+        launch(
+            _reach_kernel, "dq", call, segments, reached, grid=(reached.shape[1], 1, len(reached))
+        )
+        return reached.any()
+    is_near = call.window and call.window < call.m and not call.sinks
+    return call.Tk >= call.m and not is_near
+
+
+def sum_by_distance(grad, partial, total, is_reached, d0, BM, causal):
     """Write the gradient of a table or of vectors into grad (H or 1, m, ...).
 
     partial (splits, H, diagonals, 2 BM, ...): the sums of the sweep, by distance from d0 on, where
-    neighbouring diagonals overlap by BM; or None. last (H, ...): the rest of entry m - 1.
+    neighbouring diagonals overlap by BM. total (H, ...): what all entries sum to. The last one is
+    the rest, or exactly 0 if no query reaches it: an optimizer would make steps of a rounding.
     """
-    total = grad.new_zeros(last.shape[0], *grad.shape[1:])
-    if partial is not None:
-        partial = partial.sum(0)
-        heads, diagonals, _, *channels = partial.shape
-        by_distance = partial.new_zeros(heads, (diagonals + 1) * BM, *channels)
-        by_distance[:, :-BM] += partial[:, :, :BM].flatten(1, 2)
-        by_distance[:, BM:] += partial[:, :, BM:].flatten(1, 2)
-        # the distances from 0 up, and the first of them
-        sides = [(by_distance[:, max(0, -d0) :], max(0, d0))]
-        if not causal:
-            # the keys after the query: the distances from -1 down
-            after = by_distance[:, : max(0, -d0)].flip(1)
-            sides.append((after, max(1, 1 - d0 - by_distance.shape[1])))
-        for side, start in sides:
-            inside = min(side.shape[1], max(0, grad.shape[1] - 1 - start))
-            total[:, start : start + inside] += side[:, :inside]
-            total[:, -1] += side[:, inside:].sum(1)
-    total[:, -1] += last
-    grad.copy_(total if grad.shape[0] == total.shape[0] else total.sum(0, keepdim=True))
+    partial = partial.sum(0)
+    heads, diagonals, _, *channels = partial.shape
+    by_distance = partial.new_zeros(heads, (diagonals + 1) * BM, *channels)
+    by_distance[:, :-BM] += partial[:, :, :BM].flatten(1, 2)
+    by_distance[:, BM:] += partial[:, :, BM:].flatten(1, 2)
+    # the distances from 0 up, and the first of them
+    sides = [(by_distance[:, max(0, -d0) :], max(0, d0))]
+    if not causal:
+        # the keys after the query: the distances from -1 down
+        after = by_distance[:, : max(0, -d0)].flip(1)
+        sides.append((after, max(1, 1 - d0 - by_distance.shape[1])))
+    sums = partial.new_zeros(heads, *grad.shape[1:])
+    for side, start in sides:
+        inside = min(side.shape[1], max(0, grad.shape[1] - 1 - start))
+        sums[:, start : start + inside] += side[:, :inside]
+    rest = total - sums.sum(1)
+    sums[:, -1] = torch.where(torch.as_tensor(is_reached, device=rest.device), rest, 0.0)
+    grad.copy_(sums if len(grad) == heads else sums.sum(0, keepdim=True))
 
 
 def _empty_grads(q, qr, k, v, bias, rel_v):
     """Empty dq, dqr, dk, dv, dbias (float32) and drel_v (float32); of size 0 if x is None."""
-    dq, dqr, dk, dv = (q.new_empty(0) if x is None else _empty_output(x) for x in (q, qr, k, v))
+    grads = [q.new_empty(0) if x is None else empty_output(x) for x in (q, qr, k, v)]
     shapes = [(0,) if x is None else x.shape for x in (bias, rel_v)]
-    return dq, dqr, dk, dv, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return grads + [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
 @_attention_backward.register_fake
-def _(
-    dout, dlse, out, lse, q, qr, k, v, bias, rel_v, positions, docs,
-    window, sinks, causal, scale, bias_grad,
-):  # fmt: skip
+def _(dout, dlse, out, lse, q, qr, k, v, bias, rel_v, *others):
+    bias_grad = others[-1]
     return _empty_grads(q, qr, k, v, bias if bias_grad else None, rel_v if bias_grad else None)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.window, ctx.sinks, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, segments, ctx.window, ctx.sinks, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output, *segments)
 
 
 def _backward(ctx, dout, dlse):
-    q, qr, k, v, bias, rel_v, positions, docs, out, lse = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    *tensors, out, lse = saved[:10]
+    segments = list(saved[10:])
+    _, qr, _, _, bias, rel_v, _, _ = tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     bias_grad = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
     dq, dqr, dk, dv, dbias, drel_v = _attention_backward(
-        dout, dlse, out, lse, q, qr, k, v, bias, rel_v, positions, docs,
+        dout, dlse, out, lse, *tensors, segments,
         ctx.window, ctx.sinks, ctx.causal, ctx.scale, bias_grad,
     )  # fmt: skip
     dqr = None if qr is None else dqr
     dbias = dbias.to(bias.dtype) if bias_grad else None
     drel_v = drel_v.to(rel_v.dtype) if bias_grad and rel_v is not None else None
-    no_grads = [None] * 6  # positions, docs, window, sinks, causal, scale
-    return dq, dqr, dk, dv, dbias, drel_v, *no_grads
+    no_grads = [None] * 4  # window, sinks, causal, scale
+    return dq, dqr, dk, dv, dbias, drel_v, None, None, [None] * len(segments), *no_grads
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+# -----------------------------------------------------------------------------
+# The function to call
+
+
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False,
+    causal=True, scale=None, return_lse=False, plan=None,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) (v + the relative values).
 
@@ -1434,76 +1244,71 @@ def attention(
     for all three, with any strides. Tq <= Tk: the queries are the last Tq of the Tk tokens. Returns
     (B, H, Tq, D), a view of (B, Tq, H, D). Gradients reach all tensors but positions and docs.
 
-    bias        None, slopes (H,): adds -slope * d, or a table (H, m): adds table[h, min(d, m - 1)].
-                Float32. d = |index of the query - index of the key|.
-    relative    None, or (keys, values, offsets). keys (H or 1, m, D) add
-                scale * (q + w) . keys[min(d, m - 1)] and turn q . k into (q + u) . k. values: the
-                same shape, or None. offsets: (u, w), (H, D) each, or None.
-    window      W > 0: a query sees a key only if their positions are less than W apart, or the
-                position of the key is below `sinks`.
-    positions   (Tk,) or (B, Tk) int below 2^31, for the window. Default: the indices.
-    docs        (B, Tk) int below 2^31: a query sees only keys with the same number.
-    causal      A query sees no key after it.
-    scale       Above 0. Default: D ** -0.5.
-    return_lse  Also return the log-sum-exp of the scores (B, H, Tq), float32, natural logarithm. It
-                has a gradient too.
+    bias: None, slopes (H,) or a table (H, m), float32. relative: None, or (keys, values, offsets),
+    keys (H or 1, m, D), values the same or None, offsets None or two (H, D). positions (Tk,) or
+    (B, Tk), docs (B, Tk): integers below 2^31. plan: a dict, empty at first, that calls with the
+    same mask share, as the layers of a step do; it changes nothing but the time.
+    What they mean, and the other arguments: attention() of kernels/reference.py.
 
     Raises ValueError for what the kernels do not support.
     """
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    _check_arguments(q, k, v, bias, relative, positions, docs, scale)
-    positions = None if positions is None else positions.int()
-    docs = None if docs is None else docs.int()
-    qr = rel_v = None
-    if bias is not None:
-        bias = (bias.float() * LOG2E).contiguous()
-    elif relative is not None:
-        keys, values, offsets = relative
-        bias = keys.to(q.dtype).contiguous()
-        rel_v = None if values is None else values.to(q.dtype).contiguous()
-        if offsets is not None:
-            u, w = offsets
-            q, qr = (q + u[:, None]).to(q.dtype), (q + w[:, None]).to(q.dtype)
-    out, lse = _attention(q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale)
+    tensors = prepare(q, k, v, bias, relative, positions, docs, scale)
+    docs, positions, segments = prepare_mask(
+        tensors, docs, positions, window, sinks, causal, needs_grad(tensors), plan
+    )
+    options = (window, sinks, causal, scale)
+    out, lse = _attention(*tensors, docs, positions, segments, *options)
     return (out, lse * math.log(2)) if return_lse else out
 
 
-def _check_arguments(q, k, v, bias, relative, positions, docs, scale):
-    """Raise ValueError for what the kernels do not support."""
+def needs_grad(tensors):
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def require(holds, problem, *values):
+    """Raise ValueError unless it holds. problem: a sentence, with {} for each value."""
+    if not holds:
+        raise ValueError(f"attention: {problem.format(*values)}")
+
+
+def prepare(q, k, v, bias, relative, positions, docs, scale):
+    """Check the arguments of attention(), and bring them to the units and dtypes of the kernels.
+
+    Returns q, qr, k, v, bias and rel_v: see Call.
+    """
     B, H, Tq, D = q.shape
     HK, Tk = k.shape[1:3]
-    shapes = [tuple(x.shape) for x in (q, k, v)]
-    fits = shapes[1] == shapes[2] == (B, HK, Tk, D) and H % HK == 0 and Tq <= Tk
-    keys, values, _ = relative or (None, None, None)
-    keys_fit = keys is None or keys.dim() == 3 and keys.shape[0] in (1, H) and keys.shape[2] == D
-    if keys is not None and (not keys.numel() or values is not None and values.shape != keys.shape):
-        keys_fit = False
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        problem = (
-            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: use one of {DTYPES}, the same for all"
-        )
-    elif not fits or not 1 <= D <= 256 or max(B, H) > 65535:
-        problem = (
-            f"q, k, v {shapes} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), with H a "
-            "multiple of Hk, Tq <= Tk and D <= 256"
-        )
-    elif bias is not None and relative is not None:
-        problem = "there are a bias and relative vectors: use one of them"
-    elif not scale > 0:
-        problem = f"scale is {scale}: use one above 0"
-    elif bias is not None and not (bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel()):
-        problem = f"the bias has shape {tuple(bias.shape)}: use slopes ({H},) or a table ({H}, m)"
-    elif not keys_fit:
-        problem = f"relative keys are {tuple(keys.shape)}: use ({H} or 1, m, {D}), as for values"
-    elif not _are_integers(positions, (Tk,), (B, Tk)) or not _are_integers(docs, (B, Tk)):
-        problem = (
-            f"positions or docs do not fit: use integers ({B}, {Tk}), of positions also ({Tk},)"
-        )
-    else:
-        return
-    raise ValueError(f"attention: {problem}")
-
-
-def _are_integers(x, *shapes):
-    """Whether x is None, or integers of one of these shapes."""
-    return x is None or tuple(x.shape) in shapes and not x.is_floating_point()
+    require(
+        q.dtype == k.dtype == v.dtype and q.dtype in DTYPES,
+        "q, k, v are {}, {}, {}: use one of {}, the same for all",
+        *(q.dtype, k.dtype, v.dtype, DTYPES),
+    )
+    fits = k.shape == v.shape == (B, HK, Tk, D) and H % HK == 0 and Tq <= Tk
+    require(
+        fits and 1 <= D <= 256 and max(B, H) <= 65535,
+        "q, k, v {}, {}, {} do not fit: use q (B, H, Tq, D), k and v (B, Hk, Tk, D), with H a "
+        "multiple of Hk, Tq <= Tk and D <= 256",
+        *(q.shape, k.shape, v.shape),
+    )
+    require(scale > 0, "scale is {}: use one above 0", scale)
+    for x, shapes in ((positions, ((Tk,), (B, Tk))), (docs, ((B, Tk),))):
+        fits = x is None or x.shape in shapes and not x.is_floating_point()
+        require(fits, "positions or docs do not fit: use integers, of one of the shapes {}", shapes)
+    require(bias is None or relative is None, "bias and relative are given: use one of them")
+    if bias is not None:
+        fits = bias.shape[:1] == (H,) and bias.dim() < 3 and bias.numel()
+        require(fits, "the bias has shape {}: use slopes (H,) or a table (H, m)", bias.shape)
+        return q, None, k, v, (bias.float() * LOG2E).contiguous(), None
+    if relative is None:
+        return q, None, k, v, None, None
+    keys, values, offsets = relative
+    fits = keys.dim() == 3 and len(keys) in (1, H) and keys.shape[2] == D and keys.numel()
+    fits = fits and (values is None or values.shape == keys.shape)
+    require(fits, "relative keys are {}: use (H or 1, m, D), as for values", keys.shape)
+    keys = keys.to(q.dtype).contiguous()
+    values = None if values is None else values.to(q.dtype).contiguous()
+    if offsets is None:
+        return q, q, k, v, keys, values
+    u, w = offsets
+    return (q + u[:, None]).to(q.dtype), (q + w[:, None]).to(q.dtype), k, v, keys, values

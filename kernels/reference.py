@@ -34,7 +34,7 @@ def rope(q, k, cos, sin):
 
 def attention(
     q, k, v, *, bias=None, relative=None, window=0, sinks=0, positions=None, docs=None,
-    causal=True, scale=None, return_lse=False, length=None, return_probabilities=False,
+    causal=True, scale=None, return_lse=False, length=None, plan=None, return_probabilities=False,
 ):  # fmt: skip
     """Compute softmax(q k^T scale + bias, over the visible keys) v.
 
@@ -60,6 +60,8 @@ def attention(
                 (float64 if q is), with gradient.
     length      int64 (1,): the valid length of a cache of fixed capacity; only the first `length`
                 keys exist. Without gradient.
+    plan        None, or a dict, empty at first, that calls with the same mask share, as the layers
+                of a step do: kernels keep in it what they work out of the mask. It changes nothing.
 
     return_probabilities, which the kernels do not have: return also the softmax, (B, H, Tq, Tk).
     """

@@ -95,7 +95,7 @@ def test_compiled_kernels_fit_the_hardware():
 
 LIFTED_CALLS = """
 import torch
-import rotary, flash, decode
+from lifted import decode, flash, rotary
 q = torch.randn(1, 2, 3, 8)
 table = torch.zeros(2, 3)
 for y in (
@@ -110,8 +110,10 @@ for y in (
 @needs_triton
 def test_kernels_run_outside_the_project(tmp_path):
     """Copied into a folder of their own. A first token attends to itself only."""
+    (tmp_path / "lifted").mkdir()
     for name in ("rotary", "flash", "decode"):
-        (tmp_path / f"{name}.py").write_text((ROOT / f"kernels/{name}.py").read_text())
+        text = (ROOT / f"kernels/{name}.py").read_text()
+        (tmp_path / f"lifted/{name}.py").write_text(text)
     command = [sys.executable, "-c", LIFTED_CALLS]
     env = environment(TRITON_INTERPRET="1")
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

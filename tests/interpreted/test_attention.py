@@ -20,6 +20,7 @@ from kernel_cases import (
     clipped_tail_error,
     error,
     in_levels,
+    mask_options,
     pairwise_cases,
     random_inputs,
     small_case,
@@ -29,13 +30,9 @@ from kernel_cases import (
 
 import kernels
 from kernels import decode, flash, reference
+from nanolong.inference import KVCache
 
 slow = pytest.mark.slow
-
-
-# -----------------------------------------------------------------------------
-# Cases
-
 FACTORS = {
     "T": (1, 17, 63, 64, 65, 130),
     "cached": (0, 1, 37),
@@ -49,7 +46,6 @@ FACTORS = {
 }
 PAIRWISE = list(pairwise_cases(FACTORS))
 N_PAIRWISE = 14  # with --all; the first cases have the most new pairs
-
 
 # Every kind of bias with several masks and dtypes. 3 queries: the decoding kernel, too.
 SMALL_CASES = [
@@ -68,6 +64,17 @@ SMALL_CASES = [
     small_case(bias="xl", mask="causal", T=66, heads=(1, 1)),
     small_case(bias="xl", mask="positions", T=3, cached=40, B=2),
 ]
+# Every distance is clipped, also in tiles at the main diagonal, which a cache has shifted.
+ONE_ENTRY_CASES = [
+    small_case(T=70, cached=cached, m="1", bias=bias, mask=mask)
+    for cached in (37, 1)
+    for mask in ("causal", "all keys", "docs")
+    for bias in ("table", "shaw", "xl")
+]
+
+
+def small_inputs(H=2, T=100, D=16, dtype=torch.float32):
+    return [torch.randn(2, H, T, D).to(dtype).requires_grad_() for _ in range(3)]
 
 
 def gradients(loss, leaves, bias=None):
@@ -97,8 +104,12 @@ def test_small_cases_against_float64(case, rng, monkeypatch):
     check_case(case)
 
 
-@pytest.mark.parametrize("case", in_levels(PAIRWISE, n_fast=0, n_slow=N_PAIRWISE), ids=case_name)
-def test_pairwise_cases_against_float64(case, rng):
+@pytest.mark.parametrize(
+    "case",
+    in_levels(ONE_ENTRY_CASES, n_fast=1, n_slow=2) + in_levels(PAIRWISE, 0, N_PAIRWISE),
+    ids=case_name,
+)
+def test_more_cases_against_float64(case, rng):
     random.seed(int(rng.integers(1 << 30)))
     check_case(case)
 
@@ -115,100 +126,140 @@ def test_random_cases_against_float64(part, rng):
         check_case(case)
 
 
-TILES = [
-    ("table", 16, 64),
-    ("shaw", 64, 64),
-    ("none", 64, 16),
-    ("slopes", 16, 64),
-    ("table", 64, 16),
-    ("table", 128, 32),
-    ("table", 32, 128),
-]
+TILES = [("table", 16, 64), ("shaw", 64, 64), ("none", 64, 16), ("slopes", 16, 64)]
+TILES += [("table", 64, 16), ("table", 128, 32), ("table", 32, 128), ("xl", 16, 16)]
 
 
 @pytest.mark.parametrize("bias,BM,BN", in_levels(TILES, n_fast=0, n_slow=2))
 def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
-    """The tiles of a sweep and of vectors are square; those of dK and dV are not taller."""
-    sizes = {"forward": (BM, BN), "dq": (BM, BN), "dkdv": (min(BM, 64), BN), "sweep": (64, 64)}
-    if bias == "shaw":
-        sizes = dict.fromkeys(flash.KERNELS, (BM, BM))
+    """The tiles of a sweep and of vectors are square."""
 
-    def tile_for(family, itemsize, DP, kind, kernel, masked):
-        return flash.Tile(*sizes[kernel], warps=4, stages=1)
+    def tile_for(q, kind, kernel):
+        is_sweep = kernel == "sweep" and kind == flash.TABLE.value
+        return flash.Tile(*((64, 64) if is_sweep else (BM, BN)), warps=4, stages=1)
 
     monkeypatch.setattr(flash, "tile_for", tile_for)
-    for mask, m in (
-        ("causal", "5"),
-        ("sinks", "T"),
-        ("docs", "5"),
-        ("positions", "T"),
-        ("all keys", "5"),
-    ):
+    for mask in ("causal", "sinks", "docs", "positions", "all keys"):
+        m = "T" if mask in ("sinks", "positions") else "5"
         check_case(small_case(T=100, cached=37, m=m, bias=bias, mask=mask))
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("family,DP", sorted({key[:2] for key in flash.TILES}))
-def test_tiles_fit_each_other(family, DP, masked):
-    def tiles(kind):
-        size = int(DP)
-        return {x: flash.tile_for(family, 2, size, kind.value, x, masked) for x in flash.KERNELS}
-
-    table = tiles(flash.TABLE)
-    assert table["sweep"].BM % table["dkdv"].BM == 0
-    vectors = tiles(flash.VECTORS)
-    assert all(tile.BM == tile.BN for tile in (table["sweep"], *vectors.values()))
-    assert vectors["dq"].BM == vectors["sweep"].BM
+@slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("m", [5, 100])
+def test_table_gradient_sums_to_zero(dtype, m, rng):
+    check(table_gradient_errors(flash.attention, 100, 16, m, dtype))
 
 
-@pytest.mark.parametrize("D,pad", [(64, 0), (64, 1), (40, 0), (65, 0)])
-def test_rows_reach_the_kernels_at_multiples_of_16_elements(D, pad):
-    x = torch.randn(2, 3, 5, D + pad)[..., :D]
-    y = flash._kernel_layout(x)
-    assert torch.equal(x, y)
-    assert all(stride % 16 == 0 for stride in y.stride()[:3]) and y.stride(3) == 1
-    assert (y is x) == (D == 64 and pad == 0)  # no copy where none is needed
-
-
-ONE_ENTRY_CASES = [
-    small_case(T=70, cached=cached, m="1", bias=bias, mask=mask)
-    for cached in (37, 1)
-    for mask in ("causal", "all keys", "docs")
-    for bias in ("table", "shaw", "xl")
-]
-
-
-@pytest.mark.parametrize("case", in_levels(ONE_ENTRY_CASES, n_fast=1, n_slow=2), ids=case_name)
-def test_table_of_one_entry_with_a_cache(case, rng):
-    """Every distance is clipped, also in tiles at the main diagonal, which a cache has shifted."""
-    check_case(case)
-
-
-# -----------------------------------------------------------------------------
-# Properties
-
-
-def small_inputs(H=2, T=100, D=16, dtype=torch.float32):
-    return [torch.randn(2, H, T, D).to(dtype).requires_grad_() for _ in range(3)]
+@pytest.mark.parametrize("vectors", [False, pytest.param(True, marks=slow)])
+def test_delta_is_corrected(vectors, rng):
+    T = 500 if vectors else 200
+    check([clipped_tail_error(flash.attention, H=1, T=T, D=16, vectors=vectors)])
 
 
 @pytest.mark.parametrize(
-    "dtype,T,m",
-    [
-        (torch.float16, 60, 5),
-        pytest.param(torch.float16, 100, 100, marks=slow),
-        pytest.param(torch.float32, 100, 5, marks=slow),
-        pytest.param(torch.float32, 100, 100, marks=slow),
-    ],
+    "n,mask",
+    in_levels(itertools.product((37, 1, 149, 150), ("all", "none", "sinks")), n_fast=1, n_slow=2),
 )
-def test_table_gradient_sums_to_zero(dtype, T, m, rng):
-    check(table_gradient_errors(flash.attention, T, 16, m, dtype))
+def test_decoding_with_a_valid_length(n, mask, rng):
+    check(valid_length_errors(decode.attention, mask, n, torch.float32))
 
 
-@slow
-@pytest.mark.parametrize("vectors", [False, True])
-def test_delta_is_corrected(vectors, rng):
-    check([clipped_tail_error(flash.attention, H=1, T=500, D=16, vectors=vectors)])
+@pytest.mark.parametrize("document_length", [300, 120])
+def test_decoding_over_several_splits(document_length, monkeypatch, rng):
+    """Three splits of the keys; in the second case the queries see nothing of two of them."""
+    monkeypatch.setattr(decode, "number_of_splits", lambda Tk, programs, BN: 3)
+    q, k, v = torch.randn(2, 2, 3, 16), torch.randn(2, 1, 300, 16), torch.randn(2, 1, 300, 16)
+    docs = torch.arange(300).expand(2, 300) // document_length
+    y, lse = decode.attention(q, k, v, docs=docs, return_lse=True)
+    wide = [x.double() for x in (q, k, v)]
+    expected, expected_lse = reference.attention(*wide, docs=docs, return_lse=True)
+    assert error(y, expected) < 1e-6 and error(lse, expected_lse) < 1e-6
+
+
+# -----------------------------------------------------------------------------
+# Which tiles are visited, and what follows from it
+
+
+def visible_pairs(Tq, Tk, causal=True, window=0, sinks=0, positions=None, docs=None):
+    """(2, Tq, Tk): the keys that get a share of the softmax of kernels/reference.py."""
+    B = 2
+    options = {"window": window, "sinks": sinks, "positions": positions, "docs": docs}
+    q, k = torch.zeros(B, 1, Tq, 1), torch.zeros(B, 1, Tk, 1)
+    _, p = reference.attention(q, k, k, causal=causal, **options, return_probabilities=True)
+    return p[:, 0] > 0
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "sinks", "sinks and docs", "positions"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("BM,BN", [(32, 32), (64, 16), (16, 64)])
+def test_visited_tiles_are_those_that_are_visible(mask, causal, BM, BN, rng, monkeypatch):
+    """All of them, no empty one, and without a mask only whole ones."""
+    random.seed(int(rng.integers(1 << 30)))
+    monkeypatch.setattr(flash, "TILES_AT_ONCE", random.choice((1, 40, 1 << 22)))
+    Tq, Tk, m = random.choice(((271, 271), (100, 271), (7, 90))) + (random.choice((0, 1, 60)),)
+    options = mask_options(mask, 2, Tk)
+    pairs = visible_pairs(Tq, Tk, causal, **options)
+    i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
+    near = (i - j < m - 1) if m else torch.ones(Tq, Tk, dtype=torch.bool)
+    size = (0, -Tk % BN, 0, -Tq % BM)
+
+    def by_tile(x):
+        return F.pad(x, size).unflatten(-1, (-1, BN)).unflatten(-3, (-1, BM)).transpose(-3, -2)
+
+    some, whole = by_tile(pairs).flatten(-2).any(-1), by_tile(pairs).flatten(-2).all(-1)
+    has_near = by_tile(near).flatten(-2).any(-1)
+    window, sinks = options.get("window", 0), options.get("sinks", 0)
+    docs, positions = options.get("docs"), options.get("positions")
+    positions = None if positions is None else torch.atleast_2d(positions)
+    where = (docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN)
+    for of_keys in (False, True):
+        found = flash.visited(*where, of_keys, some.device)[..., :10].unflatten(-1, (5, 2))
+        if of_keys:
+            some, whole, has_near = some.mT, whole.mT, has_near.mT
+        at = torch.arange(some.shape[-1])
+        segments = (at >= found[..., :1]) & (at < found[..., 1:])  # (., rows, 5, columns)
+        assert (segments.sum(-2) <= 1).all()
+        visited = segments.any(-2).expand_as(some)
+        assert (visited | ~some).all()
+        if mask != "positions" and not (mask == "sinks" and not causal):
+            assert (some | ~visited).all()
+        without_mask = segments[..., 3:, :].any(-2)
+        assert (whole | ~without_mask).all()
+        assert not (segments[..., 4, :] & has_near).any()
+        if mask in ("causal", "window") and m:
+            assert (segments[..., 4, :] == (whole & ~has_near)).all()
+
+
+# length of the longest document, and the other options
+LAST_ENTRY_CASES = [(39, {}), (40, {}), (50, {"window": 39}), (0, {"window": 39, "sinks": 1})]
+LAST_ENTRY_CASES += [(39, {"causal": False}), (50, {"window": 40}), (0, {"window": 39})]
+LAST_ENTRY_CASES += [(50, {"window": 15, "positions": torch.arange(90) // 2}), (0, {"window": 40})]
+LAST_ENTRIES = list(itertools.product(("table", "shaw", "xl"), range(9)))
+
+
+@pytest.mark.parametrize("bias,case", in_levels(LAST_ENTRIES, n_fast=4, n_slow=23))
+def test_an_optimizer_leaves_entries_that_no_pair_reaches(bias, case, rng):
+    """A table of 40 distances. AdamW makes a step of a rounding error as of any gradient."""
+    length, options = LAST_ENTRY_CASES[case]
+    docs = torch.arange(90).expand(2, 90) // 25
+    docs = torch.stack((docs[0], docs[1] + 100))
+    docs[1, 20 : 20 + length] = 9
+    options = {**options, "docs": docs} if length else options
+    leaves, build, _ = random_inputs(90, 0, (1, 1), 16, "40", bias, "causal", "float32", B=2)
+    tables = leaves[3:5] if bias == "shaw" else leaves[3:4]
+    before = [x.detach().clone() for x in tables]
+    (q, k, v), terms = build(*leaves)
+    flash.attention(q, k, v, **terms, **options).square().sum().backward()
+    torch.optim.AdamW(tables, weight_decay=0).step()
+
+    distance = (torch.arange(90)[:, None] - torch.arange(90)).abs().clamp(max=39)
+    reached = torch.zeros(40, dtype=torch.bool)
+    reached[distance[visible_pairs(90, 90, **options).any(0)]] = True
+    assert reached[:-1].all() or case == 7
+    for x, old in zip(tables, before, strict=True):
+        moved = (x.detach() != old).reshape(len(x), 40, -1)
+        assert (moved.all(-1) == reached).all() and (moved.any(-1) == reached).all()
 
 
 @pytest.mark.parametrize(
@@ -246,6 +297,19 @@ def test_packed_documents_equal_separate_ones(bias, rng):
     assert torch.equal(after[:, :, :64], before[:, :, :64])  # tiles of 32
 
 
+# -----------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize("D,pad", [(64, 0), (64, 1), (40, 0), (65, 0)])
+def test_rows_reach_the_kernels_at_multiples_of_16_elements(D, pad):
+    x = torch.randn(2, 3, 5, D + pad)[..., :D]
+    y = flash.kernel_layout(x)
+    assert torch.equal(x, y)
+    assert all(stride % 16 == 0 for stride in y.stride()[:3]) and y.stride(3) == 1
+    assert (y is x) == (D == 64 and pad == 0)  # no copy where none is needed
+
+
 def test_keys_far_apart_in_memory(rng):
     """Offsets past 2^31 elements: keys whose tokens are 2^23 elements apart.
 
@@ -256,59 +320,12 @@ def test_keys_far_apart_in_memory(rng):
     for stride, T in ((1 << 23, 290), (1 << 24, 150)):
         q_T, near_T = q[:, :, :T], near[:, :, :T]
         far = memory.as_strided((1, 1, T, 16), (0, 0, stride, 1)).copy_(near_T)
-        expected = flash.attention(q_T, near_T, near_T)
-        assert torch.equal(flash.attention(q_T, far, far), expected)
-        expected = decode.attention(q[:, :, :1], near_T, near_T)
-        assert torch.equal(decode.attention(q[:, :, :1], far, far), expected)
-
-
-@pytest.mark.parametrize(
-    "n,mask",
-    in_levels(itertools.product((37, 1, 149, 150), ("all", "none", "sinks")), n_fast=1, n_slow=2),
-)
-def test_decoding_with_a_valid_length(n, mask, rng):
-    check(valid_length_errors(decode.attention, mask, n, torch.float32))
-
-
-@pytest.mark.parametrize("document_length", [300, 120])
-def test_decoding_over_several_splits(document_length, monkeypatch, rng):
-    """Three splits of the keys; in the second case the queries see nothing of two of them."""
-    monkeypatch.setattr(decode, "number_of_splits", lambda Tk, programs, BN: 3)
-    q, k, v = torch.randn(2, 2, 3, 16), torch.randn(2, 1, 300, 16), torch.randn(2, 1, 300, 16)
-    docs = torch.arange(300).expand(2, 300) // document_length
-    y, lse = decode.attention(q, k, v, docs=docs, return_lse=True)
-    expected, expected_lse = reference.attention(
-        *(x.double() for x in (q, k, v)), docs=docs, return_lse=True
-    )
-    assert error(y, expected) < 1e-6 and error(lse, expected_lse) < 1e-6
-
-
-@pytest.mark.parametrize("BM,BN", [(32, 32), (64, 16), (16, 64)])
-def test_block_mask_leaves_no_empty_tile(BM, BN):
-    """Of packed documents: exactly the tiles in which something is visible.
-
-    And among the whole ones none that needs a mask.
-    """
-    T = 271
-    docs = torch.cat((torch.zeros(1, 150), torch.ones(1, 51), torch.full((1, 70), 2)), 1).int()
-    visible = (docs[:, :, None] == docs[:, None])[0].tril()
-    tiles = F.pad(visible, (0, -T % BN, 0, -T % BM)).unflatten(1, (-1, BN)).unflatten(0, (-1, BM))
-    tiles = tiles.transpose(1, 2).flatten(2)
-    some, whole = tiles.any(-1), tiles.all(-1)
-    for of_keys in (False, True):
-        mask = flash.block_mask(docs, None, 0, 0, T, T, BM, BN, True, of_keys=of_keys)[0]
-        if of_keys:
-            some, whole = some.T, whole.T
-        for (lo, left, right, hi), some_row, whole_row in zip(
-            mask.tolist(), some, whole, strict=True
-        ):
-            assert torch.arange(len(some_row))[some_row].tolist() == list(range(lo, hi))
-            assert lo <= left <= right <= hi
-            assert whole_row[left:right].all() and whole_row.sum() == right - left
+        for attention, queries in ((flash.attention, q_T), (decode.attention, q[:, :, :1])):
+            assert torch.equal(attention(queries, far, far), attention(queries, near_T, near_T))
 
 
 # -----------------------------------------------------------------------------
-# torch.library, torch.compile, errors and the model
+# torch.library, torch.compile and errors
 
 
 @slow
@@ -316,39 +333,49 @@ def test_operators_pass_opcheck(rng):
     q, k, v = (torch.randn(2, 40, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
     table, keys = torch.randn(4, 7, requires_grad=True), torch.randn(1, 5, 16, requires_grad=True)
     docs = torch.zeros(2, 40, dtype=torch.int32)
-    for arguments in (
-        (q, None, k, v, None, None, None, None, 0, 0, True, 0.25),
-        (q, None, k, v, table, None, None, docs, 9, 1, True, 0.25),
-        (q, q.detach(), k, v, keys, keys, None, None, 0, 0, False, 0.25),
-    ):
-        results = torch.library.opcheck(flash._attention, arguments)
-        assert set(results.values()) == {"SUCCESS"}
+    where = (docs, None, 9, 1, 40, 40, 7, True, 32, 32)
+    segments = [flash.visited(*where, of_keys, docs.device) for of_keys in (0, 0, 1, 0)]
     few = q.detach()[:, :, :2]
-    k, v, table = k.detach(), v.detach(), table.detach()
+    k_few, v_few, table_few = k.detach(), v.detach(), table.detach()
     length = torch.tensor([30])
-    arguments = (few, None, k, v, table, None, None, None, 0, 0, True, 0.25, length)
-    results = torch.library.opcheck(decode._decode, arguments)
-    assert set(results.values()) == {"SUCCESS"}
+    mask = (docs, None, segments)
+    for operator, arguments in (
+        (flash._visited, (*where, True)),
+        (flash._attention, (q, None, k, v, None, None, None, None, [], 0, 0, True, 0.25)),
+        (flash._attention, (q, None, k, v, table, None, *mask, 9, 1, True, 0.25)),
+        (flash._attention, (q, q, k, v, keys, keys, None, None, [], 0, 0, False, 0.25)),
+        (
+            decode._decode,
+            (few, None, k_few, v_few, table_few, None, None, None, 0, 0, True, 0.25, length),
+        ),
+    ):
+        results = torch.library.opcheck(operator, arguments)
+        assert set(results.values()) == {"SUCCESS"}
 
 
 @slow
-def test_attention_compiles_to_one_graph(rng):
+@pytest.mark.parametrize("with_docs", [False, True])
+def test_attention_compiles_to_one_graph(with_docs, rng):
     """With the dispatch in it, at a length that varies."""
     q, k, v = (torch.randn(2, 40, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
     table = torch.randn(4, 7, requires_grad=True)
+    docs = torch.arange(40).expand(2, 40) // 11 if with_docs else None
 
-    def attend(q, k, v, table):
-        return kernels.attention(q, k, v, bias=table)
+    def attend(q, k, v, table, docs):
+        return kernels.attention(q, k, v, bias=table, docs=docs, plan={})
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
     for T in (40, 33):
         parts = [x[:, :, :T] for x in (q, k, v)]
+        docs_T = docs if docs is None else docs[:, :T]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # torch.compile looks at that of our slices
             warnings.filterwarnings("ignore", "The .grad attribute")
-            grads = gradients(compiled(*parts, table), (q, k, v, table))
-        expected = gradients(flash.attention(*parts, bias=table), (q, k, v, table))
+            # of the interpreter: what is computed for queries past the last one is not stored
+            warnings.filterwarnings("ignore", category=RuntimeWarning)
+            grads = gradients(compiled(*parts, table, docs_T), (q, k, v, table))
+        expected = gradients(flash.attention(*parts, bias=table, docs=docs_T), (q, k, v, table))
         for a, b in zip(grads, expected, strict=True):
             assert torch.equal(a, b)
 
@@ -385,6 +412,9 @@ def test_empty_batch():
     q, k, v = small_inputs()
     assert flash.attention(q[:0], k[:0], v[:0]).shape == (0, 2, 100, 16)
 
+
+# -----------------------------------------------------------------------------
+# The model
 
 SCHEMES = (
     *("nope", "alibi", "t5", "kerple", "kerple-power", "sandwich"),
@@ -427,3 +457,86 @@ def test_schemes_train_and_generate_with_the_kernels(pos, settings, make, rng, m
     assert torch.equal(text, expected_text)
     for a, b in zip(numbers, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5 * b.abs().max().clamp(min=0.1))
+
+
+# -----------------------------------------------------------------------------
+# The mask of a step
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """A list that receives an item for each mask that is worked out from documents or positions."""
+    found = []
+    visited = flash.visited
+
+    def visited_and_counted(docs, positions, *where):
+        found.append(where)
+        return visited(docs, positions, *where)
+
+    monkeypatch.setattr(flash, "visited", visited_and_counted)
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=slow)])
+@pytest.mark.parametrize("pos,settings", [("rope", {}), ("t5", WINDOW)])
+def test_a_mask_is_worked_out_once_for_all_layers(
+    compiled, checkpointing, pos, settings, make, masks, rng, monkeypatch
+):
+    """Once for the tiles of 32 x 32 and once for those of the kernel of dK and dV.
+
+    A compiled model of checkpointed blocks does it again in the backward pass.
+    """
+    model = make(pos=pos, n_layer=4, head_dim=16, **settings)
+    model.activation_checkpointing = checkpointing
+    # the partitioner of inductor, which merges equal calls
+    backend = "aot_eager_decomp_partition"
+    run = torch.compile(model, backend=backend) if compiled else model
+    tokens = torch.randint(0, 50, (2, 24))
+    docs = torch.arange(24).expand(2, 24) // 9
+    loss = run(tokens, tokens, docs=docs)
+    loss.backward()
+    assert len(masks) == (4 if compiled and checkpointing else 2)
+    masks.clear()
+    with torch.no_grad():
+        without_grad = run(tokens, tokens, docs=docs)
+        assert len(masks) == 1
+        monkeypatch.setattr(kernels, "_triton_runs", lambda *device: False)
+        expected = model(tokens, tokens, docs=docs)
+    for x in (loss, without_grad):
+        assert x.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_prefill_in_parts_uses_the_mask_of_each_part(make, masks, rng):
+    model = make(pos="t5", head_dim=16, n_layer=3, **WINDOW)
+    tokens = torch.randint(0, 50, (2, 24))
+    docs = torch.arange(24).expand(2, 24) // 9
+    cache = KVCache()
+    parts = []
+    with torch.no_grad():
+        whole = model(tokens, docs=docs)
+        masks.clear()
+        for part in (slice(0, 12), slice(12, 24)):
+            parts.append(model(tokens[:, part], docs=docs[:, part], cache=cache))
+    assert len(masks) == 2
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4)
+
+
+def test_a_plan_holds_for_the_same_mask_only(rng):
+    q, k, v = small_inputs()
+    docs, others = torch.arange(100).expand(2, 100) // 30, torch.arange(100).expand(2, 100) // 7
+    plan = {}
+    for of_docs, options in (
+        (docs, {}),
+        (others, {}),
+        (docs, {"window": 5}),
+        (docs, {"window": 5, "sinks": 40}),
+        (docs, {"causal": False}),
+        (docs, {"bias": torch.randn(2, 20)}),
+        (docs, {"window": 5, "positions": torch.arange(100) // 3}),
+    ):
+        y = flash.attention(q, k, v, **options, docs=of_docs, plan=plan)
+        assert torch.equal(y, flash.attention(q, k, v, **options, docs=of_docs))
+    few = q[:, :, 60:]
+    y = flash.attention(few, k, v, docs=docs, plan=plan)
+    assert torch.equal(y, flash.attention(few, k, v, docs=docs))
