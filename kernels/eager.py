@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 # MKL chooses its vectorised functions at their first call. Two threads that make this call at the
 # same time can get different ones, whose last bits differ. A single thread makes it here, so that
@@ -31,28 +30,14 @@ warnings.filterwarnings("ignore", message="Mismatch dtype between input and weig
 MAX_SCORES = 1 << 24
 
 
-# -----------------------------------------------------------------------------
-# Linear layers and norms
-#
-# Both have a faster path for generation on a CPU, where each layer computes a single row.
-
-
 def linear(x, weight, bias=None):
-    """Compute x weight^T + bias.
+    """Compute x weight^T + bias: x (..., C), weight (N, C), bias (N,) or None.
 
-    x (..., C), weight (N, C), bias (N,) or None. Returns (..., N) in the dtype of autocast, or of
-    the weight where there is none.
+    Returns (..., N) in the dtype of autocast, or of the weight where there is none.
     """
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)  # of a model whose norms are wider than its matrices
-    if not torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    if x.numel() != weight.shape[1] or x.device.type != "cpu":
-        return F.linear(x, weight, bias)
-    # A single row under autocast: F.linear repacks the bfloat16 matrix for every token, a product
-    # with a vector reads it as it is.
-    y = (weight @ x.view(-1)).view(*x.shape[:-1], -1)
-    return y if bias is None else y + bias.to(y.dtype)
+    return F.linear(x, weight, bias)
 
 
 def rms_norm(x, weight, eps):
@@ -60,15 +45,7 @@ def rms_norm(x, weight, eps):
 
     x (..., C), weight (C,). eps is added to the mean square; None: F.rms_norm's default.
     """
-    n = weight.numel()
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not eps:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    if x.numel() != n or x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    # A single row: F.rms_norm launches eight small operators, where a dot product and two scalings
-    # are enough.
-    row = x.view(-1)
-    return (x * weight).mul_((n / (torch.dot(row, row).item() + n * eps)) ** 0.5)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 # -----------------------------------------------------------------------------
@@ -113,37 +90,43 @@ def attention(
         n = int(length)
         length = None
         k, v = k[:, :, :n], v[:, :, :n]
-    Tq, D = q.shape[2:]
+    H, Tq, D = q.shape[1:]
     Tk = k.shape[2]
-    dtype = v.dtype
-    on_cpu = q.device.type == "cpu"
-    in_bands = return_lse or relative is not None
-    if bias is not None and not in_bands:  # without gradient, of one query: a mask that is added
-        in_bands = on_cpu and Tq > 1 or torch.is_grad_enabled() and bias.requires_grad
-    # PyTorch's bfloat16 attention of many queries is much slower than float32 on a CPU if the
-    # context is short, forward and backward, and faster if it is long.
-    is_slow = on_cpu and dtype == torch.bfloat16 and Tk < 512 and Tq > 1
-    # A GPU's mask has the dtype of the queries, and bfloat16 rounds distances above 256.
-    is_coarse = bias is not None and not on_cpu
-    wide = dtype
-    if in_bands or is_slow or is_coarse:
-        wide = torch.promote_types(dtype, torch.float32)
-    q, k, v = q.to(dtype).to(wide), k.to(dtype).to(wide), v.to(wide)
     scale = D**-0.5 if scale is None else scale
+    # A cache of fixed shape: keys past its length lie in the future of all queries.
+    q_start = (Tk if length is None else length) - Tq
+    mask = _Mask(q_start, Tk, window, sinks, positions, docs, causal)
+    needs_mask = mask.hides_keys() or (causal and Tq not in (1, Tk)) or length is not None
+
+    # Bands have log-sum-exps and gradients of all terms, and need little memory. On a CPU they are
+    # also faster than a mask, but for one query or a short text.
+    many_on_cpu = q.device.type == "cpu" and Tq > 1
+    in_bands = return_lse or relative is not None
+    if bias is not None:
+        trains = torch.is_grad_enabled() and bias.requires_grad
+        in_bands = in_bands or many_on_cpu or trains or H * Tq * Tk > MAX_SCORES
+    elif needs_mask:
+        in_bands = in_bands or (many_on_cpu and Tk >= 512) or Tq * Tk > MAX_SCORES
+
+    # Keep bfloat16 only for PyTorch's operator. There float32 is faster for a short text on a CPU,
+    # and for a GPU the mask would get this dtype, in which distances above 256 are rounded.
+    dtype = v.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    is_slow = many_on_cpu and Tk < 512
+    is_coarse = bias is not None and q.device.type != "cpu"
+    if not (in_bands or is_slow or is_coarse):
+        wide = dtype
+    q, k, v = q.to(dtype).to(wide), k.to(dtype).to(wide), v.to(wide)
 
     # autocast would round to bfloat16 again
     no_autocast = contextlib.nullcontext()
     if torch.is_autocast_enabled(q.device.type):
         no_autocast = torch.autocast(q.device.type, enabled=False)
     with no_autocast:
-        if in_bands:
-            more = (scale, window, sinks, causal, (docs, positions, length))
-            y, lse = _attend_in_bands(q, k, v, bias, relative, *more)
-            return (y.to(dtype), lse) if return_lse else y.to(dtype)
-        # A cache of fixed shape: keys past its length lie in the future of all queries.
-        q_start = (Tk if length is None else length) - Tq
-        mask = _Mask(q_start, Tk, window, sinks, positions, docs, causal)
-        return _attend_by_pytorch(q, k, v, bias, scale, mask).to(dtype)
+        if not in_bands:
+            return _attend_by_pytorch(q, k, v, bias, scale, mask, needs_mask).to(dtype)
+        y, lse = _attend_in_bands(q, k, v, bias, relative, scale, mask, length)
+    return (y.to(dtype), lse) if return_lse else y.to(dtype)
 
 
 class _Mask(NamedTuple):
@@ -158,19 +141,17 @@ class _Mask(NamedTuple):
     causal: bool
 
     def hides_keys(self):
-        """Whether it hides more than the future."""
-        in_window = self.window and (self.n_keys > self.window or self.positions is not None)
-        return bool(in_window) or self.docs is not None or not isinstance(self.q_start, int)
+        """Whether a window or documents hide keys."""
+        has_window = self.window and (self.n_keys > self.window or self.positions is not None)
+        return bool(has_window) or self.docs is not None
 
     def range_of(self, rows):
         """The keys that these queries may see: both are slices."""
-        if not isinstance(self.q_start, int):
-            return slice(0, self.n_keys)
         first, end = self.q_start + rows.start, self.q_start + rows.stop
         start, stop = 0, end if self.causal else self.n_keys
         if self.window and not self.sinks and self.positions is None:
             start, stop = max(0, first - self.window + 1), min(stop, end + self.window - 1)
-        if self.docs is not None and self.docs.is_cpu and not torch.compiler.is_compiling():
+        if self.docs is not None:
             # Documents lie side by side, so this finds little more than those of the queries.
             docs = self.docs[:, first:end]
             low, high = docs.amin(1, keepdim=True), docs.amax(1, keepdim=True)
@@ -199,42 +180,26 @@ class _Mask(NamedTuple):
         return seen[:, None], distance
 
 
-def _attend_by_pytorch(q, k, v, bias, scale, mask):
-    """Compute attention by PyTorch's operator, without a mask or with those of chunks of queries.
-
-    Of several chunks each is computed again in the backward pass: no mask is kept.
-    """
-    H, Tq = q.shape[1:3]
-    sdpa = functools.partial(
-        F.scaled_dot_product_attention, scale=scale, enable_gqa=H != k.shape[1]
-    )
-    if bias is None and not mask.hides_keys() and (Tq in (1, mask.n_keys) or not mask.causal):
-        # a bool, also if a compiled length varies
-        is_causal = True if mask.causal and Tq > 1 else False
-        return sdpa(q, k, v, is_causal=is_causal)
-
-    def attend(i, q, k, v):
-        rows = slice(i, i + q.shape[2])
-        keys = mask.range_of(rows)
+def _attend_by_pytorch(q, k, v, bias, scale, mask, needs_mask):
+    """Compute attention by PyTorch's operator, with a mask if one is needed."""
+    added = None
+    if bias is not None or needs_mask:
+        rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
         added, distance = mask.visible(rows, keys, q.device)
-        if bias is not None:
-            distance = distance.abs()
-            if bias.dim() == 1:
-                scores = -bias[:, None, None] * distance
-            else:
-                scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
-            added = scores.masked_fill(~added, float("-inf"))
-            added = added.to(torch.promote_types(q.dtype, torch.float32))
-        return sdpa(q, k[:, :, keys], v[:, :, keys], attn_mask=added)
-
-    n = max(1, MAX_SCORES // (mask.n_keys * (1 if bias is None else H)))  # queries at a time
-    if Tq <= n:
-        return attend(0, q, k, v)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        attend = functools.partial(
-            checkpoint, attend, use_reentrant=False, preserve_rng_state=False
-        )
-    return torch.cat([attend(i, q[:, :, i : i + n], k, v) for i in range(0, Tq, n)], 2)
+    if bias is not None:
+        distance = distance.abs()
+        if bias.dim() == 1:
+            scores = -bias[:, None, None] * distance
+        else:
+            scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
+        added = scores.masked_fill(~added, float("-inf"))
+        added = added.to(torch.promote_types(q.dtype, torch.float32))
+    # a bool, also if a compiled length varies
+    is_causal = True if added is None and mask.causal and q.shape[2] > 1 else False
+    enable_gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -259,7 +224,7 @@ FLASH_DEVICES = ("cpu",)
 CHUNK = 128  # queries at a time on a CPU
 
 
-def _attend_in_bands(q, k, v, bias, relative, scale, window, sinks, causal, index_tensors):
+def _attend_in_bands(q, k, v, bias, relative, scale, mask, length):
     """Compute attention in bands: the output, and the log-sum-exp (B, H, Tq)."""
     B, H, Tq, _ = q.shape
     Tk = k.shape[2]
@@ -267,23 +232,22 @@ def _attend_in_bands(q, k, v, bias, relative, scale, window, sinks, causal, inde
     keys, values, offsets = (None,) * 3 if relative is None else relative
     bias = q.new_zeros(1, 1) if bias is None else bias.to(q.dtype)
     has_slopes = bias.dim() == 1
-    by_channel = (
-        has_slopes and keys is None and not (torch.is_grad_enabled() and bias.requires_grad)
-    )
+    trains = torch.is_grad_enabled() and bias.requires_grad
+    by_channel = has_slopes and keys is None and not trains
 
     # The first distance that is not near, and the number of queries at a time.
     sizes = [x.shape[1] for x in (bias, keys) if x is not None and x.dim() > 1]
-    reach = max(1, *sizes, 2) - 1
-    if has_slopes and not by_channel or not causal or q.device.type not in FLASH_DEVICES:
+    reach = max([2, *sizes]) - 1
+    if has_slopes and not by_channel or not mask.causal or q.device.type not in FLASH_DEVICES:
         reach = Tk
-    if window and not sinks and index_tensors[1] is None:
-        reach = min(reach, window)
+    if mask.window and not mask.sinks and mask.positions is None:
+        reach = min(reach, mask.window)
     reach = min(reach, Tk)
     n = Tq if q.device.type not in FLASH_DEVICES else CHUNK
     n = max(1, min(n, Tq, MAX_SCORES // (2 * B * H * (reach + n) + B * Tk)))
 
     # The terms of each distance, and of all distant keys.
-    terms = functools.partial(_by_falling_distance, reach, n, causal)
+    terms = functools.partial(_by_falling_distance, reach, n, mask.causal)
     table = -bias[:, None] * torch.arange(reach + n, device=q.device) if has_slopes else bias
     table = terms(table, float("-inf"))
     distant_k = distant_v = None
@@ -299,10 +263,10 @@ def _attend_in_bands(q, k, v, bias, relative, scale, window, sinks, causal, inde
         values = values.to(q.dtype)
         distant_v = v + values[:, -1:]
         values = terms(values, 0)
+    slopes = bias if by_channel else None
     return _Bands.apply(
-        (window, sinks, int(causal), reach, n), scale,
-        q, k, v, distant_k, distant_v, table, keys, values,
-        bias if by_channel else None, *index_tensors,
+        (mask.window, mask.sinks, int(mask.causal), reach, n), scale,
+        q, k, v, distant_k, distant_v, table, keys, values, slopes, mask.docs, mask.positions, length,
     )  # fmt: skip
 
 
