@@ -99,10 +99,10 @@ def main(argv=None):
     args = settings.parse(cfg=SampleConfig, paths="a run folder or a step folder", argv=argv)
     cfg = args.cfg
     entry.load_entries(cfg.entry, POSITIONS)
+    device = devices.pick_device(cfg.device)
     folder, model, tokenizer = load(cfg, args.paths)
 
-    # Choose where and how to compute.
-    device = devices.pick_device(cfg.device)
+    # Choose how to compute.
     dtype = choose_dtype(cfg, model, device)
     devices.set_weights_dtype(model, cfg.weights, dtype)
     compiled = devices.pick_compile(cfg.compile, device, steps=0)

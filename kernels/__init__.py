@@ -29,8 +29,6 @@ from torch.utils.checkpoint import (
 
 from . import eager, first_call
 from .eager import (
-    between_graphs,
-    describe_wrong_terms,
     linear,
     linear_cross_entropy,
     rms_norm,
@@ -38,9 +36,7 @@ from .eager import (
 
 __all__ = [
     "attention",
-    "between_graphs",
     "check_kernels",
-    "describe_wrong_terms",
     "linear",
     "linear_cross_entropy",
     "rms_norm",

@@ -8,11 +8,12 @@ those of tokens leave their gradients, if a loss is summed. A CPU has paths of i
 import contextlib
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 # MKL chooses its vectorised functions at their first call. Two threads that make this call at the
 # same time can get different ones, whose last bits differ. A single thread makes it here, so that
@@ -29,52 +30,14 @@ warnings.filterwarnings("ignore", message="Mismatch dtype between input and weig
 MAX_SCORES = 1 << 24
 
 
-def between_graphs(function):
-    """Wrap a function so that torch.compile calls it as it is, between two graphs.
-
-    This is torch.compiler.disable(), called when the compiler first traces a call: before, it would
-    import the compiler, which takes two seconds.
-    """
-    disabled = []
-
-    def disable():
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-
-    # Tracing executes it. This is what torch.compiler.assume_constant_result sets.
-    disable._dynamo_marked_constant = True
-
-    def call(*args):
-        if not torch.compiler.is_compiling():
-            return function(*args)
-        disable()
-        return disabled[0](*args)
-
-    return call
-
-
-# -----------------------------------------------------------------------------
-# Linear layers and norms
-#
-# Both have a faster path for generation on a CPU, where each layer computes a single row.
-
-
 def linear(x, weight, bias=None):
-    """Compute x weight^T + bias.
+    """Compute x weight^T + bias: x (..., C), weight (N, C), bias (N,) or None.
 
-    x (..., C), weight (N, C), bias (N,) or None. Returns (..., N) in the dtype of autocast, or of
-    the weight where there is none.
+    Returns (..., N) in the dtype of autocast, or of the weight where there is none.
     """
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)  # of a model whose norms are wider than its matrices
-    if not torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    if x.numel() != weight.shape[1] or x.device.type != "cpu":
-        return F.linear(x, weight, bias)
-    # A single row under autocast: F.linear repacks the bfloat16 matrix for every token, a product
-    # with a vector reads it as it is.
-    y = (weight @ x.view(-1)).view(*x.shape[:-1], -1)
-    return y if bias is None else y + bias.to(y.dtype)
+    return F.linear(x, weight, bias)
 
 
 def rms_norm(x, weight, eps):
@@ -82,15 +45,7 @@ def rms_norm(x, weight, eps):
 
     x (..., C), weight (C,). eps is added to the mean square; None: F.rms_norm's default.
     """
-    n = weight.numel()
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not eps:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    if x.numel() != n or x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    # A single row: F.rms_norm launches eight small operators, where a dot product and two scalings
-    # are enough.
-    row = x.view(-1)
-    return (x * weight).mul_((n / (torch.dot(row, row).item() + n * eps)) ** 0.5)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 # -----------------------------------------------------------------------------
@@ -120,7 +75,7 @@ def rope(q, k, cos, sin):
 
 
 # -----------------------------------------------------------------------------
-# Attention
+# Attention: by PyTorch's operator, or in bands
 
 
 def attention(
@@ -129,242 +84,415 @@ def attention(
 ):  # fmt: skip
     """Compute reference.attention(), whose docstring describes the arguments.
 
-    The softmax is float32, or float64 if q is.
+    The softmax is float32, or float64 if q is. plan: of the kernels, without a use here.
     """
     if length is not None and not torch.compiler.is_compiling():
         n = int(length)
         length = None
         k, v = k[:, :, :n], v[:, :, :n]
-        positions = None if positions is None else positions[..., :n]
-        docs = None if docs is None else docs[:, :n]
-    if length is not None and not causal:
-        raise ValueError(
-            "attention: a compiled step with a length is causal: use causal=True, or no length"
-        )
     H, Tq, D = q.shape[1:]
     Tk = k.shape[2]
-    # The index of the first query. Compiled, a cache keeps its shape: keys past its length lie in
-    # the future of all queries, so the causal mask hides them.
-    q_start = Tk - Tq if length is None else length - Tq
+    scale = D**-0.5 if scale is None else scale
+    # A cache of fixed shape: keys past its length lie in the future of all queries.
+    q_start = (Tk if length is None else length) - Tq
+    mask = _Mask(q_start, Tk, window, sinks, positions, docs, causal)
+    needs_mask = mask.hides_keys() or (causal and Tq not in (1, Tk)) or length is not None
 
+    # Bands have log-sum-exps and gradients of all terms, and need little memory. On a CPU they are
+    # also faster than a mask, but for one query or a short text.
+    many_on_cpu = q.device.type == "cpu" and Tq > 1
+    in_bands = return_lse or relative is not None
+    if bias is not None:
+        trains = torch.is_grad_enabled() and bias.requires_grad
+        in_bands = in_bands or many_on_cpu or trains or H * Tq * Tk > MAX_SCORES
+    elif needs_mask:
+        in_bands = in_bands or (many_on_cpu and Tk >= 512) or Tq * Tk > MAX_SCORES
+
+    # Keep bfloat16 only for PyTorch's operator. There float32 is faster for a short text on a CPU,
+    # and for a GPU the mask would get this dtype, in which distances above 256 are rounded.
     dtype = v.dtype
-    q, k = q.to(dtype), k.to(dtype)
-    # PyTorch's bfloat16 attention of many queries is much slower than float32 on a CPU if the
-    # context is short, forward and backward, and faster if it is long.
-    if q.device.type == "cpu" and dtype == torch.bfloat16 and Tk < 512 and Tq > 1:
-        q, k, v = q.float(), k.float(), v.float()
+    wide = torch.promote_types(dtype, torch.float32)
+    is_slow = many_on_cpu and Tk < 512
+    is_coarse = bias is not None and q.device.type != "cpu"
+    if not (in_bands or is_slow or is_coarse):
+        wide = dtype
+    q, k, v = q.to(dtype).to(wide), k.to(dtype).to(wide), v.to(wide)
 
     # autocast would round to bfloat16 again
     no_autocast = contextlib.nullcontext()
     if torch.is_autocast_enabled(q.device.type):
         no_autocast = torch.autocast(q.device.type, enabled=False)
-
-    mask = _Mask(q_start, Tk, window, sinks, positions, docs, causal)
-    hides_keys = window and (Tk > window or positions is not None)
-    needs_mask = length is not None or bias is not None or docs is not None or hides_keys
-    if relative is not None or return_lse:
-        scale = D**-0.5 if scale is None else scale
-        only_hides = relative is None and bias is None and length is None
-        with no_autocast:
-            if only_hides and q.device.type == "cpu" and not torch.is_grad_enabled():
-                y, lse = _flash_with_lse(q, k, v, scale, mask, needs_mask)
-            else:
-                y, lse = _explicit_attention(q, k, v, relative, scale, bias, mask)
-        return (y.to(dtype), lse) if return_lse else y.to(dtype)
-
-    sdpa = functools.partial(
-        F.scaled_dot_product_attention, scale=scale, enable_gqa=H != k.shape[1]
-    )
     with no_autocast:
-        if not needs_mask and (Tq == Tk or Tq == 1 or not causal):
-            # a bool, also if a compiled length varies
-            is_causal = True if causal and Tq > 1 else False
-            return sdpa(q, k, v, is_causal=is_causal).to(dtype)
-
-        # On a GPU a mask has the dtype of the queries, and bfloat16 rounds distances above 256.
-        is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
-        if bias is not None and is_16_bit and q.device.type != "cpu":
-            q, k, v = q.float(), k.float(), v.float()
-
-        def attend(i, q, k, v, bias):
-            keys, added = mask.of_chunk(i, q, bias)
-            if q.dtype == torch.float64 and bias is not None:
-                added = added.double()
-            return (sdpa(q, k[:, :, keys], v[:, :, keys], attn_mask=added),)
-
-        n_scores = Tk * (1 if bias is None else H)  # of a query
-        return _in_chunks(attend, n_scores, q, k, v, bias)[0].to(dtype)
-
-
-def describe_wrong_terms(bias, relative, n, n_head, head_dim):
-    """Say what of a scheme's bias and relative vectors for n keys attention() cannot take.
-
-    Returns the end of an error message that begins with the scheme's name, or None.
-    """
-    if bias is not None:
-        is_table = len(_shape(bias)) == 2 and len(bias) == n_head and 1 <= bias.shape[1] <= n
-        fits = _shape(bias) == (n_head,) or is_table
-        if not fits or bias.dtype != torch.float32:
-            expected = f"slopes ({n_head},) or a table ({n_head}, m) in float32, m <= {n}"
-            return _wrong(f"bias({n}, layer)", bias, expected)
-    if relative is None:
-        return None
-    if not isinstance(relative, tuple) or len(relative) != 3:
-        return _wrong(f"relative({n}, layer)", relative, "a tuple (keys, values, offsets)")
-    keys, values, offsets = relative
-    shape = _shape(keys)
-    fits = len(shape) == 3 and shape[0] in (1, n_head) and 1 <= shape[1] <= n
-    if not fits or shape[2] != head_dim:
-        expected = f"keys ({n_head} or 1, m, {head_dim}), m <= {n}"
-        return _wrong(f"relative({n}, layer)[0]", keys, expected)
-    if values is not None and _shape(values) != shape:
-        return _wrong(f"relative({n}, layer)[1]", values, f"values {shape}, or None")
-    if offsets is not None and [_shape(x) for x in offsets] != [(n_head, head_dim)] * 2:
-        expected = f"two offsets ({n_head}, {head_dim}), or None"
-        return _wrong(f"relative({n}, layer)[2]", offsets, expected)
-    return None
-
-
-def _shape(x):
-    return tuple(x.shape) if torch.is_tensor(x) else ()
-
-
-def _wrong(call, x, expected):
-    found = type(x).__name__
-    if torch.is_tensor(x):
-        found = f"{str(x.dtype).removeprefix('torch.')} {_shape(x)}"
-    return f"{call} must return {expected}, and returned {found}: see kernels.eager.attention()"
-
-
-def _in_chunks(attend, n_scores, q, *tensors):
-    """Compute attend(i, queries from i on, *tensors), a tuple of tensors, in chunks of queries.
-
-    n_scores: of a query. If there are several chunks, each is computed again in the backward pass:
-    training then keeps only the arguments. The activations of all together would be (T, T).
-    """
-    n = max(1, MAX_SCORES // n_scores)  # queries at a time
-    if q.shape[2] > n and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        attend = functools.partial(
-            checkpoint, attend, use_reentrant=False, preserve_rng_state=False
-        )
-    parts = [attend(i, q[:, :, i : i + n], *tensors) for i in range(0, q.shape[2], n)]
-    if len(parts) == 1:
-        return parts[0]
-    return tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
+        if not in_bands:
+            return _attend_by_pytorch(q, k, v, bias, scale, mask, needs_mask).to(dtype)
+        y, lse = _attend_in_bands(q, k, v, bias, relative, scale, mask, length)
+    return (y.to(dtype), lse) if return_lse else y.to(dtype)
 
 
 class _Mask(NamedTuple):
     """Which keys the queries see: options of attention(), and the index of the first query."""
 
-    q_start: int | torch.Tensor  # or (1,)
+    q_start: int | Tensor  # or (1,)
     n_keys: int
     window: int
     sinks: int
-    positions: torch.Tensor | None
-    docs: torch.Tensor | None
+    positions: Tensor | None
+    docs: Tensor | None
     causal: bool
 
-    def of_chunk(self, i, q, bias):
-        """The mask and bias of a chunk of queries q, row i and later: (1 or B, 1 or H, n, keys).
+    def hides_keys(self):
+        """Whether a window or documents hide keys."""
+        has_window = self.window and (self.n_keys > self.window or self.positions is not None)
+        return bool(has_window) or self.docs is not None
 
-        Without bias a bool mask, true where a key is visible. With bias float32, to be added to the
-        scores, -inf where a key is not visible. The keys are a slice, which is returned first, and
-        outside of which none is visible.
-        """
-        n, device = q.shape[2], q.device
-        first = self.q_start + i
-        keys = slice(0, self.n_keys)
-        if self.causal and isinstance(first, int):
-            hides_first = self.window and not self.sinks and self.positions is None
-            keys = slice(max(0, first - self.window + 1) if hides_first else 0, first + n)
-        query = torch.arange(n, device=device) + first
-        key = torch.arange(keys.start, keys.stop, device=device)
-        distance = query[:, None] - key  # (n, keys)
-        visible = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
-        visible = visible[None]  # (1, n, keys)
-        if self.window:
-            pos = self.positions
-            pos = torch.arange(keys.stop, device=device) if pos is None else pos
-            pos = pos if pos.dim() == 2 else pos[None]  # (1 or B, Tk)
-            gap = pos[:, query, None] - pos[:, None, keys]
-            visible = visible & ((gap.abs() < self.window) | (pos[:, None, keys] < self.sinks))
+    def range_of(self, rows):
+        """The keys that these queries may see: both are slices."""
+        first, end = self.q_start + rows.start, self.q_start + rows.stop
+        start, stop = 0, end if self.causal else self.n_keys
+        if self.window and not self.sinks and self.positions is None:
+            start, stop = max(0, first - self.window + 1), min(stop, end + self.window - 1)
         if self.docs is not None:
-            visible = visible & (self.docs[:, query, None] == self.docs[:, None, keys])
-        if bias is None:
-            return keys, visible[:, None]
+            # Documents lie side by side, so this finds little more than those of the queries.
+            docs = self.docs[:, first:end]
+            low, high = docs.amin(1, keepdim=True), docs.amax(1, keepdim=True)
+            docs = self.docs[:, start:stop]
+            found = ((docs >= low) & (docs <= high)).any(0).nonzero()
+            start, stop = start + int(found[0]), start + int(found[-1]) + 1
+        return slice(start, stop)
 
-        hidden = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
-        hidden = hidden[:, None]
-        distance = distance.clamp(min=0) if self.causal else distance.abs()
-        if bias.dim() == 1:  # slopes
-            return keys, hidden - bias[:, None, None] * distance
-        if not self.causal:
-            return keys, hidden + bias[:, distance.clamp(max=bias.shape[1] - 1)]
-        # A table over distances makes a Toeplitz matrix: its rows are overlapping pieces of one
-        # bias row, in reverse. Its gradient is a sum along diagonals, which the backward of unfold
-        # computes in a fixed order (that of indexing would add element by element).
-        falling = query[-1:] - key[0] - torch.arange(n + len(key) - 1, device=device)
-        bias_row = bias[:, falling.clamp(0, bias.shape[1] - 1)]
-        return keys, hidden + bias_row.unfold(1, len(key), 1).flip(1)
+    def visible(self, rows, keys, device):
+        """Which keys, a slice or indices, each of these queries sees, and their distances.
 
-
-def _flash_with_lse(q, k, v, scale, mask, needs_mask):
-    """Compute attention() without bias on a CPU, forward only: the output and the log-sum-exp.
-
-    What F.scaled_dot_product_attention computes there, which does not return the second.
-    """
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    flash = functools.partial(
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, dropout_p=0.0, scale=scale
-    )
-    if not needs_mask and (q.shape[2] == k.shape[2] or not mask.causal):
-        return flash(q, k, v, is_causal=mask.causal)
-
-    def attend(i, q):
-        keys, visible = mask.of_chunk(i, q, None)
-        added = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
-        return flash(q, k[:, :, keys], v[:, :, keys], attn_mask=added)
-
-    return _in_chunks(attend, k.shape[2], q)
+        bool (1 or B, 1, n, keys) and int64 (n, keys), which is negative for later keys.
+        """
+        query = torch.arange(rows.start, rows.stop, device=device) + self.q_start
+        key = torch.arange(self.n_keys, device=device)[keys]
+        distance = query[:, None] - key
+        seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        seen = seen[None]
+        if self.window:
+            pos = torch.arange(self.n_keys, device=device)
+            pos = torch.atleast_2d(pos if self.positions is None else self.positions)
+            gap = pos[:, query, None] - pos[:, None, key]
+            seen = seen & ((gap.abs() < self.window) | (pos[:, None, key] < self.sinks))
+        if self.docs is not None:
+            seen = seen & (self.docs[:, query, None] == self.docs[:, None, key])
+        return seen[:, None], distance
 
 
-def _explicit_attention(q, k, v, relative, scale, bias, mask):
-    """Compute attention() with explicit scores: the output and the log-sum-exp.
-
-    Relative keys and values are matrix products over distances, moved between distances and keys.
-    """
-    B, H = q.shape[:2]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    q = q.to(dtype)
-    k, v = (x.to(dtype).repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    keys, values, offsets = relative or (None, None, None)
-    u, w = 0, 0
-    if offsets is not None:
-        u, w = (x.to(dtype)[:, None] for x in offsets)  # (H, 1, D)
-
-    def attend(i, q, k, v, keys, values, u, w, bias):
-        seen, added = mask.of_chunk(i, q, bias)
-        score = (q + u) @ k[:, :, seen].mT  # (B, H, n, seen)
-        if keys is not None:
-            n, n_seen = score.shape[2:]
-            # falling
-            distance = mask.q_start + i - seen.start + n - 1
-            distance = distance - torch.arange(n + n_seen - 1, device=q.device)
-            distance = distance.clamp(min=0) if mask.causal else distance.abs()
-            distance = distance.clamp(max=keys.shape[1] - 1)
-            relative_score = (q + w) @ keys.to(dtype)[:, distance].mT
-            score = score + _distances_to_keys(relative_score, n_seen)
-        if added.dtype == torch.bool:
-            score = (score * scale).masked_fill(~added, float("-inf"))
+def _attend_by_pytorch(q, k, v, bias, scale, mask, needs_mask):
+    """Compute attention by PyTorch's operator, with a mask if one is needed."""
+    added = None
+    if bias is not None or needs_mask:
+        rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
+        added, distance = mask.visible(rows, keys, q.device)
+    if bias is not None:
+        distance = distance.abs()
+        if bias.dim() == 1:
+            scores = -bias[:, None, None] * distance
         else:
-            score = score * scale + added
-        p = score.softmax(-1)
-        y = p @ v[:, :, seen]
-        if values is not None:
-            y = y + _keys_to_distances(p) @ values.to(dtype)[:, distance]
-        return y, score.logsumexp(-1)
+            scores = bias[:, distance.clamp(max=bias.shape[1] - 1)]
+        added = scores.masked_fill(~added, float("-inf"))
+        added = added.to(torch.promote_types(q.dtype, torch.float32))
+    # a bool, also if a compiled length varies
+    is_causal = True if added is None and mask.causal and q.shape[2] > 1 else False
+    enable_gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
-    return _in_chunks(attend, B * H * 2 * k.shape[2], q, k, v, keys, values, u, w, bias)
+
+# -----------------------------------------------------------------------------
+# Attention in bands
+#
+# A chunk of queries gets explicit scores for near keys, with the bias and the vectors of each
+# distance. Keys from the distance `reach` on share the last ones and go through PyTorch's flash
+# attention for CPUs; the two parts are merged by their log-sum-exps. The backward pass of flash
+# attention takes an output and a log-sum-exp. Given those of all keys, it computes the gradients of
+# its part. What distant scores have in common, as the last entry of a table, has the gradient that
+# the near ones lack, because a row of gradients sums to that of the log-sum-exp.
+#
+# Slopes go through flash attention from distance 1 on: -slope * (i - j) is a constant of query i,
+# which the log-sum-exp gets, and slope * j, a channel more of k. Each chunk counts from its own
+# first query, because float32 rounds great numbers.
+#
+# That operator exists on CPUs only. Elsewhere, and if attention is not causal, all keys are near.
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH_DEVICES = ("cpu",)
+CHUNK = 128  # queries at a time on a CPU
+
+
+def _attend_in_bands(q, k, v, bias, relative, scale, mask, length):
+    """Compute attention in bands: the output, and the log-sum-exp (B, H, Tq)."""
+    B, H, Tq, _ = q.shape
+    Tk = k.shape[2]
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    keys, values, offsets = (None,) * 3 if relative is None else relative
+    bias = q.new_zeros(1, 1) if bias is None else bias.to(q.dtype)
+    has_slopes = bias.dim() == 1
+    trains = torch.is_grad_enabled() and bias.requires_grad
+    by_channel = has_slopes and keys is None and not trains
+
+    # The first distance that is not near, and the number of queries at a time.
+    sizes = [x.shape[1] for x in (bias, keys) if x is not None and x.dim() > 1]
+    reach = max([2, *sizes]) - 1
+    if has_slopes and not by_channel or not mask.causal or q.device.type not in FLASH_DEVICES:
+        reach = Tk
+    if mask.window and not mask.sinks and mask.positions is None:
+        reach = min(reach, mask.window)
+    reach = min(reach, Tk)
+    n = Tq if q.device.type not in FLASH_DEVICES else CHUNK
+    n = max(1, min(n, Tq, MAX_SCORES // (2 * B * H * (reach + n) + B * Tk)))
+
+    # The terms of each distance, and of all distant keys.
+    terms = functools.partial(_by_falling_distance, reach, n, mask.causal)
+    table = -bias[:, None] * torch.arange(reach + n, device=q.device) if has_slopes else bias
+    table = terms(table, float("-inf"))
+    distant_k = distant_v = None
+    if keys is not None:
+        keys = keys.to(q.dtype)
+        distant_k = k + keys[:, -1:] if reach < Tk else None
+        if offsets is not None:  # (q + u) k + (q + w) key = (q + u) (k + key) + (w - u) key
+            u, w = (offset.to(q.dtype)[:, None] for offset in offsets)
+            q = q + u
+            table = table + terms(scale * ((w - u) * keys).sum(-1), 0)
+        keys = terms(keys, 0)
+    if values is not None:
+        values = values.to(q.dtype)
+        distant_v = v + values[:, -1:]
+        values = terms(values, 0)
+    slopes = bias if by_channel else None
+    return _Bands.apply(
+        (mask.window, mask.sinks, int(mask.causal), reach, n), scale,
+        q, k, v, distant_k, distant_v, table, keys, values, slopes, mask.docs, mask.positions, length,
+    )  # fmt: skip
+
+
+def _by_falling_distance(reach, n, causal, x, future):
+    """x (H, m, ...) at distances 0, 1, ... -> (H, L, ...), from distance reach + n - 1 down.
+
+    Behind distance 0 are n - 1 times `future`, or if attention is not causal, later keys.
+    """
+    last = x[:, -1:].expand(-1, max(0, reach + n - x.shape[1]), *x.shape[2:])
+    x = torch.cat((x, last), 1)[:, : reach + n]
+    later = torch.full_like(x[:, : n - 1], future) if causal else x[:, 1 : reach + n - 1]
+    return torch.cat((x.flip(1), later), 1)
+
+
+class _Bands(torch.autograd.Function):
+    """Attention in bands, of which both passes are operators of their own for torch.compile."""
+
+    @staticmethod
+    def forward(ctx, sizes, scale, *tensors):
+        is_compiling = torch.compiler.is_compiling()
+        compute = _forward_operator if is_compiling else _attend_forward
+        y, lse = compute(tensors, sizes, scale)
+        ctx.save_for_backward(y, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.sizes, ctx.scale = sizes, scale
+        return y, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, dlse):
+        y, lse, *tensors = ctx.saved_tensors
+        dy = torch.zeros_like(y) if dy is None else dy
+        is_compiling = torch.compiler.is_compiling()
+        compute = _backward_operator if is_compiling else _attend_backward
+        more = (ctx.sizes, ctx.scale, ctx.needs_input_grad[7])
+        grads = iter(compute(dy, dlse, y, lse, tensors, *more))
+        return None, None, *[None if x is None else next(grads) for x in tensors[:8]], *[None] * 4
+
+
+class _Call:
+    """The arguments of both passes, prepared."""
+
+    def __init__(self, tensors, sizes, scale, has_channel):
+        *tensors, docs, positions, length = tensors
+        q, k, v, distant_k, distant_v, self.table, self.keys, self.values, self.slopes = tensors
+        window, sinks, causal, self.reach, self.n = sizes
+        Tq, Tk = q.shape[2], k.shape[2] if length is None else int(length)
+        self.scale = scale
+        self.mask = _Mask(Tk - Tq, Tk, window, sinks, positions, docs, bool(causal))
+        self.hides = self.mask.hides_keys()
+        self.q, self.k, self.v = q.contiguous(), k.contiguous(), v.contiguous()
+        self.index = torch.arange(Tk, device=q.device)
+        # What flash attention takes, with a channel for slopes, or for the log-sum-exp's gradient.
+        distant_k = self.k if distant_k is None else distant_k
+        distant_v = self.v if distant_v is None else distant_v
+        self.distant = [self.q, distant_k, distant_v]
+        if has_channel:
+            weight = 0.0 if self.slopes is None else 1 / scale
+            self.distant = [
+                F.pad(x, (0, 1), value=w) for x, w in zip(self.distant, (weight, 0, 0), strict=True)
+            ]
+        # of the n queries of a chunk, one row below the other: (H or 1, n, distances)
+        self.near_table = self.table[:, 1:].unfold(1, self.table.shape[1] - self.n, 1).flip(1)
+
+    def chunks(self):
+        """Yield rows of queries, their near keys, slices of near_table and of the falling distances
+        for these, and the distant keys.
+        """
+        Tq, n = self.q.shape[2], self.n
+        for i in range(0, Tq, n):
+            rows = slice(i, min(i + n, Tq))
+            first = self.mask.q_start + i
+            seen = self.mask.range_of(rows)
+            start = max(seen.start, first - self.reach + 1)
+            column = self.reach - 1 - first + start
+            columns = slice(column, column + seen.stop - start)
+            falling = slice(column + n + 1 - (rows.stop - i), columns.stop + n)
+            yield rows, slice(start, seen.stop), columns, falling, slice(seen.start, start)
+
+    def near_scores(self, rows, near, columns, falling):
+        """Explicit scores (B, H, n, near)."""
+        q = self.q[:, :, rows] * self.scale
+        scores = q @ self.k[:, :, near].mT
+        scores += self.near_table[:, : q.shape[2], columns]
+        if self.keys is not None:
+            scores += _distances_to_keys(q @ self.keys[:, falling].mT, scores.shape[3])
+        if self.hides:
+            seen, _ = self.mask.visible(rows, near, q.device)
+            scores.masked_fill_(~seen, float("-inf"))
+        return scores
+
+    def distant_scores(self, rows, keys):
+        """What flash attention takes for these scores, and what it lacks.
+
+        q, k, v; a mask to add, and the queries that see no key, or None twice; what the scores of a
+        query have in common (H or 1, n or 1).
+        """
+        shift = self.table[:, :1]
+        if self.slopes is not None:
+            first = self.mask.q_start + rows.start
+            shift = self.slopes[:, None] * (first - self.index)
+            self.distant[1][..., -1] = -shift
+            shift = shift[:, first : first + rows.stop - rows.start]
+        added = is_blind = None
+        if self.hides:
+            seen, _ = self.mask.visible(rows, keys, self.q.device)
+            is_blind = ~seen.any(-1)
+            added = torch.zeros(seen.shape, dtype=self.q.dtype).masked_fill_(~seen, float("-inf"))
+        q, k, v = (x[:, :, part] for x, part in zip(self.distant, (rows, keys, keys), strict=True))
+        return (q, k, v), added, is_blind, shift
+
+
+def _attend_forward(
+    tensors: Sequence[Tensor | None], sizes: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp."""
+    call = _Call(tensors, sizes, scale, tensors[8] is not None)
+    y, lse = _empty_outputs(call.q)
+    for rows, near, columns, falling, distant in call.chunks():
+        p = call.near_scores(rows, near, columns, falling)
+        unit = p.amax(-1, keepdim=True)
+        p = p.sub_(unit).exp_()
+        part = p @ call.v[:, :, near]
+        if call.values is not None:
+            part += _keys_to_distances(p) @ call.values[:, falling]
+        unit = unit.squeeze(-1)
+        total = unit + p.sum(-1).log()
+        if distant.start < distant.stop:
+            qkv, added, is_blind, shift = call.distant_scores(rows, distant)
+            far, far_lse = _flash(*qkv, 0.0, False, attn_mask=added, scale=scale)
+            far_lse = far_lse + shift
+            if is_blind is not None:
+                far_lse.masked_fill_(is_blind, float("-inf"))
+            total = torch.logaddexp(total, far_lse)
+            part *= (unit - total).exp()[..., None]
+            part += far[..., : y.shape[-1]] * (far_lse - total).exp()[..., None]
+        else:
+            part *= (unit - total).exp()[..., None]
+        y[:, :, rows] = part
+        lse[:, :, rows] = total
+    return y, lse
+
+
+def _attend_backward(
+    dy: Tensor, dlse: Tensor | None, y: Tensor, lse: Tensor,
+    tensors: Sequence[Tensor | None], sizes: Sequence[int], scale: float, table_grad: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of those of the first eight tensors that there are."""
+    call = _Call(tensors, sizes, scale, tensors[8] is not None or dlse is not None)
+    grads = [None if x is None else x.new_zeros(x.shape) for x in tensors[:8]]
+    dq, dk, dv, distant_dk, distant_dv, dtable, dkeys, dvalues = grads
+    distant_dk = dk if distant_dk is None else distant_dk
+    distant_dv = dv if distant_dv is None else distant_dv
+    near_dtable = torch.zeros_like(call.near_table)
+    D = y.shape[-1]
+    out, dout = y, dy
+    if call.distant[0].shape[-1] > D:
+        # flash attention subtracts dout out from the products of dout and v: add that of the lse
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        out, dout = torch.cat((y, -dlse[..., None]), -1), F.pad(dy, (0, 1), value=1.0)
+    for rows, near, columns, falling, distant in call.chunks():
+        q, g, total = call.q[:, :, rows], dy[:, :, rows], lse[:, :, rows]
+        k, v = call.k[:, :, near], call.v[:, :, near]
+        # the gradient of what all scores of a query have in common
+        rest = torch.zeros_like(total) if dlse is None else dlse[:, :, rows]
+        delta = (g * y[:, :, rows]).sum(-1) - rest
+        p = call.near_scores(rows, near, columns, falling).sub_(total[..., None]).exp_()
+        ds = g @ v.mT
+        if dvalues is not None:
+            ds += _distances_to_keys(g @ call.values[:, falling].mT, ds.shape[3])
+            dvalues[:, falling] += _sum_to(_keys_to_distances(p).mT @ g, dvalues)
+        ds.sub_(delta[..., None]).mul_(p)
+        if table_grad:
+            rest = rest - ds.sum(-1)
+            near_dtable[:, : ds.shape[2], columns] += _sum_to(ds, dtable)
+        ds *= scale
+        dv[:, :, near] += p.mT @ g
+        dk[:, :, near] += ds.mT @ q
+        dq[:, :, rows] = ds @ k
+        if dkeys is not None:
+            ds = _keys_to_distances(ds)
+            dq[:, :, rows] += ds @ call.keys[:, falling]
+            dkeys[:, falling] += _sum_to(ds.mT @ q, dkeys)
+        if distant.start < distant.stop:
+            qkv, added, is_blind, shift = call.distant_scores(rows, distant)
+            far_dq, far_dk, far_dv = _flash_backward(
+                dout[:, :, rows], *qkv, out[:, :, rows], total - shift, 0.0, False,
+                attn_mask=added, scale=scale,
+            )  # fmt: skip
+            dq[:, :, rows] += far_dq[..., :D]
+            distant_dk[:, :, distant] += far_dk[..., :D]
+            distant_dv[:, :, distant] += far_dv[..., :D]
+            if table_grad:
+                rest = rest if is_blind is None else rest.masked_fill(is_blind, 0)
+                dtable[:, :1] += _sum_to(rest, dtable).sum(1, keepdim=True)
+    dtable[:, 1:] += _keys_to_distances(near_dtable).sum(1)
+    return [x for x in grads if x is not None]
+
+
+def _sum_to(x, like):
+    """x (B, H, ...) summed over B, and over H where all heads share a term (1, ...)."""
+    return x.sum(0) if len(like) > 1 else x.sum((0, 1))[None]
+
+
+def _empty_outputs(q):
+    """The output, a view of (B, T, H, D), and the log-sum-exp (B, H, T)."""
+    B, H, T, D = q.shape
+    return q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(B, H, T)
+
+
+_forward_operator = torch.library.custom_op(
+    "nanolong::attention_in_bands", _attend_forward, mutates_args=()
+)
+_backward_operator = torch.library.custom_op(
+    "nanolong::attention_in_bands_backward", _attend_backward, mutates_args=()
+)
+
+
+@_forward_operator.register_fake
+def _(tensors, sizes, scale):
+    return _empty_outputs(tensors[0])
+
+
+@_backward_operator.register_fake
+def _(dy, dlse, y, lse, tensors, sizes, scale, bias_grad):
+    return [x.new_empty(x.shape) for x in tensors[:8] if x is not None]
 
 
 def _distances_to_keys(x, n_keys):
@@ -403,71 +531,51 @@ def linear_cross_entropy(x, weight, targets, reduction="mean"):
     dtype = weight.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    grads_in_forward = reduction != "none" and needs_grad
-    apply = _LinearCrossEntropy.apply
-    if torch.compiler.is_compiling() and len(_chunks(x, weight)) > 32:
-        apply = _apply_between_graphs  # a graph would repeat the operators for each chunk
-    losses = apply(x, weight, targets, dtype, grads_in_forward)
+    is_trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    losses = _Loss.apply(x, weight, targets, dtype, is_trained and reduction != "none")
     if reduction == "none":
         return losses
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / (targets >= 0).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets >= 0).sum()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _Loss(torch.autograd.Function):
     """The losses (N,), or, with grads_in_forward, their sum (1,).
 
     The gradient of a sum is known up to one factor, so it is computed while a chunk's logits are in
-    memory, and the backward pass multiplies it by that factor. Otherwise the backward pass computes
-    the logits again.
+    memory. Otherwise the backward pass computes the logits again.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, dtype, grads_in_forward):
-        ctx.grads_in_forward = grads_in_forward
         ctx.dtype = dtype
-        if grads_in_forward:
-            losses, gradients = _losses_and_gradients(x, weight, targets, dtype, 1)
-            ctx.save_for_backward(*gradients)
-            return losses.sum(0, keepdim=True)
-        losses, _ = _losses_and_gradients(x, weight, targets, dtype, None)
-        ctx.save_for_backward(x, weight, targets)
-        return losses
+        ctx.grads_in_forward = grads_in_forward
+        factor = torch.ones_like(targets, dtype=x.dtype) if grads_in_forward else None
+        losses, *grads = _compute_losses(x, weight, targets, factor, dtype)
+        ctx.save_for_backward(*(grads if grads_in_forward else (x, weight, targets)))
+        return losses.sum(0, keepdim=True) if grads_in_forward else losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         if ctx.grads_in_forward:
-            dx, dweight = (_scale(saved, grad) for saved in ctx.saved_tensors)
+            dx, dweight = ((saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
         else:
-            _, gradients = _losses_and_gradients(*ctx.saved_tensors, ctx.dtype, grad[:, None])
-            dx, dweight = gradients
+            _, dx, dweight = _compute_losses(*ctx.saved_tensors, grad, ctx.dtype)
         return dx, dweight, None, None, None
 
 
-def _scale(saved, factor):
-    """Multiply a saved gradient: in place, unless retain_graph=True may need it once more."""
-    # torch has no public way to ask for retain_graph (2.13)
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return (saved * factor).to(saved.dtype)
-    return saved.mul_(factor)
+def _compute_losses(x, weight, targets, factor, dtype):
+    """The losses (N,), and for factors (N,) the gradients of sum(factor * loss) for x and weight.
 
-
-_apply_between_graphs = between_graphs(_LinearCrossEntropy.apply)
-
-
-def _losses_and_gradients(x, weight, targets, dtype, factor):
-    """The losses (N,), and the gradients of sum(factor * loss) for x and weight.
-
-    factor: 1, one for each token (N, 1), or None: no gradients.
+    A compiled graph would repeat the operators for each chunk; of many, it calls this as it is.
     """
+    if torch.compiler.is_compiling() and len(_chunks(x, weight)) > 32:
+        return _compute_many_losses(x, weight, targets, factor, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     w = weight.to(dtype)
     counts = targets[:, None] >= 0
     losses, dx = [], []
-    dweight = None
+    dweight = torch.zeros_like(weight if factor is not None else x[:0], dtype=wide)
     for rows in _chunks(x, weight):
         chunk = x[rows].to(dtype)
         target = targets[rows, None].clamp(min=0)
@@ -476,27 +584,34 @@ def _losses_and_gradients(x, weight, targets, dtype, factor):
         if factor is not None:
             # the gradient of the logits: softmax, less 1 at the target
             if torch.compiler.is_compiling():  # fused; a deterministic scatter would sort
-                at_target = torch.arange(p.shape[1], device=p.device) == target
-                p = p.exp() - at_target.to(wide)
+                p = p.exp() - (torch.arange(p.shape[1], device=p.device) == target).to(wide)
             else:
                 p = p.exp_().scatter_(1, target, -1.0, reduce="add")
             p = p.to(dtype)
-            token_weight = counts[rows] * (factor if isinstance(factor, int) else factor[rows])
+            token_weight = counts[rows] * factor[rows, None]
             dx.append(((p @ w) * token_weight).to(x.dtype))
-            product = (p.t() @ (chunk * token_weight).to(dtype)).to(wide)
-            dweight = product if dweight is None else dweight.add_(product)
-            del product
+            dweight += p.t() @ (chunk * token_weight).to(dtype)
         del p  # before the next chunk's logits
-    losses = torch.cat(losses) if losses else x.new_zeros(0, dtype=wide)
+    dx = torch.cat(dx) if dx else x.new_empty(0)
+    return torch.cat(losses), dx, dweight.to(weight.dtype)
+
+
+_compute_many_losses = torch.library.custom_op(
+    "nanolong::losses", _compute_losses, mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor targets, Tensor? factor, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+
+
+@_compute_many_losses.register_fake
+def _(x, weight, targets, factor, dtype):
+    losses = x.new_empty(len(x), dtype=torch.promote_types(dtype, torch.float32))
     if factor is None:
-        return losses, None
-    if not dx:
-        return losses, (torch.zeros_like(x), torch.zeros_like(weight))
-    dx = torch.cat(dx)
-    return losses, (dx, dweight.to(weight.dtype))
+        return losses, x.new_empty(0), weight.new_empty(0, x.shape[1])
+    return losses, torch.empty_like(x), torch.empty_like(weight)
 
 
 def _chunks(x, weight):
     """Slices of the tokens, whose logits take at most 128 MiB in float32."""
     size = max(128, (1 << 25) // weight.shape[0] // 128 * 128)
-    return [slice(i, i + size) for i in range(0, len(x), size)]
+    return [slice(i, i + size) for i in range(0, max(1, len(x)), size)]

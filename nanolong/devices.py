@@ -60,6 +60,8 @@ def pick_device(name):
             )
             device = torch.device("cuda", own)
             torch.cuda.set_device(device)  # Triton launches kernels on the current device
+        # On a CPU, denormal numbers, as exp() gives for distant keys, take up to 100 times as long.
+        torch.set_flush_denormal(True)
         torch.ones(8, device=device).sum().item()
         return device
     except (RuntimeError, AssertionError, AttributeError, ImportError) as error:

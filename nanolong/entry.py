@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-import kernels
 from nanolong.errors import UserError, require
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,11 +76,25 @@ def check_scheme(model):
             f"{name} sets frequencies that extend() would replace: override frequencies() instead, "
             "as docs/schemes.md shows",
         )
-    n = config.n_head + 3  # so that a table over distances never looks like slopes (n_head,)
+    H, D = config.n_head, config.head_dim
+    n = H + 3  # so that a table over distances never looks like slopes (H,)
     bias = scheme.bias(n, 0)
-    relative = scheme.relative(n, 0)
-    problem = kernels.describe_wrong_terms(bias, relative, n, config.n_head, config.head_dim)
-    require(not problem, f"{name}.{problem}")
+    shapes = [(H,), *((H, m) for m in range(1, n + 1))]
+    require(
+        bias is None or bias.dtype == torch.float32 and bias.shape in shapes,
+        f"{name}.bias({n}, layer) must return None, or slopes ({H},) or a table ({H}, m) in "
+        f"float32, m <= {n}",
+    )
+    keys, values, offsets = scheme.relative(n, 0) or (None, None, None)
+    shapes = [(heads, m, D) for heads in (1, H) for m in range(1, n + 1)]
+    fits = keys is None or keys.shape in shapes
+    fits = fits and (values is None or values.shape == keys.shape)
+    fits = fits and (offsets is None or [x.shape for x in offsets] == [(H, D)] * 2)
+    require(
+        fits,
+        f"{name}.relative({n}, layer) must return None, or keys ({H} or 1, m, {D}), m <= {n}, "
+        f"values of the same shape or None, and two offsets ({H}, {D}) or None",
+    )
 
 
 def hash_sources(entry=()):

@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-import kernels
 from nanolong import devices
 from nanolong.errors import LocalError, require
 
@@ -371,7 +370,31 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad)
 
 
-all_to_all = kernels.between_graphs(AllToAll.apply)
+def between_graphs(function):
+    """Wrap a function so that torch.compile calls it as it is, between two graphs.
+
+    This is torch.compiler.disable(), called when the compiler first traces a call: before, it would
+    import the compiler, which takes two seconds.
+    """
+    disabled = []
+
+    def disable():
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+
+    # Tracing executes it. This is what torch.compiler.assume_constant_result sets.
+    disable._dynamo_marked_constant = True
+
+    def call(*args):
+        if not torch.compiler.is_compiling():
+            return function(*args)
+        disable()
+        return disabled[0](*args)
+
+    return call
+
+
+all_to_all = between_graphs(AllToAll.apply)
 
 
 def own_heads(x, n_head):

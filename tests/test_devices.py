@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from conftest import assert_success, run_python
 
 from nanolong import devices, provenance
 from nanolong.errors import UserError
@@ -19,6 +20,18 @@ def test_a_device_that_cannot_be_used_is_an_error(name):
     assert devices.pick_device("auto").type in ("cpu", "cuda", "mps")
     with pytest.raises(UserError, match="--device=cpu"):
         devices.pick_device(name)
+
+
+def test_a_cpu_flushes_denormal_numbers_in_all_threads():
+    """Threads take it over from the one that starts them, so it is set before the others exist."""
+    code = """
+import torch
+from nanolong import devices
+torch.set_num_threads(2)
+devices.pick_device("cpu")
+print(torch.full((1 << 20,), 1e-30).mul(1e-10).any().item())  # each thread computes a half
+"""
+    assert assert_success(run_python(code)).stdout == "False\n"
 
 
 def test_a_gpu_without_its_driver_is_never_replaced_by_the_cpu(monkeypatch):

@@ -277,7 +277,7 @@ def test_checkpointing_recomputes_blocks_and_keeps_every_bit(pos, make):
         names = [name for name, _ in operators.calls if "backward" not in name]
         passes = 2 if checkpointing else 1
         assert sum("silu" in name for name in names) == 2 * passes  # one in each of two blocks
-        if pos in ("nope", "learned", "sinusoidal", "alibi", "sandwich", "rope"):
+        if pos in ("nope", "learned", "sinusoidal", "rope"):
             assert sum("dot_product" in name for name in names) == 2
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
@@ -314,14 +314,13 @@ def train_in_chunks(model, tokens, max_scores, monkeypatch):
 
 @pytest.mark.parametrize("pos", ["rope", "kerple", "shaw"])
 def test_attention_in_chunks_keeps_no_scores_for_the_backward_pass(pos, make, monkeypatch):
-    """It keeps about as little as fused attention, and the gradients are the same."""
+    """It keeps as little as fused attention, whatever the number of queries at a time."""
     T = 80
     tokens = torch.randint(0, 50, (1, T))
     _, fused = train_in_chunks(make(pos="nope", block_size=T), tokens, 1 << 24, monkeypatch)
     scores = 2 * T * T * 4  # bytes of float32 (T, T), one in each of two layers
     model = make(pos=pos, window=20, block_size=T)
-    expected, at_once = train_in_chunks(model, tokens, 1 << 24, monkeypatch)
-    assert at_once >= fused + scores
+    expected, _ = train_in_chunks(model, tokens, 1 << 24, monkeypatch)
     for checkpointing in (False, True):
         model.activation_checkpointing = checkpointing
         results, in_chunks = train_in_chunks(model, tokens, 4000, monkeypatch)
