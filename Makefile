@@ -8,7 +8,7 @@
 # make bench       benchmarks of the operators
 # make simulated-gpu   the CUDA path without a GPU: installs the CUDA build of torch (3 GB) and runs
 #                  it on a simulated device; make simulated-gpu-all: the slow cases too
-# make gpu-check   on a GPU: all tests of the kernels, and a report to send us
+# make gpu-check   on a GPU: checks of the kernels in eight minutes, and a report to send us
 # make public      a public checkpoint: download, extend, evaluate, sample; 10 to 15 minutes
 # make smollm2     only download it, for make test-all
 #
@@ -97,7 +97,7 @@ simulated-gpu: $(CUDA_VENV)/installed
 simulated-gpu-all: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python -m pytest -q tests/simulated_gpu -n $(JOBS) --dist=worksteal --all
 
-# On a GPU: all tests of the kernels, compute-sanitizer, the benchmark, and a report to send us.
+# On a GPU; tests/gpu_check.py says what it does, and runs without this environment, too.
 gpu-check: .venv/test
 	$(PY) tests/gpu_check.py
 

@@ -69,6 +69,7 @@ from typing import Literal, get_args
 import torch
 
 import data
+from kernels import check
 from model import GPT, POSITIONS
 from nanolong import (
     curves,
@@ -205,7 +206,9 @@ def load_judge(cfg, models):
             f"the judge {cfg.judge} and the checkpoints have different vocabularies: give a "
             "--judge with their tokenizer"
         )
-    return key_tokens.Judge(judge, cfg.short_context, devices.pick_dtype(cfg.dtype, device))
+    dtype = devices.pick_dtype(cfg.dtype, device)
+    check.choose_kernels(judge, device, dtype)
+    return key_tokens.Judge(judge, cfg.short_context, dtype)
 
 
 def plan_loss(name, model, text, cfg, lengths, length, protocols, fields, judge):
@@ -449,6 +452,7 @@ def evaluate(cfg, given, paths, writes):
     dtype = devices.pick_dtype(cfg.dtype, device)
     for model in models.values():
         devices.set_weights_dtype(model, cfg.weights, dtype)
+        check.choose_kernels(model, device, dtype)
     if cfg.task == "loss":
         check_texts(models, cfg)
     require(

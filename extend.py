@@ -24,6 +24,7 @@ import torch
 
 import data
 import rope_scaling
+from kernels import check
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import devices, entry, parallel, run
 from nanolong.errors import UserError, require, run_main
@@ -315,7 +316,8 @@ def main(argv=None):
     )
     cfg = args.cfg
     entry.load_entries(cfg.entry, POSITIONS)
-    rank, _ = parallel.join_processes(devices.pick_device(cfg.device))
+    device = devices.pick_device(cfg.device)
+    rank, _ = parallel.join_processes(device)
     # with fsdp the others get their rows of the weights from the first process
     weights = rank == 0 or cfg.parallel == "ddp"
     with run.lock(cfg.out_dir):
@@ -326,6 +328,7 @@ def main(argv=None):
         require(has_record, f"{problem}: give --dataset and --learning_rate, or --max_iters=0")
         # Load, and extend.
         model = GPT.load(cfg.out_dir if cfg.resumes else args.paths[0], weights=weights)
+        check.choose_kernels(model, device, devices.pick_dtype(cfg.dtype, device))
         if cfg.resumes:
             check_same(model, cfg, args.paths[0])
         else:

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from data import decode_stream, tokenizer_from_json
+from kernels import check
 from model import GPT, POSITIONS, ContextLengthWarning
 from nanolong import devices, entry, inference, prompts, run
 from nanolong.errors import UserError, note, require, run_main
@@ -107,6 +108,7 @@ def main(argv=None):
     devices.set_weights_dtype(model, cfg.weights, dtype)
     compiled = devices.pick_compile(cfg.compile, device, steps=0)
     model.to(device)
+    check.choose_kernels(model, device, dtype)
 
     # Encode the prompt.
     ids, printable, stop = prompts.encode_start(cfg, tokenizer, model.meta.get("bos"))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import data
-import kernels
+from kernels import check
 from model import GPT, POSITIONS, GPTConfig
 from nanolong import devices, entry, optim, parallel, progress, run
 from nanolong.errors import report, require, run_main
@@ -316,6 +316,10 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
         run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg)
 
+        # the kernels, if they compute what plain PyTorch does
+        masks = {"docs": cfg.separate_docs, "positions": max_position > 0}
+        state.kernels = check.choose_kernels(model, device, getattr(torch, cfg.dtype), **masks)
+
         # the model on the device, compiled, and wrapped for several processes
         lengths = (train_length, cfg.eval_length or model.config.block_size)
         parallel.share_sequences(cfg.sequence_parallel, model, lengths)
@@ -326,11 +330,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
         if cfg.continues:
             run.load_optimizers(model, optimizers, model.folder)
         batches = Batches(dataset, model, cfg, train_length, max_position, state.step)
-        progress.print_header(batches)
-        # check the kernels on a part of the first micro-batch, before anything is compiled
-        autocast = devices.autocast(device, getattr(torch, cfg.dtype))
-        state.kernels = kernels.check_kernels(model, batches.ready[0], autocast)
-        parallel.reshard(model)
+        progress.print_header(batches, state)
         shown = progress.Progress(batches, state)
         try:
             # from here on a stop signal finishes the step, and saves

@@ -14,7 +14,7 @@ import data
 import kernels
 from kernels import reference
 from nanolong.errors import UserError
-from nanolong.inference import EvaluationMode
+from nanolong.inference import evaluation_mode
 
 
 def dense_attention(q, k, v, *, relative=None, **options):
@@ -78,7 +78,7 @@ def attention_maps(model, tokens, seed=0):
     method that replaces softmax attention, or merges it from parts.
     """
     device = next(model.parameters()).device
-    with EvaluationMode(model), record_attention(model.blocks) as maps:
+    with evaluation_mode(model.modules()), record_attention(model.blocks) as maps:
         positions = data.random_positions(model.config, *tokens.shape, seed)
         model.hidden_states(tokens.to(device), positions)
     if len(maps) != model.config.n_layer:

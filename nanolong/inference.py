@@ -2,9 +2,9 @@
 length, and a decoding step of fixed shape that can be compiled and, on a GPU, captured as a graph.
 """
 
+import contextlib
 import math
 import warnings
-from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +47,8 @@ class KVCache:
         have changed. Cached keys cannot be kept then, even unrotated: those of deeper layers were
         computed from hidden states of the old tables.
         """
-        if self.length and (docs is None) != (self.docs is None):
-            raise UserError("docs are missing in some calls with this cache: pass them to all")
+        same_kind = not self.length or (docs is None) == (self.docs is None)
+        require(same_kind, "docs are missing in some calls with this cache: pass them to all")
         self.length += tokens.shape[1]
         self.explicit_positions = self.explicit_positions or explicit_positions
         self.tokens = concatenate(self.tokens, tokens)
@@ -71,28 +71,22 @@ class KVCache:
 
     def update(self, layer, k, v):
         """Append keys and values (B, Hk, T, D) of a layer. Returns all so far."""
-        if self.fixed_shape:  # all that is allocated: attention gets the valid length
-            keys = self.keys[layer].index_copy_(2, self.write_index, k)
-            values = self.values[layer].index_copy_(2, self.write_index, v)
-            return keys, values
-        end = self.length
-        start = end - k.shape[2]
-        if layer not in self.keys or self.keys[layer].shape[2] < end:
-            size = max(end, self.capacity, 2 * start)
-            self.keys[layer] = self.allocate(self.keys.get(layer), k, start, size)
-            self.values[layer] = self.allocate(self.values.get(layer), v, start, size)
-        self.keys[layer].narrow(2, start, end - start).copy_(k)
-        self.values[layer].narrow(2, start, end - start).copy_(v)
-        return self.keys[layer].narrow(2, 0, end), self.values[layer].narrow(2, 0, end)
+        return self.write(self.keys, layer, k), self.write(self.values, layer, v)
 
-    def allocate(self, old, new, start, size):
-        """A buffer for `size` tokens that holds the first `start` of the old one."""
-        shape = (*new.shape[:2], size, new.shape[3])
-        # in a fixed shape the unused part is multiplied by zero, so it must hold finite numbers
-        buffer = new.new_zeros(shape) if self.capacity else new.new_empty(shape)
-        if old is not None:
-            buffer[:, :, :start] = old[:, :, :start]
-        return buffer
+    def write(self, buffers, layer, new):
+        """Write (B, Hk, T, D) to the end of a layer's buffer, which grows. Returns all so far."""
+        if self.fixed_shape:  # all that is allocated: attention gets the valid length
+            return buffers[layer].index_copy_(2, self.write_index, new)
+        start = self.length - new.shape[2]
+        old = buffers.get(layer)
+        if old is None or old.shape[2] < self.length:
+            # in a fixed shape the unused part is multiplied by zero, so it must hold finite numbers
+            size = max(self.length, self.capacity, 2 * start)
+            buffers[layer] = new.new_zeros(*new.shape[:2], size, new.shape[3])
+            if old is not None:
+                buffers[layer][:, :, :start] = old[:, :, :start]
+        buffers[layer].narrow(2, start, new.shape[2]).copy_(new)
+        return buffers[layer].narrow(2, 0, self.length)
 
     def position_terms(self, scheme, layer, n):
         """The scheme's bias and relative vectors for at least n keys."""
@@ -108,59 +102,49 @@ def concatenate(old, new):
     return new if old is None else torch.cat((old, new), -1)
 
 
-def generate(
-    model,
-    tokens,
-    max_new_tokens,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    generator=None,
-    compiled=False,
-):
+# -----------------------------------------------------------------------------
+# Generation.
+
+
+def generate(model, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled):
     """Do what GPT.generate() promises; what cannot be generated is refused at once."""
-    numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
-    for name, number in numbers.items():
-        is_number = isinstance(number, Real) and 0 <= number < math.inf
-        is_whole = is_number and (name == "temperature" or number == int(number))
-        require(is_whole, f"{name}={number} is no number from 0 on, or not a whole one: give one")
-    is_number = isinstance(top_p, Real) and 0 < top_p <= 1
-    require(is_number, f"top_p={top_p} is a probability: give one above 0 and at most 1")
-    tokens = read_prompts(model, tokens)
-    check_request(model, [len(row) for row in tokens], max_new_tokens)
-    if isinstance(generator, list | tuple) and len(generator) != len(tokens):
-        raise UserError(
-            f"there are {len(generator)} generators for {len(tokens)} prompts: give one for each, "
-            "or a single one"
-        )
+    given = f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}"
+    fits = max_new_tokens >= 0 and 0 <= temperature < math.inf and top_k >= 0
+    require(fits, f"{given} are no numbers from 0 on: give others")
+    require(0 < top_p <= 1, f"top_p={top_p} is a probability: give one above 0 and at most 1")
+    prompts = read_prompts(model, tokens)
+    check_request(model, [len(prompt) for prompt in prompts], max_new_tokens)
+    n = len(generator) if isinstance(generator, list | tuple) else len(prompts)
+    problem = f"there are {n} generators for {len(prompts)} prompts"
+    require(n == len(prompts), f"{problem}: give one for each, or a single one")
     sampling = (temperature, top_k, top_p, generator)
-    return generate_tokens(model, tokens, max_new_tokens, sampling, compiled)
+    return generate_tokens(model, prompts, max_new_tokens, sampling, compiled)
 
 
 @torch.no_grad()
-def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
+def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
     """Yield the new tokens (B, 1) one at a time.
 
-    tokens: what read_prompts() returned; sampling: arguments of sample_token() after the logits.
+    prompts: of read_prompts(); sampling: the arguments of sample_token() after the logits.
     """
     if not max_new_tokens:
         return
-    lengths = [len(row) for row in tokens]
-    total = max(lengths) + max_new_tokens - 1  # the last token is not an input
+    longest = max(map(len, prompts))
+    total = longest + max_new_tokens - 1  # the last token is not an input
     # Compiled, in steps of 256, so that a slightly longer prompt compiles nothing new.
     capacity = -(-total // 256) * 256 if compiled else total
-    tokens, pos, docs = pad_prompts(model, tokens, lengths, total, capacity)
-    if compiled and tables_change(model, max(lengths), total):
-        raise UserError(
-            "this method's tables change as the text grows, so no decoding step can be compiled: "
-            "leave out --compile"
-        )
+    require(
+        not (compiled and tables_change(model, longest, total)),
+        "this method's tables change as the text grows, so no decoding step can be compiled: leave "
+        "out --compile",
+    )
+    tokens, pos, docs = pad_prompts(model, prompts, total, capacity)
     cache = KVCache(capacity)
-    # Between two tokens the model is as the caller has it, who may be training it.
-    evaluation = EvaluationMode(model)
+    modules = list(model.modules())  # walking the tree at every token would cost time
 
-    # Prefill: compute all prompt tokens, and sample the first new one.
-    with evaluation:
+    # Prefill: compute all prompt tokens, and sample the first new one. Between two tokens the model
+    # is as the caller has it, who may be training it.
+    with evaluation_mode(modules):
         logits = compute_logits(model, tokens, pos, docs, cache)
     next_token = sample_token(logits, *sampling)
     yield next_token
@@ -168,12 +152,12 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
     # Decode: compute one token at a time.
     step = None
     if max_new_tokens > 1:
-        with evaluation:
+        with evaluation_mode(modules):
             step = make_decoding_step(model, cache, pos, docs, compiled)
     if step is not None:  # steps of fixed shape do not look at the length
         model.check_length(total)
     for _ in range(max_new_tokens - 1):
-        with evaluation:
+        with evaluation_mode(modules):
             if step is None:
                 logits = compute_logits(model, next_token, pos, docs, cache)
             else:
@@ -182,119 +166,24 @@ def generate_tokens(model, tokens, max_new_tokens, sampling, compiled):
         yield next_token
 
 
-class EvaluationMode:
+@contextlib.contextmanager
+def evaluation_mode(modules):
     """Switch off, inside `with`, what modules do in training only, such as dropout, and the
     deterministic algorithms that training asks torch for.
 
     Decoding is repeatable without them, and with them a GPU sorts the indices of index_copy_().
     """
-
-    def __init__(self, model):
-        self.modules = list(model.modules())  # walking the tree at every token would cost time
-        self.training = []
-        self.deterministic = 0
-
-    def __enter__(self):
-        self.training = [module for module in self.modules if module.training]
-        for module in self.training:
-            module.training = False
-        self.deterministic = torch.get_deterministic_debug_mode()
-        torch.set_deterministic_debug_mode(0)
-
-    def __exit__(self, *error):
-        for module in self.training:
-            module.training = True
-        torch.set_deterministic_debug_mode(self.deterministic)
-
-
-def read_prompts(model, tokens):
-    """The prompts that generate() was given, int64 on the model's device.
-
-    Returns a tensor (B, T), or a list of tensors (T,) of unequal lengths. Raises UserError.
-    """
-    if not isinstance(tokens, list | tuple):
-        tokens = torch.atleast_1d(read_ids(tokens))
-    rows = [read_ids(row) for row in tokens]
-    vocab_size = model.config.vocab_size
-    for row in rows:
-        if row.dim() != 1:
-            raise UserError(
-                f"a prompt has the shape {tuple(row.shape)}, not (T,): give tokens (B, T) or a "
-                "list of prompts; a single one is tokens[None] or [tokens]"
-            )
-        outside = row[(row < 0) | (row >= vocab_size)]
-        if len(outside):
-            raise UserError(
-                f"token {outside[0].item()} is outside the model's vocabulary of {vocab_size}: "
-                "encode the prompt with the model's tokenizer"
-            )
-    rows = [row.to(model.embed.weight.device) for row in rows]
-    have_one_length = len({len(row) for row in rows}) == 1
-    return torch.stack(rows) if have_one_length else rows
-
-
-def read_ids(ids):
-    """Token ids as an int64 tensor. Raises UserError for what are none."""
+    in_training = [module for module in modules if module.training]
+    debug_mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)
+    for module in in_training:
+        module.training = False
     try:
-        ids = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"tokens are no token ids ({reason}): give an int64 tensor (B, T), or a list of prompts"
-        ) from None
-    if ids.numel() and ids.dtype not in (torch.int64, torch.int32):
-        raise UserError(f"tokens are of {ids.dtype}: give token ids, of torch.int64")
-    return ids.long()
-
-
-def check_request(model, lengths, max_new_tokens):
-    """Raise UserError for empty prompts, and for more tokens than a bounded scheme has."""
-    if min(lengths, default=0) < 1:
-        raise UserError("generate() needs at least one token in every prompt: give a prompt")
-    longest = max(lengths)
-    limit = model.config.max_positions
-    if model.pos.bounded and longest > limit:
-        raise UserError(
-            f"{longest} prompt tokens are more than the {limit} positions of "
-            f"--pos={model.config.pos}: shorten the prompt"
-        )
-    if model.pos.bounded and longest + max_new_tokens - 1 > limit:
-        most = max(0, limit + 1 - longest)
-        raise UserError(
-            f"{longest} prompt tokens and {max_new_tokens} new ones are more than the {limit} "
-            f"positions of --pos={model.config.pos}: ask for at most --max_new_tokens={most}, or "
-            "shorten the prompt"
-        )
-    if min(lengths) < longest and model.pos.is_dynamic:
-        raise UserError(
-            "a dynamic method scales by the length of each text, so prompts of unequal length "
-            "cannot be one batch: give them one at a time, or extend with --options=length=N"
-        )
-
-
-def pad_prompts(model, tokens, lengths, total, capacity):
-    """Stack what read_prompts() returned, padded on the left: tokens (B, T), and for the whole text
-    that will be there, positions (capacity,) or (B, capacity), on the CPU, and documents
-    (B, capacity), or None if positions count from 0 and there is one document.
-
-    A pad token is a document of its own, so that no text attends to it.
-    """
-    width = max(lengths)
-    device = model.embed.weight.device
-    rows = []
-    for n in lengths:
-        row = torch.arange(n + total - width)
-        if model.config.random_positions:
-            from data import random_positions
-
-            row = random_positions(model.config, 1, len(row), 0)[0]
-        rows.append(F.pad(row, (width - n, capacity - total)))
-    if min(lengths) == width:
-        return tokens, rows[0] if model.config.random_positions else None, None
-    n_pads = width - torch.tensor(lengths, device=device)[:, None]  # (B, 1)
-    docs = (n_pads - torch.arange(capacity, device=device)).clamp(min=0)  # n_pads, ..., 1, 0, 0
-    tokens = torch.stack([F.pad(row, (width - len(row), 0)) for row in tokens])
-    return tokens, torch.stack(rows), docs
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
+        torch.set_deterministic_debug_mode(debug_mode)
 
 
 def compute_logits(model, tokens, pos, docs, cache):
@@ -330,6 +219,85 @@ def sample_token(logits, temperature, top_k, top_p, generator):
 
 
 # -----------------------------------------------------------------------------
+# Prompts.
+
+
+def read_prompts(model, tokens):
+    """The prompts that generate() was given: int64 tensors (T,) on the model's device."""
+    wanted = "give token ids, an int64 tensor (B, T), or a list of prompts (T,)"
+    vocab_size = model.config.vocab_size
+    prompts = []
+    try:
+        is_list = isinstance(tokens, list | tuple)
+        for prompt in tokens if is_list else torch.atleast_1d(torch.as_tensor(tokens)):
+            prompts.append(torch.as_tensor(prompt))
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"tokens are no token ids ({reason}): {wanted}") from None
+    for i, prompt in enumerate(prompts):
+        is_integer = prompt.dtype in (torch.int64, torch.int32) or not prompt.numel()
+        require(
+            prompt.dim() == 1 and is_integer,
+            f"a prompt has the shape {tuple(prompt.shape)} and {prompt.dtype}: {wanted}; a single "
+            "one is tokens[None] or [tokens]",
+        )
+        outside = prompt[(prompt < 0) | (prompt >= vocab_size)].tolist()
+        require(
+            not outside,
+            f"token {outside[:1]} is outside the model's vocabulary of {vocab_size}: encode the "
+            "prompt with the model's tokenizer",
+        )
+        prompts[i] = prompt.to(model.embed.weight.device, torch.int64)
+    return prompts
+
+
+def check_request(model, lengths, max_new_tokens):
+    """Raise UserError for empty prompts, and for more tokens than a bounded scheme has."""
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    require(shortest, "generate() needs at least one token in every prompt: give a prompt")
+    limit = model.config.max_positions
+    most = max(0, limit + 1 - longest)  # the last token is not an input
+    require(
+        not model.pos.bounded or max_new_tokens <= most and longest <= limit,
+        f"{longest} prompt tokens and {max_new_tokens} new ones are more than the {limit} "
+        f"positions of --pos={model.config.pos}: ask for at most --max_new_tokens={most}, or "
+        "shorten the prompt",
+    )
+    require(
+        shortest == longest or not model.pos.is_dynamic,
+        "a dynamic method scales by the length of each text, so prompts of unequal length cannot "
+        "be one batch: give them one at a time, or extend with --options=length=N",
+    )
+
+
+def pad_prompts(model, prompts, total, capacity):
+    """Stack prompts, padded on the left, into tokens (B, T). Returns also, for the whole text that
+    will be there, positions (capacity,) or (B, capacity), on the CPU, and documents (B, capacity);
+    None for positions that count from 0, and for one document.
+
+    A pad token is a document of its own, so that no text attends to it.
+    """
+    width = max(map(len, prompts))
+    n_pads = [width - len(prompt) for prompt in prompts]
+    tokens = torch.stack([F.pad(x, (n, 0)) for x, n in zip(prompts, n_pads, strict=True)])
+
+    def positions(n):
+        row = torch.arange(total - n)
+        if model.config.random_positions:
+            from data import random_positions
+
+            row = random_positions(model.config, 1, total - n, 0)[0]
+        return F.pad(row, (n, capacity - total))
+
+    if not any(n_pads):
+        return tokens, positions(0) if model.config.random_positions else None, None
+    pos = torch.stack([positions(n) for n in n_pads])
+    index = torch.arange(capacity, device=tokens.device)
+    docs = torch.tensor(n_pads, device=tokens.device)[:, None] - index
+    return tokens, pos, docs.clamp(min=0)  # n_pads, ..., 1, 0, 0
+
+
+# -----------------------------------------------------------------------------
 # The decoding step of fixed shape.
 
 
@@ -338,24 +306,17 @@ def make_decoding_step(model, cache, pos, docs, compiled):
     if cache.tokens.device.type == "cuda":
         with torch.cuda.device(cache.tokens.device):  # of the streams and the capture
             return capture_graph(model, cache, pos, docs, compiled)
-    if compiled:
-        return compile_step(FixedShapeStep(model, cache, pos, docs))
-    return None
-
-
-def compile_step(step):
-    """Compile a decoding step. Raises UserError, when it is called, for what cannot be compiled."""
-    compiled_run = torch.compile(step.run, fullgraph=True)
-
-    def run(token):
-        try:
-            return compiled_run(token)
-        except torch._dynamo.exc.Unsupported as error:
-            raise UserError(
-                f"the decoding step of {type(step.model.pos).__name__} cannot be compiled: leave "
-                "out --compile"
-            ) from error
-
+    if not compiled:
+        return None
+    step = FixedShapeStep(model, cache, pos, docs)
+    run = torch.compile(step.run, fullgraph=True)
+    try:
+        run(torch.zeros_like(cache.tokens[:, :1]))
+    except torch._dynamo.exc.Unsupported as error:
+        name = type(model.pos).__name__
+        problem = f"the decoding step of {name} cannot be compiled: leave out --compile"
+        raise UserError(problem) from error
+    step.rewind()
     return run
 
 
@@ -376,34 +337,31 @@ class FixedShapeStep:
         self.model = model
         self.cache = cache
         self.start = cache.length
-        self.device_type = cache.tokens.device.type
         device = cache.tokens.device
+        self.device_type = device.type
         pos = torch.arange(cache.capacity, device=device) if pos is None else pos
         cache.pos = pos.to(device)
         cache.docs = docs
         cache.write_index = torch.tensor([cache.length], device=device)
         cache.valid_length = torch.tensor([cache.length + 1], device=device)
         self.dtype = None
-        self.weights = {}
+        self.weights = {}  # those of linear layers by name, cast
         if torch.is_autocast_enabled(self.device_type):
             self.dtype = torch.get_autocast_dtype(self.device_type)
-            self.weights = cast_weights(model, self.dtype)
+            for module_name, module in model.named_modules():
+                for name, p in module.named_parameters(recurse=False):
+                    if isinstance(module, torch.nn.Linear):
+                        self.weights[f"{module_name}.{name}"] = p.to(self.dtype)
 
     def run(self, tokens):
         """Map tokens (B, 1) to logits (B, V), float32, and advance by one token."""
         cache = self.cache
         # autocast's own cache of cast weights would be freed under a captured graph
-        with torch.autocast(
-            self.device_type, self.dtype, enabled=self.dtype is not None, cache_enabled=False
-        ):
-            pos = cache.pos.index_select(-1, cache.write_index)
-            logits = torch.func.functional_call(
-                self.model,
-                self.weights,
-                (tokens,),
-                {"positions": pos, "cache": cache},
-                tie_weights=False,
-            )
+        is_cast = self.dtype is not None
+        with torch.autocast(self.device_type, self.dtype, enabled=is_cast, cache_enabled=False):
+            options = {"positions": cache.pos.index_select(-1, cache.write_index), "cache": cache}
+            call = torch.func.functional_call
+            logits = call(self.model, self.weights, (tokens,), options, tie_weights=False)
         torch._foreach_add_([cache.write_index, cache.valid_length], 1)
         return logits[:, -1].float()
 
@@ -412,26 +370,10 @@ class FixedShapeStep:
         self.cache.write_index.fill_(self.start)
         self.cache.valid_length.fill_(self.start + 1)
 
-
-def cast_weights(model, dtype):
-    """The weights of all linear layers by name, cast to dtype."""
-    weights = {}
-    for module_name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            for name, p in module.named_parameters():
-                weights[f"{module_name}.{name}"] = p.to(dtype)
-    return weights
-
-
-class GraphedStep:
-    """A FixedShapeStep captured as a CUDA graph."""
-
-    def __init__(self, model, cache, pos, docs, compiled):
-        # kept: it owns the cast weights, which the graph reads where they lie in memory
-        self.step = FixedShapeStep(model, cache, pos, docs)
-        run = torch.compile(self.step.run, fullgraph=True) if compiled else self.step.run
-        device = cache.tokens.device
-        self.tokens = torch.zeros(len(cache.tokens), 1, dtype=torch.long, device=device)
+    def capture(self, compiled):
+        """Capture run() as a CUDA graph, which replay() launches."""
+        run = torch.compile(self.run, fullgraph=True) if compiled else self.run
+        self.tokens = torch.zeros_like(self.cache.tokens[:, :1])
         self.graph = torch.cuda.CUDAGraph()
         # Run it twice on a side stream, so that everything is compiled before the capture.
         stream = torch.cuda.Stream()
@@ -439,23 +381,25 @@ class GraphedStep:
         with torch.cuda.stream(stream):
             for _ in range(2):
                 run(self.tokens)
-                self.step.rewind()
+                self.rewind()
         torch.cuda.current_stream().wait_stream(stream)
-        if not compiled and kernels.first_call.has_replaced("decoding"):
-            raise RuntimeError("plain PyTorch reads the length of the text on the host")
         # torch's own stream for captures is on the device of the first one
         with torch.cuda.graph(self.graph, stream=stream):
             self.logits = run(self.tokens)
-        self.step.rewind()
+        self.rewind()
 
-    def __call__(self, tokens):
+    def replay(self, tokens):
+        """Do what run() does, by launching the graph."""
         self.tokens.copy_(tokens)
         self.graph.replay()
         return self.logits
 
 
 def capture_graph(model, cache, pos, docs, compiled):
-    """A GraphedStep, or None with a warning: then the kernels of every step are launched singly."""
+    """A decoding step captured as a CUDA graph: a function from tokens (B, 1) to logits (B, V).
+
+    None, with a warning, if it cannot be captured: then the kernels of a step are launched singly.
+    """
     stream = torch.cuda.current_stream()
     old_pos, old_docs = cache.pos, cache.docs
     try:
@@ -463,7 +407,9 @@ def capture_graph(model, cache, pos, docs, compiled):
             raise RuntimeError("the method's tables change as the text grows")
         if not compiled and not kernels.triton_runs(cache.tokens.device):
             raise RuntimeError("plain PyTorch reads the length of the text on the host")
-        return GraphedStep(model, cache, pos, docs, compiled)
+        step = FixedShapeStep(model, cache, pos, docs)
+        step.capture(compiled)
+        return step.replay  # its step owns the cast weights, which the graph reads where they lie
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         warnings.warn(f"sampling without a CUDA graph: {reason}", stacklevel=4)

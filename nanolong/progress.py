@@ -98,7 +98,7 @@ def say(text):
         errors.discard_stdout()
 
 
-def print_header(batches):
+def print_header(batches, state):
     """Print what is about to be trained, and on what."""
     rank, world = parallel.rank_and_world()
     if rank:
@@ -113,7 +113,8 @@ def print_header(batches):
     )
     processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
     mode = "compiled (the first step takes about a minute)" if cfg.compile else "not compiled"
-    print(f"on: {processes}, {devices.device_name(batches.device)}, {cfg.dtype}, {mode}")
+    where = f"{processes}, {devices.device_name(batches.device)}"
+    print(f"on: {where}, {cfg.dtype}, attention by {state.kernels}, {mode}")
     T = cfg.eval_length or model.config.block_size
     for source, fraction in zip(dataset.sources, dataset.fractions, strict=True):
         n_tokens = cfg.last_step * batches.tokens_per_step * fraction
@@ -150,6 +151,8 @@ def report_end(GPT, cfg, stopped):
     prompt = torch.tensor([data.encode_prompt(tokenizer, meta["bos"], "")], device=device)
     n = min(300, model.config.block_size)
     tokens = model.generate(prompt, n, temperature=0.8, top_k=200, generator=generator)
-    for text in data.decode_stream((token.item() for token in tokens), tokenizer):
-        print(text, end="", flush=True)
+    # as in training, for which the kernels were checked
+    with devices.autocast(device, devices.pick_dtype(cfg.dtype, device)):
+        for text in data.decode_stream((token.item() for token in tokens), tokenizer):
+            print(text, end="", flush=True)
     print()

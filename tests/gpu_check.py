@@ -1,14 +1,20 @@
-"""Check the kernels on a GPU, and write a report to send us.
+"""Check the kernels on a GPU, in eight minutes, and write a report to send us.
 
-    make gpu-check                                 everything
-    python tests/gpu_check.py --only=tests,checks  some of the parts
+    make gpu-check
+    python tests/gpu_check.py --only=tests --exhaustive=true --seconds=7200
 
-The parts: `tests`, all tests of the kernels, compiled; `checks`, the self-check of each score term,
-timed; `sanitizer`, NVIDIA's compute-sanitizer over some of the tests, if it is installed;
-`bench`, the benchmark.
+The second form installs nothing: torch from 2.11 on, its triton and any pytest do. The parts, each
+in a process of its own:
 
-The report is report.md in --out_dir. Nothing is sent. Exit status: 0 if all is well, 1 if a test
-failed or the sanitizer found something, 2 without a GPU or what Triton needs.
+  check      what the scripts do first (kernels/check.py), for five position schemes
+  counts     what the host asks of the GPU: one synchronization in a training step, one launch of a
+             graph and one read for a sampled token
+  tests      the tests of the kernels, compiled
+  bench      the operators in experiments/bench.py, at one length
+  sanitizer  NVIDIA's compute-sanitizer over some of the tests, if it is installed
+
+The report is report.md in --out_dir, and has what was found when the check is stopped. Nothing is
+sent. Exit status: 0 if all is well, 1 if not, 2 without a GPU or what Triton needs.
 """
 
 import sys
@@ -16,253 +22,218 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import settings  # isort: skip (first: --help before torch is imported)
+import contextlib
 import importlib.util
-import json
 import os
-import re
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib.metadata import version
 
 import torch
 
+import data
 import kernels
-from kernels import first_call, self_check
+import train
+from kernels import check
+from model import GPT, GPTConfig
 from nanolong.errors import require, run_main
-from nanolong.provenance import ROOT, current_commit
+from nanolong.provenance import ROOT, provenance
 
-PARTS = ("tests", "checks", "sanitizer", "bench")
+# Shares of the time; what a part leaves is for those after it.
+PARTS = {"check": 22, "counts": 16, "tests": 30, "bench": 16, "sanitizer": 16}
 TESTS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"]
-TOOLS = ("memcheck", "racecheck", "synccheck")  # of compute-sanitizer
-TERMS = (
-    *("no term", "slopes", "table", "vectors", "vectors with values"),
-    *("vectors by head", "vectors by head with offsets"),
-)
+WINDOW = {"window": 100, "sinks": 4, "layer_pattern": "FW"}
+SCHEMES = {"rope": WINDOW, "t5": WINDOW, "alibi": {}, "shaw": {}, "xl": {}}
+REPORTED = 100  # lines of output in the report
 
 
 @dataclass
 class CheckConfig:
-    only: tuple[str, ...] = PARTS  # of tests, checks, sanitizer, bench
-    lengths: tuple[int, ...] = (2048, 8192)  # attention's tokens in the benchmark
-    out_dir: str = "out/gpu-check"  # of the report, the benchmark's files and all output
+    only: tuple[str, ...] = tuple(PARTS)  # of check, counts, tests, bench, sanitizer
+    seconds: int = 450  # in all; what is not done by then is ended
+    exhaustive: bool = False  # every case of the tests
+    out_dir: str = "out/gpu-check"  # of the report and all output
 
     def __post_init__(self):
         for part in self.only:
             require(part in PARTS, f"there is no part {part!r}: --only takes {', '.join(PARTS)}")
 
 
-class Outcome(NamedTuple):
-    """What a command printed, and how it ended."""
+def command_of(part, cfg, folder):
+    """The command of a part, or None if it cannot run here."""
+    if part in ("check", "counts"):
+        code = f"import gpu_check; gpu_check.print_{part}({str(folder)!r})"
+        return [sys.executable, "-c", code]
+    if part == "bench":
+        words = [f"--out_dir={folder}", "--lengths=2048", "--rounds=1"]
+        return [sys.executable, "experiments/bench.py", *words]
+    if part == "tests":
+        # most of the time is Triton's compiler
+        workers = ["-n", str(min(8, os.cpu_count()))] if importlib.util.find_spec("xdist") else []
+        return [sys.executable, *TESTS, *workers, *["--exhaustive"] * cfg.exhaustive]
+    sanitizer = shutil.which("compute-sanitizer")
+    options = ["--tool", "memcheck", "--print-limit", "20", "--error-exitcode", "1"]
+    tests = [sys.executable, *TESTS, "-k", "small_cases or rope"]
+    return [sanitizer, *options, *tests] if sanitizer else None
 
-    text: str
-    status: int
-    seconds: float
 
-
-def run(command, log, **environment):
-    """Run a command in the project's folder. Its output goes to the screen and to a file."""
-    print(f"\n$ {' '.join(map(str, command))}", flush=True)
-    start = time.monotonic()
+def run(command, seconds, output):
+    """Run a command for some seconds at most: how it ended, in words. Its output goes to the screen
+    and, line by line, to `output`.
+    """
+    print(f"\n$ {' '.join(command)}", flush=True)
     # the kernels themselves are tested: none may be replaced
-    env = {**os.environ, "NANOLONG_GPU": "1", "NANOLONG_CHECK": "0", **environment}
+    env = {**os.environ, "NANOLONG_GPU": "1", "NANOLONG_CHECK": "0"}
+    env["PYTHONPATH"] = str(ROOT / "tests")
+    # for the sanitizer: each tensor is an allocation, with bounds of its own
+    env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = str(int("memcheck" in command))
     env.pop("TRITON_INTERPRET", None)
-    lines = []
-    with subprocess.Popen(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
+    options = {"cwd": ROOT, "env": env, "text": True, "errors": "replace"}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    start = time.monotonic()
+    process = subprocess.Popen(command, start_new_session=True, **options)
+
+    def kill():
+        with contextlib.suppress(ProcessLookupError):  # with its children
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
         for line in process.stdout:
-            lines.append(line)
+            output.append(line.rstrip())
             print(line, end="", flush=True)
-    text = "".join(lines)
-    log.write_text(text, encoding="utf-8")
-    return Outcome(text, process.returncode, time.monotonic() - start)
+        status = process.wait()
+    finally:
+        timer.cancel()
+        kill()
+        process.wait()
+    took = time.monotonic() - start
+    if took >= seconds:
+        return f"not done in {took:.0f} s"
+    return f"{'well' if status == 0 else f'exit status {status}'}, {took:.0f} s"
+
+
+def write_report(folder, cfg, found):
+    """Write what is known by now; found: part -> how it ended, and the lines of its output."""
+    driver = Path("/proc/driver/nvidia/version")
+    driver = driver.read_text().partition("\n")[0] if driver.exists() else "unknown"
+    versions = f"triton {version('triton')}, Python {sys.version.split()[0]}, driver {driver}"
+    lines = ["# The kernels on a GPU", "", provenance(torch.device("cuda")), versions, ""]
+    for part in cfg.only:
+        ending, output = found.get(part, ("not begun", []))
+        (folder / f"{part}.txt").write_text("\n".join(output), encoding="utf-8")
+        lines += [f"## {part}: {ending}", "", "````", *output[-REPORTED:], "````", ""]
+    (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+# -----------------------------------------------------------------------------
+# Parts of our own. They exit with status 1 if something is not as it should be.
+
+
+def print_check(folder):
+    """For each scheme the result with the largest share of the difference that is allowed."""
+    failed = False
+    for pos, config in SCHEMES.items():
+        model = GPT(GPTConfig(pos=pos, n_head=4, n_kv_head=2, n_embd=256, **config))
+        start = time.monotonic()
+        rows = check.compare(model, torch.device("cuda"), torch.bfloat16, pos == "rope", False)
+        name, difference, allowed = max(rows, key=lambda row: row[1] / row[2])
+        seconds = time.monotonic() - start
+        print(f"{pos}: {difference:.2g} of {allowed:.2g}, {name}, {seconds:.0f} s", flush=True)
+        failed |= any(not difference <= allowed for _, difference, allowed in rows)
+    sys.exit(failed)
+
+
+def print_counts(folder):
+    """What the host asks of the GPU in a training step, and for a sampled token."""
+    model = GPT(GPTConfig()).cuda()
+    one_replay = {"GraphLaunch": 1, "Memcpy DtoH": 1}
+    failed = False
+    for name, act, expected in (
+        ("a training step", lambda n: take_steps(n, folder), {"Synchronize": 1}),
+        ("a sampled token", lambda n: sample(model, n, False), one_replay),
+        ("a sampled token, compiled", lambda n: sample(model, n, True), one_replay),
+    ):
+        act(5)  # compiles
+        few, many = count_calls(act, 5), count_calls(act, 25)
+        counts = {key: (many[key] - few[key]) / 20 for key in many}
+        print(f"{name}: {counts}, and should be {expected}", flush=True)
+        failed |= any(counts[key] != n for key, n in expected.items())
+    sys.exit(failed)
+
+
+def count_calls(act, n):
+    """How often the profiler sees calls and copies, by a part of their names, during act(n)."""
+    with torch.profiler.profile() as profile:
+        act(n)
+    events = profile.key_averages()
+    names = ("Synchronize", "Memcpy DtoH", "GraphLaunch", "LaunchKernel")
+    return {name: sum(event.count for event in events if name in event.key) for name in names}
+
+
+def take_steps(n, folder):
+    """Train a small model for n steps."""
+    data.prepare_missing("python")
+    model = GPT(GPTConfig(vocab_size=data.vocabulary_size("python")))
+    rare = {"eval_interval": 10**6, "log_interval": 10**6, "eval_iters": 16}
+    options = {"out_dir": f"{folder}/run", "overwrite": True, "compile": False, **rare}
+    train.train(model, train.TrainConfig(max_iters=n, **options))
+
+
+def sample(model, n, compiled):
+    """Sample n tokens, and read each."""
+    with torch.autocast("cuda", torch.bfloat16):
+        for token in model.generate([[1, 2, 3]], n, temperature=0, compiled=compiled):
+            token.item()
+
+
+# -----------------------------------------------------------------------------
+# main
 
 
 def what_is_missing():
-    """Sentences about what keeps the kernels from running here."""
-    missing = []
+    """A sentence about what keeps the kernels from running here, or None."""
     if not torch.cuda.is_available():
-        missing.append(
-            "torch finds no GPU: run this on a machine with one, with the CUDA build of torch (pip "
-            "install -r requirements.txt) and a driver that fits it"
+        return (
+            "torch finds no GPU: run this on a machine with one, with the CUDA build of torch and "
+            "a driver that fits it"
         )
-    elif not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
-        missing.append("the GPU is older than sm_80: use an A100, an RTX 3090 or a newer one")
-    if kernels.what_triton_lacks():
-        missing.append(f"{kernels.what_triton_lacks()}: install it")
-    return missing
+    if not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than sm_80: use an A100, an RTX 3090 or a newer one"
+    return kernels.what_triton_lacks()
 
 
-# -----------------------------------------------------------------------------
-# The parts. Each returns its section of the report, as lines, and whether all is well.
-
-
-def run_tests(folder, cfg):
-    """All tests of the kernels, compiled."""
-    workers = []
-    if importlib.util.find_spec("xdist"):  # most of the time is Triton's compiler
-        workers = ["-n", str(min(8, os.cpu_count()))]
-    done = run([sys.executable, *TESTS, "--exhaustive", *workers], folder / "tests.txt")
-    return report_tests(done), done.status == 0
-
-
-def report_tests(done):
-    counts = re.findall(r"(\d+) (passed|failed|errors?|skipped|warnings?)", last_line(done.text))
-    words = ", ".join(f"{n} {what}" for n, what in counts) or f"exit status {done.status}"
-    lines = [f"{words}, {done.seconds:.0f} s", ""]
-    if done.status:
-        _, _, failures = done.text.partition(" FAILURES ")
-        lines += fenced(failures or done.text, 300)
-    return lines
-
-
-def run_checks(folder, cfg):
-    """The self-check of first_call.py, case by case: at first with compilation, then again."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    lines = ["| case | first s | again s | |", "|---|---|---|---|"]
-    well = True
-    for case in cases():
-        seconds = []
-        for _ in range(2):
-            start = time.monotonic()
-            try:
-                fault = self_check.find_fault(case, device)
-            except Exception as error:  # the compiler, or the launch
-                fault = f"{type(error).__name__}: {str(error)[:300]}"
-            seconds.append(time.monotonic() - start)
-        first, again = seconds
-        well = well and not fault
-        fault = fault.replace("\n", " ").replace("|", "/")
-        lines.append(f"| {case} | {first:.1f} | {again:.2f} | {fault or 'agrees'} |")
-        print(lines[-1], flush=True)
-    (folder / "checks.txt").write_text("\n".join(lines) + "\n")
-    return lines, well
-
-
-def cases():
-    """A case of every kernel, score term and 16-bit or 32-bit dtype."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for D in (64, 128):
-            yield self_check.Case("rope", dtype, D, 1, "", "", D)
-            for kernel in ("attention", "decoding"):
-                for term in TERMS:
-                    yield self_check.Case(kernel, dtype, D, 1, term)
-
-
-def run_sanitizer(folder, cfg):
-    """The small cases of the tests under compute-sanitizer."""
-    sanitizer = shutil.which("compute-sanitizer")
-    if not sanitizer:
-        sentence = "compute-sanitizer (of the CUDA toolkit) is not on the PATH, so it was left out."
-        print(sentence)
-        return [sentence], True
-    lines = []
-    well = True
-    for tool in TOOLS:
-        command = [sanitizer, "--tool", tool, "--print-limit", "20", "--error-exitcode", "1"]
-        command += [sys.executable, *TESTS, "-k", "small_cases or rope"]
-        # so that each tensor is an allocation, with bounds of its own
-        done = run(command, folder / f"{tool}.txt", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        lines += [f"### {tool}", "", *report_sanitizer(done), ""]
-        well = well and done.status == 0
-    return lines, well
-
-
-def report_sanitizer(done):
-    findings = [line for line in done.text.splitlines() if line.startswith("=========")]
-    summaries = [line.strip("= ") for line in findings if "SUMMARY" in line]
-    tests = [line for line in done.text.splitlines() if re.search(r"\d+ (passed|failed)", line)]
-    words = [*summaries, *(line.strip("= ") for line in tests[-1:]), f"{done.seconds:.0f} s"]
-    lines = ["; ".join(words)]
-    if done.status:
-        lines += ["", *fenced("\n".join(findings) or done.text, 200)]
-    return lines
-
-
-def run_bench(folder, cfg):
-    """The benchmark."""
-    (folder / "bench.json").unlink(missing_ok=True)
-    lengths = ",".join(map(str, cfg.lengths))
-    command = [
-        sys.executable,
-        "experiments/bench.py",
-        f"--out_dir={folder}",
-        f"--lengths={lengths}",
-    ]
-    done = run(command, folder / "bench.txt")
-    if done.status or not (folder / "bench.json").exists():
-        return [f"exit status {done.status}", "", *fenced(done.text, 60)], False
-    rows = json.loads((folder / "bench.json").read_text())["rows"]
-    lines = ["| | case | | ms | rate |", "|---|---|---|---|---|"]
-    for row in rows:
-        measured = f"{row['ms']:.3f}" if row["ms"] else row["note"] or "not measured"
-        rate = f"{row['rate']:.4g} {row['unit']}" if row["rate"] else ""
-        cells = [row["section"], row["case"], row["name"], measured, rate]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines, True
-
-
-# -----------------------------------------------------------------------------
-# The report
-
-
-def last_line(text):
-    return (text.strip().splitlines() or [""])[-1]
-
-
-def fenced(text, most):
-    """The last lines of a text as a block that Markdown leaves alone."""
-    return ["````", *text.strip("\n").splitlines()[-most:], "````"]
-
-
-def machine():
-    """What the results hold for: a row for each of device, driver, versions and commit."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    properties = torch.cuda.get_device_properties(device)
-    facts = {
-        **first_call.environment(device),
-        "memory": f"{properties.total_memory / 2**30:.0f} GiB",
-        "multiprocessors": properties.multi_processor_count,
-        "CUDA or ROCm of torch": torch.version.cuda or torch.version.hip,
-        "Python": sys.version.split()[0],
-        "commit": current_commit(),
-    }
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
-
-
-def main():
-    cfg = settings.parse(cfg=CheckConfig).cfg
+def main(argv=None):
+    cfg = settings.parse(cfg=CheckConfig, argv=argv).cfg
     missing = what_is_missing()
-    for sentence in missing:
-        print(f"error: {sentence}", file=sys.stderr)
-    if missing:
-        return 2
+    require(not missing, missing)
     folder = Path(cfg.out_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    report = folder / "report.md"
-    parts = dict(zip(PARTS, (run_tests, run_checks, run_sanitizer, run_bench), strict=True))
-    print(f"on {torch.cuda.get_device_name()}, one after the other:")
-    for part in cfg.only:
-        print(f"  {part:10} {parts[part].__doc__}")
-    print(f"then look at {report}, and send it to us if you like; nothing else leaves this machine")
-    sections = ["# The kernels on a GPU", "", *machine(), ""]
-    failed = []
-    for part in cfg.only:
-        lines, well = parts[part](folder, cfg)
-        if not well:
-            failed.append(part)
-        sections += [f"## {part}", "", *lines, ""]
-        report.write_text("\n".join(sections), encoding="utf-8")  # also if the next part crashes
-    print(f"\nwrote {report}" + "".join(f"; not well: {part}" for part in failed))
-    return 1 if failed else 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the report is written
+    deadline = time.monotonic()
+    found = {}
+    try:
+        for part in cfg.only:
+            deadline += cfg.seconds * PARTS[part] / sum(PARTS[name] for name in cfg.only)
+            output = []
+            found[part] = ("stopped", output)
+            command = command_of(part, cfg, folder)
+            ending = "well: compute-sanitizer is not on the PATH"
+            if command:
+                ending = run(command, deadline - time.monotonic(), output)
+            found[part] = (ending, output)
+            write_report(folder, cfg, found)
+    finally:
+        write_report(folder, cfg, found)
+        for part, (ending, _) in found.items():
+            print(f"{part}: {ending}")
+        print(f"wrote {folder / 'report.md'}, which we would like to see")
+    return 0 if all(ending.startswith("well") for ending, _ in found.values()) else 1
 
 
 if __name__ == "__main__":

@@ -150,14 +150,14 @@ def test_the_text_of_each_fault_for_the_simulated_gpu_stands_once(monkeypatch):
     "importing, allowed",
     [
         ("tools/**/*.py", ""),
-        ("kernels/**/*.py", "kernels"),
+        ("kernels/**/*.py", "kernels nanolong"),  # check.py decodes a token
         ("nanolong/**/*.py", "nanolong data kernels rope_scaling"),
         ("data/**/*.py", "data nanolong"),
         ("rope_scaling.py", "kernels nanolong"),
         ("model.py", "kernels nanolong rope_scaling"),
         ("train.py", "data kernels model nanolong rope_scaling"),
         ("evaluate.py", "data kernels model nanolong rope_scaling"),
-        ("sample.py", "data model nanolong"),
+        ("sample.py", "data kernels model nanolong"),
         ("hf.py", "data model nanolong"),
         ("extend.py", "data evaluate kernels model nanolong rope_scaling train"),
     ],

@@ -138,7 +138,7 @@ def evaluation_mode(model, dtype):
     with torch.no_grad(), devices.autocast(device, dtype), warnings.catch_warnings():
         # model.ContextLengthWarning, by its text: this package does not import the model
         warnings.filterwarnings("ignore", "the text is longer than the model's context")
-        with inference.EvaluationMode(model):
+        with inference.evaluation_mode(model.modules()):
             yield device
 
 

@@ -1,0 +1,218 @@
+"""kernels/check.py: the faults that it finds, also in bfloat16, and what happens then.
+
+The kernels here are plain PyTorch, until a test breaks them. tests/interpreted/test_check.py has
+the real ones.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY, assert_success
+
+import kernels
+from kernels import check, eager
+from model import GPT, GPTConfig
+
+CPU = torch.device("cpu")
+
+
+def wrong_scale(q, k, v, options):
+    return q, k, v, {**options, "scale": 1.05 * options["scale"]}
+
+
+def one_key_more(q, k, v, options):
+    """Each query sees the next key, too. The biases of the others stay as they are."""
+    options = dict(options)
+    k, v = (torch.cat((x, x[:, :, -1:]), 2) for x in (k, v))
+    for name in ("positions", "docs"):
+        x = options.get(name)
+        options[name] = None if x is None else torch.cat((x, x[..., -1:]), -1)
+    options["window"] += bool(options["window"])  # distances are greater by one
+    terms = [options.get("bias"), *(options.get("relative") or (None, None, None))]
+    for i, x in enumerate(terms[:3]):
+        if x is not None and x.dim() > 1:
+            terms[i] = torch.cat((x[:, :1], x), 1)
+    options["bias"] = terms[0]
+    options["relative"] = None if terms[1] is None else tuple(terms[1:])
+    return q, k, v, options
+
+
+def wider_window(q, k, v, options):
+    return q, k, v, {**options, "window": options["window"] + bool(options["window"])}
+
+
+def shifted_documents(q, k, v, options):
+    docs = options["docs"]
+    return q, k, v, {**options, "docs": torch.cat((docs[:, :1], docs[:, :-1]), 1)}
+
+
+def wrong_groups(q, k, v, options):
+    repeats = (1, q.shape[1] // k.shape[1], 1, 1)
+    return q, k.repeat(repeats), v.repeat(repeats), options
+
+
+def wrong_gradient(q, k, v, options):
+    """That of a table, and of vectors, is 10 % too large."""
+
+    def amplify(x):
+        return x if x is None or not x.requires_grad else 1.1 * x - 0.1 * x.detach()
+
+    keys, values, offsets = options.get("relative") or (None, None, None)
+    relative = None if keys is None else (amplify(keys), amplify(values), offsets)
+    return q, k, v, {**options, "bias": amplify(options.get("bias")), "relative": relative}
+
+
+def make_model(pos="rope", **settings):
+    sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 128, "layer_pattern": "FW"}
+    return GPT(GPTConfig(pos=pos, **{**sizes, "window": 50, "sinks": 4, **settings}))
+
+
+class FakeKernels:
+    """Kernels that compute what eager.py does with what a fault makes of their arguments."""
+
+    def __init__(self):
+        self.fault = None
+
+    def attention(self, q, k, v, **options):
+        if self.fault:
+            q, k, v, options = self.fault(q, k, v, options)
+        return eager.attention(q, k, v, **options)
+
+    rope = staticmethod(eager.rope)
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    fakes = FakeKernels()
+    monkeypatch.setattr(kernels, "flash", fakes, raising=False)
+    monkeypatch.setattr(kernels, "decode", fakes, raising=False)
+    monkeypatch.setitem(sys.modules, "kernels.rotary", fakes)
+    monkeypatch.setattr(kernels, "_can_run", lambda *device: True)
+    monkeypatch.setattr(kernels, "_is_allowed", True)
+    monkeypatch.setenv("NANOLONG_CHECK", "1")
+    return fakes
+
+
+MASKS = (one_key_more, wider_window, shifted_documents)
+FOUND = [
+    (pos, fault, torch.bfloat16)
+    for pos in ("rope", "t5", "alibi", "shaw", "xl")
+    for fault in (wrong_scale, wrong_groups, *MASKS, wrong_gradient)
+    if fault is not wrong_gradient or pos not in ("rope", "alibi")
+]
+FOUND += [("t5", fault, torch.float32) for pos, fault, _ in FOUND if pos == "t5"]
+
+
+@pytest.mark.parametrize("pos, fault, dtype", FOUND)
+def test_small_faults_are_found(pos, fault, dtype, fakes):
+    fakes.fault = fault
+    assert " differs by " in check.find_fault(make_model(pos), CPU, dtype, True, False)
+
+
+@pytest.mark.parametrize("D", [16, 128])
+def test_a_soft_cap_is_found_in_bfloat16(D, fakes, monkeypatch):
+    """Of 30, which only large scores meet: somebody may add one to eager.py alone."""
+
+    def soft_capped(q, k, v, scale, length=None, **options):
+        n = k.shape[2] if length is None else int(length)
+        k, v = (x[:, :, :n].repeat_interleave(2, 1) for x in (k, v))
+        score = 30 * torch.tanh(q.float() @ k.float().mT * scale / 30)
+        hidden = torch.ones(score.shape[2:]).triu(n - q.shape[2] + 1).bool()
+        return (score.masked_fill(hidden, -torch.inf).softmax(-1) @ v.float()).to(v.dtype)
+
+    model = make_model(head_dim=D, window=0, sinks=0, layer_pattern="F")
+    monkeypatch.setattr(fakes, "attention", soft_capped)
+    assert " differs by " in check.find_fault(model, CPU, torch.bfloat16, False, False)
+
+
+def too_large(*arguments):
+    raise RuntimeError("out of resource: shared memory\nRequired: 1, limit: 0")
+
+
+def not_a_number(q, k, v, options):
+    return q * float("nan"), k, v, options
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        (wrong_scale, "the gradient of "),
+        (not_a_number, " differs by nan, and "),
+        (too_large, "off: RuntimeError: out of resource: shared memory; using plain PyTorch\n"),
+    ],
+)
+def test_a_fault_turns_all_kernels_off(fault, words, fakes, capfd):
+    fakes.fault = fault
+    model = make_model()
+    state = torch.get_rng_state()
+    assert check.choose_kernels(model, CPU, torch.float32) == "plain PyTorch"
+    assert not kernels.triton_runs(CPU) and torch.equal(state, torch.get_rng_state())
+    message = capfd.readouterr().err
+    assert message.startswith("the Triton kernels are off: ") and message.count("\n") == 1
+    assert words in message
+    assert check.choose_kernels(make_model(), CPU, torch.float32) == "plain PyTorch"
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_not_checked_is_trusted(fakes, monkeypatch, capfd):
+    assert check.choose_kernels(make_model(), CPU, torch.float32) == "triton"
+    fakes.fault = too_large
+    for setting in ("0", ""):  # under the interpreter only where it is asked for
+        monkeypatch.setenv("NANOLONG_CHECK", setting)
+        assert check.choose_kernels(make_model(), CPU, torch.float32) == "triton, not checked"
+    assert kernels.triton_runs(CPU) and capfd.readouterr().err == ""
+
+
+def test_a_gpu_that_no_longer_works_is_said(monkeypatch):
+    def is_lost(*arguments):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(check, "compare", is_lost)
+    monkeypatch.setattr(torch.cuda, "synchronize", is_lost)
+    with pytest.raises(RuntimeError, match="illegal memory.*start again with NANOLONG_REFERENCE=1"):
+        check.find_fault(None, torch.device("cuda"), None, False, False)
+
+
+TWO_PROCESSES = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import torch
+import torch.distributed as dist
+from test_check import CPU, FakeKernels, check, kernels, make_model, wrong_scale
+
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+kernels.flash = kernels.decode = sys.modules["kernels.rotary"] = fakes = FakeKernels()
+kernels._can_run = lambda *device: True
+fakes.fault = wrong_scale if rank else None
+print(check.choose_kernels(make_model(), CPU, torch.float32), kernels.triton_runs(CPU))
+dist.destroy_process_group()
+"""
+
+
+def test_what_fails_in_one_process_is_off_in_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOLONG_CHECK", "1")
+    script = TWO_PROCESSES.format(root=str(ROOT))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", script]
+    ranks = [subprocess.Popen([*command, str(r), tmp_path / "store"], **pipes) for r in range(2)]
+    results = [rank.communicate(timeout=120) for rank in ranks]
+    assert [out for out, _ in results] == ["plain PyTorch False\n"] * 2, results
+    assert ["the Triton kernels are off" in err for _, err in results] == [True, False]
+
+
+def test_a_run_says_what_computes(fakes, call, text_data, tmp_path):
+    """In its first lines, and in meta.json, where a resumed run has its own."""
+    words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}", "--pos=t5"]
+    done = assert_success(call("train.py", *words, "--max_iters=2"))
+    assert ", float32, attention by triton, not compiled\n" in done.stdout
+    fakes.fault = wrong_scale
+    done = assert_success(call("train.py", *words, "--max_iters=4", "--init_from=resume"))
+    assert ", float32, attention by plain PyTorch, not compiled\n" in done.stdout
+    metas = [tmp_path / f"run/step-00000{step}/meta.json" for step in (2, 4)]
+    found = [json.loads(meta.read_text())["kernels"] for meta in metas]
+    assert found == ["triton", "plain PyTorch"]
