@@ -9,7 +9,7 @@ import torch
 from conftest import TINY, assert_refused, assert_success, run_python
 
 from model import GPT, POSITIONS
-from nanolong.entry import load_entries, load_entry
+from nanolong.entry import check_scheme, load_entries, load_entry
 from nanolong.errors import UserError
 from nanolong.run import list_steps, note_other_code
 
@@ -106,6 +106,55 @@ def test_an_edited_entry_is_named_with_old_weights(entry, call_anew, text_data, 
     for words in (sample, [*resume, "--max_iters=10"]):
         assert assert_success(call_anew(*words)).stderr == line + "model\n"
     assert not assert_success(call_anew(*resume, "--max_iters=12")).stderr
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "torch.zeros(H, n + 1)",  # more distances than keys
+        "torch.zeros(H + 1)",
+        "torch.zeros(H, n, dtype=torch.float64)",
+        "[0.0] * H",
+        "torch.zeros(H), torch.zeros(H)",
+    ],
+)
+def test_a_bias_that_attention_cannot_take_is_refused(result, tmp_path, make):
+    check_refused("bias", result, tmp_path, make)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "torch.zeros(H, n, D), None",  # no third
+        "torch.zeros(H, n, D + 1), None, None",
+        "torch.zeros(H - 1, n, D), None, None",
+        "torch.zeros(1, n, D), torch.zeros(1, n - 1, D), None",
+        "torch.zeros(1, n, D), None, (torch.zeros(H, D), torch.zeros(D))",
+        "torch.zeros(H, n, D)",
+        "1, 2, 3",
+    ],
+)
+def test_relative_vectors_that_attention_cannot_take_are_refused(result, tmp_path, make):
+    check_refused("relative", result, tmp_path, make)
+
+
+def check_refused(hook, result, tmp_path, make):
+    """The hook returns the result of an expression, and is refused; None is not."""
+    for text in (result, "None"):
+        POSITIONS.pop("wrong", None)
+        (tmp_path / "wrong.py").write_text(
+            "import torch\nfrom model import NoPE\nclass Wrong(NoPE):\n"
+            f"    def {hook}(self, n, layer):\n"
+            "        H, D = self.config.n_head, self.config.head_dim\n"
+            f"        return {text}\n"
+        )
+        load_entry(tmp_path / "wrong.py", POSITIONS)
+        model = make(pos="wrong", n_head=4)
+        if text == "None":
+            check_scheme(model)
+            return
+        with pytest.raises(UserError, match=rf"Wrong.{hook}\(7, layer\) must return None"):
+            check_scheme(model)
 
 
 @pytest.mark.parametrize("file", ["examples/schemes/ssmax.py", "absent.py"])
