@@ -721,15 +721,16 @@ def _reach_kernel(call, segments, REACHED, BM: tl.constexpr, BN: tl.constexpr):
     block = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     i = call.Tk - call.Tq + block * BM + tl.arange(0, BM)
-    reached = tl.zeros([BM, BN], tl.int32)
-    for segment in tl.static_range(5):
-        first, end = _segment(segments, b, block, segment)
-        for n in tl.range(first, end):
-            j = n * BN + tl.arange(0, BN)
-            is_clipped = tl.abs(i[:, None] - j[None, :]) >= call.m - 1
-            is_visible = visible_keys(call, b, i, j, call.Tk, False) & (i < call.Tk)[:, None]
-            reached |= (is_clipped & is_visible).to(tl.int32)
-    tl.store(REACHED + b * tl.num_programs(0) + block, tl.max(tl.max(reached, 1), 0))
+    _, sinks_end = _segment(segments, b, block, SINKS)
+    first, _ = _segment(segments, b, block, LEFT)
+    _, end = _segment(segments, b, block, RIGHT)
+    reached = tl.zeros([BM], tl.int32)
+    for t in tl.range(0, sinks_end + end - first):
+        j = tl.where(t < sinks_end, t, t - sinks_end + first) * BN + tl.arange(0, BN)
+        is_clipped = tl.abs(i[:, None] - j[None, :]) >= call.m - 1
+        is_clipped &= visible_keys(call, b, i, j, call.Tk, False) & (i < call.Tk)[:, None]
+        reached |= tl.max(is_clipped.to(tl.int32), 1)
+    tl.store(REACHED + b * tl.num_programs(0) + block, tl.max(reached, 0))
 
 
 # -----------------------------------------------------------------------------
@@ -752,7 +753,7 @@ KERNELS = ("forward", "dq", "dkdv", "sweep")
 # 16-bit elements: the architecture and the head dimension, rounded up, to a Tile for each of
 # KERNELS. sm_90: and newer data-centre cards; small: cards with 99 KiB of shared memory.
 TILES = {
-    ("sm_80", 64): ((128, 32, 4, 3), (128, 64, 8, 2), (16, 128, 4, 2), (64, 64, 4, 2)),
+    ("sm_80", 64): ((128, 32, 4, 3), (128, 64, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_80", 128): ((64, 64, 4, 2), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_90", 64): ((128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_90", 128): ((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2)),
