@@ -197,8 +197,13 @@ def test_visited_tiles_are_those_that_are_visible(mask, causal, BM, BN, rng, mon
     """All of them, no empty one, and without a mask only whole ones."""
     random.seed(int(rng.integers(1 << 30)))
     monkeypatch.setattr(flash, "TILES_AT_ONCE", random.choice((1, 40, 1 << 22)))
-    Tq, Tk, m = random.choice(((271, 271), (100, 271), (7, 90))) + (random.choice((0, 1, 60)),)
+    Tq, Tk = random.choice(((271, 271), (150, 271), (140, 170)))
     options = mask_options(mask, 2, Tk)
+    # the largest distance of some tile is the window or just below it, the smallest m - 1 or m - 2
+    offset = (Tk - Tq) % BN
+    if options.get("window") and mask != "positions":
+        options["window"] = offset + BN + BM - 1 + random.choice((0, 1))
+    m = random.choice((0, 1, offset + 128 - (BN - 1) + 1, offset + 128 - (BN - 1) + 2))
     pairs = visible_pairs(Tq, Tk, causal, **options)
     i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
     near = (i - j < m - 1) if m else torch.ones(Tq, Tk, dtype=torch.bool)
@@ -235,8 +240,8 @@ def test_visited_tiles_are_those_that_are_visible(mask, causal, BM, BN, rng, mon
 
 
 # length of the longest document, and the other options
-LAST_ENTRY_CASES = [(39, {}), (40, {}), (50, {"window": 39}), (0, {"window": 39, "sinks": 1})]
-LAST_ENTRY_CASES += [(39, {"causal": False}), (50, {"window": 40}), (0, {"window": 39})]
+LAST_ENTRY_CASES = [(39, {}), (40, {}), (0, {"window": 39}), (0, {"window": 39, "sinks": 1})]
+LAST_ENTRY_CASES += [(39, {"causal": False}), (50, {"window": 40}), (50, {"window": 39})]
 LAST_ENTRY_CASES += [(50, {"window": 15, "positions": torch.arange(90) // 2}), (0, {"window": 40})]
 LAST_ENTRIES = list(itertools.product(("table", "shaw", "xl"), range(9)))
 
