@@ -754,7 +754,7 @@ KERNELS = ("forward", "dq", "dkdv", "sweep")
 # KERNELS. sm_90: and newer data-centre cards; small: cards with 99 KiB of shared memory.
 TILES = {
     ("sm_80", 64): ((128, 32, 4, 3), (128, 64, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2)),
-    ("sm_80", 128): ((64, 64, 4, 2), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 4, 2)),
+    ("sm_80", 128): ((64, 64, 4, 2), (128, 32, 8, 3), (16, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_90", 64): ((128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_90", 128): ((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2)),
     ("small", 64): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1), (32, 32, 4, 2)),
@@ -822,12 +822,13 @@ def visited(docs, positions, window, sinks, Tq, Tk, m, causal, BM, BN, of_keys, 
     found = []
     for part in rows.split(max(1, TILES_AT_ONCE // len(columns))):
         i, j = (columns, part) if of_keys else (part, columns)
-        tiles = classify_tiles(docs, positions, window, sinks, m, causal, i, j)
+        some, whole, clipped = classify_tiles(docs, positions, window, sinks, m, causal, i, j)
         if of_keys:
-            tiles = [x.mT for x in tiles]
-        found.append(find_segments(*tiles, of_keys))
-    found = torch.cat(found, 1).int()
-    return torch.nn.functional.pad(found, (0, 6))
+            some, whole, clipped = some.mT, whole.mT, clipped.mT
+        # tokens past the end: what is computed for them in a row is not stored
+        is_full = columns[:, -1] - columns[:, 0] == columns.shape[1] - 1
+        found.append(find_segments(some, whole & is_full, clipped & is_full, of_keys))
+    return torch.nn.functional.pad(torch.cat(found, 1).int(), (0, 6))
 
 
 def block_ranges(x, i, j):
@@ -847,7 +848,6 @@ def classify_tiles(docs, positions, window, sinks, m, causal, i, j):
     i_min, i_max, j_min, j_max = block_ranges(None, i, j)
     some = (j_min <= i_max) | (not causal)
     whole = (j_max <= i_min) | (not causal)
-    whole = whole & (i_max - i_min == i.shape[1] - 1) & (j_max - j_min == j.shape[1] - 1)
     if window:
         q_min, q_max, k_min, k_max = block_ranges(positions, i, j)
         near = (q_min - window < k_max) & (k_min < q_max + window)
