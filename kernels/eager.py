@@ -328,12 +328,10 @@ class _Call:
             self.distant = [
                 F.pad(x, (0, 1), value=w) for x, w in zip(self.distant, (weight, 0, 0), strict=True)
             ]
-        # of the n queries of a chunk, one row below the other: (H or 1, n, distances)
-        self.near_table = self.table[:, 1:].unfold(1, self.table.shape[1] - self.n, 1).flip(1)
 
     def chunks(self):
-        """Yield rows of queries, their near keys, slices of near_table and of the falling distances
-        for these, and the distant keys.
+        """Yield rows of queries, their near keys, the falling distances to these, and distant keys,
+        all as slices.
         """
         Tq, n = self.q.shape[2], self.n
         for i in range(0, Tq, n):
@@ -341,18 +339,19 @@ class _Call:
             first = self.mask.q_start + i
             seen = self.mask.range_of(rows)
             start = max(seen.start, first - self.reach + 1)
-            column = self.reach - 1 - first + start
-            columns = slice(column, column + seen.stop - start)
-            falling = slice(column + n + 1 - (rows.stop - i), columns.stop + n)
-            yield rows, slice(start, seen.stop), columns, falling, slice(seen.start, start)
+            # The first is from the last query to the first key; that of index 0 is reach + n - 1.
+            index = self.reach + n - (first + rows.stop - i - start)
+            falling = slice(index, index + rows.stop - i + seen.stop - start - 1)
+            yield rows, slice(start, seen.stop), falling, slice(seen.start, start)
 
-    def near_scores(self, rows, near, columns, falling):
+    def near_scores(self, rows, near, falling):
         """Explicit scores (B, H, n, near)."""
         q = self.q[:, :, rows] * self.scale
         scores = q @ self.k[:, :, near].mT
-        scores += self.near_table[:, : q.shape[2], columns]
+        n_keys = scores.shape[3]
+        scores += self.table[:, falling].unfold(1, n_keys, 1).flip(1)  # one row below the other
         if self.keys is not None:
-            scores += _distances_to_keys(q @ self.keys[:, falling].mT, scores.shape[3])
+            scores += _distances_to_keys(q @ self.keys[:, falling].mT, n_keys)
         if self.hides:
             seen, _ = self.mask.visible(rows, near, q.device)
             scores.masked_fill_(~seen, float("-inf"))
@@ -384,9 +383,9 @@ def _attend_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp."""
     call = _Call(tensors, sizes, scale, tensors[8] is not None)
-    y, lse = _empty_outputs(call.q)
-    for rows, near, columns, falling, distant in call.chunks():
-        p = call.near_scores(rows, near, columns, falling)
+    y, lse = _zero_outputs(call.q)
+    for rows, near, falling, distant in call.chunks():
+        p = call.near_scores(rows, near, falling)
         unit = p.amax(-1, keepdim=True)
         p = p.sub_(unit).exp_()
         part = p @ call.v[:, :, near]
@@ -401,11 +400,8 @@ def _attend_forward(
             if is_blind is not None:
                 far_lse.masked_fill_(is_blind, float("-inf"))
             total = torch.logaddexp(total, far_lse)
-            part *= (unit - total).exp()[..., None]
-            part += far[..., : y.shape[-1]] * (far_lse - total).exp()[..., None]
-        else:
-            part *= (unit - total).exp()[..., None]
-        y[:, :, rows] = part
+            y[:, :, rows] = far[..., : y.shape[-1]] * (far_lse - total).exp()[..., None]
+        y[:, :, rows] += part * (unit - total).exp()[..., None]
         lse[:, :, rows] = total
     return y, lse
 
@@ -420,20 +416,19 @@ def _attend_backward(
     dq, dk, dv, distant_dk, distant_dv, dtable, dkeys, dvalues = grads
     distant_dk = dk if distant_dk is None else distant_dk
     distant_dv = dv if distant_dv is None else distant_dv
-    near_dtable = torch.zeros_like(call.near_table)
     D = y.shape[-1]
     out, dout = y, dy
     if call.distant[0].shape[-1] > D:
         # flash attention subtracts dout out from the products of dout and v: add that of the lse
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         out, dout = torch.cat((y, -dlse[..., None]), -1), F.pad(dy, (0, 1), value=1.0)
-    for rows, near, columns, falling, distant in call.chunks():
+    for rows, near, falling, distant in call.chunks():
         q, g, total = call.q[:, :, rows], dy[:, :, rows], lse[:, :, rows]
         k, v = call.k[:, :, near], call.v[:, :, near]
         # the gradient of what all scores of a query have in common
         rest = torch.zeros_like(total) if dlse is None else dlse[:, :, rows]
         delta = (g * y[:, :, rows]).sum(-1) - rest
-        p = call.near_scores(rows, near, columns, falling).sub_(total[..., None]).exp_()
+        p = call.near_scores(rows, near, falling).sub_(total[..., None]).exp_()
         ds = g @ v.mT
         if dvalues is not None:
             ds += _distances_to_keys(g @ call.values[:, falling].mT, ds.shape[3])
@@ -441,7 +436,7 @@ def _attend_backward(
         ds.sub_(delta[..., None]).mul_(p)
         if table_grad:
             rest = rest - ds.sum(-1)
-            near_dtable[:, : ds.shape[2], columns] += _sum_to(ds, dtable)
+            dtable[:, falling] += _keys_to_distances(_sum_to(ds, dtable)).sum(1)
         ds *= scale
         dv[:, :, near] += p.mT @ g
         dk[:, :, near] += ds.mT @ q
@@ -462,7 +457,6 @@ def _attend_backward(
             if table_grad:
                 rest = rest if is_blind is None else rest.masked_fill(is_blind, 0)
                 dtable[:, :1] += _sum_to(rest, dtable).sum(1, keepdim=True)
-    dtable[:, 1:] += _keys_to_distances(near_dtable).sum(1)
     return [x for x in grads if x is not None]
 
 
@@ -471,10 +465,10 @@ def _sum_to(x, like):
     return x.sum(0) if len(like) > 1 else x.sum((0, 1))[None]
 
 
-def _empty_outputs(q):
+def _zero_outputs(q):
     """The output, a view of (B, T, H, D), and the log-sum-exp (B, H, T)."""
     B, H, T, D = q.shape
-    return q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(B, H, T)
+    return q.new_zeros(B, T, H, D).transpose(1, 2), q.new_zeros(B, H, T)
 
 
 _forward_operator = torch.library.custom_op(
@@ -487,7 +481,7 @@ _backward_operator = torch.library.custom_op(
 
 @_forward_operator.register_fake
 def _(tensors, sizes, scale):
-    return _empty_outputs(tensors[0])
+    return _zero_outputs(tensors[0])
 
 
 @_backward_operator.register_fake
