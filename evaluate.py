@@ -336,6 +336,15 @@ def check_writable(file):
         path.resolve().unlink()  # of a link, what it leads to
 
 
+def choose_dtype(models, cfg, device):
+    """Choose the dtype of matrix products, of the weights, and what computes attention in it."""
+    dtype = devices.pick_dtype(cfg.dtype, device)
+    for model in models.values():
+        devices.set_weights_dtype(model, cfg.weights, dtype)
+        check.choose_kernels(model, device, dtype)
+    return dtype
+
+
 def origins(models, texts, dtype, device):
     """Return what the records of each checkpoint came from: name -> fields."""
     fields = {"dtype": str(dtype).removeprefix("torch."), "device": devices.device_name(device)}
@@ -449,10 +458,7 @@ def evaluate(cfg, given, paths, writes):
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
-    dtype = devices.pick_dtype(cfg.dtype, device)
-    for model in models.values():
-        devices.set_weights_dtype(model, cfg.weights, dtype)
-        check.choose_kernels(model, device, dtype)
+    dtype = choose_dtype(models, cfg, device)
     if cfg.task == "loss":
         check_texts(models, cfg)
     require(

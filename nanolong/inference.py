@@ -311,7 +311,7 @@ def make_decoding_step(model, cache, pos, docs, compiled):
     step = FixedShapeStep(model, cache, pos, docs)
     run = torch.compile(step.run, fullgraph=True)
     try:
-        run(torch.zeros_like(cache.tokens[:, :1]))
+        run(cache.tokens.new_zeros(len(cache.tokens), 1))
     except torch._dynamo.exc.Unsupported as error:
         name = type(model.pos).__name__
         problem = f"the decoding step of {name} cannot be compiled: leave out --compile"
@@ -373,7 +373,7 @@ class FixedShapeStep:
     def capture(self, compiled):
         """Capture run() as a CUDA graph, which replay() launches."""
         run = torch.compile(self.run, fullgraph=True) if compiled else self.run
-        self.tokens = torch.zeros_like(self.cache.tokens[:, :1])
+        self.tokens = self.cache.tokens.new_zeros(len(self.cache.tokens), 1)
         self.graph = torch.cuda.CUDAGraph()
         # Run it twice on a side stream, so that everything is compiled before the capture.
         stream = torch.cuda.Stream()

@@ -1,7 +1,7 @@
 """kernels/check.py: the faults that it finds, also in bfloat16, and what happens then.
 
-The kernels here are plain PyTorch, until a test breaks them. tests/interpreted/test_check.py has
-the real ones.
+The kernels here are plain PyTorch, until a test breaks them. The real ones pass in
+tests/interpreted/test_check_of_kernels.py.
 """
 
 import json

@@ -1,0 +1,42 @@
+"""kernels/check.py with the real kernels: they pass by far, and a broken launch is found.
+
+tests/test_kernels.py runs this file in a process with TRITON_INTERPRET=1; on a GPU it runs, too.
+tests/test_check.py has the faults that have to be found.
+"""
+
+import pytest
+import torch
+from kernel_cases import in_levels
+
+import kernels
+from kernels import check, decode
+from model import GPT, GPTConfig
+
+DEVICE = torch.empty(0).device  # of this run
+CASES = [("t5", {}, torch.bfloat16)]
+WINDOW = {"window": 50, "sinks": 4, "layer_pattern": "FW"}
+for dtype in (torch.bfloat16, torch.float32):
+    CASES += [(pos, WINDOW, dtype) for pos in ("rope", "t5", "xl", "shaw")]
+
+
+def make_model(pos, settings):
+    return GPT(GPTConfig(pos=pos, n_head=2, n_kv_head=1, head_dim=16, **settings))
+
+
+@pytest.mark.parametrize("pos, settings, dtype", in_levels(CASES, n_fast=1, n_slow=1), ids=str)
+def test_kernels_pass_with_half_of_what_is_allowed(pos, settings, dtype):
+    model = make_model(pos, settings)
+    for name, difference, allowed in check.compare(model, DEVICE, dtype, bool(settings), False):
+        assert 2 * difference <= allowed, (name, difference, allowed)
+
+
+@pytest.mark.slow
+def test_a_broken_launch_of_the_decoding_kernel_is_found(monkeypatch):
+    right = decode.attention
+
+    def wrong(*arguments, scale, **options):
+        return right(*arguments, scale=1.05 * scale, **options)
+
+    monkeypatch.setattr(decode, "attention", wrong)
+    fault = check.find_fault(make_model("t5", {}), DEVICE, torch.bfloat16, False, False)
+    assert fault.startswith("a decoding step differs by ") and kernels.triton_runs(DEVICE)
