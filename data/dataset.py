@@ -42,10 +42,8 @@ class Split:
 
     A sequence of `length` targets lies within one file. bos: an id that is put before every
     sequence, so that the first token of text is a target too; as a target it is not scored (-1).
-    None: the inputs start with a token of the text, and the targets are one token further on.
-
-    tokens: one array for each file. starts: the token of the file at which that array begins, which
-    is 0 unless documents were selected.
+    None: the inputs start with a token of the text. tokens: an array for each file, or for each
+    document that was selected, which begins at the token `starts` of its file.
     """
 
     def __init__(self, files, vocab_size: int, bos: int | None):
@@ -81,12 +79,11 @@ class Split:
     def require_length(self, length):
         """Raise UserError unless there is a sequence of this length."""
         require(self.files, "no training document is as long as --min_doc: lower it")
-        require(
-            self.n_sequences(length).any(),
-            f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for "
-            f"a sequence of {length}: prepare more text, or choose a shorter --block_size (or a "
-            "smaller --factor)",
+        what = (
+            f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for"
         )
+        remedy = "prepare more text, or choose a shorter --block_size (or a smaller --factor)"
+        require(self.n_sequences(length).any(), f"{what} a sequence of {length}: {remedy}")
 
     # Sequences: inputs and targets, int64 (length,) each
 
@@ -104,9 +101,8 @@ class Split:
     def training_location(self, index, length, seed):
         """Find sequence `index` of a training run, as locate().
 
-        Every epoch visits each of its sequences once, in an order and from an offset that depend on
-        (seed, epoch). An epoch has as many as the offset that leaves the fewest, which is the last;
-        a text that is too short for an offset is read without one.
+        An epoch visits each of its sequences once, in an order and from an offset that depend on
+        (seed, epoch): as many as the last offset leaves; a text too short for it has none.
         """
         fewest = int(sequence_ends(self, length, length - 1)[-1])
         per_epoch = fewest or int(sequence_ends(self, length, 0)[-1])
@@ -151,11 +147,10 @@ class Split:
         """Read tokens of a file as int64. Raises LocalError for one outside the vocabulary."""
         tokens = np.asarray(self.tokens[file][start:stop], np.int64)
         if tokens.max() >= self.vocab_size:
-            worst = int(tokens.argmax())
+            place = self.starts[file] + start + int(tokens.argmax())
             raise LocalError(
-                f"{self.files[file]}: token {self.starts[file] + start + worst} is {tokens[worst]},"
-                f" outside the vocabulary of {self.vocab_size}, so the file was made with another "
-                "tokenizer: prepare it again"
+                f"{self.files[file]}: token {place} is {tokens.max()}, outside the vocabulary of "
+                f"{self.vocab_size}, so another tokenizer made the file: prepare it again"
             )
         return tokens
 
@@ -225,6 +220,8 @@ class Text:
     n_bytes      how many bytes the text has in its files, or None
     """
 
+    n_bytes = None
+
     @functools.cached_property
     def bytes_scale(self):
         """The bytes of the text for each byte that its tokens stand for: not 1 if the tokenizer
@@ -244,10 +241,13 @@ class Text:
 
     def bytes_of_tokens(self, tokens):
         """Count the bytes that token ids stand for in the vocabulary."""
-        counts = np.bincount(tokens, minlength=self.tokenizer.vocab_size)
+        lengths = self.tokenizer.byte_lengths
+        n_bytes = 0
+        for start in range(0, len(tokens), 1 << 20):  # a large file at once would fill the memory
+            n_bytes += lengths.take(tokens[start : start + (1 << 20)], mode="clip").sum()
         # what the tokenizer has put before the documents is not theirs
         n_documents = (tokens[:-1] == self.separator).sum()
-        return int(counts @ self.tokenizer.byte_lengths - n_documents * self.tokenizer.added_bytes)
+        return int(n_bytes - n_documents * self.tokenizer.added_bytes)
 
 
 class TextFile(Text):
@@ -367,14 +367,21 @@ class Dataset(Text):
     def long_fraction(self, length, max_tokens=1 << 28):
         """Return the fraction of training tokens in documents of at least `length` tokens.
 
-        Of a large dataset only the first files count, up to the one that exceeds max_tokens.
+        Only the first files count, up to the one that exceeds max_tokens.
         """
-        sizes = []
-        for tokens in self.train.tokens:
-            sizes += [stop - start for start, stop in find_documents(tokens, self.separator)]
-            if sum(sizes) > max_tokens:
-                break
-        return sum(size for size in sizes if size >= length) / max(1, sum(sizes))
+        found = []
+        for source in self.sources:
+            sizes = []
+            for tokens in source.train.tokens:
+                sizes += [stop - start for start, stop in find_documents(tokens, self.separator)]
+                if sum(sizes) > max_tokens:
+                    break
+            found.append(sum(size for size in sizes if size >= length) / max(1, sum(sizes)))
+        return self.weigh(found)
+
+    def weigh(self, values):
+        """The mean of values of the sources, weighted by their fractions."""
+        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
 
     def document_ids(self, x):
         """Number the documents of inputs (B, T): (B, T), or None unless they are kept separate."""
@@ -496,10 +503,6 @@ class Mixture(Dataset):
         self.separate = self.sources[0].separate
         self.train = join([source.train for source in self.sources])
 
-    def long_fraction(self, length):
-        """Return the fraction of training tokens in documents of at least `length` tokens."""
-        return self.weigh(source.long_fraction(length) for source in self.sources)
-
     def training_sequence(self, index, length, seed, max_position, tasks):
         """Read sequence `index` of a training run: inputs, targets, positions or None."""
         source = self.sources[self.source_of(index, seed)]
@@ -511,7 +514,7 @@ class Mixture(Dataset):
         return int(np.searchsorted(ends, generator(seed, index, 1).random(), "right"))
 
     def combine(self, evaluations):
-        """Combine the evaluations of the sources: their mean, weighted by the fractions.
+        """The mean of the evaluations of the sources, weighted by the fractions.
 
         evaluations: an iterable of {"val_loss", ...}, read up to the first None, which is returned.
         Bits per byte are those of a text with these fractions of its tokens.
@@ -527,10 +530,4 @@ class Mixture(Dataset):
         if all(bits):
             sizes = self.weigh(a / b for a, b in zip(losses, bits, strict=True))
             combined["val_bits_per_byte"] = combined["val_loss"] / sizes
-        for label, loss in zip(self.labels, losses, strict=True):
-            combined[f"val_loss_{label}"] = loss
-        return combined
-
-    def weigh(self, values):
-        """The mean of values of the sources, weighted by their fractions."""
-        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
+        return combined | dict(zip((f"val_loss_{x}" for x in self.labels), losses, strict=True))
