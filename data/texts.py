@@ -246,8 +246,8 @@ def build(name, files, source, tokenizer="bytes", vocab_size=4096, val_fraction=
     texts = Texts(files, source, tokenizer == "bytes", val_fraction)
     tokenizer = make_tokenizer(tokenizer, texts, vocab_size)
     about = {"source": source, "files": len(texts.files)}
-    # each split reads what is before it
-    with texts.progress("encoding", 2 * sum(texts.sizes)) as bar:
+    # of few documents validation reads what is before it, too
+    with texts.progress("encoding", sum(texts.sizes) * (1 + texts.are_few)) as bar:
         splits = {split: texts.documents(split, bar) for split in ("train", "val")}
         n_tokens = write_dataset(folder, tokenizer, splits, about)
     share = n_tokens["val"] / sum(n_tokens.values())
