@@ -36,14 +36,15 @@ The text is the validation text of --dataset, of the dataset that a checkpoint w
 compared by bits per byte, which is loss * tokens / bytes / ln 2 of a record: "bytes" is the UTF-8
 text that the scored tokens stand for.
 
---task=needle hides a passkey of three digits in filler text, at a depth from 0 (the start) to 1
-(the end), and asks for it at the end of the prompt. A trial succeeds when every digit has the
-highest probability given the correct digits before it (teacher forcing), so nothing is sampled and
-guessing succeeds once in 1,000 trials. The control has no passkey in its prompt.
+--task=needle hides a number of three digits in filler text (of seven, if the vocabulary is larger
+than 512), at a depth from 0 (the start) to 1 (the end), and asks for it at the end of the prompt. A
+trial succeeds when every digit has the highest probability given the correct digits before it
+(teacher forcing), so nothing is sampled and guessing succeeds once in 900 trials. The control has
+no needle in its prompt.
 
 --task=ruler asks for what is hidden in prompts like those of RULER (2404.06654), by the same rule:
-one value (niah), one of several (multikey), several (multivalue, multiquery), all names of a value
-(vt, variable tracking), and the words that are frequent in a list (cwe, fwe). Besides the fraction
+one value (niah), one of several (multikey), all names of a value (vt, variable tracking), and the
+most frequent words of a list (fwe). Besides the fraction
 of prompts in which all answers are right it measures the nats of the answer, and what the needles
 save of them against the same prompt without them (the gain); this separates models that never
 answer right. The scores are not those that are published for RULER.
@@ -68,8 +69,6 @@ from typing import Literal, get_args
 
 import torch
 
-import data
-from kernels import check
 from model import GPT, POSITIONS
 from nanolong import (
     curves,
@@ -97,7 +96,7 @@ AnyProtocol = Literal[
     "last-tokens",
     "key-tokens",
 ]
-RulerTask = Literal["niah", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe"]
+RulerTask = Literal["niah", "multikey", "vt", "fwe"]
 
 # With fewer sequences than this the choice of the text decides how two lengths compare.
 MIN_SEQUENCES = 8
@@ -129,18 +128,7 @@ class EvaluateConfig:
     min_key_tokens: int = 1000  # key-tokens: with fewer of them no loss is given
     # [needle, ruler]
     depths: int = 5  # needle: number of depths, from the start to the end
-    # ruler: the tasks
-    ruler: tuple[RulerTask, ...] = (
-        "niah",
-        "multikey",
-        "multivalue",
-        "multiquery",
-        "vt",
-        "cwe",
-        "fwe",
-    )
-    # ruler: short words and values, or those of the paper; auto: small if a token is a character
-    prompt_size: Literal["auto", "small", "paper"] = "auto"
+    ruler: tuple[RulerTask, ...] = ("niah", "multikey", "vt", "fwe")  # ruler: the tasks
     # prompts for each length and depth, or each length and task; 0: 64, of ruler 20
     trials: int = 0
     # [output]
@@ -206,9 +194,7 @@ def load_judge(cfg, models):
             f"the judge {cfg.judge} and the checkpoints have different vocabularies: give a "
             "--judge with their tokenizer"
         )
-    dtype = devices.pick_dtype(cfg.dtype, device)
-    check.choose_kernels(judge, device, dtype)
-    return key_tokens.Judge(judge, cfg.short_context, dtype)
+    return key_tokens.Judge(judge, cfg.short_context, devices.pick_dtype(cfg.dtype, device))
 
 
 def plan_loss(name, model, text, cfg, lengths, length, protocols, fields, judge):
@@ -336,15 +322,6 @@ def check_writable(file):
         path.resolve().unlink()  # of a link, what it leads to
 
 
-def choose_dtype(models, cfg, device):
-    """Choose the dtype of matrix products, of the weights, and what computes attention in it."""
-    dtype = devices.pick_dtype(cfg.dtype, device)
-    for model in models.values():
-        devices.set_weights_dtype(model, cfg.weights, dtype)
-        check.choose_kernels(model, device, dtype)
-    return dtype
-
-
 def origins(models, texts, dtype, device):
     """Return what the records of each checkpoint came from: name -> fields."""
     fields = {"dtype": str(dtype).removeprefix("torch."), "device": devices.device_name(device)}
@@ -395,7 +372,8 @@ def plot_records(records, models, cfg, lengths, scored, unit):
     trained_at = " or ".join(f"{length:,}" for length in original)
     title = f"Trained at {trained_at} tokens, evaluated at up to {max(lengths):,}"
     if cfg.task == "needle":
-        chance = 10**-data.DIGITS
+        tokenizers = [retrieval.tokenizer_of(name, model) for name, model in models.items()]
+        chance = f"1 in {9 * 10 ** (min(map(retrieval.count_digits, tokenizers)) - 1):,}"
         trials = cfg.trials or retrieval.NEEDLE_TRIALS
         caption = f"{trials} prompts per cell, teacher-forced; chance is {chance}"
         plots.plot_needle_heatmaps(records, lengths, cfg.plot, caption, title=title)
@@ -458,7 +436,9 @@ def evaluate(cfg, given, paths, writes):
     device = devices.pick_device(cfg.device)
     entry.load_entries(cfg.entry, POSITIONS)
     models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
-    dtype = choose_dtype(models, cfg, device)
+    dtype = devices.pick_dtype(cfg.dtype, device)
+    for model in models.values():
+        devices.set_weights_dtype(model, cfg.weights, dtype)
     if cfg.task == "loss":
         check_texts(models, cfg)
     require(

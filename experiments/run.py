@@ -211,7 +211,7 @@ def measures_of(flags):
     if task == "needle":
         names = [f"needle {number / 4:g}" for number in range(5)] + ["needle", "needle control"]
     elif task == "ruler":
-        every = "niah,multikey,multivalue,multiquery,vt,cwe,fwe"
+        every = "niah,multikey,vt,fwe"
         kinds = given.get("--ruler", every).split(",")
         names = [f"{kind} {field}" for kind in kinds for field in ("accuracy", "nats", "gain")]
     else:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from nanolong import devices
 from nanolong.errors import UserError, require
 
 
@@ -106,7 +107,9 @@ def concatenate(old, new):
 # Generation.
 
 
-def generate(model, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled):
+def generate(
+    model, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p=0.0
+):
     """Do what GPT.generate() promises; what cannot be generated is refused at once."""
     given = f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}"
     fits = max_new_tokens >= 0 and 0 <= temperature < math.inf and top_k >= 0
@@ -117,7 +120,7 @@ def generate(model, tokens, max_new_tokens, temperature, top_k, top_p, generator
     n = len(generator) if isinstance(generator, list | tuple) else len(prompts)
     problem = f"there are {n} generators for {len(prompts)} prompts"
     require(n == len(prompts), f"{problem}: give one for each, or a single one")
-    sampling = (temperature, top_k, top_p, generator)
+    sampling = (temperature, top_k, top_p, generator, min_p)
     return generate_tokens(model, prompts, max_new_tokens, sampling, compiled)
 
 
@@ -146,6 +149,7 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
     # is as the caller has it, who may be training it.
     with evaluation_mode(modules):
         logits = compute_logits(model, tokens, pos, docs, cache)
+    devices.check_logits(logits)
     next_token = sample_token(logits, *sampling)
     yield next_token
 
@@ -162,6 +166,8 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
                 logits = compute_logits(model, next_token, pos, docs, cache)
             else:
                 logits = step(next_token)
+        if logits.is_cpu:  # a GPU would be waited for once more at every token
+            devices.check_logits(logits)
         next_token = sample_token(logits, *sampling)
         yield next_token
 
@@ -194,7 +200,7 @@ def compute_logits(model, tokens, pos, docs, cache):
     return model.head(model.hidden_states(tokens, pos, docs, cache)[:, -1]).float()
 
 
-def sample_token(logits, temperature, top_k, top_p, generator):
+def sample_token(logits, temperature, top_k, top_p, generator, min_p=0.0):
     """Sample a token for each row of logits (B, V), float32: int64 (B, 1).
 
     generator: one, or a list of one for each row. Only top_p without top_k sorts the vocabulary.
@@ -210,6 +216,8 @@ def sample_token(logits, temperature, top_k, top_p, generator):
     if top_p < 1:
         mass_before = p.cumsum(-1) - p  # of the more likely tokens
         p = torch.where(mass_before < top_p, p, 0.0)
+    if min_p > 0:
+        p = torch.where(p < min_p * p.amax(-1, keepdim=True), 0.0, p)
     if isinstance(generator, list | tuple):
         rows = zip(p, generator, strict=True)
         choice = torch.cat([torch.multinomial(row[None], 1, generator=g) for row, g in rows])

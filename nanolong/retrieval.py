@@ -1,4 +1,4 @@
-"""Retrieval from synthetic prompts: a hidden passkey, and tasks as in RULER (2404.06654)."""
+"""Retrieval from synthetic prompts: a needle by its depth, and tasks as in RULER (2404.06654)."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ from nanolong.evaluation.loss import BATCH_TOKENS, evaluation_mode
 from nanolong.evaluation_log import Measurement, measure_all
 from nanolong.scoring import have_different_vocabularies
 
-# Prompts for each cell, by default: of a passkey, and of the other tasks, which cost more.
+# Prompts for each cell, by default: of a needle, and of the tasks, which cost more.
 NEEDLE_TRIALS = 64
 RULER_TRIALS = 20
 
@@ -38,6 +38,7 @@ def answer_prompts(model, prompts, device, seed=0):
     hidden_states = model.hidden_states(part["tokens"], part["positions"])
     last = parallel.gather_tokens(hidden_states[:, -n_answer:], dim=1)[:, -n_answer:]
     logits = model.head(last).float()  # (B, n_answer, V)
+    devices.check_logits(logits)
     answer = y[:, -n_answer:]
     correct = (logits.argmax(-1) == answer) | (answer < 0)
     losses = F.cross_entropy(
@@ -47,23 +48,20 @@ def answer_prompts(model, prompts, device, seed=0):
 
 
 # -----------------------------------------------------------------------------
-# Needle: a passkey hidden in filler text
+# Needle: the task niah, by the depth at which the key stands
 
 
 def ask_for_needles(model, tokenizer, length, depth, trials, seed, bos, dtype, hidden):
-    """Ask for passkeys; arguments are those of find_needle(). Returns as answer_prompts()."""
+    """Ask for needles; arguments are those of find_needle(). Returns as answer_prompts()."""
     if tokenizer is None:
         raise UserError(
             "find_needle() has no tokenizer to write prompts with: give that of the model, "
             'data.tokenizer_from_json(model.meta["tokenizer"])'
         )
-    entropy = [seed, length, round(depth * 1e6), hidden]
-    rng = np.random.Generator(np.random.PCG64(entropy))
     prompts = []
-    for _ in range(trials):
-        inputs, targets = data.passkey(tokenizer, length, depth, rng, bos, hidden)
-        targets[: -data.DIGITS] = -1
-        prompts.append((inputs, targets))
+    for sample in range(trials):
+        what = ("niah", tokenizer, length, seed, sample, bos, hidden, depth)
+        prompts.append(data.make_document(*what))
     batch_size = max(1, BATCH_TOKENS // length)
     correct, nats = [], []
     with evaluation_mode(model, dtype) as device:
@@ -77,15 +75,20 @@ def ask_for_needles(model, tokenizer, length, depth, trials, seed, bos, dtype, h
 def find_needle(
     model, tokenizer, length, depth, trials=64, seed=1, bos=None, dtype=torch.float32, hidden=True
 ):
-    """Ask for a passkey hidden at a depth from 0 to 1, in prompts of `length` tokens.
+    """Ask for a value that stands at a depth from 0 to 1, in prompts of `length` tokens.
 
     Returns two floats: the fraction of trials in which all digits had the highest probability, and
-    the mean loss in nats per digit. hidden=False leaves the passkey out of the prompt (control).
+    the mean loss in nats per digit. hidden=False leaves the needle out of the prompt (control).
     """
     correct, nats = ask_for_needles(
         model, tokenizer, length, depth, trials, seed, bos, dtype, hidden
     )
-    return sum(correct) / trials, sum(nats) / trials / data.DIGITS
+    return sum(correct) / trials, sum(nats) / trials / count_digits(tokenizer)
+
+
+def count_digits(tokenizer):
+    """Return how many digits a value has."""
+    return data.DIGITS[data.size_of(tokenizer)]
 
 
 def plan_needle(name, model, tokenizer, cfg, length, depth):
@@ -96,16 +99,14 @@ def plan_needle(name, model, tokenizer, cfg, length, depth):
 
     def find():
         dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-        # Nothing is hidden in the control, whose depth only seeds its prompts.
-        hidden = depth is not None
-        place = depth if hidden else 0.5
         bos = model.meta.get("bos")
+        hidden = depth is not None
         correct, nats = ask_for_needles(
-            model, tokenizer, length, place, trials, cfg.seed, bos, dtype, hidden
+            model, tokenizer, length, depth, trials, cfg.seed, bos, dtype, hidden
         )
         accuracy = intervals.fraction_interval(correct)
         found = {**record, "accuracy": accuracy.pop("mean"), **accuracy}
-        nll = intervals.mean_interval([total / data.DIGITS for total in nats])
+        nll = intervals.mean_interval([total / count_digits(tokenizer) for total in nats])
         return [{**found, "nll": nll["mean"], "nll_low": nll["low"], "nll_high": nll["high"]}]
 
     return Measurement([record], find, trials * length * devices.flops_per_token(model, length))
@@ -117,7 +118,7 @@ def plan_needles(models, cfg, lengths):
     measurements = []
     for name, model in models.items():
         tokenizer = tokenizer_of(name, model)
-        note_untrained(name, model, ("passkey",))
+        note_untrained(name, model, tokenizer, ("niah",))
         for length, depth in product(lengths, (*depths, None)):
             measurements.append(plan_needle(name, model, tokenizer, cfg, length, depth))
     return measurements
@@ -139,11 +140,12 @@ def tokenizer_of(name, model):
     return tokenizer
 
 
-def note_untrained(name, model, kinds):
+def note_untrained(name, model, tokenizer, kinds):
     """Print a note if a small model never saw documents of one of these kinds in training."""
-    trained_on = data.task_fractions((model.meta.get("train") or {}).get("tasks") or [])
+    tasks = (model.meta.get("train") or {}).get("tasks") or []
+    trained_on = [task.partition(":")[0] for task in tasks]
     missing = [kind for kind in kinds if kind not in trained_on]
-    if missing:
+    if missing and data.size_of(tokenizer) == "small":
         note(
             f"{name} was not trained on {', '.join(missing)} documents (train.py "
             f"--tasks={missing[0]}:0.1), so it may not know the question"
@@ -157,35 +159,25 @@ def note_untrained(name, model, kinds):
 def plan_ruler_prompt(name, model, tokenizer, cfg, length, kind, sample):
     """Return the Measurement of one prompt of a task.
 
-    "gain" is what the needles save of the answer's nats, "gain_alone" that without distractors.
+    "gain" is what the needles save of the answer's nats.
     """
-    size = cfg.prompt_size
-    if size == "auto":
-        size = data.default_size(tokenizer)
     record = {"checkpoint": name, "task": "ruler", "length": length, "kind": kind}
-    record.update(sample=sample, size=size, seed=cfg.seed)
-    has_distractors = kind in data.WITH_DISTRACTORS
+    record.update(sample=sample, size=data.size_of(tokenizer), seed=cfg.seed)
 
-    def ask(**parts):
+    def ask(needles):
         dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-        prompt = data.ruler_prompt(
-            kind, tokenizer, length, cfg.seed, sample, size, model.meta.get("bos"), **parts
-        )
+        what = (kind, tokenizer, length, cfg.seed, sample, model.meta.get("bos"), needles)
+        prompt = data.make_document(*what)
         with evaluation_mode(model, dtype) as device:
-            found = answer_prompts(model, [(prompt.inputs, prompt.targets)], device, cfg.seed)
+            found = answer_prompts(model, [prompt], device, cfg.seed)
         return found[0][0], found[1][0]
 
     def find():
-        correct, nats = ask()
-        found = {**record, "correct": correct, "nats": nats}
-        found["gain"] = ask(needles=False)[1] - nats
-        if has_distractors:
-            alone = ask(distractors=False)[1]
-            found["gain_alone"] = ask(needles=False, distractors=False)[1] - alone
-        return [found]
+        correct, nats = ask(needles=True)
+        gain = ask(needles=False)[1] - nats
+        return [{**record, "correct": correct, "nats": nats, "gain": gain}]
 
-    n_passes = 4 if has_distractors else 2
-    flops = n_passes * length * devices.flops_per_token(model, length)
+    flops = 2 * length * devices.flops_per_token(model, length)
     return Measurement([record], find, flops, brief=True)
 
 
@@ -194,8 +186,7 @@ def plan_ruler(models, cfg, lengths):
     measurements = []
     for name, model in models.items():
         tokenizer = tokenizer_of(name, model)
-        if data.default_size(tokenizer) == "small":
-            note_untrained(name, model, cfg.ruler)
+        note_untrained(name, model, tokenizer, cfg.ruler)
         samples = range(cfg.trials or RULER_TRIALS)
         for length, kind, sample in product(lengths, cfg.ruler, samples):
             planned = plan_ruler_prompt(name, model, tokenizer, cfg, length, kind, sample)
@@ -206,10 +197,9 @@ def plan_ruler(models, cfg, lengths):
 def summarise_ruler(records, same_prompts=True):
     """Return a record for every checkpoint, task and length, with intervals over the prompts.
 
-    "accuracy", "nats" and "gain" are intervals; "recovery", of tasks with distractors, is the gain
-    among distractors as a fraction of the gain alone, None if that is below one nat. "difference"
-    is the nats of the answer minus those of the first checkpoint, from the differences of the same
-    prompts; same_prompts: whether the checkpoints have the same, which takes the same vocabulary.
+    "accuracy", "nats" and "gain" are intervals. "difference" is the nats of the answer minus those
+    of the first checkpoint, from the differences of the same prompts; same_prompts: whether the
+    checkpoints have the same, which takes the same vocabulary.
     """
     cells = {}
     for record in records:
@@ -229,11 +219,6 @@ def summarise_ruler(records, same_prompts=True):
             differences = [a - b for a, b in zip(nats, first, strict=True)]
             summary["difference"] = intervals.mean_interval(differences)
         summary["gain"] = intervals.mean_interval(gains)
-        if kind in data.WITH_DISTRACTORS:
-            alone = [prompt["gain_alone"] for prompt in prompts]
-            # below a nat the model finds nothing, and the ratio can be anything
-            has_gain = sum(alone) >= len(alone)
-            summary["recovery"] = intervals.ratio_interval(gains, alone) if has_gain else None
         summaries.append(summary)
     return summaries
 

@@ -76,6 +76,8 @@ def bytes_by_part(dataset, length, sequences):
             if split.bos is not None:
                 starts_document[0, 0] = sequence[1] == 0
             n_bytes -= added_bytes * (scored & starts_document)
+        if dataset.bytes_scale != 1:
+            n_bytes = n_bytes * dataset.bytes_scale
         counts.append(sum_parts(n_bytes))
     return torch.cat(counts)
 
