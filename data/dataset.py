@@ -518,6 +518,7 @@ class TextFile:
         if not content or (b"\0" in content and not is_bytes):
             raise UserError(f"--text={file} is empty, or not text but zero bytes: give a text file")
         self.hash = hash_files([Path(file)])
+        self.n_bytes = len(content)
         self.val = Split([], vocab_size, bos)
         text = content.decode("utf-8", "surrogateescape")
         self.val.add(Path(file), np.array(tokenizer.encode(text)))

@@ -31,7 +31,7 @@ import torch
 import kernels
 from kernels import first_call, self_check
 from nanolong.errors import require, run_main
-from nanolong.provenance import ROOT, current_commit
+from nanolong.evaluation.provenance import ROOT, current_commit
 
 PARTS = ("tests", "checks", "sanitizer", "bench")
 TESTS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"]

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
-from nanolong import devices, provenance
+from nanolong import devices
 from nanolong.errors import UserError
+from nanolong.evaluation import provenance
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
