@@ -35,7 +35,7 @@ class TrainConfig:
     bos: bool | None = None  # start every sequence with <bos>; auto: on for datasets of bytes
     min_doc: int = 0  # train on documents of at least so many tokens only
     separate_docs: bool = False  # attention stays inside a document
-    # synthetic documents as KIND:FRACTION of the sequences, such as niah:0.05,passkey:0.1
+    # synthetic documents as KIND:FRACTION of the sequences, such as niah:0.1,vt:0.05
     tasks: tuple[str, ...] = ()
     # [optimisation]
     batch_size: int = 16  # sequences in a micro-batch of one process
@@ -128,7 +128,8 @@ def open_dataset(model, cfg, train_length):
     for kind in data.task_fractions(cfg.tasks):
         dataset.check_task(kind, train_length)
     same = not cfg.resumes or model.meta["data_hash"] in (None, dataset.hash)
-    require(same, f"{cfg.dataset} is not the data of {cfg.out_dir} any more: restore its files")
+    remedy = "give the dataset that it was trained on, unchanged, or train anew (--init_from=RUN)"
+    require(same, f"{cfg.dataset} is not the data of {cfg.out_dir}: {remedy}")
     return dataset
 
 

@@ -1,30 +1,30 @@
 """Datasets, tokenizers and synthetic documents.
 
-dataset.py    token files, and the batches of a training run
-mixture.py    several datasets, of which each sequence comes from one
-tokenizer.py  text to token ids and back
-synthetic.py  passkey documents, made rather than read
-ruler.py      documents for the tasks of RULER, made as well
-prepare.py    a script: turns text into a dataset
+token_files.py  token files, and how datasets are found
+dataset.py      the batches of a training run, also of several datasets, and texts to evaluate on
+tokenizer.py    text to token ids and back
+tasks.py        documents for the tasks of RULER, made rather than read
+texts.py        text to a dataset; prepare.py is its script, and knows more sources
 """
 
 from data.dataset import (
-    TASKS,
     Dataset,
+    Mixture,
     Split,
     TextFile,
-    dataset_exists,
-    find_dataset,
+    find_documents,
+    open_dataset,
     random_positions,
+    task_fractions,
+)
+from data.tasks import DIGITS, KINDS, make_document, size_of
+from data.token_files import (
+    find_dataset,
     short_name,
     split_mixture,
-    task_fractions,
     vocabulary_size,
     write_tokens,
 )
-from data.mixture import Mixture, open_dataset
-from data.ruler import KINDS, WITH_DISTRACTORS, Prompt, default_size, ruler_prompt
-from data.synthetic import DIGITS, passkey
 from data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -36,12 +36,16 @@ from data.tokenizer import (
     same_vocabulary,
     tokenizer_from_json,
 )
+from nanolong.errors import UserError
 
 
 def prepare_missing(dataset):
     """Make those of the small datasets python and shakespeare that are named and not there yet."""
     for name in split_mixture(dataset):
-        if name in ("python", "shakespeare") and not dataset_exists(name):
-            from data.prepare import prepare
+        if name in ("python", "shakespeare"):
+            try:
+                find_dataset(name)
+            except UserError:
+                from data.texts import prepare
 
-            prepare(name)
+                prepare(name)

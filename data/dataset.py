@@ -1,9 +1,4 @@
-"""Datasets: token files, and the batches of a training run.
-
-A dataset is a folder, data/NAME/ or any path, with token files for training and validation and the
-meta.json that prepare.py writes. Token files are read in three forms: shards with a header of 256
-int32 (llm.c's 20240520 with uint16 tokens, and its 20240801 with uint32), and nanoGPT's uint16
-without a header.
+"""Sequences of text, datasets and mixtures of them, and the batches of a training run.
 
 Batches are a function of (seed, index of the micro-batch) alone: nothing random is saved in a
 checkpoint, and the batches do not depend on the number of processes.
@@ -11,104 +6,31 @@ checkpoint, and the batches do not depend on the number of processes.
 
 import functools
 import hashlib
-import json
 import math
-import re
-import shlex
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from data.ruler import KINDS, default_size, needed_length, ruler_prompt
-from data.synthetic import DIGITS, passkey
-from data.tokenizer import BPETokenizer, same_vocabulary, tokenizer_from_json
-from nanolong import tokenizer_files
-from nanolong.errors import LocalError, UserError
-
-HERE = Path(__file__).resolve().parent
-
-# The header of a shard is 256 int32: magic, version, number of tokens, zeros.
-# magic -> (version, dtype of the tokens)
-HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
-HEADER_BYTES = 1024
-
-TASKS = ("passkey", *KINDS)  # whose documents training can have
-TRAINING_SAMPLES = 1 << 32  # the first sample of ruler_prompt() in training
-OTHER_DATASET = (
-    "choose the --dataset that it was trained on, or prepare the text with the model's own "
-    "tokenizer (--tokenizer=RUN)"
+from data.tasks import KINDS, least_length, make_document
+from data.token_files import (
+    find_dataset,
+    hash_files,
+    open_tokens,
+    read_fractions,
+    read_meta,
+    split_files,
+    split_mixture,
 )
+from data.tokenizer import same_vocabulary, tokenizer_from_json
+from nanolong.errors import LocalError, require
+
+TRAINING_SAMPLES = 1 << 32  # the first sample of make_document() in training
 
 
-# -----------------------------------------------------------------------------
-# Token files
-
-
-def write_tokens(file: Path, ids, vocab_size: int, raw: bool = False):
-    """Write token ids to a new file, as uint16, or as uint32 where the vocabulary needs it.
-
-    raw: write no header, as nanoGPT does. Raises UserError for what a form cannot hold.
-    """
-    magic = 20240520 if vocab_size <= 1 << 16 else 20240801
-    if raw and magic != 20240520:
-        raise UserError(f"uint16 cannot hold a vocabulary of {vocab_size}: leave --raw out")
-    version, dtype = HEADER[magic]
-    if len(ids) >= 1 << 31:
-        raise UserError(
-            f"{len(ids):,} tokens are more than a token file can count (2,147,483,647): prepare "
-            "the text as several datasets, or with a larger vocabulary"
-        )
-    with open(file, "xb") as f:
-        if not raw:
-            header = np.zeros(256, "<i4")
-            header[:3] = magic, version, len(ids)
-            f.write(header.tobytes())
-        f.write(np.asarray(ids, dtype).tobytes())
-
-
-def open_tokens(file: Path) -> np.memmap:
-    """Map a token file into memory, read-only: (tokens,), uint16 or uint32.
-
-    Raises UserError when it is truncated or of an unknown version.
-    """
-    size = file.stat().st_size
-    header = np.fromfile(file, "<i4", 3).tolist() if size >= HEADER_BYTES else [0]
-    if header[0] in HEADER:
-        magic, version, n = header
-        known_version, dtype = HEADER[magic]
-        start = HEADER_BYTES
-        is_whole = version == known_version and n > 0 and size == start + n * dtype.itemsize
-    else:
-        dtype = np.dtype("<u2")
-        start = 0
-        is_whole = size > 0 and size % 2 == 0
-    if not is_whole:
-        raise UserError(
-            f"{file} is truncated ({size} bytes), damaged or of an unknown version: download or "
-            "prepare it again"
-        )
-    return np.memmap(file, dtype, "r", start)
-
-
-def hash_files(files) -> str:
-    """Hash token files: 16 hexadecimal digits of SHA-256.
-
-    All bytes count in files of up to 64 MB; in larger ones the size and 256 evenly spaced blocks of
-    64 KiB.
-    """
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with open(file, "rb") as f:
-            if size <= 64_000_000:
-                digest.update(f.read())
-            else:
-                for block in range(256):
-                    f.seek((size - 65536) * block // 255)
-                    digest.update(f.read(65536))
-    return digest.hexdigest()[:16]
+def generator(*numbers):
+    """Return the random numbers that are a function of these."""
+    return np.random.Generator(np.random.PCG64(numbers))
 
 
 # -----------------------------------------------------------------------------
@@ -122,8 +44,8 @@ class Split:
     sequence, so that the first token of text is a target too; as a target it is not scored (-1).
     None: the inputs start with a token of the text, and the targets are one token further on.
 
-    tokens: one array for each file. starts: where that array begins in its file, which is 0 unless
-    documents were selected.
+    tokens: one array for each file. starts: the token of the file at which that array begins, which
+    is 0 unless documents were selected.
     """
 
     def __init__(self, files, vocab_size: int, bos: int | None):
@@ -135,7 +57,7 @@ class Split:
         # how many tokens of text a sequence needs beyond its length
         self.extra_tokens = 1 if bos is None else 0
         for file in files:
-            self.add(file, open_tokens(file))
+            self.add(file, open_tokens(file, vocab_size))
 
     def add(self, file, tokens, start=0):
         self.files.append(file)
@@ -143,12 +65,12 @@ class Split:
         self.starts.append(start)
 
     def __len__(self):
-        return sum(len(tokens) for tokens in self.tokens)
+        return sum(map(len, self.tokens))
 
     def n_sequences(self, length, offset=0):
         """Count the sequences of each file, the first one starting at token `offset`: (files,)."""
         usable = (len(tokens) - offset - self.extra_tokens for tokens in self.tokens)
-        return np.array([max(0, n // length) for n in usable])
+        return np.array([max(0, n // length) for n in usable], np.int64)
 
     def spaced(self, n, length):
         """Return the indices of n evenly spaced sequences; of all if n is 0 or there are fewer."""
@@ -158,45 +80,39 @@ class Split:
 
     def require_length(self, length):
         """Raise UserError unless there is a sequence of this length."""
-        if not self.files:
-            raise UserError(
-                "no training document is as long as --min_doc: lower it, or prepare longer texts"
-            )
-        if not self.n_sequences(length).any():
-            raise UserError(
-                f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few "
-                f"for a sequence of {length}: prepare more text, or choose a shorter --block_size "
-                "(or a smaller --factor)"
-            )
-
-    # Documents
-
-    def documents(self, separator):
-        """List the (start, stop) of every document, a list for each file."""
-        return [_find_documents(tokens, separator) for tokens in self.tokens]
-
-    def select_documents(self, separator, min_doc):
-        """Make a split with the documents of at least min_doc tokens in place of files."""
-        selected = Split([], self.vocab_size, self.bos)
-        for file, tokens in zip(self.files, self.tokens, strict=True):
-            for start, stop in _find_documents(tokens, separator):
-                if stop - start >= min_doc:
-                    selected.add(file, tokens[start:stop], start)
-        return selected
+        require(self.files, "no training document is as long as --min_doc: lower it")
+        require(
+            self.n_sequences(length).any(),
+            f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for "
+            f"a sequence of {length}: prepare more text, or choose a shorter --block_size (or a "
+            "smaller --factor)",
+        )
 
     # Sequences: inputs and targets, int64 (length,) each
 
     def sequence(self, index, length):
         """Read sequence `index` of all files: inputs and targets."""
-        file, start = self.locate(index, length)
-        return self.sequence_at(file, start, length)
+        return self.sequence_at(*self.locate(index, length), length)
 
     def locate(self, index, length, offset=0):
         """Find sequence `index`: the index of its file, and the token at which it starts there."""
-        ends = _cumulative_sequences(self, length, offset)
+        ends = sequence_ends(self, length, offset)
         file = int(np.searchsorted(ends, index, "right"))
         first_of_file = int(ends[file - 1]) if file else 0
         return file, offset + (index - first_of_file) * length
+
+    def training_location(self, index, length, seed):
+        """Find sequence `index` of a training run, as locate().
+
+        Every epoch visits each of its sequences once, in an order and from an offset that depend on
+        (seed, epoch). An epoch has as many as the offset that leaves the fewest, which is the last;
+        a text that is too short for an offset is read without one.
+        """
+        fewest = int(sequence_ends(self, length, length - 1)[-1])
+        per_epoch = fewest or int(sequence_ends(self, length, 0)[-1])
+        epoch, i = divmod(index, per_epoch)
+        offset, order = epoch_order(self, length, seed, epoch, bool(fewest))
+        return self.locate(int(order[i]), length, offset)
 
     def sequence_at(self, file, start, length):
         """Read the sequence whose text starts at a token of a file: inputs and targets."""
@@ -243,20 +159,34 @@ class Split:
             )
         return tokens
 
-    # Training order
 
-    def training_location(self, index, length, seed):
-        """Find sequence `index` of a training run: the index of its file, and where it starts.
-
-        Every epoch visits each of its sequences once, in an order and from an offset that depend on
-        (seed, epoch).
-        """
-        epoch, i = divmod(index, _sequences_per_epoch(self, length))
-        offset, order = _epoch_order(self, length, seed, epoch)
-        return self.locate(int(order[i]), length, offset)
+def join(splits):
+    """Make one Split with the files of several."""
+    joined = Split([], splits[0].vocab_size, splits[0].bos)
+    for split in splits:
+        for part in zip(split.files, split.tokens, split.starts, strict=True):
+            joined.add(*part)
+    return joined
 
 
-def _find_documents(tokens, separator):
+# What is the same for many sequences of a split is kept.
+
+
+@functools.lru_cache(maxsize=64)
+def sequence_ends(split, length, offset):
+    """Count the sequences up to the end of each file: (files,)."""
+    return split.n_sequences(length, offset).cumsum()
+
+
+@functools.lru_cache(maxsize=16)
+def epoch_order(split, length, seed, epoch, has_offset):
+    """Choose an epoch's offset and the order of its sequences, at random."""
+    rng = generator(seed, epoch)
+    offset = int(rng.integers(length)) if has_offset else 0
+    return offset, rng.permutation(int(sequence_ends(split, length, offset)[-1]))
+
+
+def find_documents(tokens, separator):
     """List the (start, stop) of every document of a file.
 
     It begins after a separator, which does not belong to it, or at the start of the file.
@@ -266,49 +196,107 @@ def _find_documents(tokens, separator):
     return [(a + 1, b) for a, b in pairwise(edges) if b > a + 1]
 
 
-# What follows is the same for many sequences, so it is cached, for each dataset of a mixture.
-
-
-@functools.lru_cache(maxsize=64)
-def _cumulative_sequences(split, length, offset):
-    """Count the sequences up to the end of each file: (files,)."""
-    return split.n_sequences(length, offset).cumsum()
-
-
-@functools.lru_cache
-def _sequences_per_epoch(split, length):
-    """Count the sequences of an epoch: those of the offset that leaves the fewest.
-
-    A text that is too short for an offset is read without one.
+def random_positions(config, batch_size, length, seed):
+    """Sample sorted, distinct position ids (batch_size, length) int64 below random_positions of a
+    GPTConfig, on the CPU (Ruoss et al. 2023); None if it is 0. All callers of a model pass them on.
     """
-    at_last_offset = split.n_sequences(length, length - 1).sum()
-    return int(at_last_offset or split.n_sequences(length).sum())
+    n = config.random_positions
+    if not n:
+        return None
+    import torch  # data/prepare.py starts without it
+
+    rng = torch.Generator().manual_seed(seed)
+    noise = torch.rand(batch_size, max(length, n), generator=rng)
+    return noise.topk(length).indices.sort().values
 
 
-@functools.lru_cache(maxsize=16)
-def _epoch_order(split, length, seed, epoch):
-    """Choose an epoch's offset and the order of its sequences, at random."""
-    rng = np.random.Generator(np.random.PCG64([seed, epoch]))
-    offset = 0
-    if split.n_sequences(length, length - 1).any():
-        offset = int(rng.integers(length))
-    order = rng.permutation(int(split.n_sequences(length, offset).sum()))
-    return offset, order[: _sequences_per_epoch(split, length)]
+# -----------------------------------------------------------------------------
+# Texts to evaluate on
+
+
+class Text:
+    """What evaluation reads: the validation text of a Dataset, or a TextFile.
+
+    name, val    what it is called, and its Split
+    tokenizer    None if the token files do not say which
+    bos          the id that is put before every sequence, or None
+    separator    the id that starts a document, or None
+    hash         of its token ids, and of the bytes of its file
+    n_bytes      how many bytes the text has in its files, or None
+    """
+
+    @functools.cached_property
+    def bytes_scale(self):
+        """The bytes of the text for each byte that its tokens stand for: not 1 if the tokenizer
+        changes text, as normalizers do.
+        """
+        found = 0
+        for tokens in self.val.tokens if self.n_bytes else []:
+            is_started = tokens[0] != self.separator
+            found += self.bytes_of_tokens(tokens) - is_started * self.tokenizer.added_bytes
+        return self.n_bytes / found if found else 1.0
+
+    def count_bytes(self, targets):
+        """Count the bytes of text of the scored targets; None if the tokenizer is unknown."""
+        if self.tokenizer is None:
+            return None
+        return self.bytes_of_tokens(targets[targets >= 0]) * self.bytes_scale
+
+    def bytes_of_tokens(self, tokens):
+        """Count the bytes that token ids stand for in the vocabulary."""
+        counts = np.bincount(tokens, minlength=self.tokenizer.vocab_size)
+        # what the tokenizer has put before the documents is not theirs
+        n_documents = (tokens[:-1] == self.separator).sum()
+        return int(counts @ self.tokenizer.byte_lengths - n_documents * self.tokenizer.added_bytes)
+
+
+class TextFile(Text):
+    """A text file in the tokens of a model, without a separator in it.
+
+    Raises OSError or UserError if the file cannot be read or encoded.
+    """
+
+    def __init__(self, file, tokenizer, vocab_size: int, bos: int | None):
+        self.name = str(file)
+        self.tokenizer = tokenizer
+        self.bos = bos
+        self.separator = bos
+        content = Path(file).read_bytes()
+        self.n_bytes = len(content)
+        reason = why_no_text(content)
+        if b"\0" in content and tokenizer.to_json()["kind"] != "bytes":
+            reason = reason or "not text but has zero bytes: give a text"
+        require(not reason, f"--text={file} is {reason}")
+        ids = np.array(tokenizer.encode(content.decode("utf-8", "surrogateescape")))
+        self.hash = hashlib.sha256(content + ids.tobytes()).hexdigest()[:16]
+        self.val = Split([], vocab_size, bos)
+        self.val.add(Path(file), ids)
+
+
+def why_no_text(content: bytes):
+    """Say why bytes, which may be the start of a file, are no text; None if they can be."""
+    if not content:
+        return "empty: give a text"
+    # gzip, bzip2, xz, zstd, zip
+    if content.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4")):
+        return "compressed: unpack it first"
+    # by its mark, or because every second byte of most texts is 0 and no other
+    zeros = sorted(content[i:4096:2].count(0) for i in (0, 1))
+    has_mark = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if has_mark or zeros[0] == 0 and zeros[1] > max(4, len(content[:4096]) // 4):
+        return "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
+    return None
 
 
 # -----------------------------------------------------------------------------
 # Datasets
 
 
-class Dataset:
-    """A dataset by name or path.
+class Dataset(Text):
+    """A dataset by name or path. It has what a Text has, and
 
-    train, val   Split
-    tokenizer    None if the token files do not say which
+    train        Split
     vocab_size   the model's, which may be larger than the tokenizer's
-    bos          the id that is put before every sequence, or None
-    separator    the id that starts a document, or None
-    hash         of the token files
     sources      the datasets that sequences come from: this one, but of a Mixture
     fractions    the probability of each
     labels       their names in the log, of a Mixture
@@ -319,59 +307,40 @@ class Dataset:
 
     def __init__(self, name, bos: bool | None = None, reader: tuple | None = None):
         self.name = name
-        self.folder = find_dataset(name)
-        meta = _read_meta(self.folder)
+        folder = find_dataset(name)
+        meta = read_meta(folder)
         self.tokenizer = tokenizer_from_json(meta["tokenizer"])
         self.vocab_size = meta["vocab_size"]
-        # a model's vocabulary may be padded, but no token of a text is in the padding
-        used_vocabulary = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size
-        if used_vocabulary > self.vocab_size:
-            raise UserError(
-                f"the tokenizer of {self.folder} has {used_vocabulary} tokens and its meta.json a "
-                f"vocabulary of {self.vocab_size}: prepare the dataset again"
-            )
         if reader:
             self.check_model(*reader)
-        if bos and meta["bos"] is None:
-            advice = ": leave --bos out, or prepare it with --tokenizer=bytes"
-            if reader:
-                advice = f", with which {reader[0]} was trained: {OTHER_DATASET}"
-            raise UserError(f"dataset {name} has no <bos>{advice}")
-        if bos is None:
-            bos = meta["bos_default"]
-        self.bos = meta["bos"] if bos else None
         self.separator = meta["bos"]
+        self.bos = self.separator if (meta["bos_default"] if bos is None else bos) else None
+        remedy = "choose another dataset, leave --bos out, or prepare it with --tokenizer=bytes"
+        require(self.bos is not None or not bos, f"dataset {name} has no <bos>: {remedy}")
         self.separate = False
 
-        train_files, val_files = _split_files(self.folder)
-        self.train = Split(train_files, used_vocabulary, self.bos)
-        self.val = Split(val_files, used_vocabulary, self.bos)
+        # a model's vocabulary may be padded, but no token of a text is in the padding
+        used = min(self.vocab_size, self.tokenizer.vocab_size if self.tokenizer else 1 << 32)
+        train_files, val_files = split_files(folder)
+        self.train = Split(train_files, used, self.bos)
+        self.val = Split(val_files, used, self.bos)
         self.hash = hash_files(train_files + val_files)
+        self.n_bytes = meta.get("bytes", {}).get("val")
         self.sources = (self,)
         self.fractions = (1.0,)
         self.labels = ()
 
     def check_model(self, what: str, vocab_size: int, tokenizer: dict | None):
-        """Raise UserError unless a model can read this text.
+        """Raise UserError unless a model can read this text, as far as known.
 
         what: the model's name in messages. tokenizer: its to_json(), or None if it is unknown.
         """
-        known = tokenizer_from_json(tokenizer) if tokenizer else None
-        self.check_vocabulary(what, vocab_size, known, OTHER_DATASET)
-
-    def check_vocabulary(self, what: str, vocab_size: int, tokenizer, remedy: str):
-        """Raise UserError unless the tokens are those of another vocabulary, as far as known."""
-        if self.vocab_size != vocab_size:
-            raise UserError(
-                f"dataset {self.name} has a vocabulary of {self.vocab_size} and {what} one of "
-                f"{vocab_size}: {remedy}"
-            )
-        known = self.tokenizer and tokenizer
-        if known and not same_vocabulary(self.tokenizer, tokenizer):
-            raise UserError(
-                f"the tokens of dataset {self.name} stand for other text than those of {what}: "
-                f"{remedy}"
-            )
+        remedy = f"prepare its text with the tokenizer of {what} (--tokenizer=RUN)"
+        sizes = f"a vocabulary of {self.vocab_size} and {what} one of {vocab_size}"
+        require(self.vocab_size == vocab_size, f"dataset {self.name} has {sizes}: {remedy}")
+        known = self.tokenizer and tokenizer_from_json(tokenizer)
+        is_same = not known or same_vocabulary(self.tokenizer, known)
+        require(is_same, f"dataset {self.name} has other tokens than {what}: {remedy}")
 
     def select(self, min_doc=0, separate=False):
         """Choose what is trained on: only documents of at least min_doc tokens.
@@ -379,16 +348,21 @@ class Dataset:
         separate: attention stays inside a document; None: if these are known.
         Raises UserError for a dataset that does not mark its documents.
         """
-        if separate is None:
-            separate = self.separator is not None
-        if (min_doc or separate) and self.separator is None:
-            raise UserError(
-                f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
-                "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2"
-            )
-        if min_doc:
-            self.train = self.train.select_documents(self.separator, min_doc)
-        self.separate = separate
+        is_marked = self.separator is not None
+        self.separate = is_marked if separate is None else separate
+        require(
+            is_marked or not (min_doc or separate),
+            f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
+            "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2",
+        )
+        if not min_doc:
+            return
+        of_files = self.train
+        self.train = Split([], of_files.vocab_size, of_files.bos)
+        for file, tokens in zip(of_files.files, of_files.tokens, strict=True):
+            for start, stop in find_documents(tokens, self.separator):
+                if stop - start >= min_doc:
+                    self.train.add(file, tokens[start:stop], start)
 
     def long_fraction(self, length, max_tokens=1 << 28):
         """Return the fraction of training tokens in documents of at least `length` tokens.
@@ -396,40 +370,15 @@ class Dataset:
         Of a large dataset only the first files count, up to the one that exceeds max_tokens.
         """
         sizes = []
-        seen = 0
         for tokens in self.train.tokens:
-            documents = _find_documents(tokens, self.separator)
-            sizes += [stop - start for start, stop in documents]
-            seen += len(tokens)
-            if seen > max_tokens:
+            sizes += [stop - start for start, stop in find_documents(tokens, self.separator)]
+            if sum(sizes) > max_tokens:
                 break
         return sum(size for size in sizes if size >= length) / max(1, sum(sizes))
 
     def document_ids(self, x):
         """Number the documents of inputs (B, T): (B, T), or None unless they are kept separate."""
-        if not self.separate:
-            return None
-        return (x == self.separator).cumsum(1)
-
-    def check_task(self, kind: str, length: int):
-        """Raise UserError if training sequences cannot be documents of a task."""
-        if self.tokenizer is None:
-            raise UserError(
-                f"dataset {self.name} has no tokenizer, and the documents of --tasks are text: "
-                "leave --tasks out, or choose a dataset that data/prepare.py made"
-            )
-        if kind == "passkey":
-            passkey(self.tokenizer, length, 0.5, np.random.default_rng(0), self.bos)
-            return
-        needed = self._needed_length(kind)
-        if length < needed:
-            raise UserError(
-                f"documents of the task {kind} need up to {needed} tokens, and the training "
-                f"sequences have {length}: leave out the task, or train on longer sequences"
-            )
-
-    def _needed_length(self, kind):
-        return needed_length(kind, self.tokenizer, default_size(self.tokenizer), self.bos)
+        return (x == self.separator).cumsum(1) if self.separate else None
 
     def batch(self, index, batch_size, length, seed, max_position=0, tasks=None):
         """Read micro-batch `index` of a training run, a function of (seed, index).
@@ -447,286 +396,141 @@ class Dataset:
         positions = np.stack(positions) if max_position else None
         return x, np.stack(targets), positions, self.document_ids(x)
 
-    def training_sequence(self, index, length, seed, max_position, tasks, text=None):
-        """Read sequence `index` of a training run: inputs, targets, positions or None.
-
-        text: which sequence of this dataset it is, if others are in between; by default index.
-        """
-        rng = np.random.Generator(np.random.PCG64([seed, index]))
-        kind = _choose_task(tasks, rng)
-        if kind:
-            x, y = self._task_document(kind, length, seed, index, rng)
-            return x, y, np.arange(length)
-        file, start = self.train.training_location(index if text is None else text, length, seed)
+    def training_sequence(self, index, length, seed, max_position, tasks):
+        """Read sequence `index` of a training run: inputs, targets, positions or None."""
+        rng = generator(seed, index)
+        x = rng.random() if tasks else 0
+        for kind, fraction in tasks.items():
+            if x < fraction:
+                inputs, targets = self.task_document(kind, length, seed, index, rng)
+                return inputs, targets, np.arange(length)
+            x -= fraction
+        file, start = self.train.training_location(index, length, seed)
         if max_position:
             return self.train.pose_sequence(file, start, length, max_position, rng)
-        x, y = self.train.sequence_at(file, start, length)
-        return x, y, None
+        return *self.train.sequence_at(file, start, length), None
 
-    def _task_document(self, kind, length, seed, index, rng):
+    # Documents of tasks
+
+    def check_task(self, kind: str, length: int):
+        """Raise UserError if training sequences cannot be documents of a task."""
+        what = f"dataset {self.name} has no tokenizer, and the documents of --tasks are text"
+        require(
+            self.tokenizer, f"{what}: leave --tasks out, or prepare the text by data/prepare.py"
+        )
+        needed = least_length(kind, self.tokenizer, self.bos)
+        what = (
+            f"documents of the task {kind} need up to {needed} tokens, and sequences have {length}"
+        )
+        require(length >= needed, f"{what}: leave out the task, or train on longer sequences")
+
+    def task_document(self, kind, length, seed, index, rng):
         """Make a document of a task, of at most `length` tokens, padded: inputs and targets."""
-        least = 24 if kind == "passkey" else self._needed_length(kind)
-        n = int(rng.integers(min(length, max(length // 4, least)), length + 1))
-        if kind == "passkey":
-            inputs, targets = passkey(self.tokenizer, n, rng.random(), rng, self.bos)
-            # Only the answer is scored: in the loss of all tokens, filler and digits drown it.
-            targets[:-DIGITS] = -1
-        else:
-            # evaluation takes the samples from 0 on
-            sample = TRAINING_SAMPLES + index
-            size = default_size(self.tokenizer)
-            prompt = ruler_prompt(kind, self.tokenizer, n, seed, sample, size, self.bos)
-            inputs, targets = prompt.inputs, prompt.targets
-        padding = (0, length - len(inputs))
+        least = max(length // 4, least_length(kind, self.tokenizer, self.bos))
+        n = int(rng.integers(min(length, least), length + 1))
+        # evaluation takes the samples from 0 on
+        sample = TRAINING_SAMPLES + index
+        inputs, targets = make_document(kind, self.tokenizer, n, seed, sample, self.bos)
+        padding = (0, length - n)
         return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
-
-    def count_bytes(self, targets):
-        """Count the bytes of text of the scored targets; None if the tokenizer is unknown."""
-        if self.tokenizer is None:
-            return None
-        targets = targets[targets >= 0]
-        n_bytes = self.tokenizer.byte_lengths[targets].sum()
-        # what the tokenizer has put before the documents is not theirs
-        n_documents = (targets[:-1] == self.separator).sum()
-        return int(n_bytes - n_documents * self.tokenizer.added_bytes)
-
-
-def _choose_task(tasks, rng):
-    """Return one of the tasks with the probability of its fraction, or None."""
-    x = rng.random() if tasks else 0
-    for kind, fraction in tasks.items():
-        if x < fraction:
-            return kind
-        x -= fraction
-    return None
-
-
-class TextFile:
-    """A text file in the tokens of a model: what a model is measured on in place of a Dataset.
-
-    name, val, tokenizer, bos, separator and hash are those of a Dataset; the text has no separator
-    in it. Raises OSError or UserError if the file cannot be read or encoded.
-    """
-
-    def __init__(self, file, tokenizer, vocab_size: int, bos: int | None):
-        self.name = str(file)
-        self.tokenizer = tokenizer
-        self.bos = bos
-        self.separator = bos
-        content = Path(file).read_bytes()
-        is_bytes = tokenizer.to_json()["kind"] == "bytes"
-        if not content or (b"\0" in content and not is_bytes):
-            raise UserError(f"--text={file} is empty, or not text but zero bytes: give a text file")
-        self.hash = hash_files([Path(file)])
-        self.n_bytes = len(content)
-        self.val = Split([], vocab_size, bos)
-        text = content.decode("utf-8", "surrogateescape")
-        self.val.add(Path(file), np.array(tokenizer.encode(text)))
-
-
-def _split_files(folder):
-    """Find the token files of training and of validation by the words in their names."""
-
-    def files_with(words):
-        # a word stands between other characters than letters: constraint.bin is not for training
-        pattern = re.compile(rf"(?<![a-z])(?:{words})(?![a-z])")
-        return sorted(file for file in folder.glob("*.bin") if pattern.search(file.name.lower()))
-
-    train = files_with("train|training")
-    val = files_with("val|valid|validation")
-    for file in sorted({*train} & {*val}):
-        raise UserError(f"{file} could be of training or validation: name it after one of them")
-    if not train or not val:
-        raise UserError(
-            f"{folder} holds no {'val' if train else 'train'}*.bin: prepare a text with python "
-            "data/prepare.py FILE --name=NAME, or copy nanoGPT's or llm.c's token files there"
-        )
-    return train, val
-
-
-# -----------------------------------------------------------------------------
-# Finding datasets
-
-
-def dataset_folder(name) -> Path:
-    """Return data/NAME, where prepare.py writes a dataset."""
-    return HERE / name
-
-
-def find_dataset(name) -> Path:
-    """Find the folder of a dataset: a path, or a name under data/.
-
-    Raises UserError with the command that prepares it.
-    """
-    path = Path(name)
-    is_path = path.is_absolute() or len(path.parts) > 1
-    if path.is_dir() and (is_path or any(path.glob("*.bin"))):
-        return path
-    folder = dataset_folder(name)
-    if folder.is_dir() and any(folder.glob("*.bin")):
-        return folder
-
-    prepare = f"there is no dataset {name!r}: prepare it with python data/prepare.py"
-    if name in ("python", "shakespeare"):
-        message = f"{prepare} --dataset={name}"
-    elif name == "fineweb10B":
-        message = f"{prepare} --dataset={name} --shards=N, of 100 million tokens each"
-    elif path.exists():
-        message = f"{path} is a text, not a dataset: {commands_for_text(path)}"
-    elif "," in str(name):
-        message = f"{name!r} names several datasets: choose one of them, or, to train on all, give "
-        message += "the fraction of each, as in long:0.34,short:0.66"
-    else:
-        message = f"{prepare} FILE_OR_FOLDER --name={shlex.quote(str(name))}"
-    ready = ", ".join(sorted(file.parent.name for file in HERE.glob("*/meta.json")))
-    if ready:
-        message += f", or choose one that is ready ({ready})"
-    raise UserError(message)
-
-
-def commands_for_text(path):
-    """Say how to make a dataset of a text file or folder, and how to train on it."""
-    name = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "text"
-    return (
-        f"run python data/prepare.py {shlex.quote(str(path))} --name={name}, and then "
-        f"python train.py --dataset={name}"
-    )
-
-
-def split_mixture(name) -> dict[str, float]:
-    """Split a mixture, as long:0.34,short:0.66, into its datasets and their fractions.
-
-    Of one dataset, whose name may have colons too, it is {name: 1.0}. Raises UserError.
-    """
-    name = str(name)
-    if ":" not in name or Path(name).exists() or dataset_folder(name).exists():
-        return {name: 1.0}
-    items = [item.strip() for item in name.split(",")]
-    fractions = dict(map(split_fraction, items))
-    if all(map(math.isnan, fractions.values())):
-        # one dataset, or several without fractions: find_dataset() says what to do
-        return {name: 1.0}
-    for source, fraction in fractions.items():
-        if not 0 < fraction <= 1:
-            raise UserError(
-                f"the fraction of {source} in dataset={name} is {fraction}: give each dataset "
-                "one above 0 and at most 1, as in long:0.34,short:0.66"
-            )
-    if len({Path(source).name for source in fractions}) < len(items):
-        raise UserError(
-            f"dataset={name} has two datasets of the same name, which the log could not tell "
-            "apart: rename the folder of one, or name each dataset once"
-        )
-    total = math.fsum(fractions.values())
-    if abs(total - 1) > 1e-6:
-        raise UserError(f"the fractions of dataset={name} add up to {total:g}: let them add to 1")
-    return fractions
 
 
 def task_fractions(tasks):
     """Return kind -> fraction of the setting `tasks`, words as "vt:0.05". Raises UserError."""
-    fractions = {}
-    for task in tasks:
-        kind, fraction = split_fraction(task)
-        if kind not in TASKS or kind in fractions or not 0 < fraction <= 1:
-            raise UserError(
-                f"tasks={','.join(tasks)} has {task}: give each kind of {', '.join(TASKS)} at most "
-                "once, with a fraction of the sequences above 0 and at most 1, as in vt:0.05"
-            )
-        fractions[kind] = fraction
+    fractions = read_fractions(tasks)
+    are_valid = all(kind in KINDS and 0 < x <= 1 for kind, x in fractions.items())
+    require(
+        are_valid and len(fractions) == len(tasks),
+        f"tasks={','.join(tasks)}: give each kind of {', '.join(KINDS)} at most once, with a "
+        "fraction of the sequences above 0 and at most 1, as in vt:0.05",
+    )
     total = math.fsum(fractions.values())
-    if total > 1 + 1e-9:
-        raise UserError(
-            f"the fractions of tasks={','.join(tasks)} add up to {total:g}: lower them to 1 or less"
-        )
+    require(total <= 1 + 1e-9, f"the fractions of --tasks add up to {total:g}: lower them")
     return fractions
 
 
-def split_fraction(item):
-    """Split "name:0.3" into the name and the fraction, which is nan if there is none."""
-    name, _, number = item.strip().rpartition(":")
-    try:
-        return name, float(number)
-    except ValueError:
-        return item, math.nan
+# -----------------------------------------------------------------------------
+# Mixtures: each training sequence comes from one of several datasets
 
 
-def random_positions(config, batch_size, length, seed):
-    """Sample sorted, distinct position ids (batch_size, length) int64 below random_positions of a
-    GPTConfig, on the CPU (Ruoss et al. 2023); None if it is 0. All callers of a model pass them on.
+def open_dataset(name, bos=None, reader=None):
+    """Open a dataset by name or path, or a mixture as long:0.34,short:0.66."""
+    is_mixture = list(split_mixture(name)) != [str(name)]
+    return Mixture(name, bos, reader) if is_mixture else Dataset(name, bos, reader)
+
+
+class Mixture(Dataset):
+    """Several datasets of one vocabulary, with the interface of one.
+
+    Sequence i of a run is sequence i of one of them, which (seed, i) chooses, each with its
+    probability: within an epoch of a dataset none is read twice. labels are the names of their
+    folders; train and val have all their files; hash is those of the sources, with commas.
     """
-    n = config.random_positions
-    if not n:
-        return None
-    import torch  # data/prepare.py starts without it
 
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.rand(batch_size, max(length, n), generator=generator)
-    return noise.topk(length).indices.sort().values
+    def __init__(self, name, bos=None, reader=None):
+        fractions = split_mixture(name)
+        self.name = name
+        self.sources = tuple(Dataset(source, bos, reader) for source in fractions)
+        self.fractions = tuple(fractions.values())
+        self.labels = tuple(Path(source).name for source in fractions)
+        self.hash = ",".join(source.hash for source in self.sources)
+        first, *others = self.sources
+        self.tokenizer, self.vocab_size = first.tokenizer, first.vocab_size
+        self.bos, self.separator = first.bos, first.separator
+        spec = first.tokenizer and first.tokenizer.to_json()
+        for other in others:
+            other.check_model(first.name, first.vocab_size, spec)
+            one, two = (f"{x.separator} and {x.bos}" for x in (first, other))
+            what = f"documents and sequences of {first.name} start with tokens {one}, those of "
+            what += (
+                f"{other.name} with {two}: prepare both with the same --tokenizer, or give --bos"
+            )
+            require(one == two, what)
+        self.select()
+        self.val = join([source.val for source in self.sources])
 
+    def select(self, *args, **settings):
+        """Choose what is trained on in every source: Dataset.select()."""
+        for source in self.sources:
+            source.select(*args, **settings)
+        self.separate = self.sources[0].separate
+        self.train = join([source.train for source in self.sources])
 
-def short_name(name) -> str:
-    """Return a name for the folder of a run: of a mixture long+short."""
-    return "+".join(Path(source).name for source in split_mixture(name))
+    def long_fraction(self, length):
+        """Return the fraction of training tokens in documents of at least `length` tokens."""
+        return self.weigh(source.long_fraction(length) for source in self.sources)
 
+    def training_sequence(self, index, length, seed, max_position, tasks):
+        """Read sequence `index` of a training run: inputs, targets, positions or None."""
+        source = self.sources[self.source_of(index, seed)]
+        return source.training_sequence(index, length, seed, max_position, tasks)
 
-def dataset_exists(name) -> bool:
-    """Return whether find_dataset() finds a dataset."""
-    try:
-        find_dataset(name)
-    except UserError:
-        return False
-    return True
+    def source_of(self, index, seed):
+        """Return the number of the source of sequence `index` of a training run."""
+        ends = np.cumsum(self.fractions)[:-1]
+        return int(np.searchsorted(ends, generator(seed, index, 1).random(), "right"))
 
+    def combine(self, evaluations):
+        """Combine the evaluations of the sources: their mean, weighted by the fractions.
 
-def vocabulary_size(name) -> int:
-    """Return the size of the vocabulary of a dataset, or of the first one of a mixture."""
-    first = next(iter(split_mixture(name)))
-    return _read_meta(find_dataset(first))["vocab_size"]
+        evaluations: an iterable of {"val_loss", ...}, read up to the first None, which is returned.
+        Bits per byte are those of a text with these fractions of its tokens.
+        """
+        found = []
+        for evaluation in evaluations:
+            if evaluation is None:
+                return None
+            found.append(evaluation)
+        losses = [evaluation["val_loss"] for evaluation in found]
+        combined = {"val_loss": self.weigh(losses)}
+        bits = [evaluation.get("val_bits_per_byte") for evaluation in found]
+        if all(bits):
+            sizes = self.weigh(a / b for a, b in zip(losses, bits, strict=True))
+            combined["val_bits_per_byte"] = combined["val_loss"] / sizes
+        for label, loss in zip(self.labels, losses, strict=True):
+            combined[f"val_loss_{label}"] = loss
+        return combined
 
-
-def _read_meta(folder):
-    """Read the tokenizer, vocab_size, bos and bos_default of a dataset."""
-    file = folder / "meta.json"
-    if not file.is_file():
-        return _meta_of_bare_files(folder)
-    try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-        n = meta["vocab_size"]
-        bos = meta["bos"]
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"vocab_size cannot be {n!r}")
-        if bos is not None and not (isinstance(bos, int) and 0 <= bos < n):
-            raise ValueError(f"bos cannot be {bos!r}")
-        checksums = dict(meta.get("sha256") or {})
-        meta = {key: meta[key] for key in ("tokenizer", "vocab_size", "bos", "bos_default")}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{file} is damaged ({type(error).__name__}: {error}): prepare the dataset again"
-        ) from None
-    spec = meta["tokenizer"]
-    meta["tokenizer"] = tokenizer_files.read(folder, spec, checksums, "prepare the dataset again")
-    return meta
-
-
-def _meta_of_bare_files(folder):
-    """Describe token files without a meta.json, as nanoGPT and llm.c write them: GPT-2's tokens."""
-    if (folder / "meta.pkl").exists():
-        input_file = shlex.quote(str(folder / "input.txt"))
-        raise UserError(
-            f"the vocabulary of {folder} is in meta.pkl, a pickle, which nanoLong does not open: "
-            f"make it from the text with python data/prepare.py {input_file} --tokenizer=char "
-            "--name=NAME"
-        )
-    some_file = sorted(folder.glob("*.bin"))[:1]
-    if some_file and open_tokens(some_file[0]).dtype.itemsize == 4:
-        raise UserError(
-            f"{folder} holds uint32 tokens and no meta.json that says of which vocabulary: write "
-            "one with tokenizer (or null), vocab_size, bos and bos_default"
-        )
-    try:
-        tokenizer = BPETokenizer.named("gpt2").to_json()
-    except UserError:
-        # Training goes on without it; bits per byte and sampled text need the vocabulary.
-        tokenizer = None
-    return {"tokenizer": tokenizer, "vocab_size": 50257, "bos": 50256, "bos_default": False}
+    def weigh(self, values):
+        """The mean of values of the sources, weighted by their fractions."""
+        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import data
-from data.prepare import write_dataset
+from data.texts import write_dataset
 
 TITLE = "Mixtures of long and short documents"
 BUDGETS = {
@@ -36,19 +36,19 @@ def make_data(b):
     for name in ("train", "val"):
         split = getattr(dataset, name)
         texts = []
-        edges_of_files = split.documents(dataset.separator)
-        for tokens, edges in zip(split.tokens, edges_of_files, strict=True):
+        for tokens in split.tokens:
+            edges = data.find_documents(tokens, dataset.separator)
             texts += [bytes(tokens[start:stop].tolist()) for start, stop in edges]
-        splits["long"][name] = [text for text in texts[::2] if len(text) >= FACTOR * b.L]
+        splits["long"][name] = [[text] for text in texts[::2] if len(text) >= FACTOR * b.L]
         n = b.L - 1  # and <bos>
         pieces = [text[i : i + n] for text in texts[1::2] for i in range(0, len(text), n)]
         # Neighbours would be one long text again.
         random.Random(0).shuffle(pieces)
-        splits["short"][name] = pieces
+        splits["short"][name] = [[piece] for piece in pieces]
     for name, texts in splits.items():
         folder = Path(b.data) / name
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write_dataset(folder, data.ByteTokenizer(), texts, {"source": b.dataset}, raw=False)
+        write_dataset(folder, data.ByteTokenizer(), texts, {"source": b.dataset})
 
 
 def mixture(b, percent):

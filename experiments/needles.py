@@ -34,9 +34,9 @@ def ARMS(b):
     arms = {}
     for name in NAMES:
         steps = max(2, b.steps // 5) if name == "drope" else 0
-        arms[name] = ["train --pos=rope --tasks=passkey:1", extend(b, name, steps)]
+        arms[name] = ["train --pos=rope --tasks=niah:1", extend(b, name, steps)]
     for pos in ("nope", "alibi"):
-        arms[pos] = f"train --pos={pos} --tasks=passkey:1"
+        arms[pos] = f"train --pos={pos} --tasks=niah:1"
     return arms
 
 

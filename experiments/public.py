@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 import hf
-from data import prepare
+from data import prepare, texts
 from nanolong.errors import UserError
 
 TITLE = "A public checkpoint, extended"
@@ -51,7 +51,7 @@ def checkpoint():
 
 def longest_module():
     """Return the largest module of Python's standard library."""
-    return max(prepare.standard_library().values(), key=os.path.getsize)
+    return max(texts.standard_library().values(), key=os.path.getsize)
 
 
 def make_data(b):
@@ -63,15 +63,15 @@ def make_data(b):
         )
     longest = longest_module()
     source = f"the standard library without {longest.name}"
-    files = {name: file for name, file in prepare.standard_library().items() if file != longest}
-    texts = prepare.read_texts(files, source, as_bytes=False, binary=False)
-    train, val, _ = prepare.split_texts(texts, 0.1)
+    files = {name: file for name, file in texts.standard_library().items() if file != longest}
     Path(b.data).mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=b.data) as folder:  # only for its tokenizer
         hf.main(["import", checkpoint(), f"{folder}/run", "--store=bfloat16"])
-        tokenizer = prepare.make_tokenizer(f"{folder}/run", texts, train, None)
-    splits = {"train": train, "val": val}
-    prepare.write_dataset(Path(b.data) / "modules", tokenizer, splits, {"source": source}, False)
+        tokenizer = prepare.find_tokenizer(f"{folder}/run")
+    modules = texts.Texts(files, source, as_bytes=False, val_fraction=0.1)
+    with modules.progress("encoding") as bar:
+        splits = {split: modules.documents(split, bar) for split in ("train", "val")}
+        texts.write_dataset(Path(b.data) / "modules", tokenizer, splits, {"source": source})
 
 
 def ARMS(b):

@@ -6,7 +6,7 @@
 An evolutionary search with LongRoPE's settings, at a small size, from PI, NTK and NTK-by-parts. The
 factors lie on a grid of 0.01, from 1 to 1.5 times --factor, and never fall from pair to pair. The
 fitness is the loss of the digits of passkeys at the target length (LongRoPE2: Shang et al. 2025):
-the loss of a text hardly depends on distant text. So the run needs train.py --tasks=passkey:0.1.
+the loss of a text hardly depends on distant text. So the run needs train.py --tasks=niah:0.1.
 """
 
 import sys
@@ -80,16 +80,18 @@ def passkey_loss(model, factor, trials, seed, method, table=None):
     model.extend(method, 1.0 if model.config.extension else factor, **options)
     tokenizer = data.tokenizer_from_json(model.meta["tokenizer"])
     length = model.config.block_size
+    digits = data.DIGITS[data.size_of(tokenizer)]
     losses = []
     for depth in (0.0, 0.25, 0.5, 0.9):  # 0 is the start of the prompt
-        rng = np.random.Generator(np.random.PCG64([seed, length, round(1e6 * depth), True]))
-        for _ in range(trials // 4):
-            x, y = data.passkey(tokenizer, length, depth, rng, model.meta.get("bos"))
-            x, y = (torch.from_numpy(part).to(model.embed.weight.device) for part in (x, y))
+        for sample in range(trials // 4):
+            what = ("niah", tokenizer, length, seed, sample, model.meta.get("bos"))
+            x, y = map(torch.from_numpy, data.make_document(*what, depth=depth))
             positions = data.random_positions(model.config, 1, length, seed)
-            hidden_states = model.hidden_states(x[None], positions)
-            logits = model.head(hidden_states[0, -data.DIGITS :])  # the others are not needed
-            losses.append(F.cross_entropy(logits, y[-data.DIGITS :]).item())
+            hidden_states = model.hidden_states(x[None].to(model.embed.weight.device), positions)
+            scored = y >= 0
+            logits = model.head(hidden_states[0, scored])  # the others are not needed
+            nats = F.cross_entropy(logits.cpu(), y[scored], reduction="sum").item()
+            losses.append(nats / digits)
     return sum(losses) / len(losses)
 
 

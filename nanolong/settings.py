@@ -32,7 +32,7 @@ from pathlib import Path
 from nanolong.errors import UserError, require
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
-HIDDEN = ("vocab_size", "extension")  # the dataset and GPT.extend() set these
+HIDDEN = ("GPTConfig.vocab_size", "GPTConfig.extension")  # the dataset and GPT.extend() set these
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -79,7 +79,8 @@ def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
 def settings_of(cls):
     """Name -> type of the settings of a dataclass."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls) if field.name not in HIDDEN}
+    names = [field.name for field in fields(cls)]
+    return {name: hints[name] for name in names if f"{cls.__name__}.{name}" not in HIDDEN}
 
 
 def read_flag(word, following, hints):
@@ -184,8 +185,9 @@ def help_of(file):
     groups = {}
     for name, value in words.items():
         if ast.unparse(value).endswith("Config") and name not in unlisted:
-            for setting, (group, line) in describe(file, ast.unparse(value)).items():
-                if setting not in HIDDEN:
+            cls = ast.unparse(value)
+            for setting, (group, line) in describe(file, cls).items():
+                if f"{cls}.{setting}" not in HIDDEN:
                     groups.setdefault(group, []).append(line)
     lines = [ast.get_docstring(tree)]
     for group, entries in groups.items():

@@ -42,6 +42,7 @@ DELIBERATE = (
 # Cases that went with what they compared:
 # statuses: extend.py --plot=a.svg, and --plot of another: extend.py plots no wavelengths any more.
 # data, training, extending: "long documents" no longer repeat them, as --upsample_docs did.
+# data, training, extending: documents of tasks are others, and token files have headers.
 
 # Cases whose name begins with "compiled" may differ by this much; all others must be identical.
 COMPILED_TOLERANCE = 1e-5

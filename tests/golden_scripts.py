@@ -139,7 +139,6 @@ def data(record, folder):
         "golden-char": [TEXT, "--tokenizer=char"],
         "golden-file": [text, "--val_fraction=0.3"],
         "golden-char-file": [text, "--tokenizer=char"],
-        "golden-raw": [text, "--raw=true"],
     }
     if "TIKTOKEN_CACHE_DIR" in os.environ:  # its vocabularies are downloaded otherwise
         prepared["golden-gpt2"] = [TEXT, "--tokenizer=gpt2"]
@@ -156,8 +155,7 @@ def data(record, folder):
         ("plain", {}, ()),
         ("long documents", {"min_doc": 20000, "separate": True}, ()),
         ("PoSE", {}, (128,)),
-        ("passkeys", {}, (0, {"passkey": 0.5})),
-        ("PoSE and passkeys, separate documents", {"separate": True}, (128, {"passkey": 0.3})),
+        ("PoSE, separate documents", {"separate": True}, (128,)),
     ):
         for bos in (None, False):
             with record.case(f"batches, {case}, bos {bos}") as found:
@@ -185,7 +183,6 @@ def record_dataset(found, dataset):
     x = np.array(dataset.train.sequence(1, 64)[1])[None]
     found["bytes"] = dataset.count_bytes(x)
     if dataset.separator is not None:
-        found["documents"] = dataset.train.documents(dataset.separator)
         found["long_fraction"] = dataset.long_fraction(30000)
 
 
@@ -205,7 +202,6 @@ TRAINED = {  # each a process of its own, or two
 QUICK = {  # in this process
     "float16": "--dtype=float16",
     "random positions": "--random_positions=64",
-    "passkeys": "--block_size=64 --tasks=passkey:0.3",
     "long documents": "--min_doc=20000 --separate_docs=true",
     "every shape": "--n_kv_head=1 --qk_norm=head --tie_embeddings=false --dropout=0.1 --window=8 "
     "--sinks=2 --attn_scale=1.2 --checkpoint_activations=true",
@@ -261,7 +257,7 @@ EXTENDED = {  # name: (the run that is extended, the settings)
     "dynamic-ntk": ("rope", "--method=dynamic-ntk --factor=2"),
     "longrope": ("rope", "--method=longrope --factor=2 --options={table}"),
     "Muon": ("muon", "--method=pi --factor=2 --dtype=auto"),
-    "hybrid": ("hybrid", "--factor=2 --tasks=passkey:0.3 --learning_rate=1e-3"),
+    "hybrid": ("hybrid", "--factor=2 --learning_rate=1e-3"),
     "fitted scale": ("nope", "--method=scale --factor=2"),
     "fitted drope": ("rope", "--method=drope --factor=2 --options=scale=fit"),
     "alibi": ("alibi", "--method=dynamic-pi --factor=2"),
@@ -506,7 +502,7 @@ train.py --random_positions=100
 train.py --window=-1
 train.py --sinks=2
 train.py --dropout=1
-train.py --tasks=passkey:2
+train.py --tasks=niah:2
 train.py --beta2=1
 train.py --n_embd=30 --n_head=2 --pos=rope
 train.py --rope_fraction=1.5
@@ -517,7 +513,7 @@ train.py --out_dir={run} --init_from=resume --max_iters=8
 train.py --out_dir={run} --init_from=resume --max_iters=8 --n_layer=2
 train.py config/debug.toml --dataset={data} --out_dir={out}/b --min_doc=99999999
 train.py config/debug.toml --dataset={data} --out_dir={out}/c --max_iters=3 --learning_rate=1e30
-train.py config/debug.toml --dataset={data} --out_dir={out}/d --tasks=passkey:0.5 --block_size=16
+train.py config/debug.toml --dataset={data} --out_dir={out}/d --tasks=niah:0.5 --block_size=16
 train.py config/debug.toml --dataset={data} --out_dir={out}/e --max_iters=0
 extend.py --help
 extend.py

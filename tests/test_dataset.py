@@ -1,14 +1,22 @@
-"""Token files, sequences, batches, skip-wise training, passkey documents and datasets."""
+"""Token files, sequences, batches, skip-wise training, documents, texts and datasets."""
 
+import gzip
+import hashlib
 import json
-import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import assert_refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import data
+from data import token_files
 from nanolong.errors import LocalError, UserError
+
+IDS = st.lists(st.integers(0, 59), max_size=60)
 
 
 def make_split(folder, *files, vocab_size, bos):
@@ -39,18 +47,34 @@ def test_token_files_have_the_documented_forms(tmp_path):
     ids = list(range(300)) * 3
     data.write_tokens(tmp_path / "a.bin", ids, 300)
     data.write_tokens(tmp_path / "b.bin", [70000, 5], 100000)
-    data.write_tokens(tmp_path / "c.bin", ids, 300, raw=True)
+    np.array(ids, "<u2").tofile(tmp_path / "c.bin")
 
     header = np.fromfile(tmp_path / "a.bin", "<i4", 256)
     assert header[:3].tolist() == [20240520, 1, 900]
     assert not header[3:].any()
     assert (tmp_path / "a.bin").stat().st_size == 1024 + 1800
     assert np.fromfile(tmp_path / "b.bin", "<i4", 3).tolist() == [20240801, 7, 2]
-    assert (tmp_path / "c.bin").stat().st_size == 1800
 
-    assert data.dataset.open_tokens(tmp_path / "a.bin").tolist() == ids
-    assert data.dataset.open_tokens(tmp_path / "b.bin").tolist() == [70000, 5]
-    assert data.dataset.open_tokens(tmp_path / "c.bin").tolist() == ids
+    assert token_files.open_tokens(tmp_path / "a.bin").tolist() == ids
+    assert token_files.open_tokens(tmp_path / "b.bin").tolist() == [70000, 5]
+    assert token_files.open_tokens(tmp_path / "c.bin").tolist() == ids
+
+
+@given(st.lists(IDS, max_size=9), st.integers(1, 50))
+@settings(deadline=None, max_examples=50)
+def test_parts_go_on_in_further_files(parts, full):
+    """As a header counts no more than 2^31 - 1 tokens. Here a file is full earlier."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files, "FULL", full)
+        n = token_files.write_parts(Path(folder), "train", parts, 60)
+        ids = [i for part in parts for i in part]
+        assert n == len(ids)
+        found = []
+        names = [f"train-{i}.bin" if i else "train.bin" for i in range(99)]
+        for file in [Path(folder) / name for name in names if (Path(folder) / name).exists()]:
+            if ids:
+                found += token_files.open_tokens(file).tolist()
+        assert found == ids
 
 
 def test_damaged_token_files_are_refused(tmp_path):
@@ -70,19 +94,47 @@ def test_damaged_token_files_are_refused(tmp_path):
     for damaged in damaged_files:
         (tmp_path / "b.bin").write_bytes(damaged)
         with pytest.raises(UserError, match="b.bin"):
-            data.dataset.open_tokens(tmp_path / "b.bin")
+            token_files.open_tokens(tmp_path / "b.bin")
 
 
-def test_token_files_are_not_written_with_what_they_cannot_hold(tmp_path):
-    class Long(list):
-        def __len__(self):
-            return 1 << 31
+def tokens_of_text(rng, n, vocab_size):
+    """As frequent as the words of a text are: by Zipf's law."""
+    return np.minimum(rng.zipf(1.2, n), vocab_size) - 1
 
-    with pytest.raises(UserError, match="uint16"):
-        data.write_tokens(tmp_path / "a.bin", [1, 2], 100000, raw=True)
-    with pytest.raises(UserError, match="2,147,483,648 tokens"):
-        data.write_tokens(tmp_path / "a.bin", Long(), 5)
-    assert not (tmp_path / "a.bin").exists()
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(20, 9000),
+    st.sampled_from([70, 257, 4096, 50257, 65536, 100000, 128256, 200000]),
+    st.sampled_from(["<u4", "<i4", "<i8"]),
+)
+@settings(deadline=None, max_examples=100)
+def test_files_without_a_header_that_are_not_uint16_are_refused(seed, n, vocab_size, dtype):
+    """Those that are uint16 are read."""
+    ids = tokens_of_text(np.random.default_rng(seed), n, vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "train.bin"
+        ids.astype(dtype).tofile(file)
+        with pytest.raises(UserError, match="should be uint16.*integers of 4 or 8 bytes"):
+            token_files.open_tokens(file)
+        # of the other byte order, if the upper half is 0
+        ids.clip(max=65535).astype(dtype.replace("<", ">")).tofile(file)
+        with pytest.raises(UserError, match="integers of 4 or 8 bytes"):
+            token_files.open_tokens(file)
+        if vocab_size <= 1 << 16:
+            ids.astype("<u2").tofile(file)
+            assert token_files.open_tokens(file).tolist() == ids.tolist()
+
+
+def test_a_text_is_no_token_file_and_uint16_holds_no_large_vocabulary(tmp_path):
+    file = tmp_path / "train.bin"
+    source = Path(json.__file__).read_bytes()
+    file.write_bytes(source[: len(source) // 2 * 2])
+    with pytest.raises(UserError, match="it is of bytes of text"):
+        token_files.open_tokens(file)
+    np.arange(1000, dtype="<u2").tofile(file)
+    with pytest.raises(UserError, match="it is of a vocabulary above 65,536"):
+        token_files.open_tokens(file, 70_000)
 
 
 def test_the_hash_of_a_large_file_depends_on_its_size_and_ends(tmp_path):
@@ -91,18 +143,18 @@ def test_the_hash_of_a_large_file_depends_on_its_size_and_ends(tmp_path):
     hashes = []
     for last in (b"x", b"y"):
         file.write_bytes(b"x" * 999 + last)
-        hashes.append(data.dataset.hash_files([file]))
+        hashes.append(token_files.hash_files([file]))
     with open(file, "wb") as f:
         # sparse: the file takes no space on disk
         f.truncate(70_000_000)
-        hashes.append(data.dataset.hash_files([file]))
+        hashes.append(token_files.hash_files([file]))
         f.truncate(70_000_001)
-        hashes.append(data.dataset.hash_files([file]))
+        hashes.append(token_files.hash_files([file]))
         for position in (0, 70_000_000):
             f.seek(position)
             f.write(b"x")
             f.flush()
-            hashes.append(data.dataset.hash_files([file]))
+            hashes.append(token_files.hash_files([file]))
     assert len(set(hashes)) == 6
 
 
@@ -110,24 +162,24 @@ def test_the_hash_of_a_large_file_depends_on_its_size_and_ends(tmp_path):
 # Sequences
 
 
-def test_sequences_cover_every_target_once_within_files(tmp_path):
-    """With <bos> they begin with it, and it is never scored."""
-    files = [9, *range(1, 8), 9, 8], range(5)
-    split = make_split(tmp_path, *files, vocab_size=10, bos=None)
-    assert len(split) == 15
-    assert split.n_sequences(4).tolist() == [2, 1]
-    assert split.n_sequences(5).tolist() == [1, 0]
-    assert_sequence(split, 1, [4, 5, 6, 7], [5, 6, 7, 9])
-    assert_sequence(split, 2, [0, 1, 2, 3], [1, 2, 3, 4])
-    split = data.Split(split.files, 10, bos=9)
-    assert split.n_sequences(4).tolist() == split.n_sequences(5).tolist() == [2, 1]
-    assert_sequence(split, 0, [9, 9, 1, 2, 3], [-1, 1, 2, 3, 4])
-    assert_sequence(split, 1, [9, 5, 6, 7, 9], [5, 6, 7, -1, 8])
-
-
-def assert_sequence(split, index, inputs, targets):
-    x, y = split.sequence(index, len(inputs))
-    assert (x.tolist(), y.tolist()) == (inputs, targets)
+@given(st.lists(IDS, min_size=1, max_size=5), st.integers(1, 20), st.booleans())
+@settings(deadline=None)
+def test_sequences_cover_every_target_once_within_files(files, length, has_bos):
+    """Against slices of the lists. With <bos> they begin with it, and it is never scored."""
+    files = [[*ids, 59] for ids in files]
+    bos = 59 if has_bos else None
+    with tempfile.TemporaryDirectory() as folder:
+        split = make_split(Path(folder), *files, vocab_size=60, bos=bos)
+        expected = []
+        for ids in files:
+            for start in range(0, len(ids), length):
+                x = [59, *ids[start : start + length - 1]] if has_bos else ids[start:][:length]
+                y = ids[start : start + length] if has_bos else ids[start + 1 :][:length]
+                if len(x) == len(y) == length:
+                    expected.append((x, [-1 if has_bos and i == 59 else i for i in y]))
+        assert split.n_sequences(length).sum() == len(expected)
+        found = [split.sequence(i, length) for i in range(len(expected))]
+        assert [(x.tolist(), y.tolist()) for x, y in found] == expected
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
@@ -144,26 +196,62 @@ def test_too_little_text_is_refused(tmp_path):
         split.require_length(10)
 
 
-@pytest.mark.parametrize("bos", [None, 99])
-def test_an_epoch_visits_every_sequence_once(tmp_path, bos):
-    length = 7
-    split = make_split(tmp_path, range(90), vocab_size=100, bos=bos)
-    n = int(split.n_sequences(length, length - 1).sum())
-    orders = []
-    for epoch in range(3):
-        indices = range(epoch * n, (epoch + 1) * n)
-        starts = []
-        for index in indices:
-            place = split.training_location(index, length, seed=5)
-            starts.append(int(split.sequence_at(*place, length)[1][0]))
-        assert len(set(starts)) == n
-        # all from the same offset
-        assert len({start % length for start in starts}) == 1
-        assert starts != sorted(starts)
-        orders.append(starts)
-    assert orders[0] != orders[1]
-    # the offset changes between epochs
-    assert len({min(starts) for starts in orders}) > 1
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.integers(1, 9), st.booleans())
+@settings(deadline=None)
+def test_an_epoch_visits_every_sequence_once(sizes, length, has_bos):
+    """As many as the offset that leaves the fewest, all from the same offset."""
+    files = [range(100 * i, 100 * i + size) for i, size in enumerate(sizes)]
+    with tempfile.TemporaryDirectory() as folder:
+        bos = 999 if has_bos else None
+        split = make_split(Path(folder), *files, vocab_size=1000, bos=bos)
+        n = int(split.n_sequences(length, length - 1).sum())
+        if not n:
+            return
+        for epoch in range(3):
+            starts = []
+            for index in range(epoch * n, (epoch + 1) * n):
+                place = split.training_location(index, length, seed=5)
+                starts.append(int(split.sequence_at(*place, length)[1][0]) - (not has_bos))
+            assert len(set(starts)) == n
+            assert len({start % 100 % length for start in starts}) == 1
+
+
+# Three files of documents of 0 to 96 tokens. The digests are those of batches 0, 5 and 4000 of
+# commit 3955a76: (bos, what is selected) -> digests.
+GOLDEN = {
+    (False, "plain"): ["3350bf4eacb4ec83", "0c7f98e44eaf2686", "436ce702c3a51688"],
+    (False, "min_doc"): ["8e008da7503c8ea3", "a89238b21ff34769", "0ee11692553f6f0b"],
+    (False, "separate"): ["362c12d32029e9f4", "4db49d69b959d4aa", "071c4bbe8380f4cf"],
+    (False, "pose"): ["2abba143c9060747", "3179e1656121c560", "b24dd08333dae6fa"],
+    (True, "plain"): ["5dd52fb4bc6f5f53", "39a6e2bf1cb156aa", "bd424d13a500d354"],
+    (True, "min_doc"): ["86b969b95e0983a9", "48d7e24c2ce964c7", "c4ce306487577e0e"],
+    (True, "separate"): ["ab18ad0afecf79b1", "532797f9e6bfe86e", "8b82977ff689f4bf"],
+    (True, "pose"): ["899e1b60f0dae916", "62faaedd7948b993", "ec400dd0e33f46c6"],
+}
+SELECTIONS = {"min_doc": {"min_doc": 40}, "separate": {"separate": True}}
+
+
+@pytest.mark.parametrize("bos, case", GOLDEN)
+def test_batches_are_those_of_before(bos, case, tmp_path):
+    def documents(first, n):
+        ids = []
+        for i in range(first, first + n):
+            ids += [60, *[(i * i + j * 7) % 60 for j in range(i % 97)]]
+        return ids
+
+    for name, what in {"a_train": (0, 300), "b_train": (5, 2), "c_train": (300, 90)}.items():
+        data.write_tokens(tmp_path / f"{name}.bin", documents(*what), 61)
+    data.write_tokens(tmp_path / "val.bin", documents(7, 40), 61)
+    meta = {"tokenizer": None, "vocab_size": 61, "bos": 60, "bos_default": bos}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    dataset = data.Dataset(str(tmp_path))
+    dataset.select(**SELECTIONS.get(case, {}))
+    found = []
+    for index in (0, 5, 4000):
+        parts = dataset.batch(index, 4, 32, 1337, 200 if case == "pose" else 0)
+        parts = [b"-" if part is None else part.tobytes() for part in parts]
+        found.append(hashlib.sha256(b"".join(parts)).hexdigest()[:16])
+    assert found == GOLDEN[bos, case]
 
 
 def test_batches_depend_on_seed_and_index_alone(text_data):
@@ -227,54 +315,6 @@ def test_pose_sequences_skip_text_and_positions_independently(bos, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Passkey documents
-
-
-def char_tokenizer():
-    characters = set(data.synthetic.FILLER + data.synthetic.NEEDLE + "0123456789")
-    return data.CharTokenizer("".join(sorted(characters)), bos=True)
-
-
-@pytest.mark.parametrize("make_tokenizer", [data.ByteTokenizer, char_tokenizer])
-@pytest.mark.parametrize("with_bos", [False, True])
-def test_a_passkey_is_hidden_at_the_depth_and_asked_for_at_the_end(make_tokenizer, with_bos):
-    tokenizer = make_tokenizer()
-    bos = tokenizer.bos if with_bos else None
-    for length in (24, 25, 96, 301):
-        for depth in (0.0, 0.5, 0.77, 1.0):
-            x, y = data.passkey(tokenizer, length, depth, np.random.default_rng(length), bos)
-            assert len(x) == len(y) == length
-            assert np.array_equal(x[1:], y[:-1])
-            # targets may be changed without changing the inputs
-            assert not np.shares_memory(x, y)
-
-            document = [*x.tolist(), int(y[-1])]
-            text = tokenizer.decode(document[with_bos:]).decode()
-            hidden, asked = re.finditer(r"key (\d{3})", text)
-            assert hidden[1] == asked[1] == tokenizer.decode(y[-3:].tolist()).decode()
-            assert asked.end() == len(text)
-            n_filler = len(text) - len("key 123. key 123")
-            assert hidden.start() == round(depth * n_filler)
-            rest = text.replace(hidden[0] + ". ", "", 1)[: -len("key 123")]
-            assert set(rest) <= set(data.synthetic.FILLER)
-
-
-def test_a_passkey_can_be_left_out():
-    tokenizer = data.ByteTokenizer()
-    x, y = data.passkey(tokenizer, 80, 0.5, np.random.default_rng(1), hidden=False)
-    assert len(x) == len(y) == 80
-    assert tokenizer.decode(x.tolist()).count(b"key") == 1
-
-
-def test_a_passkey_that_cannot_be_made_is_refused():
-    rng = np.random.default_rng(1)
-    with pytest.raises(UserError, match="too few"):
-        data.passkey(data.ByteTokenizer(), 10, 0.5, rng)
-    with pytest.raises(UserError, match="does not occur"):
-        data.passkey(data.CharTokenizer("abc"), 80, 0.5, rng)
-
-
-# -----------------------------------------------------------------------------
 # Documents
 
 # documents of 5, 30, 0, 12 and 11 tokens
@@ -287,11 +327,14 @@ def documents(tmp_path):
     return data.Dataset(make_dataset(tmp_path / "documents", DOCUMENTS, 10, bos=9))
 
 
-def test_documents_begin_after_a_separator(documents):
-    assert documents.train.documents(9) == [[(1, 6), (7, 37), (39, 51), (52, 63)]]
-    assert documents.train.documents(None) == [[(0, 63)]]
-    # a separator that does not occur
-    assert documents.train.documents(7) == [[(0, 63)]]
+@given(st.lists(st.integers(0, 3)), st.sampled_from([None, 0, 9]))
+def test_documents_begin_after_a_separator(ids, separator):
+    """Against str.split()."""
+    ids = np.array(ids, int)
+    text = "".join(map(str, ids))
+    parts = text.split(str(separator)) if separator is not None else [text]
+    found = ["".join(map(str, ids[i:j])) for i, j in data.find_documents(ids, separator)]
+    assert found == [part for part in parts if part]
 
 
 def test_the_fraction_of_long_documents_counts_tokens(documents):
@@ -324,9 +367,9 @@ def test_documents_of_min_doc_tokens_are_kept(min_doc, n_documents, documents):
 
 def test_a_token_outside_the_vocabulary_is_named_by_its_place_in_the_file(documents):
     documents.train.vocab_size = 4
-    selected = documents.train.select_documents(9, min_doc=0)
+    documents.select(min_doc=1)
     with pytest.raises(LocalError, match="train.bin: token 52 is 4"):
-        selected.sequence_at(3, 0, 5)
+        documents.train.sequence_at(3, 0, 5)
 
 
 def test_documents_are_numbered_where_attention_stays_inside(documents):
@@ -392,14 +435,23 @@ def test_shards_of_llm_c_are_read(tmp_path):
 
 
 def test_a_dataset_that_is_not_there_is_refused_with_the_command():
-    assert not data.dataset_exists("nothing")
     with pytest.raises(UserError, match="prepare.py FILE_OR_FOLDER --name=nothing"):
         data.Dataset("nothing")
+    with pytest.raises(UserError, match="prepare.py --dataset=fineweb10B"):
+        data.Dataset("fineweb10B")
 
 
-@pytest.mark.parametrize(
-    "change", [{"vocab_size": 0}, {"vocab_size": "9"}, {"bos": 10}, {"bos": "a"}, {"bos": -1}]
-)
+def test_ids_that_cannot_be_gpt2s_are_taken_for_them_with_a_note(tmp_path, capsys):
+    """As of nanoGPT's shakespeare_char, if its meta.pkl is gone."""
+    rng = np.random.default_rng(0)
+    for top in (50257, 65):
+        for split in ("train", "val"):
+            tokens_of_text(rng, 5000, top).astype("<u2").tofile(tmp_path / f"{split}.bin")
+        data.Dataset(str(tmp_path))
+        assert ("but its ids end at 64" in capsys.readouterr().err) == (top == 65)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": "9"}, {"bos": 10}, {"bos": "a"}, {"bos": -1}])
 def test_a_damaged_meta_is_refused(change, tmp_path):
     folder = make_dataset(tmp_path / "mine", [1, 2, 3], 10)
     meta = json.loads((folder / "meta.json").read_text())
@@ -408,21 +460,10 @@ def test_a_damaged_meta_is_refused(change, tmp_path):
         data.Dataset(folder)
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
-    folder = make_dataset(tmp_path / "mine", [1, 2, 3], 10, tokenizer=data.ByteTokenizer())
-    with pytest.raises(UserError, match="257 tokens"):
-        data.Dataset(folder)
-
-
 def test_bos_needs_a_dataset_that_has_one(tmp_path):
     plain = make_dataset(tmp_path / "plain", [1, 2, 3], 5)
-    with pytest.raises(UserError, match="no <bos>: leave --bos out"):
+    with pytest.raises(UserError, match="no <bos>: choose another dataset, leave --bos out"):
         data.Dataset(plain, bos=True)
-    with pytest.raises(UserError, match="no <bos>, with which out/r was trained") as error:
-        data.Dataset(plain, bos=True, reader=("out/r", 5, None))
-    assert "--bos" not in str(error.value)
-    with pytest.raises(UserError, match="vocabulary of 5 and out/r one of 6"):
-        data.Dataset(plain, bos=True, reader=("out/r", 6, None))
     marked = make_dataset(tmp_path / "marked", [1, 2, 3], 5, bos=4)
     assert data.Dataset(marked).bos == 4
     assert data.Dataset(marked, bos=False).bos is None
@@ -457,7 +498,7 @@ def test_a_model_of_another_vocabulary_is_refused(tmp_path):
     dataset.check_model("the model", 3, None)
     with pytest.raises(UserError, match="vocabulary of 3 and the model one of 4"):
         dataset.check_model("the model", 4, abc.to_json())
-    with pytest.raises(UserError, match="other text than those of the model"):
+    with pytest.raises(UserError, match="other tokens than the model"):
         dataset.check_model("the model", 3, data.CharTokenizer("abd").to_json())
 
 
@@ -467,3 +508,57 @@ def test_only_scored_targets_count_as_bytes(tmp_path):
     assert dataset.count_bytes(np.array([1, -1, 0])) == 4
     unknown = data.Dataset(make_dataset(tmp_path / "unknown", [0, 1, 0], 2))
     assert unknown.count_bytes(np.array([1, -1, 0])) is None
+
+
+# -----------------------------------------------------------------------------
+# Texts
+
+
+def lowercase_tokenizer():
+    """A tokenizer of words that a normalizer writes in small letters, without their accents."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    normalizers = tokenizers.normalizers
+    steps = [normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    made.normalizer = normalizers.Sequence(steps)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, initial_alphabet=sorted(alphabet))
+    made.train_from_iterator([], trainer)
+    files = {"tokenizer.json": made.to_str().encode()}
+    return data.ImportedTokenizer(files, None, None, made.get_vocab_size())
+
+
+def test_bytes_are_those_of_the_file(tmp_path):
+    """Where the tokenizer drops accents, its tokens stand for fewer."""
+    content = "Ça, c’est déjà l’été.\r\n".encode() * 20
+    (tmp_path / "t.txt").write_bytes(content)
+    tokenizer = lowercase_tokenizer()
+    text = data.TextFile(tmp_path / "t.txt", tokenizer, tokenizer.vocab_size, None)
+    ids = text.val.tokens[0]
+    assert tokenizer.decode(ids) == "ca, c’est deja l’ete.\r\n".encode() * 20
+    assert text.count_bytes(ids) == pytest.approx(len(content), rel=1e-12)
+    as_bytes = data.TextFile(tmp_path / "t.txt", data.ByteTokenizer(), 257, 256)
+    assert as_bytes.count_bytes(as_bytes.val.tokens[0]) == len(content)
+    # a text is its tokens and its bytes
+    assert as_bytes.hash != text.hash
+    (tmp_path / "u.txt").write_bytes(content.upper())
+    other = data.TextFile(tmp_path / "u.txt", tokenizer, tokenizer.vocab_size, None)
+    assert np.array_equal(other.val.tokens[0], ids) and other.hash != text.hash
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "empty"),
+        (gzip.compress(b"some text " * 99), "compressed: unpack it first"),
+        ("some text ".encode("utf-16"), "UTF-16"),
+        ("some text ".encode("utf-16-le"), "UTF-16"),
+        ("some text ".encode("utf-16-be") * 99, "UTF-16"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(content, reason, tmp_path):
+    (tmp_path / "t.txt").write_bytes(content)
+    with pytest.raises(UserError, match=f"t.txt is {reason}"):
+        data.TextFile(tmp_path / "t.txt", data.ByteTokenizer(), 257, 256)

@@ -193,7 +193,7 @@ def test_bytes_that_nobody_knows_are_left_out(make, text_data, monkeypatch):
 
 
 def test_what_was_scored_is_said(text_file, tmp_path):
-    """Tokens, files and the hash of their bytes: above the tables and below figures."""
+    """Tokens, files and a hash: above the tables and below figures."""
     from test_loss import make_split
 
     text = data.TextFile(text_file, data.ByteTokenizer(), 257, 256)
@@ -203,7 +203,7 @@ def test_what_was_scored_is_said(text_file, tmp_path):
     scored = f"96 of {len(TEXT.encode())} tokens of {text_file}, 2 pieces of text.txt"
     texts = {"x": text, "y": text, "z": two, "w": five}
     assert scoring.describe_scored(texts, (24, 48, 960), 99) == [
-        f"{scored}, data {data.dataset.hash_files([text_file])}",
+        f"{scored}, data {text.hash}",
         "96 of 1,990 tokens of a/two, 2 pieces of 0.bin, 1.bin, data 0a1b",
         "96 of 4,900 tokens of five, 2 pieces of 0.bin, 2.bin, data 2c3d",
     ]
@@ -218,7 +218,7 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
     empty, short, binary = (tmp_path / name for name in ("empty.txt", "short.txt", "binary"))
     empty.write_bytes(b"")
     short.write_text("two words")
-    binary.write_bytes(b"\xff\xfe" * 99)
+    binary.write_bytes(b"\xff\xf0" * 99)
     make().save(tmp_path / "nameless/step-000001")
     for checkpoint, words, phrases in (
         (run, [f"--text={text_file}", "--dataset=x"], ("--text and --dataset",)),

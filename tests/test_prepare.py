@@ -1,20 +1,27 @@
-"""data/prepare.py: from text to a dataset."""
+"""data/prepare.py and data/texts.py: from text to a dataset."""
 
+import gzip
+import hashlib
 import http.server
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import threading
+import tracemalloc
 import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_success
+from conftest import assert_refused, assert_success
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import data
-from data.prepare import download, prepare, prepare_text
+from data import texts
+from data.prepare import find_tokenizer, prepare, prepare_text
 from nanolong.errors import UserError
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
@@ -26,7 +33,7 @@ def data_folder(tmp_path, monkeypatch):
     """An empty folder in place of data/."""
     folder = tmp_path / "data"
     folder.mkdir()
-    monkeypatch.setattr(data.dataset, "HERE", folder)
+    monkeypatch.setattr(data.token_files, "HERE", folder)
     return folder
 
 
@@ -53,7 +60,7 @@ def test_a_file_is_encoded_by_gpt2(tmp_path, data_folder):
             raise
         pytest.skip(str(error))
     (tmp_path / "t.txt").write_text(TEXT)
-    folder = prepare_text(tmp_path / "t.txt", "mine", tokenizer="gpt2")
+    folder = prepare_text(tmp_path / "t.txt", "mine", tokenizer=find_tokenizer("gpt2"))
     dataset = data.Dataset(folder)
     assert (dataset.vocab_size, dataset.bos) == (50257, None)
     assert data.Dataset(folder, bos=True).bos == 50256
@@ -62,12 +69,63 @@ def test_a_file_is_encoded_by_gpt2(tmp_path, data_folder):
     assert dataset.tokenizer.decode(ids) == TEXT[: int(len(TEXT) * 0.9)].encode()
 
 
-def test_line_ends_of_windows_are_kept_as_bytes_alone(tmp_path, data_folder):
-    (tmp_path / "t.txt").write_bytes(b"ab\r\n" * 100)
-    as_bytes = data.Dataset(prepare_text(tmp_path / "t.txt", "bytes"))
-    as_characters = data.Dataset(prepare_text(tmp_path / "t.txt", "char", tokenizer="char"))
-    assert (as_bytes.train.tokens[0] == ord("\r")).any()
-    assert as_characters.tokenizer.characters == "\nab"
+def test_texts_are_read_as_they_are(tmp_path, data_folder):
+    """Line ends of Windows and a byte order mark too, by every tokenizer, and by --text."""
+    content = "\ufeffnaïve\r\n\r\n\tb\n\r".encode() * 100
+    (tmp_path / "t.txt").write_bytes(content)
+    for name in ("bytes", "char", "bpe"):
+        options = {"vocab_size": 300} if name == "bpe" else {}
+        folder = prepare_text(tmp_path / "t.txt", name, tokenizer=name, **options)
+        dataset = data.Dataset(folder)
+        tokenizer = dataset.tokenizer
+        ids = [split.tokens[0].tolist() for split in (dataset.train, dataset.val)]
+        assert b"".join(map(tokenizer.decode, ids)) == content
+        text = data.TextFile(tmp_path / "t.txt", tokenizer, dataset.vocab_size, dataset.bos)
+        assert tokenizer.decode(text.val.tokens[0]) == content
+        # bits per byte are of the bytes of the file
+        meta = json.loads((folder / "meta.json").read_text())
+        assert sum(meta["bytes"].values()) == len(content)
+        assert dataset.bytes_scale == text.bytes_scale == 1
+
+
+class SplitsWords:
+    """A tokenizer of words with the space before them, which a cut in the middle would change."""
+
+    def __init__(self, added_bytes):
+        self.added_bytes = added_bytes
+        self.bos = None
+
+    def encode(self, text):
+        return re.findall(r"\s*\S+|\s+", " " * self.added_bytes + text)
+
+
+@given(
+    st.text(alphabet="ab, \n。x", max_size=400),
+    st.integers(1, 80),
+    st.integers(0, 1),
+)
+@settings(deadline=None, max_examples=200)
+def test_parts_encode_to_what_the_whole_does(text, size, added_bytes):
+    tokenizer = SplitsWords(added_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "PART", size)
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        ids = [token for ids in texts.encode_parts(tokenizer, parts) for token in ids]
+    assert ids == (tokenizer.encode(text) if text else [])
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "char", "bpe"])
+def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, data_folder, monkeypatch):
+    monkeypatch.setattr(texts, "PART", 1 << 16)
+    peaks = []
+    for n in (4, 16):
+        lines = (f"line {i * i} of the text: {TEXT[:60]}\n" for i in range(n * 10_000))
+        (tmp_path / "t.txt").write_text("".join(lines))
+        tracemalloc.start()
+        prepare_text(tmp_path / "t.txt", f"of-{n}", tokenizer=tokenizer)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] + 1e5
 
 
 def write_folder(folder):
@@ -76,7 +134,7 @@ def write_folder(folder):
         subfolder = folder / f"p{i % 3}"
         subfolder.mkdir(parents=True, exist_ok=True)
         (subfolder / f"f{i}.py").write_text(f"# file {i}\n" + TEXT)
-    (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (folder / "picture.png").write_bytes(b"\x89PNG some more bytes \0\0")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("secret")
 
@@ -84,7 +142,8 @@ def write_folder(folder):
 def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
     write_folder(tmp_path / "src")
     dataset = data.Dataset(prepare_text(tmp_path / "src", "folder"))
-    assert "left out 1 of 61 files" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "left out picture.png, which is not text, but has zero bytes\n" in printed
     train, val = (
         bytes(token for token in split.tokens[0].tolist() if token < 256)
         for split in (dataset.train, dataset.val)
@@ -115,28 +174,52 @@ def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder
         assert train.count(name[:1].encode()) == size * 9 // 10
         assert val.count(name[:1].encode()) == size // 10
     assert train.count(b"\0") == val.count(b"\0") == 3
-    printed = capsys.readouterr().out.splitlines()[1]
-    assert printed == (
-        "validation, 10.0% of the tokens: the last 10% of each file, code.py, novel.txt, table.csv"
-    )
+    assert "(10.0%, the last 10% of each document) from 3 doc" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("large, size", [("p0/f21.py", 60), ("p0/f0.py", 240)])
-def test_whole_files_are_not_validation_where_their_share_is_far_off(
-    large, size, tmp_path, data_folder, capsys
-):
-    """One of 60 files is as long as many; whole files would have it in validation, or not."""
-    write_folder(tmp_path / "src")
-    train, val = split_of(tmp_path / "src", "whole")
-    assert (
-        "of the tokens: whole files, p0/f21.py, p0/f30.py, p0/f54.py, " in capsys.readouterr().out
-    )
-    assert (b"# file 21\n" in val, b"# file 0\n" in val) == (True, False)
-    (tmp_path / "src" / large).write_bytes(b"\xff" * size * len(TEXT))
-    train, val = split_of(tmp_path / "src", "far-off")
-    assert "10.0% of the tokens: the last 10% of each file, p0/f" in capsys.readouterr().out
-    assert val.count(b"\xff") == size * len(TEXT) // 10 == train.count(b"\xff") // 9
-    assert train.count(b"\0") == val.count(b"\0") == 60
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path, data_folder, capsys):
+    """Its text is decoded from JSON; whole lines are validation, as they are many."""
+    lines = [json.dumps({"id": i, "text": f"{i} naïve\r\n\u2028☃"}) for i in range(300)]
+    (tmp_path / "t.jsonl").write_bytes("\n".join(lines).encode())
+    for tokenizer in ("bytes", "char"):
+        dataset = data.Dataset(prepare_text(tmp_path / "t.jsonl", tokenizer, tokenizer=tokenizer))
+        found = []
+        for split in (dataset.train, dataset.val):
+            for start, stop in data.find_documents(split.tokens[0], dataset.separator):
+                found.append(dataset.tokenizer.decode(split.tokens[0][start:stop].tolist()))
+        assert sorted(found) == sorted(f"{i} naïve\r\n\u2028☃".encode() for i in range(300))
+        assert 15 < len(data.find_documents(dataset.val.tokens[0], dataset.separator)) < 45
+    assert "whole documents) from 300 documents" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, content, reason",
+    [
+        ("a.txt", gzip.compress(TEXT.encode()), "compressed: unpack it first"),
+        ("a.txt", TEXT.encode("utf-16"), "UTF-16: convert it first"),
+        ("a.txt", TEXT.encode("utf-16-be"), "UTF-16: convert it first"),
+        ("a.txt", b"", "empty: give a text"),
+        ("a.txt", TEXT.encode("latin-1", "replace"), "not UTF-8: convert it"),
+        ("a.jsonl", b'{"text": "a"}\n{"messages": []}', 'JSON without a "text" in line 2'),
+        ("a.jsonl", b'{"text": ["a"]}', 'JSON without a "text" in line 1'),
+        ("a.jsonl", b'{"text": "\\ud800"}', 'JSON without a "text" in line 1'),
+        ("a.jsonl", b'{"text": "a"', 'JSON without a "text" in line 1'),
+        ("a.jsonl", b"[]", 'JSON without a "text" in line 1'),
+    ],
+)
+def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, call):
+    """A single file is refused, one of a folder is left out by its name."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    done = call("data/prepare.py", folder / name, "--name=x", "--tokenizer=char")
+    assert_refused(done, f"{name} is {reason}")
+    assert not list(data_folder.iterdir())
+    (folder / "b.txt").write_text(TEXT)
+    done = assert_success(call("data/prepare.py", folder, "--name=x", "--tokenizer=char"))
+    assert f"left out {name}, which is {reason}" in done.stdout
+    assert "from 1 documents" in done.stdout
+    assert data.Dataset("x").tokenizer.characters == "".join(sorted(set(TEXT)))
 
 
 def test_the_same_text_gives_the_same_hash(tmp_path, data_folder):
@@ -156,11 +239,12 @@ def test_the_tokenizer_can_be_that_of_a_run(tmp_path, data_folder, monkeypatch):
     monkeypatch.setattr("nanolong.run.find_checkpoint", lambda path: Path(path))
     monkeypatch.setattr("nanolong.run.read_meta", lambda folder: meta)
     (tmp_path / "t.txt").write_text("ccab" * 10)
-    dataset = data.Dataset(prepare_text(tmp_path / "t.txt", "mine", tokenizer=str(tmp_path)))
+    tokenizer = find_tokenizer(str(tmp_path))
+    dataset = data.Dataset(prepare_text(tmp_path / "t.txt", "mine", tokenizer=tokenizer))
     assert dataset.train.tokens[0][:4].tolist() == [2, 2, 0, 1]
     meta["tokenizer"] = None
     with pytest.raises(UserError, match="has no tokenizer"):
-        prepare_text(tmp_path / "t.txt", "other", tokenizer=str(tmp_path))
+        find_tokenizer(str(tmp_path))
 
 
 def test_bpe_learns_from_the_training_text_alone(tmp_path, data_folder, capsys):
@@ -169,7 +253,7 @@ def test_bpe_learns_from_the_training_text_alone(tmp_path, data_folder, capsys):
     (tmp_path / "t.txt").write_text(TEXT * 9 + "qzqzqz " * 100)
     dataset = data.Dataset(prepare_text(tmp_path / "t.txt", "mine", tokenizer="bpe"))
     tokenizer = dataset.tokenizer
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert printed.startswith(f"note: the training text gives only {tokenizer.vocab_size} of 4,096")
     train, val = (
         tokenizer.decode(split.tokens[0].tolist()) for split in (dataset.train, dataset.val)
@@ -185,7 +269,7 @@ def test_documents_in_bpe_are_separated(tmp_path, data_folder):
     pytest.importorskip("tokenizers")
     (tmp_path / "src").mkdir()
     for name in "abc":
-        (tmp_path / "src" / name).write_text(TEXT + f"{name}<|endoftext|>\r\n" * 20)
+        (tmp_path / "src" / name).write_text(TEXT + f"{name}<|endoftext|>\r\n" * 20, newline="")
     folder = prepare_text(tmp_path / "src", "mine", tokenizer="bpe", vocab_size=280)
     dataset = data.Dataset(folder, bos=True)
     assert (dataset.vocab_size, dataset.bos, data.Dataset(folder).bos) == (280, 0, None)
@@ -193,7 +277,7 @@ def test_documents_in_bpe_are_separated(tmp_path, data_folder):
     assert np.flatnonzero(tokens == 0).size == 3 and tokens[0] == 0
     dataset.select(separate=True)
     assert dataset.document_ids(tokens[None])[0, [0, -1]].tolist() == [1, 3]
-    text = "".join(TEXT + f"{name}<|endoftext|>\n" * 20 for name in "abc")
+    text = "".join(TEXT + f"{name}<|endoftext|>\r\n" * 20 for name in "abc")
     both = np.concatenate((tokens, dataset.val.tokens[0]))
     assert dataset.count_bytes(both) == len(text.encode())
 
@@ -225,7 +309,8 @@ def test_the_tokenizer_can_be_a_tokenizer_json(
 ):
     (tmp_path / "t.txt").write_text(TEXT)
     theirs = write_tokenizer_json(tmp_path / "tok", special, settings)
-    folder = prepare_text(tmp_path / "t.txt", "one", tokenizer=str(tmp_path / "tok/tokenizer.json"))
+    tokenizer = find_tokenizer(str(tmp_path / "tok/tokenizer.json"))
+    folder = prepare_text(tmp_path / "t.txt", "one", tokenizer=tokenizer)
     assert ("note: no token separates documents" in capsys.readouterr().out) == (bos is None)
     dataset = data.Dataset(folder)
     assert (dataset.vocab_size, dataset.separator) == (260, bos)
@@ -237,20 +322,22 @@ def test_the_tokenizer_can_be_a_tokenizer_json(
 
     # its folder, and a dataset that has it
     for name, place in (("two", tmp_path / "tok"), ("three", folder)):
-        other = prepare_text(tmp_path / "t.txt", name, tokenizer=str(place))
+        other = prepare_text(tmp_path / "t.txt", name, tokenizer=find_tokenizer(str(place)))
         assert data.Dataset(other).hash == dataset.hash
     # a file of another name comes without the files next to it
     (tmp_path / "tok" / "my.json").write_bytes((tmp_path / "tok/tokenizer.json").read_bytes())
-    alone = prepare_text(tmp_path / "t.txt", "four", tokenizer=str(tmp_path / "tok/my.json"))
+    tokenizer = find_tokenizer(str(tmp_path / "tok/my.json"))
+    alone = prepare_text(tmp_path / "t.txt", "four", tokenizer=tokenizer)
     names = {file.name for file in alone.iterdir()}
     assert names == {"tokenizer.json", "meta.json", "train.bin", "val.bin"}
 
 
-def test_raw_files_have_no_header(tmp_path, data_folder):
-    """Text that is not UTF-8 is prepared as bytes."""
-    (tmp_path / "t.txt").write_bytes(b"\xff" * 100)
-    folder = prepare_text(tmp_path / "t.txt", "raw", raw=True)
-    assert np.fromfile(folder / "train.bin", "<u2").tolist() == [256] + [255] * 90
+def test_any_bytes_of_a_single_file_are_prepared_as_bytes(tmp_path, data_folder):
+    content = bytes(range(256)) * 9
+    (tmp_path / "t.bin").write_bytes(content)
+    dataset = data.Dataset(prepare_text(tmp_path / "t.bin", "raw"))
+    found = [tokens for split in (dataset.train, dataset.val) for tokens in split.tokens[0][1:]]
+    assert bytes(int(i) for i in found) == content
 
 
 def test_a_dataset_is_not_overwritten(tmp_path, data_folder):
@@ -265,36 +352,45 @@ def test_a_dataset_is_not_overwritten(tmp_path, data_folder):
 @pytest.mark.parametrize(
     "file, options, message",
     [
-        ("bad.txt", {"tokenizer": "char"}, "byte 3"),
         ("empty", {}, "no text"),
-        ("none.txt", {}, "no text"),
-        ("short.txt", {}, "too short"),
+        ("short.txt", {}, "too little text for train.bin"),
         ("gone.txt", {}, "no file"),
-        ("good.txt", {"tokenizer": "gpt7"}, "gpt7"),
         ("good.txt", {"val_fraction": 0.0}, "is no fraction: give 0.1"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 256}, "at least 257"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 0}, "at least 257"),
         ("good.txt", {"tokenizer": "bpe", "vocab_size": 1 << 30}, "at most 1048576"),
-        ("good.txt", {"vocab_size": 512}, "give --tokenizer=bpe too"),
-        ("good.txt", {"tokenizer": "gone.json"}, "no file gone.json"),
-        ("good.txt", {"tokenizer": "damaged.json"}, "damaged.json: tokenizer.json is damaged"),
-        ("good.txt", {"tokenizer": "untrained.json"}, "has no tokens: train it first"),
         ("good.txt", {"name": "../x"}, "--name"),
         ("good.txt", {"name": ".x"}, "--name"),
     ],
 )
 def test_a_refusal_leaves_nothing(file, options, message, tmp_path, data_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "damaged.json").write_text("{")
-    untrained = {"type": "BPE", "vocab": {}, "merges": []}
-    (tmp_path / "untrained.json").write_text(json.dumps({"model": untrained}))
-    (tmp_path / "bad.txt").write_bytes(b"abc\xff\xfe" * 9)
-    (tmp_path / "none.txt").write_bytes(b"")
     (tmp_path / "short.txt").write_bytes(b"a")
     (tmp_path / "good.txt").write_text(TEXT)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=message):
         prepare_text(tmp_path / file, **{"name": "x", **options})
+    assert not list(data_folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "tokenizer, message",
+    [
+        ("gpt7", "gpt7"),
+        ("gone.json", "no file gone.json"),
+        ("damaged.json", "damaged.json: tokenizer.json is damaged"),
+        ("untrained.json", "has no tokens: train it first"),
+        ("bytes --vocab_size=512", "give --tokenizer=bpe too"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_is_refused(tokenizer, message, tmp_path, data_folder, call):
+    (tmp_path / "damaged.json").write_text("{")
+    untrained = {"type": "BPE", "vocab": {}, "merges": []}
+    (tmp_path / "untrained.json").write_text(json.dumps({"model": untrained}))
+    (tmp_path / "t.txt").write_text(TEXT)
+    words = f"--name=x --tokenizer={tokenizer}".split()
+    done = call("data/prepare.py", tmp_path / "t.txt", *words, cwd=tmp_path)
+    assert_refused(done, message)
     assert not list(data_folder.iterdir())
 
 
@@ -311,7 +407,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypat
         raise OSError("No space left on device")
 
     (tmp_path / "t.txt").write_text(TEXT)
-    monkeypatch.setattr("data.prepare.write_tokens", disk_full)
+    monkeypatch.setattr("data.texts.write_parts", disk_full)
     with pytest.raises(OSError, match="No space"):
         prepare_text(tmp_path / "t.txt", "mine")
     assert not list(data_folder.iterdir())
@@ -323,7 +419,7 @@ def test_the_standard_library_is_a_dataset(data_folder):
     assert 5e6 < meta["tokens"]["train"] < 2e7
     assert 3e5 < meta["tokens"]["val"]
     assert meta["files"] >= 180
-    assert meta["sha256"].keys() == {"train", "val"}
+    assert meta["bytes"]["val"] == (dataset.val.tokens[0] < 256).sum()
     train, val = dataset.train.tokens[0], dataset.val.tokens[0]
     assert train[0] == val[0] == dataset.bos == 256
     text = b"".join(tokens[tokens < 256].astype(np.uint8).tobytes() for tokens in (train, val))
@@ -351,7 +447,8 @@ def test_a_dataset_joins_its_downloaded_text(data_folder, monkeypatch):
     (data_folder / "shakespeare" / "input.txt").write_text(TEXT)
     with pytest.raises(UserError, match="SHA-256"):
         prepare("shakespeare")
-    monkeypatch.setattr("data.prepare.SHAKESPEARE_SHA256", None)
+    digest = hashlib.sha256(TEXT.encode()).hexdigest()
+    monkeypatch.setattr("data.texts.SHAKESPEARE_SHA256", digest)
     folder = prepare("shakespeare")
     names = sorted(file.name for file in folder.iterdir())
     assert names == ["input.txt", "meta.json", "train.bin", "val.bin"]
@@ -381,12 +478,12 @@ def test_a_download_that_is_cut_off_is_not_kept(tmp_path):
     try:
         for _ in range(2):
             with pytest.raises(UserError, match="4000 of 11024"):
-                download(url, file, None, "put it there")
+                texts.download(url, file, "put it there")
             assert not list(tmp_path.iterdir())
-        download(url, file, None, "put it there")
+        texts.download(url, file, "put it there")
         assert file.stat().st_size == 11024
         # what is there is not downloaded again
-        download(url, file, None, "put it there")
+        texts.download(url, file, "put it there")
         assert len(requests) == 3
     finally:
         server.shutdown()

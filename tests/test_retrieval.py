@@ -76,7 +76,8 @@ def test_a_model_that_knows_the_answers_scores_one_and_another_zero(task, probab
         assert record["gain"] == pytest.approx(intervals.mean_interval(gains), abs=1e-3)
         assert record["accuracy"] == intervals.fraction_interval([bool(accuracy)] * 6)
         assert record["control"]["mean"] == 0
-    assert len(set(model.prompts)) == len(model.prompts) == len(blank) * 6 * 2
+    # without its needle a prompt is the same at every depth
+    assert len(set(model.prompts)) == len(LENGTHS) * 6 * (3 + 1 if task == "needle" else 4 + 4)
 
 
 def test_depths_go_from_the_start_to_the_end():

@@ -129,7 +129,7 @@ def test_pose_and_drope_train_at_the_original_length(words, length, call, traine
 
 
 def test_data_settings_of_training_go_through_the_shell(call, text_data, tmp_path):
-    words = ["--tasks=passkey:0.3,niah:0.1", "--separate_docs=true"]
+    words = ["--tasks=niah:0.3", "--separate_docs=true"]
     out = [f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
     assert_success(call("train.py", *TINY, *words, *out))
     words = ["--pos=nope", "--min_doc=1000", f"--dataset={text_data}", f"--out_dir={tmp_path}/nope"]
@@ -203,7 +203,7 @@ def test_a_sample_consists_of_the_letters_of_the_text(letters, call):
 def test_vocabularies_of_one_size_are_distinguished_by_their_text(letters, call, tmp_path):
     run, _ = letters
     other = write_letters(tmp_path / "wxyz", "WXYZ")
-    expected = ("stand for other text", "--tokenizer=RUN")
+    expected = ("has other tokens than", "--tokenizer=RUN")
     assert_refused(call("evaluate.py", run, f"--dataset={other}"), *expected)
     words = [f"--dataset={other}", "--max_iters=1", f"--out_dir={tmp_path}/x"]
     assert_refused(call("extend.py", run, *words), *expected)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, assert_refused, run_python
 
+from data.prepare import PrepareConfig
 from extend import ExtendConfig
 from model import GPTConfig
 from nanolong import errors, settings
@@ -25,7 +26,6 @@ class Shape:
     kind: Literal["round", "square"] = "round"
     rate: float = 0.5
     silent: bool = False
-    vocab_size: int = 3
 
 
 def parse(*argv, **options):
@@ -83,7 +83,6 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
     [
         ("--widht=1", "no setting 'widht'.*did you mean --width"),
         ("--anything=1", "--help lists them all"),
-        ("--vocab_size=1", "no setting 'vocab_size'"),
         ("--width=2.5", "width must be a whole number"),
         ("--width=-1", "not negative"),
         ("--width=1e400", "finite"),
@@ -99,6 +98,13 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
 def test_what_is_no_setting_or_value_is_refused(words, message):
     with pytest.raises(UserError, match=message):
         parse(*words.split())
+
+
+def test_the_vocabulary_is_a_setting_of_prepare_alone():
+    """That of a model is its dataset's."""
+    with pytest.raises(UserError, match="no setting 'vocab_size'"):
+        settings.parse(config=GPTConfig, argv=["--vocab_size=300"])
+    assert settings.parse(cfg=PrepareConfig, argv=["--vocab_size=300"]).cfg.vocab_size == 300
 
 
 @pytest.mark.parametrize("text", ["width = ", "width = 'x'", "colour = 1"])
@@ -138,7 +144,7 @@ def test_help_has_a_line_for_each_setting_with_its_default_and_comment(script, n
         cls = getattr(importlib.import_module(module), name)
         for field in fields(cls):
             found = re.search(rf"^  --{field.name}=(\S+) +\S+", text, re.MULTILINE)
-            assert bool(found) == (field.name not in settings.HIDDEN), field.name
+            assert bool(found) == (f"{name}.{field.name}" not in settings.HIDDEN), field.name
             if found:
                 assert found[1] == settings.format_value(field.default)
 

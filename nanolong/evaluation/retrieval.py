@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import data
 from nanolong import devices, parallel
-from nanolong.errors import UserError, note, require
+from nanolong.errors import note, require
 from nanolong.evaluation import intervals
 from nanolong.evaluation.log import Cell
 from nanolong.evaluation.loss import BATCH_TOKENS, evaluation_mode
@@ -27,7 +27,7 @@ def plan_retrieval(task, models, cfg):
     """
     prompts = [(kind, None) for kind in cfg.ruler]
     if task == "needle":
-        prompts = [("passkey", i / max(1, cfg.depths - 1)) for i in range(cfg.depths)]
+        prompts = [("niah", i / max(1, cfg.depths - 1)) for i in range(cfg.depths)]
     trials = cfg.trials or TRIALS[task]
     note_untrained(models, {kind for kind, _ in prompts})
     cells = []
@@ -56,9 +56,9 @@ def note_untrained(models, kinds):
     """Print a note if small models never saw documents of one of these kinds in training."""
     untrained = {}
     for name, model in models.items():
-        trained_on = data.task_fractions((model.meta.get("train") or {}).get("tasks") or [])
-        missing = kinds - trained_on.keys()
-        if missing and data.default_size(tokenizer_of(name, model)) == "small":
+        tasks = (model.meta.get("train") or {}).get("tasks") or []
+        missing = kinds - {task.partition(":")[0] for task in tasks}
+        if missing and data.size_of(tokenizer_of(name, model)) == "small":
             untrained.setdefault(", ".join(sorted(missing)), []).append(name)
     for missing, names in untrained.items():
         note(
@@ -95,39 +95,25 @@ def make_prompts(record, tokenizer, bos, needles):
     """Return inputs and targets of each prompt, int64; targets before the answer are -1."""
     kind, length, seed, depth = (record[name] for name in ("kind", "length", "seed", "depth"))
     prompts = []
-    rng = np.random.Generator(np.random.PCG64([seed, length, round((depth or 0) * 1e6), 1]))
     for sample in range(record["trials"]):
-        if depth is None:
-            size = data.default_size(tokenizer)
-            prompt = data.ruler_prompt(
-                kind, tokenizer, length, seed, sample, size, bos, needles=needles
-            )
-            prompts.append((prompt.inputs, prompt.targets))
-        else:
-            inputs, targets = data.passkey(tokenizer, length, depth, rng, bos, hidden=needles)
-            targets[: -data.DIGITS] = -1
-            prompts.append((inputs, targets))
+        what = (kind, tokenizer, length, seed, sample, bos, needles, depth)
+        prompts.append(data.make_document(*what))
     return prompts
 
 
 def answer_prompts(model, prompts, dtype, seed):
-    """Ask a model for the answers at the end of prompts, each (inputs, targets).
+    """Ask a model for the answers at the end of prompts of one length, each (inputs, targets).
 
     Returns two lists: whether all tokens of an answer had the highest probability (teacher
     forcing), and its loss in nats, the sum over its tokens.
     """
     device = next(model.parameters()).device
-    answers = {}
-    # Padding would change the length, by which some methods scale: equally long ones are a batch.
-    for length in sorted({len(inputs) for inputs, _ in prompts}):
-        group = [i for i, (inputs, _) in enumerate(prompts) if len(inputs) == length]
-        batch_size = max(1, BATCH_TOKENS // length)
-        for start in range(0, len(group), batch_size):
-            batch = group[start : start + batch_size]
-            with evaluation_mode(model, devices.pick_dtype(dtype, device)):
-                found = answer_batch(model, [prompts[i] for i in batch], device, seed)
-            answers.update(zip(batch, found, strict=True))
-    return zip(*(answers[i] for i in range(len(prompts))), strict=True)
+    batch_size = max(1, BATCH_TOKENS // len(prompts[0][0]))
+    answers = []
+    with evaluation_mode(model, devices.pick_dtype(dtype, device)):
+        for i in range(0, len(prompts), batch_size):
+            answers += answer_batch(model, prompts[i : i + batch_size], device, seed)
+    return zip(*answers, strict=True)
 
 
 def answer_batch(model, prompts, device, seed):
@@ -146,10 +132,7 @@ def answer_batch(model, prompts, device, seed):
     last = parallel.gather_tokens(hidden_states[:, -n_answer:], dim=1)[:, -n_answer:]
     logits = model.head(last).float()  # (B, n_answer, V)
     answer = y[:, -n_answer:]
-    if not logits[answer >= 0].isfinite().all():
-        raise UserError(
-            "the logits are not finite numbers, so there is no answer: give --dtype=float32"
-        )
+    devices.check_logits(logits)
     right = (logits.argmax(-1) == answer) | (answer < 0)
     nats = F.cross_entropy(
         logits.flatten(0, 1), answer.flatten(), reduction="none", ignore_index=-1

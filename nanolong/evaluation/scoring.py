@@ -108,8 +108,8 @@ def find_byte_lengths(text):
     """Return the bytes of text that each token id stands for, and those that the tokenizer puts
     before a document; None if they are unknown.
 
-    text: a Dataset or TextFile. A normalizer changes the bytes of a text: then those of the file
-    are divided among its tokens, so that all together are the file's.
+    text: a Dataset or TextFile. If a normalizer changes its bytes, those of the file are divided
+    among its tokens.
     """
     if text.tokenizer is None:
         return None
@@ -118,11 +118,8 @@ def find_byte_lengths(text):
         added_bytes = text.tokenizer.added_bytes
     except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
         return None
-    if isinstance(text, TextFile):
-        n_bytes = byte_lengths[text.val.tokens[0]].sum().item() - added_bytes
-        if n_bytes != text.n_bytes:
-            scale = text.n_bytes / n_bytes
-            return byte_lengths * scale, added_bytes * scale
+    if text.bytes_scale != 1:
+        return byte_lengths * text.bytes_scale, added_bytes * text.bytes_scale
     return byte_lengths, added_bytes
 
 

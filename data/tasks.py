@@ -1,0 +1,199 @@
+"""Documents that ask for what stands far before: own documents for tasks of RULER (2404.06654).
+
+    niah      one key with one value, at a depth; asked for the value (a passkey)
+    multikey  several keys with a value each; asked for the value of one
+    vt        a chain of variables, each assigned from the one before; asked for their names
+    fwe       a list whose k-th most frequent word occurs in proportion to 1 / k^2; asked for the
+              three most frequent words, the most frequent first
+
+A document is a haystack of units (words or sentences) with needles among them, a question and the
+answer. Each of these parts is encoded alone, so that its length is the sum of theirs. Vocabularies
+of at most 512 tokens get short words and no sentences: 128 bytes are enough for every task.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanolong.errors import UserError
+
+KINDS = ("niah", "multikey", "vt", "fwe")
+SEVERAL = {"small": 3, "large": 4}  # keys of multikey, variables of vt
+ANSWERS = 3  # words that fwe asks for
+LEAST_WORDS = 25  # of fwe: of fewer the third is not more frequent than the fourth
+
+SENTENCES = """
+The ferry left the harbour after dawn. A light rain fell on the roofs. Two children counted boats.
+The old clock was slow again. The wind came from the west. A grey cat slept under the bench. The
+lamps were lit at six. He wrote a short letter. The market was closed. Snow lay on the pass. The
+path turned left behind the last house. The kettle was still warm. They talked about the harvest.
+"""
+FIRST = "amber bold calm dark early faint golden happy idle jolly keen lonely mild noble odd pale"
+SECOND = "anchor bell cabin drum engine forest garden harbour island kettle lake mirror needle"
+FILLER = {
+    "small": [" sun", " sea", " oak", " fog", " bay"],
+    "large": [f" {sentence}." for sentence in " ".join(SENTENCES.split())[:-1].split(". ")],
+}
+WORDS = {
+    "small": ["".join(word) for word in itertools.product("bcdfgklm", "aeiou", "nprstvxz")],
+    "large": ["-".join(pair) for pair in itertools.product(FIRST.split(), SECOND.split())],
+}
+DIGITS = {"small": 3, "large": 7}  # of values
+
+# of each kind a needle and the question; every part begins with a space
+SMALL = (" {} is {}.", " ? {} is")
+CODE = " Question: which code does {0} have? Answer: the code of {0} is"
+TEXTS = {
+    "small": {"niah": SMALL, "multikey": SMALL, "vt": SMALL, "fwe": ("", " ? most")},
+    "large": {
+        "niah": (" The code of {} is {}.", CODE),
+        "multikey": (" The code of {} is {}.", CODE),
+        "vt": (
+            " VAR {} = {}.",
+            " Question: which variables have the value {}? Answer: the variables are",
+        ),
+        "fwe": ("", " Question: which three words are the most frequent? Answer: the words are"),
+    },
+}
+
+
+@dataclass
+class Task:
+    """What a document says, before its length is known."""
+
+    units: list[str]  # of the haystack
+    needles: list[tuple[float, str]]  # depth and text; the first n_asked of them answer
+    n_asked: int
+    question: str
+    answer: str
+
+
+class TooShort(UserError):
+    """A document needs more tokens: `needed`."""
+
+    def __init__(self, kind, length, needed):
+        super().__init__(
+            f"a document of the task {kind} needs {needed} tokens, and {length} are too few: "
+            "choose longer --lengths or --block_size"
+        )
+        self.needed = needed
+
+
+def size_of(tokenizer) -> str:
+    """Return the size of documents that goes with a tokenizer: small or large."""
+    return "small" if tokenizer.vocab_size <= 512 else "large"
+
+
+def make_task(kind, size, rng, depth):
+    """Make the task that is a function of rng."""
+    several = SEVERAL[size]
+    words = [WORDS[size][i] for i in rng.permutation(len(WORDS[size]))]
+    least = 10 ** (DIGITS[size] - 1)
+    numbers = rng.choice(9 * least, several, replace=False) + least
+    values = [str(number) for number in numbers]
+    depths = rng.random(several)
+    needle, question = TEXTS[size][kind]
+    if kind == "fwe":
+        return Task([f" {word}" for word in words], [], 0, question, " ".join(words[:ANSWERS]))
+    if kind == "vt":
+        # a variable is assigned before another is assigned from it
+        depths.sort()
+        values = [values[0], *words]
+    elif depth is not None:
+        depths[0] = depth
+    needles = [(depths[i], needle.format(words[i], values[i])) for i in range(several)]
+    if kind == "vt":
+        answer = " ".join(words[:several])
+        return Task(FILLER[size], needles, several, question.format(values[0]), answer)
+    kept = needles if kind == "multikey" else needles[:1]
+    return Task(FILLER[size], kept, 1, question.format(words[0]), values[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def encode(tokenizer, text):
+    """Encode a part of a document, which begins with a space; a tokenizer may put it there."""
+    try:
+        ids = tokenizer.encode(text[tokenizer.added_bytes :])
+    except UserError:
+        ids = []
+    if tokenizer.decode(ids) != text.encode():
+        raise UserError(
+            f"this vocabulary cannot write {text!r}, which documents of tasks need: leave the task "
+            "out, or choose another tokenizer, such as bytes"
+        )
+    return [int(i) for i in ids]
+
+
+def rank_words(n):
+    """Return the ranks, from 0, of n words: word k is due whenever a growing number reaches a
+    multiple of (k + 1)^2, so that a longer list begins with the shorter ones.
+    """
+    due = [
+        (i * (rank + 1) ** 2, rank) for rank in range(n) for i in range(1, n // (rank + 1) ** 2 + 1)
+    ]
+    return np.array([rank for _, rank in sorted(due)[:n]])
+
+
+def make_document(kind, tokenizer, length, seed, sample, bos=None, needles=True, depth=None):
+    """Make the document that is a function of (seed, kind, sample), in `length` tokens.
+
+    bos: an id that starts it, or None. needles=False leaves out the needles that answer the
+    question, and fills their place with haystack: the answer can only be guessed. depth: of the
+    needle of niah, from 0, the start, to 1, the end; None: at random.
+
+    Returns inputs and targets, int64 (length,) each; targets before the answer are -1. The haystack
+    begins with the end of a unit. Raises TooShort, or UserError if the vocabulary cannot write it.
+    """
+    entropy = [seed, sample, KINDS.index(kind)]
+    rng = np.random.default_rng([*entropy, 0])
+    task = make_task(kind, size_of(tokenizer), rng, depth)
+    if not needles:
+        task.needles = task.needles[task.n_asked :]
+        task.units = task.units[ANSWERS:] if kind == "fwe" else task.units
+    prefix = [] if bos is None else [bos]
+    facts = [encode(tokenizer, text) for _, text in task.needles]
+    question, answer = encode(tokenizer, task.question), encode(tokenizer, f" {task.answer}")
+    units = [encode(tokenizer, unit) for unit in task.units]
+    sizes = np.array([len(unit) for unit in units])
+
+    # as many units as there is space for
+    space = length + 1 - len(prefix) - sum(map(len, facts)) - len(question) - len(answer)
+    least = LEAST_WORDS if kind == "fwe" else 0
+    most = max(least, space // sizes.min() + 1)
+    # of its own, so that the haystack does not depend on the needles
+    rng = np.random.default_rng([*entropy, 1])
+    order = rank_words(most) % len(units) if kind == "fwe" else rng.integers(len(units), size=most)
+    ends = np.concatenate(([0], sizes[order].cumsum()))
+    if space < ends[least]:
+        raise TooShort(kind, length, int(length - space + ends[least]))
+    n = int(np.searchsorted(ends, space, "right")) - 1
+    body = [units[i] for i in (rng.permutation(order[:n]) if kind == "fwe" else order[:n])]
+
+    # needles go into the gaps between units, of one gap the last first
+    gaps = [min(int(depth * (n + 1)), n) for depth, _ in task.needles]
+    for i in reversed(np.argsort(gaps, kind="stable")):
+        body.insert(gaps[i], facts[i])
+    # what is left is filled by the end of a unit, in a list of a rare word
+    left = space - int(ends[n])
+    longer = next(unit for unit in reversed(units) if len(unit) > left)
+    ids = np.array(
+        [*prefix, *longer[len(longer) - left :], *itertools.chain(*body), *question, *answer]
+    )
+    targets = ids[1:].copy()
+    targets[: -len(answer)] = -1
+    return ids[:-1].copy(), targets
+
+
+@functools.lru_cache(maxsize=64)
+def least_length(kind, tokenizer, bos=None) -> int:
+    """Return a length that is enough for every document of a kind."""
+    needs = []
+    for sample in range(64):
+        try:
+            make_document(kind, tokenizer, 0, 0, sample, bos)
+        except TooShort as error:
+            needs.append(error.needed)
+    # Words differ in their number of tokens: others may need more than the longest of these.
+    return 2 * max(needs) - min(needs)

@@ -1,0 +1,223 @@
+"""Documents for the tasks of RULER, and training on them.
+
+The answers are computed from the text by a solver of its own, which shares nothing with the
+generator.
+"""
+
+import argparse
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import TINY, assert_refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+from data.tasks import TooShort, least_length
+from data.tokenizer import train_bpe
+from nanolong.errors import UserError
+
+BYTES = data.ByteTokenizer()
+
+
+@functools.cache
+def bpe():
+    pytest.importorskip("tokenizers")
+    return train_bpe([inspect.getsource(module) for module in (argparse, ast)], 2000)
+
+
+def solve(text):
+    """Return the answer that follows from a text and its question, or None."""
+    small = re.fullmatch(r"(.*) \? (?:(\S+) is|most)", text)
+    large = re.fullmatch(r"(.*) Question: (.*)\? Answer: .*", text)
+    body, question = (small or large).groups()
+    if question is None or "most frequent" in question:
+        counts = Counter(body.split()).most_common(4)
+        are_different = len({n for _, n in counts}) == 4
+        return " ".join(word for word, _ in counts[:3]) if are_different else None
+    asked = question
+    if large:
+        asked = re.search(r"code does (\S+) have|the value (\S+)", question)
+        asked = asked[1] or asked[2]
+    facts = re.findall(r"(?:The code of|VAR)? (\S+) (?:is|=) (\S+)\.", body)
+    if not asked.isdigit():
+        values = [value for key, value in facts if key == asked]
+        return values[0] if len(values) == 1 else None
+    names = []
+    while asked in [value for _, value in facts]:
+        (asked,) = [name for name, value in facts if value == asked]
+        names.append(asked)
+    return " ".join(names) or None
+
+
+def read(tokenizer, inputs, targets):
+    """Return the text and the answer of a document, and check that they are its tokens."""
+    first = int((targets >= 0).argmax())
+    assert (targets[:first] == -1).all()
+    assert np.array_equal(inputs[first + 1 :], targets[first:-1])
+    text = tokenizer.decode(inputs[: first + 1].tolist()).decode()
+    return text, tokenizer.decode(targets[first:].tolist()).decode()
+
+
+@given(
+    st.sampled_from(data.KINDS),
+    st.booleans(),
+    st.integers(400, 16_000),
+    st.integers(0, 1 << 40),
+    st.integers(0, 1 << 32),
+)
+@settings(deadline=None, max_examples=150)
+def test_answers_follow_from_the_text_and_only_from_the_needles(kind, is_bpe, length, seed, sample):
+    tokenizer = bpe() if is_bpe else BYTES
+    what = (kind, tokenizer, length, seed, sample, tokenizer.bos)
+    inputs, targets = data.make_document(*what)
+    assert len(inputs) == len(targets) == length and inputs[0] == tokenizer.bos
+    text, answer = read(tokenizer, inputs, targets)
+    assert " " + solve(text) == answer
+
+    text, same_answer = read(tokenizer, *data.make_document(*what, needles=False))
+    assert same_answer == answer
+    assert not {*re.findall(r"[\w-]+", text)} & {*answer.split()}
+    assert solve(text) != answer[1:]
+
+
+@pytest.mark.parametrize("kind", data.KINDS)
+def test_the_shortest_documents_have_answers_too(kind):
+    """128 bytes are enough; of fewer the message says how many are needed."""
+    assert least_length(kind, BYTES, 256) <= 128
+    for tokenizer in (BYTES, bpe()):
+        least = least_length(kind, tokenizer, tokenizer.bos)
+        for sample in range(100):
+            with pytest.raises(TooShort, match=f"task {kind} needs") as error:
+                data.make_document(kind, tokenizer, 9, 3, sample, tokenizer.bos)
+            needed = error.value.needed
+            assert needed <= least
+            for n in (needed, needed + 1):
+                document = data.make_document(kind, tokenizer, n, 3, sample, tokenizer.bos)
+                text, answer = read(tokenizer, *document)
+                assert " " + solve(text) == answer
+            with pytest.raises(TooShort):
+                data.make_document(kind, tokenizer, needed - 1, 3, sample, tokenizer.bos)
+
+
+@pytest.mark.parametrize("kind", ["niah", "multikey"])
+def test_the_needle_stands_at_its_depth(kind):
+    """By default anywhere; the rest of the document does not depend on where."""
+    for depth in (0, 0.25, 1):
+        for sample in range(9):
+            what = (kind, BYTES, 3000, 1, sample)
+            text, answer = read(BYTES, *data.make_document(*what, depth=depth))
+            place = text.index(f" is{answer}.") / (len(text) - 8)
+            assert abs(place - depth) < 0.02
+    places = []
+    for sample in range(300):
+        text, answer = read(BYTES, *data.make_document(kind, BYTES, 3000, 1, sample))
+        places.append(text.index(f" is{answer}.") / len(text))
+    counts, _ = np.histogram(places, 5, (0, 1))
+    assert abs(counts - 60).max() < 5 * 60**0.5  # five standard deviations
+
+
+def test_frequent_words_have_the_frequencies_of_their_task():
+    text, _ = read(BYTES, *data.make_document("fwe", BYTES, 12_000, 1, 1))
+    ranked = [n for _, n in Counter(text.split()).most_common(8)]
+    assert ranked[0] > 1000
+    for rank, n in enumerate(ranked, 1):
+        # the last steps of the list may be missing
+        assert abs(n - ranked[0] / rank**2) <= 1
+
+
+# the first 16 digits of the SHA-256 of the inputs of sample 3
+GOLDEN = {
+    "niah": "5527dabebd6c1480",
+    "multikey": "03d60936d9fa0e55",
+    "vt": "cee84675b6eb2aca",
+    "fwe": "8eefd2d286b04ac2",
+}
+
+
+@pytest.mark.parametrize("kind", data.KINDS)
+def test_documents_are_the_same_everywhere(kind):
+    inputs, _ = data.make_document(kind, BYTES, 500, 7, 3)
+    assert hashlib.sha256(inputs.astype("<i8").tobytes()).hexdigest()[:16] == GOLDEN[kind]
+
+
+def test_a_vocabulary_that_cannot_write_documents_is_refused():
+    letters = data.CharTokenizer("abcdefghijklmnopqrstuvwxyz .?")
+    with pytest.raises(UserError, match="cannot write ' ... is \\d+.', which documents of tasks"):
+        data.make_document("niah", letters, 300, 1, 1)
+    text, answer = read(letters, *data.make_document("fwe", letters, 300, 1, 1))
+    assert " " + solve(text) == answer
+
+
+def test_a_space_that_the_tokenizer_puts_before_a_text_is_the_first_of_a_part():
+    from test_hf_tokenizer import import_tokenizer  # it skips without tokenizers
+
+    tokenizer = import_tokenizer("llama2")
+    assert tokenizer.added_bytes == 1
+    for kind in data.KINDS:
+        text, answer = read(tokenizer, *data.make_document(kind, tokenizer, 3000, 1, 1))
+        assert " " + solve(text) == answer and "  " not in text
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def test_batches_hold_the_fractions_of_the_tasks(text_data):
+    dataset = data.Dataset(text_data)
+    tasks = {"niah": 0.2, "vt": 0.1}
+    x, y, *_ = dataset.batch(0, 2000, 160, 7, tasks=tasks)
+    halves = [dataset.batch(i, 1000, 160, 7, tasks=tasks)[0] for i in (0, 1)]
+    assert np.array_equal(np.concatenate(halves), x)
+    found = Counter()
+    lengths = []
+    for inputs, targets in zip(x, y, strict=True):
+        stop = int((targets >= 0).nonzero()[0][-1]) + 1
+        if (targets >= 0).sum() > 20:
+            continue
+        assert inputs[0] == 256 and not inputs[stop:].any()
+        text, answer = read(BYTES, inputs[:stop], targets[:stop])
+        assert " " + solve(text) == answer
+        lengths.append(stop)
+        found["niah" if answer[1:].isdigit() else "vt"] += 1
+    assert abs(found["niah"] - 400) < 90
+    assert abs(found["vt"] - 200) < 70
+    assert min(lengths) < 60
+    assert max(lengths) == 160
+    # the other sequences are those of a run without tasks
+    plain = dataset.batch(0, 2000, 160, 7)[0]
+    is_text = (y >= 0).sum(1) > 20
+    assert np.array_equal(x[is_text], plain[is_text])
+
+
+def test_evaluation_does_not_ask_what_training_showed(text_data):
+    x, *_ = data.Dataset(text_data).batch(0, 200, 160, 7, tasks={"niah": 1.0})
+    shown = {bytes(row[1:].tolist()).strip(b"\0")[-20:] for row in x}
+    for sample in range(200):
+        inputs, _ = data.make_document("niah", BYTES, 160, 7, sample)
+        assert bytes(inputs.tolist())[-20:] not in shown
+
+
+def test_tasks_that_cannot_be_made_are_refused_before_training(call, text_data, tmp_path):
+    out = tmp_path / "run"
+    words = [*TINY, f"--dataset={text_data}", f"--out_dir={out}", "--block_size=64"]
+    done = call("train.py", *words, "--tasks=fwe:0.1")
+    assert_refused(done, "documents of the task fwe need up to", "sequences have 64")
+    done = call("train.py", *words, "--tasks=passkey:0.1")
+    assert_refused(done, "give each kind of niah, multikey, vt, fwe")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for split in ("train", "val"):
+        data.write_tokens(bare / f"{split}.bin", np.arange(2000) % 256, 257)
+    meta = {"tokenizer": None, "vocab_size": 257, "bos": 256, "bos_default": True}
+    (bare / "meta.json").write_text(json.dumps(meta))
+    done = call("train.py", *words, "--tasks=niah:0.1", f"--dataset={bare}")
+    assert_refused(done, "has no tokenizer")
+    assert not out.exists()
