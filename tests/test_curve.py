@@ -66,7 +66,7 @@ def test_evaluate_says_what_it_cannot_plot(call, write_log, tmp_path, monkeypatc
         ([file, tmp_path / "none"], "none has logged no training step: "),
         ([file, empty], "empty has logged no training step: "),
         (["--curves=a.jpg", run], "--curves=a.jpg: end it in .png"),
-        ([file, "--json=a.json", run], "measures nothing: leave --json out"),
+        ([file, "--json=a.json", run], "measures nothing: leave --plot, --json and --report out"),
     ):
         assert_refused(call("evaluate.py", *words), phrase)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, assert_refused, assert_success
 from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
-from test_loss import losses_of
+from test_loss import losses_of, make_split
 
 import data
 import evaluate
@@ -182,35 +182,17 @@ def test_bytes_are_those_of_the_file_if_a_normalizer_changes_it(make, tmp_path, 
     assert record["bytes"] == round(sum(row[2] for row in record["by_sequence"]))
 
 
-def test_bytes_that_nobody_knows_are_left_out(make, text_data, monkeypatch):
-    """Of token files without a tokenizer."""
-    dataset = data.Dataset(text_data)
-    dataset.tokenizer = None
-    assert scoring.find_byte_lengths(dataset) is None
-    monkeypatch.setattr(scoring, "Dataset", lambda *args: dataset)
-    (record,) = measure({"m": text_model(make, text_data)}, (24,), "chunked", max_tokens=48)
-    assert "bytes" not in record and "loss" in record
-
-
 def test_what_was_scored_is_said(text_file, tmp_path):
     """Tokens, files and a hash: above the tables and below figures."""
-    from test_loss import make_split
-
     text = data.TextFile(text_file, data.ByteTokenizer(), 257, 256)
     five = types.SimpleNamespace(name="five", val=make_split(tmp_path, files=5), hash="2c3d")
-    two = types.SimpleNamespace(name="a/two", hash="0a1b")
-    two.val = data.Split(five.val.files[:2], 50, None)
     scored = f"96 of {len(TEXT.encode())} tokens of {text_file}, 2 pieces of text.txt"
-    texts = {"x": text, "y": text, "z": two, "w": five}
-    assert scoring.describe_scored(texts, (24, 48, 960), 99) == [
+    assert scoring.describe_scored({"x": text, "y": text, "w": five}, (24, 48, 960), 99) == [
         f"{scored}, data {text.hash}",
-        "96 of 1,990 tokens of a/two, 2 pieces of 0.bin, 1.bin, data 0a1b",
         "96 of 4,900 tokens of five, 2 pieces of 0.bin, 2.bin, data 2c3d",
     ]
     (line,) = scoring.describe_scored({"w": five}, (24,), 99)
     assert line == "96 of 4,900 tokens of five, 4 pieces of 4 of 5 files, data 2c3d"
-    (line,) = scoring.describe_scored({"w": five}, (5000,), 9999)
-    assert line.startswith("0 of 4,900 tokens of five")
 
 
 def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call, tmp_path):
@@ -336,20 +318,6 @@ def test_nothing_measured_is_an_error(runs, call, tmp_path):
     assert_refused(done, "nothing could be measured: --pos=learned has no embedding")
     records = json.loads((tmp_path / "a.json").read_text())
     assert all("refused" in record for record in records) and "refused" in done.stdout
-
-
-def test_a_dataset_of_another_vocabulary_is_named_as_the_cause(
-    runs, call, character_data, tmp_path
-):
-    """Of characters, without <bos>: the sentence names the checkpoint, and no row of a table."""
-    expected = f"{character_data} has a vocabulary of 3 and {runs[0] / 'step-000001'} one of 257: "
-    for script, words in (
-        ("evaluate.py", [f"RoPE={runs[0]}"]),
-        ("extend.py", [runs[0], "--max_iters=0"]),
-        ("extend.py", [runs[0], "--max_iters=1", "--learning_rate=0.1", "--out_dir=b"]),
-    ):
-        done = call(script, *words, f"--dataset={character_data}", cwd=tmp_path)
-        assert "--bos" not in assert_refused(done, expected)
 
 
 def test_a_mixture_is_no_text_to_score(save_run, call, text_data):

@@ -24,14 +24,13 @@ def compare(records, names):
     first_of = {cell_of(record): record for record in select(records, checkpoint=names[0])}
     for record in records:
         first = first_of.get(cell_of(record), {})
-        is_other = record["checkpoint"] in names[1:]
-        if is_other and "ids" in record and record["ids"] == first.get("ids"):
-            pairs = list(zip(samples(record), samples(first), strict=False))
-            if len(pairs) == max(len(samples(record)), len(samples(first))):
-                differences = [value - other for (value, _), (other, _) in pairs]
-                counts = [count for (_, count), _ in pairs]
-                least = intervals.MIN_SEEDS if "seeds" in record else intervals.MIN_SAMPLES
-                record["difference"] = intervals.ratio_interval(differences, counts, least)
+        same = record.get("ids") == first.get("ids") and record.get("seeds") == first.get("seeds")
+        if same and "ids" in record and record["checkpoint"] != names[0]:
+            pairs = list(zip(samples(record), samples(first), strict=True))
+            differences = [value - other for (value, _), (other, _) in pairs]
+            counts = [count for (_, count), _ in pairs]
+            least = intervals.MIN_SEEDS if "seeds" in record else intervals.MIN_SAMPLES
+            record["difference"] = intervals.ratio_interval(differences, counts, least)
 
 
 def cell_of(record):
@@ -73,7 +72,7 @@ def mean_record(arm, records):
     refused = [record["refused"] for record in records if "refused" in record]
     if refused:
         return {**found, "refused": refused[0]}
-    if "ids" in first and all(record["ids"] == first["ids"] for record in records):
+    if len({record.get("ids") for record in records} - {None}) == 1:
         found["ids"] = first["ids"]
     if "loss" in first:
         found["by_seed"] = [record["loss"] for record in records]
@@ -81,10 +80,8 @@ def mean_record(arm, records):
         return {**found, "loss": interval.pop("mean"), **interval}
     for measure in MEASURES:
         if measure in first:
-            values = [record[measure]["mean"] for record in records]
-            found[measure] = seed_interval(values)
-            if measure == "nats":
-                found["by_seed"] = values
+            found[measure] = seed_interval([record[measure]["mean"] for record in records])
+            found["by_seed"] = [record["nats"]["mean"] for record in records]
     for measure in COSTS:
         if measure in first:
             found[measure] = sum(record[measure] for record in records) / len(records)

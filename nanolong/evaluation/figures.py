@@ -10,14 +10,26 @@ from nanolong.evaluation.tables import select, unique, visible
 MARKERS = "os^Dv*P"
 
 
-def new_figure(plt, size, n_rows=1, n_columns=1, title="", note="", **options):
-    """Return a figure and its axes, (n_rows, n_columns). note: in small print below."""
+def new_figure(file, n, n_columns, panel, title, note):
+    """Return a figure with n panels, each of a size in inches, and their axes.
+
+    note: in small print below. Without matplotlib it is None, without axes.
+    """
+    plt = import_pyplot(file)
+    if plt is None:
+        return None, []
     # names may hold a dollar sign, which is no mathematics
     plt.rcParams.update({"text.parse_math": False, "svg.fonttype": "none"})
+    n_columns = min(n, n_columns)
+    n_rows = math.ceil(n / n_columns)
+    size = (panel[0] * n_columns + 1.4, panel[1] * n_rows + 0.8)
     figure = plt.Figure(size, dpi=120, layout="constrained")
     figure.suptitle(visible(title), fontsize=10, wrap=True)
     figure.supxlabel(visible(note), fontsize=7, color="gray", wrap=True)
-    return figure, figure.subplots(n_rows, n_columns, squeeze=False, **options)
+    axes = figure.subplots(n_rows, n_columns, squeeze=False).flat
+    for axis in axes[n:]:
+        axis.axis("off")
+    return figure, axes[:n]
 
 
 def save(figure, file):
@@ -28,9 +40,8 @@ def save(figure, file):
 def to_svg(figure):
     """Return a figure as an SVG element: no date, and no name that another one could have."""
     text = io.StringIO()
-    figure.savefig(
-        text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Type", "Format"))
-    )
+    hidden = dict.fromkeys(("Date", "Creator", "Type", "Format"))
+    figure.savefig(text, format="svg", metadata=hidden)
     svg = text.getvalue()
     svg = re.sub(r' id="[A-Za-z]\w*_\d+"', "", svg[svg.index("<svg") :])
     head = r'<svg [^>]*?viewBox="([^"]*)"[^>]*>'
@@ -40,27 +51,18 @@ def to_svg(figure):
 def loss_figure(file, records, original_lengths, title="", note="", unit="nats per token"):
     """Draw the losses of each protocol in a panel: a curve with a band for each checkpoint.
 
-    Of `position` that of the longest sequences. original_lengths are marked. Returns the figure, or
-    None without matplotlib.
+    original_lengths are marked. Returns the figure, or None without matplotlib.
     """
-    plt = import_pyplot(file)
-    if plt is None:
-        return None
     protocols = unique(records, "protocol")
     names = unique(records, "checkpoint")
-    n_columns = min(3, len(protocols))
-    n_rows = math.ceil(len(protocols) / n_columns)
-    size = (4.6 * n_columns + 1.6, 3.6 * n_rows + 0.6)
-    figure, axes = new_figure(plt, size, n_rows, n_columns, title, note)
-    for axis in axes.flat[len(protocols) :]:
-        axis.axis("off")
-    for axis, protocol in zip(axes.flat, protocols, strict=False):
+    figure, axes = new_figure(file, len(protocols), 3, (4.6, 3.6), title, note)
+    for axis, protocol in zip(axes, protocols, strict=False):
         draw_losses(axis, select(records, protocol=protocol), names)
         for length in original_lengths:
             axis.axvline(length, color="gray", linestyle=":", linewidth=1)
         axis.set(title=protocol, ylabel=f"loss ({unit})")
-    if axes[0, 0].lines:
-        handles = axes[0, 0].get_legend_handles_labels()
+    if figure:
+        handles = axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside right upper", fontsize=8)
     return figure
 
@@ -69,26 +71,23 @@ def draw_losses(axis, records, names):
     """Draw the curves of one protocol by length, or by position in the longest sequences."""
     longest = max(record["length"] for record in records)
     by_position = records[0]["protocol"] == "position"
-    xs = set()
+    lengths = sorted(unique(records, "length"))
     for number, name in enumerate(names):
         points = []
         for record in select(records, checkpoint=name):
             if "loss" in record and (not by_position or record["length"] == longest):
                 x = record["position"][1] if by_position else record["length"]
-                points.append([x, *(record[field] for field in ("loss", "low", "high"))])
+                points.append([x, record["loss"], record["low"], record["high"]])
         # a loss that is not finite, and an interval that is not there, leave a gap
         points = [[math.nan if value is None else value for value in point] for point in points]
-        x, y, low, high = map(list, zip(*sorted(points), strict=True)) if points else ([],) * 4
+        x, y, low, high = zip(*sorted(points), strict=True) if points else ([],) * 4
         colour, marker = f"C{number % 10}", MARKERS[number % len(MARKERS)]
-        style = {"linestyle": ["-", "--", ":"][number // 10 % 3], "marker": marker}
-        axis.plot(x, y, color=colour, markersize=4, label=visible(name), **style)
+        axis.plot(x, y, color=colour, marker=marker, markersize=4, label=visible(name))
         axis.fill_between(x, low, high, alpha=0.15, color=colour, linewidth=0)
-        xs.update(x)
     axis.set_xlabel("position (tokens)" if by_position else "context length (tokens)")
     if not by_position:
         axis.set_xscale("log")
-        # labels of neighbours would touch
-        shown = [x for i, x in enumerate(sorted(xs)) if len(xs) < 9 or i % (len(xs) // 8) == 0]
+        shown = lengths[:: math.ceil(len(lengths) / 8)]  # labels of neighbours would touch
         axis.set_xticks(shown, [f"{x:,}" for x in shown])
         axis.minorticks_off()
     axis.grid(alpha=0.3)
@@ -99,19 +98,12 @@ def heatmap_figure(file, records, title="", note=""):
 
     Returns the figure, or None without matplotlib.
     """
-    plt = import_pyplot(file)
-    if plt is None:
-        return None
     names = unique(records, "checkpoint")
-    n_columns = min(4, len(names))
-    n_rows = math.ceil(len(names) / n_columns)
     lengths = unique(records, "length")
     labels = list(dict.fromkeys(map(prompt_label, records)))
-    size = (3.4 * n_columns + 0.9, (0.8 + 0.35 * len(labels)) * n_rows + 0.9)
-    figure, axes = new_figure(plt, size, n_rows, n_columns, title, note)
-    for axis in axes.flat[len(names) :]:
-        axis.axis("off")
-    for axis, name in zip(axes.flat, names, strict=False):
+    panel = (3.2, 0.8 + 0.35 * len(labels))
+    figure, axes = new_figure(file, len(names), 4, panel, title, note)
+    for axis, name in zip(axes, names, strict=False):
         cells = [[math.nan] * len(lengths) for _ in labels]
         for record in select(records, checkpoint=name):
             if "refused" not in record:
@@ -123,9 +115,8 @@ def heatmap_figure(file, records, title="", note=""):
         axis.pcolormesh(cells, vmin=0, vmax=1, cmap="Greens", alpha=0.8)
         axis.invert_yaxis()
         axis.set_title(visible(name), fontsize=9)
-        places = [[i + 0.5 for i in range(len(ticks))] for ticks in (lengths, labels)]
-        axis.set_xticks(places[0], [f"{n:,}" for n in lengths], fontsize=7, rotation=30)
-        axis.set_yticks(places[1], labels, fontsize=7)
+        for ticks, words in ((axis.set_xticks, lengths), (axis.set_yticks, labels)):
+            ticks([i + 0.5 for i in range(len(words))], words, fontsize=7)
     return figure
 
 

@@ -67,14 +67,20 @@ def measure(cells, models, origins, facts, file="", saved=()):
     def key_of(cell):
         name = cell.records[0]["checkpoint"]
         origin = {field: value for field, value in origins[name].items() if field != "commit"}
-        model = [models[name].meta.get("checksums"), sorted_dtypes(models[name])]
-        found = [facts, torch.__version__, model, origin, cell.records, cell.settings]
+        dtypes = sorted({str(p.dtype) for p in models[name].parameters()})
+        found = [facts, torch.__version__, models[name].meta.get("checksums"), dtypes]
+        found += [origin, cell.records, cell.settings]
         return hashlib.sha256(to_json(found).encode()).hexdigest()[:16]
 
     # The file is of the first process; all must skip the same cells.
     keys = broadcast([key_of(cell) for cell in cells])
     found = broadcast(find_saved(keys, saved))
-    print_reused(keys, found, file, saved)
+    if found:
+        print(f"reused: {len(found)} of {len(keys)} measurements, from {file}", flush=True)
+    n_others = sum(record.get("key") not in keys for record in saved if "key" in record)
+    if n_others:
+        others = f"{n_others} records that other settings, weights, data or code gave"
+        note(f"{file} has {others}: they are not used, and replaced")
     missing = {key: cell for key, cell in zip(keys, cells, strict=True) if key not in found}
     # where no terminal shows a bar, a line a minute
     seconds = 0.1 if sys.stderr.isatty() else 60
@@ -91,10 +97,6 @@ def measure(cells, models, origins, facts, file="", saved=()):
     return [record for key in keys for record in found[key]]
 
 
-def sorted_dtypes(model):
-    return sorted({str(p.dtype) for p in model.parameters()})
-
-
 def find_saved(keys, saved):
     """The saved records by key, without those of a number that was not finite: it is null."""
     found = {}
@@ -104,15 +106,6 @@ def find_saved(keys, saved):
             found.setdefault(record["key"], []).append(record)
     null = {record["key"] for record in saved if record.get("loss", 0) is None}
     return {key: records for key, records in found.items() if key not in null}
-
-
-def print_reused(keys, found, file, saved):
-    n_others = sum(record.get("key") not in keys for record in saved if "key" in record)
-    if found:
-        print(f"reused: {len(found)} of {len(keys)} measurements, from {file}", flush=True)
-    if n_others:
-        others = f"{n_others} records that other settings, weights, data or code gave"
-        note(f"{file} has {others}: they are not used, and replaced")
 
 
 def write(file, records):

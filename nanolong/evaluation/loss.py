@@ -1,4 +1,6 @@
-"""The loss of every token: which sequences of a text are scored, and their losses."""
+"""The loss of every token: which sequences of a text are scored, by the protocols of evaluate.py,
+and their losses.
+"""
 
 import warnings
 from contextlib import contextmanager
@@ -19,21 +21,17 @@ CHUNK = 32768
 # Scored tokens of a sequence in the sliding and token-aligned protocols, by default.
 STRIDE = 256
 
-# -----------------------------------------------------------------------------
-# Which sequences are scored, and which of their tokens: see the protocols in evaluate.py.
-
 
 def aligned_stride(stride, lengths):
     """Return the scored tokens of an aligned sequence: at most half the shortest length."""
-    half_shortest = max(1, min(lengths) // 2)
-    return min(stride, half_shortest)
+    return min(stride, max(1, min(lengths) // 2))
 
 
 def place_sequences(protocol, length, start, stop, stride, lengths):
     """Place sequences of `length` targets that score the targets from `start` to `stop` of a text.
 
-    Returns a list of (start, n_context): the first n_context targets of a sequence are context
-    only and are not scored. lengths: all that are to be compared.
+    lengths: all that are to be compared. Returns a list of (start, n_context): the first n_context
+    targets of a sequence are context only.
     """
     if protocol == "token-aligned":
         # Sequences of the longest length lie end to end; shorter ones end where these end.
@@ -47,11 +45,7 @@ def place_sequences(protocol, length, start, stop, stride, lengths):
         step = min(stride, length)
         first_end = max(length, start + step)  # what comes before `start` is context, too
     ends = [start, *range(first_end, stop, step), stop]
-    sequences = []
-    for previous_end, end in pairwise(ends):
-        n_new = end - previous_end
-        sequences.append((end - length, length - n_new))
-    return sequences
+    return [(end - length, length - (end - previous_end)) for previous_end, end in pairwise(ends)]
 
 
 def find_spans(split, lengths, max_tokens):
@@ -63,9 +57,9 @@ def find_spans(split, lengths, max_tokens):
     """
     sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
     fitting = [length for length in lengths if length <= min(max_tokens, max(sizes))]
-    longest = max(fitting, default=0)
     if not fitting:
         return [], []
+    longest = max(fitting)
     if sum(sizes) <= max_tokens:
         spans = [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
         return spans, fitting
@@ -89,8 +83,8 @@ def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=S
         )
     sequences = []
     for file, start, stop in spans:
-        placed = place_sequences(protocol, length, start, stop, stride, fitting)
-        sequences += [(file, *place) for place in placed]
+        for place in place_sequences(protocol, length, start, stop, stride, fitting):
+            sequences.append((file, *place))
     return sequences
 
 
@@ -102,21 +96,15 @@ def read_sequences(split, length, sequences):
     inputs, targets = [], []
     for file, start, n_context in sequences:
         x, y = split.sequence_at(file, start, length)
-        is_context = np.arange(length) < n_context
         inputs.append(x)
-        targets.append(np.where(is_context, -1, y))
+        targets.append(np.where(np.arange(length) < n_context, -1, y))
     return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
-
-
-# -----------------------------------------------------------------------------
-# Losses.
 
 
 @contextmanager
 def evaluation_mode(model, dtype):
-    """Disable dropout and gradients, multiply matrices in `dtype`, allow any context length.
-
-    Yields the device of the model. Leaves the model in the mode in which it was.
+    """Disable dropout and gradients, multiply matrices in `dtype`, and allow any context length.
+    Yields the device of the model, which is afterwards in the mode in which it was.
     """
     device = next(model.parameters()).device
     with torch.no_grad(), devices.autocast(device, dtype), warnings.catch_warnings():
@@ -166,11 +154,10 @@ def sequence_losses(model, split, length, sequences, dtype=torch.float32):
 
 
 def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32, **placement):
-    """Sum the loss at each position of sequences of `length` tokens.
+    """Sum the loss in nats at each position of sequences, and count the tokens: float64 (length,).
 
-    Returns two float64 tensors (length,): the summed loss in nats and the number of scored tokens.
-    placement: arguments of find_sequences(), the protocol, stride and all `lengths` to
-    compare. Raises UserError when the text or the context of the model is too short.
+    placement: other arguments of find_sequences(). Raises UserError when the text or the context of
+    the model is too short.
     """
     sequences = find_sequences(split, length, max_tokens, **placement)
     loss_sum = torch.zeros(length, dtype=torch.float64)

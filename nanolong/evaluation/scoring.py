@@ -20,9 +20,6 @@ from nanolong.evaluation.log import Cell
 N_PARTS = 16
 N_SHOWN = 4096  # tokens of the text that the report colours
 
-# -----------------------------------------------------------------------------
-# Texts
-
 
 def open_texts(models, cfg):
     """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile."""
@@ -124,9 +121,8 @@ def find_byte_lengths(text):
 
 
 def count_bytes(text, known, sequences, x, y):
-    """Return the bytes of the scored targets y of sequences with inputs x: (B, T).
-
-    known: of find_byte_lengths().
+    """Return the bytes of the scored targets y of sequences with inputs x, by what is known of
+    find_byte_lengths(): (B, T).
     """
     byte_lengths, added_bytes = known
     scored = y >= 0
@@ -138,10 +134,6 @@ def count_bytes(text, known, sequences, x, y):
             starts_document[:, 0] = torch.tensor([start == 0 for _, start, _ in sequences])
         n_bytes -= added_bytes * (scored & starts_document)
     return n_bytes
-
-
-# -----------------------------------------------------------------------------
-# Records
 
 
 def plan_losses(models, cfg, texts):
@@ -186,7 +178,7 @@ def score(blank, model, text, cfg):
     sequences = loss.find_sequences(text.val, length, cfg.max_tokens, *placement)
     dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
     known = find_byte_lengths(text)
-    ids = hashlib.sha256()
+    ids = hashlib.sha256(text.hash.encode())
     cells = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
     rows = [[] for _ in cells]  # of each sequence its summed loss, tokens and bytes
     for batch, x, y, losses in loss.sequence_losses(model, text.val, length, sequences, dtype):
@@ -216,7 +208,7 @@ def make_record(blank, start, end, by_sequence, ids):
         record["bytes"] = round(sum(n_bytes[0]))
     if blank["protocol"] == "position":
         return {**blank, "position": [start, end], **record}
-    # these are compared sequence by sequence; token ids are what a text is to a model
+    # compared sequence by sequence, if the token ids are the same
     return {**record, "by_sequence": by_sequence, "ids": ids.hexdigest()[:16]}
 
 
