@@ -1,9 +1,9 @@
-"""Measure checkpoints: loss by context length and by position, or retrieval from long prompts.
+"""Measure checkpoints: loss by context length and by position, retrieval, and what they cost.
 
     python evaluate.py out/rope out/rope-yarn4 --report=out/report.html
     python evaluate.py out/rope out/rope-yarn4 --lengths=256,512,1024 --plot=out/length.png
-    python evaluate.py "RoPE=out/rope" "YaRN=out/rope-yarn4" --protocol=last-quarter
-    python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192
+    python evaluate.py RoPE=out/r1,out/r2,out/r3 ALiBi=out/a1,out/a2,out/a3
+    python evaluate.py out/smollm2 --text=book.txt --lengths=2048,8192 --cost=true
     python evaluate.py out/rope out/rope-yarn4 --task=ruler --ruler=niah,vt
 
 --task=loss scores validation text, in nats per token, by these protocols:
@@ -18,114 +18,80 @@
   token-aligned  Score the same tokens at every length: sequences of all lengths end at the same
                  places, and only their last --stride tokens are scored. This answers whether
                  more context helps.
-  last-tokens    The same with 500 tokens, and what each doubling of the context takes off the loss.
-  key-tokens     Score only tokens that a --judge predicts far better from a long context than from
-                 about the last --short_context tokens, by more than 2 nats (LongPPL, 2410.23771).
 
-At most --max_tokens are scored: sequences of the longest length, evenly spaced over all validation
-files, as in train.py. Shorter sequences lie in these, so with the first four protocols all lengths
-score the same text. Where the last sequence overlaps the one before it, only its new tokens are
-scored. A mean is over all scored tokens, never over sequences; its 95 % interval is over sequences,
-with Student's t, and unknown below 5 of them. Checkpoints that score the same text are compared by
-the differences of the same sequences: an asterisk marks those that differ from the first. Dynamic
-methods scale by the length of the whole sequence. A model with random positions gets positions
-sampled as in training.
+Scored is the validation text of --dataset, or of the dataset that a checkpoint was trained on, or
+--text=FILE, a plain text: at most --max_tokens in sequences of the longest length, evenly spaced
+over all files, as in train.py. Shorter sequences lie in these, so that all lengths score the same
+text (of token-aligned, the same tokens). A mean is over all scored tokens, never over sequences;
+its 95 % interval is over sequences, with Student's t, and unknown below 5 of them.
 
-The text is the validation text of --dataset, of the dataset that a checkpoint was trained on, or
---text=FILE, a plain text in the tokens of each checkpoint. Models with different vocabularies are
-compared by bits per byte, which is loss * tokens / bytes / ln 2 of a record: "bytes" is the UTF-8
-text that the scored tokens stand for.
+An asterisk marks what differs from the first checkpoint, by the differences of the same sequences.
+What is unequal besides (steps, trained tokens, data, unfinished runs) is said below it. Checkpoints
+that do not score the same token ids have no differences: bits per byte of the text compare them.
+NAME=A,B,C are runs of one arm, as with other seeds: its interval is over the runs, and two arms are
+compared by the differences of their runs in this order.
 
---task=needle hides a number of three digits in filler text (of seven, if the vocabulary is larger
-than 512), at a depth from 0 (the start) to 1 (the end), and asks for it at the end of the prompt. A
-trial succeeds when every digit has the highest probability given the correct digits before it
-(teacher forcing), so nothing is sampled and guessing succeeds once in 900 trials. The control has
-no needle in its prompt.
-
---task=ruler asks for what is hidden in prompts like those of RULER (2404.06654), by the same rule:
-one value (niah), one of several (multikey), all names of a value (vt, variable tracking), and the
-most frequent words of a list (fwe). Besides the fraction
-of prompts in which all answers are right it measures the nats of the answer, and what the needles
-save of them against the same prompt without them (the gain); this separates models that never
-answer right. The scores are not those that are published for RULER.
-
-Prompts depend on the seed, the task and the length only, so all checkpoints with one tokenizer see
-the same ones. Small models know their format only from training: train.py --tasks=niah:0.1.
-
---report=FILE.html writes one page of everything measured, with the text itself coloured by loss.
-Without --task and --protocol it chooses what to measure.
-
---curves=FILE.png measures nothing: it plots the losses that runs have logged in training.
+--task=needle hides a value in filler text, at a depth from 0 (the start) to 1 (the end), and asks
+for it at the end of the prompt. --task=ruler does so for tasks like those of RULER (2404.06654):
+one value (niah), one of several (multikey), all names of a value (vt), the words that are frequent
+in a list (fwe). An answer is right if each of its tokens has the highest probability given those
+before it (teacher forcing). Its loss, and what the needles save of it against the same prompt
+without them (the gain), separate models that are never right. Prompts depend on the seed, the task
+and the length only. Small models know their format only from training: train.py --tasks=niah:0.1.
+Scores are not those that are published for RULER.
 """
 
 from nanolong import settings  # isort: skip (first: --help before torch is imported)
 import contextlib
 import os
-import shlex
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
+from kernels import check
 from model import GPT, POSITIONS
-from nanolong import (
-    curves,
-    devices,
-    entry,
-    evaluation_log,
-    key_tokens,
-    parallel,
-    plots,
+from nanolong import devices, entry, parallel, run
+from nanolong.errors import note, require, run_main
+from nanolong.evaluation import (
+    comparison,
+    cost,
+    curve,
+    figures,
+    log,
     provenance,
     report,
     retrieval,
-    run,
     scoring,
+    tables,
 )
-from nanolong.errors import UserError, note, require, run_main
-from nanolong.evaluation import loss
 
-AnyProtocol = Literal[
-    "chunked",
-    "last-quarter",
-    "position",
-    "sliding",
-    "token-aligned",
-    "last-tokens",
-    "key-tokens",
-]
+Task = Literal["loss", "needle", "ruler"]
+Protocol = Literal["chunked", "last-quarter", "position", "sliding", "token-aligned"]
 RulerTask = Literal["niah", "multikey", "vt", "fwe"]
-
-# With fewer sequences than this the choice of the text decides how two lengths compare.
-MIN_SEQUENCES = 8
 
 
 @dataclass
 class EvaluateConfig:
     # [measurement]
-    task: Literal["loss", "needle", "ruler"] = "loss"  # what to measure
+    task: tuple[Task, ...] = ("loss",)  # what to measure
     # context lengths in tokens; default: 1, 2, 4 and 8 times the shortest original context length
-    # (needle: 1, 2, 3 and 4 times)
     lengths: tuple[int, ...] = ()
+    cost: bool = False  # also the seconds of prefill, tokens/s of decoding, and megabytes of cache
     seed: int = 1  # seed of the prompts
     # Python files, each with one scheme of your own, for checkpoints that were trained with it
     entry: tuple[str, ...] = ()
     best: bool = False  # of a run folder, use the step with the lowest validation loss
     # [loss]
     # how to score, see above; by default of a single length without token-aligned
-    protocol: tuple[AnyProtocol, ...] = ("chunked", "last-quarter", "token-aligned")
-    # sliding, token-aligned, last-tokens: scored tokens at the end of a sequence, at most the
-    # sequence itself (of the last two, half the shortest length); 0: 256, of last-tokens 500
+    protocol: tuple[Protocol, ...] = ("chunked", "last-quarter", "token-aligned")
+    # sliding, token-aligned: scored tokens at the end of a sequence, at most the sequence itself
+    # (of token-aligned half the shortest length); 0: 256
     stride: int = 0
     max_tokens: int = 65536  # tokens of the validation text that are scored, spread over its files
     dataset: str = ""  # default: the one that each checkpoint was trained on
     text: str = ""  # score this text file, in the tokens of each checkpoint, and no dataset
-    judge: str = ""  # key-tokens: the run that says which tokens are key tokens
-    # key-tokens: tokens of the judge's short context, at most half of the judge's context length
-    short_context: int = 4096
-    min_key_tokens: int = 1000  # key-tokens: with fewer of them no loss is given
     # [needle, ruler]
     depths: int = 5  # needle: number of depths, from the start to the end
     ruler: tuple[RulerTask, ...] = ("niah", "multikey", "vt", "fwe")  # ruler: the tasks
@@ -144,171 +110,71 @@ class EvaluateConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     # dtype of matrix products
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # dtype of the weights in memory; auto: as stored if --dtype is bfloat16, else float32; with
-    # bfloat16 products both give the same numbers
+    # dtype of the weights in memory; auto: as stored if --dtype is bfloat16, else float32
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
 
-    def __post_init__(self):
-        self.check()
 
-    def check(self):
-        """Refuse what measures nothing, or what another task has. Raises UserError."""
-        require(not (self.text and self.dataset), "--text and --dataset both name a text: give one")
-        require(
-            not self.text or self.task == "loss",
-            f"--text is of --task=loss, and --task={self.task} has texts of its own: give one",
-        )
-        for name in ("plot", "curves"):
-            file = getattr(self, name)
-            require(not file or file.endswith(".png"), f"--{name}={file} is no PNG: end it in .png")
-        require(
-            not self.curves or not (self.plot or self.json or self.report),
-            "--curves plots logs and measures nothing: leave --plot, --json and --report out",
-        )
-        require(
-            not self.report or self.report.endswith(".html"),
-            f"--report={self.report} is not a page: end it in .html",
-        )
-        require(
-            bool(self.judge) == ("key-tokens" in self.protocol),
-            "--protocol=key-tokens and --judge=RUN need each other: give both or neither",
-        )
-        require(self.protocol and self.ruler, "--protocol and --ruler are lists: name one at least")
-        for name in ("max_tokens", "min_key_tokens", "depths"):
-            require(getattr(self, name) >= 1, f"--{name} must be at least 1")
-        require(min(self.lengths, default=1) >= 1, "--lengths must be at least 1")
-        require(self.depths <= 1000, f"--depths={self.depths} would take days: give 1,000 or less")
-        require(self.short_context >= 2, "--short_context must be at least 2 tokens")
+# Settings of a task, or of two.
+OF_TASK = dict.fromkeys(("protocol", "stride", "max_tokens", "dataset", "text"), ["loss"])
+OF_TASK |= {"depths": ["needle"], "ruler": ["ruler"]}
+OF_TASK |= dict.fromkeys(("trials", "seed"), ["needle", "ruler"])
 
 
-# -----------------------------------------------------------------------------
-# Loss
+def check(cfg):
+    """Refuse what measures nothing. Raises UserError."""
+    require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: give one")
+    for name, ending in (("plot", ".png"), ("curves", ".png"), ("report", ".html")):
+        file = getattr(cfg, name)
+        require(not file or file.endswith(ending), f"--{name}={file}: end it in {ending}")
+    measures = cfg.plot or cfg.json or cfg.report
+    problem = "--curves plots logs and measures nothing: leave --plot, --json and --report out"
+    require(not (cfg.curves and measures), problem)
+    some = cfg.task and cfg.protocol and cfg.ruler
+    require(some, "--task, --protocol and --ruler are lists: name one at least")
+    for name in ("max_tokens", "depths", "sequence_parallel"):
+        require(getattr(cfg, name), f"--{name} must be at least 1")
+    require(0 not in cfg.lengths, "--lengths must be at least 1")
 
 
-def load_judge(cfg, models):
-    """Load the judge of key tokens. Raises UserError unless it reads the tokens of all models."""
-    device = next(next(iter(models.values())).parameters()).device
-    judge = GPT.load(cfg.judge, cfg.best).to(device)
-    if scoring.have_different_vocabularies({"": judge, **models}):
-        raise UserError(
-            f"the judge {cfg.judge} and the checkpoints have different vocabularies: give a "
-            "--judge with their tokenizer"
-        )
-    return key_tokens.Judge(judge, cfg.short_context, devices.pick_dtype(cfg.dtype, device))
+def choose_measurements(cfg, given, models):
+    """Set the lengths, and of a report the tasks and protocols, that are not given.
 
-
-def plan_loss(name, model, text, cfg, lengths, length, protocols, fields, judge):
-    """Return the Measurement of protocols that share their forward passes, at one length.
-
-    judge: a key_tokens.Judge for the protocol key-tokens, otherwise None.
+    Raises UserError for a setting of a task that is not measured.
     """
-    records = [scoring.loss_record(name, word, length, **fields) for word in protocols]
-    settings = {"sequences": []}
-    if judge:
-        records[0]["short_context"] = judge.short_context
-        settings.update(judge=judge.weights, min_key_tokens=cfg.min_key_tokens)
-    try:
-        if judge:
-            judge.check_length(length)
-        settings["sequences"] = loss.find_sequences(
-            text.val, length, cfg.max_tokens, protocols[0], lengths=lengths, **fields
-        )
-    except UserError as error:
-        settings["refused"] = str(error)
-    sequences = settings["sequences"]
-
-    def find():
-        if "refused" in settings:
-            raise UserError(settings["refused"])
-        dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
-        if judge:
-            what = (model, text, sequences, judge, cfg.min_key_tokens, dtype)
-            return [key_tokens.measure(records[0], *what)]
-        sums, counts = loss.loss_by_part(model, text.val, length, sequences, dtype)
-        n_bytes = scoring.bytes_by_part(text, length, sequences)
-        return scoring.make_records(records, sums, counts, n_bytes)
-
-    flops = len(sequences) * length * devices.flops_per_token(model, length)
-    return evaluation_log.Measurement(records, find, flops, settings)
+    if not cfg.lengths:
+        shortest = min(model.config.original_length for model in models.values())
+        cfg.lengths = tuple(shortest * factor for factor in (1, 2, 4, 8))
+    if cfg.report and not {"task", "protocol"} & given:
+        cfg.protocol = ("chunked", "position", *cfg.protocol[1:])
+        if all(model.meta.get("tokenizer") for model in models.values()):
+            cfg.task = ("loss", "ruler")
+    if "protocol" not in given and len(cfg.lengths) == 1:  # there is nothing to align
+        cfg.protocol = tuple(word for word in cfg.protocol if word != "token-aligned")
+    for name in sorted(given & OF_TASK.keys()):
+        problem = f"--{name} is of --task={' or '.join(OF_TASK[name])}, which is not measured"
+        require(set(OF_TASK[name]) & set(cfg.task), f"{problem}: leave it out, or name the task")
 
 
-def plan_losses(models, cfg, lengths, texts):
-    """Plan what measure_losses() measures. Returns a list of Measurements."""
-    judge = load_judge(cfg, models) if "key-tokens" in cfg.protocol else None
-    groups = scoring.group_protocols(cfg.protocol, cfg.stride, lengths)
-    measurements = []
-    for name, length, (protocols, fields) in product(models, lengths, groups):
-        what = (name, models[name], texts[name], cfg, lengths, length, protocols, fields)
-        judges = "key-tokens" in protocols
-        measurements.append(plan_loss(*what, judge if judges else None))
-    return measurements
-
-
-def measure_losses(models, cfg, lengths, texts=None):
-    """Measure every checkpoint (name -> GPT, on its device) at every length, by every protocol.
-
-    texts: of scoring.open_texts(), if they are open. Returns a list of records. If a loss cannot be
-    measured, the record has "refused" with the reason in place of "loss" and "tokens".
-    """
-    texts = texts or scoring.open_texts(models, cfg, lengths)
-    records = evaluation_log.measure_all(plan_losses(models, cfg, lengths, texts))
-    scoring.compare(records, scoring.identify_texts(models, texts))
-    return records
-
-
-# -----------------------------------------------------------------------------
-# The command line
-
-
-def name_folders(paths):
-    """Return the folders of arguments FOLDER or NAME=FOLDER: a dict by name."""
-    if not paths:
-        raise UserError("no checkpoint: give at least one run folder (python evaluate.py out/NAME)")
-    folders = {}
+def name_arms(paths):
+    """Return the arms of FOLDER, NAME=FOLDER or NAME=A,B,C: name -> run name -> folder."""
+    require(paths, "no checkpoint: give at least one run folder (python evaluate.py out/NAME)")
+    arms = {}
     for path in paths:
         name, _, folder = path.partition("=")
         if Path(path).exists() or not folder:
-            name = path.rstrip("/")
-            folder = path
-        folders[name] = folder
-    if len(folders) < len(paths):
-        raise UserError("two checkpoints have the same name: name each by NAME=FOLDER")
-    return folders
+            name = folder = path.rstrip("/")
+        folders = [folder] if Path(folder).exists() else folder.split(",")
+        arms[name] = {f"{name}/{i}": folder for i, folder in enumerate(folders, 1)}
+        if len(folders) == 1:
+            arms[name] = {name: folder}
+    require(len(arms) == len(paths), "two checkpoints have the same name: give NAME=FOLDER")
+    return arms
 
 
 def load_models(paths, best, device, dtype=torch.float32):
-    """Load FOLDER or NAME=FOLDER: name -> GPT, with weights in dtype, None for the stored one."""
-    folders = name_folders(paths)
+    """Load the runs of name_arms(): name -> GPT, with weights in dtype, None as stored."""
+    folders = {name: folder for arm in name_arms(paths).values() for name, folder in arm.items()}
     return {name: GPT.load(folder, best, dtype).to(device) for name, folder in folders.items()}
-
-
-def check_texts(models, cfg):
-    """Raise UserError if nothing names a text to score; note if losses cannot be compared."""
-    for name, model in models.items():
-        if not (model.meta.get("dataset") or cfg.dataset or cfg.text):
-            tokenizer = shlex.quote(str(model.folder.parent))
-            raise UserError(
-                f"{name} does not say on which text it was trained: give --text=FILE, or --dataset "
-                f"(prepared by python data/prepare.py FILE --tokenizer={tokenizer} --name=NAME)"
-            )
-    texts = {cfg.text or cfg.dataset or model.meta.get("dataset") for model in models.values()}
-    if len(texts) > 1 or scoring.have_different_vocabularies(models):
-        note("texts or vocabularies differ, so these losses per token cannot be compared")
-
-
-def note_few_sequences(records, lengths):
-    """Print a note if lengths differ by the text that they score rather than by the context."""
-    for protocol in ("last-quarter", "position"):  # the others score the same text at all lengths
-        few = {}
-        for record in records:
-            n = record.get("n", MIN_SEQUENCES)
-            if record["protocol"] == protocol and n < MIN_SEQUENCES:
-                few[record["length"]] = f"{n} at {record['length']}"
-        if few and len(lengths) > 1:
-            note(
-                f"{protocol} has few sequences ({', '.join(few.values())} tokens), and each "
-                "length scores other text: compare lengths by token-aligned, or raise --max_tokens"
-            )
 
 
 def check_writable(file):
@@ -316,81 +182,165 @@ def check_writable(file):
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     existed = path.exists()
-    with open(path, "ab"):
-        pass
+    open(path, "ab").close()
     if not existed:
         path.resolve().unlink()  # of a link, what it leads to
 
 
-def origins(models, texts, dtype, device):
-    """Return what the records of each checkpoint came from: name -> fields."""
-    fields = {"dtype": str(dtype).removeprefix("torch."), "device": devices.device_name(device)}
+def plan(models, cfg, texts):
+    """Return the cells to measure, of all tasks."""
+    cells = []
+    for task in cfg.task:
+        if task == "loss":
+            cells += scoring.plan_losses(models, cfg, texts)
+        else:
+            cells += retrieval.plan_retrieval(task, models, cfg)
+    if cfg.cost:
+        cells += cost.plan_costs(models, cfg)
+    return cells
+
+
+def measure(models, cfg, lengths):
+    """Measure checkpoints (name -> GPT, on their device), and compare them with the first.
+
+    Returns a list of records. What cannot be measured has "refused", the reason, in its record.
+    """
+    cfg.lengths = tuple(lengths)
+    texts = scoring.open_texts(models, cfg) if "loss" in cfg.task else {}
+    records = [record for cell in plan(models, cfg, texts) for record in cell.measure()]
+    comparison.compare(records, list(models))
+    return records
+
+
+def measure_logged(models, cfg, texts, dtype, file):
+    """Measure what the file does not hold yet. Returns the records."""
+    saved = log.read_records(file) if file else []
+    cells = plan(models, cfg, texts)
+    local = {"dataset", "device", "entry", "json", "plot", "report", "text"}
+    shared = {name: value for name, value in asdict(cfg).items() if name not in local}
+    weights = list(map(run.weights_hash, models.values()))
+    code = entry.hash_sources(cfg.entry)
+    parallel.check_same((shared, weights, [text.hash for text in texts.values()], code))
+    device = devices.device_name(devices.pick_device(cfg.device))
+    fields = {"dtype": str(dtype).removeprefix("torch."), "device": device}
     fields["commit"] = provenance.current_commit()
-    found = {name: {"folder": str(model.folder), **fields} for name, model in models.items()}
+    origins = {name: {"folder": str(model.folder), **fields} for name, model in models.items()}
     for name, text in texts.items():
-        found[name]["data_hash"] = text.hash
-    return found
+        origins[name]["data_hash"] = text.hash
+    return log.measure(cells, models, origins, [code, cfg.sequence_parallel], file, saved)
 
 
-def print_losses(records, models, cfg, lengths):
-    """Print the losses as tables and as plots in characters.
+def evaluate(cfg, given, paths, writes):
+    """Do what the settings say; only one process writes files. Returns the exit status."""
+    check(cfg)
+    if cfg.curves:
+        return plot_training(cfg.curves, paths) if writes else 0
+    device = devices.pick_device(cfg.device)
+    entry.load_entries(cfg.entry, POSITIONS)
+    models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
+    dtype = devices.pick_dtype(cfg.dtype, device)
+    for model in models.values():
+        devices.set_weights_dtype(model, cfg.weights, dtype)
+        check.choose_kernels(model, device, dtype)
+    choose_measurements(cfg, given, models)
+    for model in models.values():
+        parallel.share_sequences(cfg.sequence_parallel, model, cfg.lengths)
+    for file in filter(None, (cfg.plot, cfg.json, cfg.report)):
+        if writes:
+            check_writable(file)
+    texts = scoring.open_texts(models, cfg) if "loss" in cfg.task else {}
+    scored = scoring.describe_scored(texts, cfg.lengths, cfg.max_tokens)
+    for line in scored:
+        print(f"scored: {line}", flush=True)
 
-    Returns the records to plot and their unit, which all vocabularies must have in common.
-    """
-    bits = plots.bits_per_byte(records)
-    plotted, unit = records, "nats per token"
-    if scoring.have_different_vocabularies(models):
-        plotted, unit = bits, "bits per byte"
-        if not bits:
-            note(
-                "nothing is plotted, for a loss per token means something else in each "
-                "vocabulary: bits per byte need --protocol=chunked and checkpoints with a tokenizer"
-            )
+    file = cfg.json if writes else ""
+    records = measure_logged(models, cfg, texts, dtype, file)
+    arms = {arm: list(runs) for arm, runs in name_arms(paths).items()}
+    bits = comparison.over_seeds(scoring.in_bits_per_byte(records), arms)
+    shown = comparison.over_seeds(records, arms)
+    comparison.compare(shown, list(arms))
+    log.write(file, [*records, *(record for record in shown if "seeds" in record)])
+    unequal = comparison.describe_unequal(models, arms)
+    others = comparison.describe_other_tokens(records, texts, cfg.max_tokens)
+    unequal += others
+    print_tables(shown, bits, unequal)
+    if file:
+        print(f"wrote {file}")
+    if cfg.plot and writes:
+        below = "; ".join([*scored, *unequal])
+        plot_records(cfg.plot, bits if others else shown, models, below, bool(others))
+    if cfg.report and writes:
+        write_report(cfg, models, texts, shown, unequal, scored)
+    refused = [record["refused"] for record in shown if "refused" in record]
+    require(len(refused) < len(shown), f"nothing could be measured: {''.join(refused[:1])}")
+    return 0
+
+
+def print_tables(records, bits, unequal):
+    """Print the tables of all records, and in bits per byte if these say something else."""
+    found = tables.tables_of(records, unequal)
+    if bits:
+        found.append(tables.loss_table(bits, "bits per byte"))
+    for table in found:
+        print(f"\n{table.text()}")
+    is_said = any(set(unequal) & set(table.notes) for table in found)
     print()
-    print(plots.format_loss_table(records, lengths))
-    # where a token is a byte, bits per byte would say nothing new
-    has_words = any(r.get("bytes") not in (None, r.get("tokens")) for r in records)
-    if bits and (cfg.text or has_words or unit == "bits per byte"):
-        print()
-        print("\n".join(plots.format_lengths(bits, lengths, "bits per byte")))
-    for protocol in plots.unique(plotted, "protocol"):
-        if len(lengths) == 1 and protocol != "position":
-            continue  # a plot of one point
-        x_axis = "position" if protocol == "position" else "context length"
-        print(f"\n{protocol}, {unit}, by {x_axis}")
-        print(plots.terminal_plot(plots.loss_curves(plotted, protocol)))
-    note_few_sequences(records, lengths)
-    return plotted, unit
+    for line in [*([] if is_said else unequal), *tables.refusals(records)]:
+        print(line)
 
 
-def plot_records(records, models, cfg, lengths, scored, unit):
-    """Write the figure of either task, with what it was measured on in its title and note.
-
-    scored: of scoring.describe_scored(); unit: of print_losses().
-    """
-    original = sorted({model.config.original_length for model in models.values()})
-    trained_at = " or ".join(f"{length:,}" for length in original)
-    title = f"Trained at {trained_at} tokens, evaluated at up to {max(lengths):,}"
-    if cfg.task == "needle":
-        tokenizers = [retrieval.tokenizer_of(name, model) for name, model in models.items()]
-        chance = f"1 in {9 * 10 ** (min(map(retrieval.count_digits, tokenizers)) - 1):,}"
-        trials = cfg.trials or retrieval.NEEDLE_TRIALS
-        caption = f"{trials} prompts per cell, teacher-forced; chance is {chance}"
-        plots.plot_needle_heatmaps(records, lengths, cfg.plot, caption, title=title)
-    elif records:
-        plots.plot_losses(records, lengths, cfg.plot, scored[0], title=title, unit=unit)
+def plot_records(file, records, models, below, in_bits):
+    """Write the figure of the losses, or if there are none of retrieval."""
+    losses = tables.select(records, task="loss")
+    retrieved = [record for record in records if "kind" in record]
+    original_lengths = sorted({model.config.original_length for model in models.values()})
+    trained_at = " or ".join(f"{length:,}" for length in original_lengths)
+    title = f"Trained at {trained_at} tokens"
+    figure = None
+    if losses:
+        unit = "bits per byte" if in_bits else "nats per token"
+        figure = figures.loss_figure(file, losses, original_lengths, title, below, unit)
+    elif retrieved:
+        figure = figures.heatmap_figure(file, retrieved, title, below)
+    else:
+        note(f"{file} is not written: nothing that was measured can be plotted")
+    if figure is not None:
+        figures.save(figure, file)
 
 
 def plot_training(file, paths):
     """Plot the logs of run folders. Returns the exit status, 1 without matplotlib."""
+    folders = {name: folder for arm in name_arms(paths).values() for name, folder in arm.items()}
     check_writable(file)
-    return 0 if curves.plot_curves(name_folders(paths), file) else 1
+    return 0 if curve.plot_curves(folders, file) else 1
+
+
+def write_report(cfg, models, texts, records, unequal, scored):
+    """Write the page of --report, with the text itself if a text was scored."""
+    device = devices.pick_device(cfg.device)
+    dtype = devices.pick_dtype(cfg.dtype, device)
+    facts = {name: provenance.describe_checkpoint(model) for name, model in models.items()}
+    lengths = sorted({model.config.original_length for model in models.values()})
+    shown = {}
+    for name, text in texts.items():
+        shown[name] = scoring.text_losses(models[name], text, cfg, dtype)
+    source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
+    choices = {"task": Task, "protocol": Protocol, "ruler": RulerTask}
+    left_out = []
+    for name, words in choices.items():
+        left_out += [
+            f"{word} (--{name})" for word in get_args(words) if word not in vars(cfg)[name]
+        ]
+    left_out += [] if cfg.cost else ["costs (--cost=true)"]
+    omitted = [f"not measured: {', '.join(left_out)}"]
+    report.write_report(cfg.report, facts, lengths, records, shown, unequal, omitted, source)
+    print(f"wrote {cfg.report}")
 
 
 def main(argv=None):
     args = settings.parse(
         cfg=EvaluateConfig,
-        paths="run folders or step folders; NAME=FOLDER names one in tables and figures",
+        paths="run folders or step folders; NAME=FOLDER names one, NAME=A,B,C are runs of one arm",
         argv=argv,
     )
     cfg = args.cfg
@@ -406,136 +356,6 @@ def main(argv=None):
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         return evaluate(cfg, args.given, args.paths, writes=rank == 0)
-
-
-def choose_measurements(cfg, given, models, lengths):
-    """Return the tasks to measure, and set the protocols that are not given."""
-    tasks = [cfg.task]
-    if "protocol" not in given and len(lengths) == 1:
-        cfg.protocol = ("chunked", "last-quarter")  # there is nothing to align
-    if cfg.report and not {"task", "protocol"} & given:
-        cfg.protocol = ("chunked", "position", *cfg.protocol[1:])
-        if all(model.meta.get("tokenizer") for model in models.values()):
-            tasks.append("ruler")
-            if "ruler" not in given:
-                cfg.ruler = ("niah", "multikey", "vt")
-    return tasks
-
-
-def default_lengths(models, task):
-    """Return multiples of the shortest original context length."""
-    shortest = min(model.config.original_length for model in models.values())
-    factors = (1, 2, 3, 4) if task == "needle" else (1, 2, 4, 8)
-    return tuple(shortest * factor for factor in factors)
-
-
-def evaluate(cfg, given, paths, writes):
-    """Do what the settings say; only one process writes files. Returns the exit status."""
-    if cfg.curves:
-        return plot_training(cfg.curves, paths) if writes else 0
-    device = devices.pick_device(cfg.device)
-    entry.load_entries(cfg.entry, POSITIONS)
-    models = load_models(paths, cfg.best, device, devices.weights_to_load(cfg.weights))
-    dtype = devices.pick_dtype(cfg.dtype, device)
-    for model in models.values():
-        devices.set_weights_dtype(model, cfg.weights, dtype)
-    if cfg.task == "loss":
-        check_texts(models, cfg)
-    require(
-        not cfg.report or len(models) <= report.MAX_CHECKPOINTS,
-        f"--report compares at most {report.MAX_CHECKPOINTS} checkpoints: name fewer",
-    )
-    for file in (cfg.plot, cfg.json, cfg.report):
-        if file and writes:
-            check_writable(file)
-    saved = evaluation_log.read_records(cfg.json) if writes else []
-
-    lengths = cfg.lengths or default_lengths(models, cfg.task)
-    tasks = choose_measurements(cfg, given, models, lengths)
-    for model in models.values():
-        parallel.share_sequences(cfg.sequence_parallel, model, lengths)
-
-    scored, texts, measurements = [], {}, []
-    if "loss" in tasks:
-        texts = scoring.open_texts(models, cfg, lengths)
-        scored = scoring.describe_scored(texts, lengths, cfg.max_tokens)
-        print("\n".join(f"scored: {line}" for line in scored), flush=True)
-        measurements += plan_losses(models, cfg, lengths, texts)
-    if "needle" in tasks:
-        measurements += retrieval.plan_needles(models, cfg, lengths)
-    if "ruler" in tasks:
-        measurements += retrieval.plan_ruler(models, cfg, lengths)
-
-    hashes = [text.hash for text in texts.values()] if texts else []
-    local = {"dataset", "device", "entry", "json", "plot", "report", "text"}
-    shared = {name: value for name, value in asdict(cfg).items() if name not in local}
-    weights = list(map(run.weights_hash, models.values()))
-    parallel.check_same((shared, weights, hashes, entry.hash_sources(cfg.entry)))
-    origin = origins(models, texts, dtype, device)
-    facts = {"code": entry.hash_sources(cfg.entry), "processes": cfg.sequence_parallel}
-    file = cfg.json if writes else ""
-    log = evaluation_log.EvaluationLog(file, saved, models, origin, **facts)
-    records = log.measure(measurements)
-    same_prompts = not scoring.have_different_vocabularies(models)
-    records += retrieval.summarise_ruler(records, same_prompts)
-    if "loss" in tasks:
-        scoring.compare(records, scoring.identify_texts(models, texts))
-    log.write(records)
-    plotted, unit = print_records(records, models, cfg, lengths, tasks)
-    if cfg.plot and writes:
-        plot_records(plotted, models, cfg, lengths, scored, unit)
-    if file:
-        print(f"wrote {file}")
-    if cfg.report and writes:
-        write_report(cfg, models, texts, lengths, records, dtype, tasks)
-    return 0
-
-
-def print_records(records, models, cfg, lengths, tasks):
-    """Print all that was measured. Returns the records to plot and their unit."""
-    plotted, unit = records, ""
-    if "loss" in tasks:
-        of_losses = [record for record in records if record["task"] == "loss"]
-        plotted, unit = print_losses(of_losses, models, cfg, lengths)
-    if "needle" in tasks:
-        print()
-        print(plots.format_needle_table(records, lengths))
-    if "ruler" in tasks:
-        of_ruler = [record for record in records if record["task"] == "ruler"]
-        summaries = [record for record in of_ruler if "summary" in record]
-        print()
-        print(plots.format_ruler_table(summaries, of_ruler, lengths))
-    return plotted, unit
-
-
-def write_report(cfg, models, texts, lengths, records, dtype, tasks):
-    """Write the page of --report, with the text coloured by loss if a text was scored."""
-    shown = {}
-    for name, text in texts.items():
-        found = loss.text_losses(models[name], text, lengths, cfg.max_tokens, dtype)
-        if found:
-            shown[name] = found
-    checkpoints = [provenance.describe_checkpoint(name, model) for name, model in models.items()]
-    title = f"{', '.join(models)}: evaluated at up to {max(lengths):,} tokens"
-    report.write_report(cfg.report, checkpoints, records, shown, list_omissions(cfg, tasks), title)
-    print(f"wrote {cfg.report}")
-
-
-def list_omissions(cfg, tasks):
-    """Return sentences that name what was not measured, and the option that does."""
-    omitted = []
-    if "loss" not in tasks:
-        omitted.append("Loss was not measured: --task=loss does.")
-    else:
-        left_out = [word for word in get_args(AnyProtocol) if word not in cfg.protocol]
-        omitted.append(f"Protocols that were not measured: {', '.join(left_out)} (--protocol).")
-    if "ruler" in tasks:
-        left_out = [kind for kind in get_args(RulerTask) if kind not in cfg.ruler]
-        if left_out:
-            omitted.append(f"Tasks that were not measured: {', '.join(left_out)} (--ruler).")
-    elif "needle" not in tasks:
-        omitted.append("Retrieval was not measured: --task=ruler or --task=needle does.")
-    return omitted
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from kernels import reference
 from model import GPT, GPTConfig
 from nanolong.devices import pick_device, pick_dtype
 from nanolong.errors import require, run_main
-from nanolong.provenance import ROOT, provenance
+from nanolong.evaluation.provenance import ROOT, provenance
 from nanolong.strict_json import write_json
 
 

@@ -5,8 +5,8 @@ import re
 import statistics
 from types import SimpleNamespace
 
-from nanolong.curves import import_pyplot
 from nanolong.errors import UserError
+from nanolong.evaluation.curve import import_pyplot
 
 # Student's t, two-sided 95 %, of 1 degree of freedom and more; of yet more it is taken as 2.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from model import POSITIONS, GPTConfig
-from nanolong.curves import import_pyplot
 from nanolong.errors import run_main
+from nanolong.evaluation.curve import import_pyplot
 from rope_scaling import METHODS
 
 LENGTH = 256  # tokens

@@ -35,10 +35,10 @@ from experiments.board import table_lines
 from experiments.leaderboard import FLAGS  # noqa: F401
 from experiments.tasks import train_on_samples
 from model import GPT, POSITIONS
-from nanolong.attention_maps import attention_maps
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, run_main
+from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.evaluation.loss import evaluation_mode, find_sequences, read_sequences
 
 TITLE = "Position in hidden states and in attention"

@@ -67,10 +67,10 @@ from experiments.board import (
     plot_tables,
 )
 from model import GPT, POSITIONS
-from nanolong import provenance
 from nanolong.devices import pick_device
 from nanolong.entry import load_entries
 from nanolong.errors import UserError, run_main
+from nanolong.evaluation import provenance
 from nanolong.run import is_evaluated
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,8 +80,7 @@ SCHEMES = dict(POSITIONS)  # without those of --entry
 # The code that a training run depends on, and what an evaluation depends on besides.
 TRAINING_CODE = ("model.py", "rope_scaling.py", "train.py", "extend.py", "data/*.py")
 TRAINING_CODE += ("kernels/eager.py", "kernels/reference.py", "nanolong/optim.py")
-EVALUATION_CODE = ("evaluate.py", "nanolong/evaluation/loss.py", "nanolong/scoring.py")
-EVALUATION_CODE += ("nanolong/retrieval.py", "nanolong/attention_maps.py")
+EVALUATION_CODE = ("evaluate.py", "nanolong/evaluation/*.py")
 MEASURING_CODE = ("experiments/tasks.py",)  # which others train with
 
 # What an experiment's file may state.
@@ -211,8 +210,7 @@ def measures_of(flags):
     if task == "needle":
         names = [f"needle {number / 4:g}" for number in range(5)] + ["needle", "needle control"]
     elif task == "ruler":
-        every = "niah,multikey,vt,fwe"
-        kinds = given.get("--ruler", every).split(",")
+        kinds = given.get("--ruler", "niah,multikey,vt,fwe").split(",")
         names = [f"{kind} {field}" for kind in kinds for field in ("accuracy", "nats", "gain")]
     else:
         names = given.get("--protocol", "chunked,last-quarter,token-aligned").split(",")
@@ -429,23 +427,32 @@ def run(folder, script, parent, words):
 def evaluate(folder, run_folder, words):
     """Evaluate a run folder; what is stopped goes on, since evaluate.py does by its JSON."""
     records = folder / "records.json"
-    call("evaluate", [str(run_folder), *words, f"--json={records}"])
+    try:
+        call("evaluate", [str(run_folder), *words, f"--json={records}"])
+    except UserError as error:
+        if not str(error).startswith("nothing could be measured"):  # then all rows say why
+            raise
     rows = []
-    depths = {}  # length -> fractions of needles found
+    needles = {}  # length -> the fractions of needles found at each depth, with and without them
     for record in json.loads(records.read_text(encoding="utf-8")):
         length = record["length"]
         if record["task"] == "loss":
             name = " ".join(map(str, [record["protocol"], *record.get("position", ())[:1]]))
             rows.append([name, length, record.get("loss", "refused")])
         elif record["task"] == "needle":
-            name = "control" if record["depth"] is None else f"{record['depth']:g}"
-            rows.append([f"needle {name}", length, record.get("accuracy", "refused")])
-            if record["depth"] is not None and "accuracy" in record:
-                depths.setdefault(length, []).append(record["accuracy"])
-        elif "summary" in record:
+            found = record["accuracy"]["mean"] if "accuracy" in record else "refused"
+            rows.append([f"needle {record['depth']:g}", length, found])
+            if "accuracy" in record:
+                needles.setdefault(length, []).append((found, record["control"]["mean"]))
+        elif "refused" not in record:
             for name in ("accuracy", "nats", "gain"):
                 rows.append([f"{record['kind']} {name}", length, record[name]["mean"]])
-    return rows + [["needle", length, statistics.fmean(found)] for length, found in depths.items()]
+    for length, found in needles.items():
+        for name, fractions in zip(
+            ("needle", "needle control"), zip(*found, strict=True), strict=True
+        ):
+            rows.append([name, length, statistics.fmean(fractions)])
+    return rows
 
 
 def measure(_, experiment, arm):

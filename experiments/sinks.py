@@ -9,7 +9,7 @@ import torch
 
 import data
 from experiments.leaderboard import BUDGETS, FLAGS  # noqa: F401
-from nanolong.attention_maps import attention_maps
+from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.evaluation.loss import find_sequences, read_sequences
 
 TITLE = "Learned sinks"

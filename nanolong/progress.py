@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 import data
-from nanolong import curves, devices, errors, optim, parallel, run
+from nanolong import devices, errors, optim, parallel, run
 
 
 def no_terminal():
@@ -139,7 +139,9 @@ def report_end(GPT, cfg, stopped):
         print(f"step {cfg.last_step} of {cfg.max_iters}: go on with {ways}")
     if not cfg.max_iters:
         return
-    curves.plot_finished_run(cfg.out_dir)
+    from nanolong.evaluation import curve
+
+    curve.plot_finished_run(cfg.out_dir)
     meta = run.read_meta(folder)
     tokenizer = data.tokenizer_from_json(meta["tokenizer"])
     if not tokenizer:

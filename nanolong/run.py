@@ -294,6 +294,17 @@ def check_same(model, cfg, dataset):
 def load_model(GPT, path, best=False, dtype=torch.float32, weights=True):
     """Do what GPT.load() promises. Raises UserError that names the file and a way out."""
     folder = find_checkpoint(path, best)
+    try:
+        return load_folder(GPT, folder, dtype, weights)
+    except (UserError, OSError):
+        # a run that goes on may have pruned it in the meantime: then there is a newer one
+        if folder.exists():
+            raise
+        return load_folder(GPT, find_checkpoint(path, best), dtype, weights)
+
+
+def load_folder(GPT, folder, dtype, weights):
+    """Load the checkpoint of a folder. Raises UserError."""
     meta = read_meta(folder)
     settings = meta.pop("config")
     unknown = settings.keys() - vars(GPT.config_class()).keys()

@@ -41,7 +41,7 @@ import train
 from kernels import check
 from model import GPT, GPTConfig
 from nanolong.errors import require, run_main
-from nanolong.provenance import ROOT, provenance
+from nanolong.evaluation.provenance import ROOT, provenance
 
 # Shares of the time; what a part leaves is for those after it.
 PARTS = {"check": 22, "counts": 16, "tests": 30, "bench": 16, "sanitizer": 16}

@@ -6,8 +6,9 @@ import pytest
 import torch
 from conftest import assert_success, run_python
 
-from nanolong import devices, provenance
+from nanolong import devices
 from nanolong.errors import UserError
+from nanolong.evaluation import provenance
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")

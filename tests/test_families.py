@@ -23,10 +23,10 @@ import kernels
 from experiments.board import table_lines
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
+from nanolong.evaluation.provenance import provenance
 from nanolong.hub.families import FAMILIES
 from nanolong.hub.importing import import_checkpoint, read_settings
 from nanolong.hub.layout import tensor_layout
-from nanolong.provenance import provenance
 
 TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 LLAMA_SHAPE = {**SHAPE, **TOKENS}

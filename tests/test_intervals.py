@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from nanolong import intervals
+from nanolong.evaluation import intervals
 
 # 97.5 % quantiles of Student's t, from printed tables.
-STUDENT = {4: 2.7764, 5: 2.5706, 9: 2.2622, 19: 2.0930, 39: 2.0227, 100: 1.9840, 1000: 1.9623}
+STUDENT = {1: 12.706, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 19: 2.0930}
+STUDENT |= {39: 2.0227, 100: 1.9840, 1000: 1.9623}
 
 
 @pytest.mark.parametrize("freedom, quantile", STUDENT.items())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import BUILT_IN
 
 from model import GPT, POSITIONS, GPTConfig
-from nanolong.attention_maps import attention_maps
+from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.inference import KVCache
 from rope_scaling import METHODS
 

@@ -1,32 +1,176 @@
-"""The report of records that are written out here, read back by a parser of HTML."""
+"""Tables, figures and the report of records that are written out here."""
 
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
+from conftest import assert_success
+from matplotlib.figure import Figure
 
 from model import GPT
-from nanolong import provenance, report
+from nanolong.evaluation import figures, provenance, report
+from nanolong.evaluation.tables import Table, loss_table, refusals, tables_of
 
-HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='&\u2028\x00\ud800"
+HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028\x00\ud800"
 VOID = {"meta", "input"}
-CHUNKED = "context length in nats per token, chunked"
+
+
+def loss(checkpoint, length, value, protocol="chunked", half=0.02, **fields):
+    """A record as evaluate.py makes it; a text in place of a loss is the reason of a refusal."""
+    record = {"checkpoint": checkpoint, "task": "loss", "protocol": protocol, "length": length}
+    if isinstance(value, str):
+        return {**record, "refused": value, **fields}
+    low, high = (None, None) if value is None else (value - half, value + half)
+    return {**record, "loss": value, "low": low, "high": high, "n": 40, "tokens": 9, **fields}
+
+
+def interval(mean, half=0.1, n=20):
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+
+
+def asked(checkpoint, length, accuracy, task="ruler", kind="niah", depth=None, **fields):
+    """A record of retrieval; None in place of an accuracy is a refusal."""
+    record = {"checkpoint": checkpoint, "task": task, "kind": kind, "depth": depth}
+    record.update(length=length, trials=20, seed=1)
+    if accuracy is None:
+        return {**record, "refused": "too short"}
+    found = {"accuracy": interval(accuracy), "nats": interval(0.5), "gain": interval(1.5)}
+    return {**record, **found, "control": interval(0.05), **fields}
+
+
+APART = {"difference": interval(0.3)}
+NEAR = {"difference": interval(0.05)}
+
+# -----------------------------------------------------------------------------
+# Tables
+
+
+def test_a_table_is_text_markdown_and_html():
+    table = Table("Title", ["", "1,024", 2048], [["a", "1.5", "2*"], ["<b>", "10", 3]], ["* note"])
+    assert table.text().splitlines() == [
+        *("Title", "      1,024   2048", "a       1.5      2*", "<b>      10      3", "* note"),
+    ]
+    assert table.markdown().splitlines() == [
+        *("|  | 1,024 | 2048 |", "| --- | --- | --- |", "| a | 1.5 | 2* |", "| <b> | 10 | 3 |"),
+    ]
+    html = table.html()
+    assert html.count("<td>") == 4 and "<b>" not in html and "&lt;b&gt;" in html
+    assert "<caption>Title</caption>" in html and "* note" in html
+
+
+def test_losses_have_a_row_for_each_checkpoint_and_a_column_for_each_length():
+    records = [loss("rope", 64, 1.25), loss("rope", 128, 2.5), loss("learned", 64, 1.5, **APART)]
+    records += [loss("learned", 128, "no such position"), loss("near", 64, 1.25, **NEAR)]
+    records += [loss("near", 128, None)]
+    (table,) = tables_of(records, ["unequal steps: 1; 2"])
+    assert table.title == "chunked (every token), nats per token, by context length"
+    assert table.header == ["", "64", "128"]
+    assert table.rows == [
+        ["rope", "1.250 ± 0.020", "2.500 ± 0.020"],
+        ["learned", "1.500 ± 0.020*", "refused"],
+        ["near", "1.250 ± 0.020", "not finite"],
+        ["sequences", "40", "40"],
+    ]
+    star, unequal, not_finite = table.notes
+    assert star.startswith("* differs from the first checkpoint: 95 % interval over the same texts")
+    assert unequal == "unequal steps: 1; 2" and "--dtype=float32" in not_finite
+    assert tables_of(records[:2], ["unequal"])[0].notes == []  # no star, nothing to explain
+    assert refusals(records) == ["refused: learned at 128: no such position"]
+    (row,) = [row for row in loss_table(records[:2], "bits per byte").rows if row[0] == "rope"]
+    assert row[1] == "1.250 ± 0.020"
+
+
+def test_positions_are_those_of_the_longest_sequences():
+    """A refusal stands for all parts."""
+    records = []
+    for name, length in (("a", 64), ("a", 128), ("b", 64)):
+        for start in (0, length // 2):
+            part = {"position": [start, start + length // 2]}
+            records.append(loss(name, length, length / 64, "position", **part))
+    records.append(loss("b", 128, "too long", "position"))
+    (table,) = tables_of(records)
+    assert table.title.endswith("in sequences of 128 tokens") and table.header == ["", "a", "b"]
+    assert [row[0] for row in table.rows] == ["up to 64", "up to 128"]
+    assert [row[1:] for row in table.rows] == [["2.000 ± 0.020", "refused"]] * 2
+
+
+def test_retrieval_and_costs_have_a_row_for_each_measure():
+    records = [asked("a", 64, 0.25), asked("a", 128, None), asked("b", 64, 0.5, **APART)]
+    records += [asked("b", 128, 1.0, **NEAR)]
+    for depth, accuracy in ((0.0, 0.75), (0.5, None)):
+        records.append(asked("a", 64, accuracy, "needle", depth=depth))
+    cost = {"checkpoint": "a", "task": "cost", "length": 64, "prefill_seconds": 0.123456}
+    records.append({**cost, "tokens_per_second": 12345.6, "cache_megabytes": 2.0})
+    ruler, needle, costs = tables_of(records)
+    assert ruler.title == "ruler, niah, 20 prompts a cell, by context length"
+    assert ruler.rows == [
+        ["a: all answers right", "0.25 ± 0.10", "refused"],
+        ["a: nats of the answer", "0.50 ± 0.10", "refused"],
+        ["a: nats gained by the needles", "1.50 ± 0.10", "refused"],
+        ["b: all answers right", "0.50 ± 0.10", "1.00 ± 0.10"],
+        ["b: nats of the answer", "0.50 ± 0.10*", "0.50 ± 0.10"],
+        ["b: nats gained by the needles", "1.50 ± 0.10", "1.50 ± 0.10"],
+    ]
+    assert ruler.notes[0] == "without the needles at most 0.05 of the answers are right"
+    assert needle.rows == [["a: depth 0", "0.75 ± 0.10"], ["a: depth 0.5", "refused"]]
+    assert costs.rows == [
+        ["a: seconds of prefill", "0.123"],
+        ["a: tokens/s of decoding", "1.23e+04"],
+        ["a: MB of cache", "2"],
+    ]
+
+
+# -----------------------------------------------------------------------------
+# Figures
+
+
+def test_the_curves_of_a_figure_are_the_losses(tmp_path):
+    """By length, or by position in the longest sequences; what is missing leaves a gap."""
+    records = [loss("a", 128, 2.0), loss("a", 64, 1.0), loss("b", 64, "no"), loss("b", 128, None)]
+    for start in (0, 64):
+        records.append(loss("a", 128, 3.0, "position", position=[start, start + 64]))
+    figure = figures.loss_figure("a.png", records, [64], unit="bits per byte")
+    by_length, by_position = figure.axes[:2]
+    assert by_length.get_ylabel() == "loss (bits per byte)"
+    a, b, original = by_length.lines
+    assert (list(a.get_xdata()), list(a.get_ydata())) == ([64, 128], [1.0, 2.0])
+    assert list(b.get_xdata()) == [128] and math.isnan(b.get_ydata()[0])
+    assert set(original.get_xdata()) == {64}
+    assert list(by_position.lines[0].get_xdata()) == [64, 128]
+    band = by_length.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((0.98, 2.02))
+    figures.save(figure, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_heatmaps_show_what_was_right_by_depth_or_kind():
+    records = [asked("a", 64, 0.25), asked("a", 128, None), asked("b", 64, 0.5, kind="vt")]
+    figure = figures.heatmap_figure("a.png", records)
+    (a, b) = (axis for axis in figure.axes if axis.get_title())
+    assert [text.get_text() for text in a.texts] == ["0.25"]
+    assert [text.get_text() for text in b.texts] == ["0.50"]
+    assert [text.get_text() for text in a.get_yticklabels()] == ["niah", "vt"]
+
+
+def test_without_matplotlib_a_note_takes_the_place_of_a_figure(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert figures.loss_figure("a.png", [loss("a", 64, 1.0)], []) is None
+    assert "a.png is not written: install matplotlib" in capsys.readouterr().out
+
+
+# -----------------------------------------------------------------------------
+# The report
 
 
 class Page(HTMLParser):
-    """The tables (caption -> rows of texts), elements and scripts of an HTML file."""
+    """The elements and texts of an HTML file, whose tags are all closed."""
 
     def __init__(self, file):
         super().__init__()
-        self.open = []
-        self.elements = []  # (tag, attributes)
-        self.tables = {}
-        self.scripts = []
-        self.options = []
-        self.text = ""
-        self.labels_of_axes = []  # (attributes, text)
+        self.open, self.elements, self.scripts, self.cells, self.text = [], [], [], [], ""
         self.feed(file.read_bytes().decode("utf-8"))
         assert self.open == []
 
@@ -34,394 +178,140 @@ class Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("th", "td"):
-            self.rows[-1].append("")
-        elif tag == "caption":
-            self.caption = ""
-            self.rows = []
-        elif tag == "script":
+        if tag == "script":
             self.scripts.append("")
-        elif tag == "option":
-            self.options.append("")
 
     def handle_startendtag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
-        if tag == "table":
-            self.tables[self.caption] = self.rows
 
     def handle_data(self, data):
         inside = self.open[-1] if self.open else ""
-        if inside in ("th", "td"):
-            self.rows[-1][-1] += data
-        elif inside == "caption":
-            self.caption += data
-        elif inside == "script":
+        if inside == "script":
             self.scripts[-1] += data
-        elif inside == "option":
-            self.options[-1] += data
-        elif inside == "text":
-            self.labels_of_axes.append((self.elements[-1][1], data))
-            self.text += data
+        elif inside in ("td", "th"):
+            self.cells.append(data)
         elif inside != "style":
             self.text += data
 
-    def table(self, words):
-        """The rows of the one table whose caption has these words, as dicts by column."""
-        captions = [caption for caption in self.tables if words in caption]
-        assert len(captions) == 1, (words, list(self.tables))
-        header, *rows = self.tables[captions[0]]
-        return [dict(zip(header, row, strict=True)) for row in rows]
 
-    def labels(self):
-        """The values that the points of the figures show."""
-        points = [a for _, a in self.elements if a.get("class") == "point"]
-        return [a["aria-label"] for a in points if "aria-label" in a]
-
-    def ticks(self, place):
-        """The labels of ticks, (attributes, text): of the x axis (middle) or the y axis (end)."""
-        return [label for label in self.labels_of_axes if label[0].get("class") == place]
-
-    def data(self):
-        """The texts of the script."""
-        return json.loads(self.scripts[0])
-
-
-def checkpoint(name, **fields):
-    facts = {"scheme": "rope", "commit": "abc1234"}
-    given = {"name": name, "folder": f"out/{name}", "facts": facts, "original_length": 64}
-    return {**given, "wavelengths": None, **fields}
-
-
-def loss(name, length, mean, half=0.02, protocol="chunked", n=20, **fields):
-    """A record of evaluate.py; half: of its interval, None for none."""
-    low = None if half is None else mean - half
-    high = None if half is None else mean + half
-    numbers = {"loss": mean, "low": low, "high": high, "n": n, "tokens": 100 * n}
-    record = {"checkpoint": name, "task": "loss", "protocol": protocol, "length": length}
-    return {**record, **numbers, "commit": "abc1234", **fields}
-
-
-def difference(mean, half):
-    return {"mean": mean, "low": mean - half, "high": mean + half, "n": 20}
-
-
-def needle(name, length, depth, accuracy):
-    record = {"checkpoint": name, "task": "needle", "length": length, "depth": depth}
-    record.update(accuracy=accuracy, low=accuracy / 2, high=(1 + accuracy) / 2, n=16, trials=16)
-    return {**record, "nll": 1.25, "nll_low": 1.2, "nll_high": 1.3}
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Write a report of checkpoints, by default a and b, and return it as a Page."""
-
-    def write(records, checkpoints=None, texts=None, omitted=(), title="A title"):
-        file = tmp_path / "report.html"
-        checkpoints = checkpoints or [checkpoint("a"), checkpoint("b")]
-        report.write_report(file, checkpoints, records, texts or {}, omitted, title)
-        return Page(file)
-
-    return write
-
-
-# -----------------------------------------------------------------------------
-# Numbers
-
-
-def test_the_numbers_of_a_table_are_those_of_the_records(write, rng):
-    records = []
-    for protocol in ("chunked", "last-quarter", "sliding", "token-aligned", "last-tokens"):
-        for name in ("a", "b"):
-            for length in (64, 128, 4096):
-                mean, half = rng.uniform(0.5, 9, 2)
-                records.append(loss(name, length, mean, half / 10, protocol))
-    page = write(records)
-    for record in records:
-        rows = page.table(f"context length in nats per token, {record['protocol']}")
-        row = next(row for row in rows if row["length"] == f"{record['length']:,}")
-        mean, half = map(float, row[record["checkpoint"]].split(" ± "))
-        assert abs(mean - record["loss"]) <= 0.00051
-        assert abs(mean + half - record["high"]) <= 0.0011
-        assert row["sequences"] == "20" and row["tokens"] == "2,000"
-
-
-@pytest.mark.parametrize(
-    "mean, half, mark", [(0.1, 0.05, " ▲"), (-0.1, 0.05, " ▼"), (0.1, 0.2, ""), (-0.1, 0.2, "")]
-)
-def test_a_mark_says_whether_the_difference_excludes_zero(write, mean, half, mark):
-    records = [loss("a", 64, 2.0), loss("b", 64, 2 + mean, difference=difference(mean, half))]
-    page = write(records)
-    assert page.table(CHUNKED)[0]["b"] == f"{2 + mean:.3f} ± 0.020{mark}"
-    assert ("excludes 0" in page.text) == bool(mark)
-    cost = page.table("Loss at the original length")
-    assert [row["difference from a"] for row in cost] == ["", f"{mean:+.3f} ± {half:.3f}{mark}"]
-    assert [row["loss"] for row in cost] == ["2.000 ± 0.020", f"{2 + mean:.3f} ± 0.020"]
-
-
-def test_the_cost_is_measured_at_each_original_length(write):
-    given = [checkpoint("a"), checkpoint("b", original_length=128), checkpoint("c")]
-    records = [loss("a", 64, 1.0), loss("b", 64, 2.0), loss("b", 128, 3.0), loss("c", 32, 4.0)]
-    records += [loss(name, 64, 5.0, protocol="last-quarter") for name in "abc"]
-    cost = write(records, given).table("Loss at the original length")
-    assert [row["loss"] for row in cost] == ["1.000 ± 0.020", "3.000 ± 0.020", "not measured"]
-
-
-@pytest.mark.parametrize("value", [None, math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_said_to_be(write, value):
-    bad = {**loss("a", 64, 1.0), "loss": value, "low": None, "high": None}
-    page = write([bad, loss("b", 64, 1.0)])
-    assert page.table(CHUNKED)[0]["a"] == "not finite"
-    assert page.labels() == ["b, 64 tokens: 1.000 ± 0.020 nats"]
-    assert "no finite loss" in write([bad]).text
-
-
-def test_refused_and_missing_losses_are_named(write):
-    refused = {"checkpoint": "b", "task": "loss", "length": 128, "refused": "too long"}
-    records = [loss("a", 64, 1.0), loss("a", 128, 1.0), {**refused, "protocol": "chunked"}]
-    rows = write(records).table(CHUNKED)
-    assert [row["b"] for row in rows] == ["not measured", "refused"]
-    assert "refused: b at 128: too long" in write(records).text
-
-    parts = [loss("a", 128, 1.0, protocol="position", position=[i, i + 64]) for i in (0, 64)]
-    rows = write([*parts, {**refused, "protocol": "position"}]).table("Loss by position")
-    assert [row["b"] for row in rows] == ["refused", "refused"]
-
-
-def test_positions_are_those_of_the_longest_sequences(write):
-    records = []
-    for length in (64, 128):
-        for start in (0, length // 2):
-            part = [start, start + length // 2]
-            records.append(loss("a", length, length / 64, protocol="position", position=part))
-    rows = write(records).table("Loss by position in sequences of 128 tokens")
-    loss_of_128 = "2.000 ± 0.020"
-    found = [(row["up to"], row["a"]) for row in rows]
-    assert found == [("64", loss_of_128), ("128", loss_of_128)]
-
-
-def test_key_tokens_have_their_number_and_fraction(write):
-    record = loss("a", 4096, 2.0, protocol="key-tokens", tokens=1234, key_fraction=0.0062)
-    page = write([record])
-    assert page.table("context length in nats per token, key-tokens")[0]["a"] == "2.000 ± 0.020"
-    assert "At 4,096 tokens 1,234 are key tokens, 0.62%." in page.text
-
-
-def test_retrieval_has_a_heatmap_and_all_numbers(write):
-    estimates = {"nats": difference(0.5, 0.1), "gain": difference(1.5, 0.1), "recovery": None}
-    ruler = {"checkpoint": "a", "task": "ruler", "kind": "niah", "length": 512, "n": 20}
-    summary = {**ruler, "summary": True, "accuracy": difference(0.75, 0.125), **estimates}
-    refused = {"checkpoint": "b", "task": "needle", "length": 64, "depth": 0.5, "refused": "short"}
-    needles = [needle("a", 64, 0.5, 0.25), needle("a", 64, None, 0.0), refused]
-    page = write([*needles, {**ruler, "answer": "1"}, summary])
-
-    found = page.table("Passkey")
-    accuracies = ["0.250 (0.125 to 0.625)", "0.000 (0.000 to 0.500)", "refused"]
-    assert [row["accuracy"] for row in found] == accuracies
-    assert [row["prompt"] for row in found] == ["depth 0.5", "no passkey", "depth 0.5"]
-    assert found[0]["nats"] == "1.250 ± 0.050"
-    (row,) = page.table("RULER")
-    assert row == {
-        **{"checkpoint": "a", "prompt": "niah", "length": "512", "recovery": ""},
-        **{"accuracy": "0.750 ± 0.125", "nats": "0.500 ± 0.100", "gain": "1.500 ± 0.100"},
-    }
-    shades = [a["style"] for tag, a in page.elements if tag == "td" and a.get("class") == "shade"]
-    assert shades == ["--level:25%", "--level:0%", "--level:75%"]
-
-
-def value_at(place, ticks, log=False):
-    """The value at a place of an axis, from the places and values of two of its ticks."""
-    (start, low), (end, high) = ticks[0], ticks[-1]
-    if log:
-        low, high = math.log(low), math.log(high)
-    value = low + (place - start) / (end - start) * (high - low)
-    return math.exp(value) if log else value
-
-
-def test_points_and_bars_stand_at_their_values(write):
-    losses = {64: 1.0, 512: 3.5, 4096: 1.75}
-    page = write([loss("a", length, y, half=y / 8) for length, y in losses.items()])
-    xs = [(float(a["x"]), float(d.replace(",", ""))) for a, d in page.ticks("middle")[:-1]]
-    ys = [(float(a["y"]), float(d)) for a, d in page.ticks("end")]
-    places = [a["transform"] for tag, a in page.elements if tag == "g" and "transform" in a]
-    bars = [a["d"] for _, a in page.elements if a.get("class") == "bar"]
-    assert len(places) == len(bars) == 3
-    for (length, y), place, bar in zip(losses.items(), places, bars, strict=True):
-        across, down = map(float, re.findall(r"[\d.]+", place))
-        assert value_at(across, xs, log=True) == pytest.approx(length, rel=0.01)
-        assert value_at(down, ys) == pytest.approx(y, abs=0.01)
-        _, bottom, top = map(float, re.findall(r"[\d.]+", bar))
-        assert value_at(bottom, ys) == pytest.approx(y * 7 / 8, abs=0.01)
-        assert value_at(top, ys) == pytest.approx(y * 9 / 8, abs=0.01)
-
-
-def test_wavelengths_leave_out_pairs_that_are_not_rotated(write):
-    wavelengths = {"before": [6.25, 62.5, 625.0], "after": [6.25, 250.0, None]}
-    page = write([], [checkpoint("a"), checkpoint("b", wavelengths=wavelengths)])
-    rows = page.table("Wavelengths of b in tokens")
-    assert [row["before"] for row in rows] == ["6.2", "62.5", "625.0"]
-    assert [row["after"] for row in rows] == ["6.2", "250.0", "not rotated"]
-    assert page.labels()[-1] == "after, pair 2: 250.0 tokens" and len(page.labels()) == 5
-    assert "original length 64" in page.text
-
-
-# -----------------------------------------------------------------------------
-# The page
+def write(folder, records, texts=None, names=("a", "b"), omitted=(), unequal=()):
+    facts = {name: {"scheme": name, "folder": "out"} for name in names}
+    file = folder / "report.html"
+    report.write_report(file, facts, [64], records, texts or {}, unequal, omitted, "commit abc")
+    return Page(file)
 
 
 def all_records(names):
     """A record of each kind for each checkpoint."""
     records = []
     for name in names:
-        for protocol in ("chunked", "key-tokens"):
-            fields = {"commit": HOSTILE, "difference": difference(0.1, 0.01)}
-            records.append(loss(name, 64, 1.0, protocol=protocol, **fields))
-        records.append(loss(name, 64, 1.0, protocol="position", position=[0, 64]))
-        records.append(needle(name, 64, 0.5, 0.5))
-        refused = {"task": "loss", "protocol": "chunked", "length": 128, "refused": HOSTILE}
-        records.append({"checkpoint": name, **refused})
-        ruler = {"checkpoint": name, "task": "ruler", "kind": HOSTILE, "length": 64, "n": 20}
-        estimates = dict.fromkeys(("accuracy", "nats", "gain", "recovery"), difference(0.5, 0.1))
-        records.append({**ruler, "summary": True, **estimates})
+        records += [loss(name, 64, 1.0, **APART), loss(name, 128, HOSTILE)]
+        records += [loss(name, 64, 1.0, "position", position=[0, 64])]
+        records += [asked(name, 64, 0.5), asked(name, 64, 0.5, "needle", depth=0.5)]
+        cost = {"checkpoint": name, "task": "cost", "length": 64, "prefill_seconds": 1.0}
+        records.append({**cost, "tokens_per_second": 1.0, "cache_megabytes": 2.0})
     return records
 
 
-def assert_inert(page):
-    """The page has no other element, script or address than its own."""
-    tags = {tag for tag, _ in page.elements}
-    assert tags <= {
-        *("html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3", "p", "nav"),
-        *("a", "main", "section", "div", "button", "table", "caption", "thead", "tbody", "tr"),
-        *("th", "td", "figure", "figcaption", "label", "input", "svg", "path", "g", "text"),
-        *("details", "summary", "noscript", "select", "option", "span", "script"),
-    }
-    assert len(page.scripts) <= 2
-    for _, attributes in page.elements:
-        assert attributes.keys() <= {
-            *("lang", "charset", "http-equiv", "content", "name", "class", "href", "id", "role"),
-            *("aria-label", "aria-hidden", "translate", "hidden", "scope", "style", "type"),
-            *("checked", "tabindex", "viewbox", "transform", "d", "stroke-dasharray"),
-            *("x", "y", "dx"),
-        }
-        assert attributes.get("href", "#").startswith("#")
-        assert re.fullmatch(r"(--level:\d+%)?", attributes.get("style", ""))
-    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    assert {a["href"][1:] for tag, a in page.elements if tag == "a"} <= set(ids)
-    # the elements that the script looks for; the others have a number at their end
-    named = re.findall(r'getElementById\("([\w-]+)"\)', page.scripts[-1])
-    assert set(named) - {"text-data", "by-difference", "scale"} <= set(ids)
-
-
-@pytest.mark.parametrize("n", [1, 6])
-def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(write, n):
+@pytest.mark.parametrize("n", [1, 9])
+def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     names = [f"{HOSTILE}{i}" for i in range(n)]
-    wavelengths = {"before": [6.0], "after": [9.0]}
-    given = []
-    for name in names:
-        facts = {HOSTILE: HOSTILE}
-        given.append(checkpoint(name, facts=facts, folder=HOSTILE, wavelengths=wavelengths))
     text = {"length": 64, "start": HOSTILE, "tokens": [HOSTILE, "b"], "losses": [0.5, 1.0]}
     texts = dict.fromkeys(names, text)
-    page = write(all_records(names), given, texts, [HOSTILE], HOSTILE)
-    assert_inert(page)
+    page = write(tmp_path, all_records(names), texts, names, [HOSTILE], [HOSTILE])
+    tags = {tag for tag, _ in page.elements}
+    assert "img" not in tags and "image" not in tags and len(page.scripts) == 2
+    attributes = {name for _, found in page.elements for name in found}
+    assert not [name for name in attributes if name.startswith("on") or name == "src"]
+    for _, found in page.elements:
+        for name in ("href", "xlink:href"):
+            assert found.get(name, "#").startswith("#")
+    ids = [found["id"] for _, found in page.elements if found.get("id", "").startswith("section")]
+    assert len(ids) == len(set(ids)) == 6
+    named = set(re.findall(r'element\("([\w-]+)"\)', page.scripts[-1]))
+    assert named <= {found["id"] for _, found in page.elements if "id" in found}
     shown = HOSTILE.replace("\x00", "\u2400").replace("\ud800", "\ufffd")
-    assert page.tables["Settings and provenance"][2] == [shown] * (n + 1)
-    assert page.options == [f"{shown}{i}" for i in range(n)] * min(2, n)
-    assert page.data()["tokens"] == [[shown, "b"]]
-    assert page.data()["texts"][0]["about"].startswith(f"{shown}0: 2 tokens")
-    assert page.text.count(f"{shown}b") == min(2, n)
-    assert f"refused: {shown}0 at 128: {shown}" in page.text
-
-
-def test_nothing_leaves_the_file(write, tmp_path):
-    text = {"length": 64, "start": "val.bin", "tokens": ["a"], "losses": [1.0]}
-    page = write(all_records(["a"]), [checkpoint("a")], {"a": text})
-    assert_inert(page)
+    assert f"{shown}0" in page.cells and f"{shown}b" in page.text
+    data = json.loads(page.scripts[0])
+    assert data["tokens"] == [[shown, "b"]] and len(data["texts"]) == n
     source = (tmp_path / "report.html").read_text(encoding="utf-8")
-    for word in ("http:", "https:", "url(", "@import", "fetch", "import(", "innerHTML", "eval("):
-        assert word not in source, word
-    (policy,) = [a["content"] for _, a in page.elements if "http-equiv" in a]
-    allowed = "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-    assert policy == f"default-src 'none'; {allowed}"
-    assert ("html", {"lang": "en"}) in page.elements
-    assert any(attributes.get("name") == "viewport" for _, attributes in page.elements)
-    assert "The colours need JavaScript." in page.text
+    for word in ("https:", "@import", "fetch", "import(", "innerHTML", "eval("):
+        assert word not in source.replace(HOSTILE, ""), word
+    policy = next(found["content"] for _, found in page.elements if "http-equiv" in found)
+    assert policy == ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'")
 
 
-def test_six_checkpoints_with_their_own_tokens_stay_below_a_megabyte(write, tmp_path, rng):
-    names = list("abcdef")
-    records = [record for record in all_records(names) if record["task"] == "loss"]
+def test_the_page_has_the_tables_figures_and_what_is_unequal(tmp_path):
+    text = {"length": 64, "start": "val.bin", "tokens": ["x", "y"], "losses": [1.5, math.nan]}
+    other = {**text, "tokens": ["xy"], "losses": [2.0]}
+    texts = {"a": text, "b": other, "c": {}}
+    page = write(tmp_path, all_records("ab"), texts, unequal=["unequal steps"], omitted=["needle"])
+    assert page.cells.count("1.000 ± 0.020*") == 2 and "0.50 ± 0.10" in page.cells
+    assert page.text.count("unequal steps") == 2  # of the checkpoints, and below the asterisks
+    figures = [found for tag, found in page.elements if tag == "svg"]
+    assert len(figures) == 2 and all(found["class"] == "chart" for found in figures)
+    data = json.loads(page.scripts[0])
+    assert [entry["losses"] for entry in data["texts"]] == [[1.5, None], [2.0]]
+    assert "needle" in page.text and "refused: a at 128, b at 128: " in page.text
+
+    page = write(tmp_path, [loss("a", 64, 1.0)])
+    headings = [tag for tag, _ in page.elements if tag == "h2"]
+    assert len(headings) == 2 and len(page.scripts) == 1  # without a text there is none
+
+
+def test_eight_checkpoints_with_their_own_tokens_stay_below_a_megabyte(tmp_path, rng):
+    names = list("abcdefgh")
     texts = {}
     for name in names:
         tokens = [f"{name}\u6f22{number:04d}" for number in rng.integers(0, 9999, 4096)]
         losses = rng.uniform(0, 12, 4096).tolist()
         texts[name] = {"length": 4096, "start": "val.bin", "tokens": tokens, "losses": losses}
-    page = write(records, [checkpoint(name) for name in names], texts)
+    page = write(tmp_path, all_records(names), texts, names)
     assert (tmp_path / "report.html").stat().st_size < 1e6
-    for name, text in zip(names, page.data()["texts"], strict=True):
-        assert page.data()["tokens"][text["tokens"]] == texts[name]["tokens"]
-        assert text["losses"] == pytest.approx(texts[name]["losses"], abs=0.00051)
-
-
-def test_equal_tokens_are_written_once_and_bad_losses_as_null(write):
-    text = {"length": 64, "start": "val.bin", "tokens": ["x", "y"], "losses": [1.5, math.nan]}
-    other = {**text, "tokens": ["xy"], "losses": [None]}
-    data = write([], texts={"a": text, "b": text}).data()
-    assert [entry["tokens"] for entry in data["texts"]] == [0, 0]
-    assert data["texts"][0]["losses"] == [1.5, None] and "mean loss 1.500" in str(data)
-    data = write([], texts={"a": text, "b": other}).data()
-    assert data["tokens"] == [["x", "y"], ["xy"]] and "mean loss not finite" in str(data)
-
-
-def test_a_section_without_measurements_is_not_there(write):
-    page = write([loss("a", 64, 1.0)], [checkpoint("a")], omitted=["Needles were left out."])
-    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
-    headings = [tag for tag, _ in page.elements if tag == "h2"]
-    assert len(links) == len(headings) == 4  # checkpoints, loss by length, cost, left out
-    assert "Needles were left out." in page.text and len(page.scripts) == 1
-
-
-# -----------------------------------------------------------------------------
-# Checkpoints
+    for name, text in zip(names, json.loads(page.scripts[0])["texts"], strict=True):
+        assert text["losses"] == pytest.approx(texts[name]["losses"], abs=0.0051)
 
 
 def test_a_checkpoint_is_described_by_its_settings(save_run):
     folder = save_run(meta={"tokens": 12345, "dataset": "python"}, window=7, sinks=2)
     model = GPT.load(folder)
-    described = provenance.describe_checkpoint("name", model)
-    facts = described["facts"]
+    facts = provenance.describe_checkpoint(model)
     n_parameters = sum(p.numel() for p in model.parameters())
     assert facts["parameters"] == f"{n_parameters:,}" and facts["trained tokens"] == "12,345"
     assert "window 7, sinks 2" in facts["other settings"]
     assert facts["weights"] == model.meta["checksums"]["model.safetensors"][:16]
-    assert described["original_length"] == 24 and described["wavelengths"] is None
-
-
-def test_wavelengths_of_an_extended_checkpoint(save_run):
-    model = GPT.load(save_run())
-    before = [2 * math.pi * 10000 ** (2 * i / 8) for i in range(4)]
     model.extend("pi", 4.0)
-    described = provenance.describe_checkpoint("name", model)
-    assert described["facts"]["extension"] == "pi, factor 4"
-    assert described["wavelengths"]["before"] == pytest.approx(before)
-    assert described["wavelengths"]["after"] == pytest.approx([4 * value for value in before])
-
-    model.extend("drope", 4.0)
-    described = provenance.describe_checkpoint("name", model)
-    assert described["wavelengths"]["after"] == [None] * 4
-
-    model = GPT.load(save_run("alibi", pos="alibi"))
-    model.extend("pi", 4.0)
-    assert provenance.describe_checkpoint("name", model)["wavelengths"] is None
+    assert provenance.describe_checkpoint(model)["extension"] == "pi, factor 4"
 
 
-def test_a_dynamic_method_is_shown_as_for_the_longest_input(save_run):
-    model = GPT.load(save_run())
-    model.extend("dynamic-pi", 4.0)
-    found = provenance.describe_checkpoint("name", model)["wavelengths"]
-    assert found["after"] == pytest.approx([4 * value for value in found["before"]])
+def test_the_report_chooses_what_to_measure_and_says_what_it_left_out(
+    runs, call, tmp_path, monkeypatch
+):
+    """Every loss and gain of the JSON is on the page, with its interval; so is the text."""
+    rope, learned, _ = runs
+    words = [rope, f"table={learned}", "--max_tokens=960", "--trials=5", "--lengths=24,96"]
+    words += ["--report=a/r.html", "--json=a/r.json"]
+    assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    page = Page(tmp_path / "a/r.html")
+    records = json.loads((tmp_path / "a/r.json").read_text())
+    assert {record["task"] for record in records} == {"loss", "ruler"}
+    for record in records:
+        if "refused" in record:
+            assert record["refused"] in page.text
+        elif record["task"] == "ruler":
+            assert any(f"{record['gain']['mean']:.2f} ± " in text for text in page.cells)
+        elif record["protocol"] != "position" or record["length"] == 96:
+            assert any(text.startswith(f"{record['loss']:.3f} ± ") for text in page.cells)
+    assert "not measured: needle (--task), sliding (--protocol), costs" in page.text
+    assert len(json.loads(page.scripts[0])["texts"]) == 2
+
+    # what is given is measured, and without matplotlib there are tables
+    monkeypatch.setattr(Figure, "savefig", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = [rope, "--protocol=chunked", "--lengths=24", "--report=b.html", "--max_tokens=48"]
+    done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    page = Page(tmp_path / "b.html")
+    assert "ruler (--task)" in page.text and "install matplotlib" in done.stdout

@@ -19,7 +19,7 @@ from conftest import (
 
 import data
 from model import POSITIONS
-from nanolong import plots
+from nanolong.evaluation import figures
 from nanolong.run import read_meta
 
 PNG = b"\x89PNG"
@@ -222,10 +222,10 @@ def test_the_note_of_a_figure_names_the_data_that_was_read(letters, call, tmp_pa
     run, dataset = letters
     notes = []
 
-    def keep_note(records, lengths, file, note, **options):
+    def keep_note(file, records, lengths, title, note, unit):
         notes.append(note)
 
-    monkeypatch.setattr(plots, "plot_losses", keep_note)
+    monkeypatch.setattr(figures, "loss_figure", keep_note)
     words = ["--lengths=32", "--max_tokens=999999", f"--plot={tmp_path}/p.png"]
     assert_success(call("evaluate.py", run, *words))
     scored = f"199 of 200 tokens of {dataset}, 1 piece of val.bin"  # the first is no target

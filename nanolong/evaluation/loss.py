@@ -1,7 +1,7 @@
-"""The loss of every token: which sequences of a text are scored, their losses, and their sums."""
+"""The loss of every token: which sequences of a text are scored, by the protocols of evaluate.py,
+and their losses.
+"""
 
-import codecs
-import math
 import warnings
 from contextlib import contextmanager
 from itertools import pairwise
@@ -10,40 +10,30 @@ import numpy as np
 import torch
 
 import data
-from nanolong import devices, inference, intervals, parallel
+from nanolong import devices, inference, parallel
 from nanolong.errors import UserError
+from nanolong.evaluation import intervals
 
 # Tokens in one forward pass: of a batch of sequences, and of a chunk of one long sequence.
 BATCH_TOKENS = 16384
 CHUNK = 32768
-NEXT_SEQUENCE = "\n[next sequence]\n"
 
 # Scored tokens of a sequence in the sliding and token-aligned protocols, by default.
 STRIDE = 256
 
-# Protocols that score the same tokens at every length.
-ALIGNED = ("token-aligned", "last-tokens")
-
-# Equal parts of a sequence whose losses are known apart.
-N_PARTS = 16
-
-# -----------------------------------------------------------------------------
-# Which sequences are scored, and which of their tokens: see the protocols in evaluate.py.
-
 
 def aligned_stride(stride, lengths):
     """Return the scored tokens of an aligned sequence: at most half the shortest length."""
-    half_shortest = max(1, min(lengths) // 2)
-    return min(stride, half_shortest)
+    return min(stride, max(1, min(lengths) // 2))
 
 
 def place_sequences(protocol, length, start, stop, stride, lengths):
     """Place sequences of `length` targets that score the targets from `start` to `stop` of a text.
 
-    Returns a list of (start, n_context): the first n_context targets of a sequence are context
-    only and are not scored. lengths: all that are to be compared.
+    lengths: all that are to be compared. Returns a list of (start, n_context): the first n_context
+    targets of a sequence are context only.
     """
-    if protocol in ALIGNED:
+    if protocol == "token-aligned":
         # Sequences of the longest length lie end to end; shorter ones end where these end.
         longest = max(lengths)
         n_context = length - aligned_stride(stride, lengths)
@@ -55,36 +45,26 @@ def place_sequences(protocol, length, start, stop, stride, lengths):
         step = min(stride, length)
         first_end = max(length, start + step)  # what comes before `start` is context, too
     ends = [start, *range(first_end, stop, step), stop]
-    sequences = []
-    for previous_end, end in pairwise(ends):
-        n_new = end - previous_end
-        sequences.append((end - length, length - n_new))
-    return sequences
+    return [(end - length, length - (end - previous_end)) for previous_end, end in pairwise(ends)]
 
 
-def fitting_lengths(split, lengths, max_tokens):
-    """Return those of `lengths` of which some file of a split holds a sequence."""
-    fitting = []
-    for length in lengths:
-        if length <= max_tokens and split.n_sequences(length).any():
-            fitting.append(length)
-    return fitting
-
-
-def find_spans(split, longest, max_tokens):
+def find_spans(split, lengths, max_tokens):
     """Choose the text that is scored: spans (file, start, stop) of at most max_tokens targets.
 
-    They are sequences of `longest` targets, evenly spaced over all files as in train.py's
-    validation. A text of at most max_tokens is scored as a whole, but for files that are shorter.
+    They are sequences of the longest length that fits, evenly spaced over all files as in the
+    validation of train.py. A text of at most max_tokens is scored as a whole, but for files that
+    are shorter. Returns the spans, and those of `lengths` that fit.
     """
     sizes = [len(tokens) - split.extra_tokens for tokens in split.tokens]
+    fitting = [length for length in lengths if length <= min(max_tokens, max(sizes))]
+    if not fitting:
+        return [], []
+    longest = max(fitting)
     if sum(sizes) <= max_tokens:
-        return [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
-    spans = []
-    for index in split.spaced(max_tokens // longest, longest):
-        file, start = split.locate(index, longest)
-        spans.append((file, start, start + longest))
-    return spans
+        spans = [(file, 0, size) for file, size in enumerate(sizes) if size >= longest]
+        return spans, fitting
+    starts = [split.locate(i, longest) for i in split.spaced(max_tokens // longest, longest)]
+    return [(file, start, start + longest) for file, start in starts], fitting
 
 
 def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=STRIDE, lengths=()):
@@ -94,7 +74,7 @@ def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=S
     (file, start, n_context): the index of a file in `split`, and what place_sequences() returns.
     Raises UserError when the text is too short.
     """
-    fitting = fitting_lengths(split, (*lengths, length), max_tokens)
+    spans, fitting = find_spans(split, (*lengths, length), max_tokens)
     if length not in fitting:
         n_targets = max(len(tokens) - split.extra_tokens for tokens in split.tokens)
         raise UserError(
@@ -102,9 +82,9 @@ def find_sequences(split, length, max_tokens=65536, protocol="chunked", stride=S
             "are scored: raise --max_tokens, or give a longer validation text"
         )
     sequences = []
-    for file, start, stop in find_spans(split, max(fitting), max_tokens):
-        placed = place_sequences(protocol, length, start, stop, stride, fitting)
-        sequences += [(file, *place) for place in placed]
+    for file, start, stop in spans:
+        for place in place_sequences(protocol, length, start, stop, stride, fitting):
+            sequences.append((file, *place))
     return sequences
 
 
@@ -116,23 +96,15 @@ def read_sequences(split, length, sequences):
     inputs, targets = [], []
     for file, start, n_context in sequences:
         x, y = split.sequence_at(file, start, length)
-        is_context = np.arange(length) < n_context
         inputs.append(x)
-        targets.append(np.where(is_context, -1, y))
-    x = torch.from_numpy(np.stack(inputs))
-    y = torch.from_numpy(np.stack(targets))
-    return x, y
-
-
-# -----------------------------------------------------------------------------
-# Losses.
+        targets.append(np.where(np.arange(length) < n_context, -1, y))
+    return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
 
 @contextmanager
 def evaluation_mode(model, dtype):
-    """Disable dropout and gradients, multiply matrices in `dtype`, allow any context length.
-
-    Yields the device of the model. Leaves the model in the mode in which it was.
+    """Disable dropout and gradients, multiply matrices in `dtype`, and allow any context length.
+    Yields the device of the model, which is afterwards in the mode in which it was.
     """
     device = next(model.parameters()).device
     with torch.no_grad(), devices.autocast(device, dtype), warnings.catch_warnings():
@@ -165,11 +137,11 @@ def token_losses(model, x, y, positions):
 
 
 def sequence_losses(model, split, length, sequences, dtype=torch.float32):
-    """Yield the loss of every token of `sequences`, which are of find_sequences().
+    """Yield batches of sequences of find_sequences(): the sequences, and their inputs, targets and
+    losses, (B, length) each.
 
-    Yields batches: losses in nats, float64 (B, length), 0 where a target is not scored, and targets
-    (B, length), -1 there. The model computes on the device of its weights. Raises UserError when
-    the context of the model is too short.
+    Losses are in nats, float64, and 0 where a target is -1, which is not scored. The model computes
+    on the device of its weights. Raises UserError when the context of the model is too short.
     """
     batch_size = max(1, BATCH_TOKENS // length)
     for i in range(0, len(sequences), batch_size):
@@ -178,86 +150,22 @@ def sequence_losses(model, split, length, sequences, dtype=torch.float32):
         with evaluation_mode(model, dtype) as device:
             positions = data.random_positions(model.config, len(x), length, batch[0][1])
             losses = token_losses(model, x.to(device), y.to(device), positions)
-        yield losses.cpu().double(), y
+        yield batch, x, y, losses.cpu().double()
 
 
 def loss_by_position(model, split, length, max_tokens=65536, dtype=torch.float32, **placement):
-    """Sum the loss at each position of sequences of `length` tokens.
+    """Sum the loss in nats at each position of sequences, and count the tokens: float64 (length,).
 
-    Returns two float64 tensors (length,): the summed loss in nats and the number of scored tokens.
-    placement: arguments of find_sequences(), the protocol, stride and all `lengths` to
-    compare. Raises UserError when the text or the context of the model is too short.
+    placement: other arguments of find_sequences(). Raises UserError when the text or the context of
+    the model is too short.
     """
     sequences = find_sequences(split, length, max_tokens, **placement)
     loss_sum = torch.zeros(length, dtype=torch.float64)
     n_scored = torch.zeros(length, dtype=torch.float64)
-    for losses, y in sequence_losses(model, split, length, sequences, dtype):
+    for _, _, targets, losses in sequence_losses(model, split, length, sequences, dtype):
         loss_sum += losses.sum(0)
-        n_scored += (y >= 0).sum(0)
+        n_scored += (targets >= 0).sum(0)
     return loss_sum, n_scored
-
-
-def part_edges(length):
-    """Return where the parts of a sequence begin and end; fewer than N_PARTS if it is shorter."""
-    return sorted({length * i // N_PARTS for i in range(N_PARTS + 1)})
-
-
-def sum_parts(values):
-    """Sum values of tokens (B, T) over each part of a sequence: (B, N_PARTS)."""
-    edges = part_edges(values.shape[1])
-    return torch.stack([values[:, start:end].sum(1) for start, end in pairwise(edges)], 1)
-
-
-def loss_by_part(model, split, length, sequences, dtype=torch.float32):
-    """Sum the loss in each of 16 equal parts of every sequence.
-
-    Returns two float64 tensors (N, 16), fewer parts if length < 16: loss in nats and scored tokens.
-    """
-    sums, counts = [], []
-    for losses, y in sequence_losses(model, split, length, sequences, dtype):
-        sums.append(sum_parts(losses))
-        counts.append(sum_parts((y >= 0).double()))
-    return torch.cat(sums), torch.cat(counts)
-
-
-def text_losses(model, text, lengths, max_tokens, dtype=torch.float32, n_tokens=4096):
-    """Return the loss of each of the first scored tokens, in sequences of the longest length.
-
-    That is the longest of `lengths` that the model can compute. text: a Dataset or TextFile.
-    Returns {"length", "start", "tokens", "losses"}: where the text begins, the text of each token
-    and its loss in nats; {} if no length can be computed. NEXT_SEQUENCE stands before the first
-    token of each later sequence, which is predicted without the text above it.
-    """
-    split = text.val
-    for length in sorted(lengths, reverse=True):
-        try:
-            sequences = find_sequences(split, length, max_tokens, lengths=lengths)
-            sequences = sequences[: math.ceil(n_tokens / length)]
-            batches = list(sequence_losses(model, split, length, sequences, dtype))
-        except UserError:  # too long for the text, or for the model
-            continue
-        losses, y = (torch.cat(column).flatten() for column in zip(*batches, strict=True))
-        scored = (y >= 0).nonzero()[:n_tokens, 0]
-        tokens = token_texts(y[scored].tolist(), text.tokenizer)
-        starts = (scored // length).diff().nonzero()[:, 0] + 1
-        for i in starts.tolist():
-            tokens[i] = NEXT_SEQUENCE + tokens[i]
-        file, start, _ = sequences[0]
-        return {
-            "length": length,
-            "start": f"{split.files[file].name}, token {start:,}",
-            "tokens": tokens,
-            "losses": losses[scored].tolist(),
-        }
-    return {}
-
-
-def token_texts(ids, tokenizer):
-    """Return the text of each token; a character of several tokens stands at its last one."""
-    if tokenizer is None:
-        return [f"[{i}]" for i in ids]
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    return [decoder.decode(tokenizer.decode([i])) for i in ids]
 
 
 def describe_change(original, model, split, length, max_tokens, dtype):
@@ -267,11 +175,15 @@ def describe_change(original, model, split, length, max_tokens, dtype):
     Raises UserError when the text or the context of a model is too short.
     """
     sequences = find_sequences(split, length, max_tokens)
-    before, counts = loss_by_part(original, split, length, sequences, dtype)
-    after, _ = loss_by_part(model, split, length, sequences, dtype)
+    found = []
+    for gpt in (original, model):
+        batches = sequence_losses(gpt, split, length, sequences, dtype)
+        _, _, *columns = zip(*batches, strict=True)
+        found.append([torch.cat(column) for column in columns])
+    (targets, before), (_, after) = found
     texts = []
-    for first in (0, before.shape[1] * 3 // 4):
-        old, new, n = (x[:, first:].sum(1) for x in (before, after, counts))
+    for first in (0, length * 3 // 4):
+        old, new, n = (x[:, first:].sum(1) for x in (before, after, targets >= 0))
         change = intervals.ratio_interval((new - old).tolist(), n.tolist())
         change = intervals.format_interval(change, sign="+")
         texts.append(f"{old.sum() / n.sum():.4f} -> {new.sum() / n.sum():.4f} ({change})")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments import nope_positions as nope
-from nanolong.attention_maps import attention_maps
+from nanolong.evaluation.attention_maps import attention_maps
 
 LENGTH = 257  # tokens
 TEXT = nope.random_text(LENGTH, seed=12345)  # which is not the experiment's

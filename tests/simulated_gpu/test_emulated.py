@@ -27,7 +27,7 @@ import torch
 from conftest import ROOT, json_lines
 from safetensors.torch import load_file
 
-from nanolong.provenance import provenance
+from nanolong.evaluation.provenance import provenance
 
 STEPS = 30  # of the CPU
 TEXT = "    def forward(self, x):\n"  # longer than the few tokens that the decoding kernel takes

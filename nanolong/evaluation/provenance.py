@@ -1,7 +1,6 @@
 """What must stand next to a measured number, so that it can be measured again."""
 
 import datetime
-import math
 import platform
 import subprocess
 from pathlib import Path
@@ -9,9 +8,8 @@ from pathlib import Path
 import torch
 
 from nanolong.run import weights_hash
-from nanolong.strict_json import without_infinities
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance(device, commits=()):
@@ -62,8 +60,8 @@ def _cpu_name():
 SHOWN = ("pos", "vocab_size", "block_size", "n_layer", "n_embd", "n_head", "extension")
 
 
-def describe_checkpoint(name, model):
-    """Return the settings, provenance and wavelengths of a loaded GPT, for write_report()."""
+def describe_checkpoint(model):
+    """Return the settings and provenance of a loaded GPT: label -> text."""
     config, meta = model.config, model.meta
     extension = "none"
     if config.extension:
@@ -77,7 +75,8 @@ def describe_checkpoint(name, model):
     for setting, value in vars(config).items():
         if setting not in SHOWN and value != default[setting]:
             others.append(f"{setting} {value}")
-    facts = {
+    return {
+        "folder": model.folder,
         "scheme": config.pos,
         "layers": f"{config.n_layer}, of {config.n_embd} channels and {config.n_head} heads",
         "other settings": ", ".join(others) or "as by default",
@@ -90,20 +89,3 @@ def describe_checkpoint(name, model):
         "stored dtype": str(model.stored_dtype).removeprefix("torch."),
         "weights": weights_hash(model),
     }
-    return {
-        "name": name,
-        "folder": str(model.folder),
-        "facts": facts,
-        "original_length": config.original_length,
-        "wavelengths": find_wavelengths(model) if config.extension else None,
-    }
-
-
-def find_wavelengths(model):
-    """Return RoPE's wavelengths in tokens before and after extension; None for other schemes."""
-    model.pos.set_length(model.config.block_size)  # a dynamic method: as for the longest input
-    if not hasattr(model.pos, "frequencies"):
-        return None
-    inv_freq, _ = model.pos.frequencies("none", 1.0, {})
-    before = (2 * math.pi / inv_freq).tolist()
-    return without_infinities({"before": before, "after": model.rope_wavelengths().tolist()})

@@ -1,23 +1,27 @@
-"""95 % intervals of measurements, over the sequences or prompts that were measured.
+"""95 % intervals of measurements, over the sequences, prompts or seeds that were measured.
 
-An interval is a dict {"mean", "low", "high", "n"}: n counts the sequences or prompts, and below
-MIN_SAMPLES of them low and high are None.
+An interval is a dict {"mean", "low", "high", "n"}: n counts the sequences, prompts or seeds. With
+too few of them low and high are None.
 """
 
 import math
 from statistics import NormalDist
 
-# With fewer samples than this their spread says too little.
+# With fewer sequences or prompts than this their spread says too little.
 MIN_SAMPLES = 5
+MIN_SEEDS = 2  # each is a training run: few are usual, and Student's t says what that costs
 
 Z = NormalDist().inv_cdf(0.975)
+T_TABLE = {1: 12.7062, 2: 4.30265, 3: 3.18245}  # where the expansion below is not exact enough
 
 
 def student_t(freedom):
-    """Return the 97.5 % quantile of Student's t, to 0.1 % from 4 degrees of freedom on.
+    """Return the 97.5 % quantile of Student's t, to 0.1 %.
 
-    The expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5.
+    From 4 degrees of freedom on by the expansion of Abramowitz and Stegun, 26.7.5.
     """
+    if freedom in T_TABLE:
+        return T_TABLE[freedom]
     terms = (
         (Z**3 + Z) / 4,
         (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
@@ -27,12 +31,12 @@ def student_t(freedom):
     return Z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def ratio_interval(sums, counts):
+def ratio_interval(sums, counts, least=MIN_SAMPLES):
     """Return the interval of sum(sums) / sum(counts), which is a mean over tokens.
 
     sums, counts: of each sequence, the summed loss and the number of tokens. Sequences differ in
     both, so this is the ratio estimator of survey statistics (Cochran 1977, 6.4). Sequences without
-    a token do not count.
+    a token do not count; with fewer than `least` others there is no interval.
     """
     pairs = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     n = len(pairs)
@@ -40,7 +44,7 @@ def ratio_interval(sums, counts):
     mean = math.nan
     if n:
         mean = sum(total for total, _ in pairs) / n_tokens
-    if n < MIN_SAMPLES:
+    if n < least:
         return {"mean": mean, "low": None, "high": None, "n": n}
     squares = sum((total - mean * count) ** 2 for total, count in pairs)
     standard_error = math.sqrt(n / (n - 1) * squares) / n_tokens
@@ -48,10 +52,10 @@ def ratio_interval(sums, counts):
     return {"mean": mean, "low": mean - half_width, "high": mean + half_width, "n": n}
 
 
-def mean_interval(values):
-    """Return the interval of the mean of one value for each sequence or prompt."""
+def mean_interval(values, least=MIN_SAMPLES):
+    """Return the interval of the mean of one value for each sequence, prompt or seed."""
     values = list(values)
-    return ratio_interval(values, [1] * len(values))
+    return ratio_interval(values, [1] * len(values), least)
 
 
 def fraction_interval(successes):

@@ -1,0 +1,114 @@
+"""The log of an evaluation: a JSON file of its records, one a line, from which the same command
+goes on after it was stopped.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from nanolong.errors import UserError, note, require
+from nanolong.parallel import broadcast
+from nanolong.strict_json import to_json, write_lines
+
+TASKS = {"loss", "needle", "ruler", "cost"}
+
+
+@dataclass
+class Cell:
+    """What is measured at once, of one checkpoint at one length: one record or several."""
+
+    records: list  # without what find() adds; JSON values
+    find: Callable  # returns the records with what was measured; may raise UserError
+    flops: float  # what it costs, by devices.flops_per_token()
+    settings: list = field(default_factory=list)  # what else it depends on; JSON values
+
+    def measure(self):
+        """Return the records; if they cannot be measured, they have "refused" with the reason."""
+        try:
+            return self.find()
+        except UserError as error:
+            return [{**record, "refused": str(error)} for record in self.records]
+
+
+def read_records(file):
+    """The records that an earlier evaluation wrote; [] where there is no such file.
+
+    Raises UserError for a file of another kind, which would be overwritten.
+    """
+    if not Path(file).is_file():
+        return []
+    try:
+        records = json.loads(Path(file).read_text(encoding="utf-8") or "[]")
+        is_ours = {record["task"] for record in records} <= TASKS
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_ours = False
+    what = "something else than records of evaluate.py, and would be overwritten"
+    require(is_ours, f"{file} holds {what}: give another --json, or remove the file")
+    return records
+
+
+def measure(cells, models, origins, facts, file="", saved=()):
+    """Measure cells, and write all records so far to a file after each. Returns the records.
+
+    A record has a key: a hash of all that it depends on, which are the model, the fields that say
+    what it came from (but for the commit), the settings and the code. Records of `saved` with the
+    key of a cell are used in its place.
+
+    models and origins: by checkpoint, a GPT and the fields to add to its records. facts: what else
+    all cells depend on, such as the code. file: "" for none. saved: of read_records().
+    """
+
+    def key_of(cell):
+        name = cell.records[0]["checkpoint"]
+        origin = {field: value for field, value in origins[name].items() if field != "commit"}
+        dtypes = sorted({str(p.dtype) for p in models[name].parameters()})
+        found = [facts, torch.__version__, models[name].meta.get("checksums"), dtypes]
+        found += [origin, cell.records, cell.settings]
+        return hashlib.sha256(to_json(found).encode()).hexdigest()[:16]
+
+    # The file is of the first process; all must skip the same cells.
+    keys = broadcast([key_of(cell) for cell in cells])
+    found = broadcast(find_saved(keys, saved))
+    if found:
+        print(f"reused: {len(found)} of {len(keys)} measurements, from {file}", flush=True)
+    n_others = sum(record.get("key") not in keys for record in saved if "key" in record)
+    if n_others:
+        others = f"{n_others} records that other settings, weights, data or code gave"
+        note(f"{file} has {others}: they are not used, and replaced")
+    missing = {key: cell for key, cell in zip(keys, cells, strict=True) if key not in found}
+    # where no terminal shows a bar, a line a minute
+    seconds = 0.1 if sys.stderr.isatty() else 60
+    total = sum(cell.flops for cell in missing.values())
+    options = {"unit": "FLOP", "unit_scale": True, "leave": False, "mininterval": seconds}
+    with tqdm(total=total, delay=seconds, **options) as bar:
+        for key, cell in missing.items():
+            name, length = cell.records[0]["checkpoint"], cell.records[0]["length"]
+            bar.set_description(f"{name} at {length:,}", refresh=False)
+            found[key] = [{**r, **origins[name], "key": key} for r in cell.measure()]
+            if Path(file).is_file() or not Path(file).exists():  # no device as /dev/stdout
+                write(file, [record for key in keys for record in found.get(key, [])])
+            bar.update(cell.flops)
+    return [record for key in keys for record in found[key]]
+
+
+def find_saved(keys, saved):
+    """The saved records by key, without those of a number that was not finite: it is null."""
+    found = {}
+    for record in saved:
+        if record.get("key") in keys:
+            record.pop("difference", None)  # of other checkpoints; it is found again
+            found.setdefault(record["key"], []).append(record)
+    null = {record["key"] for record in saved if record.get("loss", 0) is None}
+    return {key: records for key, records in found.items() if key not in null}
+
+
+def write(file, records):
+    """Write all records, one a line, in place of what a file holds."""
+    if file:
+        write_lines(Path(file), records)

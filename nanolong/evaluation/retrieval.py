@@ -1,0 +1,140 @@
+"""Retrieval from synthetic prompts: one path for a needle at every depth, and for tasks as in RULER
+(2404.06654).
+"""
+
+import hashlib
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import data
+from nanolong import devices, parallel
+from nanolong.errors import note, require
+from nanolong.evaluation import intervals
+from nanolong.evaluation.log import Cell
+from nanolong.evaluation.loss import BATCH_TOKENS, evaluation_mode
+
+# Prompts for each cell, by default: at each depth, and of each of RULER's tasks, which cost more.
+TRIALS = {"needle": 64, "ruler": 20}
+
+
+def plan_retrieval(task, models, cfg):
+    """Return the cells of a task, needle or ruler: of every checkpoint, length, and depth or kind
+    of prompt.
+    """
+    prompts = [(kind, None) for kind in cfg.ruler]
+    if task == "needle":
+        prompts = [("niah", i / max(1, cfg.depths - 1)) for i in range(cfg.depths)]
+    trials = cfg.trials or TRIALS[task]
+    note_untrained(models, {kind for kind, _ in prompts})
+    cells = []
+    for name, model in models.items():
+        tokenizer = tokenizer_of(name, model)
+        for length, (kind, depth) in product(cfg.lengths, prompts):
+            record = {"checkpoint": name, "task": task, "kind": kind, "depth": depth}
+            record.update(length=length, trials=trials, seed=cfg.seed)
+            flops = 2 * trials * length * devices.flops_per_token(model, length)
+            cells.append(Cell([record], partial(ask, record, model, tokenizer, cfg.dtype), flops))
+    return cells
+
+
+def tokenizer_of(name, model):
+    """Return the tokenizer of a checkpoint. Raises UserError if it has none."""
+    tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
+    require(
+        tokenizer,
+        f"{name} has no tokenizer, so it cannot be asked in text: use one that was trained on a "
+        "text prepared by data/prepare.py",
+    )
+    return tokenizer
+
+
+def note_untrained(models, kinds):
+    """Print a note if small models never saw documents of one of these kinds in training."""
+    untrained = {}
+    for name, model in models.items():
+        tasks = (model.meta.get("train") or {}).get("tasks") or []
+        missing = kinds - {task.partition(":")[0] for task in tasks}
+        if missing and data.size_of(tokenizer_of(name, model)) == "small":
+            untrained.setdefault(", ".join(sorted(missing)), []).append(name)
+    for missing, names in untrained.items():
+        note(
+            f"{', '.join(names)}: not trained on {missing} documents (train.py "
+            f"--tasks={missing.split(',')[0]}:0.1), and so may not know the question"
+        )
+
+
+def ask(record, model, tokenizer, dtype):
+    """Return a record with the answers to its prompts, and to the same ones without their needles.
+
+    "accuracy": the fraction with all answers right; "nats": the loss of the answer; "gain": what
+    the needles save of it; "control": the fraction that is right without them; "by_prompt": nats,
+    right, gain and right without needles, of each. Raises UserError.
+    """
+    bos = model.meta.get("bos")
+    prompts = make_prompts(record, tokenizer, bos, needles=True)
+    ids = hashlib.sha256(b"".join(tokens.tobytes() for prompt in prompts for tokens in prompt))
+    right, nats = answer_prompts(model, prompts, dtype, record["seed"])
+    prompts = make_prompts(record, tokenizer, bos, needles=False)
+    guessed, nats_without = answer_prompts(model, prompts, dtype, record["seed"])
+    gain = [without - nat for without, nat in zip(nats_without, nats, strict=True)]
+    found = {
+        "accuracy": intervals.fraction_interval(right),
+        "nats": intervals.mean_interval(nats),
+        "gain": intervals.mean_interval(gain),
+        "control": intervals.fraction_interval(guessed),
+        "by_prompt": list(zip(nats, right, gain, guessed, strict=True)),
+    }
+    return [{**record, **found, "ids": ids.hexdigest()[:16]}]
+
+
+def make_prompts(record, tokenizer, bos, needles):
+    """Return inputs and targets of each prompt, int64; targets before the answer are -1."""
+    kind, length, seed, depth = (record[name] for name in ("kind", "length", "seed", "depth"))
+    prompts = []
+    for sample in range(record["trials"]):
+        what = (kind, tokenizer, length, seed, sample, bos, needles, depth)
+        prompts.append(data.make_document(*what))
+    return prompts
+
+
+def answer_prompts(model, prompts, dtype, seed):
+    """Ask a model for the answers at the end of prompts of one length, each (inputs, targets).
+
+    Returns two lists: whether all tokens of an answer had the highest probability (teacher
+    forcing), and its loss in nats, the sum over its tokens.
+    """
+    device = next(model.parameters()).device
+    batch_size = max(1, BATCH_TOKENS // len(prompts[0][0]))
+    answers = []
+    with evaluation_mode(model, devices.pick_dtype(dtype, device)):
+        for i in range(0, len(prompts), batch_size):
+            answers += answer_batch(model, prompts[i : i + batch_size], device, seed)
+    return zip(*answers, strict=True)
+
+
+def answer_batch(model, prompts, device, seed):
+    """Answer prompts of equally many tokens: (whether it is right, nats) of each."""
+    x, y = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*prompts, strict=True))
+    # Processes that share a sequence compute equally many of its tokens.
+    _, n_processes = parallel.sequence_rank_and_size()
+    padding = (0, -x.shape[1] % n_processes)
+    x = F.pad(x, padding)
+    y = F.pad(y, padding, value=-1)
+    positions = data.random_positions(model.config, len(x), x.shape[1], seed)
+    # Only the answer needs logits.
+    n_answer = x.shape[1] - int((y >= 0).any(0).int().argmax())
+    part = parallel.own_part({"tokens": x, "positions": positions})
+    hidden_states = model.hidden_states(part["tokens"], part["positions"])
+    last = parallel.gather_tokens(hidden_states[:, -n_answer:], dim=1)[:, -n_answer:]
+    logits = model.head(last).float()  # (B, n_answer, V)
+    answer = y[:, -n_answer:]
+    devices.check_logits(logits)
+    right = (logits.argmax(-1) == answer) | (answer < 0)
+    nats = F.cross_entropy(
+        logits.flatten(0, 1), answer.flatten(), reduction="none", ignore_index=-1
+    ).view_as(answer)
+    return list(zip(right.all(1).tolist(), nats.double().sum(1).tolist(), strict=True))

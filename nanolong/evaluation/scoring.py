@@ -1,0 +1,250 @@
+"""The text that an evaluation scores, and its losses as records, by protocol: see evaluate.py."""
+
+import codecs
+import hashlib
+import math
+import shlex
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+
+import torch
+
+from data import Dataset, TextFile, split_mixture, tokenizer_from_json
+from nanolong import devices
+from nanolong.errors import UserError, note, require
+from nanolong.evaluation import intervals, loss
+from nanolong.evaluation.log import Cell
+
+# Equal parts of a sequence whose losses `position` records apart.
+N_PARTS = 16
+N_SHOWN = 4096  # tokens of the text that the report colours
+
+
+def open_texts(models, cfg):
+    """Open the text that each checkpoint is scored on: a dict from name to Dataset or TextFile."""
+    opened = {}
+    texts = {}
+    for name, model in models.items():
+        meta = model.meta
+        folder = getattr(model, "folder", name)
+        reader = (folder, model.config.vocab_size, meta.get("tokenizer"))
+        if cfg.text:
+            texts[name] = read_text(model, folder, cfg.text)
+            continue
+        dataset = name_of_text(cfg.dataset or meta.get("dataset"), folder)
+        key = (dataset, meta.get("bos") is not None)
+        if key not in opened:
+            opened[key] = Dataset(*key, reader)
+        texts[name] = opened[key]
+        texts[name].check_model(*reader)
+        note_changed_data(folder, meta, texts[name])
+    shortest = min(cfg.lengths)
+    for text in texts.values():
+        problem = f"{text.name} holds {len(text.val)} tokens, too few for a sequence of {shortest}"
+        is_long = text.val.n_sequences(shortest).any()
+        require(is_long, f"{problem}: give a longer text, or shorter --lengths")
+    return texts
+
+
+def name_of_text(name, folder):
+    """Return the dataset to score. Raises UserError if none is known, or for a mixture."""
+    tokenizer = shlex.quote(str(Path(folder).parent))
+    require(
+        name,
+        f"{folder} does not say on which text it was trained: give --text=FILE, or --dataset "
+        f"(prepared by python data/prepare.py FILE --tokenizer={tokenizer} --name=NAME)",
+    )
+    first, *others = split_mixture(name)
+    if others:
+        choices = " or ".join(f"--dataset={source}" for source in (first, *others))
+        raise UserError(f"{name} is a mixture of datasets, and one is scored: give {choices}")
+    return first
+
+
+def read_text(model, folder, file):
+    """Read a text file as a TextFile in the tokens of the model. Raises UserError."""
+    tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
+    require(tokenizer, f"the tokenizer of {folder} is unknown: give --dataset, not --text")
+    return TextFile(file, tokenizer, model.config.vocab_size, model.meta.get("bos"))
+
+
+def note_changed_data(folder, meta, dataset):
+    """Print a note if a dataset has changed since a checkpoint was trained on it.
+
+    What is validation text now may have been training text then. meta: the checkpoint's.
+    """
+    hashes = (meta.get("data_hash") or dataset.hash).split(",")  # of a mixture several
+    was_trained_on = dataset.name in split_mixture(meta.get("dataset") or "")
+    if was_trained_on and dataset.hash not in hashes:
+        note(
+            f"dataset {dataset.name} is now {dataset.hash}, and {folder} was trained on "
+            f"{', '.join(hashes)}: the model may have seen in training what is scored here"
+        )
+
+
+def describe_scored(texts, lengths, max_tokens):
+    """Say which part of each different text is scored: a list of lines."""
+    lines = []
+    for text in texts.values():
+        split = text.val
+        spans, _ = loss.find_spans(split, lengths, max_tokens)
+        n_tokens = sum(stop - start for _, start, stop in spans)
+        used = sorted({file for file, _, _ in spans})
+        files = ", ".join(split.files[file].name for file in used)
+        if len(used) > 3:
+            files = f"{len(used)} of {len(split.files)} files"
+        lines.append(
+            f"{n_tokens:,} of {len(split):,} tokens of {text.name}, {len(spans)} "
+            f"piece{'s' if len(spans) != 1 else ''} of {files or 'it'}, data {text.hash}"
+        )
+    return list(dict.fromkeys(lines))
+
+
+def find_byte_lengths(text):
+    """Return the bytes of text that each token id stands for, and those that the tokenizer puts
+    before a document; None if they are unknown.
+
+    text: a Dataset or TextFile. If a normalizer changes its bytes, those of the file are divided
+    among its tokens.
+    """
+    if text.tokenizer is None:
+        return None
+    try:
+        byte_lengths = torch.from_numpy(text.tokenizer.byte_lengths)
+        added_bytes = text.tokenizer.added_bytes
+    except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
+        return None
+    if text.bytes_scale != 1:
+        return byte_lengths * text.bytes_scale, added_bytes * text.bytes_scale
+    return byte_lengths, added_bytes
+
+
+def count_bytes(text, known, sequences, x, y):
+    """Return the bytes of the scored targets y of sequences with inputs x, by what is known of
+    find_byte_lengths(): (B, T).
+    """
+    byte_lengths, added_bytes = known
+    scored = y >= 0
+    n_bytes = byte_lengths[y.where(scored, 0)] * scored
+    if added_bytes:
+        # What the tokenizer has put before a document is not the document's.
+        starts_document = x == text.separator
+        if text.val.bos is not None:
+            starts_document[:, 0] = torch.tensor([start == 0 for _, start, _ in sequences])
+        n_bytes -= added_bytes * (scored & starts_document)
+    return n_bytes
+
+
+def plan_losses(models, cfg, texts):
+    """Return the cells of every checkpoint and length: one for all protocols that share their
+    forward passes.
+    """
+    groups = group_protocols(cfg.protocol, cfg.stride, cfg.lengths)
+    cells = []
+    for (name, model), length, (protocols, fields) in product(models.items(), cfg.lengths, groups):
+        blank = {"checkpoint": name, "task": "loss"}
+        records = [{**blank, "protocol": p, "length": length, **fields} for p in protocols]
+        find = partial(score, records, model, texts[name], cfg)
+        flops = min(cfg.max_tokens, len(texts[name].val)) * devices.flops_per_token(model, length)
+        cells.append(Cell(records, find, flops, [cfg.max_tokens, cfg.lengths]))
+    return cells
+
+
+def group_protocols(protocols, stride, lengths):
+    """Group the protocols that share their forward passes, with the extra fields of their records.
+
+    stride: 0 for the default. Returns a list of (protocols, fields).
+    """
+    groups = {}
+    for protocol in protocols:
+        fields = {}
+        if protocol == "token-aligned":
+            fields = {"stride": loss.aligned_stride(stride or loss.STRIDE, lengths)}
+        elif protocol == "sliding":
+            fields = {"stride": stride or loss.STRIDE}
+        shared, _ = groups.setdefault(protocol if fields else "chunked", ([], fields))
+        shared.append(protocol)
+    return list(groups.values())
+
+
+def score(blank, model, text, cfg):
+    """Return blank records of one length, of protocols that share their forward passes, with their
+    losses; `position` has a record for each part of the sequence.
+    """
+    first = blank[0]
+    length = first["length"]
+    placement = (first["protocol"], first.get("stride"), cfg.lengths)
+    sequences = loss.find_sequences(text.val, length, cfg.max_tokens, *placement)
+    dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
+    known = find_byte_lengths(text)
+    ids = hashlib.sha256(text.hash.encode())
+    cells = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
+    rows = [[] for _ in cells]  # of each sequence its summed loss, tokens and bytes
+    for batch, x, y, losses in loss.sequence_losses(model, text.val, length, sequences, dtype):
+        ids.update(x.numpy().tobytes() + y.numpy().tobytes())
+        values = [losses, (y >= 0)]
+        if known:
+            values.append(count_bytes(text, known, batch, x, y))
+        for (_, start, end), found in zip(cells, rows, strict=True):
+            sums = [value[:, start:end].sum(1).tolist() for value in values]
+            found += [[round(total, 6), *n] for total, *n in zip(*sums, strict=True)]
+    return [make_record(*cell, found, ids) for cell, found in zip(cells, rows, strict=True)]
+
+
+def parts_of(protocol, length):
+    """Return the (start, end) of the parts of a sequence whose losses are recorded apart."""
+    if protocol == "position":
+        return pairwise(sorted({length * i // N_PARTS for i in range(N_PARTS + 1)}))
+    return [(length * 3 // 4 if protocol == "last-quarter" else 0, length)]
+
+
+def make_record(blank, start, end, by_sequence, ids):
+    """Add to a blank record the mean of the losses of sequences, and what it is of."""
+    sums, tokens, *n_bytes = zip(*by_sequence, strict=True)
+    found = intervals.ratio_interval(sums, tokens)
+    record = {**blank, "loss": found.pop("mean"), **found, "tokens": sum(tokens)}
+    if n_bytes:
+        record["bytes"] = round(sum(n_bytes[0]))
+    if blank["protocol"] == "position":
+        return {**blank, "position": [start, end], **record}
+    # compared sequence by sequence, if the token ids are the same
+    return {**record, "by_sequence": by_sequence, "ids": ids.hexdigest()[:16]}
+
+
+def in_bits_per_byte(records):
+    """Return the records of chunked with losses in bits per byte; [] if each token is a byte."""
+    converted = []
+    for record in records:
+        if "by_sequence" in record and record.get("bytes") and record["protocol"] == "chunked":
+            sums, _, n_bytes = zip(*record["by_sequence"], strict=True)
+            found = intervals.ratio_interval([total / math.log(2) for total in sums], n_bytes)
+            converted.append({**record, "loss": found.pop("mean"), **found})
+        elif record.get("protocol") == "chunked" and "refused" in record:
+            converted.append(record)
+    says_more = any(record.get("bytes") != record.get("tokens") for record in converted)
+    return converted if says_more else []
+
+
+def text_losses(model, text, cfg, dtype):
+    """Return the loss of each token of the first sequence of the longest length that a model can
+    compute: {"length", "start", "tokens", "losses"}; {} if there is none.
+
+    start: where the text begins; tokens: the text of each, a character of several at its last one.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for length in sorted(cfg.lengths, reverse=True):
+        try:
+            places = loss.find_sequences(text.val, length, cfg.max_tokens, lengths=cfg.lengths)
+            batches = loss.sequence_losses(model, text.val, length, places[:1], dtype)
+            (((file, start, _),), _, (y,), (losses,)) = next(iter(batches))
+        except UserError:  # too long for the text, or for the model
+            continue
+        scored = (y >= 0).nonzero()[:N_SHOWN, 0]
+        tokens = [f"[{i}]" for i in y[scored].tolist()]
+        if text.tokenizer:
+            tokens = [decoder.decode(text.tokenizer.decode([i])) for i in y[scored].tolist()]
+        start = f"{text.val.files[file].name}, token {start:,}"
+        found = {"length": length, "start": start, "tokens": tokens}
+        return {**found, "losses": losses[scored].tolist()}
+    return {}

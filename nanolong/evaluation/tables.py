@@ -1,0 +1,223 @@
+"""Tables of measurements, as text for the terminal, as Markdown, and as HTML for the report.
+
+Records are the dicts that evaluate.py measures and writes to its JSON file.
+"""
+
+import html
+from dataclasses import dataclass, field
+
+from nanolong.evaluation import intervals
+
+# Characters without a glyph: control characters become their symbols. UTF-8 has no surrogates.
+INVISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+INVISIBLE.update(dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000)), 0xFFFD))
+
+
+def visible(text):
+    """Return text with a symbol for each character that a page or figure cannot show."""
+    return str(text).translate(INVISIBLE)
+
+
+def escape(text):
+    """Return text as HTML, for the content of an element or a quoted attribute."""
+    return html.escape(visible(text))
+
+
+@dataclass
+class Table:
+    """Rows of texts, each a label and a cell for each other column of the header.
+
+    A cell that ends in an asterisk is explained by the notes, sentences below the table.
+    """
+
+    title: str
+    header: list
+    rows: list
+    notes: list = field(default_factory=list)
+
+    def text(self):
+        """Labels are aligned on the left and cells on the right, with asterisks beyond it."""
+        lines = [[str(cell) for cell in row] for row in (self.header, *self.rows)]
+        columns = [list(column) for column in zip(*lines, strict=True)]
+        for column in columns[1:]:
+            if any(cell.endswith("*") for cell in column):
+                column[:] = [cell if cell.endswith("*") else f"{cell} " for cell in column]
+        widths = [max(map(len, column)) for column in columns]
+        text = []
+        for label, *cells in zip(*columns, strict=True):
+            aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            text.append("   ".join([label.ljust(widths[0]), *aligned]).rstrip())
+        return "\n".join([self.title, *text, *self.notes])
+
+    def markdown(self):
+        """The table alone: what stands around it is the caller's."""
+        rows = [self.header, ["---"] * len(self.header), *self.rows]
+        return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+    def html(self):
+        columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in self.header)
+        lines = []
+        for label, *cells in self.rows:
+            row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            lines.append(f'<tr><th scope="row">{escape(label)}</th>{row}</tr>\n')
+        notes = "".join(f'<p class="note">{escape(note)}</p>\n' for note in self.notes)
+        return (
+            f'<div class="table"><table><caption>{escape(self.title)}</caption>\n'
+            f"<thead><tr>{columns}</tr></thead>\n<tbody>\n{''.join(lines)}</tbody></table></div>\n"
+            f"{notes}"
+        )
+
+
+# -----------------------------------------------------------------------------
+# Tables of records
+
+
+SCORED_TOKENS = {
+    "chunked": "every token",
+    "last-quarter": "the last quarter of each sequence",
+    "sliding": "the last tokens of overlapping sequences",
+    "token-aligned": "the same tokens at every length",
+}
+RETRIEVED = {
+    "accuracy": "all answers right",
+    "nats": "nats of the answer",
+    "gain": "nats gained by the needles",
+}
+COSTS = {
+    "prefill_seconds": "seconds of prefill",
+    "tokens_per_second": "tokens/s of decoding",
+    "cache_megabytes": "MB of cache",
+}
+
+
+def unique(records, key):
+    """Return the different values of a key, in the order of the records."""
+    return list(dict.fromkeys(record[key] for record in records))
+
+
+def select(records, **fields):
+    return [r for r in records if all(r.get(name) == value for name, value in fields.items())]
+
+
+def refusals(records):
+    """Return a line for each different reason why something could not be measured."""
+    places = {}
+    for record in records:
+        if "refused" in record:
+            place = f"{record['checkpoint']} at {record['length']}"
+            places.setdefault(record["refused"], {})[place] = None
+    return [f"refused: {', '.join(found)}: {reason}" for reason, found in places.items()]
+
+
+def cell(record, measure):
+    """Return a measure of a record as text, with an asterisk if it differs from the first's."""
+    if "refused" in record:
+        return "refused"
+    if measure in COSTS:
+        return f"{record[measure]:,.3g}"
+    if measure == "loss":
+        text = intervals.format_interval(record, key="loss")
+    else:
+        text = intervals.format_interval(record[measure], 2)
+    is_compared = measure in ("loss", "nats") and "difference" in record
+    return text + ("*" if is_compared and intervals.separation(record["difference"]) else "")
+
+
+def grid(title, records, measures):
+    """Return a table of records by length, with rows for each checkpoint (and depth).
+
+    measures: field of a record -> what the label of its row says after the checkpoint.
+    """
+    lengths = unique(records, "length")
+    rows = {}
+    for record in records:
+        for measure, words in measures.items():
+            depth = record.get("depth")
+            at_depth = "" if depth is None else f"depth {depth:g}"
+            label = ": ".join(filter(None, (record["checkpoint"], at_depth, words)))
+            cells = rows.setdefault(label, [label, *[""] * len(lengths)])
+            cells[1 + lengths.index(record["length"])] = cell(record, measure)
+    header = ["", *(f"{length:,}" for length in lengths)]
+    return Table(f"{title}, by context length", header, list(rows.values()))
+
+
+def tables_of(records, unequal=()):
+    """Return the tables of all records; of `position` that of the longest sequences.
+
+    unequal: sentences that say what differs between checkpoints besides what is compared. They
+    stand below each table in which an asterisk says that checkpoints differ.
+    """
+    tables = []
+    for protocol in unique(select(records, task="loss"), "protocol"):
+        measured = select(records, protocol=protocol)
+        tables.append(position_table(measured) if protocol == "position" else loss_table(measured))
+    for task, kind in dict.fromkeys((r["task"], r["kind"]) for r in records if "kind" in r):
+        tables.append(retrieval_table(select(records, task=task, kind=kind)))
+    costs = select(records, task="cost")
+    if costs:
+        tables.append(grid("cost of one text", costs, COSTS))
+    for table in tables:
+        cells = [str(cell) for row in table.rows for cell in row[1:]]
+        if any(cell.endswith("*") for cell in cells):
+            compared = "the same texts"
+            if any("seeds" in record for record in records):
+                compared = "the runs of an arm"
+            note = f"* differs from the first checkpoint: 95 % interval over {compared}"
+            table.notes += [note, *unequal]
+        if "not finite" in cells:
+            table.notes.append("not finite: the logits are no numbers: try --dtype=float32")
+    return tables
+
+
+def loss_table(records, unit="nats per token"):
+    """Return the losses of one protocol, and how many sequences they are of."""
+    protocol = records[0]["protocol"]
+    title = f"{protocol} ({SCORED_TOKENS[protocol]})"
+    if "stride" in records[0]:
+        title += f", stride {records[0]['stride']}"
+    table = grid(f"{title}, {unit}", records, {"loss": ""})
+    samples = "runs" if any("seeds" in record for record in records) else "sequences"
+    counts = {}
+    for record in records:
+        counts.setdefault(record["length"], set()).update({record["n"]} if "n" in record else ())
+    table.rows.append([samples, *(" or ".join(map(str, sorted(n))) for n in counts.values())])
+    few = [
+        length for length, n in counts.items() if samples == "sequences" and min(n, default=8) < 8
+    ]
+    if few and len(counts) > 1 and protocol == "last-quarter":  # others score the same at all
+        table.notes.append(
+            f"few sequences at {', '.join(map(str, few))} tokens, and each length scores other "
+            "tokens: compare lengths by token-aligned, or raise --max_tokens"
+        )
+    return table
+
+
+def position_table(records):
+    """Return the losses by position: a row for each part, a column for each checkpoint."""
+    names = unique(records, "checkpoint")
+    longest = max(record["length"] for record in records)
+    measured = select(records, length=longest)
+    cells = {(r["checkpoint"], *r.get("position", ())): cell(r, "loss") for r in measured}
+    rows = []
+    for start, end in sorted({tuple(r["position"]) for r in measured if "position" in r}):
+        # one refusal stands for all positions
+        found = [cells.get((name, start, end), "refused") for name in names]
+        rows.append([f"up to {end:,}", *found])
+    title = f"position, nats per token, in sequences of {longest} tokens"
+    return Table(title, ["", *names], rows)
+
+
+def retrieval_table(records):
+    """Return the answers to prompts of one kind, of needle at each depth."""
+    first = records[0]
+    guessed = [record["control"]["mean"] for record in records if "control" in record]
+    is_needle = first["task"] == "needle"
+    title = f"{first['task']}, {first['kind']}, {first['trials']} prompts a cell"
+    if is_needle:
+        title += ": all answers right"
+    table = grid(title, records, {"accuracy": ""} if is_needle else RETRIEVED)
+    if guessed:
+        table.notes.append(
+            f"without the needles at most {max(guessed):.2f} of the answers are right"
+        )
+    return table

@@ -1,0 +1,276 @@
+"""Differences on the same tokens, intervals over seeds, and what is said to be unequal."""
+
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+from conftest import assert_refused, assert_success
+from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
+from test_loss import losses_of
+
+import data
+import evaluate
+from nanolong.evaluation import comparison, intervals, loss
+
+
+def text_models(make, text_data, *schemes):
+    models = {pos: make(pos=pos, vocab_size=257) for pos in schemes}
+    for model in models.values():
+        model.meta = {"dataset": str(text_data), "bos": 256}
+    return models
+
+
+def measure(models, lengths, **settings):
+    cfg = evaluate.EvaluateConfig(protocol=("chunked",), device="cpu", dtype="float32", **settings)
+    return evaluate.measure(models, cfg, lengths)
+
+
+def test_the_difference_of_two_checkpoints_is_over_the_same_sequences(make, text_data):
+    """Of the losses of every sequence, one at a time; the interval is that of their mean."""
+    models = text_models(make, text_data, "nope", "alibi")
+    first, second = measure(models, (24,), max_tokens=240)
+    assert "difference" not in first
+    val = data.Dataset(str(text_data)).val
+    by_model = []
+    for model in models.values():
+        of_sequences = []
+        for place in loss.find_sequences(val, 24, 240, lengths=(24,)):
+            x, y = loss.read_sequences(val, 24, [place])
+            of_tokens = losses_of(model, x[0], y[0].where(y[0] >= 0, 0))
+            of_sequences.append((of_tokens * (y[0] >= 0)).sum().item())
+        by_model.append(np.array(of_sequences))
+    differences = by_model[1] - by_model[0]
+    tokens = [count for _, count, _ in first["by_sequence"]]
+    mean = differences.sum() / sum(tokens)
+    assert second["difference"]["mean"] == pytest.approx(mean, abs=1e-5)
+    residuals = differences - mean * np.array(tokens)
+    half_width = 2.2622 * math.sqrt(10 / 9 * (residuals**2).sum()) / sum(tokens)
+    found = second["difference"]["high"] - second["difference"]["mean"]
+    assert found == pytest.approx(half_width, rel=2e-3)
+
+
+def test_a_difference_is_always_from_the_first_checkpoint(make, text_data):
+    """If the first refuses a length, the others have none there."""
+    models = text_models(make, text_data, "learned", "nope", "alibi")
+    records = measure(models, (24, 48), max_tokens=240)
+    found = {(r["checkpoint"], r["length"]) for r in records if "difference" in r}
+    assert found == {("nope", 24), ("alibi", 24)}
+
+
+# -----------------------------------------------------------------------------
+# Other token ids
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Two files with as many tokens; the second has another letter at its end."""
+    for name, last in (("a", "x"), ("b", "y")):
+        (tmp_path / f"{name}.txt").write_text("one two three " * 40 + last)
+    return tmp_path
+
+
+def run_of(make, folder, tokenizer, bos=None):
+    model = make(vocab_size=max(257, tokenizer.vocab_size), n_layer=1)
+    model.meta = {"tokenizer": tokenizer.to_json(), "bos": bos, "step": 1}
+    model.save(folder / "step-000001")
+    return folder
+
+
+def split_at(pattern):
+    """GPT-2's vocabulary whose text is split at a pattern first: one description, other ids."""
+    import tokenizers
+
+    whole = tokenizers.Tokenizer.from_str(import_tokenizer("gpt2").text)
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    parts = tokenizers.pre_tokenizers.Sequence([split, whole.pre_tokenizer])
+    whole.pre_tokenizer = parts
+    return data.ImportedTokenizer(
+        {"tokenizer.json": whole.to_str().encode()}, 0, None, PADDED_VOCAB_SIZE
+    )
+
+
+@pytest.mark.parametrize("max_tokens", [96, 9999])
+def test_one_vocabulary_that_splits_text_otherwise_is_another_text(
+    max_tokens, make, texts, call, tmp_path
+):
+    """Of as many tokens, too: then the numbers of sequences are equal."""
+    run = run_of(make, tmp_path / "a", import_tokenizer("gpt2"))
+    other = run_of(make, tmp_path / "b", split_at("[aeiou]"))
+    words = [run, other, f"--text={texts}/a.txt", "--lengths=24", f"--max_tokens={max_tokens}"]
+    done = assert_success(call("evaluate.py", *words, f"--json={tmp_path}/r.json"))
+    records = json.loads((tmp_path / "r.json").read_text())
+    assert not any("difference" in record for record in records) and "*" not in done.stdout
+    assert "unequal token ids: compare bits per byte (of chunked)" in done.stdout
+    assert "chunked (every token), bits per byte, by context length" in done.stdout
+    n = max(len(import_tokenizer("gpt2").encode((texts / "a.txt").read_text())), max_tokens)
+    assert ("give --max_tokens=" in done.stdout) == (n > max_tokens)
+    # the same folder twice has one text
+    done = call("evaluate.py", run, f"again={run}", *words[2:], f"--json={tmp_path}/r.json")
+    records = json.loads((tmp_path / "r.json").read_text())
+    assert any("difference" in record for record in records) and "unequal" not in done.stdout
+
+
+def test_vocabularies_are_compared_on_one_text_by_bits_per_byte(make, texts, call, tmp_path):
+    """In the table and the figure; without chunked there is nothing to plot."""
+    a = run_of(make, tmp_path / "a", data.ByteTokenizer())
+    b = run_of(make, tmp_path / "b", import_tokenizer("gpt2"), bos=0)
+    words = [f"a={a}", f"b={b}", f"--text={texts}/a.txt", "--lengths=24,25"]
+    done = assert_success(call("evaluate.py", *words, f"--plot={tmp_path}/a.png"))
+    assert done.stdout.count("bits per byte, by context length\n") == 1
+    assert f"wrote {tmp_path}/a.png" in done.stdout
+    words += ["--protocol=last-quarter", f"--plot={tmp_path}/b.png"]
+    done = assert_success(call("evaluate.py", *words))
+    assert "b.png is not written" in done.stderr and not (tmp_path / "b.png").exists()
+
+
+def test_other_texts_are_said_to_be_unequal(make, text_data, character_data, call, tmp_path):
+    """A <bos> before each sequence moves where they begin."""
+    runs = []
+    for name, tokenizer, folder, bos in (
+        ("bytes", data.ByteTokenizer(), text_data, 256),
+        ("without", data.ByteTokenizer(), text_data, None),
+        ("of characters", data.CharTokenizer("abc"), character_data, None),
+    ):
+        model = make(vocab_size=tokenizer.vocab_size)
+        model.meta = {"tokenizer": tokenizer.to_json(), "bos": bos, "dataset": str(folder)}
+        model.save(tmp_path / name / "step-000001")
+        runs.append(tmp_path / name)
+    words = ["--lengths=24", "--max_tokens=96", "--protocol=chunked"]
+    done = assert_success(call("evaluate.py", *runs, *words))
+    assert "unequal texts: the losses of different texts cannot be compared" in done.stdout
+    assert "*" not in done.stdout
+    done = assert_success(call("evaluate.py", *runs[:2], *words))
+    assert "unequal token ids" in done.stdout and "*" not in done.stdout
+
+
+# -----------------------------------------------------------------------------
+# Seeds
+
+
+def loss_record(name, value, length=64, **fields):
+    record = {"checkpoint": name, "task": "loss", "protocol": "chunked", "length": length}
+    return {**record, "loss": value, "low": value, "high": value, "n": 9, "ids": "1", **fields}
+
+
+def test_the_interval_of_an_arm_is_over_its_runs():
+    """The textbook's interval of three values, and of the differences of pairs."""
+    losses = {"a": [1.0, 1.2, 1.1], "b": [1.5, 1.6, 1.4], "c": [1.3, 1.3], "d": [1.0]}
+    arms = {name: [f"{name}/{i}" for i in range(len(x))] for name, x in losses.items()}
+    arms["d"] = ["d"]
+    runs = [run for of_arm in arms.values() for run in of_arm]
+    values = [value for of_arm in losses.values() for value in of_arm]
+    records = [loss_record(*pair) for pair in zip(runs, values, strict=True)]
+    a, b, c, d = shown = comparison.over_seeds(records, arms)
+    half_width = 4.3027 * 0.1 / math.sqrt(3)
+    for record, mean in ((a, 1.1), (b, 1.5)):
+        assert record["loss"] == pytest.approx(mean) and record["seeds"] == record["n"] == 3
+        assert record["high"] - mean == pytest.approx(half_width, rel=1e-3)
+    assert c["low"] is None and d is records[-1]  # equal values have no spread; one run has none
+    comparison.compare(shown, list(arms))
+    differences = np.array([0.5, 0.4, 0.3])
+    half_width = 4.3027 * differences.std(ddof=1) / math.sqrt(3)
+    assert b["difference"]["mean"] == pytest.approx(0.4)
+    assert b["difference"]["high"] == pytest.approx(0.4 + half_width, rel=1e-3)
+    assert not any("difference" in record for record in (a, c, d))  # other numbers of runs
+
+    records[4] = {**records[4], "refused": "too long"}
+    (_, b, *_) = comparison.over_seeds(records, arms)
+    assert b["refused"] == "too long" and "loss" not in b
+
+
+def test_runs_of_an_arm_on_the_command_line(runs, save_run, call, tmp_path, text_data):
+    """Other weights, as of other seeds; retrieval and cost are averaged as well."""
+    meta = {"dataset": str(text_data), "data_hash": data.Dataset(str(text_data)).hash}
+    more = [save_run(f"{pos}-2", meta, pos=pos, seed=2) for pos in ("rope", "alibi")]
+    rope, alibi = f"RoPE={runs[0]},{more[0]}", f"ALiBi={runs[2]},{more[1]}"
+    words = ["--task=loss,ruler", "--ruler=niah", "--trials=5", "--lengths=128", "--cost=true"]
+    words += ["--max_tokens=960", "--json=a.json", "--report=a.html", "--plot=a.png"]
+    done = assert_success(call("evaluate.py", rope, alibi, *words, cwd=tmp_path))
+    records = json.loads((tmp_path / "a.json").read_text())
+    of_arms = [record for record in records if "seeds" in record]
+    assert {record["checkpoint"] for record in records if "seeds" not in record} == {
+        *("RoPE/1", "RoPE/2", "ALiBi/1", "ALiBi/2")
+    }
+    for record in of_arms:
+        cell = comparison.cell_of(record)
+        same = [
+            r for r in records if r["checkpoint"].startswith(record["checkpoint"] + "/")
+            and comparison.cell_of(r) == cell
+        ]  # fmt: skip
+        assert len(same) == record["seeds"] == 2
+        for name in ("loss", "tokens_per_second"):
+            if name in record:
+                assert record[name] == pytest.approx(np.mean([r[name] for r in same]))
+        if "gain" in record:
+            expected = intervals.mean_interval([r["gain"]["mean"] for r in same], 2)
+            assert record["gain"] == pytest.approx(expected)
+        is_compared = record["task"] != "cost" and record["checkpoint"] == "ALiBi"
+        assert ("difference" in record) == is_compared
+    assert done.stdout.count("runs        ") == 2 and "RoPE/1" not in done.stdout
+    assert "RoPE, ALiBi" in (tmp_path / "a.html").read_text()
+    assert_refused(call("evaluate.py", f"a={runs[0]},", "--lengths=24"), "no checkpoint in")
+
+
+# -----------------------------------------------------------------------------
+# What is unequal
+
+
+def model_of(step=10, max_iters=10, tokens=100, **meta):
+    train = {"max_iters": max_iters, "stop_at": 0}
+    meta = {
+        "step": step,
+        "tokens": tokens,
+        "train": train,
+        "dataset": "x",
+        "data_hash": "f0",
+        **meta,
+    }
+    return types.SimpleNamespace(meta=meta)
+
+
+@pytest.mark.parametrize(
+    "other, sentences",
+    [
+        ({}, []),
+        ({"tokens": 200}, ["unequal trained tokens: 100 (a); 200 (b)"]),
+        ({"data_hash": "f1"}, ["unequal training data: x f0 (a); x f1 (b)"]),
+        (
+            {"step": 6},
+            ["unequal steps: 10 (a); 6 (b)", "unfinished: b (6 of 10 steps)"],
+        ),
+        # extended without training, which costs nothing, and with
+        ({"parent": "out/a/step-000010", "step": 0, "tokens": 0, "pretraining_tokens": 100}, None),
+        (
+            {"parent": "out/a/step-000010", "step": 4, "max_iters": 4, "pretraining_tokens": 100},
+            ["unequal steps: 10 (a); 10 + 4 (b)", "unequal trained tokens: 100 (a); 200 (b)"],
+        ),
+    ],
+)
+def test_what_is_unequal_is_said(other, sentences):
+    if sentences is None:
+        other, sentences = {**other, "max_iters": 0}, []
+    models = {"a": model_of(), "b": model_of(**other)}
+    assert comparison.describe_unequal(models, {"a": ["a"], "b": ["b"]}) == sentences
+
+
+def test_an_imported_checkpoint_says_that_its_training_is_unknown():
+    models = {"a": model_of(), "b": types.SimpleNamespace(meta={})}
+    assert comparison.describe_unequal(models, {"a": ["a"], "b": ["b"]}) == [
+        "unequal steps: 10 (a); unknown (b)",
+        "unequal trained tokens: 100 (a); unknown (b)",
+        "unequal training data: x f0 (a); unknown (b)",
+    ]
+
+
+def test_no_star_stands_without_what_is_unequal(save_run, call, text_data, tmp_path):
+    """In the text and on the page."""
+    meta = {"dataset": str(text_data), "data_hash": "f0", "train": {"max_iters": 9}}
+    runs = [save_run("a", {**meta, "step": 9}), save_run("b", {**meta, "step": 4}, pos="alibi")]
+    words = ["--lengths=24,48", "--max_tokens=4096", "--protocol=chunked,sliding"]
+    done = assert_success(call("evaluate.py", *runs, *words, f"--report={tmp_path}/r.html"))
+    tables = [part for part in done.stdout.split("\n\n") if "* differs" in part]
+    assert tables and all("unfinished: " in table for table in tables)
+    for section in (tmp_path / "r.html").read_text().split("<table>")[1:]:
+        assert ("* differs" in section) == ("unequal steps" in section) or "folder" in section
