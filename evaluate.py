@@ -120,7 +120,7 @@ OF_TASK |= {"depths": ["needle"], "ruler": ["ruler"]}
 OF_TASK |= dict.fromkeys(("trials", "seed"), ["needle", "ruler"])
 
 
-def check(cfg):
+def check_settings(cfg):
     """Refuse what measures nothing. Raises UserError."""
     require(not (cfg.text and cfg.dataset), "--text and --dataset both name a text: give one")
     for name, ending in (("plot", ".png"), ("curves", ".png"), ("report", ".html")):
@@ -232,7 +232,7 @@ def measure_logged(models, cfg, texts, dtype, file):
 
 def evaluate(cfg, given, paths, writes):
     """Do what the settings say; only one process writes files. Returns the exit status."""
-    check(cfg)
+    check_settings(cfg)
     if cfg.curves:
         return plot_training(cfg.curves, paths) if writes else 0
     device = devices.pick_device(cfg.device)
