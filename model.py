@@ -1001,6 +1001,7 @@ class GPT(nn.Module):
         top_p: float = 1.0,
         generator=None,
         compiled: bool = False,
+        min_p: float = 0.0,
     ):
         """Continue prompts: yields the next token of every row, int64 (B, 1), one at a time.
 
@@ -1014,11 +1015,12 @@ class GPT(nn.Module):
         top_p:       keep the most likely tokens whose probabilities sum to this
         generator:   one torch.Generator, or a list of one for each row
         compiled:    compile the decoding step
+        min_p:       keep tokens of at least this fraction of the most likely one's probability
         """
         from nanolong import inference
 
         return inference.generate(
-            self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled
+            self, tokens, max_new_tokens, temperature, top_k, top_p, generator, compiled, min_p
         )
 
     def save(self, folder) -> None:

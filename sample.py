@@ -2,6 +2,7 @@
 
     python sample.py out/python-rope --start="def " --max_new_tokens=500
     python sample.py --start=FILE:prompt.txt    # the newest run under out/
+    python sample.py --start=@prompts.txt       # a prompt a line, in batches
     python sample.py out/smollm2 --chat --start="What is a token?"
 
 Takes a run folder (its newest step) or a step folder. The checkpoint says how its context was
@@ -9,35 +10,40 @@ extended, so no flag of extend.py is repeated here.
 """
 
 from nanolong import settings  # isort: skip (first: --help before torch is imported)
-import itertools
 import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from data import decode_stream, tokenizer_from_json
+from data import tokenizer_from_json
 from model import GPT, POSITIONS, ContextLengthWarning
-from nanolong import devices, entry, inference, prompts, run
-from nanolong.errors import UserError, note, require, run_main
+from nanolong import devices, entry, prompts, run
+from nanolong.errors import note, require, run_main
 
 # In smaller models casting the weights to bfloat16 costs more on a CPU than its products save.
 MIN_PARAMETERS_BFLOAT16 = 16e6
+BATCH_SIZE = 16  # texts that are generated at once, if there are several prompts
 
 
 @dataclass
 class SampleConfig:
     # [sampling]
-    start: str = ""  # the prompt; FILE:PATH reads it from a file
+    # the prompt; FILE:PATH reads it from a file, and @PATH one from each line
+    start: str = ""
     # --start is a user's message to an Instruct model: render its chat template, print its answer
     chat: bool = False
     system: str = ""  # with --chat: the system message, if the model's template has one
     max_new_tokens: int = 500  # tokens to generate
-    num_samples: int = 1  # number of samples
+    num_samples: int = 1  # number of samples of each prompt
     temperature: float = 0.8  # divides the logits; 0: greedy decoding
     top_k: int = 200  # sample from the k most likely tokens; 0: from all
     # nucleus sampling: sample from the most likely tokens whose probabilities sum to this
     top_p: float = 1.0
+    # sample from tokens that are at least so probable, as a fraction of the most likely one
+    min_p: float = 0.0
+    stop_at_eos: bool = True  # end a text at the token that ends a document
+    stop: str = ""  # end it before these texts, too, with commas between them; \\n is a line end
     seed: int = 1337  # of the first sample; sample i uses seed + i
     # [checkpoint]
     out_dir: str = ""  # the run folder, as another way to name it; default: the newest under out/
@@ -55,6 +61,7 @@ class SampleConfig:
 
     def __post_init__(self):
         require(0 < self.top_p <= 1, f"--top_p={self.top_p:g} is a probability, above 0")
+        require(self.min_p <= 1, f"--min_p={self.min_p:g} is a fraction, at most 1")
         require(self.num_samples >= 1, "--num_samples must be at least 1")
         require(self.chat or not self.system, "--system is part of a conversation: give --chat too")
         require(self.start or not self.chat, "--chat needs a user's message: give --start=TEXT")
@@ -63,22 +70,18 @@ class SampleConfig:
 def load(cfg, paths):
     """Load the model that is asked for, and its tokenizer: (folder, model, tokenizer)."""
     runs = [*paths, cfg.out_dir] if cfg.out_dir else paths
-    if len(runs) > 1:
-        raise UserError("there are several run folders: give one (a prompt goes to --start)")
+    require(len(runs) < 2, "there are several run folders: give one (a prompt goes to --start)")
     folder = runs[0] if runs else run.latest_run()
-    if folder is None:
-        raise UserError("there is no run under out/: train one (python train.py --pos=rope)")
+    require(folder, "there is no run under out/: train one (python train.py --pos=rope)")
     if not runs:
         note(f"the newest run is {folder}")
     model = GPT.load(folder, cfg.best, devices.weights_to_load(cfg.weights))
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
-    if tokenizer is None:
-        reason = "no tokenizer, so it cannot write text"
-    elif tokenizer.vocab_size > model.config.vocab_size:
-        reason = "a tokenizer larger than its vocabulary"
-    else:
-        return folder, model, tokenizer
-    raise UserError(f"{folder} has {reason}: use another checkpoint")
+    remedy = "use another checkpoint"
+    require(tokenizer, f"{folder} has no tokenizer, so it cannot write text: {remedy}")
+    fits = tokenizer.vocab_size <= model.config.vocab_size
+    require(fits, f"{folder} has a tokenizer larger than its vocabulary: {remedy}")
+    return folder, model, tokenizer
 
 
 def choose_dtype(cfg, model, device):
@@ -108,28 +111,26 @@ def main(argv=None):
     compiled = devices.pick_compile(cfg.compile, device, steps=0)
     model.to(device)
 
-    # Encode the prompt.
-    ids, printable, stop = prompts.encode_start(cfg, tokenizer, model.meta.get("bos"))
-    prompts.check_length(model, folder, len(ids), cfg.max_new_tokens)
-    inference.check_request(model, [len(ids)], cfg.max_new_tokens)  # before anything is printed
-    warnings.simplefilter("ignore", ContextLengthWarning)  # check_length() has said so
-    x = torch.tensor([ids], device=device)  # (1, T)
+    # Encode the prompts.
+    found = prompts.read_prompts(cfg, tokenizer, model.meta.get("bos"))
+    prompts.check_lengths(model, folder, found, cfg.max_new_tokens)
+    warnings.simplefilter("ignore", ContextLengthWarning)  # check_lengths() has said so
+    if compiled:
+        note("the first tokens take about a minute, to compile the decoding step")
 
-    # Generate. The prompt is printed once it is computed, then each character once it is complete.
-    for i in range(cfg.num_samples):
-        if i:
-            print("\n" + "-" * 16)
-        generator = torch.Generator(device).manual_seed(cfg.seed + i)
+    # Generate. A single text is printed while it is generated, and several are printed whole.
+    texts = [(prompt, cfg.seed + i) for prompt in found for i in range(cfg.num_samples)]
+    # the tables of a dynamic method are of one length
+    together = BATCH_SIZE if len(found) > 1 and not model.pos.is_dynamic else 1
+    line = "\n" + "-" * 16 + "\n"
+    for first in range(0, len(texts), together):
+        batch = texts[first : first + together]
+        print(line if first else "", end="")
         with devices.autocast(device, dtype):
-            tokens = model.generate(
-                x, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator, compiled
-            )
-            prompts.show_prefill(model, len(ids))
-            new_ids = (token.item() for token in tokens)
-            new_ids = itertools.takewhile(lambda token: token not in stop, new_ids)
-            stream = decode_stream(new_ids, tokenizer)
-            print(printable + next(stream, ""), end="", flush=True)
-            for text in stream:
+            steps = prompts.continue_texts(cfg, model, tokenizer, batch, compiled)
+            if len(batch) > 1:
+                steps = [[line.join(map("".join, zip(*steps, strict=True)))]]
+            for (text,) in steps:
                 print(text, end="", flush=True)
     print()
     return 0

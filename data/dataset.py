@@ -12,16 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tasks import KINDS, least_length, make_document
-from data.token_files import (
-    find_dataset,
-    hash_files,
-    open_tokens,
-    read_fractions,
-    read_meta,
-    split_files,
-    split_mixture,
-)
+from data import tasks as task_documents
+from data import token_files
 from data.tokenizer import same_vocabulary, tokenizer_from_json
 from nanolong.errors import LocalError, require
 
@@ -42,10 +34,8 @@ class Split:
 
     A sequence of `length` targets lies within one file. bos: an id that is put before every
     sequence, so that the first token of text is a target too; as a target it is not scored (-1).
-    None: the inputs start with a token of the text, and the targets are one token further on.
-
-    tokens: one array for each file. starts: the token of the file at which that array begins, which
-    is 0 unless documents were selected.
+    None: the inputs start with a token of the text. tokens: an array for each file, or for each
+    document that was selected, which begins at the token `starts` of its file.
     """
 
     def __init__(self, files, vocab_size: int, bos: int | None):
@@ -57,7 +47,7 @@ class Split:
         # how many tokens of text a sequence needs beyond its length
         self.extra_tokens = 1 if bos is None else 0
         for file in files:
-            self.add(file, open_tokens(file, vocab_size))
+            self.add(file, token_files.open_tokens(file, vocab_size))
 
     def add(self, file, tokens, start=0):
         self.files.append(file)
@@ -81,12 +71,11 @@ class Split:
     def require_length(self, length):
         """Raise UserError unless there is a sequence of this length."""
         require(self.files, "no training document is as long as --min_doc: lower it")
-        require(
-            self.n_sequences(length).any(),
-            f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for "
-            f"a sequence of {length}: prepare more text, or choose a shorter --block_size (or a "
-            "smaller --factor)",
+        what = (
+            f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for"
         )
+        remedy = "prepare more text, or choose a shorter --block_size (or a smaller --factor)"
+        require(self.n_sequences(length).any(), f"{what} a sequence of {length}: {remedy}")
 
     # Sequences: inputs and targets, int64 (length,) each
 
@@ -104,9 +93,8 @@ class Split:
     def training_location(self, index, length, seed):
         """Find sequence `index` of a training run, as locate().
 
-        Every epoch visits each of its sequences once, in an order and from an offset that depend on
-        (seed, epoch). An epoch has as many as the offset that leaves the fewest, which is the last;
-        a text that is too short for an offset is read without one.
+        An epoch visits each of its sequences once, in an order and from an offset that depend on
+        (seed, epoch): as many as the last offset leaves; a text too short for it has none.
         """
         fewest = int(sequence_ends(self, length, length - 1)[-1])
         per_epoch = fewest or int(sequence_ends(self, length, 0)[-1])
@@ -151,11 +139,10 @@ class Split:
         """Read tokens of a file as int64. Raises LocalError for one outside the vocabulary."""
         tokens = np.asarray(self.tokens[file][start:stop], np.int64)
         if tokens.max() >= self.vocab_size:
-            worst = int(tokens.argmax())
+            place = self.starts[file] + start + int(tokens.argmax())
             raise LocalError(
-                f"{self.files[file]}: token {self.starts[file] + start + worst} is {tokens[worst]},"
-                f" outside the vocabulary of {self.vocab_size}, so the file was made with another "
-                "tokenizer: prepare it again"
+                f"{self.files[file]}: token {place} is {tokens.max()}, outside the vocabulary of "
+                f"{self.vocab_size}, so another tokenizer made the file: prepare it again"
             )
         return tokens
 
@@ -217,13 +204,12 @@ def random_positions(config, batch_size, length, seed):
 class Text:
     """What evaluation reads: the validation text of a Dataset, or a TextFile.
 
-    name, val    what it is called, and its Split
-    tokenizer    None if the token files do not say which
-    bos          the id that is put before every sequence, or None
-    separator    the id that starts a document, or None
-    hash         of its token ids, and of the bytes of its file
-    n_bytes      how many bytes the text has in its files, or None
+    It has a name, val (a Split), a tokenizer, or None, and a hash of its ids and its bytes. bos is
+    put before every sequence, and separator starts a document; None if there is none. n_bytes: how
+    many bytes it has in its files, or None.
     """
+
+    n_bytes = None
 
     @functools.cached_property
     def bytes_scale(self):
@@ -244,10 +230,13 @@ class Text:
 
     def bytes_of_tokens(self, tokens):
         """Count the bytes that token ids stand for in the vocabulary."""
-        counts = np.bincount(tokens, minlength=self.tokenizer.vocab_size)
+        lengths = self.tokenizer.byte_lengths
+        n_bytes = 0
+        for start in range(0, len(tokens), 1 << 20):  # a large file at once would fill the memory
+            n_bytes += lengths.take(tokens[start : start + (1 << 20)], mode="clip").sum()
         # what the tokenizer has put before the documents is not theirs
         n_documents = (tokens[:-1] == self.separator).sum()
-        return int(counts @ self.tokenizer.byte_lengths - n_documents * self.tokenizer.added_bytes)
+        return int(n_bytes - n_documents * self.tokenizer.added_bytes)
 
 
 class TextFile(Text):
@@ -293,13 +282,8 @@ def why_no_text(content: bytes):
 
 
 class Dataset(Text):
-    """A dataset by name or path. It has what a Text has, and
-
-    train        Split
-    vocab_size   the model's, which may be larger than the tokenizer's
-    sources      the datasets that sequences come from: this one, but of a Mixture
-    fractions    the probability of each
-    labels       their names in the log, of a Mixture
+    """A dataset by name or path: a Text, with train, a Split, and vocab_size, which may be larger
+    than the tokenizer's. sources, fractions and labels are those of a Mixture, or this one.
 
     bos=True or False overrides what the dataset has by default. reader: the arguments of
     check_model(), for the model that will read the text.
@@ -307,8 +291,8 @@ class Dataset(Text):
 
     def __init__(self, name, bos: bool | None = None, reader: tuple | None = None):
         self.name = name
-        folder = find_dataset(name)
-        meta = read_meta(folder)
+        folder = token_files.find_dataset(name)
+        meta = token_files.read_meta(folder)
         self.tokenizer = tokenizer_from_json(meta["tokenizer"])
         self.vocab_size = meta["vocab_size"]
         if reader:
@@ -321,10 +305,10 @@ class Dataset(Text):
 
         # a model's vocabulary may be padded, but no token of a text is in the padding
         used = min(self.vocab_size, self.tokenizer.vocab_size if self.tokenizer else 1 << 32)
-        train_files, val_files = split_files(folder)
+        train_files, val_files = token_files.split_files(folder)
         self.train = Split(train_files, used, self.bos)
         self.val = Split(val_files, used, self.bos)
-        self.hash = hash_files(train_files + val_files)
+        self.hash = token_files.hash_files(train_files + val_files)
         self.n_bytes = meta.get("bytes", {}).get("val")
         self.sources = (self,)
         self.fractions = (1.0,)
@@ -350,11 +334,9 @@ class Dataset(Text):
         """
         is_marked = self.separator is not None
         self.separate = is_marked if separate is None else separate
-        require(
-            is_marked or not (min_doc or separate),
-            f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
-            "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2",
-        )
+        what = f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
+        what += "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2"
+        require(is_marked or not (min_doc or separate), what)
         if not min_doc:
             return
         of_files = self.train
@@ -367,26 +349,32 @@ class Dataset(Text):
     def long_fraction(self, length, max_tokens=1 << 28):
         """Return the fraction of training tokens in documents of at least `length` tokens.
 
-        Of a large dataset only the first files count, up to the one that exceeds max_tokens.
+        Only the first files count, up to the one that exceeds max_tokens.
         """
-        sizes = []
-        for tokens in self.train.tokens:
-            sizes += [stop - start for start, stop in find_documents(tokens, self.separator)]
-            if sum(sizes) > max_tokens:
-                break
-        return sum(size for size in sizes if size >= length) / max(1, sum(sizes))
+        found = []
+        for source in self.sources:
+            sizes = []
+            for tokens in source.train.tokens:
+                sizes += [stop - start for start, stop in find_documents(tokens, self.separator)]
+                if sum(sizes) > max_tokens:
+                    break
+            found.append(sum(size for size in sizes if size >= length) / max(1, sum(sizes)))
+        return self.weigh(found)
+
+    def weigh(self, values):
+        """The mean of values of the sources, weighted by their fractions."""
+        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
 
     def document_ids(self, x):
         """Number the documents of inputs (B, T): (B, T), or None unless they are kept separate."""
         return (x == self.separator).cumsum(1) if self.separate else None
 
     def batch(self, index, batch_size, length, seed, max_position=0, tasks=None):
-        """Read micro-batch `index` of a training run, a function of (seed, index).
+        """Read micro-batch `index` of a training run, a function of (seed, index): inputs and
+        targets, int64 (batch_size, length), positions or None, and document ids or None.
 
         max_position: if not 0, sequences are skip-wise (PoSE), with positions below it.
         tasks: kind -> the fraction of sequences that are documents of this task, of random lengths.
-        Returns inputs and targets, int64 (batch_size, length), positions or None, and document ids
-        or None.
         """
         sequences = []
         for i in range(index * batch_size, (index + 1) * batch_size):
@@ -418,7 +406,7 @@ class Dataset(Text):
         require(
             self.tokenizer, f"{what}: leave --tasks out, or prepare the text by data/prepare.py"
         )
-        needed = least_length(kind, self.tokenizer, self.bos)
+        needed = task_documents.least_length(kind, self.tokenizer, self.bos)
         what = (
             f"documents of the task {kind} need up to {needed} tokens, and sequences have {length}"
         )
@@ -426,22 +414,23 @@ class Dataset(Text):
 
     def task_document(self, kind, length, seed, index, rng):
         """Make a document of a task, of at most `length` tokens, padded: inputs and targets."""
-        least = max(length // 4, least_length(kind, self.tokenizer, self.bos))
+        least = max(length // 4, task_documents.least_length(kind, self.tokenizer, self.bos))
         n = int(rng.integers(min(length, least), length + 1))
         # evaluation takes the samples from 0 on
-        sample = TRAINING_SAMPLES + index
-        inputs, targets = make_document(kind, self.tokenizer, n, seed, sample, self.bos)
+        what = (kind, self.tokenizer, n, seed, TRAINING_SAMPLES + index, self.bos)
+        inputs, targets = task_documents.make_document(*what)
         padding = (0, length - n)
         return np.pad(inputs, padding), np.pad(targets, padding, constant_values=-1)
 
 
 def task_fractions(tasks):
     """Return kind -> fraction of the setting `tasks`, words as "vt:0.05". Raises UserError."""
-    fractions = read_fractions(tasks)
-    are_valid = all(kind in KINDS and 0 < x <= 1 for kind, x in fractions.items())
+    kinds = task_documents.KINDS
+    fractions = token_files.read_fractions(tasks)
+    are_valid = all(kind in kinds and 0 < x <= 1 for kind, x in fractions.items())
     require(
         are_valid and len(fractions) == len(tasks),
-        f"tasks={','.join(tasks)}: give each kind of {', '.join(KINDS)} at most once, with a "
+        f"tasks={','.join(tasks)}: give each kind of {', '.join(kinds)} at most once, with a "
         "fraction of the sequences above 0 and at most 1, as in vt:0.05",
     )
     total = math.fsum(fractions.values())
@@ -455,7 +444,7 @@ def task_fractions(tasks):
 
 def open_dataset(name, bos=None, reader=None):
     """Open a dataset by name or path, or a mixture as long:0.34,short:0.66."""
-    is_mixture = list(split_mixture(name)) != [str(name)]
+    is_mixture = list(token_files.split_mixture(name)) != [str(name)]
     return Mixture(name, bos, reader) if is_mixture else Dataset(name, bos, reader)
 
 
@@ -468,7 +457,7 @@ class Mixture(Dataset):
     """
 
     def __init__(self, name, bos=None, reader=None):
-        fractions = split_mixture(name)
+        fractions = token_files.split_mixture(name)
         self.name = name
         self.sources = tuple(Dataset(source, bos, reader) for source in fractions)
         self.fractions = tuple(fractions.values())
@@ -496,10 +485,6 @@ class Mixture(Dataset):
         self.separate = self.sources[0].separate
         self.train = join([source.train for source in self.sources])
 
-    def long_fraction(self, length):
-        """Return the fraction of training tokens in documents of at least `length` tokens."""
-        return self.weigh(source.long_fraction(length) for source in self.sources)
-
     def training_sequence(self, index, length, seed, max_position, tasks):
         """Read sequence `index` of a training run: inputs, targets, positions or None."""
         source = self.sources[self.source_of(index, seed)]
@@ -511,10 +496,8 @@ class Mixture(Dataset):
         return int(np.searchsorted(ends, generator(seed, index, 1).random(), "right"))
 
     def combine(self, evaluations):
-        """Combine the evaluations of the sources: their mean, weighted by the fractions.
-
-        evaluations: an iterable of {"val_loss", ...}, read up to the first None, which is returned.
-        Bits per byte are those of a text with these fractions of its tokens.
+        """The mean of {"val_loss", ...} of the sources, weighted by their fractions, as in a text
+        with these fractions of its tokens; None if one of them, which is the last read, is None.
         """
         found = []
         for evaluation in evaluations:
@@ -527,10 +510,4 @@ class Mixture(Dataset):
         if all(bits):
             sizes = self.weigh(a / b for a, b in zip(losses, bits, strict=True))
             combined["val_bits_per_byte"] = combined["val_loss"] / sizes
-        for label, loss in zip(self.labels, losses, strict=True):
-            combined[f"val_loss_{label}"] = loss
-        return combined
-
-    def weigh(self, values):
-        """The mean of values of the sources, weighted by their fractions."""
-        return math.fsum(f * value for f, value in zip(self.fractions, values, strict=True))
+        return combined | dict(zip((f"val_loss_{x}" for x in self.labels), losses, strict=True))

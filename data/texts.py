@@ -111,12 +111,14 @@ def open_documents(name, path, as_bytes):
         reason = why_no_text(f.read(4096))
     if reason:
         raise NoText(reason)
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         with open(path, "rb") if as_bytes else open(path, encoding="utf-8", newline="") as f:
             yield name, f
         return
-    with open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8-sig") as f:
         for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
             try:
                 text = json.loads(line)["text"]
                 content = text.encode()
@@ -174,7 +176,7 @@ class Texts:
                     left_out.setdefault(str(error), []).append(name)
         for reason, names in left_out.items():
             others = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-            print(f"left out {', '.join(names[:5])}{others}, which is {reason}")
+            print(f"left out {', '.join(names[:5])}{others} ({reason})")
         require(self.files, f"there is no text in {source}: give a file or folder that holds some")
         self.are_few = len(self.sizes) < FEW_DOCUMENTS
 
@@ -244,8 +246,8 @@ def build(name, files, source, tokenizer="bytes", vocab_size=4096, val_fraction=
     texts = Texts(files, source, tokenizer == "bytes", val_fraction)
     tokenizer = make_tokenizer(tokenizer, texts, vocab_size)
     about = {"source": source, "files": len(texts.files)}
-    # each split reads what is before it
-    with texts.progress("encoding", 2 * sum(texts.sizes)) as bar:
+    # of few documents validation reads what is before it, too
+    with texts.progress("encoding", sum(texts.sizes) * (1 + texts.are_few)) as bar:
         splits = {split: texts.documents(split, bar) for split in ("train", "val")}
         n_tokens = write_dataset(folder, tokenizer, splits, about)
     share = n_tokens["val"] / sum(n_tokens.values())

@@ -73,25 +73,24 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     without a header that is not uint16.
     """
     size = file.stat().st_size
+    damage = f"{file} is truncated ({size} bytes), damaged or of an unknown version: "
+    damage += "download or prepare it again"
     magic, version, n = 0, 0, size // 2
     if size >= HEADER_BYTES:
         magic, version, n = np.fromfile(file, "<i4", 3).tolist()
     if magic not in HEADER:
-        require(size and size % 2 == 0, f"{file} is truncated ({size} bytes): prepare it again")
+        require(size and size % 2 == 0, damage)
         tokens = np.memmap(file, "<u2", "r")
         other = "a vocabulary above 65,536" if vocab_size > 1 << 16 else find_other_type(tokens)
-        require(
-            not other,
+        what = (
             f"{file} has no header, so it should be uint16, as nanoGPT's files are, but it is of "
-            f"{other}: write its ids again by data.write_tokens(file, ids, vocab_size)",
         )
+        remedy = "write its ids again by data.write_tokens(file, ids, vocab_size)"
+        require(not other, f"{what}{other}: {remedy}")
         return tokens
     known_version, dtype = HEADER[magic]
-    require(
-        version == known_version and n > 0 and size == HEADER_BYTES + n * dtype.itemsize,
-        f"{file} is truncated ({size} bytes), damaged or of an unknown version: download or "
-        "prepare it again",
-    )
+    is_whole = version == known_version and n > 0 and size == HEADER_BYTES + n * dtype.itemsize
+    require(is_whole, damage)
     return np.memmap(file, dtype, "r", HEADER_BYTES)
 
 
@@ -132,9 +131,8 @@ def split_files(folder):
     for name, ends in (("train", "ing"), ("val", "id|idation")):
         # a word stands between other characters than letters: constraint.bin is not for training
         word = re.compile(rf"(?<![a-z]){name}({ends})?(?![a-z])")
-        found.append(
-            [file for file in sorted(folder.glob("*.bin")) if word.search(file.name.lower())]
-        )
+        files = sorted(folder.glob("*.bin"))
+        found.append([file for file in files if word.search(file.name.lower())])
         remedy = "prepare a text by data/prepare.py, or copy nanoGPT's or llm.c's token files there"
         require(found[-1], f"{folder} holds no {name}*.bin: {remedy}")
     for file in {*found[0]} & {*found[1]}:

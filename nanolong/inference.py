@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from nanolong import devices
 from nanolong.errors import UserError, require
 
 
@@ -116,6 +117,7 @@ def generate(
     top_p=1.0,
     generator=None,
     compiled=False,
+    min_p=0.0,
 ):
     """Do what GPT.generate() promises; what cannot be generated is refused at once."""
     numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
@@ -132,7 +134,7 @@ def generate(
             f"there are {len(generator)} generators for {len(tokens)} prompts: give one for each, "
             "or a single one"
         )
-    sampling = (temperature, top_k, top_p, generator)
+    sampling = (temperature, top_k, top_p, generator, min_p)
     return generate_tokens(model, tokens, max_new_tokens, sampling, compiled)
 
 
@@ -304,11 +306,12 @@ def compute_logits(model, tokens, pos, docs, cache):
     return model.head(model.hidden_states(tokens, pos, docs, cache)[:, -1]).float()
 
 
-def sample_token(logits, temperature, top_k, top_p, generator):
+def sample_token(logits, temperature, top_k, top_p, generator, min_p=0.0):
     """Sample a token for each row of logits (B, V), float32: int64 (B, 1).
 
     generator: one, or a list of one for each row. Only top_p without top_k sorts the vocabulary.
     """
+    devices.check_logits(logits)
     if temperature < 1e-5 or top_k == 1:
         return logits.argmax(-1, keepdim=True)
     p = (logits / temperature).softmax(-1)
@@ -320,6 +323,8 @@ def sample_token(logits, temperature, top_k, top_p, generator):
     if top_p < 1:
         mass_before = p.cumsum(-1) - p  # of the more likely tokens
         p = torch.where(mass_before < top_p, p, 0.0)
+    if min_p > 0:
+        p = torch.where(p < min_p * p.amax(-1, keepdim=True), 0.0, p)
     if isinstance(generator, list | tuple):
         rows = zip(p, generator, strict=True)
         choice = torch.cat([torch.multinomial(row[None], 1, generator=g) for row, g in rows])

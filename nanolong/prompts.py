@@ -1,46 +1,61 @@
-"""Prompts of sample.py: read, encoded and checked, and how far the first forward pass is."""
+"""Prompts of sample.py, read, encoded and checked, and the texts that continue them."""
 
+import codecs
 import math
 import shlex
-import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from data import encode_prompt
-from nanolong import chat
-from nanolong.errors import UserError, note
+from nanolong import chat, inference
+from nanolong.errors import UserError, note, require
 from nanolong.hub.tokenizer import special_tokens
 
-# A prompt that takes longer than so many seconds is reported: then, after twice as long, and so on.
-SLOW_PROMPT = 5
+
+@dataclass
+class Prompt:
+    ids: list[int]
+    text: str  # what is printed of it
+    end_ids: set[int]  # the tokens that end the text
 
 
-def read_prompt(start):
-    """Return the prompt as text; bytes that are not UTF-8 become surrogate escapes."""
-    if not start.startswith("FILE:"):
-        return start
-    file = start.removeprefix("FILE:")
-    try:
-        return Path(file).read_bytes().decode("utf-8", "surrogateescape")
-    except OSError as error:
-        reason = f"the prompt {file!r} cannot be read ({error.strerror})"
-        raise UserError(f"{reason}: give --start=FILE:PATH of a text file") from None
+def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
+    """Return the prompts of --start: the text, that of FILE:PATH, or every line of @PATH."""
+    start, found = cfg.start, []
+    texts = [start]
+    if start.startswith(("FILE:", "@")):
+        path = start.removeprefix("@").removeprefix("FILE:")
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            remedy = (
+                "give --start=FILE:PATH of a text file, or @PATH of a file with a line for each"
+            )
+            raise UserError(f"{path!r} cannot be read ({error.strerror}): {remedy}") from None
+        lines = [line.removesuffix(b"\r") for line in content.split(b"\n")]
+        texts = filter(None, lines) if start[0] == "@" else [content]
+        # bytes that are not UTF-8 become surrogate escapes
+        texts = [text.decode("utf-8", "surrogateescape") for text in texts]
+        require(texts, f"{path} has no prompts: write one a line")
+    # bos starts the next document
+    end_ids = {tokenizer.bos, tokenizer.eos} - {None}
+    for text in texts:
+        printable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        if cfg.chat:
+            ids, end_ids = chat.encode_chat(tokenizer, text, cfg.system)
+            printable = ""
+        else:
+            note_special_tokens(text, tokenizer)
+            ids = encode_prompt(tokenizer, bos, text)
+        found.append(Prompt(ids, printable, end_ids if cfg.stop_at_eos else set()))
+    return found
 
 
-def encode_start(cfg, tokenizer, bos):
-    """Return the token ids of the prompt, what to print of it, and the ids that end the text."""
-    start = read_prompt(cfg.start)
-    if cfg.chat:
-        ids, stop = chat.encode_chat(tokenizer, start, cfg.system)
-        return ids, "", stop
-    note_special_tokens(start, tokenizer)
-    printable = start.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return encode_prompt(tokenizer, bos, start), printable, set()
-
-
-def note_special_tokens(start, tokenizer):
+def note_special_tokens(text, tokenizer):
     """Print a note if a prompt has the text of a special token, which is plain text there."""
-    found = [text for text in special_tokens(tokenizer) if text in start]
+    found = [special for special in special_tokens(tokenizer) if special in text]
     if found:
         advice = ""
         if chat.find_template(tokenizer) is not None:
@@ -48,17 +63,21 @@ def note_special_tokens(start, tokenizer):
         note(f"{found[0]!r} in the prompt is encoded as plain text, not as a special token{advice}")
 
 
-def check_length(model, folder, prompt_length, max_new_tokens):
-    """Print a note if the text will exceed the context length; refuse an absurd prompt."""
+def check_lengths(model, folder, prompts, max_new_tokens):
+    """Print a note if a text will exceed the context length; refuse an absurd prompt."""
+    lengths = [len(prompt.ids) for prompt in prompts]
+    prompt_length = max(lengths)
     config = model.config
     context = config.max_positions
-    if prompt_length > 64 * context:
-        raise UserError(
-            f"the prompt has {prompt_length} tokens, more than 64 times the context length of "
-            f"{context}: shorten it, or extend the model by extend.py"
-        )
+    require(
+        prompt_length <= 64 * context,
+        f"the prompt has {prompt_length} tokens, more than 64 times the context length of "
+        f"{context}: shorten it, or extend the model by extend.py",
+    )
+    for length in lengths:
+        inference.check_request(model, [length], max_new_tokens)
     total = prompt_length + max_new_tokens
-    if total <= context or model.pos.bounded:  # generate() refuses where a scheme is bounded
+    if total <= context or model.pos.bounded:
         return
     advice = ""
     if config.pos == "rope" and not config.random_positions:
@@ -68,36 +87,67 @@ def check_length(model, folder, prompt_length, max_new_tokens):
     note(f"{total} tokens are more than the context length of {context}{advice}")
 
 
-def show_prefill(model, n_tokens):
-    """Print on stderr how far the next forward pass, which computes the prompt, is if it is slow.
+class TextStream:
+    """The text of token ids that come one at a time, up to an id or a text that ends it.
 
-    All layers take about as long, whatever the scheme: those that are done say when it will end.
+    Bytes that do not complete a character are held back until they do, and so is what may be the
+    beginning of a text that ends it.
     """
-    n_layers = len(model.blocks)
-    done = 0
-    start = time.perf_counter()
-    next_line = start + SLOW_PROMPT
 
-    def finish_layer(block, args, output):
-        nonlocal done, next_line
-        done += 1
-        now = time.perf_counter()
-        if done < n_layers and now >= next_line:
-            next_line = now + (now - start)
-            left = (now - start) / done * (n_layers - done)
-            layers = f"{done} of {n_layers} layers"
-            print(
-                f"prompt of {n_tokens} tokens: {layers}, about {left:.0f} s left", file=sys.stderr
-            )
-        if done == n_layers:
-            for hook in hooks:
-                hook.remove()
-            # A version for every length: no keys can be cached.
-            versions = {model.pos.set_length(n_tokens + i) for i in range(3)}
-            if now - start >= SLOW_PROMPT and len(versions) == 3:
-                note(
-                    f"every new token computes the whole text again, about {now - start:.0f} s "
-                    "each: lower --max_new_tokens, or extend by another method"
-                )
+    def __init__(self, tokenizer, end_ids, end_texts):
+        self.tokenizer = tokenizer
+        self.end_ids = end_ids
+        self.end_texts = end_texts
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held = ""
+        self.is_done = False
 
-    hooks = [block.register_forward_hook(finish_layer) for block in model.blocks]
+    def add(self, token) -> str:
+        """Return the text that the next id completes; "" after the end."""
+        if self.is_done:
+            return ""
+        if token in self.end_ids:
+            self.is_done = True
+            return self.flush()
+        held = self.held + self.decoder.decode(self.tokenizer.decode([token]))
+        found = [held.index(end) for end in self.end_texts if end in held]
+        if found:
+            self.is_done = True
+            self.held = ""
+            self.decoder.reset()
+            return held[: min(found)]
+        # hold back the longest rest that may be the beginning of one of the texts
+        n = 0
+        while n < len(held) and not any(end.startswith(held[n:]) for end in self.end_texts):
+            n += 1
+        self.held = held[n:]
+        return held[:n]
+
+    def flush(self) -> str:
+        """Return what is held back: no id follows."""
+        text = self.held + self.decoder.decode(b"", final=True)
+        self.held = ""
+        return text
+
+
+def continue_texts(cfg, model, tokenizer, texts, compiled):
+    """Yield what each text of a batch gains at each step: the prompt, and then the new text.
+
+    texts: of each the prompt and the seed.
+    """
+    device = next(model.parameters()).device
+    ends = [end.replace("\\n", "\n") for end in cfg.stop.split(",") if end]
+    streams = [TextStream(tokenizer, prompt.end_ids, ends) for prompt, _ in texts]
+    ids = [torch.tensor(prompt.ids, device=device) for prompt, _ in texts]
+    generators = [torch.Generator(device).manual_seed(seed) for _, seed in texts]
+    sampling = (cfg.temperature, cfg.top_k, cfg.top_p, generators, compiled, cfg.min_p)
+    # a prompt is printed once it is computed
+    gained = [prompt.text for prompt, _ in texts]
+    for tokens in model.generate(ids, cfg.max_new_tokens, *sampling):
+        for i, token in enumerate(tokens[:, 0].tolist()):
+            gained[i] += streams[i].add(token)
+        yield gained
+        gained = [""] * len(texts)
+        if all(stream.is_done for stream in streams):
+            break
+    yield [text + stream.flush() for text, stream in zip(gained, streams, strict=True)]

@@ -108,6 +108,10 @@ def test_skips_tasks_and_choices_of_documents_are_of_every_dataset(mixture):
     has_key = np.array([b" is " in bytes(row[row < 256].tolist()) for row in x])
     assert 20 < has_key.sum() < 44
     assert has_key[shorts].sum() > 10 and has_key[~shorts].sum() > 3
+    x, *_ = dataset.batch(0, 500, 32, 1, tasks={"niah": 0.5})
+    has_key = np.array([b" is " in bytes(row[row < 256].tolist()) for row in x])
+    of_short = np.array([dataset.source_of(i, 1) for i in range(500)], bool)
+    assert abs(has_key[of_short].mean() - has_key[~of_short].mean()) < 0.25  # independent
 
     dataset.select(separate=True)
     assert len(dataset.train) == sum(len(source.train) for source in dataset.sources)

@@ -143,7 +143,7 @@ def test_a_folder_is_split_by_whole_files(tmp_path, data_folder, capsys):
     write_folder(tmp_path / "src")
     dataset = data.Dataset(prepare_text(tmp_path / "src", "folder"))
     printed = capsys.readouterr().out
-    assert "left out picture.png, which is not text, but has zero bytes\n" in printed
+    assert "left out picture.png (not text, but has zero bytes)\n" in printed
     train, val = (
         bytes(token for token in split.tokens[0].tolist() if token < 256)
         for split in (dataset.train, dataset.val)
@@ -180,7 +180,7 @@ def test_of_few_files_the_last_tenth_of_each_is_validation(tmp_path, data_folder
 def test_each_line_of_a_jsonl_file_is_a_document(tmp_path, data_folder, capsys):
     """Its text is decoded from JSON; whole lines are validation, as they are many."""
     lines = [json.dumps({"id": i, "text": f"{i} naïve\r\n\u2028☃"}) for i in range(300)]
-    (tmp_path / "t.jsonl").write_bytes("\n".join(lines).encode())
+    (tmp_path / "t.jsonl").write_bytes("\ufeff{}\n\n".format("\n".join(lines)).encode())
     for tokenizer in ("bytes", "char"):
         dataset = data.Dataset(prepare_text(tmp_path / "t.jsonl", tokenizer, tokenizer=tokenizer))
         found = []
@@ -217,7 +217,7 @@ def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, c
     assert not list(data_folder.iterdir())
     (folder / "b.txt").write_text(TEXT)
     done = assert_success(call("data/prepare.py", folder, "--name=x", "--tokenizer=char"))
-    assert f"left out {name}, which is {reason}" in done.stdout
+    assert f"left out {name} ({reason}" in done.stdout
     assert "from 1 documents" in done.stdout
     assert data.Dataset("x").tokenizer.characters == "".join(sorted(set(TEXT)))
 

@@ -1,12 +1,20 @@
 """sample.py on untrained checkpoints: settings, seeds, prompts and notes."""
 
+import itertools
+import math
 import os
+import shutil
 
 import pytest
 import torch
-from conftest import assert_success
+from conftest import assert_refused, assert_success
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from model import GPT, Block
+import data
+from model import GPT
+from nanolong import inference
+from nanolong.prompts import TextStream
 
 
 def text_of(call, run, *words):
@@ -23,6 +31,7 @@ def text_of(call, run, *words):
         ("--top_k=0", {"top_k": 0}),
         ("--top_p=0.4", {"top_p": 0.4}),
         ("--seed=7", {"seed": 7}),
+        ("--min_p=0.3", {"min_p": 0.3}),
         ("--max_new_tokens=5", {"max_new_tokens": 5}),
         ("--max_new_tokens=0", {"max_new_tokens": 0}),
     ],
@@ -33,7 +42,7 @@ def test_each_setting_reaches_the_model(words, options, call, save_run):
     options = {"max_new_tokens": 12, "temperature": 0.8, "top_k": 200, "seed": 1337, **options}
     options["generator"] = torch.Generator().manual_seed(options.pop("seed"))
     new = GPT.load(run).generate([[256, *b"def f"]], **options)
-    new = bytes(token.item() for token in new if token < 256)
+    new = bytes(itertools.takewhile(lambda token: token < 256, (token.item() for token in new)))
     found = text_of(call, run, *words.split())
     assert found == f"def f{new.decode(errors='replace')}\n"
     assert found != text_of(call, run)
@@ -78,23 +87,101 @@ def test_beyond_the_context_length_a_note_says_how_to_extend_it(call, save_run, 
     assert "61 tokens" in alibi.stderr and "extend.py" not in alibi.stderr
 
 
-@pytest.mark.parametrize("method", ["none", "self-extend"])
-def test_slow_computation_says_how_long_it_will_take(method, call, save_run, monkeypatch):
-    """Five layers of 4 s; Self-Extend computes the whole text for every token."""
+# -----------------------------------------------------------------------------
+# Where a text ends
+
+
+def test_a_text_ends_with_its_document(call, save_run, monkeypatch):
+    """The model is one that writes "é", <bos> and "x"."""
+
+    def generate(model, tokens, *arguments):
+        for token in (0xC3, 0xA9, 256, ord("x")):
+            yield torch.tensor([[token]])
+
+    run = save_run()
+    monkeypatch.setattr("model.GPT.generate", generate)
+    assert text_of(call, run) == "def fé\n"
+    assert text_of(call, run, "--stop_at_eos=false") == "def féx\n"
+    assert text_of(call, run, "--stop_at_eos=false", "--stop=y,é") == "def f\n"
+
+
+TEXTS = st.text(alphabet="abé☃\n", max_size=20)
+
+
+@given(TEXTS, st.lists(st.text(alphabet="abé☃\n", min_size=1, max_size=4), max_size=3))
+@settings(deadline=None, max_examples=300)
+def test_a_text_ends_before_the_texts_that_end_it(text, ends):
+    """Against str.partition(), and nothing that may be one of them is printed too early."""
+    stream = TextStream(data.ByteTokenizer(), {256}, ends)
+    printed = ""
+    expected = min((text.partition(end)[0] for end in ends), key=len, default=text)
+    for token in [*text.encode(), 256, *b"more"]:
+        printed += stream.add(token)
+        assert expected.startswith(printed)
+    assert stream.is_done
+    assert printed + stream.flush() == expected
+
+
+def test_bytes_of_a_character_that_was_cut_are_marked():
+    stream = TextStream(data.ByteTokenizer(), set(), ["zz"])
+    assert "".join(map(stream.add, b"a\xe2\x98z")) + stream.flush() == "a\ufffdz"
+
+
+# -----------------------------------------------------------------------------
+# Several prompts
+
+
+@pytest.mark.parametrize("method", ["none", "dynamic-ntk"])
+def test_prompts_of_a_file_are_continued_as_each_alone(method, call, save_run, tmp_path):
+    """One a line, whatever its line ends, in batches; empty lines are none."""
     extension = {"method": method, "factor": 2.0, "options": {}, "original_length": 24}
-    words = ["sample.py", save_run(n_layer=5, extension=extension), "--start=abc", "--seed=1"]
-    quick = call(*words, "--max_new_tokens=4")
-    now = [0.0]
-    monkeypatch.setattr("nanolong.prompts.time.perf_counter", lambda: now[0])
-    original = Block.forward
+    run = save_run(block_size=48, extension=extension)
+    lines = [b"def f", b"import a", b"x", *[b"class %d:" % i for i in range(15)]]
+    (tmp_path / "prompts.txt").write_bytes(b"\r\n".join([*lines, b"", b""]))
+    words = ["sample.py", run, "--max_new_tokens=9", "--temperature=0", "--device=cpu"]
+    done = assert_success(call(*words, f"--start=@{tmp_path}/prompts.txt"))
+    found = done.stdout.removesuffix("\n").split("\n" + "-" * 16 + "\n")
+    alone = [call(*words, f"--start={line.decode()}").stdout.removesuffix("\n") for line in lines]
+    assert found == alone
+    done = call(*words[:2], f"--start=@{tmp_path}/prompts.txt", "--num_samples=2", "--seed=3")
+    found = done.stdout.removesuffix("\n").split("\n" + "-" * 16 + "\n")
+    assert len(found) == 36 and found[0] != found[1]
+    (tmp_path / "empty.txt").write_bytes(b"\n")
+    assert_refused(call(*words, f"--start=@{tmp_path}/empty.txt"), "has no prompts")
+    assert_refused(call(*words, "--start=@property"), "'property' cannot be read")
 
-    def forward(block, *args):
-        now[0] += 4
-        return original(block, *args)
 
-    monkeypatch.setattr(Block, "forward", forward)
-    slow = call(*words, "--max_new_tokens=4")
-    assert "prompt of 4 tokens: 2 of 5 layers, about 12 s left\n" in slow.stderr
-    every_token = "every new token computes the whole text again, about 20 s each"
-    assert (every_token in slow.stderr) == (method == "self-extend")
-    assert slow.stdout == quick.stdout
+# -----------------------------------------------------------------------------
+# What is computed
+
+
+def test_min_p_keeps_what_is_nearly_as_likely_as_the_most_likely():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.99)):
+        for min_p, kept in ((0.0, 3), (0.35, 2), (0.7, 1), (1.0, 1)):
+            generator = torch.Generator().manual_seed(1)
+            sampling = (1.0, top_k, top_p, generator, min_p)
+            found = {inference.sample_token(logits, *sampling).item() for _ in range(200)}
+            assert found >= set(range(kept)) and (not min_p or len(found) == kept)
+
+
+@pytest.mark.parametrize("words", ["--temperature=0", "--temperature=1", "--top_k=0 --top_p=0.5"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_print_no_text(value, words, call, save_run):
+    run = save_run()
+    model = GPT.load(run)
+    with torch.no_grad():
+        model.embed.weight[ord("i")] = value
+    shutil.rmtree(run)
+    model.save(run / "step-000001")
+    done = call("sample.py", run, "--start=if", "--max_new_tokens=4", *words.split())
+    assert_refused(done, "the model's logits are not numbers: give --dtype=float32")
+    assert not done.stdout
+
+
+def test_a_compilation_is_said_before_it_begins(call, save_run, monkeypatch):
+    monkeypatch.setattr("nanolong.devices.pick_compile", lambda wanted, *others, **named: wanted)
+    monkeypatch.setattr("model.GPT.generate", lambda *arguments: iter(()))
+    done = call("sample.py", save_run(), "--compile=true", "--max_new_tokens=9")
+    assert done.stderr.startswith("note: the first tokens take about a minute, to compile")
+    assert not call("sample.py", save_run("other"), "--max_new_tokens=9").stderr

@@ -81,11 +81,17 @@ def test_answers_follow_from_the_text_and_only_from_the_needles(kind, is_bpe, le
     assert len(inputs) == len(targets) == length and inputs[0] == tokenizer.bos
     text, answer = read(tokenizer, inputs, targets)
     assert " " + solve(text) == answer
+    if kind == "vt":  # a variable is assigned before another is assigned from it
+        places = [re.search(rf" {name} (is|=) ", text).start() for name in answer.split()]
+        assert places == sorted(places)
 
     text, same_answer = read(tokenizer, *data.make_document(*what, needles=False))
     assert same_answer == answer
     assert not {*re.findall(r"[\w-]+", text)} & {*answer.split()}
     assert solve(text) != answer[1:]
+    # the other keys of multikey stay
+    n_others = len(re.findall(r" is \d+\.", text))
+    assert n_others == ((3 if is_bpe else 2) if kind == "multikey" else 0)
 
 
 @pytest.mark.parametrize("kind", data.KINDS)
