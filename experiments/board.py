@@ -2,14 +2,12 @@
 
 import math
 import re
-import statistics
 from types import SimpleNamespace
 
 from nanolong.errors import UserError
+from nanolong.evaluation import intervals
 from nanolong.evaluation.curve import import_pyplot
-
-# Student's t, two-sided 95 %, of 1 degree of freedom and more; of yet more it is taken as 2.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+from nanolong.evaluation.tables import Table
 
 ABOUT = (
     "The mean over the seeds and its 95 % interval (Student's t). Losses are in nats per token; "
@@ -24,12 +22,10 @@ RULE = (
 
 def interval(values):
     """Return the mean and the half-width of its 95 % interval (nan for a single value)."""
-    n = len(values)
-    mean = statistics.fmean(values)
-    if n == 1:
-        return mean, math.nan
-    t = T95[n - 2] if n - 2 < len(T95) else 2.0
-    return mean, t * statistics.stdev(values) / math.sqrt(n)
+    found = intervals.mean_interval(values, intervals.MIN_SEEDS)
+    if found["low"] is None:
+        return found["mean"], math.nan
+    return found["mean"], (found["high"] - found["low"]) / 2
 
 
 def format_interval(values, sign=""):
@@ -184,11 +180,6 @@ def claim_lines(claims, board):
 # Tables and the figure. A table is (heading, measures, lengths).
 
 
-def table_lines(header, rows):
-    """Return the lines of a Markdown table."""
-    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-
-
 def format_table(board, names, measures, lengths):
     """Return a Markdown table: a line for each arm, a column for each measure and length."""
     columns = [(measure, length) for measure in measures for length in lengths]
@@ -207,7 +198,7 @@ def format_table(board, names, measures, lengths):
             cells[0] = f"failed: {board.failed[name]}"
         if set(cells) != {"–"}:  # this arm has none of these measures
             rows.append([name, *cells])
-    return table_lines(header, rows)
+    return Table("", header, rows).markdown().splitlines()
 
 
 def rank(board, measures, lengths):

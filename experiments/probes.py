@@ -31,7 +31,6 @@ import torch.nn.functional as F
 
 import data
 from evaluate import load_models
-from experiments.board import table_lines
 from experiments.leaderboard import FLAGS  # noqa: F401
 from experiments.tasks import train_on_samples
 from model import GPT, POSITIONS
@@ -40,6 +39,7 @@ from nanolong.entry import load_entries
 from nanolong.errors import UserError, run_main
 from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.evaluation.loss import evaluation_mode, find_sequences, read_sequences
+from nanolong.evaluation.tables import Table
 
 TITLE = "Position in hidden states and in attention"
 ABOUT = (
@@ -276,7 +276,7 @@ def main(argv=None):
         label = key if isinstance(key, str) else f"{key[0]} at {key[1]}"
         cells = [found.get(key, "–") for found in columns]
         rows.append([label, *(x if isinstance(x, str) else f"{x:.3f}" for x in cells)])
-    print("\n".join(table_lines(["", *models], rows)))
+    print(Table("", ["", *models], rows).markdown())
     return 0
 
 

@@ -12,8 +12,9 @@ Trap: a low loss does not say that distant text is read. A window closes the who
 needles.py shows that it finds nothing beyond it.
 """
 
-from experiments.board import plot_tables, table_lines
+from experiments.board import plot_tables
 from experiments.leaderboard import FLAGS  # noqa: F401  so that both use the same runs
+from nanolong.evaluation.tables import Table
 from rope_scaling import EVALUATION_ONLY, METHODS
 
 TITLE = "What context extension buys"
@@ -91,7 +92,7 @@ def notes(board):
         if set(cells) != {"–"}:
             rows.append([name, *cells])
     header = ["", *(f"{steps} steps" for steps in board.b.tuning)]
-    return ["## Gap closed at 4L", "", *table_lines(header, rows)]
+    return ["## Gap closed at 4L", "", Table("", header, rows).markdown()]
 
 
 def plot(board, file):

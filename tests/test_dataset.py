@@ -69,14 +69,15 @@ def test_parts_go_on_in_further_files(parts, full):
         n = token_files.write_parts(Path(folder), "train", parts, 60)
         ids = [i for part in parts for i in part]
         assert n == len(ids)
-        found = []
-        names = [f"train-{i}.bin" if i else "train.bin" for i in range(99)]
-        for file in [Path(folder) / name for name in names if (Path(folder) / name).exists()]:
-            if ids:
-                tokens = token_files.open_tokens(file).tolist()
-                assert len(tokens) < full + 60  # at most a part more
-                found += tokens
-        assert found == ids
+        expected = [[]]
+        for part in parts:
+            expected += [[]] if len(expected[-1]) >= full else []
+            expected[-1] += part
+        files = [Path(folder) / (f"train-{i}.bin" if i else "train.bin") for i in range(99)]
+        files = [file for file in files if file.exists()]
+        if ids:
+            found = [token_files.open_tokens(file).tolist() for file in files]
+            assert found == list(filter(None, expected))
 
 
 def test_damaged_token_files_are_refused(tmp_path):

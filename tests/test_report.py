@@ -171,6 +171,7 @@ class Page(HTMLParser):
     def __init__(self, file):
         super().__init__()
         self.open, self.elements, self.scripts, self.cells, self.text = [], [], [], [], ""
+        self.drawn = []  # texts of figures
         self.feed(file.read_bytes().decode("utf-8"))
         assert self.open == []
 
@@ -193,6 +194,8 @@ class Page(HTMLParser):
             self.scripts[-1] += data
         elif inside in ("td", "th"):
             self.cells.append(data)
+        elif "svg" in self.open:
+            self.drawn.append(data)
         elif inside != "style":
             self.text += data
 
@@ -234,7 +237,7 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     named = set(re.findall(r'element\("([\w-]+)"\)', page.scripts[-1]))
     assert named <= {found["id"] for _, found in page.elements if "id" in found}
     shown = HOSTILE.replace("\x00", "\u2400").replace("\ud800", "\ufffd")
-    assert f"{shown}0" in page.cells and f"{shown}b" in page.text
+    assert f"{shown}0" in page.cells and f"{shown}b" in page.text and f"{shown}0" in page.drawn
     data = json.loads(page.scripts[0])
     assert data["tokens"] == [[shown, "b"]] and len(data["texts"]) == n
     source = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -89,6 +89,9 @@ def test_answers_follow_from_the_text_and_only_from_the_needles(kind, is_bpe, le
     assert same_answer == answer
     assert not {*re.findall(r"[\w-]+", text)} & {*answer.split()}
     assert solve(text) != answer[1:]
+    # the other keys of multikey stay
+    n_others = len(re.findall(r" is \d+\.", text))
+    assert n_others == ((3 if is_bpe else 2) if kind == "multikey" else 0)
 
 
 @pytest.mark.parametrize("kind", data.KINDS)

@@ -12,7 +12,7 @@ MIN_SAMPLES = 5
 MIN_SEEDS = 2  # each is a training run: few are usual, and Student's t says what that costs
 
 Z = NormalDist().inv_cdf(0.975)
-T_TABLE = {1: 12.7062, 2: 4.30265, 3: 3.18245}  # where the expansion below is not exact enough
+T_TABLE = {1: 12.706, 2: 4.303, 3: 3.182}  # where the expansion below is not exact enough
 
 
 def student_t(freedom):
