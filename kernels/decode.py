@@ -30,6 +30,7 @@ from .flash import (
     TABLE,
     VECTORS,
     Rows,
+    as_rows,
     count_blocks,
     empty_output,
     head_rows,
@@ -39,7 +40,6 @@ from .flash import (
     needs_grad,
     prepare,
     require,
-    rows_of,
     store_rows,
     tile_product,
     visible_keys,
@@ -204,7 +204,7 @@ def _decode(
             num_warps=4, num_stages=2 if row * BN <= 8192 else 1,
         )  # fmt: skip
         _combine_kernel[Tq, H, B](
-            call, partial, row_max, row_sum, rows_of(out), lse, splits,
+            call, partial, row_max, row_sum, as_rows(out), lse, splits,
             S=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
     return out, lse
