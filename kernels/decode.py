@@ -30,6 +30,7 @@ from .flash import (
     TABLE,
     VECTORS,
     Rows,
+    as_rows,
     count_blocks,
     empty_output,
     head_rows,
@@ -39,7 +40,6 @@ from .flash import (
     needs_grad,
     prepare,
     require,
-    rows_of,
     store_rows,
     tile_product,
     visible_keys,
@@ -76,7 +76,8 @@ def _split_kernel(
     q = load_rows(call, _heads_of_token(call.q, b, t), h0, r, h0 + PACK, True)
     if call.KIND == SLOPES:
         slope = tl.load(call.bias.ptr + h * call.bias.h)
-    elif call.KIND == VECTORS:  # all the heads share them, or there is one head
+    elif call.KIND == VECTORS:
+        # all packed heads share the vectors, or there is one head
         qr = load_rows(call, _heads_of_token(call.qr, b, t), h0, r, h0 + PACK, True)
         rel_k = head_rows(call.bias, 0, h0)
         rel_v = head_rows(call.rel_v, 0, h0)
@@ -114,6 +115,7 @@ def _split_kernel(
             s = (s + tile_product(call, qr, vectors, False)) * call.scale
         else:
             s = s * call.scale
+        # mask
         visible = visible_keys(call, b, tl.zeros([1], tl.int32) + i, j, Tk, False)
         s = tl.where(visible, s, float("-inf"))
 
@@ -129,8 +131,9 @@ def _split_kernel(
             vectors = load_rows(call, rel_v, 0, clipped, 0, False)
             acc = tl.dot(p.to(v.dtype), vectors, acc, input_precision=call.PRECISION)
 
+    # the row of head 0 in (B, H, Tq, splits); the next head is Tq * splits further
     splits = tl.num_programs(0)
-    first = (b * H * call.Tq + t) * splits + split  # of head 0; the next is Tq * splits further
+    first = (b * H * call.Tq + t) * splits + split
     at = first + h * (call.Tq * splits)
     tl.store(ROW_MAX + at, row_max, mask=r < PACK)
     tl.store(ROW_SUM + at, row_sum, mask=r < PACK)
@@ -150,6 +153,7 @@ def _combine_kernel(call, PARTIAL, ROW_MAX, ROW_SUM, OUT, LSE, splits, S: tl.con
     row = (b * tl.num_programs(1) + h) * call.Tq + t
     split = tl.arange(0, S)
     at = row * splits + split
+    # a split that has seen nothing has -1e30 as its maximum, and the weight 0
     row_max = tl.load(ROW_MAX + at, mask=split < splits, other=-1e30)
     total_max = tl.max(row_max, 0)
     weight = tl.exp2(row_max - total_max)
@@ -184,14 +188,15 @@ def _decode(
     B, H, Tq, D = q.shape
     HK, Tk = k.shape[1:3]
     call = make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale)
+    # heads of a program: those that share the keys, if they share the vectors too
     is_vectors = call.KIND.value == VECTORS.value
-    by_head = is_vectors and len(bias) > 1
-    packed = 1 if by_head else H // HK  # heads of a program
+    packed = 1 if is_vectors and len(bias) > 1 else H // HK
 
     # a block of 16 KiB of keys, half of that for 32-bit elements, and half for relative vectors
     row = call.DP.value * q.element_size()
     n_bytes = 16384 // (2 if q.element_size() > 2 else 1) // (2 if is_vectors else 1)
     BN = max(16, min(128, n_bytes // row))
+    # with a window, only some of the keys are visited
     visited = min(Tk, window + sinks + 2 * BN) if window and positions is None else Tk
     splits = number_of_splits(visited, H // packed * B * Tq, BN)
     partial = lse.new_empty(B, H, Tq, splits, D)
@@ -204,7 +209,7 @@ def _decode(
             num_warps=4, num_stages=2 if row * BN <= 8192 else 1,
         )  # fmt: skip
         _combine_kernel[Tq, H, B](
-            call, partial, row_max, row_sum, rows_of(out), lse, splits,
+            call, partial, row_max, row_sum, as_rows(out), lse, splits,
             S=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
     return out, lse

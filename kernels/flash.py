@@ -121,7 +121,7 @@ class Call(NamedTuple):
 #
 # Pointers are in capitals. A tile has BM queries, numbered r (BM,), and BN keys, numbered c (BN,).
 # i0 and n0 are the indices of its first query and its first key, m0 = i0 - (Tk - Tq) is the row of
-# the first query, and d0 = i0 - n0 is the distance at r = c. FLIP: the tile is transposed, (BN, BM).
+# the first query, and d0 = i0 - n0 is the distance at r = c. FLIP: a tile is transposed, (BN, BM).
 
 
 @triton.jit
@@ -583,8 +583,8 @@ def _dkdv_kernel(
                             dp += _vector_products(call, do, rel_v, i0 - n0, r, c, True)
                     ds = p * (dp - delta[None, :])
                     if DSLOPE is not None:
-                        i, j = _pair(i0 + r, n0 + c, True)
-                        dslope -= tl.sum(ds * tl.abs(i - j).to(tl.float32), 1)
+                        i, j = _pair((i0 - n0 + r).to(tl.float32), c.to(tl.float32), True)
+                        dslope -= tl.sum(ds * tl.abs(i - j), 1)
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=call.PRECISION)
         if DSLOPE is not None:
             at = DSLOPE + (b * H + h) * call.Tk + n0 + c
@@ -751,7 +751,8 @@ class Tile(NamedTuple):
 
 KERNELS = ("forward", "dq", "dkdv", "sweep")
 # 16-bit elements: the architecture and the head dimension, rounded up, to a Tile for each of
-# KERNELS. sm_90: and newer data-centre cards; small: cards with 99 KiB of shared memory.
+# KERNELS. sm_90: and newer data-centre cards; small: cards with 99 KiB of shared memory. Those of
+# vectors are square, and serve all cards.
 TILES = {
     ("sm_80", 64): ((128, 32, 4, 3), (128, 64, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_80", 128): ((64, 64, 4, 2), (128, 32, 8, 3), (16, 128, 8, 2), (64, 64, 4, 2)),
@@ -759,8 +760,9 @@ TILES = {
     ("sm_90", 128): ((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2)),
     ("small", 64): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1), (32, 32, 4, 2)),
     ("small", 128): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 2)),
+    ("vectors", 64): ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    ("vectors", 128): ((32, 32, 8, 1), (16, 16, 8, 1), (32, 32, 8, 2), (16, 16, 8, 1)),
 }
-VECTOR_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 8, 1)}  # square, for all kernels
 SWEEP_PROGRAMS = 512  # about so many, if the tiles allow: a diagonal is split to get there
 
 
@@ -774,10 +776,8 @@ def tile_for(q, kind, kernel):
     if q.element_size() > 2 or D > 128:
         side = 16 if is_vectors or D > 64 else 32
         return Tile(side, side, 8, 1)
-    size = 64 if D <= 64 else 128
-    if is_vectors:
-        return VECTOR_TILES[size]
-    return Tile(*TILES[family, size][KERNELS.index(kernel)])
+    row = TILES["vectors" if is_vectors else family, 64 if D <= 64 else 128]
+    return Tile(*row[KERNELS.index(kernel)])
 
 
 def device_family(device):
@@ -958,7 +958,7 @@ def kind_of(bias):
     return kind, bias.shape[1] if kind >= TABLE.value else 0
 
 
-def rows_of(x):
+def as_rows(x):
     """Rows of a tensor (B, H, T, D), or None."""
     return None if x is None else Rows(x, *x.stride()[:3])
 
@@ -980,7 +980,7 @@ def make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, 
     D = q.shape[3]
     precision = device_family(q.device)[1] if q.dtype == torch.float32 else "ieee"
     return Call(
-        q=rows_of(q), k=rows_of(k), v=rows_of(v), qr=rows_of(qr),
+        q=as_rows(q), k=as_rows(k), v=as_rows(v), qr=as_rows(qr),
         bias=per_distance(bias), rel_v=per_distance(rel_v),
         pos=per_token(positions), docs=per_token(docs),
         Tq=q.shape[2], Tk=k.shape[2], m=m, window=window or None, sinks=sinks,
@@ -1059,7 +1059,7 @@ def _attention(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if out.numel():
         call = make_call(q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale)
-        launch(_forward_kernel, "forward", call, segments, rows_of(out), lse)
+        launch(_forward_kernel, "forward", call, segments, as_rows(out), lse)
     return out, lse
 
 
@@ -1088,11 +1088,11 @@ def _attention_backward(
 
     delta = torch.empty_like(lse)
     launch(
-        _dq_kernel, "dq", call, segments, rows_of(out), lse, rows_of(dout), dlse,
-        rows_of(dq), None if qr is None else rows_of(dqr), delta,
+        _dq_kernel, "dq", call, segments, as_rows(out), lse, as_rows(dout), dlse,
+        as_rows(dq), None if qr is None else as_rows(dqr), delta,
     )  # fmt: skip
     dslope = lse.new_empty(*lse.shape[:2], call.Tk) if kind == SLOPES.value else None
-    tensors = lse, rows_of(dout), delta, rows_of(dk), rows_of(dv), dslope
+    tensors = lse, as_rows(dout), delta, as_rows(dk), as_rows(dv), dslope
     launch(_dkdv_kernel, "dkdv", call, segments, *tensors)
     if kind == SLOPES.value:
         dbias.copy_(dslope.sum((0, 2)) / LOG2E)  # slopes arrived in log2 units
@@ -1145,7 +1145,7 @@ def _sweep(call, segments, lse, dout, delta):
     if diagonals:
         launch(
             _sweep_kernel, "sweep", call, segments,
-            lse, rows_of(dout), delta, by_distance, v_by_distance,
+            lse, as_rows(dout), delta, by_distance, v_by_distance,
             grid=(diagonals, H, splits), B=B, first_diagonal=first,
         )  # fmt: skip
     return by_distance, v_by_distance, d0, BM

@@ -12,11 +12,10 @@ angle of the token's position for that pair. Channels from R on pass through:
 A rotation is orthogonal, so the backward pass is the same kernel with the angle negated (and the
 same attention factor in cos and sin, if there is one).
 
-Why a kernel: the operation reads and writes each number once, with six floating point operations in
-between, so memory bandwidth is its limit. Eager PyTorch makes five passes and as many temporaries.
+Why a kernel: memory bandwidth is the limit, and eager PyTorch makes five passes over each number.
 Here a program takes a few tokens, loads their cos and sin once and uses them for a group of heads.
-Both halves of a head are loaded and stored as contiguous runs. The arithmetic is float32 whatever
-the dtype: in bfloat16, cos and sin would no longer tell distant positions apart.
+The arithmetic is float32 whatever the dtype: in bfloat16, cos and sin would no longer tell distant
+positions apart.
 """
 
 from typing import Any, NamedTuple
@@ -41,27 +40,26 @@ class Heads(NamedTuple):
 
 @triton.jit
 def _rotate_heads(x, y, b, first, t, cos, sin, T, D: tl.constexpr, HALF: tl.constexpr):
-    """Rotate heads first .. first + GROUP - 1 of x into y.
-
-    t (BT,): the tokens; cos and sin (BT, R/2): theirs.
-    """
+    """Rotate heads first .. first + GROUP - 1 of x into y: tokens t, by their cos and sin."""
     c = tl.arange(0, cos.shape[1])[None, :]
     dtype = y.ptr.dtype.element_ty
     for i in tl.static_range(GROUP):
+        # int64: a head index times its stride can pass 2^31
         h = (first + i).to(tl.int64)
         mask = ((t < T) & (h < x.n))[:, None]
         source = x.ptr + b * x.b + h * x.h + t[:, None] * x.t
         target = y.ptr + b * y.b + h * y.h + t[:, None] * y.t
-        # the two halves that are rotated with each other
-        left = tl.load(source + c, mask=mask & (c < HALF), other=0.0).to(tl.float32)
-        right = tl.load(source + HALF + c, mask=mask & (c < HALF), other=0.0).to(tl.float32)
-        tl.store(target + c, (left * cos - right * sin).to(dtype), mask=mask & (c < HALF))
-        tl.store(target + HALF + c, (right * cos + left * sin).to(dtype), mask=mask & (c < HALF))
+        # the two halves that are rotated with each other, each a contiguous run
+        of_half = mask & (c < HALF)
+        left = tl.load(source + c, mask=of_half, other=0.0).to(tl.float32)
+        right = tl.load(source + HALF + c, mask=of_half, other=0.0).to(tl.float32)
+        tl.store(target + c, (left * cos - right * sin).to(dtype), mask=of_half)
+        tl.store(target + HALF + c, (right * cos + left * sin).to(dtype), mask=of_half)
         # the channels that pass through
         if 2 * HALF < D:
             rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))[None, :]
-            passed = tl.load(source + rest, mask=mask & (rest < D), other=0.0)
-            tl.store(target + rest, passed, mask=mask & (rest < D))
+            of_rest = mask & (rest < D)
+            tl.store(target + rest, tl.load(source + rest, mask=of_rest), mask=of_rest)
 
 
 @triton.jit
@@ -72,7 +70,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """Rotate BT tokens of one sequence, for GROUP heads of the queries or of the keys.
 
-    HALF: R/2. HALF_P2: rounded up to a power of two.
+    HALF: R/2. HALF_P2: that, rounded up to a power of two.
     """
     group = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -161,22 +159,16 @@ def rope(q, k, cos, sin):
     """
     B, _, T, D = q.shape
     half = cos.shape[-1]
-    require(
-        q.dtype in DTYPES and k.dtype == q.dtype,
-        "q is {}, k {}: use float16, bfloat16 or float32, the same for both",
-        *(q.dtype, k.dtype),
-    )
-    require(
-        not any(x.dtype != torch.float32 or x.requires_grad for x in (cos, sin)),
-        "cos and sin are not float32, or have a gradient: use float32 tables without gradient",
-    )
+    fits = q.dtype in DTYPES and k.dtype == q.dtype
+    expected = "float16, bfloat16 or float32, the same for both"
+    require(fits, "q is {}, k {}: use " + expected, q.dtype, k.dtype)
+    fits = all(x.dtype == torch.float32 and not x.requires_grad for x in (cos, sin))
+    require(fits, "cos and sin do not fit: use float32 tables without gradient")
     fits = cos.shape == sin.shape and cos.shape in ((T, half), (B, T, half)) and 2 * half <= D
-    require(
-        fits and k.shape[0] == B and k.shape[2:] == (T, D),
-        "q, k, cos and sin {}, {}, {}, {} do not fit: use q (B, H, T, D), k (B, Hk, T, D), and "
-        "tables (T, R/2) or (B, T, R/2) with R <= D",
-        *(x.shape for x in (q, k, cos, sin)),
-    )
+    fits = fits and k.shape[0] == B and k.shape[2:] == (T, D)
+    expected = "q (B, H, T, D), k (B, Hk, T, D), tables (T, R/2) or (B, T, R/2) with R <= D"
+    shapes = (q.shape, k.shape, cos.shape, sin.shape)
+    require(fits, "q, k, cos and sin {}, {}, {}, {} do not fit: use " + expected, *shapes)
     return _rope(q, k, cos, sin, False)
 
 
