@@ -37,6 +37,7 @@ DELIBERATE = (
     ("extension: *documents* | *", "positions count from 0 in every packed document"),
     ("training: long documents | *", "positions count from 0 in every packed document"),
     ("extending: extended again | log val*", "eval_iters counts sequences, here one fewer"),
+    ("evaluation: needle*", "needles are prompts of niah, and records of retrieval have one form"),
 )
 
 # Cases that went with what they compared:

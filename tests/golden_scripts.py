@@ -356,8 +356,8 @@ def sampling(record, folder):
         found["text"] = must_call("sample.py", run, "--best=true", "--max_new_tokens=40")
 
 
-# Of evaluate.py's records: where they were computed, and of which commit.
-NOT_COMPARED = ("folder", "commit", "key")
+# Of evaluate.py's records: where they were computed, of which commit, and the hash of token ids.
+NOT_COMPARED = ("folder", "commit", "key", "ids")
 
 
 def evaluation(record, folder):
@@ -365,11 +365,12 @@ def evaluation(record, folder):
     models = [f"{name}={saved(folder, name, **model)}" for name, model in EVALUATED.items()]
     protocols = "--protocol=chunked,last-quarter,position,sliding,token-aligned"
     needle = ["--task=needle", "--depths=3", "--trials=8"]
-    long = ["--lengths=16500", "--max_tokens=16500", "--protocol=chunked"]
+    long = ["--lengths=16500", "--max_tokens=16500", "--protocol=chunked", "--dtype=float32"]
+    float32 = ["--max_tokens=960", "--dtype=float32"]  # auto was bfloat16 on more CPUs
     rope = saved(folder, "rope", **SAMPLED["rope"])
     for name, words in {
-        "protocols": [*models, "--lengths=16,32,96", protocols, "--stride=8", "--max_tokens=960"],
-        "defaults": [rope, f"--dataset={dataset()}", "--max_tokens=4096"],
+        "protocols": [*models, "--lengths=16,32,96", protocols, "--stride=8", *float32],
+        "defaults": [rope, f"--dataset={dataset()}", "--max_tokens=4096", "--dtype=float32"],
         "bfloat16": [rope, "--lengths=32,64", "--max_tokens=640", "--dtype=bfloat16"],
         "read in pieces": [rope, *long],
         "needle": [*models, *needle, "--lengths=40,64"],

@@ -21,6 +21,7 @@ def compare(records, names):
     "difference": of losses in nats per token, or of the nats of an answer, this one minus the
     first, from the differences of the same sequences, prompts, or pairs of seeds in their order.
     """
+    # where the first was refused, nothing is compared: not with the second in its place
     first_of = {cell_of(record): record for record in select(records, checkpoint=names[0])}
     for record in records:
         first = first_of.get(cell_of(record), {})
@@ -69,6 +70,7 @@ def mean_record(arm, records):
     first = records[0]
     found = {name: first[name] for name in CELL if name in first}
     found = {"checkpoint": arm, **found, "seeds": len(records)}
+    # the mean of the other runs would be of another selection
     refused = [record["refused"] for record in records if "refused" in record]
     if refused:
         return {**found, "refused": refused[0]}
@@ -103,6 +105,7 @@ def seed_interval(values):
 def training_facts(model):
     """Return what must be equal between checkpoints for a comparison of something else."""
     meta = model.meta
+    # the name of the parent's step folder says how far it was trained
     parent = re.search(r"step-(\d+)$", meta.get("parent") or "")
     steps = [int(parent[1]) if parent else 0, meta.get("step") or 0]
     tokens = (meta.get("pretraining_tokens") or 0) + (meta.get("tokens") or 0)
@@ -127,6 +130,7 @@ def describe_unequal(models, arms):
             if (meta.get("step") or 0) < last_step:
                 unfinished.append(f"{run} ({meta['step']:,} of {last_step:,} steps)")
     sentences = []
+    # what is equal needs no sentence
     for what, found in facts.items():
         sides = [f"{value} ({', '.join(dict.fromkeys(of))})" for value, of in found.items()]
         if len(sides) > 1:
@@ -141,6 +145,7 @@ def describe_other_tokens(records, texts, max_tokens):
 
     texts: name -> Dataset or TextFile.
     """
+    # of one protocol and length, for each has other sequences
     ids = {}
     for record in select(records, task="loss"):
         if "ids" in record:

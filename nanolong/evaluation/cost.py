@@ -35,7 +35,9 @@ def measure_cost(record, model, dtype):
     tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator())
     tokens = tokens.to(device)
     with evaluation_mode(model, devices.pick_dtype(dtype, device)):
+        # the second finds memory and code warm
         prefills = [time_pass(model, tokens, inference.KVCache(length), device) for _ in range(2)]
+        # decoding ends at the length, which a bounded scheme cannot exceed
         cache = inference.KVCache(length)
         time_pass(model, tokens[:, :-n_decoded], cache, device)
         last = tokens[:, -n_decoded:].split(1, 1)

@@ -43,6 +43,7 @@ def to_svg(figure):
     hidden = dict.fromkeys(("Date", "Creator", "Type", "Format"))
     figure.savefig(text, format="svg", metadata=hidden)
     svg = text.getvalue()
+    # ids that are hashes stay: they are referred to
     svg = re.sub(r' id="[A-Za-z]\w*_\d+"', "", svg[svg.index("<svg") :])
     head = r'<svg [^>]*?viewBox="([^"]*)"[^>]*>'
     return re.sub(head, r'<svg class="chart" viewBox="\1">', svg, count=1)
@@ -81,6 +82,7 @@ def draw_losses(axis, records, names):
         # a loss that is not finite, and an interval that is not there, leave a gap
         points = [[math.nan if value is None else value for value in point] for point in points]
         x, y, low, high = zip(*sorted(points), strict=True) if points else ([],) * 4
+        # after ten the colours repeat, and the markers do not
         colour, marker = f"C{number % 10}", MARKERS[number % len(MARKERS)]
         axis.plot(x, y, color=colour, marker=marker, markersize=4, label=visible(name))
         axis.fill_between(x, low, high, alpha=0.15, color=colour, linewidth=0)

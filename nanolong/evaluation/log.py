@@ -66,6 +66,7 @@ def measure(cells, models, origins, facts, file="", saved=()):
 
     def key_of(cell):
         name = cell.records[0]["checkpoint"]
+        # not the commit: that of a document changes no number
         origin = {field: value for field, value in origins[name].items() if field != "commit"}
         dtypes = sorted({str(p.dtype) for p in models[name].parameters()})
         found = [facts, torch.__version__, models[name].meta.get("checksums"), dtypes]

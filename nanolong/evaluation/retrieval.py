@@ -74,6 +74,7 @@ def ask(record, model, tokenizer, dtype):
     the needles save of it; "control": the fraction that is right without them; "by_prompt": nats,
     right, gain and right without needles, of each. Raises UserError.
     """
+    # the same prompts with and without what answers them: the difference is what was found
     bos = model.meta.get("bos")
     prompts = make_prompts(record, tokenizer, bos, needles=True)
     ids = hashlib.sha256(b"".join(tokens.tobytes() for prompt in prompts for tokens in prompt))

@@ -35,6 +35,7 @@ def open_texts(models, cfg):
         dataset = name_of_text(cfg.dataset or meta.get("dataset"), folder)
         key = (dataset, meta.get("bos") is not None)
         if key not in opened:
+            # once for all checkpoints: its files are hashed
             opened[key] = Dataset(*key, reader)
         texts[name] = opened[key]
         texts[name].check_model(*reader)
@@ -178,9 +179,11 @@ def score(blank, model, text, cfg):
     sequences = loss.find_sequences(text.val, length, cfg.max_tokens, *placement)
     dtype = devices.pick_dtype(cfg.dtype, next(model.parameters()).device)
     known = find_byte_lengths(text)
+    # what is read is hashed, not a description of it: one vocabulary may split text in two ways
     ids = hashlib.sha256(text.hash.encode())
     cells = [(record, *part) for record in blank for part in parts_of(record["protocol"], length)]
     rows = [[] for _ in cells]  # of each sequence its summed loss, tokens and bytes
+    # sums of sequences are all that is kept, so that a long text needs little memory
     for batch, x, y, losses in loss.sequence_losses(model, text.val, length, sequences, dtype):
         ids.update(x.numpy().tobytes() + y.numpy().tobytes())
         values = [losses, (y >= 0)]
@@ -222,6 +225,7 @@ def in_bits_per_byte(records):
             converted.append({**record, "loss": found.pop("mean"), **found})
         elif record.get("protocol") == "chunked" and "refused" in record:
             converted.append(record)
+    # of bytes they are nats in another unit
     says_more = any(record.get("bytes") != record.get("tokens") for record in converted)
     return converted if says_more else []
 

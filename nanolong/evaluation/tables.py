@@ -119,6 +119,7 @@ def cell(record, measure):
         text = intervals.format_interval(record, key="loss")
     else:
         text = intervals.format_interval(record[measure], 2)
+    # an asterisk stands where the difference is measured, and not at what goes with it
     is_compared = measure in ("loss", "nats") and "difference" in record
     return text + ("*" if is_compared and intervals.separation(record["difference"]) else "")
 
@@ -156,6 +157,7 @@ def tables_of(records, unequal=()):
     costs = select(records, task="cost")
     if costs:
         tables.append(grid("cost of one text", costs, COSTS))
+    # an asterisk and what it does not say are never apart
     for table in tables:
         cells = [str(cell) for row in table.rows for cell in row[1:]]
         if any(cell.endswith("*") for cell in cells):
@@ -181,6 +183,7 @@ def loss_table(records, unit="nats per token"):
     for record in records:
         counts.setdefault(record["length"], set()).update({record["n"]} if "n" in record else ())
     table.rows.append([samples, *(" or ".join(map(str, sorted(n))) for n in counts.values())])
+    # the choice of the text then decides how two lengths compare
     few = [
         length for length, n in counts.items() if samples == "sequences" and min(n, default=8) < 8
     ]
