@@ -126,10 +126,8 @@ class Call(NamedTuple):
 
 @triton.jit
 def head_rows(x, b, h):
-    """The rows of one head of one sequence."""
-    if x is None:
-        return None
-    else:
+    """The rows of one head of one sequence; None of None."""
+    if x is not None:
         return Rows(x.ptr + b * x.b + h * x.h, 0, 0, x.t)
 
 
@@ -384,7 +382,8 @@ def _forward_kernel(call, segments, OUT, LSE, BM: tl.constexpr, BN: tl.constexpr
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     r, c = tl.arange(0, BM), tl.arange(0, BN)
     k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
-    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
+    bias = head_rows(call.bias, 0, h)
+    rel_v = head_rows(call.rel_v, 0, h)
 
     # the queries, and what their bias needs
     m0 = block * BM
@@ -451,7 +450,8 @@ def _dq_kernel(
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     r, c = tl.arange(0, BM), tl.arange(0, BN)
     k_head, v_head = head_rows(call.k, b, h // call.G), head_rows(call.v, b, h // call.G)
-    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
+    bias = head_rows(call.bias, 0, h)
+    rel_v = head_rows(call.rel_v, 0, h)
 
     # the queries, their output and its gradient, and what their bias needs
     m0 = block * BM
@@ -537,9 +537,11 @@ def _dkdv_kernel(
     dv = tl.zeros([BN, call.DP], tl.float32)
     for g in tl.range(0, call.G):
         h = hk * call.G + g
-        q_head, qr_head = head_rows(call.q, b, h), head_rows(call.qr, b, h)
+        q_head = head_rows(call.q, b, h)
+        qr_head = head_rows(call.qr, b, h)
         do_head = head_rows(DOUT, b, h)
-        bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
+        bias = head_rows(call.bias, 0, h)
+        rel_v = head_rows(call.rel_v, 0, h)
         row = (b * H + h) * call.Tq
         head_constant = 0.0 if call.KIND == VECTORS else _load_constant(call, bias, k)
         dslope = tl.zeros([BN], tl.float32)
@@ -628,7 +630,8 @@ def _sweep_kernel(
     diagonal = first_diagonal + index
     d0 = call.Tk - call.Tq + diagonal * BM
     r, c = tl.arange(0, BM), tl.arange(0, BM)
-    bias, rel_v = head_rows(call.bias, 0, h), head_rows(call.rel_v, 0, h)
+    bias = head_rows(call.bias, 0, h)
+    rel_v = head_rows(call.rel_v, 0, h)
 
     # the tiles of this program: query blocks n_lo .. n_hi - 1 of each sequence
     n_lo = tl.maximum(diagonal, 0)
