@@ -306,7 +306,7 @@ def results_far_apart(modules):
     def far_output(x):
         return sparse_memory(T * stride).as_strided(x.shape, (0, 0, stride, 1))
 
-    with mock.patch.object(modules.flash, "_empty_output", far_output):
+    with mock.patch.object(modules.flash, "empty_output", far_output):
         results = results_and_exact(modules.flash.attention, leaves)
     for name, x, exact in results:
         yield Comparison(name, error(x, exact), 2e-2)
@@ -351,7 +351,16 @@ def property_checks():
         "documents, sm_80": attention_check(
             "sm_80", T=150, mask={"docs": (torch.arange(150) // 100)[None]}
         ),
-        "table, splits, sm_80": attention_check("sm_80", T=200, bias="table", m="3"),
+        "table and positions, sm_80": attention_check(
+            "sm_80", T=200, bias="table", m="T",
+            mask={"window": 20, "sinks": 3, "positions": 2 * torch.arange(200)},
+        ),
+        "table and documents, sm_80": attention_check(
+            "sm_80", T=150, bias="table", m="40", mask={"docs": (torch.arange(150) // 100)[None]}
+        ),
+        "table, splits, sm_80": attention_check(
+            "sm_80", T=200, bias="table", m="40", heads=(2, 2), sweep_programs=12
+        ),
         "odd rows, sm_90": attention_check(
             "sm_90", T=131, cached=1, D=128, dtype="float16", layout="odd", gradient="transposed"
         ),
@@ -360,7 +369,7 @@ def property_checks():
         "results far apart in memory, sm_80": Check("sm_80", results_far_apart),
         "heads far apart in memory, sm_80": Check("sm_80", heads_far_apart),
         "rotary, far apart in memory, sm_80": Check("sm_80", rotary_far_apart),
-    }
+    }  # fmt: skip
 
 
 CHECKS = {
