@@ -268,7 +268,8 @@ def _attend_in_bands(q, k, v, bias, relative, scale, mask, length):
     slopes = bias if by_channel else None
     return _Bands.apply(
         (mask.window, mask.sinks, int(mask.causal), reach, n), scale,
-        q, k, v, distant_k, distant_v, table, keys, values, slopes, mask.docs, mask.positions, length,
+        q, k, v, distant_k, distant_v, table, keys, values, slopes,
+        mask.docs, mask.positions, length,
     )  # fmt: skip
 
 
@@ -488,12 +489,12 @@ _backward_operator = torch.library.custom_op(
 
 
 @_forward_operator.register_fake
-def _(tensors, sizes, scale):
+def _fake_outputs(tensors, sizes, scale):
     return _zero_outputs(tensors[0])
 
 
 @_backward_operator.register_fake
-def _(dy, dlse, y, lse, tensors, sizes, scale, bias_grad):
+def _fake_gradients(dy, dlse, y, lse, tensors, sizes, scale, bias_grad):
     return [x.new_empty(x.shape) for x in tensors[:8] if x is not None]
 
 
@@ -606,7 +607,7 @@ _compute_many_losses = torch.library.custom_op(
 
 
 @_compute_many_losses.register_fake
-def _(x, weight, targets, factor, dtype):
+def _fake_losses(x, weight, targets, factor, dtype):
     losses = x.new_empty(len(x), dtype=torch.promote_types(dtype, torch.float32))
     if factor is None:
         return losses, x.new_empty(0), weight.new_empty(0, x.shape[1])
