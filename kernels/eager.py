@@ -244,6 +244,8 @@ def _attend_in_bands(q, k, v, bias, relative, scale, mask, length):
         reach = min(reach, mask.window)
     reach = min(reach, Tk)
     n = Tq if q.device.type not in FLASH_DEVICES else CHUNK
+    if reach == 1 and not mask.hides_keys():  # almost all is flash attention's: in larger blocks
+        n = max(n, min(6 * CHUNK, Tk // 16))
     n = max(1, min(n, Tq, MAX_SCORES // (2 * B * H * (reach + n) + B * Tk)))
 
     # The terms of each distance, and of all distant keys.
@@ -266,7 +268,8 @@ def _attend_in_bands(q, k, v, bias, relative, scale, mask, length):
     slopes = bias if by_channel else None
     return _Bands.apply(
         (mask.window, mask.sinks, int(mask.causal), reach, n), scale,
-        q, k, v, distant_k, distant_v, table, keys, values, slopes, mask.docs, mask.positions, length,
+        q, k, v, distant_k, distant_v, table, keys, values, slopes,
+        mask.docs, mask.positions, length,
     )  # fmt: skip
 
 
@@ -329,9 +332,12 @@ class _Call:
                 F.pad(x, (0, 1), value=w) for x, w in zip(self.distant, (weight, 0, 0), strict=True)
             ]
 
+        # The bias of n queries, one row below the other (H or 1, n, distances); chunks read parts.
+        self.near_table = self.table[:, 1:].unfold(1, self.table.shape[1] - self.n, 1).flip(1)
+
     def chunks(self):
-        """Yield rows of queries, their near keys, the falling distances to these, and distant keys,
-        all as slices.
+        """Yield rows of queries, their near keys, columns of near_table and falling distances for
+        these, and distant keys: all are slices.
         """
         Tq, n = self.q.shape[2], self.n
         for i in range(0, Tq, n):
@@ -339,19 +345,19 @@ class _Call:
             first = self.mask.q_start + i
             seen = self.mask.range_of(rows)
             start = max(seen.start, first - self.reach + 1)
-            # The first is from the last query to the first key; that of index 0 is reach + n - 1.
-            index = self.reach + n - (first + rows.stop - i - start)
-            falling = slice(index, index + rows.stop - i + seen.stop - start - 1)
-            yield rows, slice(start, seen.stop), falling, slice(seen.start, start)
+            # Column 0 has distance reach - 1 in the first row, and index 0 has reach + n - 1.
+            column = self.reach - 1 - (first - start)
+            columns = slice(column, column + seen.stop - start)
+            falling = slice(column + n + 1 - (rows.stop - i), columns.stop + n)
+            yield rows, slice(start, seen.stop), columns, falling, slice(seen.start, start)
 
-    def near_scores(self, rows, near, falling):
+    def near_scores(self, rows, near, columns, falling):
         """Explicit scores (B, H, n, near)."""
         q = self.q[:, :, rows] * self.scale
         scores = q @ self.k[:, :, near].mT
-        n_keys = scores.shape[3]
-        scores += self.table[:, falling].unfold(1, n_keys, 1).flip(1)  # one row below the other
+        scores += self.near_table[:, : q.shape[2], columns]
         if self.keys is not None:
-            scores += _distances_to_keys(q @ self.keys[:, falling].mT, n_keys)
+            scores += _distances_to_keys(q @ self.keys[:, falling].mT, scores.shape[3])
         if self.hides:
             seen, _ = self.mask.visible(rows, near, q.device)
             scores.masked_fill_(~seen, float("-inf"))
@@ -384,8 +390,8 @@ def _attend_forward(
     """The output and the log-sum-exp."""
     call = _Call(tensors, sizes, scale, tensors[8] is not None)
     y, lse = _zero_outputs(call.q)
-    for rows, near, falling, distant in call.chunks():
-        p = call.near_scores(rows, near, falling)
+    for rows, near, columns, falling, distant in call.chunks():
+        p = call.near_scores(rows, near, columns, falling)
         unit = p.amax(-1, keepdim=True)
         p = p.sub_(unit).exp_()
         part = p @ call.v[:, :, near]
@@ -416,19 +422,20 @@ def _attend_backward(
     dq, dk, dv, distant_dk, distant_dv, dtable, dkeys, dvalues = grads
     distant_dk = dk if distant_dk is None else distant_dk
     distant_dv = dv if distant_dv is None else distant_dv
+    near_dtable = torch.zeros_like(call.near_table) if table_grad else None
     D = y.shape[-1]
     out, dout = y, dy
     if call.distant[0].shape[-1] > D:
         # flash attention subtracts dout out from the products of dout and v: add that of the lse
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         out, dout = torch.cat((y, -dlse[..., None]), -1), F.pad(dy, (0, 1), value=1.0)
-    for rows, near, falling, distant in call.chunks():
+    for rows, near, columns, falling, distant in call.chunks():
         q, g, total = call.q[:, :, rows], dy[:, :, rows], lse[:, :, rows]
         k, v = call.k[:, :, near], call.v[:, :, near]
         # the gradient of what all scores of a query have in common
         rest = torch.zeros_like(total) if dlse is None else dlse[:, :, rows]
         delta = (g * y[:, :, rows]).sum(-1) - rest
-        p = call.near_scores(rows, near, falling).sub_(total[..., None]).exp_()
+        p = call.near_scores(rows, near, columns, falling).sub_(total[..., None]).exp_()
         ds = g @ v.mT
         if dvalues is not None:
             ds += _distances_to_keys(g @ call.values[:, falling].mT, ds.shape[3])
@@ -436,7 +443,7 @@ def _attend_backward(
         ds.sub_(delta[..., None]).mul_(p)
         if table_grad:
             rest = rest - ds.sum(-1)
-            dtable[:, falling] += _keys_to_distances(_sum_to(ds, dtable)).sum(1)
+            near_dtable[:, : ds.shape[2], columns] += _sum_to(ds, dtable)
         ds *= scale
         dv[:, :, near] += p.mT @ g
         dk[:, :, near] += ds.mT @ q
@@ -457,6 +464,8 @@ def _attend_backward(
             if table_grad:
                 rest = rest if is_blind is None else rest.masked_fill(is_blind, 0)
                 dtable[:, :1] += _sum_to(rest, dtable).sum(1, keepdim=True)
+    if table_grad:
+        dtable[:, 1:] += _keys_to_distances(near_dtable).sum(1)
     return [x for x in grads if x is not None]
 
 
@@ -480,12 +489,12 @@ _backward_operator = torch.library.custom_op(
 
 
 @_forward_operator.register_fake
-def _(tensors, sizes, scale):
+def _fake_outputs(tensors, sizes, scale):
     return _zero_outputs(tensors[0])
 
 
 @_backward_operator.register_fake
-def _(dy, dlse, y, lse, tensors, sizes, scale, bias_grad):
+def _fake_gradients(dy, dlse, y, lse, tensors, sizes, scale, bias_grad):
     return [x.new_empty(x.shape) for x in tensors[:8] if x is not None]
 
 
@@ -598,7 +607,7 @@ _compute_many_losses = torch.library.custom_op(
 
 
 @_compute_many_losses.register_fake
-def _(x, weight, targets, factor, dtype):
+def _fake_losses(x, weight, targets, factor, dtype):
     losses = x.new_empty(len(x), dtype=torch.promote_types(dtype, torch.float32))
     if factor is None:
         return losses, x.new_empty(0), weight.new_empty(0, x.shape[1])

@@ -221,7 +221,7 @@ def test_slopes_are_exact_over_16k_tokens(slope, dtype, limit):
     """Float32 rounds slope * index, which is up to 8,192, and bfloat16 merges indices above 256."""
     T, D = 16384, 4
     q, k, v = (torch.randn(1, 1, T, D).to(dtype).requires_grad_() for _ in range(3))
-    rows = torch.tensor([0, 1, 127, 128, 9000, *range(16250, 16300)])  # around a border of chunks
+    rows = torch.tensor([0, 1, 127, 128, 9000, *range(16100, 16150)])  # around a border of chunks
     y = eager.attention(q, k, v, bias=torch.tensor([slope]))[:, :, rows]
     distance = rows[:, None] - torch.arange(T)
     wide = [x.double() for x in (q, k, v)]
