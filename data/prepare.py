@@ -40,7 +40,6 @@ from data.tokenizer import (
 )
 from nanolong import tokenizer_files
 from nanolong.errors import UserError, require, run_main
-from nanolong.hub import tokenizer as hub_tokenizer
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -297,7 +296,10 @@ def make_tokenizer(name, texts, train, vocab_size):
     # a checkpoint has both, a dataset only the first, a Hugging Face directory only the second
     is_checkpoint = (path / "meta.json").is_file() and (path / "model.safetensors").is_file()
     if path.suffix == ".json" or (path / "tokenizer.json").is_file() and not is_checkpoint:
-        return hub_tokenizer.read_tokenizer_json(path)
+        tokenizer, _ = tokenizer_files.read_tokenizer(path)
+        if tokenizer.bos is None:
+            print(f"note: no token separates documents: {path} names no bos_token or eos_token")
+        return tokenizer
     if os.sep not in name and not path.is_dir():
         return BPETokenizer.named(name)
 

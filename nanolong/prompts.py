@@ -9,7 +9,6 @@ from pathlib import Path
 from data import encode_prompt
 from nanolong import chat
 from nanolong.errors import UserError, note
-from nanolong.hub.tokenizer import special_tokens
 
 # A prompt that takes longer than so many seconds is reported: then, after twice as long, and so on.
 SLOW_PROMPT = 5
@@ -40,7 +39,7 @@ def encode_start(cfg, tokenizer, bos):
 
 def note_special_tokens(start, tokenizer):
     """Print a note if a prompt has the text of a special token, which is plain text there."""
-    found = [text for text in special_tokens(tokenizer) if text in start]
+    found = [text for text in tokenizer.special_tokens if text in start]
     if found:
         advice = ""
         if chat.find_template(tokenizer) is not None:
