@@ -25,6 +25,7 @@ from nanolong import settings  # isort: skip (first: --help before torch is impo
 from data import texts
 from data.token_files import dataset_folder, open_tokens
 from data.tokenizer import BPETokenizer, tokenizer_from_json
+from nanolong import tokenizer_files
 from nanolong.errors import UserError, require, run_main
 
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
@@ -81,9 +82,10 @@ def find_tokenizer(name):
     if name in ("bytes", "char", "bpe"):
         return name
     if path.suffix == ".json" or (path / "tokenizer.json").is_file() and not is_checkpoint:
-        from nanolong.hub import tokenizer as hub_tokenizer
-
-        return hub_tokenizer.read_tokenizer_json(path)
+        tokenizer, _ = tokenizer_files.read_tokenizer(path)
+        if tokenizer.bos is None:
+            print(f"note: no token separates documents: {path} names no bos_token or eos_token")
+        return tokenizer
     if os.sep not in name and not path.is_dir():
         return BPETokenizer.named(name)
     from nanolong import run

@@ -8,7 +8,7 @@ import json
 from datetime import datetime
 
 from nanolong.errors import UserError
-from nanolong.hub.tokenizer import special_id, token_text
+from nanolong.tokenizer_files import token_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 ANSWER = {"role": "assistant", "content": "The answer is 42."}
@@ -29,26 +29,18 @@ def encode_chat(tokenizer, message: str, system: str = ""):
     if system:
         messages.insert(0, {"role": "system", "content": system})
     prompt = render(tokenizer, messages, add_generation_prompt=True)
-    return tokenizer.encode_with_special_tokens(prompt), end_of_answer(tokenizer, messages)
-
-
-def end_of_answer(tokenizer, messages):
-    """Return the ids that end an answer: eos, and what the template puts after an answer."""
-    eos = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
-    stop = {eos, special_id({}, read_settings(tokenizer), "eos_token", tokenizer)}
+    # eos ends an answer, and so does what the template puts after one, such as <|im_end|>
+    eos = token_text(tokenizer.settings, "eos_token")
+    stop = {
+        tokenizer.bos if tokenizer.eos is None else tokenizer.eos,
+        tokenizer.special_tokens.get(eos),
+    }
     text = render(tokenizer, [*messages, ANSWER], add_generation_prompt=False)
     _, found, after = text.rpartition(ANSWER["content"])
-    if found:
-        ids = tokenizer.encode_with_special_tokens(after)
-        # the first one, such as <|im_end|>; those that follow may begin the next turn
-        special_ids = [i for i in ids if i in tokenizer.special_ids]
-        stop.update(special_ids[:1])
-    return stop - {None}
-
-
-def read_settings(tokenizer):
-    """Return what is in the tokenizer_config.json of a tokenizer, or {}."""
-    return json.loads(getattr(tokenizer, "files", {}).get("tokenizer_config.json", "{}"))
+    ids = tokenizer.encode_with_special_tokens(after) if found else []
+    # the first one: those that follow may begin the next turn
+    stop.update([i for i in ids if i in tokenizer.special_tokens.values()][:1])
+    return tokenizer.encode_with_special_tokens(prompt), stop - {None}
 
 
 def find_template(tokenizer):
@@ -58,13 +50,8 @@ def find_template(tokenizer):
     """
     files = getattr(tokenizer, "files", {})
     if "chat_template.jinja" in files:
-        try:
-            return files["chat_template.jinja"].decode()
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"chat_template.jinja is damaged ({error}): import the model again"
-            ) from None
-    template = read_settings(tokenizer).get("chat_template")
+        return files["chat_template.jinja"].decode(errors="replace")
+    template = tokenizer.settings.get("chat_template") if files else None
     if isinstance(template, list):
         # several by name, such as one for tools
         entries = [entry for entry in template if isinstance(entry, dict)]
@@ -75,16 +62,12 @@ def find_template(tokenizer):
 def render(tokenizer, messages, add_generation_prompt):
     """Render the chat template of a tokenizer for messages. Raises UserError."""
     environment = make_environment()
-    settings = read_settings(tokenizer)
-    special_tokens = {name: token_text(settings, name) for name in SPECIAL_TOKENS}
+    words = {name: token_text(tokenizer.settings, name) for name in SPECIAL_TOKENS}
+    words = {name: text for name, text in words.items() if text is not None}
+    words |= {"messages": messages, "tools": None, "documents": None}
     try:
-        return environment.from_string(find_template(tokenizer)).render(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **{name: text for name, text in special_tokens.items() if text is not None},
-        )
+        template = environment.from_string(find_template(tokenizer))
+        return template.render(**words, add_generation_prompt=add_generation_prompt)
     # what a template computes can fail in any way
     except Exception as error:
         reason = " ".join(str(error).split())

@@ -11,7 +11,6 @@ import torch
 from data import encode_prompt
 from nanolong import chat, inference
 from nanolong.errors import UserError, note, require
-from nanolong.hub.tokenizer import special_tokens
 
 
 @dataclass
@@ -55,7 +54,7 @@ def read_prompts(cfg, tokenizer, bos) -> list[Prompt]:
 
 def note_special_tokens(text, tokenizer):
     """Print a note if a prompt has the text of a special token, which is plain text there."""
-    found = [special for special in special_tokens(tokenizer) if special in text]
+    found = [special for special in tokenizer.special_tokens if special in text]
     if found:
         advice = ""
         if chat.find_template(tokenizer) is not None:

@@ -11,7 +11,7 @@ from test_hf_tokenizer import HARD_TEXTS, make_byte_level, train_byte_level, tra
 import data
 from nanolong import chat
 from nanolong.errors import UserError
-from nanolong.hub.tokenizer import read_tokenizer_json
+from nanolong.tokenizer_files import read_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2", reason="these need jinja2: pip install -r requirements-hf.txt")
@@ -127,7 +127,7 @@ def test_templates_are_rendered_as_transformers_renders_them(folders, tmp_path):
     done = assert_success(run_python(TRANSFORMERS_SCRIPT, *folders.values(), **options))
     n_refused = 0
     for folder, answers in zip(folders.values(), json.loads(done.stdout), strict=True):
-        tokenizer = read_tokenizer_json(folder)
+        tokenizer = read_tokenizer(folder)[0]
         for (messages, prompt), answer in zip(conversations, answers, strict=True):
             if answer is None:
                 n_refused += 1
@@ -149,12 +149,12 @@ def test_templates_are_rendered_as_transformers_renders_them(folders, tmp_path):
     ],
 )
 def test_an_answer_ends_where_the_template_ends_a_turn(name, stop, folders):
-    tokenizer = read_tokenizer_json(folders[name])
+    tokenizer = read_tokenizer(folders[name])[0]
     ids, found = chat.encode_chat(tokenizer, "Hi")
     assert found == stop
     text = chat.render(tokenizer, [{"role": "user", "content": "Hi"}], True)
     assert ids == tokenizer.encode_with_special_tokens(text)
-    assert not tokenizer.special_ids.isdisjoint(ids)
+    assert not set(tokenizer.special_tokens.values()).isdisjoint(ids)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_an_answer_ends_where_the_template_ends_a_turn(name, stop, folders):
     ],
 )
 def test_a_template_that_cannot_be_rendered_is_refused(template, message, folders):
-    tokenizer = read_tokenizer_json(folders["turns"])
+    tokenizer = read_tokenizer(folders["turns"])[0]
     tokenizer.files["chat_template.jinja"] = template.encode()
     with pytest.raises(UserError, match=f"{message}.*leave --system out, or --chat"):
         chat.encode_chat(tokenizer, "Hi")
 
 
 def test_without_a_template_chat_is_refused(folders):
-    for tokenizer in (data.ByteTokenizer(), read_tokenizer_json(folders["turns"])):
+    for tokenizer in (data.ByteTokenizer(), read_tokenizer(folders["turns"])[0]):
         if isinstance(tokenizer, data.ImportedTokenizer):
             tokenizer.files["tokenizer_config.json"] = b'{"chat_template": [3]}'
         with pytest.raises(UserError, match="no chat template: leave --chat out"):
@@ -185,7 +185,7 @@ def test_without_a_template_chat_is_refused(folders):
 def test_without_jinja_chat_says_what_to_install(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match="jinja2.*pip install -r requirements-hf.txt"):
-        chat.encode_chat(read_tokenizer_json(folders["turns"]), "Hi")
+        chat.encode_chat(read_tokenizer(folders["turns"])[0], "Hi")
 
 
 # -----------------------------------------------------------------------------
@@ -196,13 +196,13 @@ def test_without_jinja_chat_says_what_to_install(folders, monkeypatch):
 def instruct_run(folders, make, tmp_path):
     """The run folder of an untrained model whose tokenizer has a chat template."""
     model = make(vocab_size=500, block_size=64)
-    model.meta = {"tokenizer": read_tokenizer_json(folders["turns"]).to_json(), "step": 1}
+    model.meta = {"tokenizer": read_tokenizer(folders["turns"])[0].to_json(), "step": 1}
     model.save(tmp_path / "run" / "step-000001")
     return tmp_path / "run"
 
 
 def test_the_answer_alone_is_printed_up_to_its_end(call, instruct_run, folders, monkeypatch):
-    tokenizer = read_tokenizer_json(folders["turns"])
+    tokenizer = read_tokenizer(folders["turns"])[0]
     prompts = []
 
     def generate(model, tokens, *arguments):

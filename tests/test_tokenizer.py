@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import base64
 import bisect
 import collections
 import functools
@@ -13,7 +12,6 @@ import keyword
 import os
 import subprocess
 import sys
-import zlib
 
 import pytest
 import regex
@@ -32,16 +30,6 @@ TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
 def through_json(tokenizer):
     """The tokenizer that a checkpoint's meta.json would give back."""
     return data.tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
-
-
-def bpe_spec(token_ids, **changes):
-    """The JSON of a BPE tokenizer with these tokens: bytes -> id."""
-    packed = b"".join(
-        len(token).to_bytes(2, "little") + i.to_bytes(4, "little") + token
-        for token, i in token_ids.items()
-    )
-    spec = {"kind": "bpe", "name": "test", "pattern": ".", "special": {}, "bos": None}
-    return {**spec, "ranks": base64.b64encode(zlib.compress(packed)).decode(), **changes}
 
 
 def imported_spec(**changes):
@@ -102,22 +90,6 @@ def test_gpt2_travels_with_its_ranks(gpt2):
     assert (again.vocab_size, again.bos, again.eos) == (50257, 50256, None)
 
 
-def test_bpe_keeps_pattern_ranks_and_special_tokens():
-    encoding = tiktoken.Encoding(
-        "mine",
-        pat_str=r"\w+|\W+",
-        mergeable_ranks=SINGLE_BYTES | {b"ab": 256, b"abc": 257},
-        special_tokens={"<|endoftext|>": 300},
-    )
-    tokenizer = data.BPETokenizer(encoding)
-    again = through_json(tokenizer)
-    assert again.encode("abcab abc") == tokenizer.encode("abcab abc") == [257, 256, 32, 257]
-    assert (again.vocab_size, again.bos) == (301, 300)
-    assert again.byte_lengths[[257, 300]].tolist() == [3, 0]
-    # special tokens and unused ids stand for no text
-    assert again.decode([97, 300, 299, 98]) == b"ab"
-
-
 def test_an_unknown_encoding_is_refused():
     with pytest.raises(UserError, match="gpt7.*choose bytes, char"):
         data.BPETokenizer.named("gpt7")
@@ -138,21 +110,11 @@ def test_a_failed_download_names_the_cache(monkeypatch):
         {},
         [],
         {"kind": "char", "characters": 3, "bos": True},
-        {"kind": "char", "characters": "abc", "bos": 1},
-        {"kind": "char", "characters": "abc"},
         {"kind": "imported"},
         imported_spec(files={}),
         imported_spec(files=["tokenizer.json"]),
         imported_spec(files={"tokenizer.json": b"\xff"}),
-        imported_spec(vocab_size=None),
-        imported_spec(bos=1 << 24),
-        imported_spec(bos=-1),
-        bpe_spec(SINGLE_BYTES, bos=1 << 24),
-        bpe_spec(SINGLE_BYTES, special={"<bos>": 1 << 24}),
-        bpe_spec(SINGLE_BYTES, special=[1]),
-        bpe_spec(SINGLE_BYTES, pattern="("),
-        bpe_spec(SINGLE_BYTES, ranks="AAAA"),
-        bpe_spec({b"a": 0}),
+        {"kind": "bpe"},
     ],
 )
 def test_a_damaged_tokenizer_is_refused(spec):
@@ -169,20 +131,17 @@ def test_no_tokenizer_is_none():
     assert data.tokenizer_from_json(None) is None
 
 
-def test_decompressing_stops_at_the_limit():
-    bomb = base64.b64encode(zlib.compress(bytes(1 << 20), 9)).decode()
-    assert len(data.tokenizer.decompress(bomb)) == 1 << 20
-    with pytest.raises(ValueError, match="larger than any vocabulary"):
-        data.tokenizer.decompress(bomb, limit=1 << 10)
-
-
 def test_vocabularies_are_compared_by_their_text():
-    one = data.tokenizer_from_json(bpe_spec(SINGLE_BYTES))
-    other_pattern = data.tokenizer_from_json(bpe_spec(SINGLE_BYTES, name="b", pattern="..?"))
+    def bpe(name, pattern, ranks):
+        encoding = tiktoken.Encoding(
+            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+        return data.BPETokenizer(encoding)
+
+    one = bpe("a", ".", SINGLE_BYTES)
+    assert data.same_vocabulary(one, bpe("b", "..?", SINGLE_BYTES))
     reversed_ids = {token: 255 - i for token, i in SINGLE_BYTES.items()}
-    other_ids = data.tokenizer_from_json(bpe_spec(reversed_ids))
-    assert data.same_vocabulary(one, other_pattern)
-    assert not data.same_vocabulary(one, other_ids)
+    assert not data.same_vocabulary(one, bpe("c", ".", reversed_ids))
     assert data.same_vocabulary(data.ByteTokenizer(), data.ByteTokenizer())
     assert not data.same_vocabulary(data.CharTokenizer("ACGT"), data.CharTokenizer("WXYZ"))
     assert not data.same_vocabulary(data.CharTokenizer("AC"), data.CharTokenizer("ACG"))

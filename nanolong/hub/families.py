@@ -1,68 +1,242 @@
-"""The model families of transformers that are imported and exported: one entry for each.
+"""The model families of transformers that are read and written: one row for each.
 
-An entry says which settings of GPTConfig its models have, how its config.json names them, and which
-tensors hold our parameters, with the fold of each: what is computed from a stored tensor, and back.
+A row says which tensors hold our parameters, what is computed from a stored tensor and back, and
+which settings its models can have. What a config leaves out, its old names and old forms are
+transformers' business: AutoConfig.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from nanolong.errors import UserError
-from nanolong.hub.layout import BY_HEAD, NORMED, ONE_ADDED, TRANSPOSED, WITHOUT_BIAS, ConfigFields
-from nanolong.hub.rope import rope_values
+from nanolong.errors import require
+
+# our setting -> attribute of a config; the class of GPT-2 and others knows these names too
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "head_dim": "head_dim",
+    "mlp_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "block_size": "max_position_embeddings",
+    "mlp": "hidden_act",
+}
+# setting mlp -> names of its activation function; the first is written
+ACTIVATIONS = {
+    "swiglu": ("silu", "swish"),
+    "geglu": ("gelu_pytorch_tanh", "gelu_new"),
+    "gelu": ("gelu_pytorch_tanh", "gelu_new"),
+    "gelu_exact": ("gelu",),
+}
+
+
+class Fold(NamedTuple):
+    """What is computed from a stored tensor, and back; c: a config of transformers."""
+
+    read: Callable = lambda x, c: x
+    write: Callable = lambda x, c: x
+
+
+def swap_groups(x, n, m):
+    """Exchange the first two dimensions of rows (n, m, D)."""
+    return x.unflatten(0, (n, m, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def multiplied_by(name, power=1):
+    """A factor of the config becomes part of the weights, and is written as 1."""
+    return Fold(read=lambda x, c: x.float() * getattr(c, name) ** power)
+
+
+# GPT-2 stores matrices as (in, out), where torch's Linear has (out, in)
+TRANSPOSED = Fold(lambda x, c: x.t(), lambda x, c: x.t())
+# query, key and value of the first head are followed by those of the second
+BY_HEAD = Fold(
+    lambda x, c: swap_groups(x, c.num_attention_heads, 3),
+    lambda x, c: swap_groups(x, 3, c.num_attention_heads),
+)
+# the norm adds 1 to its weight
+ONE_ADDED = Fold(lambda x, c: x.float() + 1, lambda x, c: x.float() - 1)
 
 
 @dataclass(frozen=True)
 class Family:
-    class_name: str
-    # Modules of the checkpoint, or tensors that are no weight or bias of one -> ours that they
-    # hold, and their folds (layout.py). What a model does not have, such as a bias, is left out.
-    model: dict
+    # their modules, or tensors that are no weight or bias of one -> ours, several if they are fused
+    top: dict
     layer: dict
-    layer_prefix: str
-    folds: dict
-    # The settings of GPTConfig that its models have: name -> possible values.
-    settings: dict
-    # Fields of config.json by Llama's names: theirs, all of which are written, or () if there is no
-    # such field; what transformers takes for one that is missing; those that must have one value;
-    # those that are only written.
-    names: dict
-    defaults: dict
-    fixed: dict
-    written: dict
-    # fields that are true or false -> (setting, its value if true, its value if false)
-    switches: dict
-    # the kinds of layers, letters of layer_pattern, that a model can have together
-    patterns: tuple = ("F",)
-    embed_scale: str = "one"  # or root: sqrt(n_embd); or any
-    heads_divide: bool = False  # transformers wants n_head to divide n_embd
-    partial_rope: bool = False  # rotates a part of each head, by partial_rotary_factor
-    rope_by_kind: bool = False  # layers with and without a window have RoPE parameters of their own
-    rope_types: dict | None = None  # as ROPE_TYPES, if there are other names or few types
-    read: Callable | None = None  # (fields, settings) -> more settings of GPTConfig
-    write: Callable | None = None  # (config, letters of its layers, fields so far) -> more fields
+    prefix: str  # of a layer's modules, before its number
+    has: dict  # our setting -> values that its models can have; the first is meant if none is said
+    folds: dict = field(default_factory=dict)  # their module -> Fold
+    fields: dict = field(default_factory=dict)  # changes of FIELDS; None: there is no such field
+    patterns: tuple = ("F",)  # kinds of layers that a model can have together
+    partial: bool = False  # rotates a part of each head
+    by_kind: bool = False  # layers with and without a window have RoPE parameters of their own
+    rope_types: tuple = ()  # if not all
+    embed_scale: Callable = lambda config: 1.0  # GPTConfig -> what it has to be
+    read: Callable = lambda c: {}  # config -> more of our settings
+    write: Callable = lambda config: {}  # GPTConfig -> more fields
     read_only: str = ""  # why it is not exported
 
 
-def derive(family, class_name, **changes):
-    """Return an entry with these changes; those of settings, names and defaults are additions."""
-    for name in ("settings", "names", "defaults"):
-        changes[name] = getattr(family, name) | changes.get(name, {})
-    return replace(family, class_name=class_name, **{"heads_divide": False, "fixed": {}, **changes})
+def derive(family, has=(), fields=(), **changes):
+    """Return a row with these changes; those of has and fields are additions."""
+    has = family.has | dict(has)
+    return replace(family, has=has, fields=family.fields | dict(fields), **changes)
 
 
-ATTENTION = {f"self_attn.{name}_proj": f"attention.{name}" for name in "qkvo"}
-ATTENTION |= {f"self_attn.{name}_norm": f"attention.{name}_norm" for name in "qk"}
-GATED_MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
-PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+def head_dim(c):
+    return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+
+
+def tensor_layout(family, n_layer, names):
+    """Yield (their name, ours that it holds, Fold) of all tensors of a model.
+
+    names: of our parameters; what is not among them, such as a bias, is left out.
+    """
+    places = [("", "", family.top)]
+    places += [(f"{family.prefix}{i}.", f"blocks.{i}.", family.layer) for i in range(n_layer)]
+    for their_prefix, our_prefix, modules in places:
+        for module, held in modules.items():
+            # the empty kind: a tensor that is no weight or bias of a module
+            for kind in (".weight", ".bias", ""):
+                ours = [f"{our_prefix}{name}{kind}" for name in held.split()]
+                if ours[0] in names:
+                    yield f"{their_prefix}{module}{kind}", ours, family.folds.get(module, Fold())
+
+
+# -----------------------------------------------------------------------------
+# What some families say in their own way
+
+
+def is_rotated(config, layer):
+    """Return whether a layer of our model has RoPE."""
+    method = config.extension["method"] if config.extension else "none"
+    return config.pos == "rope" and method != "drope" and config.uses_positions(layer)
+
+
+def write_window(config):
+    return {"sliding_window": config.window or None}
+
+
+def write_layer_types(config):
+    """The window of some layers."""
+    kinds = ("full_attention", "sliding_attention")
+    types = [kinds[config.uses_window(i)] for i in range(config.n_layer)]
+    more = {"use_sliding_window": True, "max_window_layers": 0} if config.window else {}
+    return {"layer_types": types, **write_window(config), **more}
+
+
+def write_smollm3(config):
+    """1 stands for a layer with RoPE, whatever the name says."""
+    rotated = [int(is_rotated(config, i)) for i in range(config.n_layer)]
+    return write_layer_types(config) | {"no_rope_layers": rotated}
+
+
+def read_ministral3(c):
+    """Its scores are scaled from the length on that its RoPE is extended from."""
+    length = c.rope_parameters["original_max_position_embeddings"]
+    coefficient = c.rope_parameters["llama_4_scaling_beta"]
+    return {"score_scale_length": int(length), "score_scale_coefficient": coefficient}
+
+
+def read_mpt(c):
+    attention = c.attn_config
+    require(
+        attention.clip_qkv is None,
+        f"clip_qkv is {attention.clip_qkv}, and queries are not clipped here: use another model",
+    )
+    scale = attention.softmax_scale or head_dim(c) ** -0.5
+    return {"attn_scale": scale * math.sqrt(head_dim(c))}
+
+
+def read_gemma(c):
+    """In bfloat16 transformers rounds the factor of the embeddings, 25.298 to 25.25 for example."""
+    scalar = getattr(c, "query_pre_attn_scalar", None) or c.head_dim
+    return {"embed_scale": math.sqrt(c.hidden_size), "attn_scale": math.sqrt(c.head_dim / scalar)}
+
+
+def write_gemma3(config):
+    """The pattern is written in its old form too, for which mlx-lm looks alone."""
+    n = len(config.layer_pattern)
+    is_regular = config.layer_pattern == "W" * (n - 1) + "F"
+    older = {"sliding_window_pattern": n} if is_regular else {}
+    return write_layer_types(config) | {"query_pre_attn_scalar": config.head_dim} | older
+
+
+def write_exaone4(config):
+    """The pattern is written in its old form too: L with a window, and G without."""
+    letters = ["GL"[config.uses_window(i)] for i in range(config.n_layer)]
+    older = {"sliding_window_pattern": "".join(letters)} if config.window else {}
+    return write_layer_types(config) | older
+
+
+def read_granite(c):
+    scale = c.attention_multiplier * math.sqrt(head_dim(c))
+    return {"embed_scale": float(c.embedding_multiplier), "attn_scale": scale}
+
+
+def write_granite(config):
+    return {
+        "embedding_multiplier": float(config.embed_scale),
+        "attention_multiplier": config.attn_scale / math.sqrt(config.head_dim),
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    }
+
+
+def write_granite_hybrid(config):
+    has_rope = any(is_rotated(config, i) for i in range(config.n_layer))
+    return write_granite(config) | {
+        "position_embedding_type": "rope" if has_rope else None,
+        "layer_types": ["full_attention"] * config.n_layer,
+        "num_local_experts": 0,
+        # transformers checks the sizes of Mamba layers also if there are none
+        "mamba_n_heads": 1,
+    }
+
+
+def read_granite_swa(c):
+    """layer_rope_theta has a base for each layer, and 0 for those without positions."""
+    settings = read_granite(c)
+    if not any(c.layer_rope_theta or ()):
+        return settings
+    bases = {"full_attention": set(), "sliding_attention": set()}
+    for base, kind in zip(c.layer_rope_theta, c.layer_types, strict=True):
+        bases[kind] |= {float(base)} - {0.0}
+    require(
+        max(map(len, bases.values())) == 1,
+        "layer_rope_theta has several bases in layers of one kind, and here those with and those "
+        "without a window have one each: choose another checkpoint",
+    )
+    full, local = (next(iter(found), None) for found in bases.values())
+    differs = None not in (full, local) and full != local
+    return settings | {"rope_base": full or local, "rope_local_base": local if differs else 0.0}
+
+
+def write_granite_swa(config):
+    bases = [config.rope_base * is_rotated(config, i) for i in range(config.n_layer)]
+    # transformers wants a window, also if no layer has it
+    more = {"layer_rope_theta": bases, "sliding_window": config.window or 128}
+    return write_granite(config) | write_layer_types(config) | more
+
+
+# -----------------------------------------------------------------------------
+# The rows: model_type -> Family. An export takes the first that has all of a model.
+
+ATTENTION = {f"self_attn.{x}_proj": f"attention.{x}" for x in "qkvo"}
+ATTENTION |= {f"self_attn.{x}_norm": f"attention.{x}_norm" for x in "qk"}
+QKV = "attention.q attention.k attention.v"
+MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
+NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 LLAMA = Family(
-    "LlamaForCausalLM",
-    model={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
-    layer={**PRE_NORMS, **ATTENTION, **GATED_MLP},
-    layer_prefix="model.layers.",
-    folds={},
-    settings={
+    top={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
+    layer={**NORMS, **ATTENTION, **MLP},
+    prefix="model.layers.",
+    has={
         "norm": ("rmsnorm",),
         "norm_position": ("pre",),
         "mlp": ("swiglu", "geglu"),
@@ -70,128 +244,24 @@ LLAMA = Family(
         "qk_norm": ("none",),
         "pos": ("rope",),
     },
-    names={},
-    defaults={
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "rope_theta": 1e4,
-    },
-    fixed={"attention_bias": False, "mlp_bias": False},
-    written={"attention_dropout": 0.0},
-    switches={},
-    heads_divide=True,
 )
-# model_type of a config.json -> its entry; an export takes the first that has all of a model.
-FAMILIES = {"llama": LLAMA}
-FAMILIES["mistral"] = MISTRAL = derive(
-    LLAMA,
-    "MistralForCausalLM",
-    defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    patterns=("F", "W"),
+MISTRAL = derive(LLAMA, patterns=("F", "W"), write=write_window)
+QWEN2 = derive(
+    LLAMA, {"bias": ("qkv",)}, {"head_dim": None}, patterns=("FW",), write=write_layer_types
 )
-
-
-def read_ministral3(fields, settings):
-    """Its scores are scaled from the length on that its RoPE is extended from."""
-    rope = ConfigFields(fields.file, rope_values(fields, FAMILIES["ministral3"])[0], {})
-    return {
-        "score_scale_coefficient": rope.real("llama_4_scaling_beta", 1e-12, 1e12),
-        "score_scale_length": rope.integer("original_max_position_embeddings", low=2),
-    }
-
-
-def write_ministral3(config, letters, fields):
-    rope = fields["rope_parameters"]
-    length = config.score_scale_length or config.original_length
-    if rope.get("original_max_position_embeddings", length) != length:
-        raise UserError(
-            f"--score_scale_length={length} has no equivalent in a Ministral 3, whose scores are "
-            f"scaled from its original length on: it needs {config.original_length}"
-        )
-    more = {
-        "llama_4_scaling_beta": config.score_scale_coefficient,
-        "original_max_position_embeddings": length,
-    }
-    scaling = fields["rope_scaling"]
-    return {"rope_parameters": rope | more, "rope_scaling": scaling and scaling | more}
-
-
-FAMILIES["ministral3"] = derive(
-    MISTRAL,
-    "Ministral3ForCausalLM",
-    settings={
-        "score_scale": ("llama4",),
-        "score_scale_offset": (0,),
-        "score_scale_layers": ("all",),
-    },
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "sliding_window": None,
-    },
-    read=read_ministral3,
-    write=write_ministral3,
-)
-FAMILIES["qwen2"] = QWEN2 = derive(
-    LLAMA,
-    "Qwen2ForCausalLM",
-    settings={"bias": ("qkv",)},
-    defaults={
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    patterns=("FW",),
-)
-FAMILIES["qwen3"] = derive(
-    QWEN2,
-    "Qwen3ForCausalLM",
-    settings={"qk_norm": ("head",), "bias": ("none",)},
-    defaults={"head_dim": 128},
-    fixed={"attention_bias": False},
-)
-
-
-def rotated_layers(config, letters):
-    """Return whether each layer has RoPE."""
-    has_rope = not letters <= {"N", "S"}
-    return [has_rope and config.uses_positions(layer) for layer in range(config.n_layer)]
-
-
-def write_smollm3(config, letters, fields):
-    """1 stands for a layer with RoPE, whatever the name says."""
-    rotated = [int(is_rotated) for is_rotated in rotated_layers(config, letters)]
-    return {"no_rope_layers": rotated, "no_rope_layer_interval": 4}
-
-
-FAMILIES["smollm3"] = derive(
-    LLAMA,
-    "SmolLM3ForCausalLM",
-    defaults={
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-        "rope_theta": 2e6,
-        "use_sliding_window": False,
-        "no_rope_layer_interval": 4,
-    },
-    fixed=LLAMA.fixed,
-    patterns=("FWNS",),
-    write=write_smollm3,
-)
-
-
-NO_GQA = {"num_key_value_heads": (), "head_dim": ()}
 LAYER_NORM = {"norm": ("layernorm",), "bias": ("all",)}
-# Its matrices are transposed, and a file may have its names or Llama's.
-FAMILIES["gpt2"] = GPT2 = derive(
+# Its matrices are transposed.
+GPT2 = derive(
     LLAMA,
-    "GPT2LMHeadModel",
-    model={
+    {**LAYER_NORM, "mlp": ("gelu", "gelu_exact"), "pos": ("learned",)},
+    {
+        "mlp": "activation_function",
+        "norm_eps": "layer_norm_epsilon",
+        "mlp_dim": "n_inner",
+        "head_dim": None,
+        "n_kv_head": None,
+    },
+    top={
         "transformer.wpe.weight": "pos.table",
         "transformer.wte": "embed",
         "transformer.ln_f": "norm",
@@ -200,439 +270,185 @@ FAMILIES["gpt2"] = GPT2 = derive(
     layer={
         "ln_1": "attention_norm",
         "ln_2": "mlp_norm",
-        "attn.c_attn": "attention.q attention.k attention.v",
+        "attn.c_attn": QKV,
         "attn.c_proj": "attention.o",
         "mlp.c_fc": "mlp.up",
         "mlp.c_proj": "mlp.down",
     },
-    layer_prefix="transformer.h.",
+    prefix="transformer.h.",
     folds=dict.fromkeys(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), TRANSPOSED),
-    settings={**LAYER_NORM, "mlp": ("gelu", "gelu_exact"), "pos": ("learned",)},
-    names={
-        "num_hidden_layers": ("n_layer",),
-        "num_attention_heads": ("n_head",),
-        "hidden_size": ("n_embd",),
-        "intermediate_size": ("n_inner",),
-        "hidden_act": ("activation_function",),
-        "rms_norm_eps": ("layer_norm_epsilon",),
-        "max_position_embeddings": ("n_positions", "n_ctx"),
-        **NO_GQA,
-    },
-    defaults={
-        "hidden_act": "gelu_new",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 1024,
-    },
-    fixed={
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-    written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-)
-
-# Old files say su or yarn for longrope.
-FAMILIES["phi3"] = derive(
-    LLAMA,
-    "Phi3ForCausalLM",
-    layer={
-        **PRE_NORMS,
-        "self_attn.qkv_proj": "attention.q attention.k attention.v",
-        "self_attn.o_proj": "attention.o",
-        "mlp.gate_up_proj": "mlp.gate mlp.up",
-        "mlp.down_proj": "mlp.down",
-    },
-    defaults={"rms_norm_eps": 1e-5},
-    patterns=("F", "W"),
-    partial_rope=True,
-    rope_types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
-)
-FAMILIES["starcoder2"] = derive(
-    LLAMA,
-    "Starcoder2ForCausalLM",
-    layer={**PRE_NORMS, **ATTENTION, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
-    settings={"norm": ("layernorm",), "mlp": ("gelu", "gelu_exact"), "bias": ("none", "all")},
-    switches={"use_bias": ("bias", "all", "none")},
-    names={"rms_norm_eps": ("norm_epsilon",)},
-    defaults={
-        "hidden_act": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-5,
-        "use_bias": True,
-        "tie_word_embeddings": True,
-    },
-    patterns=("F", "W"),
-)
-# StableLM-2
-FAMILIES["stablelm"] = derive(
-    LLAMA,
-    "StableLmForCausalLM",
-    settings={"norm": ("layernorm",), "bias": ("none", "qkv")},
-    switches={"use_qkv_bias": ("bias", "qkv", "none")},
-    names={"rms_norm_eps": ("layer_norm_eps",), "head_dim": ()},
-    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
-    fixed={"qk_layernorm": False, "use_parallel_residual": False},
-    partial_rope=True,
-)
-FAMILIES["seed_oss"] = derive(
-    LLAMA,
-    "SeedOssForCausalLM",
-    settings={"bias": ("none", "qkv")},
-    switches={"attention_bias": ("bias", "qkv", "none")},
-    defaults={"attention_bias": True},
-    fixed={"attention_out_bias": False, "mlp_bias": False},
 )
 NEOX_LAYER = {
-    **PRE_NORMS,
-    "attention.query_key_value": "attention.q attention.k attention.v",
+    **NORMS,
+    "attention.query_key_value": QKV,
     "attention.dense": "attention.o",
     "mlp.dense_h_to_4h": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
 }
-FAMILIES["bloom"] = derive(
-    GPT2,
-    "BloomForCausalLM",
-    model={"transformer.word_embeddings": "embed head", "transformer.ln_f": "norm"},
-    layer={name.replace("attention.", "self_attention."): x for name, x in NEOX_LAYER.items()},
-    folds={"transformer.word_embeddings": NORMED, "self_attention.query_key_value": BY_HEAD},
-    settings={"mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
-    names={
-        "hidden_size": ("n_embed",),
-        "intermediate_size": (),
-        "hidden_act": (),
-        "max_position_embeddings": ("seq_length",),
-    },
-    defaults={"max_position_embeddings": 2048},
-    fixed={"apply_residual_connection_post_layernorm": False},
-    read_only="the norm of BLOOM's embeddings became part of them at the import, and trained "
-    "embeddings cannot be divided into the two again",
-)
 # post_attention_layernorm stands after attention here, and before the MLP in a Llama.
-FAMILIES["olmo2"] = OLMO2 = derive(
+OLMO2 = derive(
     LLAMA,
-    "Olmo2ForCausalLM",
+    {"norm_position": ("post",), "qk_norm": ("all",)},
     layer={
         **ATTENTION,
-        **GATED_MLP,
+        **MLP,
         "post_attention_layernorm": "attention_post_norm",
         "post_feedforward_layernorm": "mlp_post_norm",
     },
-    settings={"norm_position": ("post",), "qk_norm": ("all",)},
-    defaults={"rms_norm_eps": 1e-5},
-    fixed={"attention_bias": False},
 )
-FAMILIES["olmo3"] = derive(
-    OLMO2,
-    "Olmo3ForCausalLM",
-    defaults={
-        "rope_theta": 5e5,
-        "rope_local_base_freq": 5e5,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-    },
-    fixed=OLMO2.fixed,
-    patterns=("FW",),
-    rope_by_kind=True,
-)
-# In a model with windows the layers without one have no positions either.
-FAMILIES["exaone4"] = derive(
-    OLMO2,
-    "Exaone4ForCausalLM",
-    settings={"qk_norm": ("head",)},
-    defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
-    patterns=("F", "WN"),
-)
-
-
-def read_gemma(fields, settings):
-    """In bfloat16 transformers rounds the factor of the embeddings, 25.298 to 25.25 for example."""
-    scale = {"embed_scale": math.sqrt(settings["n_embd"])}
-    if fields.get("query_pre_attn_scalar") is None:  # the first Gemma
-        return scale
-    scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e9)
-    return {**scale, "attn_scale": math.sqrt(settings["head_dim"] / scalar)}
-
-
-# Of the first Gemma, files say another activation function than the one it was trained with.
-FAMILIES["gemma"] = derive(
-    LLAMA,
-    "GemmaForCausalLM",
-    folds=dict.fromkeys((*PRE_NORMS, "model.norm"), ONE_ADDED),
-    settings={"mlp": ("geglu",)},
-    embed_scale="root",
-    names={"hidden_act": ()},
-    defaults={"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192},
-    fixed={"attention_bias": False},
-    read=read_gemma,
-)
-
-
-def write_gemma3(config, letters, fields):
-    return {"query_pre_attn_scalar": config.head_dim}
-
-
 GEMMA3_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "attention_post_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
-FAMILIES["gemma3_text"] = derive(
+GRANITE = derive(
     LLAMA,
-    "Gemma3ForCausalLM",
-    layer={**GEMMA3_NORMS, **ATTENTION, **GATED_MLP},
-    folds=dict.fromkeys(
-        (*GEMMA3_NORMS, "self_attn.q_norm", "self_attn.k_norm", "model.norm"), ONE_ADDED
-    ),
-    settings={"norm_position": ("both",), "mlp": ("geglu",), "qk_norm": ("head",)},
-    embed_scale="root",
-    names={"hidden_act": ("hidden_activation",)},
-    defaults={
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262208,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256,
-    },
-    fixed={"attention_bias": False, "use_bidirectional_attention": False},
-    patterns=("FW",),
-    heads_divide=True,
-    rope_by_kind=True,
-    read=read_gemma,
-    write=write_gemma3,
-)
-# Pythia, whose files call the head embed_out
-FAMILIES["gpt_neox"] = derive(
-    LLAMA,
-    "GPTNeoXForCausalLM",
-    model={"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "norm", "lm_head": "head"},
-    layer=NEOX_LAYER,
-    layer_prefix="gpt_neox.layers.",
-    folds={"attention.query_key_value": BY_HEAD},
-    settings={**LAYER_NORM, "norm_position": ("parallel", "pre"), "mlp": ("gelu_exact", "gelu")},
-    names={
-        "rms_norm_eps": ("layer_norm_eps",),
-        "rope_theta": ("rotary_emb_base",),
-        "partial_rotary_factor": ("rotary_pct",),
-        **NO_GQA,
-    },
-    defaults={
-        "hidden_act": "gelu",
-        "rms_norm_eps": 1e-5,
-        "use_parallel_residual": True,
-        "partial_rotary_factor": 0.25,
-    },
-    fixed={"attention_bias": True},
-    switches={"use_parallel_residual": ("norm_position", "parallel", "pre")},
-    partial_rope=True,
-)
-
-
-def read_mpt(fields, settings):
-    if fields.get("softmax_scale") is None:
-        return {}
-    scale = fields.real("softmax_scale", 1e-12, 1e12)
-    return {"attn_scale": scale * math.sqrt(settings["head_dim"])}
-
-
-FAMILIES["mpt"] = derive(
-    GPT2,
-    "MptForCausalLM",
-    model={"transformer.wte": "embed", "transformer.norm_f": "norm", "lm_head": "head"},
-    layer={
-        "norm_1": "attention_norm",
-        "norm_2": "mlp_norm",
-        "attn.Wqkv": "attention.q attention.k attention.v",
-        "attn.out_proj": "attention.o",
-        "ffn.up_proj": "mlp.up",
-        "ffn.down_proj": "mlp.down",
-    },
-    layer_prefix="transformer.blocks.",
-    folds=dict.fromkeys(("norm_1", "norm_2", "transformer.norm_f"), WITHOUT_BIAS),
-    settings={"bias": ("none",), "mlp": ("gelu_exact",), "pos": ("alibi",)},
-    names={
-        "num_hidden_layers": ("n_layers",),
-        "num_attention_heads": ("n_heads",),
-        "hidden_size": ("d_model",),
-        "intermediate_size": (),
-        "hidden_act": (),
-        "max_position_embeddings": ("max_seq_len",),
-    },
-    defaults={"max_position_embeddings": 2048},
-    fixed={
-        "alibi": True,
-        "alibi_bias_max": 8,
-        "qk_ln": False,
-        "prefix_lm": False,
-        "no_bias": True,
-        "logit_scale": None,
-    },
-    written={},
-    read=read_mpt,
-)
-
-
-MULTIPLIERS = {
-    "embedding_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-
-
-def read_granite(fields, settings):
-    multipliers = {key: fields.real(key, 1e-12, 1e12) for key in MULTIPLIERS}
-    return {
-        "embed_scale": multipliers["embedding_multiplier"],
-        "attn_scale": multipliers["attention_multiplier"] * math.sqrt(settings["head_dim"]),
-    }
-
-
-def write_granite(config, letters, fields):
-    return MULTIPLIERS | {
-        "embedding_multiplier": float(config.embed_scale),
-        "attention_multiplier": config.attn_scale / math.sqrt(config.head_dim),
-    }
-
-
-FAMILIES["granite"] = GRANITE = derive(
-    LLAMA,
-    "GraniteForCausalLM",
     folds={
-        "model.norm": "logits_scaling",
-        "self_attn.o_proj": "residual_multiplier",
-        "mlp.down_proj": "residual_multiplier",
-        "shared_mlp.output_linear": "residual_multiplier",
+        "model.norm": multiplied_by("logits_scaling", -1),
+        "self_attn.o_proj": multiplied_by("residual_multiplier"),
+        "mlp.down_proj": multiplied_by("residual_multiplier"),
+        "shared_mlp.output_linear": multiplied_by("residual_multiplier"),
     },
-    embed_scale="any",
-    defaults=MULTIPLIERS,
-    fixed=LLAMA.fixed,
+    embed_scale=lambda config: config.embed_scale,
     read=read_granite,
     write=write_granite,
 )
-
-
-def read_granite_hybrid(fields, settings):
-    kinds = fields.values.get("layer_types")
-    if not isinstance(kinds, list) or not all(kind in ATTENTION_LAYERS for kind in kinds):
-        raise UserError(
-            f"{fields.file}: its layer_types are not attention alone, and Mamba layers are not "
-            "computed here: choose a dense checkpoint"
-        )
-    has_rope = fields.values.get("position_embedding_type") == "rope"
-    positions = {} if has_rope else {"pos": "nope", "extension": None}
-    return {**read_granite(fields, settings), **positions}
-
-
-def write_granite_hybrid(config, letters, fields):
-    return {
-        **write_granite(config, letters, fields),
-        "position_embedding_type": None if "N" in letters else "rope",
-        "layer_types": ["full_attention"] * config.n_layer,
-    }
-
-
-ATTENTION_LAYERS = ("attention", "full_attention")
-# Granite 4 without experts and without Mamba layers
-FAMILIES["granitemoehybrid"] = derive(
-    GRANITE,
-    "GraniteMoeHybridForCausalLM",
-    layer={
-        **PRE_NORMS,
-        **ATTENTION,
-        "shared_mlp.input_linear": "mlp.gate mlp.up",
-        "shared_mlp.output_linear": "mlp.down",
-    },
-    names={"intermediate_size": ("shared_intermediate_size",)},
-    defaults={"num_local_experts": 8},
-    fixed={"attention_bias": False, "num_local_experts": 0},
-    # transformers checks the sizes of Mamba layers also if there are none
-    written={"attention_dropout": 0.0, "mamba_n_heads": 1},
-    patterns=("F", "N"),
-    read=read_granite_hybrid,
-    write=write_granite_hybrid,
-)
-
-
-def read_granite_swa(fields, settings):
-    """layer_rope_theta has a base for each layer, and 0 for those without positions."""
-    values = read_granite(fields, settings)
-    if fields.get("layer_types") is None:  # which layers have the window
-        raise fields.wrong_value("layer_types", "a list with the kind of each layer")
-    if fields.get("layer_rope_theta") is None:
-        return values
-    pattern = settings["layer_pattern"]
-    letters = ""
-    found = {"F": set(), "W": set()}
-    for layer, base in enumerate(fields.reals("layer_rope_theta", settings["n_layer"], 0, 1e12)):
-        letter = pattern[layer % len(pattern)]
-        found[letter] |= {float(base)} - {0.0}
-        letters += letter if base else {"F": "N", "W": "S"}[letter]
-    if max(map(len, found.values())) > 1:
-        raise UserError(
-            f"{fields.file}: layer_rope_theta has several bases in layers of one kind, and here "
-            "layers with and without a window have one each: choose another checkpoint"
-        )
-    if not any(found.values()):
-        return {**values, "pos": "nope", "extension": None}
-    (full,), (local,) = (found["F"] or found["W"]), (found["W"] or found["F"])
-    local_base = local if full != local else 0.0
-    return {**values, "layer_pattern": letters, "rope_base": full, "rope_local_base": local_base}
-
-
-def write_granite_swa(config, letters, fields):
-    base = fields["rope_theta"]
-    bases = [base if is_rotated else 0 for is_rotated in rotated_layers(config, letters)]
-    window = fields["sliding_window"] or 128  # transformers wants one, also if no layer has it
-    return {
-        **write_granite(config, letters, fields),
-        "layer_rope_theta": bases,
-        "sliding_window": window,
-    }
-
-
-FAMILIES["granite_swa"] = derive(
-    GRANITE,
-    "GraniteSWAForCausalLM",
-    layer={**LLAMA.layer, "self_attn.sinks": "attention.sink_scores"},
-    settings={"sink_scores": (True,)},
-    defaults={"sliding_window": 128, "tie_word_embeddings": True},
-    fixed={**LLAMA.fixed, "attention_bias": False},
-    patterns=("FWNS",),
-    read=read_granite_swa,
-    write=write_granite_swa,
-)
-
-# Why other well-known model types cannot be imported: the end of "it is of model_type X, which",
-# and the types.
-REASONS = {
-    "is a mixture of experts": "gpt_oss granitemoe mixtral olmoe phimoe qwen2_moe qwen3_moe",
-    "is a mixture of experts whose attention is chunked": "llama4 llama4_text",
-    "has latent attention and a mixture of experts": "deepseek_v2 deepseek_v3",
-    "has layers of linear attention": "kimi_linear minimax qwen3_5 qwen3_5_text qwen3_next",
-    "has Mamba layers": "bamba falcon_h1 jamba nemotron_h zamba2",
-    "has convolutions in place of most attention": "lfm2",
-    "has recurrent layers": "recurrent_gemma",
-    "has no attention": "mamba rwkv",
-    "is an encoder": "bert modernbert roberta",
-    "is an encoder-decoder": "bart t5 t5gemma",
-    "caps its attention scores": "gemma2",
-    "has embeddings for each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
-    "has a squared ReLU in its MLP": "arcee nemotron persimmon",
-    "has a squared ReLU, and norms without weights after RoPE": "nanochat",
-    "has norms without weights": "olmo",
-    "norms its queries and keys after RoPE": "hunyuan_v1_dense",
-    "pairs adjacent channels in RoPE": "ernie4_5 glm glm4 helium",
-    "computes attention and MLP from one norm": "codegen cohere cohere2 falcon gptj phi",
-    "has ReLU, and learned positions that are offset by two": "opt",
-    "has a bias in one of attention's four matrices": "gpt_neo",
-    "has an activation function with weights": "apertus",
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "ministral3": derive(
+        MISTRAL,
+        {"score_scale": ("llama4",), "score_scale_offset": (0,), "score_scale_layers": ("all",)},
+        read=read_ministral3,
+    ),
+    "qwen2": QWEN2,
+    "qwen3": derive(QWEN2, {"qk_norm": ("head",), "bias": ("none",)}, {"head_dim": "head_dim"}),
+    "smollm3": derive(LLAMA, patterns=("FWNS",), write=write_smollm3),
+    "gpt2": GPT2,
+    "phi3": derive(
+        LLAMA,
+        layer={
+            **NORMS,
+            "self_attn.qkv_proj": QKV,
+            "self_attn.o_proj": "attention.o",
+            "mlp.gate_up_proj": "mlp.gate mlp.up",
+            "mlp.down_proj": "mlp.down",
+        },
+        partial=True,
+        rope_types=("default", "longrope"),
+        patterns=("F", "W"),
+        write=lambda config: (
+            write_window(config) | {"original_max_position_embeddings": config.original_length}
+        ),
+    ),
+    "starcoder2": derive(
+        LLAMA,
+        {"norm": ("layernorm",), "mlp": ("gelu", "gelu_exact"), "bias": ("none", "all")},
+        {"norm_eps": "norm_epsilon"},
+        layer={**NORMS, **ATTENTION, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
+        patterns=("F", "W"),
+        write=lambda config: write_window(config) | {"use_bias": config.bias == "all"},
+    ),
+    "stablelm": derive(
+        LLAMA,
+        {"norm": ("layernorm",), "bias": ("none", "qkv")},
+        {"norm_eps": "layer_norm_eps", "head_dim": None},
+        partial=True,
+        write=lambda config: {"use_qkv_bias": config.bias == "qkv"},
+    ),
+    "seed_oss": derive(
+        LLAMA,
+        {"bias": ("none", "qkv")},
+        write=lambda config: {"attention_bias": config.bias == "qkv"},
+    ),
+    "bloom": derive(
+        GPT2,
+        {"mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
+        {"mlp": None, "mlp_dim": None, "block_size": "seq_length", "tie_embeddings": None},
+        top={"transformer.word_embeddings": "embed", "transformer.ln_f": "norm", "lm_head": "head"},
+        layer={name.replace("attention.", "self_attention."): x for name, x in NEOX_LAYER.items()},
+        folds={"self_attention.query_key_value": BY_HEAD},
+        read_only="the norm of BLOOM's embeddings became part of them at the import",
+    ),
+    "mpt": derive(
+        GPT2,
+        {"bias": ("none",), "mlp": ("gelu_exact",), "pos": ("alibi",)},
+        {"mlp": None, "mlp_dim": None, "block_size": "max_seq_len"},
+        top={"transformer.wte": "embed", "transformer.norm_f": "norm", "lm_head": "head"},
+        layer={
+            "norm_1": "attention_norm",
+            "norm_2": "mlp_norm",
+            "attn.Wqkv": QKV,
+            "attn.out_proj": "attention.o",
+            "ffn.up_proj": "mlp.up",
+            "ffn.down_proj": "mlp.down",
+        },
+        prefix="transformer.blocks.",
+        folds={},
+        read=read_mpt,
+    ),
+    "olmo2": OLMO2,
+    "olmo3": derive(OLMO2, patterns=("FW",), by_kind=True, write=write_layer_types),
+    # in a model with windows the layers without one have no positions either
+    "exaone4": derive(OLMO2, {"qk_norm": ("head",)}, patterns=("F", "WN"), write=write_exaone4),
+    # its files say another activation function than the one it was trained with
+    "gemma": derive(
+        LLAMA,
+        {"mlp": ("geglu",)},
+        {"mlp": None},
+        folds=dict.fromkeys((*NORMS, "model.norm"), ONE_ADDED),
+        embed_scale=lambda config: math.sqrt(config.n_embd),
+        read=read_gemma,
+    ),
+    "gemma3_text": derive(
+        LLAMA,
+        {"norm_position": ("both",), "mlp": ("geglu",), "qk_norm": ("head",)},
+        {"mlp": "hidden_activation"},
+        layer={**GEMMA3_NORMS, **ATTENTION, **MLP},
+        folds=dict.fromkeys(
+            (*GEMMA3_NORMS, "self_attn.q_norm", "self_attn.k_norm", "model.norm"), ONE_ADDED
+        ),
+        patterns=("FW",),
+        by_kind=True,
+        embed_scale=lambda config: math.sqrt(config.n_embd),
+        read=read_gemma,
+        write=write_gemma3,
+    ),
+    # Pythia
+    "gpt_neox": derive(
+        LLAMA,
+        {**LAYER_NORM, "norm_position": ("parallel", "pre"), "mlp": ("gelu_exact", "gelu")},
+        {"norm_eps": "layer_norm_eps", "head_dim": None, "n_kv_head": None},
+        top={"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "norm", "lm_head": "head"},
+        layer=NEOX_LAYER,
+        prefix="gpt_neox.layers.",
+        folds={"attention.query_key_value": BY_HEAD},
+        partial=True,
+        read=lambda c: {"norm_position": "parallel" if c.use_parallel_residual else "pre"},
+        write=lambda config: {"use_parallel_residual": config.norm_position == "parallel"},
+    ),
+    "granite": GRANITE,
+    # Granite 4 without experts and without Mamba layers
+    "granitemoehybrid": derive(
+        GRANITE,
+        (),
+        {"mlp_dim": "shared_intermediate_size"},
+        layer={
+            **NORMS,
+            **ATTENTION,
+            "shared_mlp.input_linear": "mlp.gate mlp.up",
+            "shared_mlp.output_linear": "mlp.down",
+        },
+        patterns=("F", "N"),
+        write=write_granite_hybrid,
+    ),
+    "granite_swa": derive(
+        GRANITE,
+        {"sink_scores": (True,)},
+        layer={**LLAMA.layer, "self_attn.sinks": "attention.sink_scores"},
+        patterns=("FWNS",),
+        read=read_granite_swa,
+        write=write_granite_swa,
+    ),
 }
-UNSUPPORTED = {name: reason for reason, names in REASONS.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the files of a Hugging Face directory.
+"""The tokenizer of a GGUF file, as the files of a Hugging Face folder, and back.
 
 A GGUF has no tokenizer.json. It has the tokens, their types, the merges, the ids of some special
 tokens and the name of a pre-tokenizer, which stands for how text is split before it is merged.
@@ -8,10 +8,10 @@ The patterns are those of the models' own tokenizer.json files; llama.cpp has th
 import json
 from typing import NamedTuple
 
-from data.tokenizer import reason_of
-from nanolong import chat
+from data.tokenizer import rust_errors
+from nanolong import chat, tokenizer_files
 from nanolong.errors import UserError
-from nanolong.hub.tokenizer import put_first, token_text
+from nanolong.hub.tokenizer import put_first
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -23,16 +23,11 @@ QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 class PreTokenizer(NamedTuple):
     """What a name in tokenizer.ggml.pre stands for."""
 
-    # regular expression of the pieces of a text; None: GPT-2's, which the library has
-    pattern: str | None = None
-    # whether each digit is a piece
-    splits_digits: bool = False
-    # whether a text is composed first (Unicode's NFC)
-    composes_text: bool = False
-    # whether a piece that is a token stays whole
-    ignores_merges: bool = False
-    # whether bos starts every text where the file does not say
-    adds_bos: bool = False
+    pattern: str | None = None  # of the pieces of a text; None: GPT-2's, which the library has
+    splits_digits: bool = False  # whether each digit is a piece
+    composes_text: bool = False  # whether a text is composed first (Unicode's NFC)
+    ignores_merges: bool = False  # whether a piece that is a token stays whole
+    adds_bos: bool = False  # whether bos starts every text if the file does not say
 
 
 PRE_TOKENIZERS = {
@@ -41,15 +36,10 @@ PRE_TOKENIZERS = {
     "llama-bpe": PreTokenizer(LLAMA3_PATTERN, ignores_merges=True, adds_bos=True),
     "qwen2": PreTokenizer(QWEN2_PATTERN, composes_text=True),
 }
-
 # Types of tokens: unknown and control tokens, which stand for no text; tokens that are never
 # merged, but stand for text; and the padding of a vocabulary.
-NORMAL = 1
-CONTROL = 3
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 SPECIAL = (2, CONTROL)
-USER_DEFINED = 4
-UNUSED = 5
-
 # the special tokens of a tokenizer_config.json -> their ids in a GGUF
 SPECIAL_TOKENS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -59,40 +49,56 @@ SPECIAL_TOKENS = {
 }
 
 
-def text_obstacle(metadata):
-    """Return why text cannot be encoded for a GGUF with this metadata; empty if it can."""
-    model = metadata.get("tokenizer.ggml.model")
-    if model is None:
-        return "the file has no tokenizer"
-    if model != "gpt2":
-        return f"the file's tokenizer is of the kind {model!r}, and only byte-level BPE is read"
-    name = metadata.get("tokenizer.ggml.pre")
-    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        return f"the file's pre-tokenizer is {name!r}, and those known here are {known}"
-    try:
-        import tokenizers  # noqa: F401
-    except ImportError:
-        return "building its tokenizer needs a package (pip install tokenizers, and import again)"
-    return ""
+def read_tokenizer(file, metadata, vocab_size):
+    """Return (tokenizer or None, the id that starts every text or None, a note for the user).
 
-
-def tokenizer_files_of(file, metadata):
-    """Return the tokenizer of a GGUF without a text_obstacle(), as a Hugging Face directory has it.
-
-    Returns its files, name -> bytes, and the content of tokenizer_config.json. file: for the error
-    messages. Raises UserError if the metadata are damaged.
+    Raises UserError if the metadata are damaged.
     """
-    try:
+    model, name = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    reason = ""
+    if model != "gpt2":
+        reason = f"the tokenizer of the file is {model!r}, and only byte-level BPE is read"
+    elif not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        reason = f"the file's pre-tokenizer is {name!r}, and those known here are {known}"
+    if reason:
+        note = f"{reason}: the model works on token ids only (for text, give --tokenizer=DIR "
+        note += "of its tokenizer.json)"
+        return None, first_token(file, metadata, vocab_size), note
+    with rust_errors(f"{file} has a damaged tokenizer", "download it again"):
         settings = tokenizer_settings(metadata)
-        tokenizer = build_tokenizer(metadata, settings)
-    # the library raises Exception itself
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {reason_of(error)}"
-        raise UserError(f"{file} has a damaged tokenizer ({reason}): download it again") from None
-    text = json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    contents = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": text}
-    return {name: content.encode() for name, content in contents.items()}, settings
+        text = build_tokenizer(metadata, settings).to_str()
+    config = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    files = {"tokenizer.json": text.encode(), "tokenizer_config.json": config.encode()}
+    try:
+        return *tokenizer_files.make_tokenizer(files, {}, vocab_size), ""
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def first_token(file, metadata, n_tokens):
+    """Return the id that starts every text for llama.cpp, or None. Raises UserError."""
+    # llama.cpp's default for sentencepiece's vocabularies is to add it
+    default = metadata.get("tokenizer.ggml.model") == "llama"
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", default):
+        return None
+    if not isinstance(bos, int) or not 0 <= bos < n_tokens:
+        raise UserError(f"{file}: bos_token_id is {bos} of {n_tokens} tokens: download it again")
+    return bos
+
+
+def check_same_tokens(file, metadata, folder, package):
+    """Raise UserError if a normal token of a GGUF file is another one in the folder."""
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    for i, (token, kind) in enumerate(zip(tokens, types, strict=False)):
+        other = package.id_to_token(i)
+        if kind == NORMAL and token != other:
+            raise UserError(
+                f"{folder} has the tokenizer of another model: token {i} is {other!r} there, and "
+                f"{token!r} in {file}: give the folder of this model"
+            )
 
 
 def tokenizer_settings(metadata):
@@ -103,12 +109,10 @@ def tokenizer_settings(metadata):
         "clean_up_tokenization_spaces": False,
     }
     for name, key in SPECIAL_TOKENS.items():
-        if key not in metadata:
-            continue
-        i = metadata[key]
-        if i not in range(len(tokens)):
-            raise ValueError(f"{key} is {i!r}, and there are {len(tokens)} tokens")
-        settings[name] = tokens[i]
+        if key in metadata:
+            if metadata[key] not in range(len(tokens)):
+                raise ValueError(f"{key} is {metadata[key]!r}, and there are {len(tokens)} tokens")
+            settings[name] = tokens[metadata[key]]
     default = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]].adds_bos
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", default)
     settings["add_bos_token"] = bool(adds_bos) and "bos_token" in settings
@@ -135,8 +139,7 @@ def build_tokenizer(metadata, settings):
     # a space in a token is written as another character
     pairs = (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])
     merges = [(left, right) for left, right in pairs]
-    pre_tokenizer = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]]
-    tokenizer = empty_bpe(pre_tokenizer, ids, merges)
+    tokenizer = empty_bpe(PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]], ids, merges)
     tokenizer.decoder = decoders.ByteLevel()
 
     named = {settings[name] for name in SPECIAL_TOKENS if name in settings}
@@ -177,8 +180,7 @@ def tokenizer_metadata(tokenizer, vocab_size, adds_bos, name=None):
 
     name: of the pre-tokenizer, if the files cannot say it.
     """
-    package_tokenizer = tokenizer.package_tokenizer
-    spec = json.loads(package_tokenizer.to_str())
+    spec = json.loads(tokenizer.package.to_str())
     name = name or pre_tokenizer_name(spec)
     merges = spec["model"].get("merges")
     if name is None or not merges:  # llama.cpp wants some
@@ -187,9 +189,9 @@ def tokenizer_metadata(tokenizer, vocab_size, adds_bos, name=None):
         )
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [UNUSED] * vocab_size
-    for token, i in package_tokenizer.get_vocab().items():
+    for token, i in tokenizer.package.get_vocab().items():
         tokens[i], types[i] = token, NORMAL
-    for i, token in package_tokenizer.get_added_tokens_decoder().items():
+    for i, token in tokenizer.package.get_added_tokens_decoder().items():
         types[i] = CONTROL if token.special else USER_DEFINED
     metadata = {
         "tokenizer.ggml.model": "gpt2",
@@ -200,9 +202,9 @@ def tokenizer_metadata(tokenizer, vocab_size, adds_bos, name=None):
         "tokenizer.ggml.add_bos_token": adds_bos,
         "tokenizer.ggml.add_space_prefix": False,
     }
-    settings = chat.read_settings(tokenizer)
     for name, key in SPECIAL_TOKENS.items():
-        i = package_tokenizer.token_to_id(token_text(settings, name) or "")
+        text = tokenizer_files.token_text(tokenizer.settings, name)
+        i = tokenizer.package.token_to_id(text or "")
         if i is not None:
             metadata[key] = i
     # without a template it is empty, which is not written

@@ -1,173 +1,206 @@
-"""Compare an exported directory with the model: transformers' logits and token ids with ours.
+"""Compare a model of ours with transformers', both in float32, within a bound of time and memory.
 
-Each side runs in a process of its own, one after the other, so that there is one model in memory at
-a time, and none in this process.
+The whole models compute a few tokens. The first layer of each kind alone computes positions beyond
+the original context length, and more tokens than the window has.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
-import torch
-
-from data.tokenizer import ImportedTokenizer
-from nanolong import devices
-from nanolong.errors import UserError
-from nanolong.hub.tokenizer import sample_text
-
-ROOT = Path(__file__).resolve().parents[2]
-
-# Takes a checkpoint, a file of inputs (name -> tokens, and "text" -> bytes) and one for the
-# answers: of tokens the logits at 127 positions at most, of text its ids.
-START = """
-import sys
+import contextlib
+import copy
+import functools
+import re
 import warnings
+from dataclasses import replace
 
 import torch
-from safetensors.torch import load_file, save_file
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
-folder, inputs, outputs = sys.argv[1:]
-inputs, answers = load_file(inputs), {}
-text = bytes(inputs.pop("text").tolist()).decode()
-"""
-OURS = """
-from model import GPT
+from nanolong import parallel
+from nanolong.errors import UserError, require
 
-# a length beyond the context is meant here
-warnings.simplefilter("ignore", UserWarning)
-model = GPT.load(folder)
+N_TOKENS = 33  # of the comparison of whole models
+N_FAR = 64  # tokens with gaps between their positions, and of which the logits are compared
+MAX_POSITION = 1 << 16  # transformers' angles are float32, whose error grows with the position
+MAX_TOKENS = 4096  # without gaps
+# tensors that old files have, and models compute
+REDUNDANT = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
 
-def compute_logits(tokens):
-    return model(tokens)
-"""
-TRANSFORMERS = """
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-if text:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    answers["text"] = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-def compute_logits(tokens):
-    return model(tokens).logits
-"""
-END = """
-for name, tokens in inputs.items():
-    with torch.no_grad():
-        logits = compute_logits(tokens)
-    answers[name] = logits[:, :: max(1, tokens.shape[1] // 64)].contiguous()
-save_file(answers, outputs)
-"""
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+warnings.filterwarnings("ignore", module="transformers")
 
 
-def verify_export(model, folder, tokenizer):
-    """Let transformers load a directory, and compare its logits and token ids with ours.
-
-    Prints the differences. Raises UserError when they are too large.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        print("not verified: transformers is not installed (pip install transformers)")
-        return
-    text = sample_text(tokenizer) if tokenizer else ""
-    inputs = {"text": torch.tensor(list(text.encode()), dtype=torch.uint8)}
-    generator = torch.Generator().manual_seed(0)
-    for length in verified_lengths(model):
-        tokens = torch.randint(model.config.vocab_size, (1, length), generator=generator)
-        inputs[str(length)] = tokens
-    ours, theirs = run_both_sides(model.folder, folder, inputs)
-    report = []
-    for length, logits in ours.items():
-        difference = (logits - theirs[length]).abs().max().item()
-        # transformers' angles are float32, so that their error grows with the position
-        if not difference <= 1e-6 * (100 + int(length)) * max(1, logits.abs().max().item()):
-            raise UserError(
-                "transformers computes other logits from what was exported "
-                f"({difference:.2g} apart at {length} tokens), so nothing was written: if you have "
-                "edited the scheme or method, transformers has no equivalent of it, and if not, "
-                "please report this error of ours"
-            )
-        report.append(f"{length} tokens: {difference:.1e}")
-    report = f"verified by transformers: largest logit difference {', '.join(report)}"
-    if tokenizer:
-        report += compare_ids(theirs["text"].tolist(), tokenizer, text)
-    print(report)
-    peak = peak_of_children()
-    if peak:
-        print(f"peak memory of the verification, which had its own processes: {peak / 1e9:.2f} GB")
-
-
-def verified_lengths(model):
-    """Return the lengths in tokens to compare: a short one, and one beyond the original length."""
-    config = model.config
-    longest = config.original_length + 37
-    # an MPT of transformers has no distances beyond its length
-    if model.pos.bounded or config.pos == "alibi":
-        longest = min(longest, config.block_size)
-    # what takes some tens of seconds on a CPU
-    affordable = max(40, int(4e12 / devices.flops_per_token(model, 64)))
-    return sorted({min(33, config.block_size), min(longest, affordable)})
-
-
-def run_both_sides(checkpoint, exported, inputs):
-    """Return the answers of both sides for a checkpoint and what was exported from it."""
-    from safetensors.torch import load_file, save_file
-
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        save_file(inputs, place / "inputs")
-        run_side("nanoLong", OURS, checkpoint, place, ROOT)
-        # outside of this repository: transformers would take our kernels/ for a package that it
-        # looks for
-        run_side("transformers", TRANSFORMERS, exported, place, place)
-        return load_file(place / "nanoLong"), load_file(place / "transformers")
-
-
-def run_side(name, script, folder, place, working_folder):
-    """Run the script of one side on the file of inputs in a place. Raises UserError."""
-    words = [START + script + END, folder.resolve(), place / "inputs", place / name]
-    done = subprocess.run(
-        [sys.executable, "-c", *words],
-        cwd=working_folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-    )
-    if done.returncode:
-        # without a message, the system has ended it, most often because memory ran out
-        lines = [f"exit status {done.returncode}", *done.stderr.strip().splitlines()]
-        raise UserError(
-            f"{name} cannot compute the logits ({lines[-1]}), and nothing is kept: update "
-            "transformers, or give --verify=false to export without comparing"
-        )
-
-
-def compare_ids(ids, tokenizer, text):
-    """Return the end of the report: whether transformers encodes text to the same ids.
-
-    Raises UserError for a tokenizer that we have written ourselves, where it does not.
-    """
-    if ids == tokenizer.encode(text):
-        return "; text is encoded alike"
-    if isinstance(tokenizer, ImportedTokenizer):
-        # its files are what they were
-        return "; its class of this tokenizer encodes text otherwise than tokenizer.json"
-    raise UserError(
-        "transformers encodes text otherwise by the tokenizer that was written, and nothing is "
-        "kept: give --tokenizer=DIR with the original files, or report it"
-    )
-
-
-def peak_of_children():
-    """Return the most memory that a child process of this one has had, in bytes.
-
-    None if the system does not say.
-    """
+@contextlib.contextmanager
+def as_user_error(source):
+    """Raise what a damaged file leads to in the libraries, any kind of error, as a UserError."""
     try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{source} cannot be used ({type(error).__name__}: {reason}): download it again, or "
+            "choose another checkpoint"
+        ) from None
+
+
+def load_theirs(c, tensors):
+    """Return transformers' model of a config and its tensors, by name, whose memory it shares.
+
+    Raises UserError unless the model has all of its tensors, and these shapes.
+    """
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(c)
+    absent = [name for name, _ in empty.named_parameters() if name not in tensors]
+    # compared first, because absent tensors would take memory
+    n_needed = sum(p.numel() for p in empty.parameters())
+    n_stored = sum(x.numel() for x in tensors.values())
+    require(
+        n_needed <= n_stored,
+        f"its config.json describes {n_needed:,} parameters and its files hold {n_stored:,} (there "
+        f"is no {', '.join(absent[:3])}): download both again",
+    )
+    dtype = functools.reduce(torch.promote_types, {x.dtype for x in tensors.values()})
+    options = {"dtype": torch.float32 if dtype == torch.float64 else dtype, "config": c}
+    options |= {"state_dict": dict(tensors), "output_loading_info": True}
+    theirs, info = type(empty).from_pretrained(None, **options)
+    # what is missing became random weights
+    wrong = [*info["missing_keys"], *info["mismatched_keys"]]
+    wrong += [name for name in info["unexpected_keys"] if not name.endswith(REDUNDANT)]
+    names = ", ".join(sorted(map(str, wrong))[:3])
+    require(
+        not wrong,
+        f"the tensors are not those of config.json ({names} missing, or too many): download both "
+        "again",
+    )
+    return theirs.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def compare(model, theirs):
+    """Compare our model with transformers'; return what was compared, and the differences.
+
+    Raises UserError for logits that differ.
+    """
+    config = model.config
+    passes = [(model, theirs, torch.arange(min(N_TOKENS, config.block_size)))]
+    # no window hides a key if there are gaps between positions
+    for window in [4 * MAX_POSITION, config.window] if config.window else [0]:
+        positions = far_positions(config, has_window=window == config.window > 0)
+        passes.append((cut_ours(model, window), cut_theirs(theirs, config, window), positions))
+    report = []
+    for ours, other, positions in tqdm(passes, "comparing logits", leave=False, disable=None):
+        difference = largest_difference(ours, other, positions)
+        what = f"{len(ours.blocks)} of {config.n_layer} layers, {len(positions)} tokens"
+        report.append(f"{what} to position {int(positions[-1]) + 1}: {difference:.1e}")
+    return report
+
+
+def far_positions(config, has_window):
+    """Return the positions that are compared: beyond the original length, if there are any."""
+    end = min(2 * config.original_length, MAX_POSITION)
+    if config.pos == "alibi":
+        return torch.arange(min(config.block_size, MAX_TOKENS))
+    if config.pos == "learned":
+        end = config.block_size
+    if has_window:
+        n = min(config.window + N_FAR, MAX_TOKENS)
+        return torch.arange(n) + max(0, end - n)
+    chosen = torch.randperm(end, generator=torch.Generator().manual_seed(1))[:N_FAR]
+    return torch.cat((chosen, torch.tensor([0, end - 1]))).unique()
+
+
+def first_layers(config):
+    """Return the first layer of each kind: letter -> layer."""
+    return {config.layer_kind(i): i for i in reversed(range(config.n_layer))}
+
+
+def cut_ours(model, window):
+    """Return our model of its first layers of each kind alone, which share its memory."""
+    kinds = first_layers(model.config)
+    settings = {"n_layer": len(kinds), "layer_pattern": "".join(kinds), "window": window}
+    small = parallel.build_without_weights(type(model), replace(model.config, **settings))
+    small.load_state_dict(cut_tensors(model.state_dict(), [*kinds.values()]), assign=True)
+    return small.eval().requires_grad_(False)
+
+
+def cut_theirs(theirs, config, window):
+    """Return transformers' model of the same layers, which share its memory."""
+    c = copy.deepcopy(theirs.config)
+    layers = [*first_layers(config).values()]
+    for name, value in list(vars(c).items()):
+        if isinstance(value, list) and len(value) == config.n_layer:
+            setattr(c, name, [value[layer] for layer in layers])
+    c.num_hidden_layers = len(layers)
+    if window:
+        c.sliding_window = window
+    return load_theirs(c, cut_tensors(theirs.state_dict(), layers))
+
+
+def cut_tensors(tensors, layers):
+    """Return the tensors of some layers, with these numbered again, and those of no layer."""
+    found = {}
+    for name, x in tensors.items():
+        match = re.match(r"((?:.*\.)?(?:layers|blocks|h)\.)(\d+)(\..*)", name)
+        if match and int(match[2]) in layers:
+            found[f"{match[1]}{layers.index(int(match[2]))}{match[3]}"] = x
+        elif not match:
+            found[name] = x
+    return found
+
+
+def largest_difference(ours, theirs, positions):
+    """Return the largest difference of the last logits; UserError if it is too large."""
+    n, end = len(positions), int(positions[-1]) + 1
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(ours.config.vocab_size, (1, n), generator=generator)
+    # without a mask a gap would be taken for the start of a document
+    options = {"logits_to_keep": N_FAR, "use_cache": False, "attention_mask": tokens >= 0}
+    if ours.config.pos != "alibi":
+        options["position_ids"] = positions[None]
+    with in_float32(ours), in_float32(theirs), warnings.catch_warnings():
+        # a length beyond the context is meant here
+        warnings.simplefilter("ignore")
+        x = ours.hidden_states(tokens, None if end == n else positions)
+        logits = ours.head(x[:, -N_FAR:])
+        difference = (logits - theirs(tokens, **options).logits).abs().max().item()
+    largest = max(1.0, logits.abs().max().item())
+    require(
+        difference <= 1e-6 * (100 + end) * largest,
+        f"transformers computes other logits ({difference:.2g} apart of {largest:.2g}, on {n} "
+        f"tokens to position {end}), so nothing was written: if you have edited model.py or a "
+        "scheme, transformers has no equivalent of it, and if not, please report this model",
+    )
+    return difference
+
+
+@contextlib.contextmanager
+def in_float32(model):
+    """A context in which a model computes in float32, with one matrix at a time in it."""
+    hooks = []
+    stored = {}
+
+    def widen(module, args):
+        for p in module.parameters(recurse=False):
+            stored[p] = p.data
+            p.data = p.data.float()
+
+    def restore(module, args, output):
+        for p in module.parameters(recurse=False):
+            p.data = stored.pop(p)
+
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.dtype != torch.float32]
+        is_matrix = not list(module.children()) and any(p.dim() == 2 for p in own)
+        if is_matrix:
+            hooks.append(module.register_forward_pre_hook(widen))
+            hooks.append(module.register_forward_hook(restore))
+        for p in [] if is_matrix else own:
+            p.data = p.data.float()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

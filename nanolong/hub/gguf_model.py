@@ -1,0 +1,306 @@
+"""GGUF files of llama.cpp: read as a config of transformers and its tensors, and written."""
+
+import dataclasses
+import math
+
+import gguf
+import torch
+from transformers import AutoConfig
+
+import rope_scaling
+from nanolong.errors import UserError, require
+from nanolong.hub import convert
+from nanolong.hub.families import FAMILIES, head_dim, is_rotated, tensor_layout
+from nanolong.hub.folder import Source
+from nanolong.hub.gguf_header import read_header, read_tensor
+from nanolong.hub.verify import as_user_error
+
+# architectures that are read -> whether llama.cpp rotates adjacent channels in it, so that the rows
+# of q and k are stored in another order, and whether it has tables that divide RoPE's frequencies
+ARCHITECTURES = {
+    "llama": (True, True),
+    "qwen2": (False, False),
+    "qwen3": (False, False),
+    "smollm3": (True, False),
+}
+FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "vocab_size": "vocab_size",
+}
+# what else is read, or says what is known; any other value that is not 0 is refused
+OTHERS = ("rope.dimension_count", "attention.value_length", "rope.freq_base", "rope.scal")
+# what Llama 3.1 to 3.3 have; a file has only their table
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_LENGTH = 8192
+ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def swap_pairs(x, n, m):
+    """Exchange the last two dimensions of rows (H, n, m)."""
+    return x.unflatten(0, (-1, n, m)).transpose(1, 2).flatten(0, 2)
+
+
+def find_names(arch, n_layer):
+    """Return (their name, its name in a GGUF file) of all tensors that a model can have."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
+
+    class All:
+        def __contains__(self, name):
+            return True
+
+    for theirs, *_ in tensor_layout(FAMILIES[arch], n_layer, All()):
+        name = names.get_name(theirs, (".weight", ".bias"))
+        if name is not None:
+            yield theirs, name
+
+
+# -----------------------------------------------------------------------------
+# Reading
+
+
+def read_gguf(file):
+    """Return (Source, metadata) of a file. Raises UserError for what has no equivalent."""
+    require(file.is_file(), f"there is no file {file}: give that of a GGUF model on this machine")
+    with as_user_error(file):
+        metadata, places = read_header(file)
+        arch = metadata.get("general.architecture")
+        require(
+            arch in ARCHITECTURES and metadata.get("general.type", "model") == "model",
+            f"{file} has the architecture {arch!r}, not one of: {', '.join(ARCHITECTURES)}",
+        )
+        require(
+            metadata.get("split.count", 1) in (0, 1),
+            f"{file} is a part of a model: join them by llama.cpp's llama-gguf-split --merge",
+        )
+        own = read_own(file, metadata, arch)
+        names = ROPE_TABLES if ARCHITECTURES[arch][1] else ()
+        tables = {name: read_tensor(file, places.pop(name)) for name in names if name in places}
+        values = {theirs: own[key] for key, theirs in FIELDS.items() if key in own}
+        require("context_length" in own, f"{file} does not say its context_length")
+        values.setdefault("vocab_size", places["token_embd.weight"].shape[0])
+        values["tie_word_embeddings"] = "output.weight" not in places
+        values["rope_parameters"] = read_rope(file, own, tables)
+        # Mistral's files say llama, mostly without a window
+        kind = "mistral" if own.get("attention.sliding_window") else arch
+        ids = {
+            f"{x}_token_id": metadata.get(f"tokenizer.ggml.{x}_token_id") for x in ("bos", "eos")
+        }
+        c = AutoConfig.for_model(kind, **values | ids | {"pad_token_id": None})
+        require(c.num_hidden_layers <= len(places), f"{file} has not all of its tensors")
+        tensors = {}
+        for theirs, name in find_names(arch, c.num_hidden_layers):
+            if name in places:
+                x = read_tensor(file, places.pop(name))
+                if ARCHITECTURES[arch][0] and ("attn_q." in name or "attn_k." in name):
+                    x = swap_pairs(x, head_dim(c) // 2, 2)
+                tensors[theirs] = x
+    require(not places, f"{file}: there is no parameter here for {', '.join(list(places)[:3])}")
+    return Source(c, tensors), metadata
+
+
+def read_own(file, metadata, arch):
+    """Return the metadata of the architecture, without its name; those of layers that are alike."""
+    own = {}
+    for key, x in metadata.items():
+        if key.startswith(f"{arch}."):
+            key = key.removeprefix(f"{arch}.")
+            require(
+                not isinstance(x, list) or len(set(x)) == 1,
+                f"{file}: {key} differs from layer to layer, and here all have the same: choose "
+                "another model",
+            )
+            own[key] = x[0] if isinstance(x, list) else x
+    head = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
+    own.setdefault("rope.dimension_count", head)
+    plain = {"attention.value_length": head, "rope.dimension_count": head, "attention.causal": True}
+    wrong = [key for key, x in plain.items() if own.get(key, x) != x]
+    wrong += [
+        key
+        for key, x in own.items()
+        if x and key not in FIELDS.keys() | plain.keys() and not key.startswith(OTHERS)
+    ]
+    if arch != "llama" and own.get("attention.sliding_window"):
+        # which layers have the window is not in the metadata
+        wrong.append("attention.sliding_window")
+    require(
+        not wrong,
+        f"{file}: {', '.join(f'{key}={own[key]}' for key in wrong)} has no equivalent here: choose "
+        "another model",
+    )
+    return own
+
+
+def read_rope(file, own, tables):
+    """Return rope_parameters."""
+    scaling = {
+        key.removeprefix("rope.scaling."): x for key, x in own.items() if "rope.scaling." in key
+    }
+    kind = scaling.get("type", "linear")
+    factor = scaling.get("factor") or own.get("rope.scale_linear") or 1.0
+    multiplier = scaling.get("attn_factor", 1.0)
+    base = {"rope_theta": own.get("rope.freq_base", 1e4)}
+    original = scaling.get("original_context_length")
+    lengths = {"original_max_position_embeddings": original} if original else {}
+    refusal = UserError(
+        f"{file}: rope.scaling {scaling} with tables {', '.join(tables) or 'none'} has no "
+        "equivalent here: choose another model"
+    )
+    if any(2 * len(table) != own["rope.dimension_count"] for table in tables.values()):
+        raise refusal
+    if tables or kind == "longrope":
+        names = ROPE_TABLES[1:] if kind == "longrope" else ROPE_TABLES[:1] * 2
+        if not tables.keys() >= set(names) or (kind != "none" and factor != 1):
+            raise refusal
+        long, short = (tables[name].tolist() for name in names)
+        return base | read_tables(own, kind, long, short, multiplier, original)
+    if kind == "yarn":
+        extrapolation = scaling.get("yarn_ext_factor", 1.0)
+        if extrapolation not in (1.0, -1.0) or scaling.get("yarn_log_multiplier"):
+            raise refusal
+        p = {"rope_type": "yarn", "factor": factor, **lengths}
+        p |= {x: scaling[f"yarn_{x}"] for x in ("beta_fast", "beta_slow") if f"yarn_{x}" in scaling}
+        # negative: not set, as llama.cpp itself writes it together with its other defaults
+        if extrapolation > 0 and "yarn_attn_factor" in scaling:
+            p["attention_factor"] = scaling["yarn_attn_factor"]
+        if multiplier != 1:
+            # of the temperature that YaRN has without it
+            p["attention_factor"] = multiplier * (0.1 * math.log(factor) + 1)
+        return base | p
+    if kind not in ("none", "linear") or multiplier != 1:
+        raise refusal
+    if kind == "none" or factor == 1:
+        return {"rope_type": "default", **base}
+    return {"rope_type": "linear", "factor": factor, **lengths, **base}
+
+
+def read_tables(own, kind, long, short, multiplier, original):
+    """Return rope_parameters of tables that divide the frequencies.
+
+    llama.cpp's converter writes the type llama3 as one table. It is recognised with the parameters
+    that Llama 3.1 to 3.3 have; any other table is longrope's.
+    """
+    factor = max(long)
+    words = (own.get("rope.freq_base", 1e4), 2 * len(long), original or LLAMA3_LENGTH)
+    if kind != "longrope" and multiplier == 1 and 1 < factor < math.inf:
+        plain, _ = rope_scaling.none(*words, 1.0)
+        scaled, _ = rope_scaling.llama3(*words, factor, **LLAMA3)
+        # the converter computes in float32
+        if torch.allclose(
+            scaled * torch.tensor(long, dtype=torch.float64), plain, rtol=1e-4, atol=0
+        ):
+            p = {"rope_type": "llama3", "factor": factor, **LLAMA3}
+            return p | {"original_max_position_embeddings": words[2]}
+    # llama.cpp has the factor 1 if the metadata lack it, transformers one from the lengths
+    length = original or own["context_length"]
+    return {
+        "rope_type": "longrope",
+        "factor": max(1.0, own["context_length"] / length),
+        "long_factor": long,
+        "short_factor": short,
+        "attention_factor": multiplier,
+        "original_max_position_embeddings": length,
+    }
+
+
+# -----------------------------------------------------------------------------
+# Writing
+
+# --store -> the type of matrices; all other tensors are float32
+TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+# of YaRN's options llama.cpp has these values
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+
+
+def export_model(model):
+    """Do as convert.export_model(), for the models that llama.cpp has; returns its RoPE too.
+
+    It applies no window in these, has SiLU in every MLP whatever a config says, and leaves RoPE out
+    of every fourth layer of a SmolLM3.
+    """
+    config = model.config
+    allowed = {}
+    for name in ARCHITECTURES:
+        patterns = ("FN",) if name == "smollm3" else ("F",)
+        has = FAMILIES[name].has | {"mlp": ("swiglu",)}
+        allowed[name] = dataclasses.replace(FAMILIES[name], patterns=patterns, has=has)
+    rotated = [is_rotated(config, i) for i in range(config.n_layer)]
+    if rotated != [(i + 1) % 4 != 0 for i in range(config.n_layer)]:
+        del allowed["smollm3"]
+    name = convert.choose_family(model, allowed, "llama.cpp")
+    c, factors = convert.write_config(model, name)
+    rope, table = write_rope(c.rope_parameters, model, name)
+    if table is not None:
+        # its angles have no factor on cos and sin in llama.cpp: the queries get all of it
+        factors = dict.fromkeys(factors, 1.0)
+    return c, convert.export_tensors(model, c, factors), (rope, table)
+
+
+def write_rope(p, model, arch):
+    """Return (metadata, the table that divides the frequencies or None)."""
+    config, kind = model.config, p["rope_type"]
+    rope = {"rope.freq_base": float(p["rope_theta"]), "rope.scaling.type": "none"}
+    if kind == "default":
+        return rope, None
+    rope["rope.scaling.original_context_length"] = config.original_length
+    own = {key: p.get(key, x) for key, x in YARN.items()}
+    if kind == "linear" or (kind == "yarn" and own == YARN):
+        return rope | {"rope.scaling.type": kind, "rope.scaling.factor": float(p["factor"])}, None
+    require(
+        p.get("long_factor") == p.get("short_factor"),
+        "llama.cpp chooses longrope's table by its cache's size: leave out short_factor",
+    )
+    require(
+        ARCHITECTURES[arch][1],
+        f"llama.cpp reads no RoPE table for {arch}: extend by --method=yarn, pi or ntk",
+    )
+    plain, _ = rope_scaling.none(p["rope_theta"], config.head_dim, 1, 1.0)
+    return rope, (plain / model.pos.inv_freq).clamp(max=1e30).float()
+
+
+def write_gguf(file, model, c, tensors, rope, store, tokenizer_metadata):
+    """Write what export_model() returned. store: a key of TYPES."""
+    arch, config = c.model_type, model.config
+    writer = gguf.GGUFWriter(None, arch)
+    values = {key: getattr(c, theirs, None) for key, theirs in FIELDS.items()} | rope[0]
+    values["context_length"] = config.block_size
+    head = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    values |= dict.fromkeys(head, config.head_dim)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
+    values = {f"{arch}.{key}": x for key, x in values.items()} | tokenizer_metadata
+    for key, x in values.items():
+        if x is not None:
+            add[type(x)](key, x)
+    file_type = "ALL_F32" if store == "float32" else f"MOSTLY_{TYPES[store]}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    if model.meta.get("imported"):
+        writer.add_name(model.meta["imported"])
+    if store == "q8_0":
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if rope[1] is not None:
+        writer.add_tensor(ROPE_TABLES[0], rope[1].numpy())
+    for theirs, name in find_names(arch, config.n_layer):
+        if theirs not in tensors:
+            continue
+        x = tensors[theirs].float()
+        if ARCHITECTURES[arch][0] and ("attn_q." in name or "attn_k." in name):
+            x = swap_pairs(x, 2, config.head_dim // 2)
+        kind = TYPES[store] if x.dim() == 2 else "F32"
+        # a block of Q8_0 holds 32 values of a row
+        if kind == "Q8_0" and x.shape[1] % 32:
+            kind = "F16"
+        kind = gguf.GGMLQuantizationType[kind]
+        data = gguf.quants.quantize(x.contiguous().numpy(), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file(file)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

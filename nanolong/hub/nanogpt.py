@@ -1,0 +1,54 @@
+"""nanoGPT's ckpt.pt, as a config of transformers' GPT-2 and its tensors."""
+
+import torch
+from transformers import AutoConfig
+
+from nanolong.errors import UserError, require
+from nanolong.hub.folder import Source
+
+SIZES = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
+TOKENIZER_NOTE = (
+    "a ckpt.pt has no tokenizer, and the characters in meta.pkl are not read: the model works on "
+    "token ids only (for text, give --tokenizer=DIR of its tokenizer.json)"
+)
+
+
+def read_checkpoint(file):
+    """Return the Source of a ckpt.pt, and the names of the biases of zeros that were added.
+
+    Raises UserError for any other file. No program in it is run.
+    """
+    require(file.is_file(), f"there is no file {file}: give the ckpt.pt of nanoGPT")
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        sizes = {name: int(content["model_args"][name]) for name in SIZES}
+        stored = {name.removeprefix("_orig_mod."): x for name, x in content["model"].items()}
+        # as nanoGPT's model.py has it, with GELU by erf
+        c = AutoConfig.for_model(
+            "gpt2",
+            n_positions=sizes.pop("block_size"),
+            activation_function="gelu",
+            layer_norm_epsilon=1e-5,
+            bos_token_id=None,
+            eos_token_id=None,
+            **sizes,
+        )
+        matrices = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        tensors, added = {}, []
+        for name, x in stored.items():
+            # GPT-2 has them as (in, out), and biases always
+            is_matrix = name.removesuffix(".weight").endswith(matrices)
+            tensors[name] = x.t() if is_matrix and x.dim() == 2 else x
+            bias = f"{name.removesuffix('weight')}bias"
+            is_layer = name.startswith(("transformer.h.", "transformer.ln_f")) and x.dim()
+            if is_layer and name.endswith(".weight") and bias not in stored:
+                tensors[bias] = x.new_zeros(len(x))
+                added.append(bias)
+    # what torch and a wrong kind of content raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        raise UserError(
+            f"{file} is no ckpt.pt of nanoGPT ({reason}): give one, a .gguf, or the folder of a "
+            "Hugging Face checkpoint"
+        ) from None
+    return Source(c, tensors), added

@@ -1,0 +1,291 @@
+"""Import and export: a model from a folder, a hub id or a file becomes a run folder, and back."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from data import ImportedTokenizer, tokenizer_from_json
+from nanolong import run
+from nanolong.errors import UserError, require
+from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
+from nanolong.hub.convert import export_model, import_model
+from nanolong.hub.families import FAMILIES
+from nanolong.hub.folder import find_folder, read_folder, whole, write_folder
+from nanolong.hub.tokenizer import make_exported, read_tokenizer, sample_text
+from nanolong.hub.verify import as_user_error, compare, load_theirs
+from nanolong.tokenizer_files import FILES
+
+# -----------------------------------------------------------------------------
+# Import
+
+
+def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, context_length=0):
+    """Write a model as the first checkpoint of a run folder; return its folder.
+
+    GPT: the class of model.py. source: a folder, ORG/NAME of the hub, a .gguf, or a ckpt.pt of
+    nanoGPT. store: dtype of the matrices, by default bfloat16 if the file has it. tokenizer: the
+    folder of the tokenizer, if it is another. context_length: in tokens, if the files say another.
+    Raises UserError, with nothing written.
+    """
+    target = Path(target)
+    require(not run.list_steps(target), f"{target} holds a run already: choose another folder")
+    suffix = Path(source).suffix.lower()
+    more = {}
+    if suffix == ".gguf":
+        place = Path(source)
+        found, metadata = gguf_model.read_gguf(place)
+    elif Path(source).is_file() or suffix == ".pt":
+        place = Path(source)
+        found, more = nanogpt.read_checkpoint(place)
+    else:
+        place = find_folder(source)
+        found = read_folder(place)
+    with as_user_error(source):
+        theirs = load_theirs(found.c, found.tensors)
+        stored = {name: x for name, x in theirs.state_dict().items() if name not in more}
+        model = import_model(GPT, found.c, stored, found.lengths, context_length)
+    size = model.config.vocab_size
+    ids = {name: getattr(found.c, name, None) for name in ("bos_token_id", "eos_token_id")}
+    if tokenizer:
+        kept, bos, note = read_tokenizer(Path(tokenizer), ids, size, named=True)
+        if suffix == ".gguf":
+            gguf_tokenizer.check_same_tokens(place, metadata, tokenizer, kept.package)
+            bos = gguf_tokenizer.first_token(place, metadata, size) if bos is None else bos
+    elif suffix == ".gguf":
+        kept, bos, note = gguf_tokenizer.read_tokenizer(place, metadata, size)
+    elif suffix == ".pt":
+        kept, bos, note = None, None, nanogpt.TOKENIZER_NOTE
+    else:
+        kept, bos, note = read_tokenizer(place, ids, size)
+    report = compare(model, theirs) if verify else []
+    meta = {
+        "config": asdict(model.config),
+        "tokenizer": kept and kept.to_json(),
+        "bos": bos,
+        "family": found.c.model_type,
+        "imported": Path(source).resolve().name,
+        "code": {},
+    }
+    weights, notes = stored_weights(model, store)
+    read_only = FAMILIES[found.c.model_type].read_only  # BLOOM's head is untied by the import
+    if found.c.tie_word_embeddings and not model.config.tie_embeddings and not read_only:
+        notes += [
+            "the head is another tensor than the embeddings, though tie_word_embeddings is true"
+        ]
+    folder = target / "step-000000"
+    run.write_checkpoint(folder, {"model": weights}, meta)
+    print_summary(folder, model)
+    for text in (*found.notes, *notes, *[note] * bool(note)):
+        print(f"note: {text}")
+    print_report(report)
+    return folder
+
+
+def stored_weights(model, store):
+    """Return the tensors of a checkpoint, and notes.
+
+    store: dtype of the weights of linear layers and embeddings; all others are float32.
+    """
+    matrices = [m for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Embedding)]
+    matrices = {id(m.weight): m.weight.dtype for m in matrices}
+    is_bfloat16 = set(matrices.values()) == {torch.bfloat16}
+    if store == "auto":
+        store = "bfloat16" if is_bfloat16 else "float32"
+    notes = []
+    if store == "bfloat16" and not is_bfloat16:
+        notes = ["weights that are not bfloat16, or that the import computes, are rounded to it"]
+    weights = {}
+    for name, p in model.named_parameters():
+        dtype = getattr(torch, store) if id(p) in matrices else torch.float32
+        weights[name] = p.detach().to(dtype)
+    return weights, notes
+
+
+def print_summary(folder, model):
+    config = model.config
+    text = f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
+    text += f", context length {config.block_size} tokens"
+    extension = config.extension
+    if extension:
+        text += f" (originally {config.original_length}, {extension['method']}, "
+        text += f"factor {extension['factor']:g})"
+    layers = range(config.n_layer)
+    if config.window:
+        n_window = sum(config.uses_window(layer) for layer in layers)
+        text += f"; window {config.window} in {n_window} of {config.n_layer} layers"
+    n_without = sum(not config.uses_positions(layer) for layer in layers)
+    if n_without:
+        text += f"; {n_without} layers without positions"
+    print(text)
+    if extension and extension["method"] == "dynamic-ntk":
+        print(
+            "note: a dynamic scale follows the length of the text rounded up to a quarter of the "
+            "original length; transformers takes the exact length, and keeps keys of older scales"
+        )
+
+
+def print_report(report):
+    if report:
+        print(f"verified: largest logit difference from transformers: {'; '.join(report)}")
+    else:
+        print("not verified: its logits were not compared with transformers' (--verify=false)")
+
+
+# -----------------------------------------------------------------------------
+# Export
+
+
+def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
+    """Write a loaded model and its tokenizer, whole or not at all: a folder, or a .gguf file.
+
+    tokenizer_from: a Hugging Face folder whose tokenizer is written in place of the model's own;
+    of a GGUF file also "none". store: dtype of a GGUF's matrices. Raises UserError for a model that
+    has no equivalent, or if transformers computes other logits.
+    """
+    target = Path(target)
+    if target.suffix.lower() == ".gguf":
+        export_gguf(model, target, verify, tokenizer_from, store)
+        return
+    tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
+    c, tensors = export_model(model)
+    dtype = export_dtype(model, tensors)
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    eos = tokenizer and (tokenizer.bos if tokenizer.eos is None else tokenizer.eos)
+    # a vocabulary of ours has one token that starts and ends every document
+    ids = {"bos_token_id": tokenizer and tokenizer.bos, "eos_token_id": eos}
+
+    def write(part):
+        part.mkdir()
+        files = exported_files(model, tokenizer, tokenizer_from)
+        theirs = load_theirs(c, tensors)
+        write_folder(part, theirs, ids)
+        del theirs
+        for name, content in files.items():
+            (part / name).write_bytes(content)
+        rope = getattr(c, "rope_parameters", None) or {}
+        kind = rope.get("full_attention", rope).get("rope_type")
+        text = f"{target}: {c.model_type}{f', rope_type {kind}' if kind else ''}"
+        text += f", {model.config.block_size} tokens, {str(dtype).removeprefix('torch.')}"
+        print(text + ("" if files else "; no tokenizer: the checkpoint has none"))
+        report = []
+        if verify:
+            # what was written is read again
+            found = read_folder(part)
+            report = compare(model, load_theirs(found.c, found.tensors))
+            if files and not tokenizer_from:
+                report.append(compare_text(part, tokenizer))
+        print_report(report)
+        for file in part.iterdir():
+            run.sync(file)
+
+    whole(target, write)
+    note_clients(c, model.config)
+
+
+def export_dtype(model, tensors):
+    """Return the dtype of the exported weights: as stored, or float32 if queries are scaled."""
+    names = {name: x for name, x in tensors.items() if x.dim() == 2}
+    is_stored = all(x.dtype == model.stored_dtype for x in names.values())
+    return model.stored_dtype if is_stored else torch.float32
+
+
+def exported_files(model, tokenizer, tokenizer_from):
+    """Return the tokenizer files of an export: name -> bytes."""
+    if tokenizer_from:
+        source = Path(tokenizer_from)
+        files = {name: source / name for name in FILES if (source / name).is_file()}
+        require(
+            files,
+            f"there are no tokenizer files in --tokenizer={source}: give the Hugging Face folder "
+            "that the model was imported from",
+        )
+        return {name: file.read_bytes() for name, file in files.items()}
+    if tokenizer is None:
+        return {}
+    adds_bos = model.meta.get("bos") is not None
+    return make_exported(tokenizer, adds_bos, model.config.block_size).files
+
+
+def compare_text(folder, tokenizer):
+    """Return whether transformers encodes a text as our tokenizer does.
+
+    Raises UserError for a tokenizer that we have written ourselves, if it does not.
+    """
+    from transformers import AutoTokenizer
+
+    text = sample_text(tokenizer)
+    with as_user_error(folder):
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+    if ids == tokenizer.encode(text):
+        return "text is encoded alike"
+    # the files of an import are what they were
+    if isinstance(tokenizer, ImportedTokenizer):
+        return "its class of this tokenizer encodes text otherwise than tokenizer.json"
+    raise UserError(
+        "transformers encodes text otherwise by the tokenizer that was written, and nothing is "
+        "kept: give --tokenizer=DIR with the original files, or report it"
+    )
+
+
+# what mlx-lm 0.32.2 computes as transformers does: without a window, only with RoPE that is not
+# scaled, and with a window
+MLX_LM = {*"llama mistral ministral3 qwen2 qwen3 smollm3 phi3 seed_oss olmo2 granite".split()}
+MLX_LM_PLAIN = {"gemma", "stablelm"}
+MLX_LM_WINDOW = {"olmo3", "gemma3_text", "exaone4"}
+
+
+def note_clients(c, config):
+    """Print whether mlx-lm may compute otherwise: it reads fewer fields, and says nothing."""
+    rope = getattr(c, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    kind = rope.get("rope_type", "default")
+    known = MLX_LM | MLX_LM_WINDOW | (MLX_LM_PLAIN if kind == "default" else set())
+    is_read = c.model_type in (MLX_LM_WINDOW if config.window else known)
+    is_read &= kind != "proportional" and rope.get("truncate", True)
+    if c.model_type == "olmo3":
+        is_read &= not config.rope_local_base
+    if c.model_type == "gemma3_text":
+        is_read &= hasattr(c, "sliding_window_pattern")
+    if not is_read:
+        print(f"note: mlx-lm has no {c.model_type} like this, or computes it otherwise")
+
+
+def export_gguf(model, target, verify, tokenizer_from, store):
+    """Write a model to one GGUF file."""
+    require(not target.exists(), f"{target} exists already: remove it, or choose another file")
+    c, tensors, rope = gguf_model.export_model(model)
+    if store == "auto":
+        store = str(export_dtype(model, tensors)).removeprefix("torch.")
+    metadata = gguf_metadata(model, tokenizer_from)
+
+    def write(part):
+        gguf_model.write_gguf(part, model, c, tensors, rope, store, metadata)
+        found, _ = gguf_model.read_gguf(part)
+        print(f"{target}: {c.model_type}, {model.config.block_size} tokens, {store}")
+        # matrices that are rounded would differ: those of the model stand for them
+        tensors_read = found.tensors if store == "float32" else tensors
+        print_report(compare(model, load_theirs(found.c, tensors_read)) if verify else [])
+        run.sync(part)
+
+    whole(target, write)
+
+
+def gguf_metadata(model, tokenizer_from):
+    """Return the metadata of the tokenizer, or what says that there is none."""
+    tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
+    bos = model.meta.get("bos")
+    size = model.config.vocab_size
+    if tokenizer_from == "none" or not (tokenizer or tokenizer_from):
+        print("note: the file has no tokenizer: only token ids work")
+        metadata = {"tokenizer.ggml.model": "none"}
+        if bos is not None:
+            metadata |= {"tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.add_bos_token": True}
+        return metadata
+    if tokenizer_from:
+        tokenizer, _, _ = read_tokenizer(Path(tokenizer_from), {}, size, named=True)
+    exported = make_exported(tokenizer, bos is not None, model.config.block_size)
+    is_gpt2 = getattr(getattr(tokenizer, "encoding", None), "name", "") == "gpt2"
+    name = "gpt-2" if is_gpt2 else None
+    return gguf_tokenizer.tokenizer_metadata(exported, size, bos is not None, name)

@@ -1,0 +1,586 @@
+"""hf.py: families in and out, what is refused, lengths, hub ids, nanoGPT's checkpoints, exports."""
+
+import json
+import math
+from pathlib import Path
+
+import interchange
+import pytest
+import torch
+from conftest import assert_refused, assert_success, content, run_python
+from interchange import (
+    LENGTH,
+    OURS,
+    REFUSED,
+    all_cases,
+    compare,
+    load_folder,
+    make_ours,
+    make_theirs,
+    our_logits,
+    quietly,
+)
+from safetensors.torch import load_file, save_file
+
+from model import GPT, GPTConfig
+from nanolong.errors import UserError
+from nanolong.hub import convert, folder, transfer, verify
+from nanolong.hub.families import FAMILIES
+from nanolong.hub.transfer import export_to, import_to
+
+TOKENS = torch.arange(70)[None] * 13 % interchange.VOCAB_SIZE
+
+# -----------------------------------------------------------------------------
+# Families and RoPE types
+
+
+def check(record):
+    for difference in (record.imported, record.cached, record.exported):
+        assert (difference or 0.0) < 1e-5, record
+    is_dynamic = "| dynamic" in record.name
+    assert bool(record.refused) == (is_dynamic or record.name.startswith("bloom")), record
+
+
+# one RoPE type of each family, another for the next
+ONE_EACH = [
+    [case for case in all_cases() if case[0] == family]
+    for family in interchange.FAMILIES
+    if "," not in family
+]
+ONE_EACH = [cases[number % len(cases)] for number, cases in enumerate(ONE_EACH)]
+
+
+@pytest.mark.parametrize("family, rope", ONE_EACH)
+def test_a_family_agrees_with_transformers(family, rope, tmp_path):
+    check(compare(family, rope, tmp_path, seed=len(family)))
+
+
+def test_each_family_and_rope_type_is_compared():
+    assert {family.partition(",")[0] for family, _ in all_cases()} == FAMILIES.keys()
+    assert {rope for _, rope in all_cases()} == interchange.ROPES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", interchange.FAMILIES)
+def test_all_rope_types_of_a_family_agree_with_transformers(family, tmp_path):
+    for seed, case in enumerate(all_cases()):
+        if case[0] == family:
+            place = tmp_path / str(seed)
+            check(compare(*case, place, seed))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_model_of_ours_is_exported_and_imported(name, tmp_path):
+    model = make_ours(*OURS[name])
+    quietly(export_to, model, tmp_path / "exported")
+    expected = our_logits(model, TOKENS)
+    theirs = load_folder(tmp_path / "exported")(TOKENS).logits
+    assert (theirs - expected).abs().max() < 1e-5 * expected.abs().max()
+    quietly(import_to, GPT, str(tmp_path / "exported"), tmp_path / "run")
+    again = GPT.load(tmp_path / "run")
+    assert (our_logits(again, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert again.config.block_size == model.config.block_size
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_equivalent_is_not_exported(name, tmp_path):
+    settings, extension, phrase = REFUSED[name]
+    with pytest.raises(UserError, match=phrase):
+        quietly(export_to, make_ours(settings, extension), tmp_path / "exported")
+    assert not list(tmp_path.iterdir())
+
+
+# -----------------------------------------------------------------------------
+# Verification
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """A function that writes transformers' folder of a case, with changes of its files."""
+
+    def write(family="llama", rope="default", config=None, tensors=None, **changes):
+        place = tmp_path / "hf"
+        make_theirs(family, rope, **changes).save_pretrained(place)
+        if config is not None:
+            values = json.loads((place / "config.json").read_text()) | config
+            (place / "config.json").write_text(json.dumps(values))
+        if tensors is not None:
+            stored = load_file(place / "model.safetensors")
+            tensors(stored)
+            save_file(stored, place / "model.safetensors", {"format": "pt"})
+        return place
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["q.weight", "head", "window", "frequencies", "mlp"])
+def test_a_fault_is_noticed(name, hf, tmp_path):
+    """In the last layer, of the head, beyond a window, beyond the original length."""
+    family, rope = ("mistral, window", "llama3")
+    theirs = load_folder(hf(family, rope))
+    model = convert.import_model(GPT, theirs.config, theirs.state_dict())
+    assert all(float(line.split(": ")[-1]) < 1e-4 for line in verify.compare(model, theirs))
+    if name == "window":
+        model.config.window = 22
+        for block in model.blocks:
+            block.attention.window = 22
+    elif name == "frequencies":  # of the slowest pair
+        model.config.extension["factor"] = 7.9
+        model.pos.inv_freq[-1] *= 8 / 7.9
+    elif name == "head":
+        model.head.weight.data = model.head.weight * 1.001
+    else:
+        last = model.blocks[-1]
+        p = last.attention.q.weight if name == "q.weight" else last.mlp.up.weight
+        p.data = p + 0.01 * torch.randn_like(p)
+    with pytest.raises(UserError, match="transformers computes other logits"):
+        verify.compare(model, theirs)
+
+
+def test_the_comparison_takes_little_memory_and_changes_nothing(hf):
+    """bfloat16 weights are shared with transformers' model, and computed in float32."""
+    plain = load_folder(hf())
+    stored = {name: x.bfloat16() for name, x in plain.state_dict().items()}
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
+    theirs = verify.load_theirs(plain.config, stored)
+    model = convert.import_model(GPT, theirs.config, stored)
+    assert (
+        model.blocks[0].mlp.up.weight.data_ptr()
+        == stored["model.layers.0.mlp.up_proj.weight"].data_ptr()
+    )
+    report = verify.compare(model, theirs)
+    assert all(float(line.split(": ")[-1]) < 1e-4 for line in report)
+    assert model.blocks[0].mlp.up.weight.dtype == torch.bfloat16
+    assert "3 of 3 layers, 33 tokens to position 33" in report[0]
+    assert "1 of 3 layers" in report[1] and f"to position {2 * LENGTH}" in report[1]
+
+
+def test_without_verification_a_line_says_so(hf, tmp_path, call):
+    done = assert_success(call("hf.py", "import", hf(), tmp_path / "run", "--verify=false"))
+    assert "not verified: its logits were not compared" in done.stdout
+    done = assert_success(
+        call("hf.py", "export", tmp_path / "run", tmp_path / "out", "--verify=false")
+    )
+    assert "not verified" in done.stdout
+    done = assert_success(call("hf.py", "export", tmp_path / "run", tmp_path / "verified"))
+    assert "verified: largest logit difference from transformers" in done.stdout
+
+
+# -----------------------------------------------------------------------------
+# What a file means
+
+
+def imported(source, tmp_path, **options):
+    text = quietly(import_to, GPT, str(source), tmp_path / "run", **options)
+    return GPT.load(tmp_path / "run"), text
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+YARN = {**LINEAR, "rope_type": "yarn"}
+LLAMA3 = {**LINEAR, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+KNOWN = {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "rope, config, model_max_length, context_length, lengths",
+    [
+        (LINEAR, {}, None, 0, (64, 256)),
+        (LINEAR, {"max_sequence_length": 1024}, None, 0, (256, 1024)),
+        (LINEAR, {}, 1024, 0, (256, 1024)),
+        (LINEAR, {}, 256, 0, (64, 256)),
+        (LINEAR, {}, 10**30, 0, (64, 256)),
+        (LINEAR, {}, None, 1024, (256, 1024)),
+        ({**LINEAR, **KNOWN}, {}, 1024, 0, (64, 256)),
+        ({**LINEAR, **KNOWN}, {}, None, 512, (64, 512)),
+        ({**YARN, "original_max_position_embeddings": 128}, {}, None, 0, (128, 512)),
+        ({**YARN, **KNOWN}, {}, None, 0, (64, 256)),
+        (YARN, {}, None, 0, (256, 1024)),
+        ({**LLAMA3, "original_max_position_embeddings": 32.0}, {}, None, 0, (32, 256)),
+        ({**LLAMA3, "original_max_position_embeddings": 256}, {}, None, 0, (256, 1024)),
+        ({"rope_type": "default", "rope_theta": 1e4}, {}, 4096, 0, (256, 256)),
+        ({"rope_type": "default", "rope_theta": 1e4}, {}, None, 4096, (4096, 4096)),
+    ],
+)
+def test_lengths_are_read(rope, config, model_max_length, context_length, lengths, hf, tmp_path):
+    """max_position_embeddings, 256, is the original or the extended length: other facts say."""
+    changes = {"rope_parameters": rope, "max_position_embeddings": 256}
+    place = hf(config=config, **changes)
+    if model_max_length:
+        (place / "tokenizer_config.json").write_text(
+            json.dumps({"model_max_length": model_max_length})
+        )
+    model, _ = imported(place, tmp_path, context_length=context_length)
+    assert (model.config.original_length, model.config.block_size) == lengths
+    tokens = TOKENS[:, :50]
+    assert (model(tokens) - load_folder(place)(tokens).logits).abs().max() < 1e-5
+
+
+def test_a_table_of_positions_has_its_length(hf, tmp_path):
+    with pytest.raises(UserError, match="a table of 160 positions: leave it out"):
+        imported(hf("gpt2"), tmp_path, context_length=320)
+
+
+def test_a_head_of_its_own_stays(hf, tmp_path):
+    def add_head(stored):
+        stored["lm_head.weight"] = torch.randn_like(stored["model.embed_tokens.weight"])
+
+    place = hf(tensors=add_head)
+    model, text = imported(place, tmp_path)
+    assert not model.config.tie_embeddings
+    assert "the head is another tensor than the embeddings" in text
+    assert (model(TOKENS) - load_folder(place)(TOKENS).logits).abs().max() < 1e-4
+
+
+def test_an_equal_head_and_a_head_alone_are_tied(hf, tmp_path):
+    def rename(stored):
+        stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+
+    model, text = imported(hf(tensors=rename), tmp_path)
+    assert model.config.tie_embeddings and "the head is" not in text
+
+
+def test_fields_that_are_not_read_are_named(hf, tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [2, 2]}
+    config = {"rope_scaling": rope, "attn_logit_softcapping": 50.0, "rope_interleaved": False}
+    place = hf(config=config)
+    _, text = imported(place, tmp_path)
+    names = "attn_logit_softcapping, rope_scaling.mrope_section"
+    assert f"note: not read: {names}\n" in text
+
+
+def test_old_names_of_tensors_are_read(hf, tmp_path):
+    def rename(stored):
+        assert "embed_out.weight" in stored  # transformers writes the old name itself
+        stored["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(2)
+
+    imported(hf("gpt_neox", tensors=rename), tmp_path)
+
+
+def test_bfloat16_is_kept(hf, tmp_path):
+    def round_all(stored):
+        stored.update({name: x.bfloat16() for name, x in stored.items()})
+
+    place = hf(tensors=round_all, config={"dtype": "bfloat16"})
+    quietly(import_to, GPT, str(place), tmp_path / "run")
+    stored = load_file(tmp_path / "run/step-000000/model.safetensors")
+    assert stored["embed.weight"].dtype == torch.bfloat16
+    quietly(export_to, GPT.load(tmp_path / "run", dtype=None), tmp_path / "out")
+    before, after = (load_file(x / "model.safetensors") for x in (place, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# -----------------------------------------------------------------------------
+# What is refused: one sentence, and nothing written
+
+
+def change(**config):
+    return lambda place: edit_config(place, config)
+
+
+def edit_config(place, config):
+    values = json.loads((place / "config.json").read_text()) | config
+    (place / "config.json").write_text(json.dumps(values))
+
+
+def edit_tensors(function):
+    def edit(place):
+        stored = load_file(place / "model.safetensors")
+        function(stored)
+        save_file(stored, place / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def set_nan(stored):
+    stored["model.norm.weight"][3] = math.nan
+
+
+def write(name, text):
+    return lambda place: (place / name).write_text(text)
+
+
+def point_to(file):
+    """An index in place of the one file, which is renamed."""
+
+    def edit(place):
+        (place / "model.safetensors").rename(place / "model-1.safetensors")
+        names = load_file(place / "model-1.safetensors")
+        index = {"weight_map": dict.fromkeys(names, file)}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return edit
+
+
+def cut_file(place):
+    file = place / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def huge_header(place):
+    (place / "model.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+
+
+def leave_pickle(place):
+    (place / "model.safetensors").rename(place / "pytorch_model.bin")
+
+
+def leave_shard(place):
+    (place / "model.safetensors").rename(place / "model-00001-of-00002.safetensors")
+
+
+def rope(kind, **values):
+    return change(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **values})
+
+
+SMALL = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+LEAVES = "is no safetensors file of this folder"
+HOSTILE = {
+    "another family": (change(model_type="falcon"), "'falcon', which is not one of: llama"),
+    "no model_type": (change(model_type=None), "the type None, which is not one of"),
+    "a list as model_type": (change(model_type="x" * 9), "which is not one of"),
+    "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
+    "an adapter": (write("adapter_config.json", "{}"), "holds an adapter (LoRA)"),
+    "no JSON": (write("config.json", "{"), "config.json is no JSON"),
+    "a deep JSON": (write("config.json", "[" * 10**6), "config.json is no JSON"),
+    "a list": (write("config.json", "[]"), "holds no JSON object"),
+    "text as a number": (change(hidden_size="48"), "config.json cannot be used"),
+    "a negative size": (change(hidden_size=-48), "cannot be used"),
+    "many layers": (change(num_hidden_layers=60000), "says 60000 layers, and there are 29 tensors"),
+    "a huge vocabulary": (change(vocab_size=1 << 40), "describes 52,776"),
+    "other shapes": (change(intermediate_size=79), "cannot be used"),
+    "one layer less": (change(num_hidden_layers=2), "missing, or too many"),
+    "a bias": (change(attention_bias=True), "config.json describes"),
+    "an activation": (change(hidden_act="relu"), "hidden_act is 'relu', and only"),
+    "half a head": (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "a RoPE type": (rope("spiral"), "'spiral'"),
+    "a small factor": (rope("yarn", factor=0.5), "is 0.5, and it is at least 1"),
+    "text as a factor": (rope("linear", factor="4"), "cannot be used"),
+    "short tables": (rope("longrope", short_factor=[1.0], long_factor=[1.0]), "error"),
+    "NaN in the config": (change(rms_norm_eps=math.nan), "error"),
+    "odd groups": (change(num_key_value_heads=4), "error"),
+    "NaN weights": (edit_tensors(set_nan), "model.norm.weight has values that are not finite"),
+    "a missing tensor": (
+        edit_tensors(lambda s: s.pop("model.norm.weight")),
+        "there is no model.norm.weight",
+    ),
+    "a tensor too many": (
+        edit_tensors(lambda s: s.update({"model.x": torch.ones(3)})),
+        "model.x missing, or too many",
+    ),
+    "integers": (
+        edit_tensors(lambda s: s.update({"model.norm.weight": torch.ones(48).int()})),
+        "is of dtype torch.int32",
+    ),
+    "a file cut off": (cut_file, "is not a whole safetensors file"),
+    "a huge header": (huge_header, "is not a whole safetensors file"),
+    "a pickle": (leave_pickle, "pytorch_model.bin, a pickle, which can run any program"),
+    "a shard": (leave_shard, "no model.safetensors.index.json"),
+    "an index that leaves": (point_to("../secret.safetensors"), LEAVES),
+    "an absolute index": (point_to("/etc/passwd"), LEAVES),
+    "an index of nothing": (point_to("model-2.safetensors"), "is not a whole safetensors file"),
+    "another tokenizer": (write("tokenizer.json", json.dumps(SMALL)), "belongs to another model"),
+    "a damaged tokenizer": (write("tokenizer.json", "{"), "tokenizer.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_is_refused(name, hf, tmp_path, call):
+    edit, phrase = HOSTILE[name]
+    place = hf()
+    edit(place)
+    sentence = assert_refused(call("hf.py", "import", place, tmp_path / "run"), phrase)
+    assert len(sentence) < 900
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
+
+
+def test_remote_code_is_not_run(hf, tmp_path):
+    place = hf(
+        config={"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    )
+    (place / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    imported(place, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):
+    place = hf()
+    assert_success(call("hf.py", "import", place, tmp_path / "run"))
+    before = content(tmp_path)
+    assert_refused(call("hf.py", "import", place, tmp_path / "run"), "holds a run already")
+    assert_refused(call("hf.py", "export", tmp_path / "run", place), "exists already")
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "words, phrase",
+    [
+        (["import", "a"], "needs a direction and two paths"),
+        (["import", "a", "b", "--best"], "--best is not for import"),
+        (["export", "a", "b", "--context_length=5"], "--context_length is not for export"),
+        (["import", "a", "b", "--store=q8_0"], "--store=q8_0 is for export"),
+        (["export", "a", "b", "--store=q8_0"], "--store is for import and for GGUF"),
+        (["import", "nowhere", "b"], "there is no folder or file nowhere"),
+        (["import", "no/where/at/all", "b"], "there is no folder or file no/where"),
+        (["import", "model.gguf", "b"], "there is no file model.gguf"),
+        (["import", "ckpt.pt", "b"], "there is no file ckpt.pt"),
+        (["export", "nowhere", "b"], "there is no checkpoint in nowhere"),
+    ],
+)
+def test_a_wrong_command_is_refused(words, phrase, call, tmp_path):
+    assert_refused(call("hf.py", *words, cwd=tmp_path), phrase)
+
+
+# -----------------------------------------------------------------------------
+# Hub ids and nanoGPT's checkpoints
+
+
+def test_a_hub_id_is_downloaded(hf, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    place = hf()
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options))
+        return str(place)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for number, source in enumerate(("ORG/Some-Model_1.5", "hf://ORG/Some-Model_1.5")):
+        quietly(import_to, GPT, source, tmp_path / f"run{number}")
+    assert [name for name, _ in asked] == ["ORG/Some-Model_1.5"] * 2
+    allowed = asked[0][1]["allow_patterns"]
+    assert {"*.json", "*.safetensors", "*.jinja", "tokenizer.model"} <= {*allowed}
+    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allowed)
+    assert asked[0][1]["ignore_patterns"] == ["*/*", "consolidated*"]
+
+
+def test_a_failed_download_is_one_sentence(tmp_path, monkeypatch, call):
+    import huggingface_hub
+
+    def fail(name, **options):
+        raise ConnectionError("401 Client\nError")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    done = call("hf.py", "import", "ORG/gated", tmp_path / "run")
+    assert_refused(done, "cannot be downloaded", "401 Client Error", "HF_TOKEN")
+
+
+@pytest.mark.parametrize("bias, compiled", [(False, True), (True, False)])
+def test_nanogpt_is_imported(bias, compiled, tmp_path):
+    """Its model.py, as transformers' GPT-2 with GELU by erf; without biases ours has none."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 50}
+    torch.manual_seed(0)
+    c = GPT2Config(n_positions=24, activation_function="gelu", **sizes)
+    theirs = GPT2LMHeadModel(c).eval().requires_grad_(False)
+    stored = {}
+    for name, p in theirs.named_parameters():
+        p.normal_(0, 0.3)
+        if name.endswith("bias") and not bias:
+            p.zero_()
+            continue
+        is_transposed = name.split(".")[-2] in ("c_attn", "c_proj", "c_fc")
+        stored["_orig_mod." * compiled + name] = p.t().contiguous() if is_transposed else p
+    stored["_orig_mod." * compiled + "lm_head.weight"] = theirs.lm_head.weight
+    arguments = {**sizes, "block_size": 24, "bias": bias, "dropout": 0.0}
+    checkpoint = {"model": stored, "model_args": arguments, "iter_num": 5, "optimizer": {}}
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    model, text = imported(tmp_path / "ckpt.pt", tmp_path)
+    tokens = TOKENS[:, :24] % 50
+    assert (model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+    assert model.config.bias == ("all" if bias else "none")
+    assert (model.config.mlp, model.config.pos) == ("gelu_exact", "learned")
+    assert "meta.pkl are not read" in text
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize("content", [{"model": Evil()}, {}, {"model": {}, "model_args": {}}, 3])
+def test_another_pickle_is_refused(content, tmp_path, call):
+    torch.save(content, tmp_path / "ckpt.pt")
+    done = call("hf.py", "import", "ckpt.pt", "run", cwd=tmp_path)
+    assert_refused(done, "is no ckpt.pt of nanoGPT", "give one, a .gguf, or the folder")
+    assert [file.name for file in tmp_path.iterdir()] == ["ckpt.pt"]
+
+
+# -----------------------------------------------------------------------------
+# Exports
+
+
+def exported_config(settings, extension, tmp_path):
+    text = quietly(export_to, make_ours(settings, extension), tmp_path / "exported")
+    return json.loads((tmp_path / "exported/config.json").read_text()), text
+
+
+def test_older_fields_are_written(tmp_path):
+    """transformers 4 and mlx-lm read these, and no rope_parameters."""
+    config, text = exported_config({}, ("yarn", {}), tmp_path)
+    assert config["rope_scaling"] == {"type": "yarn", **config["rope_parameters"]}
+    assert config["rope_scaling"]["original_max_position_embeddings"] == LENGTH
+    assert config["rope_theta"] == 10000.0 and config["torch_dtype"] == "float32"
+    assert "mlx-lm" not in text
+
+
+def test_older_fields_of_layers_of_two_kinds_are_written(tmp_path):
+    config, text = exported_config(interchange.OLMO3, ("yarn", {}), tmp_path)
+    assert config["rope_scaling"]["factor"] == 4.0 and config["rope_scaling"]["type"] == "yarn"
+    assert config["rope_local_base_freq"] == 500.0
+    assert "note: mlx-lm has no olmo3 like this" in text  # it has one base
+
+
+@pytest.mark.parametrize("pattern, period", [("WWF", 3), ("WF", 2), ("WFF", None), ("FW", None)])
+def test_the_pattern_of_gemma_is_written(pattern, period, tmp_path):
+    settings = {**interchange.GEMMA3, "layer_pattern": pattern}
+    config, text = exported_config(settings, ("pi", {}), tmp_path)
+    assert config.get("sliding_window_pattern") == period
+    assert config["rope_scaling"]["type"] == "linear" and config["rope_scaling"]["factor"] == 4.0
+    assert ("mlx-lm has no gemma3_text like this" in text) == (period is None)
+
+
+def test_plain_rope_is_written_for_older_programs(tmp_path):
+    config, _ = exported_config(interchange.OURS["rope"][0], None, tmp_path)
+    assert config["rope_scaling"] is None and config["rope_theta"] == 10000.0
+    config, _ = exported_config({"rope_fraction": 0.5, "bias": "none"}, None, tmp_path / "half")
+    assert config["partial_rotary_factor"] == 0.5
+
+
+def test_nothing_is_left_of_a_failed_export(tmp_path, monkeypatch):
+    def fail(model, theirs):
+        raise UserError("transformers computes other logits")
+
+    monkeypatch.setattr(transfer, "compare", fail)
+    for name in ("exported", "exported.gguf"):
+        with pytest.raises(UserError, match="other logits"):
+            quietly(export_to, make_ours({}, None), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_large_weights_are_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "MAX_FILE_SIZE", "20KB")
+    model = make_ours({}, None)
+    quietly(export_to, model, tmp_path / "many")
+    assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 5
+    again, _ = imported(tmp_path / "many", tmp_path)
+    assert torch.equal(again(TOKENS), model(TOKENS))
+
+
+def test_train_and_sample_do_not_import_transformers():
+    code = "import train, sample, evaluate, sys\n"
+    code += "print({'transformers', 'nanolong.hub'} & {*sys.modules})"
+    assert assert_success(run_python(code)).stdout == "set()\n"
+
+
+def test_a_setting_that_no_family_has_is_refused(tmp_path):
+    """Each setting of GPTConfig is one that an export computes, or that has its default."""
+    model = make_ours({}, None)
+    for name, value in (("dropout", 0.5), ("sinks", 3), ("random_positions", 99)):
+        other = GPTConfig(**{**vars(model.config), name: value})
+        model.config = other
+        missing = convert.find_obstacles(model, "llama", FAMILIES["llama"])
+        assert bool(missing) == (name != "dropout"), name
+        model.config = make_ours({}, None).config
