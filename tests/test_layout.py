@@ -195,7 +195,10 @@ def test_nothing_unpickles_or_evaluates_text():
         for node in ast.walk(parse(file)):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called not in ("eval", "exec", "torch.load", "torch.save"), file
+                assert called not in ("eval", "exec", "torch.save"), file
+                # nanoGPT's ckpt.pt: tensors, numbers and texts alone
+                settings = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert called != "torch.load" or settings["weights_only"] == "True", file
 
 
 # -----------------------------------------------------------------------------
