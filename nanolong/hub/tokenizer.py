@@ -1,4 +1,4 @@
-"""The tokenizer files of a Hugging Face folder: read for an import, and made for an export."""
+"""The tokenizer files of a Hugging Face folder: read for an import, and written for an export."""
 
 import importlib.util
 import json
