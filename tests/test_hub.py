@@ -195,6 +195,7 @@ KNOWN = {"original_max_position_embeddings": 64}
         ({**YARN, "original_max_position_embeddings": 128}, {}, None, 0, (128, 512)),
         ({**YARN, **KNOWN}, {}, None, 0, (64, 256)),
         (YARN, {}, None, 0, (256, 1024)),
+        (LINEAR, {"tokenizer_model_max_length": 1024}, None, 0, (256, 1024)),
         ({**LLAMA3, "original_max_position_embeddings": 32.0}, {}, None, 0, (32, 256)),
         ({**LLAMA3, "original_max_position_embeddings": 256}, {}, None, 0, (256, 1024)),
         ({"rope_type": "default", "rope_theta": 1e4}, {}, 4096, 0, (256, 256)),
@@ -296,6 +297,10 @@ def set_nan(stored):
     stored["model.norm.weight"][3] = math.nan
 
 
+def set_huge(stored):
+    stored["model.layers.0.mlp.down_proj.weight"].fill_(3e38)
+
+
 def write(name, text):
     return lambda place: (place / name).write_text(text)
 
@@ -357,6 +362,8 @@ HOSTILE = {
     "a small factor": (rope("yarn", factor=0.5), "is 0.5, and it is at least 1"),
     "text as a factor": (rope("linear", factor="4"), "cannot be used"),
     "short tables": (rope("longrope", short_factor=[1.0], long_factor=[1.0]), "error"),
+    "a Mamba layer": (change(layer_types=["mamba"] * 3), "not computed here"),
+    "weights that overflow": (edit_tensors(set_huge), "its logits are not finite"),
     "NaN in the config": (change(rms_norm_eps=math.nan), "error"),
     "odd groups": (change(num_key_value_heads=4), "error"),
     "NaN weights": (edit_tensors(set_nan), "model.norm.weight has values that are not finite"),

@@ -172,6 +172,7 @@ def test_settings_in_the_text_exist():
     known |= {field.name for field in fields(RunConfig)}
     # of data/prepare.py, hf.py, experiments/bench.py, and torchrun, Slurm, pip and other clients
     known |= {"name", "tokenizer", "shards", "val_fraction", "verify", "help", "nanogpt"}
+    known |= {"context_length"}
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
     known |= {"max-restarts", "index-url", "no-deps", "all", "check", "store"}
     known |= {"to", "execute", "inplace"}  # of jupyter nbconvert

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from nanolong import parallel
 from nanolong.errors import UserError, require
 from nanolong.hub.families import ACTIVATIONS, FAMILIES, FIELDS, head_dim, tensor_layout
-from nanolong.hub.rope import read_rope, write_rope
+from nanolong.hub.rope import OPTIONS, read_rope, write_rope
 
 # Settings that an export computes or may leave out. Every other one has a value that its family
 # names, or its default: a new one is refused until an export computes it.
@@ -114,6 +114,26 @@ def read_settings(c, family, stored, lengths):
     return settings | family.read(c)
 
 
+def check_config(c):
+    """Refuse a config that transformers computes and we do not, before it is computed."""
+    family = FAMILIES[c.model_type]
+    others = {*(getattr(c, "layer_types", None) or ())} - {*LAYER_TYPES}
+    require(
+        not others,
+        f"layers of the kind {', '.join(others)} are not computed here: choose another checkpoint",
+    )
+    window = getattr(c, "sliding_window", None) or 0
+    require(window >= 0, f"sliding_window is {window}, and has to be above 0: download it again")
+    parameters = getattr(c, "rope_parameters", None) or {}
+    kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    known = family.rope_types or OPTIONS
+    for kind in [p.get("rope_type", "default") for p in kinds]:
+        require(kind in known, f"rope_type {kind!r} is not one of: {', '.join(known)}")
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+
+
 def change_length(c, settings, length):
     """Return the settings of another context length than the one that the files say."""
     extension = settings.get("extension")
@@ -134,11 +154,6 @@ def read_layers(c, family, lengths):
     window = getattr(c, "sliding_window", None) if "W" in "".join(family.patterns) else None
     usual = ["sliding_attention" if window else "full_attention"] * n_layer
     types = getattr(c, "layer_types", None) or usual
-    others = {*types} - {"full_attention", "sliding_attention", "attention"}
-    require(
-        not others,
-        f"layers of the kind {', '.join(others)} are not computed here: choose another checkpoint",
-    )
     uses_window = [kind == "sliding_attention" and bool(window) for kind in types]
     bases = getattr(c, "layer_rope_theta", None)
     uses_rope = getattr(c, "no_rope_layers", None) or bases or [1] * n_layer

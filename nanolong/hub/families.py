@@ -82,6 +82,12 @@ class Family:
     read_only: str = ""  # why it is not exported
 
 
+def table(text):
+    """Return a table of tensors from words theirs=ours; + joins what is fused."""
+    pairs = [word.split("=") for word in text.split()]
+    return {theirs: ours.replace("+", " ") for theirs, ours in pairs}
+
+
 def derive(family, has=(), fields=(), **changes):
     """Return a row with these changes; those of has and fields are additions."""
     has = family.has | dict(has)
@@ -229,12 +235,12 @@ def write_granite_swa(config):
 
 ATTENTION = {f"self_attn.{x}_proj": f"attention.{x}" for x in "qkvo"}
 ATTENTION |= {f"self_attn.{x}_norm": f"attention.{x}_norm" for x in "qk"}
-QKV = "attention.q attention.k attention.v"
-MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
-NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+QKV = "attention.q+attention.k+attention.v"
+MLP = table("mlp.gate_proj=mlp.gate mlp.up_proj=mlp.up mlp.down_proj=mlp.down")
+NORMS = table("input_layernorm=attention_norm post_attention_layernorm=mlp_norm")
 LLAMA = Family(
-    top={"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"},
-    layer={**NORMS, **ATTENTION, **MLP},
+    top=table("model.embed_tokens=embed model.norm=norm lm_head=head"),
+    layer=NORMS | ATTENTION | MLP,
     prefix="model.layers.",
     has={
         "norm": ("rmsnorm",),
@@ -261,47 +267,34 @@ GPT2 = derive(
         "head_dim": None,
         "n_kv_head": None,
     },
-    top={
-        "transformer.wpe.weight": "pos.table",
-        "transformer.wte": "embed",
-        "transformer.ln_f": "norm",
-        "lm_head": "head",
-    },
-    layer={
-        "ln_1": "attention_norm",
-        "ln_2": "mlp_norm",
-        "attn.c_attn": QKV,
-        "attn.c_proj": "attention.o",
-        "mlp.c_fc": "mlp.up",
-        "mlp.c_proj": "mlp.down",
-    },
+    top=table(
+        "transformer.wpe.weight=pos.table transformer.wte=embed transformer.ln_f=norm lm_head=head"
+    ),
+    layer=table(
+        f"ln_1=attention_norm ln_2=mlp_norm attn.c_attn={QKV} attn.c_proj=attention.o "
+        "mlp.c_fc=mlp.up mlp.c_proj=mlp.down"
+    ),
     prefix="transformer.h.",
     folds=dict.fromkeys(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), TRANSPOSED),
 )
-NEOX_LAYER = {
-    **NORMS,
-    "attention.query_key_value": QKV,
-    "attention.dense": "attention.o",
-    "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.dense_4h_to_h": "mlp.down",
-}
+NEOX_LAYER = NORMS | table(
+    f"attention.query_key_value={QKV} attention.dense=attention.o "
+    "mlp.dense_h_to_4h=mlp.up mlp.dense_4h_to_h=mlp.down"
+)
 # post_attention_layernorm stands after attention here, and before the MLP in a Llama.
 OLMO2 = derive(
     LLAMA,
     {"norm_position": ("post",), "qk_norm": ("all",)},
-    layer={
-        **ATTENTION,
-        **MLP,
-        "post_attention_layernorm": "attention_post_norm",
-        "post_feedforward_layernorm": "mlp_post_norm",
-    },
+    layer=ATTENTION
+    | MLP
+    | table(
+        "post_attention_layernorm=attention_post_norm post_feedforward_layernorm=mlp_post_norm"
+    ),
 )
-GEMMA3_NORMS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "attention_post_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "mlp_post_norm",
-}
+GEMMA3_NORMS = table(
+    "input_layernorm=attention_norm post_attention_layernorm=attention_post_norm "
+    "pre_feedforward_layernorm=mlp_norm post_feedforward_layernorm=mlp_post_norm"
+)
 GRANITE = derive(
     LLAMA,
     folds={
@@ -328,13 +321,11 @@ FAMILIES = {
     "gpt2": GPT2,
     "phi3": derive(
         LLAMA,
-        layer={
-            **NORMS,
-            "self_attn.qkv_proj": QKV,
-            "self_attn.o_proj": "attention.o",
-            "mlp.gate_up_proj": "mlp.gate mlp.up",
-            "mlp.down_proj": "mlp.down",
-        },
+        layer=NORMS
+        | table(
+            f"self_attn.qkv_proj={QKV} self_attn.o_proj=attention.o "
+            "mlp.gate_up_proj=mlp.gate+mlp.up mlp.down_proj=mlp.down"
+        ),
         partial=True,
         rope_types=("default", "longrope"),
         patterns=("F", "W"),
@@ -346,7 +337,7 @@ FAMILIES = {
         LLAMA,
         {"norm": ("layernorm",), "mlp": ("gelu", "gelu_exact"), "bias": ("none", "all")},
         {"norm_eps": "norm_epsilon"},
-        layer={**NORMS, **ATTENTION, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
+        layer=NORMS | ATTENTION | table("mlp.c_fc=mlp.up mlp.c_proj=mlp.down"),
         patterns=("F", "W"),
         write=lambda config: write_window(config) | {"use_bias": config.bias == "all"},
     ),
@@ -366,7 +357,7 @@ FAMILIES = {
         GPT2,
         {"mlp": ("gelu",), "pos": ("alibi",), "tie_embeddings": (False,)},
         {"mlp": None, "mlp_dim": None, "block_size": "seq_length", "tie_embeddings": None},
-        top={"transformer.word_embeddings": "embed", "transformer.ln_f": "norm", "lm_head": "head"},
+        top=table("transformer.word_embeddings=embed transformer.ln_f=norm lm_head=head"),
         layer={name.replace("attention.", "self_attention."): x for name, x in NEOX_LAYER.items()},
         folds={"self_attention.query_key_value": BY_HEAD},
         read_only="the norm of BLOOM's embeddings became part of them at the import",
@@ -375,15 +366,11 @@ FAMILIES = {
         GPT2,
         {"bias": ("none",), "mlp": ("gelu_exact",), "pos": ("alibi",)},
         {"mlp": None, "mlp_dim": None, "block_size": "max_seq_len"},
-        top={"transformer.wte": "embed", "transformer.norm_f": "norm", "lm_head": "head"},
-        layer={
-            "norm_1": "attention_norm",
-            "norm_2": "mlp_norm",
-            "attn.Wqkv": QKV,
-            "attn.out_proj": "attention.o",
-            "ffn.up_proj": "mlp.up",
-            "ffn.down_proj": "mlp.down",
-        },
+        top=table("transformer.wte=embed transformer.norm_f=norm lm_head=head"),
+        layer=table(
+            f"norm_1=attention_norm norm_2=mlp_norm attn.Wqkv={QKV} attn.out_proj=attention.o "
+            "ffn.up_proj=mlp.up ffn.down_proj=mlp.down"
+        ),
         prefix="transformer.blocks.",
         folds={},
         read=read_mpt,
@@ -405,7 +392,7 @@ FAMILIES = {
         LLAMA,
         {"norm_position": ("both",), "mlp": ("geglu",), "qk_norm": ("head",)},
         {"mlp": "hidden_activation"},
-        layer={**GEMMA3_NORMS, **ATTENTION, **MLP},
+        layer=GEMMA3_NORMS | ATTENTION | MLP,
         folds=dict.fromkeys(
             (*GEMMA3_NORMS, "self_attn.q_norm", "self_attn.k_norm", "model.norm"), ONE_ADDED
         ),
@@ -420,7 +407,7 @@ FAMILIES = {
         LLAMA,
         {**LAYER_NORM, "norm_position": ("parallel", "pre"), "mlp": ("gelu_exact", "gelu")},
         {"norm_eps": "layer_norm_eps", "head_dim": None, "n_kv_head": None},
-        top={"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "norm", "lm_head": "head"},
+        top=table("gpt_neox.embed_in=embed gpt_neox.final_layer_norm=norm lm_head=head"),
         layer=NEOX_LAYER,
         prefix="gpt_neox.layers.",
         folds={"attention.query_key_value": BY_HEAD},
@@ -434,19 +421,16 @@ FAMILIES = {
         GRANITE,
         (),
         {"mlp_dim": "shared_intermediate_size"},
-        layer={
-            **NORMS,
-            **ATTENTION,
-            "shared_mlp.input_linear": "mlp.gate mlp.up",
-            "shared_mlp.output_linear": "mlp.down",
-        },
+        layer=NORMS
+        | ATTENTION
+        | table("shared_mlp.input_linear=mlp.gate+mlp.up shared_mlp.output_linear=mlp.down"),
         patterns=("F", "N"),
         write=write_granite_hybrid,
     ),
     "granite_swa": derive(
         GRANITE,
         {"sink_scores": (True,)},
-        layer={**LLAMA.layer, "self_attn.sinks": "attention.sink_scores"},
+        layer=LLAMA.layer | table("self_attn.sinks=attention.sink_scores"),
         patterns=("FWNS",),
         read=read_granite_swa,
         write=write_granite_swa,

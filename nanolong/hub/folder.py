@@ -88,7 +88,8 @@ def read_folder(folder):
             f"{folder / 'config.json'} says {c.num_hidden_layers} layers, and there are "
             f"{len(tensors)} tensors: download both again",
         )
-    lengths = [text.get("max_sequence_length")]
+    names = ("max_sequence_length", "model_max_length", "tokenizer_model_max_length")
+    lengths = [text.get(name) for name in names]
     if (folder / "tokenizer_config.json").is_file():
         lengths.append(read_json(folder / "tokenizer_config.json").get("model_max_length"))
     lengths = tuple(int(x) for x in lengths if type(x) in (int, float) and 0 < x < 1 << 30)

@@ -66,11 +66,6 @@ def read_rope(c, family, uses_window, lengths):
 def read_parameters(c, p, layer_type, family, lengths):
     """Return the settings of GPTConfig for rope_parameters that hold for one kind of layer."""
     kind = p.get("rope_type", "default")
-    known = family.rope_types or OPTIONS
-    require(
-        kind in known,
-        f"rope_type {kind!r} cannot be imported: it is not one of {', '.join(known)}",
-    )
     base, fraction = p["rope_theta"], p.get("partial_rotary_factor") or 1.0
     require(
         fraction == 1 or family.partial or kind == "proportional",
@@ -118,13 +113,13 @@ def read_lengths(kind, factor, length, p, lengths):
     lengths: what other fields and files say.
     """
     original = int(p.get("original_max_position_embeddings") or 0)
-    if kind == "longrope":
+    if not factor:
         return original or length, length
     if original:
         extended = round(original * factor)
         # the factor of llama3 is not that of the lengths; model cards add YaRN and leave the length
-        is_known = length > original and (kind == "llama3" or length > extended)
-        return original, length if is_known else extended
+        has_both = length > original and (kind in ("llama3", "longrope") or length > extended)
+        return original, length if has_both else extended
     if kind in ("linear", "proportional") and round(length * factor) not in lengths:
         return round(length / factor), length
     # transformers computes the others from this length as the original one

@@ -9,7 +9,7 @@ from data import ImportedTokenizer, tokenizer_from_json
 from nanolong import run
 from nanolong.errors import UserError, require
 from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
-from nanolong.hub.convert import export_model, import_model
+from nanolong.hub.convert import check_config, export_model, import_model
 from nanolong.hub.families import FAMILIES
 from nanolong.hub.folder import find_folder, read_folder, whole, write_folder
 from nanolong.hub.tokenizer import make_exported, read_tokenizer, sample_text
@@ -42,6 +42,7 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
         place = find_folder(source)
         found = read_folder(place)
     with as_user_error(source):
+        check_config(found.c)
         theirs = load_theirs(found.c, found.tensors)
         stored = {name: x for name, x in theirs.state_dict().items() if name not in more}
         model = import_model(GPT, found.c, stored, found.lengths, context_length)
@@ -58,7 +59,8 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
         kept, bos, note = None, None, nanogpt.TOKENIZER_NOTE
     else:
         kept, bos, note = read_tokenizer(place, ids, size)
-    report = compare(model, theirs) if verify else []
+    with as_user_error(source):
+        report = compare(model, theirs) if verify else []
     meta = {
         "config": asdict(model.config),
         "tokenizer": kept and kept.to_json(),

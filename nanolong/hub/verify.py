@@ -36,7 +36,9 @@ def as_user_error(source):
     """Raise what a damaged file leads to in the libraries, any kind of error, as a UserError."""
     try:
         yield
-    except (UserError, MemoryError):
+    except UserError as error:
+        raise UserError(str(error) if str(source) in str(error) else f"{source}: {error}") from None
+    except MemoryError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -166,12 +168,13 @@ def largest_difference(ours, theirs, positions):
         x = ours.hidden_states(tokens, None if end == n else positions)
         logits = ours.head(x[:, -N_FAR:])
         difference = (logits - theirs(tokens, **options).logits).abs().max().item()
+    require(logits.isfinite().all(), "its logits are not finite: choose another checkpoint")
     largest = max(1.0, logits.abs().max().item())
     require(
         difference <= 1e-6 * (100 + end) * largest,
         f"transformers computes other logits ({difference:.2g} apart of {largest:.2g}, on {n} "
-        f"tokens to position {end}), so nothing was written: if you have edited model.py or a "
-        "scheme, transformers has no equivalent of it, and if not, please report this model",
+        f"tokens to position {end}), so nothing was written: a setting, a scheme or an "
+        "edit of model.py has no equivalent on the other side (if there is none, please report it)",
     )
     return difference
 
