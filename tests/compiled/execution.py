@@ -48,6 +48,15 @@ class WrongOrder(AssertionError):
 # A launch, twice
 
 
+def tensors_of(args):
+    """The tensors among arguments, also of those that are tuples."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors_of(x)
+
+
 def storage_bytes(tensors):
     """The storages of tensors, each once, as tensors of bytes."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
@@ -69,7 +78,7 @@ class TwiceLauncher:
         return functools.partial(self.launch, grid)
 
     def launch(self, grid, *args, **kwargs):
-        memory = storage_bytes([x for x in args if isinstance(x, torch.Tensor)])
+        memory = storage_bytes(tensors_of(args))
         before = [x.clone() for x in memory]
         self.launcher[grid](*args, **kwargs)
         after = [x.clone() for x in memory]

@@ -6,6 +6,7 @@ launchers["_forward_kernel"].machine of the last launch: what was executed
 """
 
 import os
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -33,6 +34,15 @@ class Driver:
 
     def get_current_stream(self, device):
         return 0
+
+
+class Leaf(NamedTuple):
+    """An argument of a kernel, or a member of one that is a tuple."""
+
+    name: str
+    path: tuple  # its index, and those of the members on the way to it
+    type: str  # of Triton, such as "*bf16"; "constexpr" if it is known at compile time
+    value: object
 
 
 class Launcher:
@@ -87,9 +97,11 @@ class Launcher:
         if not self.options["execute"]:
             return
         compiled = self.compile()
-        values = {**dict(zip(self.function.arg_names, args, strict=False)), **kwargs}
-        signature = compiled.src.signature
-        values = {name: values[name] for name in signature if signature[name] != "constexpr"}
+        values = {
+            leaf.name: leaf.value
+            for leaf in self.leaves(compiled.src)
+            if leaf.type != "constexpr"
+        }
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
         options = {x: self.options[x] for x in ("races", "profile", "shuffle", "max_visits")}
         machine = Machine(self.kernel_of(compiled), compiled.metadata.shared, tensors, **options)
@@ -123,17 +135,26 @@ class Launcher:
         ":16" after a type: divisible by 16. Without the flags.
         """
         source = self.compile().src
+        flags = {parameter.name for parameter in self.function.params if parameter.is_constexpr}
         found = {}
-        for index, parameter in enumerate(self.function.params):
-            if parameter.is_constexpr:
+        for leaf in self.leaves(source):
+            if leaf.name in flags or isinstance(leaf.value, triton.language.constexpr):
                 continue
-            key = source.signature[parameter.name]
+            key = leaf.type
             if key == "constexpr":
-                key = source.constants[(index,)]
-            elif source.attrs.get((index,)) == [["tt.divisibility", 16]]:
+                key = source.constants[leaf.path]
+            elif source.attrs.get(leaf.path) == [["tt.divisibility", 16]]:
                 key = f"{key}:16"
-            found[key] = f"{found[key]} {parameter.name}" if key in found else parameter.name
+            found[key] = f"{found[key]} {leaf.name}" if key in found else leaf.name
         return found
+
+    def leaves(self, source):
+        """Yield the Leaf of every argument of the last launch, in the order of the parameters."""
+        _, args, kwargs = self.last
+        values = {**dict(zip(self.function.arg_names, args, strict=False)), **kwargs}
+        for index, (name, type) in enumerate(source.signature.items()):
+            if name in values:  # else it has its default, which is a constant
+                yield from leaves_of(name, (index,), type, values[name])
 
     def kernel_of(self, compiled):
         """The Kernel to execute, with the fault in it if there is one."""
@@ -142,6 +163,19 @@ class Launcher:
         if compiled.hash not in self.kernels:
             self.kernels[compiled.hash] = Kernel(compiled.asm["ptx"])
         return self.kernels[compiled.hash]
+
+
+def leaves_of(name, path, type, value):
+    """Yield the Leaf of each member of a tuple, however deep, or the one of another argument.
+
+    A member of a NamedTuple has its name, "call.q.t", and one of another tuple its index.
+    """
+    if not isinstance(type, tuple):
+        yield Leaf(name, path, type, value)
+        return
+    names = getattr(value, "_fields", range(len(value)))
+    for index, (member, inner, x) in enumerate(zip(names, type, value, strict=True)):
+        yield from leaves_of(f"{name}.{member}", (*path, index), inner, x)
 
 
 def programs(grid, order=None):

@@ -1,6 +1,7 @@
 """From Triton to the machine, and what is counted on the way."""
 
 import types
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -73,6 +74,52 @@ def test_a_launch_is_specialized_on_its_arguments(n, expected):
     found = {"*fp32:16": "X", "*fp32": "Y", expected: "N", "fp32": "factor"}
     assert launcher.specialization() == found
     assert launcher.machine is None  # nothing was executed
+
+
+class Rows(NamedTuple):
+    p: Any
+    t: Any
+
+
+class Call(NamedTuple):
+    x: Rows
+    absent: Rows
+    y: Rows
+    n: int
+    WIDTH: tl.constexpr
+
+
+@triton.jit
+def _add_rows_kernel(a, factor, BLOCK: tl.constexpr):
+    """y = x * factor (+ absent), for the first n rows of WIDTH numbers."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = row[:, None] * a.x.t + tl.arange(0, a.WIDTH)[None, :]
+    mask = (row < a.n)[:, None]
+    value = tl.load(a.x.p + at, mask=mask, other=0.0) * factor
+    if a.absent is not None:
+        value += tl.load(a.absent.p + at, mask=mask, other=0.0)
+    at = row[:, None] * a.y.t + tl.arange(0, a.WIDTH)[None, :]
+    tl.store(a.y.p + at, value, mask=mask)
+
+
+@pytest.mark.parametrize("has_absent", [False, True])
+def test_members_of_tuples_are_arguments(has_absent):
+    """None, constants and numbers of 1 are known at compile time; all others are parameters."""
+    launcher = Launcher(_add_rows_kernel, "sm_80")
+    x, y = torch.arange(140.0).view(7, 20)[:, :16], torch.full((7, 1, 16), torch.nan)
+    absent = Rows(x, 20) if has_absent else None
+    call = Call(Rows(x, 20), absent, Rows(y, y.stride(0)), 7, tl.constexpr(16))
+    launcher[2,](call, 2.5, BLOCK=4, num_warps=1)
+    assert torch.equal(y[:, 0], x * 2.5 + (x if has_absent else 0))
+    names = "a.x.p a.absent.p a.y.p" if has_absent else "a.x.p a.y.p"
+    expected = {"*fp32:16": names, "i32:16": "a.y.t", "fp32": "factor"}
+    expected["i32"] = "a.x.t a.absent.t a.n" if has_absent else "a.x.t a.n"
+    assert launcher.specialization() == expected | ({} if has_absent else {None: "a.absent"})
+
+    with pytest.raises(Fault, match="read outside of a.x.p"):
+        launcher[2,](call._replace(n=8), 2.5, BLOCK=4, num_warps=1)
+    launcher[1,](call._replace(n=1, absent=None), 2.5, BLOCK=4, num_warps=1)
+    assert launcher.specialization()[1] == "a.n"
 
 
 def test_programs_can_run_in_another_order():
