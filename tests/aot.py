@@ -1,0 +1,209 @@
+"""Compile the Triton kernels that a model launches, without a GPU, and print what they cost.
+
+    python tests/aot.py                    every case, some twenty minutes of one core
+    python tests/aot.py sm_90 table 64     the cases with these words in their name
+
+A line of each kernel: its tile (queries x keys, warps, stages), registers, spilled bytes, shared
+memory, how many instructions are products, atomics and accesses of 2 bytes, the lengths of the
+loops that have products, and what is not as it should be. The exit status is 1 if anything is.
+
+The kernels' own Python launches them on zeros in a CPU's memory, so that Triton's launcher
+specializes them as in a training run. Triton's interpreter and its compiler cannot live in one
+process, so test_aot.py runs this file in a child process.
+"""
+
+import functools
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from kernels import decode, flash, rotary  # noqa: E402
+
+# Bytes of shared memory that a program may take, by architecture.
+SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_86": 101_376, "sm_120": 101_376}
+# No bias, slopes, a table, Shaw's vectors for keys and values, and Transformer-XL's.
+BIASES = ("none", "slopes", "table", "shaw", "xl")
+# masked: a window with sinks over true positions, and documents, at once
+MASKS = ("causal", "masked")
+BATCH, HEADS, TOKENS, DISTANCES = 2, 12, 1024, 129
+
+KERNELS = [
+    (module, name, kernel)
+    for module in (flash, decode, rotary)
+    for name, kernel in vars(module).items()
+    if name.endswith("_kernel")
+]
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+OPCODE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+PRODUCT = r"HMMA|HGMMA"
+
+
+# -----------------------------------------------------------------------------
+# What a compiled kernel costs
+
+
+def cost_of(compiled):
+    """Read off what a compiled kernel costs, with the tools that triton brings along."""
+
+    def output(*command):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = output(BIN / "cuobjdump", "--dump-resource-usage", file.name)
+        lines = output(BIN / "nvdisasm", "-c", file.name).splitlines()
+    # STACK is where spills show; LOCAL stays 0.
+    registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return {
+        "registers": registers,
+        "spilled": spilled,
+        "shared": compiled.metadata.shared,
+        "products": count(PRODUCT, lines),
+        "atomics": count(r"(?:REDG?|ATOMG?)\b", lines),
+        "2 bytes": count(r"(?:LDG|STG)\.E\.(?:\w+\.)*U16", lines),
+        "loops": loop_lengths(lines),
+    }
+
+
+def count(pattern, lines):
+    """How many instructions of machine code match a pattern."""
+    opcodes = [match[1] for match in map(OPCODE.match, lines) if match]
+    return sum(re.match(pattern, opcode) is not None for opcode in opcodes)
+
+
+def loop_lengths(lines):
+    """The number of instructions of each loop that has products and exponentials, ascending."""
+    labels = {}
+    for i, line in enumerate(lines):
+        label = re.match(r"(\.L_x_\d+):", line.strip())
+        if label:
+            labels[label[1]] = i
+    lengths = []
+    for i, line in enumerate(lines):
+        branch = re.search(r"BRA\S*\s+.*?`\((\.L_x_\d+)\)", line)
+        if branch and labels.get(branch[1], i) < i:
+            loop = lines[labels[branch[1]] : i + 1]
+            if count(PRODUCT, loop) and count("MUFU", loop):
+                lengths.append(count("", loop))
+    return sorted(lengths)
+
+
+def faults(row):
+    """What is not as it should be, in words. The small tiles are chosen for their memory only."""
+    found = []
+    if row["shared"] > SHARED[row["target"]]:
+        found.append("shared memory")
+    if row["spilled"] and row["target"] in ("sm_80", "sm_90"):
+        found.append("spills")
+    if row["atomics"]:
+        found.append("atomics")
+    if row["2 bytes"] and row["kernel"] != "combine":  # which stores one row
+        found.append("accesses of 2 bytes")
+    if not row["products"] and row["kernel"] not in ("rotate", "combine"):
+        found.append("no tensor cores")
+    return found
+
+
+# -----------------------------------------------------------------------------
+# What is compiled
+
+
+class Compiler:
+    """Takes the place of a kernel, and compiles what is launched; rows receives what it costs.
+
+    It is the driver, too, that Triton asks for what it compiles.
+    """
+
+    def __init__(self, name, kernel, target, rows):
+        self.name = name
+        self.kernel = kernel
+        self.target = target
+        self.rows = rows
+
+    def get_current_target(self):
+        return GPUTarget("cuda", int(self.target.removeprefix("sm_")), 32)
+
+    def get_current_device(self):
+        return self.target  # Triton keeps the kernels of each device apart
+
+    def get_current_stream(self, device):
+        return 0
+
+    def __getitem__(self, grid):
+        return functools.partial(self.compile, grid)
+
+    def compile(self, grid, *args, **kwargs):
+        with mock.patch.object(triton.runtime.driver, "_active", self):
+            compiled = self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+        sizes = [str(kwargs[size]) for size in ("BM", "BN", "BT") if size in kwargs]
+        tile = f"{'x'.join(sizes)}, {kwargs['num_warps']}, {kwargs.get('num_stages', 0)}"
+        row = {"target": self.target, "kernel": self.name, "tile": tile, **cost_of(compiled)}
+        self.rows.append({**row, "faults": faults(row)})
+
+
+def compile_case(target, bias, D, mask):
+    """Compile a training step and a decoded token of a model: what each kernel costs."""
+    rows = []
+    family = target if target in ("sm_80", "sm_90") else "small"
+    flash.device_family = lambda device: (family, "tf32x3")
+    for module, name, kernel in KERNELS:
+        setattr(module, name, Compiler(name[1:-7], kernel, target, rows))
+    # the strides that a model gives
+    zeros = torch.zeros(BATCH, TOKENS, HEADS, D, dtype=torch.bfloat16)
+    q, k, v = (zeros.clone().transpose(1, 2).requires_grad_() for _ in range(3))
+    angles = torch.zeros(TOKENS, D // 2)
+    terms = {**learned_terms(bias, D), **masks_of(mask)}
+    y = flash.attention(*rotary.rope(q, k, angles, angles), v, **terms)
+    y.backward(y)
+    with torch.no_grad():
+        decode.attention(q[:, :, :1], k, v, **terms, length=torch.tensor([TOKENS]))
+    return rows
+
+
+def learned_terms(bias, D):
+    """The arguments of attention for a bias, all learned."""
+
+    def zeros(*shape):
+        return torch.zeros(shape, requires_grad=True)
+
+    if bias == "slopes":
+        return {"bias": zeros(HEADS)}
+    if bias == "table":
+        return {"bias": zeros(HEADS, DISTANCES)}
+    if bias == "shaw":
+        return {"relative": (zeros(1, DISTANCES, D), zeros(1, DISTANCES, D), None)}
+    if bias == "xl":
+        return {"relative": (zeros(HEADS, DISTANCES, D), None, (zeros(HEADS, D), zeros(HEADS, D)))}
+    return {}
+
+
+def masks_of(mask):
+    if mask == "causal":
+        return {}
+    docs = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+    return {"window": 256, "sinks": 4, "positions": torch.arange(TOKENS), "docs": docs}
+
+
+def main(words):
+    is_clean = True
+    for case in itertools.product(SHARED, BIASES, (64, 128), MASKS):
+        if set(words) <= set(map(str, case)):
+            for row in compile_case(*case):
+                print(*case[1:], *row.values(), sep=" | ", flush=True)
+                is_clean = is_clean and not row["faults"]
+    sys.exit(not is_clean)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
