@@ -98,9 +98,7 @@ class Launcher:
             return
         compiled = self.compile()
         values = {
-            leaf.name: leaf.value
-            for leaf in self.leaves(compiled.src)
-            if leaf.type != "constexpr"
+            leaf.name: leaf.value for leaf in self.leaves(compiled.src) if leaf.type != "constexpr"
         }
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
         options = {x: self.options[x] for x in ("races", "profile", "shuffle", "max_visits")}
