@@ -1,11 +1,10 @@
 """The Triton kernels without a GPU: their numbers under the interpreter and, as compiled, on the
-emulator; their cost once compiled.
+emulator. Their cost once compiled: test_aot.py.
 
 Triton's interpreter and its compiler cannot live in one process, so each runs in a child process.
 """
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -51,46 +50,6 @@ def test_numbers_under_the_interpreter(request):
 def test_compiled_kernels_on_the_emulator(request):
     """And the faults that the checks have to find."""
     run_tests("compiled", request)
-
-
-def load_aot():
-    spec = importlib.util.spec_from_file_location("aot", ROOT / "tests/compiled/aot.py")
-    aot = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(aot)
-    return aot
-
-
-@needs_triton
-@pytest.mark.slow
-def test_compiled_kernels_fit_the_hardware():
-    """With the tile sizes that would run: nothing spilled, shared memory within the card's limit,
-    tensor cores, no atomics, no 2-byte loads, and with a bias a loop not much longer.
-    """
-    scope = "--all" if os.environ.get("NANOLONG_AOT") == "all" else ""  # all: make aot
-    command = [sys.executable, ROOT / "tests/compiled/aot.py", *scope.split()]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    aot = load_aot()
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == len(list(aot.cases(scope)))
-    assert {row["target"] for row in rows} == set(aot.TARGETS)
-    for row in rows:
-        faults = aot.faults(row)
-        # experiments/results/aot.md names each of these
-        only_narrow_on_amd = row["target"] == "gfx942" and faults == ["2-byte loads"]
-        if scope == "--all" and ("fp32" in row["kernel"] or only_narrow_on_amd):
-            assert not row["atomics"] and row["shared"] <= aot.SHARED[row["target"]], row
-        else:
-            assert not faults, row
-    for D in (64, 128) if scope == "--all" else (64,):
-        loops = {bias: (count, row["tile"]) for bias, count, row in aot.forward_loops(rows, D)}
-        none, tile_of_none = loops["none"]
-        for bias, limit in (("slopes", 1.03), ("table", 1.25)):
-            count, tile = loops[bias]
-            if tile == tile_of_none:
-                # + 1: without a bias the loop saves a multiplication, which no bias can save
-                assert count <= limit * (none + 1), loops
-                assert count <= 1.31 * none, loops
 
 
 LIFTED_CALLS = """

@@ -16,10 +16,11 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)  # the interpreter and the compiler exclude each other
 import torch  # noqa: E402
-from aot import BIASES, learned_terms  # noqa: E402
+from kernel_cases import bias_arguments, bias_leaves  # noqa: E402
 from launchers import install  # noqa: E402
 from ptx_emulator.cycles import count_launch, table  # noqa: E402
 
+BIASES = ("none", "slopes", "table", "shaw", "xl")
 KERNELS = ("forward", "dq", "dkdv", "sweep")
 # the loops of each kernel, in the order of the source; the first are the segments with a mask
 LOOPS = {
@@ -49,7 +50,8 @@ def count_attention(arch, term, D, kernels=KERNELS, dtype=torch.bfloat16):
         T = 6 * max(max(tiles[kernel][:2]) for kernel in group)
         torch.manual_seed(0)
         tensors = [torch.randn(2, 1, T, D).to(dtype).requires_grad_() for _ in range(3)]
-        terms = learned_terms(term, 1, T // 2 + 1, D, dtype)
+        leaves = bias_leaves(term, 1, T // 2 + 1, D, dtype)
+        terms = bias_arguments(term, [x.requires_grad_() for x in leaves])
         out = flash.attention(*tensors, **terms)
         if not is_forward:
             out.backward(torch.randn_like(out))
@@ -65,8 +67,8 @@ def tile_of(arch, term, D, kernel, dtype=torch.bfloat16):
 
     kind = min(BIASES.index(term), 3)
     DP = max(16, 1 << (D - 1).bit_length())
-    family = "sm_86" if arch == "sm_89" else arch
-    return flash.tile_for(family, torch.finfo(dtype).bits // 8, DP, kind, kernel, D < DP)
+    family = arch if arch in ("sm_80", "sm_90") else "small"
+    return flash.tile_for(family, torch.finfo(dtype).bits // 8, DP, kind, kernel)
 
 
 def main(words):

@@ -46,20 +46,20 @@ def test_scores_of_a_thread_at_one_distance_share_a_load_of_the_bias():
         assert loop.instructions["shared"] - clipped.instructions["shared"] <= 34 + 2
 
 
-# The turns of each program: what _key_blocks(), _query_blocks() and _sweep() of flash.py compute,
-# for causal attention with a table, without windows and documents.
+# The turns of each program: what visited() and _sweep() of flash.py compute, for causal attention
+# with a table, without windows and documents.
 
 
 def ceil_div(a, b):
     return -(-a // b)
 
 
-def key_turns(block, T, BM, BN, B, m):
+def key_turns(block, T, BM, BN, m):
     """Tiles of a query block: masked, whole, clipped."""
     i0 = block * BM
     hi = ceil_div(min(i0 + BM, T), BN)
     right = min(T // BN, (i0 + 1) // BN, hi)
-    near = min(max(i0 - m + 2, 0) // B * B // BN, right)
+    near = min(max(i0 - m + 2, 0) // BN, right)
     return hi - right, right - near, near
 
 
@@ -96,8 +96,7 @@ def test_turns_are_those_that_the_emulator_executes(counts, kernel):
     elif kernel == "dkdv":
         programs = [query_turns(block, T, BM, BN, m) for block in range(ceil_div(T, BN))] * 2
     else:
-        side = counts["sweep"].tile[0] if kernel == "dq" else BN
-        programs = [key_turns(block, T, BM, BN, side, m) for block in range(ceil_div(T, BM))] * 2
+        programs = [key_turns(block, T, BM, BN, m) for block in range(ceil_div(T, BM))] * 2
     assert len(programs) == counted.programs
     for loop, turns in zip(counted.loops, zip(*programs, strict=True), strict=True):
         # the compiler may peel the first turn of a loop

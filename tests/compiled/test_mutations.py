@@ -35,12 +35,13 @@ def replace_occurrence(text, mutation):
 
 def faulty_modules(mutation, folder):
     """The project's files of kernels, one of them with the fault in it."""
-    module = f"faulty_{re.sub(r'[^a-z0-9]+', '_', mutation.name.lower())}"
+    name = f"faulty_{re.sub(r'[^a-z0-9]+', '_', mutation.name.lower())}"
     source = (ROOT / "kernels" / mutation.file).read_text(encoding="utf-8")
     # operators of its own: a name can be registered only once
-    source = replace_occurrence(source, mutation).replace('"nanolong::', f'"{module}::')
-    path = folder / f"{module}.py"
+    source = replace_occurrence(source, mutation).replace('"nanolong::', f'"{name}::')
+    path = folder / f"{name}.py"
     path.write_text(source, encoding="utf-8")
+    module = f"kernels.{name}"  # of the package, so that it finds flash.py
     spec = importlib.util.spec_from_file_location(module, path)
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[module] = loaded
