@@ -66,9 +66,7 @@ def tile_of(arch, term, D, kernel, dtype=torch.bfloat16):
     from kernels import flash
 
     kind = min(BIASES.index(term), 3)
-    DP = max(16, 1 << (D - 1).bit_length())
-    family = arch if arch in ("sm_80", "sm_90") else "small"
-    return flash.tile_for(family, torch.finfo(dtype).bits // 8, DP, kind, kernel)
+    return flash.tile_for(torch.empty(1, 1, 1, D, dtype=dtype), kind, kernel)
 
 
 def main(words):

@@ -31,7 +31,7 @@ KINDS = (
     ("tensor", r"mma\.|wgmma\.mma_async"),
     ("mufu", r"(ex2|lg2|rcp|rsqrt|sqrt)\.|div\.full"),
     ("shared", r"(ld|st)\.shared|ldmatrix|stmatrix"),
-    ("shuffle", r"shfl"),
+    ("shuffle", r"shfl|redux"),
     ("copy", r"cp\.async\.c[ag]\."),
     ("global", r"(ld|st)\.global"),
     ("barrier", r"bar\.|cp\.async\.(commit|wait)|fence|wgmma"),

@@ -8,6 +8,7 @@ import numpy as np
 
 from .arithmetic import assign, type_of
 from .machine import TYPES
+from .memory import Fault
 from .table import operation
 
 # -----------------------------------------------------------------------------
@@ -231,5 +232,33 @@ def shuffle(machine, i):
         assign(d, np.broadcast_to(a, machine.n_threads)[thread], mask)
         if p is not None:
             assign(p, is_valid, mask)
+
+    return run
+
+
+@operation("redux.sync.{max,min}.{s32,u32}", operands=3)
+def reduce_in_warp(machine, i):
+    # redux.sync: d is the largest or the smallest a of the threads of the warp in membermask. They
+    # have to name the same threads, and themselves.
+    kind, type = i.name.split(".")[2:]
+    reduce, neutral = np.max, np.iinfo(TYPES[type]).min
+    if kind == "min":
+        reduce, neutral = np.min, np.iinfo(TYPES[type]).max
+    d = machine.register(i.operands[0], type)
+    a = machine.source(i.operands[1], type)
+    members = machine.source(i.operands[2], "u32")
+
+    def run(mask):
+        machine.whole_warps(i, mask)
+        # (warps, threads, threads): whether the last is a member for the one before it
+        named = np.broadcast_to(members, machine.n_threads).reshape(-1, 32)
+        is_member = (named[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
+        if not is_member.diagonal(axis1=1, axis2=2).all():
+            raise Fault(f"{i.name}: a thread is not in its own member mask")
+        if (is_member & (named[:, :, None] != named[:, None, :])).any():
+            raise Fault(f"{i.name}: threads of a member mask have other member masks")
+        values = np.broadcast_to(a, machine.n_threads).reshape(-1, 1, 32)
+        found = reduce(np.where(is_member, values, np.array(neutral, values.dtype)), axis=2)
+        assign(d, found.ravel(), mask)
 
     return run

@@ -16,9 +16,10 @@ STORES = [name.replace("ld", "st") for name in LOADS if ".s8" not in name and ".
 STORES = [name for name in STORES if not name.endswith(".s32")]
 PARAMETERS = [f"ld.param.{type}" for type in ("b8", "s8", "b16", "s16", "b32", "s32", "b64")]
 SHUFFLES = [f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")]
+REDUCTIONS = [f"redux.sync.{kind}.{type}" for kind in ("max", "min") for type in ("s32", "u32")]
 COPIES = ["cp.async.ca.shared.global", "cp.async.cg.shared.global"]
 WAITS = ["cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all", "bar.warp.sync"]
-TESTED = {*LOADS, *STORES, *PARAMETERS, *SHUFFLES, *COPIES, *WAITS}
+TESTED = {*LOADS, *STORES, *PARAMETERS, *SHUFFLES, *REDUCTIONS, *COPIES, *WAITS}
 
 
 def random_bytes(n, seed=0):
@@ -264,6 +265,30 @@ def test_shuffle(mode, c):
         ["%r9"],
     )
     assert (without_predicate == got).all()
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("size", [32, 8, 1])
+def test_a_reduction_is_over_the_members(name, size):
+    """Of two warps, in groups of neighbouring threads."""
+    values = np.random.default_rng(size).integers(0, 1 << 32, 64).astype("u4")
+    lane = np.arange(64) % 32
+    members = ((1 << size) - 1) << (lane // size * size)
+    inputs = {"%r1": values, "%r2": members.astype("u4")}
+    (found,) = evaluate(f"{name} %r9, %r1, %r2;", inputs, ["%r9"])
+    groups = values.view("i4" if name.endswith("s32") else "u4").reshape(-1, size)
+    expected = groups.max(1) if ".max." in name else groups.min(1)
+    assert (found.view(groups.dtype) == np.repeat(expected, size)).all()
+
+
+def test_a_reduction_refuses_members_that_disagree():
+    values = {"%r1": np.arange(32, dtype="u4"), "%r2": np.full(32, 0xFFFFFFFF, "u4")}
+    values["%r2"][3] = 1 << 3
+    with pytest.raises(Fault, match="other member masks"):
+        evaluate("redux.sync.max.s32 %r9, %r1, %r2;", values, ["%r9"])
+    values["%r2"][3] = 1
+    with pytest.raises(Fault, match="own member mask"):
+        evaluate("redux.sync.max.s32 %r9, %r1, %r2;", values, ["%r9"])
 
 
 def test_a_shuffle_needs_the_whole_warp():
