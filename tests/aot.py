@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+from kernel_cases import bias_arguments, bias_leaves  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from kernels import decode, flash, rotary  # noqa: E402
@@ -163,29 +164,13 @@ def compile_case(target, bias, D, mask):
     zeros = torch.zeros(BATCH, TOKENS, HEADS, D, dtype=torch.bfloat16)
     q, k, v = (zeros.clone().transpose(1, 2).requires_grad_() for _ in range(3))
     angles = torch.zeros(TOKENS, D // 2)
-    terms = {**learned_terms(bias, D), **masks_of(mask)}
+    leaves = bias_leaves(bias, HEADS, DISTANCES, D, zeros.dtype)
+    terms = bias_arguments(bias, [x.requires_grad_() for x in leaves]) | masks_of(mask)
     y = flash.attention(*rotary.rope(q, k, angles, angles), v, **terms)
     y.backward(y)
     with torch.no_grad():
         decode.attention(q[:, :, :1], k, v, **terms, length=torch.tensor([TOKENS]))
     return rows
-
-
-def learned_terms(bias, D):
-    """The arguments of attention for a bias, all learned."""
-
-    def zeros(*shape):
-        return torch.zeros(shape, requires_grad=True)
-
-    if bias == "slopes":
-        return {"bias": zeros(HEADS)}
-    if bias == "table":
-        return {"bias": zeros(HEADS, DISTANCES)}
-    if bias == "shaw":
-        return {"relative": (zeros(1, DISTANCES, D), zeros(1, DISTANCES, D), None)}
-    if bias == "xl":
-        return {"relative": (zeros(HEADS, DISTANCES, D), None, (zeros(HEADS, D), zeros(HEADS, D)))}
-    return {}
 
 
 def masks_of(mask):

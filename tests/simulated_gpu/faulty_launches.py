@@ -12,7 +12,7 @@ import torch
 from kernels import eager, rotary
 
 # places among the arguments of the kernel
-T, H, Q_H, Q_T = 6, 7, 10, 11
+Q, T = 0, 6
 
 
 def no_fault(grid, args):
@@ -20,7 +20,7 @@ def no_fault(grid, args):
 
 
 def swapped_strides(grid, args):
-    args[Q_H], args[Q_T] = args[Q_T], args[Q_H]
+    args[Q] = args[Q]._replace(h=args[Q].t, t=args[Q].h)
 
 
 def one_block_too_few(grid, args):
@@ -28,7 +28,7 @@ def one_block_too_few(grid, args):
 
 
 def one_head_too_few(grid, args):
-    args[H] -= 1
+    args[Q] = args[Q]._replace(n=args[Q].n - 1)
 
 
 def one_token_too_many(grid, args):

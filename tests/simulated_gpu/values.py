@@ -181,8 +181,13 @@ def rope(q, k, cos, sin, inverse):
     return eager.rope(q, k, cos, -sin if inverse else sin)
 
 
-def attention(
-    q, qr, k, v, bias, rel_v, positions, docs, window, sinks, causal, scale, length=None
+def attention(q, qr, k, v, bias, rel_v, docs, positions, segments, *options):
+    """attend(): which tiles are visited makes no difference."""
+    return attend(q, qr, k, v, bias, rel_v, docs, positions, *options)
+
+
+def attend(
+    q, qr, k, v, bias, rel_v, docs, positions, window, sinks, causal, scale, length=None
 ):  # fmt: skip
     """The output and the log-sum-exp in log2 units, from all scores, in float32."""
     n_keys = k.shape[2] if length is None else int(length)
@@ -194,7 +199,7 @@ def attention(
     score = q.float() @ k.float().mT
     if bias is not None and bias.dim() == 3:  # relative keys (H or 1, m, D)
         nearest = distance.clamp(max=bias.shape[1] - 1)
-        by_distance = (q if qr is None else qr).float() @ bias.float().mT
+        by_distance = qr.float() @ bias.float().mT
         score = score + by_distance.gather(3, nearest.expand(score.shape))
     score = score * (scale * LOG2E)
     if bias is not None and bias.dim() == 2:  # a table (H, m), in log2 units
@@ -224,20 +229,20 @@ def attention(
 
 
 def attention_backward(
-    dout, dlse, out, lse, q, qr, k, v, bias, rel_v, positions, docs,
+    dout, dlse, out, lse, q, qr, k, v, bias, rel_v, docs, positions, segments,
     window, sinks, causal, scale, bias_grad,
 ):  # fmt: skip
     """dq, dqr, dk, dv, dbias, drel_v, empty if there is none."""
     inputs = (q, qr, k, v, bias, rel_v)
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
-        outputs = attention(*leaves, positions, docs, window, sinks, causal, scale)
+        outputs = attend(*leaves, docs, positions, window, sinks, causal, scale)
     used = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(outputs, used, (dout, dlse)))
     grads = [torch.zeros(0, dtype=q.dtype) if x is None else next(found) for x in leaves]
     if not bias_grad:
         grads[4] = grads[5] = torch.zeros(0)
-    return *grads[:4], grads[4].float(), grads[5].float()
+    return [*grads[:4], grads[4].float(), grads[5].float()]
 
 
 def fused_rms_norm(x, shape, weight, eps):
@@ -252,7 +257,7 @@ OPERATORS = {
     "nanolong.rope.default": rope,
     "nanolong.attention.default": attention,
     "nanolong.attention_backward.default": attention_backward,
-    "nanolong.attention_decode.default": attention,
+    "nanolong.attention_decode.default": attend,
     "aten._fused_rms_norm.default": fused_rms_norm,
 }
 
