@@ -351,7 +351,9 @@ def property_checks():
         "documents, sm_80": attention_check(
             "sm_80", T=150, mask={"docs": (torch.arange(150) // 100)[None]}
         ),
-        "table, splits, sm_80": attention_check("sm_80", T=200, bias="table", m="3"),
+        "table, splits, sm_80": attention_check(
+            "sm_80", T=200, bias="table", m="40", heads=(2, 2), sweep_programs=12
+        ),
         "odd rows, sm_90": attention_check(
             "sm_90", T=131, cached=1, D=128, dtype="float16", layout="odd", gradient="transposed"
         ),
