@@ -351,6 +351,9 @@ def property_checks():
         "documents, sm_80": attention_check(
             "sm_80", T=150, mask={"docs": (torch.arange(150) // 100)[None]}
         ),
+        "table and documents, sm_80": attention_check(
+            "sm_80", T=150, bias="table", m="40", mask={"docs": (torch.arange(150) // 100)[None]}
+        ),
         "table, splits, sm_80": attention_check(
             "sm_80", T=200, bias="table", m="40", heads=(2, 2), sweep_programs=12
         ),
