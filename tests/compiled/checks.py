@@ -351,6 +351,10 @@ def property_checks():
         "documents, sm_80": attention_check(
             "sm_80", T=150, mask={"docs": (torch.arange(150) // 100)[None]}
         ),
+        "table and positions, sm_80": attention_check(
+            "sm_80", T=200, bias="table", m="T",
+            mask={"window": 20, "sinks": 3, "positions": 2 * torch.arange(200)},
+        ),
         "table and documents, sm_80": attention_check(
             "sm_80", T=150, bias="table", m="40", mask={"docs": (torch.arange(150) // 100)[None]}
         ),
@@ -365,7 +369,7 @@ def property_checks():
         "results far apart in memory, sm_80": Check("sm_80", results_far_apart),
         "heads far apart in memory, sm_80": Check("sm_80", heads_far_apart),
         "rotary, far apart in memory, sm_80": Check("sm_80", rotary_far_apart),
-    }
+    }  # fmt: skip
 
 
 CHECKS = {
