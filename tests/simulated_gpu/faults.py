@@ -90,8 +90,8 @@ FAULTS = {
     ),
     "a grid misses the last block": Fault(
         "kernels/flash.py",
-        "grid = (segments.shape[1], heads, len(q))",
-        "grid = (max(1, segments.shape[1] - 1), heads, len(q))",
+        "(segments.shape[1], heads, len(q))",
+        "(max(1, segments.shape[1] - 1), heads, len(q))",
         "test_emulated.py -k rope",
     ),
     "a scale is in the wrong units at a launch": Fault(
