@@ -46,8 +46,9 @@ class HFConfig:
 
 
 def main(argv=None):
-    paths = "import SOURCE out/NAME, or export out/NAME TARGET"
-    args = settings.parse(cfg=HFConfig, paths=paths, argv=argv)
+    args = settings.parse(
+        cfg=HFConfig, paths="import SOURCE out/NAME, or export out/NAME TARGET", argv=argv
+    )
     cfg = args.cfg
     if len(args.paths) != 3 or args.paths[0] not in ("import", "export"):
         raise UserError(

@@ -196,7 +196,8 @@ class ImportedTokenizer(Tokenizer):
         return parts
 
     def _encode(self, parts):
-        with rust_errors("this vocabulary cannot encode the text", "leave out what it lacks"):
+        remedy = "leave out what it lacks, or what is no UTF-8"
+        with rust_errors("this vocabulary cannot encode the text", remedy):
             "".join(parts).encode()  # of half a surrogate pair the package does not say where
             found = self.package.encode_batch_fast(parts, add_special_tokens=False)
         return [i for encoding in found for i in encoding.ids]

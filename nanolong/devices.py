@@ -118,12 +118,6 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype)
 
 
-def check_logits(logits):
-    """Raise UserError unless logits are numbers: in float16 a product can overflow."""
-    remedy = "give --dtype=float32, and if that does not help, an earlier checkpoint"
-    require(logits.isfinite().all(), f"the model's logits are not numbers: {remedy}")
-
-
 def pick_compile(wanted, device, steps):
     """Whether to use torch.compile. Raises UserError if it is wanted and cannot work.
 

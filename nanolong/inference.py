@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from nanolong import devices
 from nanolong.errors import UserError, require
 
 
@@ -149,7 +148,7 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
     # is as the caller has it, who may be training it.
     with evaluation_mode(modules):
         logits = compute_logits(model, tokens, pos, docs, cache)
-    devices.check_logits(logits)
+    check_logits(logits)
     next_token = sample_token(logits, *sampling)
     yield next_token
 
@@ -167,7 +166,7 @@ def generate_tokens(model, prompts, max_new_tokens, sampling, compiled):
             else:
                 logits = step(next_token)
         if logits.is_cpu:  # a GPU would be waited for once more at every token
-            devices.check_logits(logits)
+            check_logits(logits)
         next_token = sample_token(logits, *sampling)
         yield next_token
 
@@ -198,6 +197,12 @@ def compute_logits(model, tokens, pos, docs, cache):
     pos = None if pos is None else pos[..., now]
     docs = None if docs is None else docs[:, now]
     return model.head(model.hidden_states(tokens, pos, docs, cache)[:, -1]).float()
+
+
+def check_logits(logits):
+    """Raise UserError unless logits are numbers: in float16 a product can overflow."""
+    remedy = "give --dtype=float32, and if that does not help, an earlier checkpoint"
+    require(logits.isfinite().all(), f"the model's logits are not numbers: {remedy}")
 
 
 def sample_token(logits, temperature, top_k, top_p, generator, min_p=0.0):

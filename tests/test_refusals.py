@@ -125,7 +125,7 @@ OTHERS = [
     ("evaluate.py", "RUN --task=ruler --ruler=cwe", "niah, multikey, vt, fwe"),
     ("evaluate.py", "RUN --dataset=nowhere", "nowhere"),
     ("evaluate.py", "a=RUN a=RUN", "same name"),
-    ("hf.py", "import", "import DIR"),
+    ("hf.py", "import", "import SOURCE"),
     ("hf.py", "import gone out/x", "gone"),
     ("data/prepare.py", "", "either"),
     ("data/prepare.py", "gone.txt", "gone.txt"),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from nanolong import devices, parallel
+from nanolong import devices, inference, parallel
 from nanolong.errors import note, require
 from nanolong.evaluation import intervals
 from nanolong.evaluation.log import Cell
@@ -133,7 +133,7 @@ def answer_batch(model, prompts, device, seed):
     last = parallel.gather_tokens(hidden_states[:, -n_answer:], dim=1)[:, -n_answer:]
     logits = model.head(last).float()  # (B, n_answer, V)
     answer = y[:, -n_answer:]
-    devices.check_logits(logits)
+    inference.check_logits(logits)
     right = (logits.argmax(-1) == answer) | (answer < 0)
     nats = F.cross_entropy(
         logits.flatten(0, 1), answer.flatten(), reduction="none", ignore_index=-1
