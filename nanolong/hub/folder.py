@@ -31,6 +31,8 @@ class Source(NamedTuple):
     tensors: dict
     lengths: tuple = ()  # context lengths in tokens that other files and fields say
     notes: tuple = ()  # for the user
+    metadata: dict = {}  # of a GGUF file
+    added: tuple = ()  # names of the tensors that the file has not, and transformers wants
 
 
 def find_folder(source):

@@ -67,7 +67,7 @@ def find_names(arch, n_layer):
 
 
 def read_gguf(file):
-    """Return (Source, metadata) of a file. Raises UserError for what has no equivalent."""
+    """Return the Source of a file. Raises UserError for what has no equivalent."""
     require(file.is_file(), f"there is no file {file}: give that of a GGUF model on this machine")
     with as_user_error(file):
         metadata, places = read_header(file)
@@ -103,7 +103,7 @@ def read_gguf(file):
                     x = swap_pairs(x, head_dim(c) // 2, 2)
                 tensors[theirs] = x
     require(not places, f"{file}: there is no parameter here for {', '.join(list(places)[:3])}")
-    return Source(c, tensors), metadata
+    return Source(c, tensors, metadata=metadata)
 
 
 def read_own(file, metadata, arch):

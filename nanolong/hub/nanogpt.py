@@ -14,7 +14,7 @@ TOKENIZER_NOTE = (
 
 
 def read_checkpoint(file):
-    """Return the Source of a ckpt.pt, and the names of the biases of zeros that were added.
+    """Return the Source of a ckpt.pt, to which biases of zeros are added.
 
     Raises UserError for any other file. No program in it is run.
     """
@@ -51,4 +51,4 @@ def read_checkpoint(file):
             f"{file} is no ckpt.pt of nanoGPT ({reason}): give one, a .gguf, or the folder of a "
             "Hugging Face checkpoint"
         ) from None
-    return Source(c, tensors), added
+    return Source(c, tensors, added=tuple(added))

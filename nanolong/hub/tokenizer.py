@@ -1,6 +1,5 @@
 """The tokenizer files of a Hugging Face folder: read for an import, and written for an export."""
 
-import importlib.util
 import json
 import re
 
@@ -50,10 +49,6 @@ def read_tokenizer(folder, model_config, vocab_size: int, named=False):
         note = f"there is no tokenizer.json in {folder}: the model works on token ids only"
         if (folder / "tokenizer.model").is_file():
             note += " (for text, let transformers write one from tokenizer.model)"
-        return None, None, note
-    if importlib.util.find_spec("tokenizers") is None:
-        note = "the model works on token ids only, because the tokenizers package is not "
-        note += "installed: for text, pip install -r requirements-hf.txt and import again"
         return None, None, note
     return *tokenizer_files.read_tokenizer(folder, model_config, vocab_size), ""
 

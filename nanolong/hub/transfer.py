@@ -10,7 +10,6 @@ from nanolong import run
 from nanolong.errors import UserError, require
 from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
 from nanolong.hub.convert import check_config, export_model, import_model
-from nanolong.hub.families import FAMILIES
 from nanolong.hub.folder import find_folder, read_folder, whole, write_folder
 from nanolong.hub.tokenizer import make_exported, read_tokenizer, sample_text
 from nanolong.hub.verify import as_user_error, compare, load_theirs
@@ -30,35 +29,13 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
     """
     target = Path(target)
     require(not run.list_steps(target), f"{target} holds a run already: choose another folder")
-    suffix = Path(source).suffix.lower()
-    more = {}
-    if suffix == ".gguf":
-        place = Path(source)
-        found, metadata = gguf_model.read_gguf(place)
-    elif Path(source).is_file() or suffix == ".pt":
-        place = Path(source)
-        found, more = nanogpt.read_checkpoint(place)
-    else:
-        place = find_folder(source)
-        found = read_folder(place)
+    place, found = open_source(source)
     with as_user_error(source):
         check_config(found.c)
         theirs = load_theirs(found.c, found.tensors)
-        stored = {name: x for name, x in theirs.state_dict().items() if name not in more}
+        stored = {name: x for name, x in theirs.state_dict().items() if name not in found.added}
         model = import_model(GPT, found.c, stored, found.lengths, context_length)
-    size = model.config.vocab_size
-    ids = {name: getattr(found.c, name, None) for name in ("bos_token_id", "eos_token_id")}
-    if tokenizer:
-        kept, bos, note = read_tokenizer(Path(tokenizer), ids, size, named=True)
-        if suffix == ".gguf":
-            gguf_tokenizer.check_same_tokens(place, metadata, tokenizer, kept.package)
-            bos = gguf_tokenizer.first_token(place, metadata, size) if bos is None else bos
-    elif suffix == ".gguf":
-        kept, bos, note = gguf_tokenizer.read_tokenizer(place, metadata, size)
-    elif suffix == ".pt":
-        kept, bos, note = None, None, nanogpt.TOKENIZER_NOTE
-    else:
-        kept, bos, note = read_tokenizer(place, ids, size)
+    kept, bos, note = open_tokenizer(place, found, tokenizer, model.config.vocab_size)
     with as_user_error(source):
         report = compare(model, theirs) if verify else []
     meta = {
@@ -70,18 +47,46 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
         "code": {},
     }
     weights, notes = stored_weights(model, store)
-    read_only = FAMILIES[found.c.model_type].read_only  # BLOOM's head is untied by the import
-    if found.c.tie_word_embeddings and not model.config.tie_embeddings and not read_only:
-        notes += [
-            "the head is another tensor than the embeddings, though tie_word_embeddings is true"
-        ]
+    is_untied = found.c.tie_word_embeddings and not model.config.tie_embeddings
+    if is_untied and found.c.model_type != "bloom":  # whose head is untied by the import
+        notes.append("the head is a tensor of its own, though tie_word_embeddings is true")
     folder = target / "step-000000"
     run.write_checkpoint(folder, {"model": weights}, meta)
     print_summary(folder, model)
-    for text in (*found.notes, *notes, *[note] * bool(note)):
+    for text in filter(None, (*found.notes, *notes, note)):
         print(f"note: {text}")
     print_report(report)
     return folder
+
+
+def open_source(source):
+    """Return where a model is on this machine, and its Source."""
+    path = Path(source)
+    if path.suffix.lower() == ".gguf":
+        return path, gguf_model.read_gguf(path)
+    if path.is_file() or path.suffix == ".pt":
+        return path, nanogpt.read_checkpoint(path)
+    folder = find_folder(source)
+    return folder, read_folder(folder)
+
+
+def open_tokenizer(place, found, named, vocab_size):
+    """Return (tokenizer or None, the id that starts every text or None, a note or nothing).
+
+    named: the folder that the user gives, or nothing.
+    """
+    ids = {name: getattr(found.c, name, None) for name in ("bos_token_id", "eos_token_id")}
+    if not named and found.metadata:
+        return gguf_tokenizer.read_tokenizer(place, found.metadata, vocab_size)
+    if not named and place.is_file():
+        return None, None, nanogpt.TOKENIZER_NOTE
+    folder = Path(named or place)
+    tokenizer, bos, note = read_tokenizer(folder, ids, vocab_size, bool(named))
+    if found.metadata:
+        gguf_tokenizer.check_same_tokens(place, found.metadata, folder, tokenizer.package)
+        if bos is None:
+            bos = gguf_tokenizer.first_token(place, found.metadata, vocab_size)
+    return tokenizer, bos, note
 
 
 def stored_weights(model, store):
@@ -264,7 +269,7 @@ def export_gguf(model, target, verify, tokenizer_from, store):
 
     def write(part):
         gguf_model.write_gguf(part, model, c, tensors, rope, store, metadata)
-        found, _ = gguf_model.read_gguf(part)
+        found = gguf_model.read_gguf(part)
         print(f"{target}: {c.model_type}, {model.config.block_size} tokens, {store}")
         # matrices that are rounded would differ: those of the model stand for them
         tensors_read = found.tensors if store == "float32" else tensors
