@@ -1,13 +1,12 @@
 # make demo        install, train, extend, evaluate and sample: five to nine minutes on two cores
 # make stages      the demo's run in three stages, at 256, 1,024 and 4,096 tokens: five minutes
-# make test        install and run the tests;  make test-all  the slow ones too, and those of tools/
+# make test        install and run the tests;  make test-all  the slow ones too
 # make kernels-all every case of the kernels' tests: run it when kernels/ changes
 # make lint        check format and style
 # make lines       the lines that each part has and may have
 # make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
-# make simulated-gpu   the CUDA path without a GPU: installs the CUDA build of torch (3 GB) and runs
-#                  it on a simulated device; make simulated-gpu-all: the slow cases too
+# make aot         the kernels compiled for four architectures: registers, spills, shared memory
 # make gpu-check   on a GPU: all tests of the kernels, and a report to send us
 # make public      a public checkpoint: download, extend, evaluate, sample; 10 to 15 minutes
 # make smollm2     only download it, for make test-all
@@ -21,8 +20,6 @@ DEMO ?= out/demo
 STAGES ?= out/stages
 JOBS ?= 2
 PY = .venv/bin/python
-# The virtual environment with the CUDA build of torch.
-CUDA_VENV ?= .venv-cuda
 # A run that exists is resumed, so that an interrupted demo goes on.
 RESUME = $(if $(wildcard $(1)/step-*),--init_from=resume)
 
@@ -34,8 +31,7 @@ PUBLIC ?= out/smollm2
 # where it is there, the slow tests use it
 export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
-.PHONY: demo stages test test-all kernels-all lint lines golden bench aot simulated-gpu simulated-gpu-all \
-	gpu-check smollm2 public
+.PHONY: demo stages test test-all kernels-all lint lines golden bench aot gpu-check smollm2 public
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,$(DEMO)/rope)
@@ -66,12 +62,11 @@ test: .venv/test
 	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal
 
 test-all: .venv/test
-	$(PY) -m pytest -q tests tools -n $(JOBS) --dist=worksteal --all
+	$(PY) -m pytest -q tests -n $(JOBS) --dist=worksteal --all
 
-# Triton's interpreter and its compiler cannot live in one process.
 kernels-all: .venv/test
 	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/interpreted -n $(JOBS) --dist=worksteal --exhaustive
-	$(PY) -m pytest -q tests/compiled -n $(JOBS) --dist=worksteal --exhaustive
+	$(PY) -m pytest -q tests/test_aot.py -n $(JOBS) --dist=worksteal --all
 
 lint: .venv/test
 	$(PY) -m ruff check .
@@ -89,12 +84,6 @@ bench: .venv/demo
 # Every kernel compiled for four architectures: registers, spills, shared memory, loops.
 aot: .venv/test
 	$(PY) tests/aot.py
-
-simulated-gpu: $(CUDA_VENV)/installed
-	$(CUDA_VENV)/bin/python -m pytest -q tests/simulated_gpu -n $(JOBS) --dist=worksteal
-
-simulated-gpu-all: $(CUDA_VENV)/installed
-	$(CUDA_VENV)/bin/python -m pytest -q tests/simulated_gpu -n $(JOBS) --dist=worksteal --all
 
 # On a GPU: all tests of the kernels, compute-sanitizer, the benchmark, and a report to send us.
 gpu-check: .venv/test
@@ -126,12 +115,6 @@ public: .venv/hf $(SMOLLM2)
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH_INDEX),$(PY) -m pip install -q --index-url $(TORCH_INDEX) torch==2.13.0)
 	$(PY) -m pip install -q -r requirements.txt matplotlib
-	@touch $@
-
-# ===: the build with exactly this version, which is the CUDA build; == may take another one.
-$(CUDA_VENV)/installed: requirements.txt
-	$(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_VENV)/bin/python -m pip install -q torch===2.13.0 -r requirements.txt pytest pytest-xdist
 	@touch $@
 
 .venv/hf: .venv/demo requirements-hf.txt

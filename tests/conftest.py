@@ -44,18 +44,6 @@ interpreting = os.environ.get("TRITON_INTERPRET") == "1" or DEVICE == "cuda"
 collect_ignore = [] if interpreting else ["interpreted"]
 
 
-def pytest_ignore_collect(collection_path, config):
-    """
-    Some folders are collected only when they are named.
-
-    test_kernels.py runs tests/compiled in a child process; make simulated-gpu runs
-    tests/simulated_gpu with another build of torch.
-    """
-    name = collection_path.name
-    named = any(name in str(word) for word in config.args)
-    return True if name in ("compiled", "simulated_gpu") and not named else None
-
-
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="the slow tests too")
     parser.addoption("--exhaustive", action="store_true", help="also what takes minutes each")
@@ -79,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
     # The longest tests go first, one at the start of each of two workers' share.
-    in_children = ("under_the_interpreter", "on_the_emulator")
+    in_children = ("under_the_interpreter", "fit_the_hardware")
     longest = [item for item in items if any(name in item.nodeid for name in in_children)]
     rest = [item for item in items if item not in longest]
     half = len(rest) // 2

@@ -1,7 +1,7 @@
 """What the tests of the kernels share: random cases, their comparison with float64, and bounds.
 
-tests/interpreted runs the kernels under Triton's interpreter (or on a GPU), tests/compiled runs
-their compiled code on an emulator. Both compare outputs and gradients with reference.py.
+tests/interpreted runs the kernels under Triton's interpreter, or on a GPU, and compares outputs and
+gradients with reference.py.
 """
 
 import itertools

@@ -1,7 +1,7 @@
-"""The Triton kernels without a GPU: their numbers under the interpreter and, as compiled, on the
-emulator. Their cost once compiled: test_aot.py.
+"""The Triton kernels without a GPU: their numbers under the interpreter, and where they run.
 
 Triton's interpreter and its compiler cannot live in one process, so each runs in a child process.
+Their cost once compiled: test_aot.py.
 """
 
 import importlib.util
@@ -44,12 +44,6 @@ def run_tests(folder, request, **variables):
 @needs_triton
 def test_numbers_under_the_interpreter(request):
     run_tests("interpreted", request, TRITON_INTERPRET="1")
-
-
-@needs_triton
-def test_compiled_kernels_on_the_emulator(request):
-    """And the faults that the checks have to find."""
-    run_tests("compiled", request)
 
 
 LIFTED_CALLS = """

@@ -1,7 +1,0 @@
-"""The path of the package and of these tests."""
-
-import sys
-from pathlib import Path
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
