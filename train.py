@@ -374,7 +374,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
         sums = forward_backward(forward, batches, state)
         grads = optim.gradients(model)
         grad_norm = parallel.whole(torch.nn.utils.get_total_norm(grads))
-        sums = parallel.sum_over_processes(torch.cat((sums, sums.new_tensor([bool(stop)]))))
+        sums = parallel.sum_over_processes(torch.cat((sums, sums.new_full((1,), bool(stop)))))
         sums = torch.cat((sums, grad_norm[None].to(sums)))
         loss_sum, n_targets, n_signals, grad_norm = sums.tolist()
         stopped = n_signals > 0

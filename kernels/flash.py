@@ -1190,7 +1190,11 @@ def sum_by_distance(grad, partial, total, is_reached, d0, BM, causal):
         inside = min(side.shape[1], max(0, grad.shape[1] - 1 - start))
         sums[:, start : start + inside] += side[:, :inside]
     rest = total - sums.sum(1)
-    sums[:, -1] = torch.where(torch.as_tensor(is_reached, device=rest.device), rest, 0.0)
+    if isinstance(is_reached, bool):  # not copied to the device, which would wait for it
+        rest = rest if is_reached else torch.zeros_like(rest)
+    else:
+        rest = torch.where(is_reached, rest, 0.0)
+    sums[:, -1] = rest
     grad.copy_(sums if len(grad) == heads else sums.sum(0, keepdim=True))
 
 
