@@ -116,14 +116,14 @@ def hf(tmp_path):
 @pytest.mark.parametrize("name", ["q.weight", "head", "window", "frequencies", "mlp"])
 def test_a_fault_is_noticed(name, hf, tmp_path):
     """In the last layer, of the head, beyond a window, beyond the original length."""
-    family, rope = ("mistral, window", "llama3")
-    theirs = load_folder(hf(family, rope))
+    # a window of more tokens than the whole models compute
+    theirs = load_folder(hf("mistral, window", "llama3", sliding_window=50))
     model = convert.import_model(GPT, theirs.config, theirs.state_dict())
     assert all(float(line.split(": ")[-1]) < 1e-4 for line in verify.compare(model, theirs))
     if name == "window":
-        model.config.window = 22
+        model.config.window = 51
         for block in model.blocks:
-            block.attention.window = 22
+            block.attention.window = 51
     elif name == "frequencies":  # of the slowest pair
         model.config.extension["factor"] = 7.9
         model.pos.inv_freq[-1] *= 8 / 7.9
@@ -133,6 +133,18 @@ def test_a_fault_is_noticed(name, hf, tmp_path):
         last = model.blocks[-1]
         p = last.attention.q.weight if name == "q.weight" else last.mlp.up.weight
         p.data = p + 0.01 * torch.randn_like(p)
+    with pytest.raises(UserError, match="transformers computes other logits"):
+        verify.compare(model, theirs)
+
+
+def test_a_window_in_another_layer_is_noticed(hf):
+    """Also in the last one, by a window of more tokens than the whole models compute."""
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    theirs = load_folder(hf("qwen3", sliding_window=50, use_sliding_window=True, layer_types=types))
+    model = convert.import_model(GPT, theirs.config, theirs.state_dict())
+    verify.compare(model, theirs)
+    model.config.layer_pattern = "FWF"
+    model.blocks[2].attention.window = 0
     with pytest.raises(UserError, match="transformers computes other logits"):
         verify.compare(model, theirs)
 

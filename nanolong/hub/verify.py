@@ -87,11 +87,19 @@ def compare(model, theirs):
     Raises UserError for logits that differ.
     """
     config = model.config
-    passes = [(model, theirs, torch.arange(min(N_TOKENS, config.block_size)))]
-    # no window hides a key if there are gaps between positions
-    for window in [4 * MAX_POSITION, config.window] if config.window else [0]:
-        positions = far_positions(config, has_window=window == config.window > 0)
-        passes.append((cut_ours(model, window), cut_theirs(theirs, config, window), positions))
+    tokens = torch.arange(min(N_TOKENS, config.block_size))
+    passes = [(model, theirs, tokens)]
+    first = [*{config.layer_kind(i): i for i in reversed(range(config.n_layer))}.values()]
+    far = far_positions(config, has_window=False)
+    if config.window:
+        # a short window shows which layers have it, and none hides a key at positions with gaps
+        plans = [(range(config.n_layer), N_TOKENS // 2, tokens), (first, 4 * MAX_POSITION, far)]
+        plans.append((first, 0, far_positions(config, has_window=True)))
+    else:
+        plans = [(first, 0, far)]
+    for layers, window, positions in plans:
+        small = cut_ours(model, layers, window), cut_theirs(theirs, layers, window)
+        passes.append((*small, positions))
     report = []
     for ours, other, positions in tqdm(passes, "comparing logits", leave=False, disable=None):
         difference = largest_difference(ours, other, positions)
@@ -114,26 +122,22 @@ def far_positions(config, has_window):
     return torch.cat((chosen, torch.tensor([0, end - 1]))).unique()
 
 
-def first_layers(config):
-    """Return the first layer of each kind: letter -> layer."""
-    return {config.layer_kind(i): i for i in reversed(range(config.n_layer))}
-
-
-def cut_ours(model, window):
-    """Return our model of its first layers of each kind alone, which share its memory."""
-    kinds = first_layers(model.config)
-    settings = {"n_layer": len(kinds), "layer_pattern": "".join(kinds), "window": window}
-    small = parallel.build_without_weights(type(model), replace(model.config, **settings))
-    small.load_state_dict(cut_tensors(model.state_dict(), [*kinds.values()]), assign=True)
+def cut_ours(model, layers, window):
+    """Return our model of some layers alone, which share its memory; window: 0 for its own."""
+    config = model.config
+    settings = {"n_layer": len(layers), "window": window or config.window}
+    settings["layer_pattern"] = "".join(config.layer_kind(layer) for layer in layers)
+    small = parallel.build_without_weights(type(model), replace(config, **settings))
+    small.load_state_dict(cut_tensors(model.state_dict(), layers), assign=True)
     return small.eval().requires_grad_(False)
 
 
-def cut_theirs(theirs, config, window):
-    """Return transformers' model of the same layers, which share its memory."""
+def cut_theirs(theirs, layers, window):
+    """Return transformers' model of some layers alone, as cut_ours()."""
     c = copy.deepcopy(theirs.config)
-    layers = [*first_layers(config).values()]
+    n_layer = c.num_hidden_layers
     for name, value in list(vars(c).items()):
-        if isinstance(value, list) and len(value) == config.n_layer:
+        if isinstance(value, list) and len(value) == n_layer:
             setattr(c, name, [value[layer] for layer in layers])
     c.num_hidden_layers = len(layers)
     if window:
