@@ -128,8 +128,7 @@ def open_dataset(model, cfg, train_length):
     for kind in data.task_fractions(cfg.tasks):
         dataset.check_task(kind, train_length)
     same = not cfg.resumes or model.meta["data_hash"] in (None, dataset.hash)
-    remedy = "give the dataset that it was trained on, unchanged, or train anew (--init_from=RUN)"
-    require(same, f"{cfg.dataset} is not the data of {cfg.out_dir}: {remedy}")
+    require(same, f"{cfg.dataset} is not the data of {cfg.out_dir}: give that, or --init_from=RUN")
     return dataset
 
 

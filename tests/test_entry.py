@@ -109,36 +109,23 @@ def test_an_edited_entry_is_named_with_old_weights(entry, call_anew, text_data, 
 
 
 @pytest.mark.parametrize(
-    "result",
+    ("hook", "result"),
     [
-        "torch.zeros(H, n + 1)",  # more distances than keys
-        "torch.zeros(H + 1)",
-        "torch.zeros(H, n, dtype=torch.float64)",
-        "[0.0] * H",
-        "torch.zeros(H), torch.zeros(H)",
+        ("bias", "torch.zeros(H, n + 1)"),  # more distances than keys
+        ("bias", "torch.zeros(H + 1)"),
+        ("bias", "torch.zeros(H, n, dtype=torch.float64)"),
+        ("bias", "[0.0] * H"),
+        ("bias", "torch.zeros(H), torch.zeros(H)"),
+        ("relative", "torch.zeros(H, n, D), None"),  # no third
+        ("relative", "torch.zeros(H, n, D + 1), None, None"),
+        ("relative", "torch.zeros(H - 1, n, D), None, None"),
+        ("relative", "torch.zeros(1, n, D), torch.zeros(1, n - 1, D), None"),
+        ("relative", "torch.zeros(1, n, D), None, (torch.zeros(H, D), torch.zeros(D))"),
+        ("relative", "torch.zeros(H, n, D)"),
+        ("relative", "1, 2, 3"),
     ],
 )
-def test_a_bias_that_attention_cannot_take_is_refused(result, tmp_path, make):
-    check_refused("bias", result, tmp_path, make)
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        "torch.zeros(H, n, D), None",  # no third
-        "torch.zeros(H, n, D + 1), None, None",
-        "torch.zeros(H - 1, n, D), None, None",
-        "torch.zeros(1, n, D), torch.zeros(1, n - 1, D), None",
-        "torch.zeros(1, n, D), None, (torch.zeros(H, D), torch.zeros(D))",
-        "torch.zeros(H, n, D)",
-        "1, 2, 3",
-    ],
-)
-def test_relative_vectors_that_attention_cannot_take_are_refused(result, tmp_path, make):
-    check_refused("relative", result, tmp_path, make)
-
-
-def check_refused(hook, result, tmp_path, make):
+def test_what_attention_cannot_take_is_refused(hook, result, tmp_path, make):
     """The hook returns the result of an expression, and is refused; None is not."""
     for text in (result, "None"):
         POSITIONS.pop("wrong", None)
