@@ -913,6 +913,7 @@ class GPT(nn.Module):
         self.check_length(end)
         tables_version = self.pos.set_length(end)
         if cache is None:
+            # plan: what the kernels work out of the mask, once for all layers
             mask = {"docs": docs, "positions": positions if explicit else None, "plan": {}}
             return tokens, positions, mask
         tokens, positions = cache.append(tokens, positions, docs, tables_version, explicit)

@@ -23,7 +23,6 @@ PARTS = {script: (script, limit, "") for script, limit in LIMITS.items()} | {
     "experiments/": ("experiments/**/*.py", 3200, "(10.1, 3.6)"),
     "examples/": ("examples/**/*.py", 600, ""),
     "tests/": ("tests/**/*.py", 13000, "(10.7, 3.2)"),
-    "tools/": ("tools/**/*.py", 0, ""),
 }
 
 
