@@ -19,8 +19,7 @@ def plan_costs(models, cfg):
     cells = []
     for (name, model), length in product(models.items(), cfg.lengths):
         record = {"checkpoint": name, "task": "cost", "length": length}
-        flops = 2 * length * devices.flops_per_token(model, length)
-        cells.append(Cell([record], partial(measure_cost, record, model, cfg.dtype), flops))
+        cells.append(Cell([record], partial(measure_cost, record, model, cfg.dtype)))
     return cells
 
 

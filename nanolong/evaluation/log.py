@@ -25,7 +25,6 @@ class Cell:
 
     records: list  # without what find() adds; JSON values
     find: Callable  # returns the records with what was measured; may raise UserError
-    flops: float  # what it costs, by devices.flops_per_token()
     settings: list = field(default_factory=list)  # what else it depends on; JSON values
 
     def measure(self):
@@ -85,16 +84,13 @@ def measure(cells, models, origins, facts, file="", saved=()):
     missing = {key: cell for key, cell in zip(keys, cells, strict=True) if key not in found}
     # where no terminal shows a bar, a line a minute
     seconds = 0.1 if sys.stderr.isatty() else 60
-    total = sum(cell.flops for cell in missing.values())
-    options = {"unit": "FLOP", "unit_scale": True, "leave": False, "mininterval": seconds}
-    with tqdm(total=total, delay=seconds, **options) as bar:
-        for key, cell in missing.items():
+    with tqdm(missing.items(), delay=seconds, mininterval=seconds, leave=False) as bar:
+        for key, cell in bar:
             name, length = cell.records[0]["checkpoint"], cell.records[0]["length"]
             bar.set_description(f"{name} at {length:,}", refresh=False)
             found[key] = [{**r, **origins[name], "key": key} for r in cell.measure()]
             if Path(file).is_file() or not Path(file).exists():  # no device as /dev/stdout
                 write(file, [record for key in keys for record in found.get(key, [])])
-            bar.update(cell.flops)
     return [record for key in keys for record in found[key]]
 
 

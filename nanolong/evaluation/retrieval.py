@@ -22,74 +22,66 @@ TRIALS = {"needle": 64, "ruler": 20}
 
 
 def plan_retrieval(task, models, cfg):
-    """Return the cells of a task, needle or ruler: of every checkpoint, length, and depth or kind
-    of prompt.
+    """Return the cells of a task, needle or ruler: of every checkpoint, length and kind of prompt,
+    of needle at all depths.
     """
-    prompts = [(kind, None) for kind in cfg.ruler]
+    kinds, depths = cfg.ruler, [None]
     if task == "needle":
-        prompts = [("niah", i / max(1, cfg.depths - 1)) for i in range(cfg.depths)]
+        kinds = ["niah"]
+        depths = [i / max(1, cfg.depths - 1) for i in range(cfg.depths)]
     trials = cfg.trials or TRIALS[task]
-    note_untrained(models, {kind for kind, _ in prompts})
-    cells = []
+    cells, untrained = [], []
     for name, model in models.items():
-        tokenizer = tokenizer_of(name, model)
-        for length, (kind, depth) in product(cfg.lengths, prompts):
-            record = {"checkpoint": name, "task": task, "kind": kind, "depth": depth}
-            record.update(length=length, trials=trials, seed=cfg.seed)
-            flops = 2 * trials * length * devices.flops_per_token(model, length)
-            cells.append(Cell([record], partial(ask, record, model, tokenizer, cfg.dtype), flops))
+        tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
+        problem = f"{name} has no tokenizer, so it cannot be asked in text"
+        require(tokenizer, f"{problem}: use one that was trained on a text of data/prepare.py")
+        tasks = (model.meta.get("train") or {}).get("tasks") or []
+        seen = {task.partition(":")[0] for task in tasks}
+        if data.size_of(tokenizer) == "small" and not seen.issuperset(kinds):
+            untrained.append(name)
+        for length, kind in product(cfg.lengths, kinds):
+            blank = {"checkpoint": name, "task": task, "kind": kind, "depth": None}
+            blank |= {"length": length, "trials": trials, "seed": cfg.seed}
+            records = [{**blank, "depth": depth} for depth in depths]
+            cells.append(Cell(records, partial(ask, records, model, tokenizer, cfg.dtype)))
+    if untrained:
+        note(
+            f"{', '.join(untrained)}: not trained on {', '.join(kinds)} documents (train.py "
+            f"--tasks={kinds[0]}:0.1), and so may not know the question"
+        )
     return cells
 
 
-def tokenizer_of(name, model):
-    """Return the tokenizer of a checkpoint. Raises UserError if it has none."""
-    tokenizer = data.tokenizer_from_json(model.meta.get("tokenizer"))
-    require(
-        tokenizer,
-        f"{name} has no tokenizer, so it cannot be asked in text: use one that was trained on a "
-        "text prepared by data/prepare.py",
-    )
-    return tokenizer
-
-
-def note_untrained(models, kinds):
-    """Print a note if small models never saw documents of one of these kinds in training."""
-    untrained = {}
-    for name, model in models.items():
-        tasks = (model.meta.get("train") or {}).get("tasks") or []
-        missing = kinds - {task.partition(":")[0] for task in tasks}
-        if missing and data.size_of(tokenizer_of(name, model)) == "small":
-            untrained.setdefault(", ".join(sorted(missing)), []).append(name)
-    for missing, names in untrained.items():
-        note(
-            f"{', '.join(names)}: not trained on {missing} documents (train.py "
-            f"--tasks={missing.split(',')[0]}:0.1), and so may not know the question"
-        )
-
-
-def ask(record, model, tokenizer, dtype):
-    """Return a record with the answers to its prompts, and to the same ones without their needles.
+def ask(records, model, tokenizer, dtype):
+    """Return records, which differ in their depth, with the answers to their prompts, and to the
+    same ones without their needles, which are the same at every depth.
 
     "accuracy": the fraction with all answers right; "nats": the loss of the answer; "gain": what
     the needles save of it; "control": the fraction that is right without them; "by_prompt": nats,
     right, gain and right without needles, of each. Raises UserError.
     """
-    # the same prompts with and without what answers them: the difference is what was found
     bos = model.meta.get("bos")
-    prompts = make_prompts(record, tokenizer, bos, needles=True)
-    ids = hashlib.sha256(b"".join(tokens.tobytes() for prompt in prompts for tokens in prompt))
-    right, nats = answer_prompts(model, prompts, dtype, record["seed"])
-    prompts = make_prompts(record, tokenizer, bos, needles=False)
-    guessed, nats_without = answer_prompts(model, prompts, dtype, record["seed"])
-    gain = [without - nat for without, nat in zip(nats_without, nats, strict=True)]
-    found = {
-        "accuracy": intervals.fraction_interval(right),
-        "nats": intervals.mean_interval(nats),
-        "gain": intervals.mean_interval(gain),
-        "control": intervals.fraction_interval(guessed),
-        "by_prompt": list(zip(nats, right, gain, guessed, strict=True)),
-    }
-    return [{**record, **found, "ids": ids.hexdigest()[:16]}]
+    seed = records[0]["seed"]
+    answers = []
+    for record in records:
+        prompts = make_prompts(record, tokenizer, bos, needles=True)
+        ids = hashlib.sha256(b"".join(tokens.tobytes() for prompt in prompts for tokens in prompt))
+        right, nats = answer_prompts(model, prompts, dtype, seed)
+        answers.append((record, right, nats, ids.hexdigest()[:16]))
+    prompts = make_prompts(records[0], tokenizer, bos, needles=False)
+    guessed, nats_without = answer_prompts(model, prompts, dtype, seed)
+    measured = []
+    for record, right, nats, ids in answers:
+        gain = [without - nat for without, nat in zip(nats_without, nats, strict=True)]
+        found = {
+            "accuracy": intervals.fraction_interval(right),
+            "nats": intervals.mean_interval(nats),
+            "gain": intervals.mean_interval(gain),
+            "control": intervals.fraction_interval(guessed),
+            "by_prompt": list(zip(nats, right, gain, guessed, strict=True)),
+        }
+        measured.append({**record, **found, "ids": ids})
+    return measured
 
 
 def make_prompts(record, tokenizer, bos, needles):
