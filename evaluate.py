@@ -46,7 +46,7 @@ import contextlib
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -137,17 +137,15 @@ def check_settings(cfg):
 
 
 def choose_measurements(cfg, given, models):
-    """Set the lengths, and of a report the tasks and protocols, that are not given.
+    """Set the lengths and protocols that are not given.
 
     Raises UserError for a setting of a task that is not measured.
     """
     if not cfg.lengths:
         shortest = min(model.config.original_length for model in models.values())
         cfg.lengths = tuple(shortest * factor for factor in (1, 2, 4, 8))
-    if cfg.report and not {"task", "protocol"} & given:
-        cfg.protocol = ("chunked", "position", *cfg.protocol[1:])
-        if all(model.meta.get("tokenizer") for model in models.values()):
-            cfg.task = ("loss", "ruler")
+    if "protocol" not in given and cfg.report:  # it shares the forward passes of chunked
+        cfg.protocol += ("position",)
     if "protocol" not in given and len(cfg.lengths) == 1:  # there is nothing to align
         cfg.protocol = tuple(word for word in cfg.protocol if word != "token-aligned")
     for name in sorted(given & OF_TASK.keys()):
@@ -164,6 +162,7 @@ def name_arms(paths):
         if Path(path).exists() or not folder:
             name = folder = path.rstrip("/")
         folders = [folder] if Path(folder).exists() else folder.split(",")
+        require(name.isprintable(), f"{path!r} cannot be printed: give NAME=FOLDER")
         arms[name] = {f"{name}/{i}": folder for i, folder in enumerate(folders, 1)}
         if len(folders) == 1:
             arms[name] = {name: folder}
@@ -305,7 +304,8 @@ def plot_records(file, records, models, below, in_bits):
     else:
         note(f"{file} is not written: nothing that was measured can be plotted")
     if figure is not None:
-        figures.save(figure, file)
+        figure.savefig(file)
+        print(f"wrote {file}")
 
 
 def plot_training(file, paths):
@@ -325,15 +325,7 @@ def write_report(cfg, models, texts, records, unequal, scored):
     for name, text in texts.items():
         shown[name] = scoring.text_losses(models[name], text, cfg, dtype)
     source = "; ".join([f"{provenance.provenance(device)}, {dtype}", *scored])
-    choices = {"task": Task, "protocol": Protocol, "ruler": RulerTask}
-    left_out = []
-    for name, words in choices.items():
-        left_out += [
-            f"{word} (--{name})" for word in get_args(words) if word not in vars(cfg)[name]
-        ]
-    left_out += [] if cfg.cost else ["costs (--cost=true)"]
-    omitted = [f"not measured: {', '.join(left_out)}"]
-    report.write_report(cfg.report, facts, lengths, records, shown, unequal, omitted, source)
+    report.write_report(cfg.report, facts, lengths, records, shown, unequal, source)
     print(f"wrote {cfg.report}")
 
 

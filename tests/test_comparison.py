@@ -206,7 +206,8 @@ def test_runs_of_an_arm_on_the_command_line(runs, save_run, call, tmp_path, text
         if "gain" in record:
             expected = intervals.mean_interval([r["gain"]["mean"] for r in same], 2)
             assert record["gain"] == pytest.approx(expected)
-        is_compared = record["task"] != "cost" and record["checkpoint"] == "ALiBi"
+        is_measured_whole = record["task"] != "cost" and record.get("protocol") != "position"
+        is_compared = is_measured_whole and record["checkpoint"] == "ALiBi"
         assert ("difference" in record) == is_compared
     assert done.stdout.count("runs        ") == 2 and "RoPE/1" not in done.stdout
     assert "RoPE, ALiBi" in (tmp_path / "a.html").read_text()
@@ -253,6 +254,14 @@ def test_what_is_unequal_is_said(other, sentences):
         other, sentences = {**other, "max_iters": 0}, []
     models = {"a": model_of(), "b": model_of(**other)}
     assert comparison.describe_unequal(models, {"a": ["a"], "b": ["b"]}) == sentences
+
+
+def test_arms_of_other_numbers_of_runs_say_that_they_are_not_compared():
+    models = {name: model_of() for name in ("a/1", "a/2", "b", "c/1", "c/2")}
+    arms = {"a": ["a/1", "a/2"], "b": ["b"], "c": ["c/1", "c/2"]}
+    (sentence,) = comparison.describe_unequal(models, arms)
+    assert sentence.startswith("unequal numbers of runs (")
+    assert sentence.endswith("there are no differences): 2 (a, c); 1 (b)")
 
 
 def test_an_imported_checkpoint_says_that_its_training_is_unknown():

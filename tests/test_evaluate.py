@@ -183,16 +183,14 @@ def test_bytes_are_those_of_the_file_if_a_normalizer_changes_it(make, tmp_path, 
 
 
 def test_what_was_scored_is_said(text_file, tmp_path):
-    """Tokens, files and a hash: above the tables and below figures."""
+    """Tokens, sequences of the longest length, files and a hash: of each text once."""
     text = data.TextFile(text_file, data.ByteTokenizer(), 257, 256)
     five = types.SimpleNamespace(name="five", val=make_split(tmp_path, files=5), hash="2c3d")
-    scored = f"96 of {len(TEXT.encode())} tokens of {text_file}, 2 pieces of text.txt"
+    scored = f"96 of {len(TEXT.encode())} tokens of {text_file} (sequences: 2, files: 1)"
     assert scoring.describe_scored({"x": text, "y": text, "w": five}, (24, 48, 960), 99) == [
         f"{scored}, data {text.hash}",
-        "96 of 4,900 tokens of five, 2 pieces of 0.bin, 2.bin, data 2c3d",
+        "96 of 4,900 tokens of five (sequences: 2, files: 2), data 2c3d",
     ]
-    (line,) = scoring.describe_scored({"w": five}, (24,), 99)
-    assert line == "96 of 4,900 tokens of five, 4 pieces of 4 of 5 files, data 2c3d"
 
 
 def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call, tmp_path):
@@ -212,6 +210,7 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
         (run, [f"--text={binary}"], ("cannot encode the text", "no UTF-8")),
         (tmp_path / "nameless", [f"--text={text_file}"], ("tokenizer", "nameless", "--dataset")),
         (run, [], ("give --text=FILE, or --dataset", f"--tokenizer={run} --name=NAME")),
+        (f"\x07={run}", [f"--text={text_file}"], ("cannot be printed: give NAME=FOLDER",)),
     ):
         done = call("evaluate.py", checkpoint, *words, f"--json={tmp_path}/a.json")
         assert_refused(done, *phrases)
@@ -226,7 +225,8 @@ def test_the_text_of_a_report_is_the_first_long_sequence(make, text_data):
     x, y = loss.read_sequences(text.val, 24, loss.find_sequences(text.val, 24, 960)[:1])
     scored = y[0] >= 0  # <bos> is not
     expected = losses_of(model, x[0], y[0].clamp(min=0))[scored].tolist()
-    assert found["length"] == 24 and found["losses"] == pytest.approx(expected, abs=1e-5)
+    assert found["about"] == f"{len(expected)} tokens of a context of 24, from val.bin, token 0"
+    assert found["losses"] == pytest.approx(expected, abs=0.0051)
     assert "".join(found["tokens"]) == text.tokenizer.decode(y[0][scored].tolist()).decode()
 
 

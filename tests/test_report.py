@@ -14,7 +14,7 @@ from model import GPT
 from nanolong.evaluation import figures, provenance, report
 from nanolong.evaluation.tables import Table, loss_table, refusals, tables_of
 
-HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028\x00\ud800"
+HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028\x00"
 VOID = {"meta", "input"}
 
 
@@ -127,7 +127,7 @@ def test_retrieval_and_costs_have_a_row_for_each_measure():
 # Figures
 
 
-def test_the_curves_of_a_figure_are_the_losses(tmp_path):
+def test_the_curves_of_a_figure_are_the_losses():
     """By length, or by position in the longest sequences; what is missing leaves a gap."""
     records = [loss("a", 128, 2.0), loss("a", 64, 1.0), loss("b", 64, "no"), loss("b", 128, None)]
     for start in (0, 64):
@@ -142,8 +142,6 @@ def test_the_curves_of_a_figure_are_the_losses(tmp_path):
     assert list(by_position.lines[0].get_xdata()) == [64, 128]
     band = by_length.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((0.98, 2.02))
-    figures.save(figure, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_heatmaps_show_what_was_right_by_depth_or_kind():
@@ -200,10 +198,10 @@ class Page(HTMLParser):
             self.text += data
 
 
-def write(folder, records, texts=None, names=("a", "b"), omitted=(), unequal=()):
+def write(folder, records, texts=None, names=("a", "b"), unequal=()):
     facts = {name: {"scheme": name, "folder": "out"} for name in names}
     file = folder / "report.html"
-    report.write_report(file, facts, [64], records, texts or {}, unequal, omitted, "commit abc")
+    report.write_report(file, facts, [64], records, texts or {}, unequal, "commit abc")
     return Page(file)
 
 
@@ -222,9 +220,9 @@ def all_records(names):
 @pytest.mark.parametrize("n", [1, 9])
 def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     names = [f"{HOSTILE}{i}" for i in range(n)]
-    text = {"length": 64, "start": HOSTILE, "tokens": [HOSTILE, "b"], "losses": [0.5, 1.0]}
+    text = {"about": HOSTILE, "tokens": [HOSTILE, "\ud800"], "losses": [0.5, 1.0]}
     texts = dict.fromkeys(names, text)
-    page = write(tmp_path, all_records(names), texts, names, [HOSTILE], [HOSTILE])
+    page = write(tmp_path, all_records(names), texts, names, [HOSTILE])
     tags = {tag for tag, _ in page.elements}
     assert "img" not in tags and "image" not in tags and len(page.scripts) == 2
     attributes = {name for _, found in page.elements for name in found}
@@ -236,10 +234,9 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     assert len(ids) == len(set(ids)) == 6
     named = set(re.findall(r'element\("([\w-]+)"\)', page.scripts[-1]))
     assert named <= {found["id"] for _, found in page.elements if "id" in found}
-    shown = HOSTILE.replace("\x00", "\u2400").replace("\ud800", "\ufffd")
-    assert f"{shown}0" in page.cells and f"{shown}b" in page.text and f"{shown}0" in page.drawn
-    data = json.loads(page.scripts[0])
-    assert data["tokens"] == [[shown, "b"]] and len(data["texts"]) == n
+    assert f"{HOSTILE}0" in page.cells and f"{HOSTILE}?" in page.text
+    assert f"{HOSTILE}0" in page.drawn
+    assert json.loads(page.scripts[0]) == [text] * n
     source = (tmp_path / "report.html").read_text(encoding="utf-8")
     for word in ("https:", "@import", "fetch", "import(", "innerHTML", "eval("):
         assert word not in source.replace(HOSTILE, ""), word
@@ -248,17 +245,16 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
 
 
 def test_the_page_has_the_tables_figures_and_what_is_unequal(tmp_path):
-    text = {"length": 64, "start": "val.bin", "tokens": ["x", "y"], "losses": [1.5, math.nan]}
+    text = {"about": "val.bin", "tokens": ["x", "y"], "losses": [1.5, math.nan]}
     other = {**text, "tokens": ["xy"], "losses": [2.0]}
     texts = {"a": text, "b": other, "c": {}}
-    page = write(tmp_path, all_records("ab"), texts, unequal=["unequal steps"], omitted=["needle"])
+    page = write(tmp_path, all_records("ab"), texts, unequal=["unequal steps"])
     assert page.cells.count("1.000 ± 0.020*") == 2 and "0.50 ± 0.10" in page.cells
     assert page.text.count("unequal steps") == 2  # of the checkpoints, and below the asterisks
-    figures = [found for tag, found in page.elements if tag == "svg"]
-    assert len(figures) == 2 and all(found["class"] == "chart" for found in figures)
+    assert [tag for tag, _ in page.elements].count("svg") == 2
     data = json.loads(page.scripts[0])
-    assert [entry["losses"] for entry in data["texts"]] == [[1.5, None], [2.0]]
-    assert "needle" in page.text and "refused: a at 128, b at 128: " in page.text
+    assert [entry["losses"] for entry in data] == [[1.5, None], [2.0]]
+    assert "refused: a at 128, b at 128: " in page.text
 
     page = write(tmp_path, [loss("a", 64, 1.0)])
     headings = [tag for tag, _ in page.elements if tag == "h2"]
@@ -270,12 +266,11 @@ def test_eight_checkpoints_with_their_own_tokens_stay_below_a_megabyte(tmp_path,
     texts = {}
     for name in names:
         tokens = [f"{name}\u6f22{number:04d}" for number in rng.integers(0, 9999, 4096)]
-        losses = rng.uniform(0, 12, 4096).tolist()
-        texts[name] = {"length": 4096, "start": "val.bin", "tokens": tokens, "losses": losses}
+        losses = rng.uniform(0, 12, 4096).round(2).tolist()
+        texts[name] = {"about": "val.bin", "tokens": tokens, "losses": losses}
     page = write(tmp_path, all_records(names), texts, names)
     assert (tmp_path / "report.html").stat().st_size < 1e6
-    for name, text in zip(names, json.loads(page.scripts[0])["texts"], strict=True):
-        assert text["losses"] == pytest.approx(texts[name]["losses"], abs=0.0051)
+    assert json.loads(page.scripts[0]) == list(texts.values())
 
 
 def test_a_checkpoint_is_described_by_its_settings(save_run):
@@ -290,13 +285,14 @@ def test_a_checkpoint_is_described_by_its_settings(save_run):
     assert provenance.describe_checkpoint(model)["extension"] == "pi, factor 4"
 
 
-def test_the_report_chooses_what_to_measure_and_says_what_it_left_out(
-    runs, call, tmp_path, monkeypatch
-):
-    """Every loss and gain of the JSON is on the page, with its interval; so is the text."""
+def test_the_report_shows_what_was_measured(runs, call, tmp_path, monkeypatch):
+    """Every loss and gain of the JSON is on the page, with its interval; so is the text.
+
+    Without --task there are only losses, by position as well.
+    """
     rope, learned, _ = runs
     words = [rope, f"table={learned}", "--max_tokens=960", "--trials=5", "--lengths=24,96"]
-    words += ["--report=a/r.html", "--json=a/r.json"]
+    words += ["--report=a/r.html", "--json=a/r.json", "--task=loss,ruler"]
     assert_success(call("evaluate.py", *words, cwd=tmp_path))
     page = Page(tmp_path / "a/r.html")
     records = json.loads((tmp_path / "a/r.json").read_text())
@@ -308,13 +304,14 @@ def test_the_report_chooses_what_to_measure_and_says_what_it_left_out(
             assert any(f"{record['gain']['mean']:.2f} ± " in text for text in page.cells)
         elif record["protocol"] != "position" or record["length"] == 96:
             assert any(text.startswith(f"{record['loss']:.3f} ± ") for text in page.cells)
-    assert "not measured: needle (--task), sliding (--protocol), costs" in page.text
-    assert len(json.loads(page.scripts[0])["texts"]) == 2
+    assert len(json.loads(page.scripts[0])) == 2
 
     # what is given is measured, and without matplotlib there are tables
     monkeypatch.setattr(Figure, "savefig", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = [rope, "--protocol=chunked", "--lengths=24", "--report=b.html", "--max_tokens=48"]
+    words = [rope, "--lengths=24,48", "--report=b.html", "--json=b.json", "--max_tokens=48"]
     done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
-    page = Page(tmp_path / "b.html")
-    assert "ruler (--task)" in page.text and "install matplotlib" in done.stdout
+    protocols = {record["protocol"] for record in json.loads((tmp_path / "b.json").read_text())}
+    assert protocols == {"chunked", "last-quarter", "token-aligned", "position"}
+    assert "Retrieval" not in Page(tmp_path / "b.html").text
+    assert "install matplotlib" in done.stdout

@@ -102,6 +102,10 @@ def seed_interval(values):
 # What is unequal
 
 
+# Arms are compared by pairs of their runs.
+NUMBERS = "numbers of runs (with another than the first arm's there are no differences)"
+
+
 def training_facts(model):
     """Return what must be equal between checkpoints for a comparison of something else."""
     meta = model.meta
@@ -118,7 +122,7 @@ def training_facts(model):
 
 
 def describe_unequal(models, arms):
-    """Return a sentence for each thing in which the training of checkpoints differs."""
+    """Return a sentence for each thing in which the training of checkpoints, or arms, differs."""
     facts, unfinished = {}, []
     for arm, runs in arms.items():
         for run in runs:
@@ -129,6 +133,7 @@ def describe_unequal(models, arms):
             last_step = train.get("stop_at") or train.get("max_iters") or 0
             if (meta.get("step") or 0) < last_step:
                 unfinished.append(f"{run} ({meta['step']:,} of {last_step:,} steps)")
+        facts.setdefault(NUMBERS, {}).setdefault(str(len(runs)), []).append(arm)
     sentences = []
     # what is equal needs no sentence
     for what, found in facts.items():

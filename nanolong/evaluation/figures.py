@@ -2,10 +2,11 @@
 
 import io
 import math
-import re
+
+import numpy as np
 
 from nanolong.evaluation.curve import import_pyplot
-from nanolong.evaluation.tables import select, unique, visible
+from nanolong.evaluation.tables import select, unique
 
 MARKERS = "os^Dv*P"
 
@@ -24,29 +25,21 @@ def new_figure(file, n, n_columns, panel, title, note):
     n_rows = math.ceil(n / n_columns)
     size = (panel[0] * n_columns + 1.4, panel[1] * n_rows + 0.8)
     figure = plt.Figure(size, dpi=120, layout="constrained")
-    figure.suptitle(visible(title), fontsize=10, wrap=True)
-    figure.supxlabel(visible(note), fontsize=7, color="gray", wrap=True)
+    figure.suptitle(title, fontsize=10, wrap=True)
+    figure.supxlabel(note, fontsize=7, color="gray", wrap=True)
     axes = figure.subplots(n_rows, n_columns, squeeze=False).flat
     for axis in axes[n:]:
         axis.axis("off")
     return figure, axes[:n]
 
 
-def save(figure, file):
-    figure.savefig(file)
-    print(f"wrote {file}")
-
-
 def to_svg(figure):
-    """Return a figure as an SVG element: no date, and no name that another one could have."""
+    """Return a figure as an SVG element, without the date and the address of matplotlib."""
     text = io.StringIO()
     hidden = dict.fromkeys(("Date", "Creator", "Type", "Format"))
     figure.savefig(text, format="svg", metadata=hidden)
     svg = text.getvalue()
-    # ids that are hashes stay: they are referred to
-    svg = re.sub(r' id="[A-Za-z]\w*_\d+"', "", svg[svg.index("<svg") :])
-    head = r'<svg [^>]*?viewBox="([^"]*)"[^>]*>'
-    return re.sub(head, r'<svg class="chart" viewBox="\1">', svg, count=1)
+    return svg[svg.index("<svg") :]
 
 
 def loss_figure(file, records, original_lengths, title="", note="", unit="nats per token"):
@@ -79,12 +72,11 @@ def draw_losses(axis, records, names):
             if "loss" in record and (not by_position or record["length"] == longest):
                 x = record["position"][1] if by_position else record["length"]
                 points.append([x, record["loss"], record["low"], record["high"]])
-        # a loss that is not finite, and an interval that is not there, leave a gap
-        points = [[math.nan if value is None else value for value in point] for point in points]
-        x, y, low, high = zip(*sorted(points), strict=True) if points else ([],) * 4
+        # None, of a loss that is not finite or an interval that is not there, leaves a gap
+        x, y, low, high = np.array(sorted(points), float).reshape(-1, 4).T
         # after ten the colours repeat, and the markers do not
         colour, marker = f"C{number % 10}", MARKERS[number % len(MARKERS)]
-        axis.plot(x, y, color=colour, marker=marker, markersize=4, label=visible(name))
+        axis.plot(x, y, color=colour, marker=marker, markersize=4, label=name)
         axis.fill_between(x, low, high, alpha=0.15, color=colour, linewidth=0)
     axis.set_xlabel("position (tokens)" if by_position else "context length (tokens)")
     if not by_position:
@@ -116,7 +108,7 @@ def heatmap_figure(file, records, title="", note=""):
         # of an image, which imshow() draws, the report would not allow the address
         axis.pcolormesh(cells, vmin=0, vmax=1, cmap="Greens", alpha=0.8)
         axis.invert_yaxis()
-        axis.set_title(visible(name), fontsize=9)
+        axis.set_title(name, fontsize=9)
         for ticks, words in ((axis.set_xticks, lengths), (axis.set_yticks, labels)):
             ticks([i + 0.5 for i in range(len(words))], words, fontsize=7)
     return figure

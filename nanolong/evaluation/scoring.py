@@ -88,17 +88,11 @@ def describe_scored(texts, lengths, max_tokens):
     """Say which part of each different text is scored: a list of lines."""
     lines = []
     for text in texts.values():
-        split = text.val
-        spans, _ = loss.find_spans(split, lengths, max_tokens)
+        spans, _ = loss.find_spans(text.val, lengths, max_tokens)
         n_tokens = sum(stop - start for _, start, stop in spans)
-        used = sorted({file for file, _, _ in spans})
-        files = ", ".join(split.files[file].name for file in used)
-        if len(used) > 3:
-            files = f"{len(used)} of {len(split.files)} files"
-        lines.append(
-            f"{n_tokens:,} of {len(split):,} tokens of {text.name}, {len(spans)} "
-            f"piece{'s' if len(spans) != 1 else ''} of {files or 'it'}, data {text.hash}"
-        )
+        n_files = len({file for file, _, _ in spans})
+        found = f"{n_tokens:,} of {len(text.val):,} tokens of {text.name}"
+        lines.append(f"{found} (sequences: {len(spans)}, files: {n_files}), data {text.hash}")
     return list(dict.fromkeys(lines))
 
 
@@ -112,13 +106,10 @@ def find_byte_lengths(text):
     if text.tokenizer is None:
         return None
     try:
-        byte_lengths = torch.from_numpy(text.tokenizer.byte_lengths)
-        added_bytes = text.tokenizer.added_bytes
+        known = torch.from_numpy(text.tokenizer.byte_lengths), text.tokenizer.added_bytes
     except UserError:  # a tokenizer.json whose tokens are no bytes, or without its package
         return None
-    if text.bytes_scale != 1:
-        return byte_lengths * text.bytes_scale, added_bytes * text.bytes_scale
-    return byte_lengths, added_bytes
+    return known if text.bytes_scale == 1 else [n * text.bytes_scale for n in known]
 
 
 def count_bytes(text, known, sequences, x, y):
@@ -231,9 +222,9 @@ def in_bits_per_byte(records):
 
 def text_losses(model, text, cfg, dtype):
     """Return the loss of each token of the first sequence of the longest length that a model can
-    compute: {"length", "start", "tokens", "losses"}; {} if there is none.
+    compute: {"about", "tokens", "losses"}; {} if there is none.
 
-    start: where the text begins; tokens: the text of each, a character of several at its last one.
+    about: where it is from; tokens: the text of each, a character of several at its last one.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for length in sorted(cfg.lengths, reverse=True):
@@ -247,7 +238,8 @@ def text_losses(model, text, cfg, dtype):
         tokens = [f"[{i}]" for i in y[scored].tolist()]
         if text.tokenizer:
             tokens = [decoder.decode(text.tokenizer.decode([i])) for i in y[scored].tolist()]
-        start = f"{text.val.files[file].name}, token {start:,}"
-        found = {"length": length, "start": start, "tokens": tokens}
-        return {**found, "losses": losses[scored].tolist()}
+        about = f"{len(tokens):,} tokens of a context of {length:,}, from "
+        about += f"{text.val.files[file].name}, token {start:,}"
+        losses = [round(value, 2) for value in losses[scored].tolist()]
+        return {"about": about, "tokens": tokens, "losses": losses}
     return {}

@@ -3,24 +3,10 @@
 Records are the dicts that evaluate.py measures and writes to its JSON file.
 """
 
-import html
 from dataclasses import dataclass, field
+from html import escape
 
 from nanolong.evaluation import intervals
-
-# Characters without a glyph: control characters become their symbols. UTF-8 has no surrogates.
-INVISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-INVISIBLE.update(dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000)), 0xFFFD))
-
-
-def visible(text):
-    """Return text with a symbol for each character that a page or figure cannot show."""
-    return str(text).translate(INVISIBLE)
-
-
-def escape(text):
-    """Return text as HTML, for the content of an element or a quoted attribute."""
-    return html.escape(visible(text))
 
 
 @dataclass
@@ -55,17 +41,17 @@ class Table:
         return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
     def html(self):
-        columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in self.header)
-        lines = []
-        for label, *cells in self.rows:
-            row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            lines.append(f'<tr><th scope="row">{escape(label)}</th>{row}</tr>\n')
-        notes = "".join(f'<p class="note">{escape(note)}</p>\n' for note in self.notes)
-        return (
-            f'<div class="table"><table><caption>{escape(self.title)}</caption>\n'
-            f"<thead><tr>{columns}</tr></thead>\n<tbody>\n{''.join(lines)}</tbody></table></div>\n"
-            f"{notes}"
-        )
+        header, *rows = ([escape(str(x)) for x in row] for row in (self.header, *self.rows))
+        lines = [f"<caption>{escape(self.title)}</caption>"]
+        lines += [f"<tr><th>{'</th><th>'.join(header)}</th></tr>"]
+        lines += [f"<tr><th>{row[0]}</th><td>{'</td><td>'.join(row[1:])}</td></tr>" for row in rows]
+        table = "\n".join(lines)
+        return f'<div class="table"><table>{table}</table></div>\n{paragraphs(self.notes)}'
+
+
+def paragraphs(sentences):
+    """Return sentences as HTML, in small print."""
+    return "".join(f'<p class="note">{escape(sentence)}</p>\n' for sentence in sentences)
 
 
 # -----------------------------------------------------------------------------
@@ -178,18 +164,17 @@ def loss_table(records, unit="nats per token"):
     if "stride" in records[0]:
         title += f", stride {records[0]['stride']}"
     table = grid(f"{title}, {unit}", records, {"loss": ""})
-    samples = "runs" if any("seeds" in record for record in records) else "sequences"
-    counts = {}
+    counts = {length: set() for length in unique(records, "length")}
     for record in records:
-        counts.setdefault(record["length"], set()).update({record["n"]} if "n" in record else ())
+        counts[record["length"]] |= {record["n"]} if "n" in record else set()
+    is_over_runs = any("seeds" in record for record in records)
+    samples = "runs" if is_over_runs else "sequences"
     table.rows.append([samples, *(" or ".join(map(str, sorted(n))) for n in counts.values())])
-    # the choice of the text then decides how two lengths compare
-    few = [
-        length for length, n in counts.items() if samples == "sequences" and min(n, default=8) < 8
-    ]
-    if few and len(counts) > 1 and protocol == "last-quarter":  # others score the same at all
+    few = [str(length) for length, n in counts.items() if min(n, default=8) < 8]
+    # the choice of the text then decides how two lengths compare; others score the same at all
+    if few and len(counts) > 1 and protocol == "last-quarter" and not is_over_runs:
         table.notes.append(
-            f"few sequences at {', '.join(map(str, few))} tokens, and each length scores other "
+            f"few sequences at {', '.join(few)} tokens, and each length scores other "
             "tokens: compare lengths by token-aligned, or raise --max_tokens"
         )
     return table
@@ -213,14 +198,12 @@ def position_table(records):
 def retrieval_table(records):
     """Return the answers to prompts of one kind, of needle at each depth."""
     first = records[0]
-    guessed = [record["control"]["mean"] for record in records if "control" in record]
-    is_needle = first["task"] == "needle"
     title = f"{first['task']}, {first['kind']}, {first['trials']} prompts a cell"
-    if is_needle:
-        title += ": all answers right"
-    table = grid(title, records, {"accuracy": ""} if is_needle else RETRIEVED)
-    if guessed:
-        table.notes.append(
-            f"without the needles at most {max(guessed):.2f} of the answers are right"
-        )
+    if first["task"] == "needle":
+        table = grid(f"{title}: all answers right", records, {"accuracy": ""})
+    else:
+        table = grid(title, records, RETRIEVED)
+    guessed = [record["control"]["mean"] for record in records if "control" in record]
+    note = f"without the needles at most {max(guessed, default=0):.2f} of the answers are right"
+    table.notes += [note] if guessed else []
     return table
