@@ -62,7 +62,7 @@ def test_too_few_samples_have_no_interval(n):
     assert intervals.format_interval(found) == f"1.500 (n = {n})"
     fraction = intervals.fraction_interval([True] * n)
     assert intervals.format_interval(fraction, 2) == f"1.00 (n = {n})"
-    assert intervals.separation(found) == 0
+    assert not intervals.excludes_zero(found)
 
 
 def test_nothing_measured_has_no_mean():
@@ -82,10 +82,10 @@ def test_fractions_have_wilsons_interval(successes, n, low, high):
     assert 0 <= found["low"] <= found["mean"] <= found["high"] <= 1
 
 
-def test_an_interval_is_separated_if_it_excludes_zero():
-    for low, high, separation in ((0.1, 0.2, 1), (-0.2, -0.1, -1), (-0.1, 0.1, 0)):
+def test_an_interval_excludes_zero_on_either_side():
+    for low, high, excludes in ((0.1, 0.2, True), (-0.2, -0.1, True), (-0.1, 0.1, False)):
         found = {"mean": (low + high) / 2, "low": low, "high": high, "n": 9}
-        assert intervals.separation(found) == separation
+        assert intervals.excludes_zero(found) == excludes
 
 
 def test_intervals_as_text():

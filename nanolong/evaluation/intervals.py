@@ -64,10 +64,9 @@ def fraction_interval(successes):
     successes: a bool for each prompt.
     """
     n = len(successes)
-    found = mean_interval([float(success) for success in successes])
+    mean = sum(successes) / n
     if n < MIN_SAMPLES:
-        return found
-    mean = found["mean"]
+        return {"mean": mean, "low": None, "high": None, "n": n}
     centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
     spread = mean * (1 - mean) / n + Z**2 / (4 * n**2)
     half_width = Z / (1 + Z**2 / n) * math.sqrt(spread)
@@ -76,11 +75,9 @@ def fraction_interval(successes):
     return {"mean": mean, "low": low, "high": high, "n": n}
 
 
-def separation(found):
-    """Return 1 or -1 if an interval, of a difference, is above or below 0; 0 if it may hold 0."""
-    if found["low"] is None:
-        return 0
-    return int(found["low"] > 0) - int(found["high"] < 0)
+def excludes_zero(found):
+    """Return whether an interval, of a difference, is above or below 0."""
+    return found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
 
 
 def format_interval(found, digits=3, sign="", key="mean"):
@@ -94,7 +91,6 @@ def format_interval(found, digits=3, sign="", key="mean"):
     text = f"{mean:{sign}.{digits}f}"
     if low is None:
         return f"{text} (n = {found['n']})"
-    is_symmetric = abs((high - mean) - (mean - low)) < 10**-digits
-    if is_symmetric:
+    if abs((high - mean) - (mean - low)) < 10**-digits:  # symmetric
         return f"{text} ± {(high - low) / 2:.{digits}f}"
     return f"{text} ({low:{sign}.{digits}f} to {high:{sign}.{digits}f})"

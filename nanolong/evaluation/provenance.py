@@ -1,5 +1,6 @@
 """What must stand next to a measured number, so that it can be measured again."""
 
+import contextlib
 import datetime
 import platform
 import subprocess
@@ -46,13 +47,10 @@ def _git(*words):
 
 
 def _cpu_name():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError):  # where it is no Linux
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
@@ -71,10 +69,8 @@ def describe_checkpoint(model):
     # before and after extension; an imported checkpoint does not say
     trained = [f"{n:,}" for n in (meta.get("pretraining_tokens"), meta.get("tokens")) if n]
     default = vars(type(config)())
-    others = []
-    for setting, value in vars(config).items():
-        if setting not in SHOWN and value != default[setting]:
-            others.append(f"{setting} {value}")
+    changed = {name: x for name, x in vars(config).items() if x != default[name]}
+    others = [f"{name} {x}" for name, x in changed.items() if name not in SHOWN]
     return {
         "folder": model.folder,
         "scheme": config.pos,

@@ -56,11 +56,11 @@ def name_of_text(name, folder):
         f"{folder} does not say on which text it was trained: give --text=FILE, or --dataset "
         f"(prepared by python data/prepare.py FILE --tokenizer={tokenizer} --name=NAME)",
     )
-    first, *others = split_mixture(name)
-    if others:
-        choices = " or ".join(f"--dataset={source}" for source in (first, *others))
-        raise UserError(f"{name} is a mixture of datasets, and one is scored: give {choices}")
-    return first
+    sources = list(split_mixture(name))
+    choices = " or ".join(f"--dataset={source}" for source in sources)
+    problem = f"{name} is a mixture of datasets, and one is scored: give {choices}"
+    require(len(sources) == 1, problem)
+    return sources[0]
 
 
 def read_text(model, folder, file):

@@ -107,7 +107,15 @@ def cell(record, measure):
         text = intervals.format_interval(record[measure], 2)
     # an asterisk stands where the difference is measured, and not at what goes with it
     is_compared = measure in ("loss", "nats") and "difference" in record
-    return text + ("*" if is_compared and intervals.separation(record["difference"]) else "")
+    return text + ("*" if is_compared and intervals.excludes_zero(record["difference"]) else "")
+
+
+def pivot(title, cells):
+    """Return a table of cells, (row, column) -> text, in the order in which they come."""
+    rows = list(dict.fromkeys(row for row, _ in cells))
+    columns = list(dict.fromkeys(column for _, column in cells))
+    lines = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
+    return Table(title, ["", *columns], lines)
 
 
 def grid(title, records, measures):
@@ -115,17 +123,14 @@ def grid(title, records, measures):
 
     measures: field of a record -> what the label of its row says after the checkpoint.
     """
-    lengths = unique(records, "length")
-    rows = {}
+    cells = {}
     for record in records:
+        depth = record.get("depth")
+        at_depth = "" if depth is None else f"depth {depth:g}"
         for measure, words in measures.items():
-            depth = record.get("depth")
-            at_depth = "" if depth is None else f"depth {depth:g}"
             label = ": ".join(filter(None, (record["checkpoint"], at_depth, words)))
-            cells = rows.setdefault(label, [label, *[""] * len(lengths)])
-            cells[1 + lengths.index(record["length"])] = cell(record, measure)
-    header = ["", *(f"{length:,}" for length in lengths)]
-    return Table(f"{title}, by context length", header, list(rows.values()))
+            cells[label, f"{record['length']:,}"] = cell(record, measure)
+    return pivot(f"{title}, by context length", cells)
 
 
 def tables_of(records, unequal=()):
@@ -182,17 +187,15 @@ def loss_table(records, unit="nats per token"):
 
 def position_table(records):
     """Return the losses by position: a row for each part, a column for each checkpoint."""
-    names = unique(records, "checkpoint")
     longest = max(record["length"] for record in records)
     measured = select(records, length=longest)
-    cells = {(r["checkpoint"], *r.get("position", ())): cell(r, "loss") for r in measured}
-    rows = []
-    for start, end in sorted({tuple(r["position"]) for r in measured if "position" in r}):
+    ends = sorted({record["position"][1] for record in measured if "position" in record})
+    cells = {}
+    for record in measured:
         # one refusal stands for all positions
-        found = [cells.get((name, start, end), "refused") for name in names]
-        rows.append([f"up to {end:,}", *found])
-    title = f"position, nats per token, in sequences of {longest} tokens"
-    return Table(title, ["", *names], rows)
+        for end in [record["position"][1]] if "position" in record else ends:
+            cells[f"up to {end:,}", record["checkpoint"]] = cell(record, "loss")
+    return pivot(f"position, nats per token, in sequences of {longest} tokens", cells)
 
 
 def retrieval_table(records):
