@@ -28,7 +28,7 @@ from kernels import check
 from model import GPT, POSITIONS, GPTConfig, NoPE
 from nanolong import devices, entry, parallel, run
 from nanolong.errors import UserError, require, run_main
-from nanolong.evaluation import loss
+from nanolong.evaluation import loss, scoring
 from train import TrainConfig, TrainState, train_and_sample
 
 
@@ -152,7 +152,7 @@ def read_options(text):
         if {"self", "method", "factor", "layers"}.isdisjoint(options.keys()):
             return options
         problem = "it sets what has a flag of its own"
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         problem = str(error)
     raise UserError(
         f"--options={text} cannot be used ({problem}): give NAME=VALUE,NAME=VALUE, or a file "
@@ -212,9 +212,8 @@ def extend_model(model, cfg):
         advice = "leave --keep_optimizer out"
         has_state = (model.folder / "optim.safetensors").is_file()
         require(has_state, f"{model.folder} has no optimizer's state to keep: {advice}")
-        goes_on = meta["step"] < cfg.last_step
-        advice = f"raise --max_iters, or {advice}"
-        require(goes_on, f"{model.folder} has taken all {cfg.last_step} steps: {advice}")
+        problem = f"{model.folder} has taken all {cfg.last_step} steps"
+        require(meta["step"] < cfg.last_step, f"{problem}: raise --max_iters, or {advice}")
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
     inherited = ("bos", "tokenizer", "dataset", "data_hash", "code", "family")
@@ -259,12 +258,8 @@ def open_dataset(model, cfg):
 
 def texts_of(model, cfg):
     """The text of --text, or the validation set of each source of the dataset: by name."""
-    tokenizer = model.meta.get("tokenizer")
     if cfg.text:
-        require(tokenizer, f"{model.folder} has no tokenizer: give --dataset, not --text")
-        tokenizer = data.tokenizer_from_json(tokenizer)
-        text = data.TextFile(cfg.text, tokenizer, model.config.vocab_size, model.meta.get("bos"))
-        return {cfg.text: text.val}
+        return {cfg.text: scoring.read_text(model, model.folder, cfg.text).val}
     return {source.name: source.val for source in open_dataset(model, cfg).sources}
 
 

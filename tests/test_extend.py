@@ -114,6 +114,12 @@ def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
     done = assert_success(call("extend.py", *again))
     assert "context length: 96 -> 192 tokens, originally 24 (ntk)" in done.stdout
     assert list_steps(f"{run}-ntk8")
+    for options, suffix in (
+        ("beta_fast=16,ramp=paper", "beta_fast=16-ramp=paper"),
+        ("a/b.json", "b"),
+    ):
+        name = extend.default_out_dir("out/rope", {"options": options}, None)
+        assert name == f"out/rope-yarn4-{suffix}"
 
 
 # -----------------------------------------------------------------------------
@@ -193,12 +199,14 @@ def test_pose_trains_on_windows_with_positions_in_the_extended_length(
 
 
 def test_settings_that_are_inherited(trained):
-    """4 sequences of 32 tokens become 1 of 128, or 16 of 8; extended again, 1 of 64."""
+    """4 sequences of 32 tokens become 1 of 128, or 16 of 8; extended again, 1 of 64.
+
+    A micro-batch of two sequences becomes one of four times the length, in half as many.
+    """
     meta = read_meta(newest(trained))
     first = extend.inherited_settings(meta, {})
     assert first["learning_rate"] == pytest.approx(0.3 * meta["train"]["learning_rate"])
     assert (first["batch_size"], first["gradient_accumulation_steps"]) == (1, 1)
-    assert "max_iters" not in first and "weight_decay" not in first  # extend.py's own defaults
     given = {"pose": True, "train_length": 8}
     first = extend.inherited_settings(meta, given)
     assert (first["batch_size"], first["gradient_accumulation_steps"]) == (16, 1)
@@ -206,9 +214,13 @@ def test_settings_that_are_inherited(trained):
     second = extend.inherited_settings(meta, {"factor": 2})
     assert (second["batch_size"], second["gradient_accumulation_steps"]) == (2, 1)
     assert second["learning_rate"] == first["learning_rate"]
-    assert not {"train_length", "pose", "eval_length", "max_tokens"} & second.keys()
     drope = extend.inherited_settings(read_meta(newest(trained)), {"method": "drope"})
     assert drope["batch_size"] == 4  # at the original length
+    meta = read_meta(newest(trained))
+    meta["train"] |= {"batch_size": 2, "gradient_accumulation_steps": 4, "eval_iters": 64}
+    saved = extend.inherited_settings(meta, {})
+    assert (saved["batch_size"], saved["gradient_accumulation_steps"]) == (1, 2)
+    assert saved["eval_iters"] == 16
 
 
 def test_options_are_numbers_booleans_or_text(tmp_path):
@@ -433,6 +445,7 @@ def test_resuming_with_another_extension_is_refused(trained, extend_run, tmp_pat
 
 def test_which_settings_are_taken_over(trained):
     meta = read_meta(newest(trained))
+    # the others are extend.py's own, and of each extension
     inherited = "dataset bos tasks optimizer lr_schedule beta1 beta2 grad_clip log_interval wandb"
     inherited += " device dtype checkpoint_activations seed"
     kept = "max_iters min_lr warmup_iters weight_decay min_doc separate_docs eval_interval"
@@ -444,24 +457,6 @@ def test_which_settings_are_taken_over(trained):
         saved = extend.inherited_settings(meta, {"train_length": 32, **words})
         assert {name for name, x in saved.items() if x == "unlike"} == set(names.split())
     assert saved["learning_rate"] == rate
-
-
-def test_tokens_of_a_step_and_of_an_evaluation_are_kept(trained):
-    """A micro-batch of two sequences becomes one of four times the length, in half as many."""
-    meta = read_meta(newest(trained))
-    meta["train"] |= {"batch_size": 2, "gradient_accumulation_steps": 4, "eval_iters": 64}
-    saved = extend.inherited_settings(meta, {})
-    assert (saved["batch_size"], saved["gradient_accumulation_steps"]) == (1, 2)
-    assert saved["eval_iters"] == 16
-
-
-def test_options_are_in_the_name_of_the_folder():
-    for options, suffix in (
-        ("beta_fast=16,ramp=paper", "beta_fast=16-ramp=paper"),
-        ("a/b.json", "b"),
-    ):
-        name = extend.default_out_dir("out/rope", {"options": options}, None)
-        assert name == f"out/rope-yarn4-{suffix}"
 
 
 def test_reports_are_at_the_original_length_and_the_one_that_is_asked(
