@@ -26,13 +26,6 @@ def test_the_mean_of_one_value_each_has_students_interval():
     assert found["mean"] - found["low"] == pytest.approx(half_width, rel=1e-3)
 
 
-def test_a_ratio_of_equal_counts_is_the_mean_of_the_means():
-    rng = np.random.default_rng(0)
-    means = rng.normal(size=12)
-    ratio = intervals.ratio_interval(means * 7, [7] * 12)
-    assert ratio == pytest.approx(intervals.mean_interval(means))
-
-
 def test_the_interval_covers_the_ratio_of_sequences_of_unequal_length():
     """2,000 samples of 30 sequences whose loss and length are correlated: 95 % of them, to 1.5 %.
 

@@ -6,12 +6,11 @@ import math
 import re
 
 from nanolong.evaluation import intervals
-from nanolong.evaluation.tables import select
+from nanolong.evaluation.tables import COSTS, select
 
 # What tells the cells of a checkpoint apart.
 CELL = ("task", "protocol", "kind", "depth", "length", "position", "stride", "trials", "seed")
 MEASURES = ("accuracy", "nats", "gain", "control")
-COSTS = ("prefill_seconds", "tokens_per_second", "cache_megabytes")
 
 
 def compare(records, names):
@@ -100,7 +99,6 @@ def seed_interval(values):
 
 # -----------------------------------------------------------------------------
 # What is unequal
-
 
 # Arms are compared by pairs of their runs.
 NUMBERS = "numbers of runs (with another than the first arm's there are no differences)"

@@ -88,10 +88,7 @@ def draw_losses(axis, records, names):
 
 
 def heatmap_figure(file, records, title="", note=""):
-    """Draw the answers that were right, of each checkpoint by prompt (depth or kind) and length.
-
-    Returns the figure, or None without matplotlib.
-    """
+    """Draw the answers that were right, of each checkpoint by prompt (depth or kind) and length."""
     names = unique(records, "checkpoint")
     lengths = unique(records, "length")
     labels = list(dict.fromkeys(map(prompt_label, records)))

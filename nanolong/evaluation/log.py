@@ -55,15 +55,13 @@ def read_records(file):
 def measure(cells, models, origins, facts, file="", saved=()):
     """Measure cells, and write all records so far to a file after each. Returns the records.
 
-    A record has a key: a hash of all that it depends on, which are the model, the fields that say
-    what it came from (but for the commit), the settings and the code. Records of `saved` with the
-    key of a cell are used in its place.
-
     models and origins: by checkpoint, a GPT and the fields to add to its records. facts: what else
-    all cells depend on, such as the code. file: "" for none. saved: of read_records().
+    all cells depend on, such as the code. file: "" for none. saved: of read_records(), of which
+    those with the key of a cell are used in its place.
     """
 
     def key_of(cell):
+        """Hash all that the numbers of a cell depend on."""
         name = cell.records[0]["checkpoint"]
         # not the commit: that of a document changes no number
         origin = {field: value for field, value in origins[name].items() if field != "commit"}
