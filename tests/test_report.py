@@ -14,7 +14,7 @@ from model import GPT
 from nanolong.evaluation import figures, provenance, report
 from nanolong.evaluation.tables import Table, loss_table, refusals, tables_of
 
-HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028\x00"
+HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028"
 VOID = {"meta", "input"}
 
 
@@ -220,7 +220,7 @@ def all_records(names):
 @pytest.mark.parametrize("n", [1, 9])
 def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     names = [f"{HOSTILE}{i}" for i in range(n)]
-    text = {"about": HOSTILE, "tokens": [HOSTILE, "\ud800"], "losses": [0.5, 1.0]}
+    text = {"about": HOSTILE, "tokens": [HOSTILE, "\x00\ud800"], "losses": [0.5, 1.0]}
     texts = dict.fromkeys(names, text)
     page = write(tmp_path, all_records(names), texts, names, [HOSTILE])
     tags = {tag for tag, _ in page.elements}
@@ -234,7 +234,7 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     assert len(ids) == len(set(ids)) == 6
     named = set(re.findall(r'element\("([\w-]+)"\)', page.scripts[-1]))
     assert named <= {found["id"] for _, found in page.elements if "id" in found}
-    assert f"{HOSTILE}0" in page.cells and f"{HOSTILE}?" in page.text
+    assert f"{HOSTILE}0" in page.cells and f"{HOSTILE}\x00?" in page.text
     assert f"{HOSTILE}0" in page.drawn
     assert json.loads(page.scripts[0]) == [text] * n
     source = (tmp_path / "report.html").read_text(encoding="utf-8")
