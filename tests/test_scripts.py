@@ -228,7 +228,8 @@ def test_the_note_of_a_figure_names_the_data_that_was_read(letters, call, tmp_pa
     monkeypatch.setattr(figures, "loss_figure", keep_note)
     words = ["--lengths=32", "--max_tokens=999999", f"--plot={tmp_path}/p.png"]
     assert_success(call("evaluate.py", run, *words))
-    scored = f"199 of 200 tokens of {dataset}, 1 piece of val.bin"  # the first is no target
+    # the first is no target
+    scored = f"199 of 200 tokens of {dataset} (sequences: 1, files: 1)"
     assert notes == [f"{scored}, data {data.Dataset(str(dataset)).hash}"]
 
 
