@@ -19,7 +19,7 @@ from data.dataset import (
 )
 from data.tasks import DIGITS, KINDS, make_document, size_of
 from data.token_files import (
-    find_dataset,
+    dataset_folder,
     short_name,
     split_mixture,
     vocabulary_size,
@@ -36,16 +36,12 @@ from data.tokenizer import (
     same_vocabulary,
     tokenizer_from_json,
 )
-from nanolong.errors import UserError
 
 
 def prepare_missing(dataset):
     """Make those of the small datasets python and shakespeare that are named and not there yet."""
-    for name in split_mixture(dataset):
-        if name in ("python", "shakespeare"):
-            try:
-                find_dataset(name)
-            except UserError:
-                from data.texts import prepare
+    for name in {"python", "shakespeare"} & split_mixture(dataset).keys():
+        if not any(dataset_folder(name).glob("*.bin")):
+            from data.texts import prepare
 
-                prepare(name)
+            prepare(name)
