@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.dataset import why_no_text
-from data.token_files import TokenWriter, dataset_folder
+from data.token_files import TokenWriter, dataset_folder, open_tokens
 from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from nanolong import tokenizer_files
 from nanolong.errors import UserError, require
@@ -34,6 +34,7 @@ SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 # Of fewer documents than this the end of each is validation, and no whole one.
 FEW_DOCUMENTS = 20
 PART = 1 << 20  # characters or bytes that are read and encoded at once
@@ -45,17 +46,32 @@ CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)"
 # Texts that need no text from the user
 
 
-def prepare(dataset, name="", **options):
-    """Make python or shakespeare: data/<name or dataset>, which is returned; options of build()."""
+def prepare(dataset, name="", shards=10, **options):
+    """Make python, shakespeare or fineweb10B: data/<name or dataset>, which is returned.
+
+    shards: of fineweb10B. options: those of build(), for the others. Raises UserError.
+    """
+    known = ("python", "shakespeare", "fineweb10B")
+    remedy = f"choose {', '.join(known)}, or give a file or folder of text"
+    require(dataset in known, f"there is no dataset {dataset!r} to prepare: {remedy}")
     name = name or dataset
     if dataset == "python":
         source = f"standard library of Python {platform.python_version()}"
         return build(name, standard_library(), source, **options)
-    file = dataset_folder("shakespeare.txt")
-    download(SHAKESPEARE, file, "run python data/prepare.py FILE --tokenizer=char --name=NAME")
-    is_known = hashlib.sha256(file.read_bytes()).hexdigest() == SHAKESPEARE_SHA256
-    require(is_known, f"{file} is not what {SHAKESPEARE} held (SHA-256): remove it and try again")
-    return build(name, {"input.txt": file}, SHAKESPEARE, **{"tokenizer": "char", **options})
+    if dataset == "shakespeare":
+        file = dataset_folder("shakespeare.txt")
+        download(SHAKESPEARE, file, "run python data/prepare.py FILE --tokenizer=char --name=NAME")
+        is_known = hashlib.sha256(file.read_bytes()).hexdigest() == SHAKESPEARE_SHA256
+        remedy = "remove it and try again"
+        require(is_known, f"{file} is not what {SHAKESPEARE} held (SHA-256): {remedy}")
+        return build(name, {"input.txt": file}, SHAKESPEARE, **{"tokenizer": "char", **options})
+    folder = dataset_folder(name)
+    for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
+        file = folder / f"fineweb_{part}.bin"
+        download(FINEWEB + file.name, file, f"put the file at {file}")
+        # raises if what was downloaded is damaged
+        open_tokens(file)
+    return folder
 
 
 def standard_library():

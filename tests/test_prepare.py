@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 import data
 from data import texts
-from data.prepare import find_tokenizer, prepare, prepare_text
+from data.prepare import find_tokenizer, prepare_text
+from data.texts import prepare
 from nanolong.errors import UserError
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
