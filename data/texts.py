@@ -352,6 +352,7 @@ def write_dataset(folder, tokenizer, documents, about):
             for split in meta["bytes"]:
                 writer = TokenWriter(made / f"{split}.bin", tokenizer.vocab_size)
                 writers[split] = stack.enter_context(contextlib.closing(writer))
+            # in the order of the text, so that each part of it is read once
             for split, parts in documents:
                 for ids in encode_parts(tokenizer, count(split, parts)):
                     writers[split].write(ids)

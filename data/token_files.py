@@ -74,6 +74,7 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
         is_whole = version == known_version and n and size == HEADER_BYTES + n * dtype.itemsize
         require(is_whole, damage)
         return np.memmap(file, dtype, "r", HEADER_BYTES)
+    # what has no header can only be told from damage by its values
     require(size and size % 2 == 0, damage)
     tokens = np.memmap(file, "<u2", "r")
     require(

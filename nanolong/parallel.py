@@ -76,10 +76,14 @@ def broadcast(value):
     return values[0]
 
 
+def communication_device():
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def sum_over_processes(x, device=None):
     """Sum a tensor over all processes, on the device, where it is then."""
     if dist.is_initialized():
-        x = x.to(device)
+        x = x.to(device or communication_device())
         dist.all_reduce(x)
     return x
 
@@ -306,12 +310,7 @@ def own_part(batch):
 
 def any_process(condition):
     """Whether a condition holds in any process."""
-    if not dist.is_initialized():
-        return bool(condition)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    flag = torch.tensor(int(bool(condition)), device=device)
-    dist.all_reduce(flag)
-    return flag.item() > 0
+    return sum_over_processes(torch.tensor(int(bool(condition)))).item() > 0
 
 
 def gather_tokens(x, dim=-1):
@@ -396,7 +395,7 @@ def own_relative(relative, n, layer):
 def set_whole_length(set_length, length):
     """Set the tables of a dynamic method for the whole text, whose end the last process has."""
     if set_length.__self__.is_dynamic:
-        longest = torch.tensor(length, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        longest = torch.tensor(length, device=communication_device())
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=_group)
         length = longest.item()
     return set_length(length)

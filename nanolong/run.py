@@ -181,7 +181,7 @@ def find_checkpoint(path, best=False):
         return path
     steps = list_steps(path)
     others = ", ".join(step.name for step in list_steps(path.parent))
-    remedy = "give a run folder (out/NAME), or one of its step folders"
+    remedy = "give a run folder (out/NAME) or one of its steps, or train one by python train.py"
     if others:
         remedy = f"the steps in {path.parent} are {others}"
     require(steps, f"there is no checkpoint in {path}: {remedy}")

@@ -231,10 +231,7 @@ def describe(file, name):
         if annotation.startswith("Literal["):
             choices = ast.literal_eval(field.annotation.slice)
             comment = "|".join(choices) + (f"; {comment}" if comment else "")
-        try:
-            default = format_value(ast.literal_eval(field.value))
-        except ValueError:  # an expression
-            default = ast.unparse(field.value)
+        default = format_value(ast.literal_eval(field.value))
         line = f"  --{field.target.id + '=' + default:<34} {comment}"
         found[field.target.id] = (group, "\n".join(wrap(line)))
     for base in node.bases:

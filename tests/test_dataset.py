@@ -60,7 +60,7 @@ def test_token_files_have_the_documented_forms(tmp_path):
 
 
 def test_a_file_may_hold_more_tokens_than_32_bits_count(tmp_path):
-    n = (1 << 31) + 5
+    n = (1 << 32) + 5
     writer = token_files.TokenWriter(tmp_path / "a.bin", 300)
     writer.write([7, 8])
     # sparse: the file takes no space on disk

@@ -38,21 +38,6 @@ def data_folder(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("tokenizer, bos", [("bytes", 256), ("char", None)])
-def test_the_last_tenth_of_a_file_is_validation(tokenizer, bos, tmp_path, data_folder):
-    (tmp_path / "t.txt").write_bytes(TEXT.encode())
-    prepare_text(tmp_path / "t.txt", "mine", tokenizer=tokenizer)
-    dataset = data.Dataset("mine")
-    assert dataset.bos == dataset.tokenizer.bos == bos
-    train, val = (
-        dataset.tokenizer.decode(split.tokens[0].tolist()) for split in (dataset.train, dataset.val)
-    )
-    assert train + val == TEXT.encode()
-    text = TEXT.encode() if tokenizer == "bytes" else TEXT
-    n_val = len(text) - int(len(text) * 0.9)
-    assert len(dataset.val) == n_val + (bos is not None)
-
-
 def test_a_file_is_encoded_by_gpt2(tmp_path, data_folder):
     try:
         data.BPETokenizer.named("gpt2")
@@ -79,6 +64,7 @@ def test_texts_are_read_as_they_are(tmp_path, data_folder):
         folder = prepare_text(tmp_path / "t.txt", name, tokenizer=name, **options)
         dataset = data.Dataset(folder)
         tokenizer = dataset.tokenizer
+        assert dataset.bos == (256 if name == "bytes" else None)
         ids = [split.tokens[0].tolist() for split in (dataset.train, dataset.val)]
         assert b"".join(map(tokenizer.decode, ids)) == content
         text = data.TextFile(tmp_path / "t.txt", tokenizer, dataset.vocab_size, dataset.bos)
