@@ -134,7 +134,6 @@ def main(argv=None):
             for (text,) in steps:
                 print(text, end="", flush=True)
     print()
-    return 0
 
 
 if __name__ == "__main__":

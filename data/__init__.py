@@ -4,7 +4,7 @@ token_files.py  token files, and how datasets are found
 dataset.py      the batches of a training run, also of several datasets, and texts to evaluate on
 tokenizer.py    text to token ids and back
 tasks.py        documents for the tasks of RULER, made rather than read
-texts.py        text to a dataset; prepare.py is its script, and knows more sources
+texts.py        text to a dataset; prepare.py is its script
 """
 
 from data.dataset import (

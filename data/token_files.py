@@ -187,7 +187,7 @@ def read_fractions(words, what) -> dict[str, float]:
         require(
             name and name not in fractions and 0 < fraction <= 1,
             f"{what}: give each name once, with a fraction above 0 and at most 1, as in "
-            "long:0.34,short:0.66",
+            "NAME:0.3,OTHER:0.7",
         )
         fractions[name] = fraction
     return fractions
