@@ -252,8 +252,9 @@ def save_extended(model, cfg):
 
 def open_dataset(model, cfg):
     """The dataset to train on. Raises UserError if its tokens are not the model's."""
-    reader = (model.folder, model.config.vocab_size, model.meta.get("tokenizer"))
-    return data.open_dataset(cfg.dataset, cfg.bos, reader)
+    dataset = data.open_dataset(cfg.dataset, cfg.bos)
+    dataset.check_model(model.folder, model.config.vocab_size, model.meta.get("tokenizer"))
+    return dataset
 
 
 def texts_of(model, cfg):

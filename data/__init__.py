@@ -4,7 +4,7 @@ token_files.py  token files, and how datasets are found
 dataset.py      the batches of a training run, also of several datasets, and texts to evaluate on
 tokenizer.py    text to token ids and back
 tasks.py        documents for the tasks of RULER, made rather than read
-texts.py        text to a dataset; prepare.py is its script, and knows more sources
+texts.py        text to a dataset; prepare.py is its script
 """
 
 from data.dataset import (
@@ -19,7 +19,7 @@ from data.dataset import (
 )
 from data.tasks import DIGITS, KINDS, make_document, size_of
 from data.token_files import (
-    find_dataset,
+    dataset_folder,
     short_name,
     split_mixture,
     vocabulary_size,
@@ -36,16 +36,12 @@ from data.tokenizer import (
     same_vocabulary,
     tokenizer_from_json,
 )
-from nanolong.errors import UserError
 
 
 def prepare_missing(dataset):
     """Make those of the small datasets python and shakespeare that are named and not there yet."""
-    for name in split_mixture(dataset):
-        if name in ("python", "shakespeare"):
-            try:
-                find_dataset(name)
-            except UserError:
-                from data.texts import prepare
+    for name in {"python", "shakespeare"} & split_mixture(dataset).keys():
+        if not any(dataset_folder(name).glob("*.bin")):
+            from data.texts import prepare
 
-                prepare(name)
+            prepare(name)

@@ -34,25 +34,19 @@ class Split:
 
     A sequence of `length` targets lies within one file. bos: an id that is put before every
     sequence, so that the first token of text is a target too; as a target it is not scored (-1).
-    None: the inputs start with a token of the text. tokens: an array for each file, or for each
-    document that was selected, which begins at the token `starts` of its file.
+    None: the inputs start with a token of the text. tokens: an array for each of the files, which
+    may occur several times, once for each document that was selected; None: all they hold.
     """
 
-    def __init__(self, files, vocab_size: int, bos: int | None):
-        self.files = []
-        self.tokens = []
-        self.starts = []
+    def __init__(self, files, vocab_size: int, bos: int | None, tokens=None):
+        self.files = files
         self.vocab_size = vocab_size
         self.bos = bos
+        if tokens is None:
+            tokens = [token_files.open_tokens(file, vocab_size) for file in files]
+        self.tokens = tokens
         # how many tokens of text a sequence needs beyond its length
         self.extra_tokens = 1 if bos is None else 0
-        for file in files:
-            self.add(file, token_files.open_tokens(file, vocab_size))
-
-    def add(self, file, tokens, start=0):
-        self.files.append(file)
-        self.tokens.append(tokens)
-        self.starts.append(start)
 
     def __len__(self):
         return sum(map(len, self.tokens))
@@ -71,11 +65,11 @@ class Split:
     def require_length(self, length):
         """Raise UserError unless there is a sequence of this length."""
         require(self.files, "no training document is as long as --min_doc: lower it")
-        what = (
-            f"{self.files[0].name} of {self.files[0].parent} holds {len(self)} tokens, too few for"
+        require(
+            self.n_sequences(length).any(),
+            f"{self.files[0]} holds {len(self)} tokens, too few for a sequence of {length}: "
+            "prepare more text, or choose a shorter --block_size (or a smaller --factor)",
         )
-        remedy = "prepare more text, or choose a shorter --block_size (or a smaller --factor)"
-        require(self.n_sequences(length).any(), f"{what} a sequence of {length}: {remedy}")
 
     # Sequences: inputs and targets, int64 (length,) each
 
@@ -96,10 +90,10 @@ class Split:
         An epoch visits each of its sequences once, in an order and from an offset that depend on
         (seed, epoch): as many as the last offset leaves; a text too short for it has none.
         """
-        fewest = int(sequence_ends(self, length, length - 1)[-1])
-        per_epoch = fewest or int(sequence_ends(self, length, 0)[-1])
+        last_offset = length - 1 if sequence_ends(self, length, length - 1)[-1] else 0
+        per_epoch = int(sequence_ends(self, length, last_offset)[-1])
         epoch, i = divmod(index, per_epoch)
-        offset, order = epoch_order(self, length, seed, epoch, bool(fewest))
+        offset, order = epoch_order(self, length, seed, epoch, last_offset)
         return self.locate(int(order[i]), length, offset)
 
     def sequence_at(self, file, start, length):
@@ -139,9 +133,8 @@ class Split:
         """Read tokens of a file as int64. Raises LocalError for one outside the vocabulary."""
         tokens = np.asarray(self.tokens[file][start:stop], np.int64)
         if tokens.max() >= self.vocab_size:
-            place = self.starts[file] + start + int(tokens.argmax())
             raise LocalError(
-                f"{self.files[file]}: token {place} is {tokens.max()}, outside the vocabulary of "
+                f"{self.files[file]} holds token {tokens.max()}, outside the vocabulary of "
                 f"{self.vocab_size}, so another tokenizer made the file: prepare it again"
             )
         return tokens
@@ -149,11 +142,9 @@ class Split:
 
 def join(splits):
     """Make one Split with the files of several."""
-    joined = Split([], splits[0].vocab_size, splits[0].bos)
-    for split in splits:
-        for part in zip(split.files, split.tokens, split.starts, strict=True):
-            joined.add(*part)
-    return joined
+    files = [file for split in splits for file in split.files]
+    tokens = [part for split in splits for part in split.tokens]
+    return Split(files, splits[0].vocab_size, splits[0].bos, tokens)
 
 
 # What is the same for many sequences of a split is kept.
@@ -166,10 +157,10 @@ def sequence_ends(split, length, offset):
 
 
 @functools.lru_cache(maxsize=16)
-def epoch_order(split, length, seed, epoch, has_offset):
+def epoch_order(split, length, seed, epoch, last_offset):
     """Choose an epoch's offset and the order of its sequences, at random."""
     rng = generator(seed, epoch)
-    offset = int(rng.integers(length)) if has_offset else 0
+    offset = int(rng.integers(last_offset + 1))
     return offset, rng.permutation(int(sequence_ends(split, length, offset)[-1]))
 
 
@@ -252,17 +243,14 @@ class TextFile(Text):
         self.separator = bos
         content = Path(file).read_bytes()
         self.n_bytes = len(content)
-        reason = why_no_text(content)
-        if b"\0" in content and tokenizer.to_json()["kind"] != "bytes":
-            reason = reason or "not text but has zero bytes: give a text"
+        reason = why_no_text(content, tokenizer.to_json()["kind"] == "bytes")
         require(not reason, f"--text={file} is {reason}")
         ids = np.array(tokenizer.encode(content.decode("utf-8", "surrogateescape")))
         self.hash = hashlib.sha256(content + ids.tobytes()).hexdigest()[:16]
-        self.val = Split([], vocab_size, bos)
-        self.val.add(Path(file), ids)
+        self.val = Split([Path(file)], vocab_size, bos, [ids])
 
 
-def why_no_text(content: bytes):
+def why_no_text(content: bytes, allow_zeros):
     """Say why bytes, which may be the start of a file, are no text; None if they can be."""
     if not content:
         return "empty: give a text"
@@ -274,7 +262,8 @@ def why_no_text(content: bytes):
     has_mark = content.startswith((b"\xff\xfe", b"\xfe\xff"))
     if has_mark or zeros[0] == 0 and zeros[1] > max(4, len(content[:4096]) // 4):
         return "UTF-16: convert it first (iconv -f UTF-16 -t UTF-8)"
-    return None
+    has_zeros = b"\0" in content and not allow_zeros
+    return "not text, but has zero bytes" if has_zeros else None
 
 
 # -----------------------------------------------------------------------------
@@ -285,18 +274,15 @@ class Dataset(Text):
     """A dataset by name or path: a Text, with train, a Split, and vocab_size, which may be larger
     than the tokenizer's. sources, fractions and labels are those of a Mixture, or this one.
 
-    bos=True or False overrides what the dataset has by default. reader: the arguments of
-    check_model(), for the model that will read the text.
+    bos=True or False overrides what the dataset has by default.
     """
 
-    def __init__(self, name, bos: bool | None = None, reader: tuple | None = None):
+    def __init__(self, name, bos: bool | None = None):
         self.name = name
         folder = token_files.find_dataset(name)
         meta = token_files.read_meta(folder)
         self.tokenizer = tokenizer_from_json(meta["tokenizer"])
         self.vocab_size = meta["vocab_size"]
-        if reader:
-            self.check_model(*reader)
         self.separator = meta["bos"]
         self.bos = self.separator if (meta["bos_default"] if bos is None else bos) else None
         remedy = "choose another dataset, leave --bos out, or prepare it with --tokenizer=bytes"
@@ -334,17 +320,21 @@ class Dataset(Text):
         """
         is_marked = self.separator is not None
         self.separate = is_marked if separate is None else separate
-        what = f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
-        what += "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2"
-        require(is_marked or not (min_doc or separate), what)
+        require(
+            is_marked or not (min_doc or separate),
+            f"dataset {self.name} has no <bos> between its documents: leave out --min_doc and "
+            "--separate_docs, or prepare it with --tokenizer=bytes, bpe or gpt2",
+        )
         if not min_doc:
             return
-        of_files = self.train
-        self.train = Split([], of_files.vocab_size, of_files.bos)
-        for file, tokens in zip(of_files.files, of_files.tokens, strict=True):
-            for start, stop in find_documents(tokens, self.separator):
-                if stop - start >= min_doc:
-                    self.train.add(file, tokens[start:stop], start)
+        documents = [
+            (file, tokens[start:stop])
+            for file, tokens in zip(self.train.files, self.train.tokens, strict=True)
+            for start, stop in find_documents(tokens, self.separator)
+            if stop - start >= min_doc
+        ]
+        files, tokens = ([document[i] for document in documents] for i in (0, 1))
+        self.train = Split(files, self.train.vocab_size, self.bos, tokens)
 
     def long_fraction(self, length, max_tokens=1 << 28):
         """Return the fraction of training tokens in documents of at least `length` tokens.
@@ -402,15 +392,17 @@ class Dataset(Text):
 
     def check_task(self, kind: str, length: int):
         """Raise UserError if training sequences cannot be documents of a task."""
-        what = f"dataset {self.name} has no tokenizer, and the documents of --tasks are text"
         require(
-            self.tokenizer, f"{what}: leave --tasks out, or prepare the text by data/prepare.py"
+            self.tokenizer,
+            f"dataset {self.name} has no tokenizer, and the documents of --tasks are text: leave "
+            "--tasks out, or prepare the text by data/prepare.py",
         )
         needed = task_documents.least_length(kind, self.tokenizer, self.bos)
-        what = (
-            f"documents of the task {kind} need up to {needed} tokens, and sequences have {length}"
+        require(
+            length >= needed,
+            f"documents of the task {kind} need up to {needed} tokens, and sequences have "
+            f"{length}: leave out the task, or train on longer sequences",
         )
-        require(length >= needed, f"{what}: leave out the task, or train on longer sequences")
 
     def task_document(self, kind, length, seed, index, rng):
         """Make a document of a task, of at most `length` tokens, padded: inputs and targets."""
@@ -425,16 +417,12 @@ class Dataset(Text):
 
 def task_fractions(tasks):
     """Return kind -> fraction of the setting `tasks`, words as "vt:0.05". Raises UserError."""
-    kinds = task_documents.KINDS
-    fractions = token_files.read_fractions(tasks)
-    are_valid = all(kind in kinds and 0 < x <= 1 for kind, x in fractions.items())
-    require(
-        are_valid and len(fractions) == len(tasks),
-        f"tasks={','.join(tasks)}: give each kind of {', '.join(kinds)} at most once, with a "
-        "fraction of the sequences above 0 and at most 1, as in vt:0.05",
-    )
+    what = f"tasks={','.join(tasks)}"
+    fractions = token_files.read_fractions(tasks, what)
+    kinds = ", ".join(task_documents.KINDS)
+    require(fractions.keys() <= {*task_documents.KINDS}, f"{what}: choose tasks of {kinds}")
     total = math.fsum(fractions.values())
-    require(total <= 1 + 1e-9, f"the fractions of --tasks add up to {total:g}: lower them")
+    require(total <= 1 + 1e-9, f"the fractions of {what} add up to {total:g}: lower them")
     return fractions
 
 
@@ -442,10 +430,11 @@ def task_fractions(tasks):
 # Mixtures: each training sequence comes from one of several datasets
 
 
-def open_dataset(name, bos=None, reader=None):
+def open_dataset(name, bos=None):
     """Open a dataset by name or path, or a mixture as long:0.34,short:0.66."""
-    is_mixture = list(token_files.split_mixture(name)) != [str(name)]
-    return Mixture(name, bos, reader) if is_mixture else Dataset(name, bos, reader)
+    fractions = token_files.split_mixture(name)
+    is_mixture = list(fractions) != [str(name)]
+    return Mixture(name, fractions, bos) if is_mixture else Dataset(name, bos)
 
 
 class Mixture(Dataset):
@@ -456,25 +445,24 @@ class Mixture(Dataset):
     folders; train and val have all their files; hash is those of the sources, with commas.
     """
 
-    def __init__(self, name, bos=None, reader=None):
-        fractions = token_files.split_mixture(name)
+    def __init__(self, name, fractions, bos=None):
         self.name = name
-        self.sources = tuple(Dataset(source, bos, reader) for source in fractions)
+        self.sources = tuple(Dataset(source, bos) for source in fractions)
         self.fractions = tuple(fractions.values())
         self.labels = tuple(Path(source).name for source in fractions)
         self.hash = ",".join(source.hash for source in self.sources)
         first, *others = self.sources
         self.tokenizer, self.vocab_size = first.tokenizer, first.vocab_size
         self.bos, self.separator = first.bos, first.separator
-        spec = first.tokenizer and first.tokenizer.to_json()
         for other in others:
+            spec = first.tokenizer and first.tokenizer.to_json()
             other.check_model(first.name, first.vocab_size, spec)
             one, two = (f"{x.separator} and {x.bos}" for x in (first, other))
-            what = f"documents and sequences of {first.name} start with tokens {one}, those of "
-            what += (
-                f"{other.name} with {two}: prepare both with the same --tokenizer, or give --bos"
+            require(
+                one == two,
+                f"documents and sequences of {first.name} start with tokens {one}, those of "
+                f"{other.name} with {two}: prepare both with the same --tokenizer, or give --bos",
             )
-            require(one == two, what)
         self.select()
         self.val = join([source.val for source in self.sources])
 
@@ -497,13 +485,11 @@ class Mixture(Dataset):
 
     def combine(self, evaluations):
         """The mean of {"val_loss", ...} of the sources, weighted by their fractions, as in a text
-        with these fractions of its tokens; None if one of them, which is the last read, is None.
+        with these fractions of its tokens; None if one of them is.
         """
-        found = []
-        for evaluation in evaluations:
-            if evaluation is None:
-                return None
-            found.append(evaluation)
+        found = list(evaluations)
+        if None in found:
+            return None
         losses = [evaluation["val_loss"] for evaluation in found]
         combined = {"val_loss": self.weigh(losses)}
         bits = [evaluation.get("val_bits_per_byte") for evaluation in found]

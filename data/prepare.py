@@ -23,12 +23,9 @@ if __name__ == "__main__":
 from nanolong import settings  # isort: skip (first: --help before torch is imported)
 
 from data import texts
-from data.token_files import dataset_folder, open_tokens
 from data.tokenizer import BPETokenizer, tokenizer_from_json
 from nanolong import tokenizer_files
 from nanolong.errors import UserError, require, run_main
-
-FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
 
 @dataclass
@@ -41,25 +38,6 @@ class PrepareConfig:
     vocab_size: int = 4096  # bpe: tokens to learn, with the 256 bytes and <|endoftext|>
     val_fraction: float = 0.1  # fraction of the text that is validation
     shards: int = 10  # fineweb10B: training shards to download, of 100M tokens and 200 MB each
-
-
-def prepare(dataset, name="", shards=10, **options):
-    """Make a dataset that needs no text from the user: data/<name or dataset>, which is returned.
-
-    options: those of texts.build(). Raises UserError.
-    """
-    known = ("python", "shakespeare", "fineweb10B")
-    remedy = f"choose {', '.join(known)}, or give a file or folder of text"
-    require(dataset in known, f"there is no dataset {dataset!r} to prepare: {remedy}")
-    if dataset != "fineweb10B":
-        return texts.prepare(dataset, name, **options)
-    folder = dataset_folder(name or dataset)
-    for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
-        file = folder / f"fineweb_{part}.bin"
-        texts.download(FINEWEB + file.name, file, f"put the file at {file}")
-        # raises if what was downloaded is damaged
-        open_tokens(file)
-    return folder
 
 
 def prepare_text(path, name="", **options):
@@ -114,7 +92,7 @@ def main(argv=None):
     if paths:
         folder = prepare_text(paths[0], cfg.name, **options)
     else:
-        folder = prepare(cfg.dataset, cfg.name, shards=cfg.shards, **options)
+        folder = texts.prepare(cfg.dataset, cfg.name, shards=cfg.shards, **options)
     print(f"train on it with python train.py --dataset={shlex.quote(folder.name)}")
 
 

@@ -5,6 +5,7 @@ into the open token files, so that memory does not grow with them. They are read
 ends are not translated.
 """
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -15,6 +16,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 import urllib.request
 from array import array
 from pathlib import Path
@@ -23,15 +25,16 @@ import numpy as np
 from tqdm import tqdm
 
 from data.dataset import why_no_text
-from data.token_files import dataset_folder, write_parts
+from data.token_files import TokenWriter, dataset_folder, open_tokens
 from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from nanolong import tokenizer_files
-from nanolong.errors import UserError, note, require
+from nanolong.errors import UserError, require
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 # Of fewer documents than this the end of each is validation, and no whole one.
 FEW_DOCUMENTS = 20
 PART = 1 << 20  # characters or bytes that are read and encoded at once
@@ -43,17 +46,32 @@ CUTS = re.compile(r"(?<=[a-z]) (?=[a-z])|(?<=\S\n)(?=\S)|(?<=[。，、])(?=\w)"
 # Texts that need no text from the user
 
 
-def prepare(dataset, name="", **options):
-    """Make python or shakespeare: data/<name or dataset>, which is returned; options of build()."""
+def prepare(dataset, name="", shards=10, **options):
+    """Make python, shakespeare or fineweb10B: data/<name or dataset>, which is returned.
+
+    shards: of fineweb10B. options: those of build(), for the others. Raises UserError.
+    """
+    known = ("python", "shakespeare", "fineweb10B")
+    remedy = f"choose {', '.join(known)}, or give a file or folder of text"
+    require(dataset in known, f"there is no dataset {dataset!r} to prepare: {remedy}")
     name = name or dataset
     if dataset == "python":
         source = f"standard library of Python {platform.python_version()}"
         return build(name, standard_library(), source, **options)
-    file = dataset_folder(name) / "input.txt"
-    download(SHAKESPEARE, file, "run python data/prepare.py FILE --tokenizer=char --name=NAME")
-    is_known = hashlib.sha256(file.read_bytes()).hexdigest() == SHAKESPEARE_SHA256
-    require(is_known, f"{file} is not what {SHAKESPEARE} held (SHA-256): remove it and try again")
-    return build(name, {"input.txt": file}, SHAKESPEARE, **{"tokenizer": "char", **options})
+    if dataset == "shakespeare":
+        file = dataset_folder("shakespeare.txt")
+        download(SHAKESPEARE, file, "run python data/prepare.py FILE --tokenizer=char --name=NAME")
+        is_known = hashlib.sha256(file.read_bytes()).hexdigest() == SHAKESPEARE_SHA256
+        remedy = "remove it and try again"
+        require(is_known, f"{file} is not what {SHAKESPEARE} held (SHA-256): {remedy}")
+        return build(name, {"input.txt": file}, SHAKESPEARE, **{"tokenizer": "char", **options})
+    folder = dataset_folder(name)
+    for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
+        file = folder / f"fineweb_{part}.bin"
+        download(FINEWEB + file.name, file, f"put the file at {file}")
+        # raises if what was downloaded is damaged
+        open_tokens(file)
+    return folder
 
 
 def standard_library():
@@ -85,8 +103,8 @@ def download(url, file, instruction):
     try:
         with urllib.request.urlopen(url, timeout=30) as response, open(part, "wb") as f:
             shutil.copyfileobj(response, f, 1 << 20)
-            size = int(response.headers.get("Content-Length") or f.tell())
-            if f.tell() != size:
+            size = response.headers.get("Content-Length")
+            if size and f.tell() != int(size):
                 raise OSError(f"only {f.tell()} of {size} bytes arrived")
     except OSError as error:
         part.unlink(missing_ok=True)
@@ -105,10 +123,13 @@ class NoText(UserError):
     """Says why a file is no text, and what to do: "compressed: unpack it first"."""
 
 
-def open_documents(name, path, as_bytes):
-    """Yield the name of each document of a file, and a stream of its bytes or characters."""
+def open_documents(name, path, as_bytes, allow_zeros=True):
+    """Yield the name of each document of a file, and a stream of its bytes or characters.
+
+    Raises NoText, also if the beginning of the file has zero bytes that are not allowed.
+    """
     with open(path, "rb") as f:
-        reason = why_no_text(f.read(4096))
+        reason = why_no_text(f.read(8192), allow_zeros)
     if reason:
         raise NoText(reason)
     if path.suffix.lower() != ".jsonl":
@@ -140,6 +161,22 @@ def read_parts(stream, bar, n=sys.maxsize):
         yield part
 
 
+def survey(name, path, bar, as_bytes, allow_zeros):
+    """Read a file: the sizes of its documents, and what their names are hashed to.
+
+    Raises NoText.
+    """
+    sizes = array("q")
+    hashes = array("d")
+    try:
+        for document, stream in open_documents(name, path, as_bytes, allow_zeros):
+            sizes.append(sum(map(len, read_parts(stream, bar))))
+            hashes.append(hash_fraction(document))
+    except UnicodeDecodeError:
+        raise NoText("not UTF-8: convert it, or use --tokenizer=bytes") from None
+    return sizes, hashes
+
+
 def hash_fraction(name):
     """Map a name to a number in [0, 1), the same on every machine."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
@@ -159,24 +196,20 @@ class Texts:
         self.files = {}
         self.as_bytes = as_bytes
         self.val_fraction = val_fraction
-        self.characters = set()
-        # of each document its bytes or characters, and what its name is hashed to
+        # of each document
         self.sizes = array("q")
         self.hashes = array("d")
-        left_out = {}
         with self.progress("reading", sum(path.stat().st_size for path in files.values())) as bar:
             for name, path in sorted(files.items()):
-                n = len(self.sizes)
                 try:
-                    self.survey(name, path, bar, keep_zeros=len(files) == 1)
-                    self.files[name] = path
+                    sizes, hashes = survey(name, path, bar, as_bytes, len(files) == 1)
                 except NoText as error:
                     require(len(files) > 1, f"{path} is {error}")
-                    del self.sizes[n:], self.hashes[n:]
-                    left_out.setdefault(str(error), []).append(name)
-        for reason, names in left_out.items():
-            others = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-            print(f"left out {', '.join(names[:5])}{others} ({reason})")
+                    print(f"left out {name} ({error})")
+                    continue
+                self.files[name] = path
+                self.sizes += sizes
+                self.hashes += hashes
         require(self.files, f"there is no text in {source}: give a file or folder that holds some")
         self.are_few = len(self.sizes) < FEW_DOCUMENTS
 
@@ -186,42 +219,22 @@ class Texts:
         total = total or sum(self.sizes)
         return tqdm(desc=what, total=total, disable=not sys.stderr.isatty(), **settings)
 
-    def survey(self, name, path, bar, keep_zeros):
-        """Read a file for the first time. Raises NoText."""
-        zero = b"\0" if self.as_bytes else "\0"
-        characters = set()
-        try:
-            for document, stream in open_documents(name, path, self.as_bytes):
-                size = 0
-                for part in read_parts(stream, bar):
-                    if zero in part and not keep_zeros:
-                        raise NoText("not text, but has zero bytes")
-                    size += len(part)
-                    characters.update("" if self.as_bytes else part)
-                self.sizes.append(size)
-                self.hashes.append(hash_fraction(document))
-        except UnicodeDecodeError:
-            raise NoText("not UTF-8: convert it, or use --tokenizer=bytes") from None
-        self.characters |= characters
+    def documents(self, bar):
+        """Yield the training text of every document, and its validation text.
 
-    def documents(self, split, bar):
-        """Yield the documents of train or val, each as an iterator of its parts."""
+        Each is "train" or "val" and an iterator of parts, to be read before the next.
+        """
         # at least one document is validation
         limit = max(self.val_fraction, min(self.hashes))
-        numbers = itertools.count()
+        known = zip(self.sizes, self.hashes, strict=True)
         for name, path in self.files.items():
             for _, stream in open_documents(name, path, self.as_bytes):
-                number = next(numbers)
-                n_train = sys.maxsize if self.hashes[number] > limit else 0
+                size, fraction = next(known)
+                n_train = size if fraction > limit else 0
                 if self.are_few:
-                    n_train = int(self.sizes[number] * (1 - self.val_fraction))
-                train = read_parts(stream, bar, n_train)
-                if split == "train":
-                    yield train
-                elif n_train < sys.maxsize:
-                    for _ in train:
-                        pass
-                    yield read_parts(stream, bar)
+                    n_train = int(size * (1 - self.val_fraction))
+                yield "train", read_parts(stream, bar, n_train)
+                yield "val", read_parts(stream, bar)
 
 
 # -----------------------------------------------------------------------------
@@ -234,22 +247,18 @@ def build(name, files, source, tokenizer="bytes", vocab_size=4096, val_fraction=
     files: name -> path; the split depends on the names. source: where the text is from, for
     meta.json and messages. tokenizer: bytes, char, bpe, or a tokenizer.
     """
-    is_plain = bool(name) and Path(name).name == name and not name.startswith((".", "_"))
-    folder = dataset_folder(name)
-    # data/ holds the modules of this package too
-    remedy = "choose letters, digits and dashes"
-    require(is_plain and not folder.is_file(), f"--name={name} cannot be a folder: {remedy}")
+    is_plain = bool(name) and Path(name).name == name and not name.startswith(".")
+    require(is_plain, f"--name={name} cannot be a folder: choose letters, digits and dashes")
     require(0 < val_fraction < 1, f"--val_fraction={val_fraction:g} is no fraction: give 0.1 or so")
+    folder = dataset_folder(name)
     remedy = "choose another --name, or remove it first"
-    require(not list(folder.glob("*.bin")), f"{folder} exists already: {remedy}")
+    require(not folder.exists(), f"{folder} exists already: {remedy}")
 
     texts = Texts(files, source, tokenizer == "bytes", val_fraction)
     tokenizer = make_tokenizer(tokenizer, texts, vocab_size)
     about = {"source": source, "files": len(texts.files)}
-    # of few documents validation reads what is before it, too
-    with texts.progress("encoding", sum(texts.sizes) * (1 + texts.are_few)) as bar:
-        splits = {split: texts.documents(split, bar) for split in ("train", "val")}
-        n_tokens = write_dataset(folder, tokenizer, splits, about)
+    with texts.progress("encoding") as bar:
+        n_tokens = write_dataset(folder, tokenizer, texts.documents(bar), about)
     share = n_tokens["val"] / sum(n_tokens.values())
     part = f"the last {val_fraction:.0%} of each document" if texts.are_few else "whole documents"
     print(
@@ -265,7 +274,12 @@ def make_tokenizer(name, texts, vocab_size):
     if name == "bytes":
         return ByteTokenizer()
     if name == "char":
-        return CharTokenizer("".join(sorted(texts.characters)), bos=len(texts.sizes) > 1)
+        characters = set()
+        with texts.progress("reading characters") as bar:
+            for _, parts in texts.documents(bar):
+                for part in parts:
+                    characters.update(part)
+        return CharTokenizer("".join(sorted(characters)), bos=len(texts.sizes) > 1)
     if name != "bpe":
         return name
     # of a larger one the library would allocate all memory
@@ -273,12 +287,9 @@ def make_tokenizer(name, texts, vocab_size):
     is_possible = 257 <= vocab_size <= 1 << 20
     require(is_possible, f"--vocab_size={vocab_size} is not possible: give {limits}")
     with texts.progress("training the tokenizer") as bar:
-        parts = itertools.chain.from_iterable(texts.documents("train", bar))
-        tokenizer = train_bpe(parts, vocab_size)
-    if tokenizer.vocab_size < vocab_size:
-        n = f"{tokenizer.vocab_size:,} of {vocab_size:,}"
-        note(f"the training text gives only {n} tokens: no other pair of tokens occurs twice")
-    return tokenizer
+        documents = texts.documents(bar)
+        training = (parts for split, parts in documents if split == "train")
+        return train_bpe(itertools.chain.from_iterable(training), vocab_size)
 
 
 def encode_parts(tokenizer, parts):
@@ -311,10 +322,10 @@ def find_cut(text, tokenizer):
     return None
 
 
-def write_dataset(folder, tokenizer, splits, about):
-    """Write the token files of splits, and meta.json: a folder, complete or not at all.
+def write_dataset(folder, tokenizer, documents, about):
+    """Write the token files and meta.json of a new folder, complete or not at all.
 
-    splits: name -> documents, each an iterable of parts. about: what else belongs into meta.json.
+    documents: of each "train" or "val" and its parts; about: what else belongs into meta.json.
     Returns the number of tokens of each split.
     """
     meta = {
@@ -324,7 +335,7 @@ def write_dataset(folder, tokenizer, splits, about):
         "bos_default": isinstance(tokenizer, ByteTokenizer),
         **about,
         "tokens": {},
-        "bytes": dict.fromkeys(splits, 0),
+        "bytes": {"train": 0, "val": 0},
         "sha256": {},
     }
 
@@ -333,30 +344,26 @@ def write_dataset(folder, tokenizer, splits, about):
             meta["bytes"][split] += len(part if isinstance(part, bytes) else part.encode())
             yield part
 
-    # a temporary folder, so that an interrupted run leaves no half-written dataset
-    tmp = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir()
-    try:
-        for split, documents in splits.items():
-            encoded = (encode_parts(tokenizer, count(split, parts)) for parts in documents)
-            ids = itertools.chain.from_iterable(encoded)
-            meta["tokens"][split] = write_parts(tmp, split, ids, tokenizer.vocab_size)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as tmp:
+        made = Path(tmp) / folder.name
+        made.mkdir()
+        with contextlib.ExitStack() as stack:
+            writers = {}
+            for split in meta["bytes"]:
+                writer = TokenWriter(made / f"{split}.bin", tokenizer.vocab_size)
+                writers[split] = stack.enter_context(contextlib.closing(writer))
+            # in the order of the text, so that each part of it is read once
+            for split, parts in documents:
+                for ids in encode_parts(tokenizer, count(split, parts)):
+                    writers[split].write(ids)
+        for split, n_bytes in meta["bytes"].items():
             remedy = "give more text, or another --val_fraction"
-            require(meta["bytes"][split], f"there is too little text for {split}.bin: {remedy}")
+            require(n_bytes, f"there is too little text for {split}.bin: {remedy}")
+            meta["tokens"][split] = writers[split].n_tokens
         for name, content in tokenizer_files.contents(meta["tokenizer"]).items():
-            (tmp / name).write_bytes(content)
+            (made / name).write_bytes(content)
             meta["sha256"][name] = hashlib.sha256(content).hexdigest()
         content = json.dumps(tokenizer_files.without_contents(meta), indent=1, allow_nan=False)
-        (tmp / "meta.json").write_text(content + "\n", encoding="utf-8")
-    except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
-        raise
-    if not folder.is_dir():
-        os.rename(tmp, folder)
-        return meta["tokens"]
-    # It holds a downloaded text. The files that make it a dataset move in last.
-    for file in sorted(tmp.iterdir(), key=lambda file: (file.suffix == ".bin", file.name)):
-        os.replace(file, folder / file.name)
-    tmp.rmdir()
+        (made / "meta.json").write_text(content + "\n", encoding="utf-8")
+        os.rename(made, folder)
     return meta["tokens"]

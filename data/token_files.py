@@ -6,8 +6,8 @@ meta.json that prepare.py writes. Token files have three forms: shards with a he
 header.
 """
 
+import contextlib
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -22,48 +22,38 @@ from nanolong.errors import UserError, note, require
 
 HERE = Path(__file__).resolve().parent
 
-# The header of a shard is 256 int32: magic, version, number of tokens, zeros.
+# The header of a shard is 256 int32: magic, version, number of tokens, zeros. The number has the
+# next int32 too, so that a file may hold more than 2^31 tokens.
 # magic -> (version, dtype of the tokens)
 HEADER = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 HEADER_BYTES = 1024
-# A header counts up to 2^31 - 1 tokens: a file with so many is full.
-FULL = 2_000_000_000
+
+
+class TokenWriter:
+    """A new token file that is written in parts, as uint16, or uint32 if the ids need it."""
+
+    def __init__(self, file: Path, vocab_size: int):
+        self.magic = 20240520 if vocab_size <= 1 << 16 else 20240801
+        self.version, self.dtype = HEADER[self.magic]
+        self.n_tokens = 0
+        self.file = open(file, "xb")
+        self.file.write(bytes(HEADER_BYTES))
+
+    def write(self, ids):
+        self.file.write(np.asarray(ids, self.dtype).tobytes())
+        self.n_tokens += len(ids)
+
+    def close(self):
+        self.file.seek(0)
+        self.file.write(np.array([self.magic, self.version], "<i4").tobytes())
+        self.file.write(np.array(self.n_tokens, "<i8").tobytes())
+        self.file.close()
 
 
 def write_tokens(file: Path, ids, vocab_size: int):
-    """Write token ids to a new file, as uint16, or as uint32 if the vocabulary needs it."""
-    write_parts(file.parent, file.stem, [ids], vocab_size)
-
-
-def write_parts(folder, name, parts, vocab_size) -> int:
-    """Write token ids that come in parts to NAME.bin, and what is beyond FULL to NAME-1.bin, ...
-
-    Returns how many there are.
-    """
-    magic = 20240520 if vocab_size <= 1 << 16 else 20240801
-    version, dtype = HEADER[magic]
-    header = np.zeros(256, "<i4")
-    parts = iter(parts)
-    n_tokens = 0
-    for number in itertools.count():
-        file = folder / (f"{name}-{number}.bin" if number else f"{name}.bin")
-        n = 0
-        with open(file, "xb") as f:
-            f.write(header.tobytes())
-            for ids in parts:
-                f.write(np.asarray(ids, dtype).tobytes())
-                n += len(ids)
-                if n >= FULL:
-                    break
-            header[:3] = magic, version, n
-            f.seek(0)
-            f.write(header.tobytes())
-        n_tokens += n
-        if n < FULL:
-            break
-    if number and not n:
-        file.unlink()
-    return n_tokens
+    """Write token ids to a new file."""
+    with contextlib.closing(TokenWriter(file, vocab_size)) as writer:
+        writer.write(ids)
 
 
 def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
@@ -75,37 +65,33 @@ def open_tokens(file: Path, vocab_size: int = 0) -> np.memmap:
     size = file.stat().st_size
     damage = f"{file} is truncated ({size} bytes), damaged or of an unknown version: "
     damage += "download or prepare it again"
-    magic, version, n = 0, 0, size // 2
+    magic = 0
     if size >= HEADER_BYTES:
-        magic, version, n = np.fromfile(file, "<i4", 3).tolist()
-    if magic not in HEADER:
-        require(size and size % 2 == 0, damage)
-        tokens = np.memmap(file, "<u2", "r")
-        other = "a vocabulary above 65,536" if vocab_size > 1 << 16 else find_other_type(tokens)
-        what = (
-            f"{file} has no header, so it should be uint16, as nanoGPT's files are, but it is of "
-        )
-        remedy = "write its ids again by data.write_tokens(file, ids, vocab_size)"
-        require(not other, f"{what}{other}: {remedy}")
-        return tokens
-    known_version, dtype = HEADER[magic]
-    is_whole = version == known_version and n > 0 and size == HEADER_BYTES + n * dtype.itemsize
-    require(is_whole, damage)
-    return np.memmap(file, dtype, "r", HEADER_BYTES)
+        magic, version = np.fromfile(file, "<i4", 2).tolist()
+    if magic in HEADER:
+        n = int(np.fromfile(file, "<i8", 2)[1])
+        known_version, dtype = HEADER[magic]
+        is_whole = version == known_version and n and size == HEADER_BYTES + n * dtype.itemsize
+        require(is_whole, damage)
+        return np.memmap(file, dtype, "r", HEADER_BYTES)
+    # what has no header can only be told from damage by its values
+    require(size and size % 2 == 0, damage)
+    tokens = np.memmap(file, "<u2", "r")
+    require(
+        vocab_size <= 1 << 16 and not is_wider(tokens),
+        f"{file} has no header, so it should be uint16, as nanoGPT's files are, but it holds "
+        "integers of 4 or 8 bytes, or its vocabulary is above 65,536: write its ids again by "
+        "data.write_tokens(file, ids, vocab_size)",
+    )
+    return tokens
 
 
-def find_other_type(tokens):
-    """Say what uint16 numbers are if they cannot be tokens; None if they can."""
-    pairs = tokens[: len(tokens) // 2 * 2].reshape(-1, 2)
-    low, high = pairs[:: max(1, len(pairs) // 4096)].T
-    if len(low) < 8:
-        return None
-    # the upper half of a wider integer is 0, or small because the vocabulary is
-    if not low.any() or not high.any() or high.max() < 16 <= low.max():
-        return "integers of 4 or 8 bytes"
-    # text has letters in both bytes; of a token the lower byte can be anything
-    are_letters = (low & 0x8080 == 0) & (low >= 0x900)
-    return "bytes of text" if are_letters.mean() > 0.9 else None
+def is_wider(tokens):
+    """Whether uint16 numbers are the halves of wider integers, as far as their values tell."""
+    n = len(tokens) // 2 * 2
+    low, high = tokens[:n].reshape(-1, 2)[:: max(1, n // 8192)].T
+    # the upper half is 0, or small because the vocabulary is
+    return len(low) >= 8 and high.max() < 16 <= low.max()
 
 
 def hash_files(files) -> str:
@@ -128,13 +114,13 @@ def hash_files(files) -> str:
 def split_files(folder):
     """Find the token files of training and of validation by the words in their names."""
     found = []
-    for name, ends in (("train", "ing"), ("val", "id|idation")):
-        # a word stands between other characters than letters: constraint.bin is not for training
-        word = re.compile(rf"(?<![a-z]){name}({ends})?(?![a-z])")
-        files = sorted(folder.glob("*.bin"))
-        found.append([file for file in files if word.search(file.name.lower())])
+    for name in ("train", "val"):
+        # a word stands between other characters than letters: retrieval_train.bin has no val
+        word = re.compile(rf"(?<![a-z]){name}(?![a-z])")
+        files = [file for file in sorted(folder.glob("*.bin")) if word.search(file.name.lower())]
         remedy = "prepare a text by data/prepare.py, or copy nanoGPT's or llm.c's token files there"
-        require(found[-1], f"{folder} holds no {name}*.bin: {remedy}")
+        require(files, f"{folder} holds no {name}*.bin: {remedy}")
+        found.append(files)
     for file in {*found[0]} & {*found[1]}:
         raise UserError(f"{file} could be of training or validation: name it after one of them")
     return found
@@ -159,24 +145,16 @@ def find_dataset(name) -> Path:
     for folder in (path, dataset_folder(name)):
         if folder.is_dir() and (is_path or any(folder.glob("*.bin"))):
             return folder
-    text = shlex.quote(str(path))
-    if path.exists():
-        own = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "text"
-        raise UserError(
-            f"{path} is a text, not a dataset: run python data/prepare.py {text} --name={own}, and "
-            f"then python train.py --dataset={own}"
-        )
-    require(
-        "," not in str(name),
-        f"{name!r} names several datasets: give each a fraction, as in "
-        "long:0.34,short:0.66, or choose one",
-    )
     is_known = name in ("python", "shakespeare", "fineweb10B")
-    words = f"--dataset={name}" if is_known else f"FILE_OR_FOLDER --name={text}"
-    raise UserError(
-        f"there is no dataset {name!r}: prepare it with python data/prepare.py {words}, or choose "
-        f"one that is ready ({', '.join(file.parent.name for file in HERE.glob('*/meta.json'))})"
-    )
+    own = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "text"
+    source = f"--dataset={name}" if is_known else f"FILE_OR_FOLDER --name={own}"
+    if path.exists():
+        source = f"{shlex.quote(str(path))} --name={own}"
+        what = f"{path} is a text, not a dataset"
+    else:
+        ready = ", ".join(sorted(file.parent.name for file in HERE.glob("*/meta.json")))
+        what = f"there is no dataset {str(name)!r} (those that are: {ready or 'none'})"
+    raise UserError(f"{what}: prepare it with python data/prepare.py {source}")
 
 
 def split_mixture(name) -> dict[str, float]:
@@ -185,33 +163,33 @@ def split_mixture(name) -> dict[str, float]:
     Of one dataset, whose name may have colons too, it is {name: 1.0}. Raises UserError.
     """
     name = str(name)
-    if ":" not in name or Path(name).exists() or dataset_folder(name).exists():
+    is_mixture = ":" in name or "," in name
+    if not is_mixture or Path(name).exists() or dataset_folder(name).exists():
         return {name: 1.0}
-    items = name.split(",")
-    fractions = read_fractions(items)
-    if all(map(math.isnan, fractions.values())):
-        # one dataset, or several without fractions: find_dataset() says what to do
-        return {name: 1.0}
+    what = f"dataset={name}"
+    fractions = read_fractions(name.split(","), what)
     total = math.fsum(fractions.values())
-    are_several = len({Path(source).name for source in fractions}) == len(items)
-    require(are_several, f"dataset={name} has two datasets of the same name: rename one's folder")
-    require(
-        abs(total - 1) <= 1e-6 and min(fractions.values()) > 0,
-        f"the fractions of dataset={name} add up to {total:g}: give each dataset one above 0, and "
-        "let them add to 1, as in long:0.34,short:0.66",
-    )
+    require(abs(total - 1) <= 1e-6, f"the fractions of {what} add up to {total:g}: let it be 1")
+    n_names = len({Path(source).name for source in fractions})
+    require(n_names == len(fractions), f"{what} has two folders of the same name: rename one")
     return fractions
 
 
-def read_fractions(items):
-    """Read words such as "long:0.3": name -> fraction, nan if there is none."""
+def read_fractions(words, what) -> dict[str, float]:
+    """Read words such as "long:0.3" into {name: fraction}. Raises UserError; what: the setting."""
     fractions = {}
-    for item in items:
-        name, _, number = item.strip().rpartition(":")
+    for word in words:
+        name, _, number = word.strip().rpartition(":")
         try:
-            fractions[name] = float(number)
+            fraction = float(number)
         except ValueError:
-            fractions[item.strip()] = math.nan
+            fraction = math.nan
+        require(
+            name and name not in fractions and 0 < fraction <= 1,
+            f"{what}: give each name once, with a fraction above 0 and at most 1, as in "
+            "NAME:0.3,OTHER:0.7",
+        )
+        fractions[name] = fraction
     return fractions
 
 
@@ -238,13 +216,12 @@ def read_meta(folder):
     remedy = "prepare the dataset again"
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
-        ids = range(meta["vocab_size"])
         spec, bos, _ = (meta[key] for key in ("tokenizer", "bos", "bos_default"))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        ids = range(meta["vocab_size"])
+    except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): {remedy}") from None
     require(bos is None or bos in ids, f"{file} is damaged (bos is {bos!r}): {remedy}")
-    checksums = meta.get("sha256", {})
-    return meta | {"tokenizer": tokenizer_files.read(folder, spec, checksums, remedy)}
+    return meta | {"tokenizer": tokenizer_files.read(folder, spec, meta.get("sha256", {}), remedy)}
 
 
 def meta_of_bare_files(folder):

@@ -32,20 +32,20 @@ def ABOUT(b):
 def make_data(b):
     """Write the datasets long and short: documents go to each in turn."""
     dataset = data.Dataset(b.dataset)
-    splits = {"long": {}, "short": {}}
+    documents = {"long": [], "short": []}
     for name in ("train", "val"):
         split = getattr(dataset, name)
         texts = []
         for tokens in split.tokens:
             edges = data.find_documents(tokens, dataset.separator)
             texts += [bytes(tokens[start:stop].tolist()) for start, stop in edges]
-        splits["long"][name] = [[text] for text in texts[::2] if len(text) >= FACTOR * b.L]
+        documents["long"] += [(name, [x]) for x in texts[::2] if len(x) >= FACTOR * b.L]
         n = b.L - 1  # and <bos>
         pieces = [text[i : i + n] for text in texts[1::2] for i in range(0, len(text), n)]
         # Neighbours would be one long text again.
         random.Random(0).shuffle(pieces)
-        splits["short"][name] = [[piece] for piece in pieces]
-    for name, texts in splits.items():
+        documents["short"] += [(name, [piece]) for piece in pieces]
+    for name, texts in documents.items():
         folder = Path(b.data) / name
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_dataset(folder, data.ByteTokenizer(), texts, {"source": b.dataset})

@@ -70,8 +70,8 @@ def make_data(b):
         tokenizer = prepare.find_tokenizer(f"{folder}/run")
     modules = texts.Texts(files, source, as_bytes=False, val_fraction=0.1)
     with modules.progress("encoding") as bar:
-        splits = {split: modules.documents(split, bar) for split in ("train", "val")}
-        texts.write_dataset(Path(b.data) / "modules", tokenizer, splits, {"source": source})
+        documents = modules.documents(bar)
+        texts.write_dataset(Path(b.data) / "modules", tokenizer, documents, {"source": source})
 
 
 def ARMS(b):

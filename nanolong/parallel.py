@@ -28,6 +28,8 @@ from nanolong.errors import LocalError, require
 
 # the processes that share a sequence: those of this process, consecutive ranks; None: no others
 _group = None
+# AllToAll.apply(), which torch.compile calls as it is, between two graphs
+_all_to_all = None
 
 
 def rank_and_world():
@@ -74,10 +76,14 @@ def broadcast(value):
     return values[0]
 
 
+def communication_device():
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def sum_over_processes(x, device=None):
     """Sum a tensor over all processes, on the device, where it is then."""
     if dist.is_initialized():
-        x = x.to(device)
+        x = x.to(device or communication_device())
         dist.all_reduce(x)
     return x
 
@@ -232,7 +238,7 @@ def share_sequences(size, model=None, lengths=()):
     model: one that is called with own_part() of tokens, targets, positions and documents then.
     lengths: tokens of the sequences. Raises UserError for what cannot be shared.
     """
-    global _group
+    global _group, _all_to_all
     _group = None
     if size == 1:
         return
@@ -251,6 +257,8 @@ def share_sequences(size, model=None, lengths=()):
         group = dist.new_group(ranks)  # every process takes part in making every group
         if rank in ranks:
             _group = group
+    # not for all runs: it imports the compiler, which takes two seconds
+    _all_to_all = torch.compiler.disable(AllToAll.apply)
     for scheme in (model.pos, model.nope):
         scheme.bias = functools.partial(own_bias, scheme.bias)
         scheme.relative = functools.partial(own_relative, scheme.relative)
@@ -302,12 +310,7 @@ def own_part(batch):
 
 def any_process(condition):
     """Whether a condition holds in any process."""
-    if not dist.is_initialized():
-        return bool(condition)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    flag = torch.tensor(int(bool(condition)), device=device)
-    dist.all_reduce(flag)
-    return flag.item() > 0
+    return sum_over_processes(torch.tensor(int(bool(condition)))).item() > 0
 
 
 def gather_tokens(x, dim=-1):
@@ -346,13 +349,13 @@ def attend_shared(attend, rotate, q, k, v, pos, layer, cache, **mask):
 
 def tokens_to_heads(x, N):
     """(B, H, T / N, D) of all heads -> (B, H / N, T, D) of the heads of this process."""
-    received = all_to_all(x.unflatten(1, (N, -1)).movedim(1, 0))  # (N senders, B, H / N, T / N, D)
+    received = _all_to_all(x.unflatten(1, (N, -1)).movedim(1, 0))  # (N senders, B, H / N, T / N, D)
     return received.movedim(0, 2).flatten(2, 3)
 
 
 def heads_to_tokens(y, N):
     """(B, H / N, T, D) -> (B, H, T / N, D): what tokens_to_heads() does, undone."""
-    received = all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
+    received = _all_to_all(y.unflatten(2, (N, -1)).movedim(2, 0))  # (N, B, H / N, T / N, D)
     return received.transpose(0, 1).flatten(1, 2)
 
 
@@ -368,33 +371,6 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return AllToAll.apply(grad)
-
-
-def between_graphs(function):
-    """Wrap a function so that torch.compile calls it as it is, between two graphs.
-
-    This is torch.compiler.disable(), called when the compiler first traces a call: before, it would
-    import the compiler, which takes two seconds.
-    """
-    disabled = []
-
-    def disable():
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-
-    # Tracing executes it. This is what torch.compiler.assume_constant_result sets.
-    disable._dynamo_marked_constant = True
-
-    def call(*args):
-        if not torch.compiler.is_compiling():
-            return function(*args)
-        disable()
-        return disabled[0](*args)
-
-    return call
-
-
-all_to_all = between_graphs(AllToAll.apply)
 
 
 def own_heads(x, n_head):
@@ -419,7 +395,7 @@ def own_relative(relative, n, layer):
 def set_whole_length(set_length, length):
     """Set the tables of a dynamic method for the whole text, whose end the last process has."""
     if set_length.__self__.is_dynamic:
-        longest = torch.tensor(length, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        longest = torch.tensor(length, device=communication_device())
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=_group)
         length = longest.item()
     return set_length(length)

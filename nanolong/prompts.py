@@ -63,19 +63,12 @@ def note_special_tokens(text, tokenizer):
 
 
 def check_lengths(model, folder, prompts, max_new_tokens):
-    """Print a note if a text will exceed the context length; refuse an absurd prompt."""
-    lengths = [len(prompt.ids) for prompt in prompts]
-    prompt_length = max(lengths)
+    """Print a note if a text will exceed the context length. Raises UserError if it cannot."""
     config = model.config
     context = config.max_positions
-    require(
-        prompt_length <= 64 * context,
-        f"the prompt has {prompt_length} tokens, more than 64 times the context length of "
-        f"{context}: shorten it, or extend the model by extend.py",
-    )
-    for length in lengths:
-        inference.check_request(model, [length], max_new_tokens)
-    total = prompt_length + max_new_tokens
+    for prompt in prompts:
+        inference.check_request(model, [len(prompt.ids)], max_new_tokens)
+    total = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
     if total <= context or model.pos.bounded:
         return
     advice = ""
@@ -135,7 +128,8 @@ def continue_texts(cfg, model, tokenizer, texts, compiled):
     texts: of each the prompt and the seed.
     """
     device = next(model.parameters()).device
-    ends = [end.replace("\\n", "\n") for end in cfg.stop.split(",") if end]
+    # a shell passes the line end of --stop='\n' as two characters
+    ends = [end.replace("\\n", "\n") for end in cfg.stop if end]
     streams = [TextStream(tokenizer, prompt.end_ids, ends) for prompt, _ in texts]
     ids = [torch.tensor(prompt.ids, device=device) for prompt, _ in texts]
     generators = [torch.Generator(device).manual_seed(seed) for _, seed in texts]

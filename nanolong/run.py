@@ -180,14 +180,11 @@ def find_checkpoint(path, best=False):
     if (path / "meta.json").is_file():
         return path
     steps = list_steps(path)
-    if not steps:
-        others = ", ".join(step.name for step in list_steps(path.parent))
-        remedy = f"train one by python train.py --out_dir={shlex.quote(str(path))}"
-        if others:
-            remedy = f"the steps in {path.parent} are {others}"
-        elif path.exists():
-            remedy = "give a run folder (out/NAME), or one of its step folders"
-        raise UserError(f"there is no checkpoint in {path}: {remedy}")
+    others = ", ".join(step.name for step in list_steps(path.parent))
+    remedy = "give a run folder (out/NAME) or one of its steps, or train one by python train.py"
+    if others:
+        remedy = f"the steps in {path.parent} are {others}"
+    require(steps, f"there is no checkpoint in {path}: {remedy}")
     by_loss = {row["step"]: row["val_loss"] for row in read_log(path) if "val_loss" in row}
     evaluated = [step for step in steps if step_number(step) in by_loss]
     if best and evaluated:
@@ -412,7 +409,6 @@ def lock(folder):
         yield
         return
     folder = Path(folder)
-    is_new = not folder.parent.exists()
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / f".{folder.name}.lock"
     owner = ""
@@ -435,8 +431,6 @@ def lock(folder):
             if not folder.exists():  # nothing was written
                 with contextlib.suppress(OSError):
                     file.unlink()
-                    if is_new:
-                        folder.parent.rmdir()
 
 
 def move_aside(folder):

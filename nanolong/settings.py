@@ -26,10 +26,11 @@ import textwrap
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from nanolong.errors import UserError, require
+from nanolong.errors import UserError, discard_stdout, require
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 HIDDEN = ("GPTConfig.vocab_size", "GPTConfig.extension")  # the dataset and GPT.extend() set these
@@ -46,26 +47,26 @@ KINDS = {
 def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
     """Read the command line into one instance of each dataclass, by the names given here.
 
-    Takes --name=value, --name value, --name alone for a bool, and presets, which stack.
+    Takes --name=value, --name value, --name alone for a bool, and presets, which stack. A flag of
+    the type Sequence may be given several times.
 
     paths: what other words are, for --help; None: there are none. defaults: a function (values by
     name, other words) -> values that stand in for the dataclasses' defaults, such as those of a run
     to resume. unlisted: names of dataclasses that --help leaves out.
 
-    Returns an object with the instances, `given`, the set of names that were set, `flags`, those of
-    them that are no preset's, and `paths`, the other words.
+    Returns an object with the instances, `given`, the set of names that were set, and `paths`, the
+    other words.
     """
     hints = {name: hint for cls in classes.values() for name, hint in settings_of(cls).items()}
     words = list(sys.argv[1:] if argv is None else map(str, argv))
-    if "--help" in words or "-h" in words:  # of a main() that is called
-        print(help_of(Path(sys.argv[0])))
-        sys.exit(0)
+    answer_help(words)  # of a main() that is called
     presets, flags, others = {}, {}, []
     while words:
         word = words.pop(0)
         if word.startswith("--"):
             name, value = read_flag(word, words, hints)
-            flags[name] = value
+            is_repeated = name in flags and typing.get_origin(hints[name]) is Sequence
+            flags[name] = flags[name] + value if is_repeated else value
         elif word.endswith(".toml"):
             values = read_preset(word)
             presets |= {name: convert(name, value, hints, word) for name, value in values.items()}
@@ -75,7 +76,7 @@ def parse(*, paths=None, defaults=None, argv=None, unlisted=(), **classes):
     given = presets | flags
     values = defaults(given, others) if defaults else {}
     values = {name: convert(name, values[name], hints) for name in values.keys() & hints} | given
-    args = types.SimpleNamespace(given=set(given), flags=set(flags), paths=others)
+    args = types.SimpleNamespace(given=set(given), paths=others)
     for name, cls in classes.items():
         own = {setting: values[setting] for setting in settings_of(cls) if setting in values}
         setattr(args, name, cls(**own))
@@ -127,6 +128,8 @@ def convert(name, value, hints, where="the earlier run"):
     kind = without_none(hints[name])
     if kind is not hints[name] and str(value).lower() in ("none", "auto"):
         return None
+    if typing.get_origin(kind) is Sequence:
+        return (value,) if isinstance(value, str) else tuple(value)
     if typing.get_origin(kind) is tuple:
         items = value.split(",") if isinstance(value, str) else value
         items = items if isinstance(items, list | tuple) else [items]
@@ -171,11 +174,14 @@ def without_none(hint):
 # --help, from the source of a script alone: before torch is imported, which takes seconds.
 
 
-def answer_help():
-    """Print --help of the script that is run, and exit, if that is asked for."""
+def answer_help(words):
+    """Print --help of the script that is run, and exit, if the words ask for it."""
     file = Path(sys.argv[0])
-    if {"--help", "-h"} & set(sys.argv[1:]) and file.suffix == ".py":
-        print(help_of(file))
+    if {"--help", "-h"} & set(words) and file.suffix == ".py":
+        try:
+            print(help_of(file), flush=True)
+        except BrokenPipeError:  # whoever reads it has seen enough: python train.py --help | head
+            discard_stdout()
         sys.exit(0)
 
 
@@ -225,10 +231,7 @@ def describe(file, name):
         if annotation.startswith("Literal["):
             choices = ast.literal_eval(field.annotation.slice)
             comment = "|".join(choices) + (f"; {comment}" if comment else "")
-        try:
-            default = format_value(ast.literal_eval(field.value))
-        except ValueError:  # an expression
-            default = ast.unparse(field.value)
+        default = format_value(ast.literal_eval(field.value))
         line = f"  --{field.target.id + '=' + default:<34} {comment}"
         found[field.target.id] = (group, "\n".join(wrap(line)))
     for base in node.bases:
@@ -267,4 +270,4 @@ def exit_if_interrupted(kind, error, traceback):
 
 
 sys.excepthook = exit_if_interrupted
-answer_help()
+answer_help(sys.argv[1:])

@@ -181,7 +181,7 @@ def record_dataset(found, dataset):
         inputs, targets = split.sequence(3, 32)
         found[f"{name}, inputs"], found[f"{name}, targets"] = inputs, targets
     x = np.array(dataset.train.sequence(1, 64)[1])[None]
-    found["bytes"] = dataset.count_bytes(x)
+    found["bytes"] = float(dataset.count_bytes(x))
     if dataset.separator is not None:
         found["long_fraction"] = dataset.long_fraction(30000)
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 import data
 from data import texts
-from data.prepare import find_tokenizer, prepare, prepare_text
+from data.prepare import find_tokenizer, prepare_text
+from data.texts import prepare
 from nanolong.errors import UserError
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
@@ -35,21 +36,6 @@ def data_folder(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(data.token_files, "HERE", folder)
     return folder
-
-
-@pytest.mark.parametrize("tokenizer, bos", [("bytes", 256), ("char", None)])
-def test_the_last_tenth_of_a_file_is_validation(tokenizer, bos, tmp_path, data_folder):
-    (tmp_path / "t.txt").write_bytes(TEXT.encode())
-    prepare_text(tmp_path / "t.txt", "mine", tokenizer=tokenizer)
-    dataset = data.Dataset("mine")
-    assert dataset.bos == dataset.tokenizer.bos == bos
-    train, val = (
-        dataset.tokenizer.decode(split.tokens[0].tolist()) for split in (dataset.train, dataset.val)
-    )
-    assert train + val == TEXT.encode()
-    text = TEXT.encode() if tokenizer == "bytes" else TEXT
-    n_val = len(text) - int(len(text) * 0.9)
-    assert len(dataset.val) == n_val + (bos is not None)
 
 
 def test_a_file_is_encoded_by_gpt2(tmp_path, data_folder):
@@ -78,6 +64,7 @@ def test_texts_are_read_as_they_are(tmp_path, data_folder):
         folder = prepare_text(tmp_path / "t.txt", name, tokenizer=name, **options)
         dataset = data.Dataset(folder)
         tokenizer = dataset.tokenizer
+        assert dataset.bos == (256 if name == "bytes" else None)
         ids = [split.tokens[0].tolist() for split in (dataset.train, dataset.val)]
         assert b"".join(map(tokenizer.decode, ids)) == content
         text = data.TextFile(tmp_path / "t.txt", tokenizer, dataset.vocab_size, dataset.bos)
@@ -253,8 +240,9 @@ def test_bpe_learns_from_the_training_text_alone(tmp_path, data_folder, capsys):
     (tmp_path / "t.txt").write_text(TEXT * 9 + "qzqzqz " * 100)
     dataset = data.Dataset(prepare_text(tmp_path / "t.txt", "mine", tokenizer="bpe"))
     tokenizer = dataset.tokenizer
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"note: the training text gives only {tokenizer.vocab_size} of 4,096")
+    # no pair of tokens occurs twice any more
+    assert f"vocabulary {tokenizer.vocab_size}\n" in capsys.readouterr().out
+    assert tokenizer.vocab_size < 4096
     train, val = (
         tokenizer.decode(split.tokens[0].tolist()) for split in (dataset.train, dataset.val)
     )
@@ -407,7 +395,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypat
         raise OSError("No space left on device")
 
     (tmp_path / "t.txt").write_text(TEXT)
-    monkeypatch.setattr("data.texts.write_parts", disk_full)
+    monkeypatch.setattr(texts.TokenWriter, "write", disk_full)
     with pytest.raises(OSError, match="No space"):
         prepare_text(tmp_path / "t.txt", "mine")
     assert not list(data_folder.iterdir())
@@ -442,17 +430,13 @@ def test_a_failed_download_says_what_to_do(name, url, data_folder, monkeypatch):
         prepare(name)
 
 
-def test_a_dataset_joins_its_downloaded_text(data_folder, monkeypatch):
-    (data_folder / "shakespeare").mkdir()
-    (data_folder / "shakespeare" / "input.txt").write_text(TEXT)
+def test_a_downloaded_text_that_is_another_is_refused(data_folder, monkeypatch):
+    (data_folder / "shakespeare.txt").write_text(TEXT)
     with pytest.raises(UserError, match="SHA-256"):
         prepare("shakespeare")
     digest = hashlib.sha256(TEXT.encode()).hexdigest()
     monkeypatch.setattr("data.texts.SHAKESPEARE_SHA256", digest)
-    folder = prepare("shakespeare")
-    names = sorted(file.name for file in folder.iterdir())
-    assert names == ["input.txt", "meta.json", "train.bin", "val.bin"]
-    assert [file.name for file in data_folder.iterdir()] == ["shakespeare"]
+    assert data.Dataset(prepare("shakespeare")).tokenizer.characters == "".join(sorted(set(TEXT)))
 
 
 def test_a_download_that_is_cut_off_is_not_kept(tmp_path):

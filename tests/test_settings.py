@@ -2,6 +2,9 @@
 
 import errno
 import re
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -26,6 +29,7 @@ class Shape:
     kind: Literal["round", "square"] = "round"
     rate: float = 0.5
     silent: bool = False
+    texts: Sequence[str] = ()
 
 
 def parse(*argv, **options):
@@ -56,8 +60,10 @@ def test_text_becomes_the_type_of_the_setting(word, name, value):
 def test_values_may_follow_their_name_and_the_last_one_wins():
     args = parse("--width", "5", "--silent", "a", "--rate=1", "--rate", "2", paths="names")
     assert (args.shape.width, args.shape.silent, args.shape.rate) == (5, True, 2.0)
-    assert args.paths == ["a"] and args.flags == {"width", "silent", "rate"}
+    assert args.paths == ["a"] and args.given == {"width", "silent", "rate"}
     assert parse("--silent", "false").shape.silent is False
+    # text of which there may be several is whole
+    assert parse("--texts=a, b", "--texts", "c").shape.texts == ("a, b", "c")
 
 
 def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
@@ -74,7 +80,7 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
     assert args.shape == Shape(8, ("x",), 2, "square", 1.0)
     assert parse(*reversed(files)).shape.width == 7
     assert parse("--width=9", *files).shape.width == 9
-    assert args.given == {"width", "rate", "names", "kind"} and args.flags == {"kind"}
+    assert args.given == {"width", "rate", "names", "kind"}
     assert seen == [{"width": 8, "rate": 1.0, "names": ("x",), "kind": "square"}]
 
 
@@ -156,6 +162,15 @@ def test_help_is_printed_before_torch_is_imported(run):
     )
     done = run_python(code)
     assert done.returncode == 0 and "--block_size=256" in done.stdout and not done.stderr
+
+
+def test_help_ends_quietly_if_its_reader_does():
+    """As in python train.py --help | head."""
+    command = [sys.executable, "train.py", "--help"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    done = subprocess.Popen(command, cwd=ROOT, **pipes)
+    done.stdout.close()
+    assert done.stderr.read() == b"" and done.wait() == 0
 
 
 # -----------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_tasks_that_cannot_be_made_are_refused_before_training(call, text_data, 
     done = call("train.py", *words, "--tasks=fwe:0.1")
     assert_refused(done, "documents of the task fwe need up to", "sequences have 64")
     done = call("train.py", *words, "--tasks=passkey:0.1")
-    assert_refused(done, "give each kind of niah, multikey, vt, fwe")
+    assert_refused(done, "choose tasks of niah, multikey, vt, fwe")
     bare = tmp_path / "bare"
     bare.mkdir()
     for split in ("train", "val"):

@@ -36,7 +36,7 @@ def open_texts(models, cfg):
         key = (dataset, meta.get("bos") is not None)
         if key not in opened:
             # once for all checkpoints: its files are hashed
-            opened[key] = Dataset(*key, reader)
+            opened[key] = Dataset(*key)
         texts[name] = opened[key]
         texts[name].check_model(*reader)
         note_changed_data(folder, meta, texts[name])

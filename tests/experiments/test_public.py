@@ -9,7 +9,7 @@ from conftest import ROOT, assert_refused, assert_success
 from published import make_board
 
 import data
-from data import prepare
+from data import texts
 from model import GPT
 
 FLAGS = ("--budget=try", "--seeds=1", "--device=cpu", "--arms=untouched,ntk,ntk-tuned")
@@ -18,7 +18,7 @@ FLAGS = ("--budget=try", "--seeds=1", "--device=cpu", "--arms=untouched,ntk,ntk-
 @pytest.mark.slow
 def test_a_checkpoint_is_extended_and_scored(call, save_run, text_data, tmp_path, monkeypatch):
     files = {name: ROOT / name for name in ("model.py", "train.py", "extend.py")}
-    monkeypatch.setattr(prepare, "standard_library", lambda: files)
+    monkeypatch.setattr(texts, "standard_library", lambda: files)
     words = ("experiments/run.py", "public", *FLAGS, f"--dataset={text_data}")
     monkeypatch.setenv("NANOLONG_SMOLLM2", "")
     assert_refused(call(*words, cwd=tmp_path), "make smollm2")
