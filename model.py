@@ -181,9 +181,7 @@ class Attention(nn.Module):
     def forward(self, x, scheme, pos, cache, mask):
         B, T, _ = x.shape
         # Project to queries, keys and values.
-        q = self.q(x)
-        k = self.k(x)
-        v = self.v(x)
+        q, k, v = kernels.linear_each(x, self.q, self.k, self.v)
         if self.config.qk_norm != "none":
             q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
             k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))

@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 from . import eager
 
 linear = eager.linear
+linear_each = eager.linear_each
 linear_cross_entropy = eager.linear_cross_entropy
 rms_norm = eager.rms_norm
 
