@@ -22,6 +22,7 @@ from torch.utils import checkpoint
 
 from . import eager
 
+cos_sin = eager.cos_sin
 linear = eager.linear
 linear_each = eager.linear_each
 linear_cross_entropy = eager.linear_cross_entropy
