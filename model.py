@@ -181,9 +181,7 @@ class Attention(nn.Module):
     def forward(self, x, scheme, pos, cache, mask):
         B, T, _ = x.shape
         # Project to queries, keys and values.
-        q = self.q(x)
-        k = self.k(x)
-        v = self.v(x)
+        q, k, v = kernels.linear_each(x, self.q, self.k, self.v)
         if self.config.qk_norm != "none":
             q = self.q_norm(q.unflatten(-1, (-1, *self.q_norm.normalized_shape)))
             k = self.k_norm(k.unflatten(-1, (-1, *self.k_norm.normalized_shape)))
@@ -678,9 +676,7 @@ class RoPE(NoPE):
         last = None if compiling else self._cos_sin
         if last and last[0] is pos and last[1] == pos._version and last[2] is self.inv_freq:
             return last[3]
-        angle = pos[..., None] * self.inv_freq  # float64: float32 is off by 0.06 rad at 1 M tokens
-        cos = (angle.cos() * self.attention_factor).float()
-        sin = (angle.sin() * self.attention_factor).float()
+        cos, sin = kernels.cos_sin(pos, self.inv_freq, self.attention_factor)
         if not compiling:
             self._cos_sin = (pos, pos._version, self.inv_freq, (cos, sin))
         return cos, sin

@@ -70,7 +70,7 @@ class TrainConfig:
     # dtype of matrix products; auto: bfloat16 if the GPU has it, or the CPU has AMX, float16 on
     # other GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: bool | None = None  # torch.compile; auto: on a GPU, and on a CPU from 500 steps on
+    compile: bool | None = None  # torch.compile; auto: on a GPU, and on a CPU in a long run
     checkpoint_activations: bool = False  # recompute blocks in the backward pass, to save memory
     # each process keeps the whole model (ddp), or its share of weights, gradients, moments (fsdp)
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -312,7 +312,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
             run.check_unused(cfg.out_dir)
         # the data, what `auto` means, and how far training is
         dataset = open_dataset(model, cfg, train_length)
-        cfg = parallel.decide_auto(cfg, device)
+        cfg = parallel.decide_auto(cfg, device, devices.flops_of_run(model, cfg, train_length))
         run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg)
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanolong import settings  # isort: skip (first: --help before torch is imported)
 import functools
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -38,7 +39,7 @@ import hf
 import kernels
 from kernels import reference
 from model import GPT, GPTConfig
-from nanolong.devices import pick_device, pick_dtype
+from nanolong.devices import autocast, pick_device, pick_dtype
 from nanolong.errors import require, run_main
 from nanolong.evaluation.provenance import ROOT, provenance
 from nanolong.strict_json import write_json
@@ -49,7 +50,8 @@ class BenchConfig:
     lengths: tuple[int, ...] = ()  # of attention in tokens; default: by the device
     nanogpt: str = ""  # train: a checkout in which data/shakespeare_char/prepare.py has run
     rounds: int = 5  # turns of each implementation
-    steps: int = 100  # train: timed steps of a run, and turns of a single step
+    steps: int = 100  # train: timed steps of the smallest model; larger ones take fewer, at least 2
+    dtypes: tuple[str, ...] = ()  # train: default: float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     out_dir: str = ""  # default: out/bench/DEVICE
 
@@ -230,11 +232,17 @@ def loss_cases(device):
 # Training
 
 WARMUP = 5  # steps that do not count
-# nanoGPT's character model, as its README has it for a CPU and its preset for a GPU, and a larger.
+# nanoGPT's character model, as its README has it for a CPU and its preset for a GPU, and larger
+# ones: how many times fewer steps they take is the last number.
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size")
+CHARACTERS, GPT2 = (4, 4, 128, 64, 12), (12, 12, 768, 1024)
 SHAPES = {
-    "cpu": {"characters": (4, 4, 128, 64, 12), "demo": (4, 3, 192, 256, 16)},
-    "cuda": {"characters": (6, 6, 384, 256, 64), "GPT-2": (12, 12, 768, 1024, 16)},
+    "cpu": {
+        "characters": (*CHARACTERS, 1),
+        "demo": (4, 3, 192, 256, 16, 5),
+        "GPT-2": (*GPT2, 1, 50),
+    },
+    "cuda": {"characters": (6, 6, 384, 256, 64, 1), "GPT-2": (*GPT2, 16, 1)},
 }
 # nanoGPT has biases here because our LayerNorm always has them.
 LIKE_NANOGPT = {"pos": "learned", "mlp": "gelu_exact", "norm": "layernorm", "bias": "all"}
@@ -245,28 +253,32 @@ SETTINGS |= {"learning_rate": 1e-3, "warmup_iters": 1, "gradient_accumulation_st
 
 
 def time_training(cfg, device):
-    """AdamW without dropout, in float32 on a CPU and bfloat16 on a GPU. In one process: a step of
-    each model in turn (forward, backward, clipping, fused AdamW) on the same batch. Processes: each
-    is a train.py on the same token files, and counts as the median over the steps that it logs."""
+    """AdamW without dropout. In one process: a step of each model in turn (forward, backward,
+    clipping, fused AdamW) on the same batch. Processes: each is a train.py on the same token files,
+    and counts as the median over the steps that it logs."""
     file = Path(cfg.nanogpt, "data/shakespeare_char/val.bin")
     repair = "give --nanogpt=PATH of a checkout of nanoGPT, and run prepare.py there"
     require(file.is_file(), f"{file} is missing: {repair}")
     rows = []
-    for name, numbers in SHAPES[device.type].items():
-        shape = dict(zip(SIZES, numbers, strict=True))
+    dtypes = cfg.dtypes or ("bfloat16" if device.type == "cuda" else "float32",)
+    shapes = SHAPES[device.type].items()
+    for (name, (*sizes, fewer)), dtype in itertools.product(shapes, dtypes):
+        shape = dict(zip(SIZES, sizes, strict=True))
         work = (shape["batch_size"] * shape["block_size"], "tokens/s")
+        steps = max(2, cfg.steps // fewer)
         for compiled in (False, True):
-            case = f"{name}, {'compiled' if compiled else 'eager'}"
-            clocks = model_clocks(cfg, device, shape, compiled)
-            rows += compare("one process", case, clocks, cfg.steps, *work, WARMUP)
+            case = f"{name}, {dtype}, {'compiled' if compiled else 'eager'}"
+            clocks = model_clocks(cfg, device, shape, dtype, compiled)
+            warmup = min(steps, WARMUP)
+            rows += compare("one process", case, clocks, steps, *work, warmup)
             if name == "characters":
                 with tempfile.TemporaryDirectory() as folder:
-                    clocks = program_clocks(cfg, device, shape, compiled, Path(folder))
+                    clocks = program_clocks(cfg, device, shape, dtype, compiled, Path(folder))
                     rows += compare("whole processes", case, clocks, cfg.rounds, *work)
     return rows
 
 
-def model_clocks(cfg, device, shape, compiled):
+def model_clocks(cfg, device, shape, dtype, compiled):
     """Return the clocks of training steps of nanoGPT's model and of ours: name -> function."""
     spec = importlib.util.spec_from_file_location("nanogpt", Path(cfg.nanogpt, "model.py"))
     nanogpt = sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)
@@ -280,17 +292,18 @@ def model_clocks(cfg, device, shape, compiled):
     require(counts[0] == counts[1], f"nanoGPT has {counts[0]:,} parameters, ours {counts[1]:,}")
     torch.compiler.reset()
     batch = torch.randint(65, (2, shape["batch_size"], shape["block_size"]), device=device)
-    return {name: clock_step(model.to(device), compiled, *batch) for name, model in models.items()}
+    how = (getattr(torch, dtype), compiled)
+    return {name: clock_step(model.to(device), *how, *batch) for name, model in models.items()}
 
 
-def clock_step(model, compiled, x, y):
+def clock_step(model, dtype, compiled, x, y):
     """Return a function that takes a training step and returns its milliseconds."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), fused=True)
     forward = torch.compile(model) if compiled else model
 
     def clock():
         start = time.perf_counter()
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+        with autocast(x.device, dtype):
             output = forward(x, y)
         loss = output[1] if isinstance(output, tuple) else output  # nanoGPT returns logits, too
         loss.backward()
@@ -303,13 +316,12 @@ def clock_step(model, compiled, x, y):
     return clock
 
 
-def program_clocks(cfg, device, shape, compiled, folder):
+def program_clocks(cfg, device, shape, dtype, compiled, folder):
     """Return the clocks of runs of nanoGPT's train.py and of ours, which use a folder."""
     dataset = shutil.copytree(Path(cfg.nanogpt, "data/shakespeare_char"), folder / "data")
     meta = {"tokenizer": None, "vocab_size": 65, "bos": None, "bos_default": False}
     write_json(dataset / "meta.json", meta)
-    settings = {**SETTINGS, **shape, "device": device, "compile": compiled}
-    settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
+    settings = {**SETTINGS, **shape, "device": device, "dtype": dtype, "compile": compiled}
     settings |= {"max_iters": WARMUP + cfg.steps, "out_dir": folder / "run"}
     theirs = {**settings, "dataset": "shakespeare_char", "bias": True}
     clocks = {"nanoGPT": functools.partial(time_program, cfg.nanogpt, theirs)}
@@ -336,8 +348,15 @@ def time_program(root, settings):
 # -----------------------------------------------------------------------------
 # Sampling
 
-GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304}
-MODELS = (("1.8 M", {"block_size": 512}, 1), ("124 M", GPT2, 1), ("124 M, batch 4", GPT2, 4))
+LARGE = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304}
+SMOLLM2 = {"n_layer": 30, "n_head": 9, "n_kv_head": 3, "n_embd": 576, "mlp_dim": 1536}
+SMOLLM2 |= {"block_size": 1024, "vocab_size": 49152}
+MODELS = {
+    "1.8 M": ({"block_size": 512}, 1),
+    "124 M": (LARGE, 1),
+    "124 M, batch 4": (LARGE, 4),
+    "SmolLM2's shape": (SMOLLM2, 1),
+}
 
 
 def time_sampling(cfg, device):
@@ -345,25 +364,32 @@ def time_sampling(cfg, device):
     difference between 48 new tokens and 4, after prompts of 64. hf.py exports the models and checks
     that transformers has the same logits. In bfloat16, too, if sample.py uses it here."""
     rows = []
-    for name, shape, batch_size in MODELS:
+    for size, (shape, batch_size) in MODELS.items():
         model = GPT(GPTConfig(**shape)).to(device)
         for p in model.parameters():
             torch.nn.init.normal_(p, mean=float(p.dim() == 1), std=0.04)
         prompts = torch.randint(model.config.vocab_size, (batch_size, 64), device=device)
         # float32, and what sample.py would take
         for dtype in dict.fromkeys((torch.float32, pick_dtype("auto", device))):
-            clocks = sampling_clocks(model, prompts, dtype)
-            case = f"{name}, {str(dtype).removeprefix('torch.')}"
+            generators = sampling_generators(model, prompts, dtype)
+            greedy = [run(max_new_tokens=12, top_k=1)[:, -12:].cpu() for run in generators.values()]
+            same = all(torch.equal(tokens, greedy[0]) for tokens in greedy)
+            case = f"{size}, {str(dtype).removeprefix('torch.')}"
+            case += ", same greedy tokens" if same else ", other greedy tokens"
+            clocks = {
+                name: functools.partial(clock_decoding, generate)
+                for name, generate in generators.items()
+            }
             rows += compare("sampling", case, clocks, cfg.rounds, batch_size, "tokens/s", 1)
     return rows
 
 
-def sampling_clocks(model, prompts, dtype):
-    """Return the clocks of a decoding step: name -> function."""
+def sampling_generators(model, prompts, dtype):
+    """Return what continues the prompts: name -> function of max_new_tokens and top_k."""
 
-    def generate(compiled, max_new_tokens):
-        with torch.autocast(prompts.device.type, dtype, enabled=dtype != torch.float32):
-            tokens = model.generate(prompts, max_new_tokens, 0.8, top_k=200, compiled=compiled)
+    def generate(compiled, max_new_tokens, top_k=200):
+        with autocast(prompts.device, dtype):
+            tokens = model.generate(prompts, max_new_tokens, 0.8, top_k, compiled=compiled)
             return torch.cat(list(tokens), 1)
 
     generators = {"ours": functools.partial(generate, False)}
@@ -376,11 +402,11 @@ def sampling_clocks(model, prompts, dtype):
             hf.main(["export", f"{folder}/ours", f"{folder}/theirs"])
             theirs = AutoModelForCausalLM.from_pretrained(f"{folder}/theirs", dtype=dtype)
         theirs.to(prompts.device).generation_config.eos_token_id = None
-        options = {"do_sample": True, "temperature": 0.8, "top_k": 200, "pad_token_id": 0}
+        options = {"do_sample": True, "temperature": 0.8, "pad_token_id": 0}
         options["attention_mask"] = torch.ones_like(prompts)
-        theirs = functools.partial(theirs.generate, prompts, **options)
+        theirs = functools.partial(theirs.generate, prompts, top_k=200, **options)
         generators = {"transformers": theirs, **generators}
-    return {name: functools.partial(clock_decoding, run) for name, run in generators.items()}
+    return generators
 
 
 def clock_decoding(generate):

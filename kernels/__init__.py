@@ -22,7 +22,9 @@ from torch.utils import checkpoint
 
 from . import eager
 
+cos_sin = eager.cos_sin
 linear = eager.linear
+linear_each = eager.linear_each
 linear_cross_entropy = eager.linear_cross_entropy
 rms_norm = eager.rms_norm
 

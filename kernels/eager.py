@@ -40,38 +40,125 @@ def linear(x, weight, bias=None):
     return F.linear(x, weight, bias)
 
 
+def linear_each(x, *layers):
+    """Compute several linear layers of the same input; returns a list.
+
+    In training on a CPU, as one product: with several threads, each product has its barrier.
+    """
+    if x.device.type != "cpu" or not torch.is_grad_enabled():
+        return [layer(x) for layer in layers]
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    return linear(x, weight, bias).split([len(layer.weight) for layer in layers], -1)
+
+
 def rms_norm(x, weight, eps):
     """Divide x by its root mean square over the last dimension and multiply by weight.
 
     x (..., C), weight (C,). eps is added to the mean square; None: F.rms_norm's default.
     """
+    is_plain = x.device.type == "cpu" and x.dtype == weight.dtype and eps is not None
+    is_wide = x.dtype in (torch.float32, torch.float64)
+    if is_plain and is_wide and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """rms_norm() for a CPU, where PyTorch differentiates eight operators one by one."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        # the inverse root mean square
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = x * inverse
+        ctx.save_for_backward(unit, weight, inverse)
+        return unit * weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        unit, weight, inverse = ctx.saved_tensors
+        product = grad * unit
+        # what grad * weight has along x changes nothing
+        along = (product @ weight).div_(unit.shape[-1]).unsqueeze(-1)
+        dx = (grad * weight).addcmul_(unit, along, value=-1).mul_(inverse)
+        return dx, product.flatten(0, -2).sum(0), None
 
 
 # -----------------------------------------------------------------------------
 # Rotary position embedding
 
 
+def cos_sin(pos, inv_freq, factor=1.0):
+    """The cosines and sines of position x frequency, times a factor: float32 (..., R/2).
+
+    pos (...) int64, inv_freq (R/2,) float64: in float32 an angle is off by 0.06 at 1 M tokens.
+    """
+    # A compiler would compute them again for every channel of every head and layer.
+    compute = _cos_sin_operator if torch.compiler.is_compiling() else _compute_cos_sin
+    return compute(pos, inv_freq, factor)
+
+
+def _compute_cos_sin(pos: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    angle = pos[..., None] * inv_freq
+    return (angle.cos() * factor).float(), (angle.sin() * factor).float()
+
+
+_cos_sin_operator = torch.library.custom_op("nanolong::cos_sin", _compute_cos_sin, mutates_args=())
+
+
+@_cos_sin_operator.register_fake
+def _fake_cos_sin(pos, inv_freq, factor):
+    shape = (*pos.shape, len(inv_freq))
+    return tuple(inv_freq.new_empty(shape, dtype=torch.float32) for _ in range(2))
+
+
 def rope(q, k, cos, sin):
     """Compute reference.rope(); the arithmetic is float32, or float64 if q is."""
-    half = cos.shape[-1]
-    dtype = torch.promote_types(q.dtype, cos.dtype)
-    if cos.dim() == 3:  # positions for each sequence
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, R/2)
-    # (..., T, R): (a, b) -> (a cos - b sin, b cos + a sin)
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-    def rotate(x):
-        rotated = x[..., : 2 * half].to(dtype)
-        rotated = (rotated * cos + rotated.roll(half, -1) * sin).to(x.dtype)
-        if x.shape[-1] == 2 * half:
-            return rotated
-        return torch.cat((rotated, x[..., 2 * half :]), -1)
-
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (1 or B, 1, T, R/2)
     # in a decoding step, both at once: half the operator launches
     if q.shape[2] == 1 and not torch.is_grad_enabled():
-        return rotate(torch.cat((q, k), 1)).split((q.shape[1], k.shape[1]), 1)
-    return rotate(q), rotate(k)
+        return _rotate(torch.cat((q, k), 1), cos, sin).split((q.shape[1], k.shape[1]), 1)
+    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation, which keeps no activations: its gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x, cos, sin):
+    """x (B, H, T, D): (a, b) -> (a cos - b sin, b cos + a sin) in the first R channels.
+
+    The result lies in memory as x does, which is (B, T, H, D) in a model.
+    """
+    half = cos.shape[-1]
+    x, cos, sin = (y.transpose(1, 2) for y in (x, cos, sin))
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    a, b, rest = wide.tensor_split((half, 2 * half), -1)
+    if torch.compiler.is_compiling():  # it fuses these operators
+        y = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+    else:
+        y = torch.empty_like(wide)
+        first, second, others = y.tensor_split((half, 2 * half), -1)
+        torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=second).addcmul_(a, sin)
+        others.copy_(rest)
+    return y.to(x.dtype).transpose(1, 2)
 
 
 # -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from nanolong import devices
 from nanolong.errors import UserError
 
 
@@ -50,11 +51,60 @@ def make_optimizers(model, cfg):
     )
     if not use_muon:
         return [adamw]
-    # match_rms_adamw scales Muon's steps so that one learning rate fits both optimizers
-    muon = torch.optim.Muon(
-        matrices, lr=0.0, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    return [adamw, muon]
+    device = matrices[0].device
+    dtype = devices.pick_dtype("auto", device)
+    is_fast = dtype == torch.bfloat16  # else it takes twice float32's time on a CPU, or more
+    return [adamw, Muon(matrices, cfg.weight_decay, dtype if is_fast else torch.float32)]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024): each step of a matrix is its momentum, orthogonalized.
+
+    Steps are as large as AdamW's usually are (Liu et al. 2025, arXiv 2502.16982), so that one
+    learning rate fits both optimizers. In bfloat16 it computes torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw", but all matrices of a shape at once.
+    """
+
+    def __init__(self, matrices, weight_decay, dtype, momentum=0.95):
+        super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": momentum})
+        self.dtype = dtype  # of the orthogonalization
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            by_shape = {}
+            for p in group["params"]:
+                by_shape.setdefault(p.shape, []).append(p)
+            for (rows, columns), matrices in by_shape.items():
+                updates = torch.stack([self.accumulate(p, group["momentum"]) for p in matrices])
+                updates = orthogonalize(updates.to(self.dtype)).to(matrices[0].dtype)
+                step_size = group["lr"] * 0.2 * math.sqrt(max(rows, columns))
+                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(matrices, updates.unbind(), alpha=-step_size)
+
+    def accumulate(self, p, decay):
+        """Take in the gradient of a matrix; returns the mean that looks ahead (Nesterov)."""
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        mean = state["momentum_buffer"].lerp_(p.grad, 1 - decay)
+        return p.grad.lerp(mean, decay)
+
+
+def orthogonalize(x):
+    """Bring the singular values of matrices (N, m, n) near 1, between about 0.7 and 1.2.
+
+    Five Newton-Schulz iterations with the polynomial of Jordan et al. (2024), which is steep at 0.
+    """
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        # a x + (b gram + c gram^2) x
+        gram = x @ x.mT
+        product = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, product, x, beta=3.4445)
+    return x.mT if is_tall else x
 
 
 def gradients(model):

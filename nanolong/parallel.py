@@ -88,10 +88,13 @@ def sum_over_processes(x, device=None):
     return x
 
 
-def decide_auto(cfg, device):
-    """A TrainConfig with the dtype and compilation that `auto` means on the first process."""
+def decide_auto(cfg, device, flops):
+    """A TrainConfig with the dtype and compilation that `auto` means on the first process.
+
+    flops: of the run, by devices.flops_of_run().
+    """
     dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
-    compiles = devices.pick_compile(cfg.compile, device, cfg.max_iters)
+    compiles = devices.pick_compile(cfg.compile, device, flops)
     dtype, compiles = broadcast((dtype, compiles))
     return replace(cfg, dtype=dtype, compile=compiles)
 

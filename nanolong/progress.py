@@ -112,7 +112,13 @@ def print_header(batches, state):
         f"{batches.tokens_per_step:,} tokens per step"
     )
     processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
-    mode = "compiled (the first step takes about a minute)" if cfg.compile else "not compiled"
+    flops = devices.flops_of_run(model, cfg, batches.train_length)
+    if cfg.compile:
+        mode = "compiled (the first step takes about a minute)"
+    elif devices.repays_compilation(batches.device, flops):
+        mode = "not compiled"
+    else:
+        mode = "not compiled (which a run this short would not repay)"
     where = f"{processes}, {devices.device_name(batches.device)}"
     print(f"on: {where}, {cfg.dtype}, attention by {state.kernels}, {mode}")
     T = cfg.eval_length or model.config.block_size

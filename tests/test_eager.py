@@ -286,20 +286,60 @@ def test_rope_rotates_pairs(width, rotated, rng):
     low, _ = kernels.rope(q.bfloat16(), k.bfloat16(), cos, sin)
     assert low.dtype == torch.bfloat16
     assert (low.float() - outputs[0]).abs().max() < 0.05
+    # the gradient is that of the formula, eager and as a compiler traces it
+    grad = torch.randn_like(q)
+    q.requires_grad_()
+    right = torch.autograd.grad(reference.rope(q, k, cos, sin)[0], q, grad)[0]
+    compiled = torch.compile(eager.rope, backend="aot_eager", fullgraph=True)
+    for rope in (eager.rope, compiled):
+        assert_close(torch.autograd.grad(rope(q, k, cos, sin)[0], q, grad)[0], right.double(), 1e-6)
 
 
 # -----------------------------------------------------------------------------
 # Linear layers and norms
 
 
-@pytest.mark.parametrize("eps", [None, 1e-5])
-def test_linear_and_rms_norm_are_pytorchs(eps, rng):
-    x = torch.randn(2, 5, 16)
-    linear = torch.nn.Linear(16, 7)
-    norm = torch.nn.RMSNorm(16, eps)
-    torch.nn.init.normal_(norm.weight)
-    assert torch.equal(kernels.linear(x, linear.weight, linear.bias), linear(x))
-    assert torch.equal(kernels.rms_norm(x, norm.weight, eps), norm(x))
+@pytest.mark.parametrize("eps", [None, 1e-2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rms_norm_is_the_formula(dtype, eps, rng):
+    """With gradients, in training; and without, in inference."""
+    x = (torch.randn(3, 5, 17, dtype=dtype) / 10).requires_grad_()
+    weight = torch.randn(17, dtype=dtype, requires_grad=True)
+    wide = [y.detach().double().requires_grad_() for y in (x, weight)]
+    default = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    added = default if eps is None else eps
+    expected = wide[0] / (wide[0].square().mean(-1, keepdim=True) + added).sqrt() * wide[1]
+    grad = torch.randn_like(x)
+    y = kernels.rms_norm(x, weight, eps)
+    limit = {torch.float32: 3e-6, torch.float64: 1e-13, torch.bfloat16: 5e-2}[dtype]
+    with torch.no_grad():
+        assert_close(kernels.rms_norm(x, weight, eps), expected, limit)
+    assert_close(y, expected, limit)
+    found = torch.autograd.grad(y, (x, weight), grad)
+    for one, right in zip(found, torch.autograd.grad(expected, wide, grad.double()), strict=True):
+        assert_close(one, right, limit)
+
+
+def assert_close(found, expected, limit):
+    """Within a limit of the largest value, and of the dtype that it was computed in."""
+    assert (found.double() - expected).abs().max() <= limit * expected.abs().max()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_linear_layers_of_one_input_are_each_its_own(bias, autocast, rng):
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    layers = [torch.nn.Linear(16, n, bias=bias) for n in (12, 4, 7)]
+    parameters = [x, *(p for layer in layers for p in layer.parameters())]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = kernels.linear_each(x, *layers)
+        expected = [layer(x) for layer in layers]
+    grads = [torch.randn_like(y) for y in expected]
+    both = [torch.autograd.grad(y, parameters, grads) for y in (found, expected)]
+    limit = 2e-2 if autocast else 1e-6
+    for one, right in zip([*found, *both[0]], [*expected, *both[1]], strict=True):
+        assert one.shape == right.shape and one.dtype == right.dtype
+        assert_close(one, right.double(), limit)
 
 
 # -----------------------------------------------------------------------------

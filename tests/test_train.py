@@ -25,7 +25,7 @@ import data
 import train
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
-from nanolong.optim import get_lr, make_optimizers
+from nanolong.optim import Muon, get_lr, make_optimizers
 from nanolong.run import list_steps
 
 
@@ -159,6 +159,40 @@ def test_optimizers_hold_every_parameter_once(pos, tied, kind):
         if p.dim() < 2 or name.startswith("pos."):
             expected.add(id(p))
     assert not_decayed == expected
+
+
+def test_muon_is_pytorchs_in_bfloat16_and_nearer_the_formula_in_float32(rng):
+    """In float32 a step is that of the singular values' polynomial, in float64."""
+    shapes = [(6, 4), (3, 8), (6, 4), (5, 5)]
+    start = [torch.randn(shape) for shape in shapes]
+    kinds = {"torch": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    weights = {kind: [torch.nn.Parameter(x.clone()) for x in start] for kind in kinds}
+    optimizers = {kind: Muon(weights[kind], 0.1, dtype) for kind, dtype in kinds.items() if dtype}
+    optimizers["torch"] = torch.optim.Muon(
+        weights["torch"], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    momentum = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    right = [x.double() for x in start]
+    for step in range(3):
+        lr = 0.1 / (step + 1)
+        grads = [torch.randn(shape) for shape in shapes]
+        for i, (rows, columns) in enumerate(shapes):
+            momentum[i] = 0.95 * momentum[i] + 0.05 * grads[i]
+            u, s, vh = torch.linalg.svd(0.05 * grads[i] + 0.95 * momentum[i], full_matrices=False)
+            s = s / s.norm()
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            right[i] = right[i] * (1 - 0.1 * lr)
+            right[i] -= lr * 0.2 * max(rows, columns) ** 0.5 * (u * s) @ vh
+        for kind, optimizer in optimizers.items():
+            optimizer.param_groups[0]["lr"] = lr
+            for p, grad in zip(weights[kind], grads, strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+    pairs = zip(weights["torch"], weights["bfloat16"], strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    for p, expected in zip(weights["float32"], right, strict=True):
+        assert (p - expected).abs().max() < 1e-5
 
 
 # -----------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def test_training_is_compared_with_a_checkout_of_nanogpt(call, monkeypatch, tmp_
         (tmp_path / file).with_suffix(".py" if text else ".bin").write_text(text)
     monkeypatch.setattr(bench, "ROOT", tmp_path / "absent")  # of our train.py
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setattr(bench, "SHAPES", {"cpu": {"characters": (1, 2, 8, 8, 2)}})
+    monkeypatch.setattr(bench, "SHAPES", {"cpu": {"characters": (1, 2, 8, 8, 2, 1)}})
     assert_success(call(*train, "--nanogpt=.", "--steps=2", cwd=tmp_path))
     rows = json.loads((tmp_path / "out/bench/cpu/train.json").read_text())["rows"]
     assert [len(row["times"]) for row in rows] == [2, 2, 2, 5, 0, 0] * 2
