@@ -174,33 +174,18 @@ class ImportedTokenizer(Tokenizer):
             ) from None
 
     def encode(self, text):
-        return self._encode(self._cut(text))
+        remedy = "leave out what it lacks, or what is no UTF-8"
+        with rust_errors("this vocabulary cannot encode the text", remedy):
+            text.encode()  # of half a surrogate pair the package does not say where
+            return self.package.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_with_special_tokens(self, text):
         """Encode a text in which the text of a special token stands for it."""
         self.package.encode_special_tokens = False
         try:
-            return self._encode([text])
+            return self.encode(text)
         finally:
             self.package.encode_special_tokens = True
-
-    def _cut(self, text, size=1 << 20):
-        """Cut a long text to save memory, before lines that begin with a word, where tokens end."""
-        if len(text) <= size or not self.is_byte_level:
-            return [text]
-        parts = [""]
-        for line in re.split(r"(?<=\S\n)(?=\w)", text):
-            if len(parts[-1]) > size // 4:
-                parts.append("")
-            parts[-1] += line
-        return parts
-
-    def _encode(self, parts):
-        remedy = "leave out what it lacks, or what is no UTF-8"
-        with rust_errors("this vocabulary cannot encode the text", remedy):
-            "".join(parts).encode()  # of half a surrogate pair the package does not say where
-            found = self.package.encode_batch_fast(parts, add_special_tokens=False)
-        return [i for encoding in found for i in encoding.ids]
 
     @functools.cached_property
     def is_byte_level(self):
@@ -248,7 +233,7 @@ class ImportedTokenizer(Tokenizer):
     @functools.cached_property
     def added_bytes(self):
         text = self.known_text
-        return len(self.decode(self._encode([text]))) - len(text.encode())
+        return len(self.decode(self.encode(text))) - len(text.encode())
 
     @functools.cached_property
     def hash(self):

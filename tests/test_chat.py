@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import OFFLINE, assert_refused, assert_success, run_python
-from test_hf_tokenizer import HARD_TEXTS, make_byte_level, train_byte_level, training_texts
+from test_hf_tokenizer import HARD_TEXTS, train_byte_level
 
 import data
 from nanolong import chat
@@ -100,8 +100,7 @@ json.dump(answers, sys.stdout)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The folder of a tokenizer for each of TEMPLATES: name -> folder."""
-    made, _ = make_byte_level("gpt2")
-    train_byte_level(made, training_texts(), 500, SPECIAL)
+    made = train_byte_level("gpt2", 500, SPECIAL)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
