@@ -13,7 +13,7 @@ Every tokenizer has
     hash            16 digits, the same for tokenizers that encode alike
     to_json()       a dict from which tokenizer_from_json() makes the tokenizer again
 
-A checkpoint's meta.json holds to_json(), apart from files (nanolong/tokenizer_files.py).
+A meta.json holds to_json(); of a dataset, files lie next to it (nanolong/tokenizer_files.py).
 """
 
 import codecs

@@ -450,6 +450,13 @@ def test_a_wrong_command_is_refused(words, phrase, call, tmp_path):
     assert_refused(call("hf.py", *words, cwd=tmp_path), phrase)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "pytorch_model.bin"])
+def test_one_file_of_a_folder_is_refused(file, tmp_path, call):
+    (tmp_path / file).write_bytes(b"{}")
+    done = call("hf.py", "import", file, "run", cwd=tmp_path)
+    assert_refused(done, "is one file of a checkpoint", "give the folder that holds them all")
+
+
 # -----------------------------------------------------------------------------
 # Hub ids and nanoGPT's checkpoints
 

@@ -51,12 +51,7 @@ def swap_pairs(x, n, m):
 def find_names(arch, n_layer):
     """Return (their name, its name in a GGUF file) of all tensors that a model can have."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
-
-    class All:
-        def __contains__(self, name):
-            return True
-
-    for theirs, *_ in tensor_layout(FAMILIES[arch], n_layer, All()):
+    for theirs, *_ in tensor_layout(FAMILIES[arch], n_layer):
         name = names.get_name(theirs, (".weight", ".bias"))
         if name is not None:
             yield theirs, name

@@ -72,8 +72,18 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
 def open_source(source):
     """Return where a model is on this machine, and its Source."""
     path = Path(source)
-    if path.suffix.lower() == ".gguf":
+    start = b""
+    if path.is_file():
+        with open(path, "rb") as stream:
+            start = stream.read(4)
+    # ollama's files have no suffix
+    if start == b"GGUF" or path.suffix.lower() == ".gguf":
         return path, gguf_model.read_gguf(path)
+    require(
+        not path.is_file() or path.suffix.lower() not in (".safetensors", ".json", ".bin"),
+        f"{path} is one file of a checkpoint, and its config.json and tokenizer are needed too: "
+        f"give the folder that holds them all, such as {path.resolve().parent}",
+    )
     if path.is_file() or path.suffix == ".pt":
         return path, nanogpt.read_checkpoint(path)
     folder = find_folder(source)
@@ -132,13 +142,6 @@ def print_summary(folder, model):
     if extension:
         text += f" (originally {config.original_length}, {extension['method']}, "
         text += f"factor {extension['factor']:g})"
-    layers = range(config.n_layer)
-    if config.window:
-        n_window = sum(config.uses_window(layer) for layer in layers)
-        text += f"; window {config.window} in {n_window} of {config.n_layer} layers"
-    n_without = sum(not config.uses_positions(layer) for layer in layers)
-    if n_without:
-        text += f"; {n_without} layers without positions"
     print(text)
     if extension and extension["method"] == "dynamic-ntk":
         print(
