@@ -20,6 +20,7 @@ import codecs
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import re
 
@@ -261,15 +262,21 @@ def rust_errors(problem, remedy):
         raise UserError(f"{problem} ({reason}): {remedy}") from None
 
 
+def tokenizers_package():
+    """Import the tokenizers package, which not every installation has, and return it."""
+    require(
+        importlib.util.find_spec("tokenizers"),
+        "the tokenizers package, which reads and writes tokenizer.json, is not installed: "
+        "pip install -r requirements-hf.txt",
+    )
+    import tokenizers
+
+    return tokenizers
+
+
 def load_tokenizer_json(text: str):
     """Return the tokenizers.Tokenizer of a tokenizer.json, which takes special tokens for text."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(
-            "the tokenizers package, which reads and writes tokenizer.json, is not installed: "
-            "pip install -r requirements-hf.txt"
-        ) from None
+    tokenizers = tokenizers_package()
     with rust_errors("tokenizer.json is damaged", "download it again"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.no_truncation()
@@ -295,17 +302,15 @@ def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
 
     A short text gives fewer, because a pair that occurs once is not merged.
     """
-    load_tokenizer_json('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizers = tokenizers_package()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[SEPARATOR],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(byte_level_alphabet()),
         show_progress=False,
     )
     # the package needs many times the memory of the longest text that it gets

@@ -11,6 +11,7 @@ from nanolong.errors import require
 from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
 from nanolong.hub.convert import check_config, export_model, import_model
 from nanolong.hub.folder import find_folder, read_folder, whole, write_folder
+from nanolong.hub.rope import by_kind
 from nanolong.hub.tokenizer import NOT_WRITTEN, make_exported
 from nanolong.hub.verify import as_user_error, compare, load_theirs
 from nanolong.tokenizer_files import FILES
@@ -188,11 +189,9 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
         del theirs
         for name, content in files.items():
             (part / name).write_bytes(content)
-        rope = getattr(c, "rope_parameters", None) or {}
-        kind = rope.get("full_attention", rope).get("rope_type")
-        text = f"{target}: {c.model_type}{f', rope_type {kind}' if kind else ''}"
-        text += f", {model.config.block_size} tokens, {str(dtype).removeprefix('torch.')}"
-        print(text)
+        kind = by_kind(getattr(c, "rope_parameters", None))[0].get("rope_type", "none")
+        text = f"{target}: {c.model_type}, rope_type {kind}, {model.config.block_size} tokens, "
+        print(text + str(dtype).removeprefix("torch."))
         if not files:
             print(f"note: {NOT_WRITTEN}" if tokenizer else "note: the checkpoint has no tokenizer")
         report = []
@@ -255,8 +254,7 @@ MLX_LM_WINDOW = {"olmo3", "gemma3_text", "exaone4"}
 
 def note_clients(c, config):
     """Print whether mlx-lm may compute otherwise: it reads fewer fields, and says nothing."""
-    rope = getattr(c, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
+    rope = by_kind(getattr(c, "rope_parameters", None))[0]
     kind = rope.get("rope_type", "default")
     known = MLX_LM | MLX_LM_WINDOW | (MLX_LM_PLAIN if kind == "default" else set())
     is_read = c.model_type in (MLX_LM_WINDOW if config.window else known)
