@@ -49,6 +49,7 @@ def import_model(GPT, c, tensors, lengths=(), context_length=0):
         f"the context length would be {length} tokens, and {original} before RoPE was scaled: give "
         "--context_length=N, or download config.json again",
     )
+    # the tensors become its parameters, so that no second copy of them is made
     model = parallel.build_without_weights(GPT, GPT.config_class(**settings))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if settings["tie_embeddings"]:
@@ -64,6 +65,7 @@ def import_model(GPT, c, tensors, lengths=(), context_length=0):
             f"{name} has values that are not finite, so the model computes nothing: download it "
             "again, or choose another checkpoint",
         )
+        # fused matrices have the rows of several of ours
         n_rows = [shapes[one][0] for one in ours]
         for one, part in zip(ours, x.split(n_rows), strict=True):
             weights[one] = part
@@ -91,6 +93,7 @@ def fold_bloom(stored, c):
 def read_settings(c, family, stored, lengths):
     """Return the settings of GPTConfig for a config; a model has the biases that are stored."""
     fields = FIELDS | family.fields
+    # what a family always has, then what its config says
     settings = {ours: choices[0] for ours, choices in family.has.items()}
     for ours, theirs in fields.items():
         value = getattr(c, theirs, None) if theirs else None
@@ -180,8 +183,12 @@ def read_layers(c, family, lengths):
     if not any(uses_rope):
         settings |= {"pos": "nope", "extension": None}
         uses_rope = [1] * n_layer
-    letters = ["NSFW"[2 * bool(r) + w] for r, w in zip(uses_rope, uses_window, strict=True)]
-    word = "".join(letters)
+    word = ""
+    for has_rope, has_window in zip(uses_rope, uses_window, strict=True):
+        if has_rope:
+            word += "W" if has_window else "F"
+        else:
+            word += "S" if has_window else "N"
     # the shortest beginning that gives the word when it is repeated
     period = next(n for n in range(1, n_layer + 1) if word.startswith(word[n:]))
     return settings | {"layer_pattern": word[:period]}
@@ -247,9 +254,12 @@ def find_obstacles(model, name, family):
         is_near = type(value) is float and math.isclose(value, choices[0], rel_tol=1e-6)
         if value not in choices and not is_near:
             found[f"--{setting}={value}"] = f"--{setting}={choices[0]}"
-    kinds = {config.layer_kind(i) for i in range(config.n_layer)}
-    if not has_positions(config):
-        kinds = {{"F": "N", "W": "S"}.get(kind, kind) for kind in kinds}
+    # kinds of layers, whatever their order; DroPE's layers have no positions
+    without_positions = {"F": "N", "W": "S"}
+    kinds = set()
+    for layer in range(config.n_layer):
+        kind = config.layer_kind(layer)
+        kinds.add(kind if has_positions(config) else without_positions.get(kind, kind))
     if not any(kinds <= set(pattern) for pattern in family.patterns):
         needed = " or ".join(family.patterns)
         found[f"layers of the kinds {''.join(sorted(kinds))}"] = f"--layer_pattern={needed}"
