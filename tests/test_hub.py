@@ -22,6 +22,7 @@ from interchange import (
 )
 from safetensors.torch import load_file, save_file
 
+from data import CharTokenizer
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 from nanolong.hub import convert, transfer, verify
@@ -581,6 +582,18 @@ def test_nothing_is_left_of_a_failed_export(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="other logits"):
             quietly(export_to, make_ours({}, None), tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["exported", "exported.gguf"])
+def test_an_export_says_that_a_vocabulary_of_characters_is_not_written(name, tmp_path):
+    model = make_ours({"vocab_size": 3}, None)
+    model.meta = {"tokenizer": CharTokenizer("abc").to_json(), "bos": None}
+    text = quietly(export_to, model, tmp_path / name)
+    assert "note: no tokenizer is written" in text or "the file has no tokenizer" in text
+    again, _ = imported(tmp_path / name, tmp_path)
+    assert again.meta["tokenizer"] is None
+    tokens = TOKENS[:, :60] % 3
+    assert torch.equal(again(tokens), model(tokens))
 
 
 def test_train_and_sample_do_not_import_transformers():

@@ -117,4 +117,4 @@ def test_loss_and_bits_per_byte_are_those_of_transformers(real_run, tmp_path):
         print(f"{record['tokens']} tokens at {record['length']}: {record['loss']:.6f} nats, ")
         print(f"transformers {expected:.6f}; {n_bytes} bytes")
         assert (record["bytes"], record["tokens"]) == (n_bytes, len(encoding.ids) - 1)
-        assert record["loss"] == pytest.approx(expected, rel=1e-5)
+        assert record["loss"] == pytest.approx(expected, abs=1e-4)
