@@ -13,13 +13,14 @@ Every tokenizer has
     hash            16 digits, the same for tokenizers that encode alike
     to_json()       a dict from which tokenizer_from_json() makes the tokenizer again
 
-A checkpoint's meta.json holds to_json(), apart from files (nanolong/tokenizer_files.py).
+A meta.json holds to_json(); of a dataset, files lie next to it (nanolong/tokenizer_files.py).
 """
 
 import codecs
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import re
 
@@ -174,33 +175,18 @@ class ImportedTokenizer(Tokenizer):
             ) from None
 
     def encode(self, text):
-        return self._encode(self._cut(text))
+        remedy = "leave out what it lacks, or what is no UTF-8"
+        with rust_errors("this vocabulary cannot encode the text", remedy):
+            text.encode()  # of half a surrogate pair the package does not say where
+            return self.package.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_with_special_tokens(self, text):
         """Encode a text in which the text of a special token stands for it."""
         self.package.encode_special_tokens = False
         try:
-            return self._encode([text])
+            return self.encode(text)
         finally:
             self.package.encode_special_tokens = True
-
-    def _cut(self, text, size=1 << 20):
-        """Cut a long text to save memory, before lines that begin with a word, where tokens end."""
-        if len(text) <= size or not self.is_byte_level:
-            return [text]
-        parts = [""]
-        for line in re.split(r"(?<=\S\n)(?=\w)", text):
-            if len(parts[-1]) > size // 4:
-                parts.append("")
-            parts[-1] += line
-        return parts
-
-    def _encode(self, parts):
-        remedy = "leave out what it lacks, or what is no UTF-8"
-        with rust_errors("this vocabulary cannot encode the text", remedy):
-            "".join(parts).encode()  # of half a surrogate pair the package does not say where
-            found = self.package.encode_batch_fast(parts, add_special_tokens=False)
-        return [i for encoding in found for i in encoding.ids]
 
     @functools.cached_property
     def is_byte_level(self):
@@ -248,7 +234,7 @@ class ImportedTokenizer(Tokenizer):
     @functools.cached_property
     def added_bytes(self):
         text = self.known_text
-        return len(self.decode(self._encode([text]))) - len(text.encode())
+        return len(self.decode(self.encode(text))) - len(text.encode())
 
     @functools.cached_property
     def hash(self):
@@ -276,15 +262,21 @@ def rust_errors(problem, remedy):
         raise UserError(f"{problem} ({reason}): {remedy}") from None
 
 
+def tokenizers_package():
+    """Import the tokenizers package, which not every installation has, and return it."""
+    require(
+        importlib.util.find_spec("tokenizers"),
+        "the tokenizers package, which reads and writes tokenizer.json, is not installed: "
+        "pip install -r requirements-hf.txt",
+    )
+    import tokenizers
+
+    return tokenizers
+
+
 def load_tokenizer_json(text: str):
     """Return the tokenizers.Tokenizer of a tokenizer.json, which takes special tokens for text."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(
-            "the tokenizers package, which reads and writes tokenizer.json, is not installed: "
-            "pip install -r requirements-hf.txt"
-        ) from None
+    tokenizers = tokenizers_package()
     with rust_errors("tokenizer.json is damaged", "download it again"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.no_truncation()
@@ -310,17 +302,15 @@ def train_bpe(texts, vocab_size: int) -> ImportedTokenizer:
 
     A short text gives fewer, because a pair that occurs once is not merged.
     """
-    load_tokenizer_json('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizers = tokenizers_package()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[SEPARATOR],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(byte_level_alphabet()),
         show_progress=False,
     )
     # the package needs many times the memory of the longest text that it gets

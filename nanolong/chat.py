@@ -4,10 +4,11 @@ A template is Jinja, in one of the files that a tokenizer came with. It is rende
 with what transformers' apply_chat_template() offers to a template.
 """
 
+import importlib.util
 import json
 from datetime import datetime
 
-from nanolong.errors import UserError
+from nanolong.errors import UserError, require
 from nanolong.tokenizer_files import token_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -20,11 +21,11 @@ def encode_chat(tokenizer, message: str, system: str = ""):
     tokenizer: a checkpoint's. message: the user's. system: the system message, none if empty.
     Returns the token ids, and the set of ids that end an answer. Raises UserError.
     """
-    if find_template(tokenizer) is None:
-        raise UserError(
-            "this checkpoint has no chat template: leave --chat out, or import an Instruct model "
-            "with its tokenizer_config.json or chat_template.jinja"
-        )
+    require(
+        find_template(tokenizer) is not None,
+        "this checkpoint has no chat template: leave --chat out, or import an Instruct model with "
+        "its tokenizer_config.json or chat_template.jinja",
+    )
     messages = [{"role": "user", "content": message}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
@@ -79,16 +80,15 @@ def render(tokenizer, messages, add_generation_prompt):
 
 def make_environment():
     """Return the sandbox, and what chat templates have in addition to Jinja."""
-    try:
-        from jinja2 import TemplateError
-        from jinja2.ext import Extension
-        from jinja2.nodes import Scope
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise UserError(
-            "the jinja2 package, which renders chat templates, is not installed: "
-            "pip install -r requirements-hf.txt"
-        ) from None
+    require(
+        importlib.util.find_spec("jinja2"),
+        "the jinja2 package, which renders chat templates, is not installed: "
+        "pip install -r requirements-hf.txt",
+    )
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.nodes import Scope
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """{% generation %} marks what a model is trained on, and changes no text."""

@@ -1,7 +1,7 @@
-"""The tokenizer files of an imported model, kept as they are in checkpoints and datasets.
+"""The tokenizer files of a folder: of an imported model, and of a dataset.
 
-In memory the JSON of such a tokenizer (data/tokenizer.py) holds their contents, "files": name ->
-bytes. In meta.json it holds their names, and the files lie in the same folder.
+The JSON of such a tokenizer (data/tokenizer.py) holds their contents, "files": name -> bytes. In
+the meta.json of a dataset it holds their names, and the files lie in the same folder.
 """
 
 import hashlib

@@ -6,14 +6,17 @@ The text is part of a module of the standard library, or the file that NANOLONG_
 
 import _pydecimal
 import json
-import math
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import DEVICE, OFFLINE, assert_success, command_of, run_python
+import tokenizers
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, assert_success, command_of
 from test_gguf_tokenizer import HARD_TEXT
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import tokenizer_from_json
 from nanolong.chat import encode_chat
@@ -31,43 +34,6 @@ pytestmark = [
         not REAL_FILE, reason="it needs SmolLM2's file: make smollm2, and set NANOLONG_SMOLLM2"
     ),
 ]
-
-# transformers reads the file itself, and the tokenizers package the exported tokenizer.json; the
-# bytes are those of all tokens but the first, which nothing predicts.
-SCRIPT = """
-import json, sys
-import tokenizers
-import torch
-import torch.nn.functional as F
-from pathlib import Path
-from transformers import AutoModelForCausalLM
-
-file, tokenizer, text, lengths, output = sys.argv[1:]
-file = Path(file)
-text = Path(text).read_bytes().decode()
-encoding = tokenizers.Tokenizer.from_file(tokenizer).encode(text, add_special_tokens=False)
-model = AutoModelForCausalLM.from_pretrained(
-    file.parent, gguf_file=file.name, dtype=torch.float32
-).eval()
-span = len(encoding.ids) - 1
-ids = torch.tensor(encoding.ids)
-answers = {"bytes": len(text[encoding.offsets[1][0] :].encode())}
-for length in json.loads(lengths):
-    ends = [*range(length, span, length), span]
-    total, scored = 0.0, 0
-    for end in ends:
-        x = ids[end - length : end + 1]
-        new = end - scored
-        with torch.no_grad():
-            hidden = model.model(x[None, :-1])[0][0, -new:]
-            for part, targets in zip(hidden.split(1024), x[-new:].split(1024)):
-                logits = model.lm_head(part).double()
-                total += F.cross_entropy(logits, targets, reduction="sum").item()
-        scored = end
-    assert scored == span
-    answers[str(length)] = total / scored
-Path(output).write_text(json.dumps(answers))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -90,34 +56,18 @@ def test_it_continues_a_sentence_as_text(real_run):
     assert "Ġ" not in text and "Ċ" not in text
 
 
-CHAT_SCRIPT = """
-import json, sys
-from pathlib import Path
-from transformers import AutoTokenizer
-
-file = Path(sys.argv[1])
-tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-words = {"add_generation_prompt": True, "return_dict": False}
-conversations = json.loads(sys.argv[2])
-print(json.dumps([tokenizer.apply_chat_template(turns, **words) for turns in conversations]))
-"""
-
-
-def test_a_conversation_is_encoded_as_transformers_does(real_run, tmp_path):
+def test_a_conversation_is_encoded_as_transformers_does(real_run):
     """By the template and the tokenizer that it reads from the file itself."""
+    file = Path(REAL_FILE)
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = tokenizer_from_json(read_meta(find_checkpoint(real_run / "run"))["tokenizer"])
     pairs = [("What is the capital of France?", ""), (" x<|im_end|>\n  é <b>&", "Be brief.\n")]
-    pairs += [(HARD_TEXT, "")]
-    conversations = []
-    for message, system in pairs:
+    for message, system in [*pairs, (HARD_TEXT, "")]:
         turns = [{"role": "system", "content": system}] if system else []
-        conversations.append([*turns, {"role": "user", "content": message}])
-    words = [REAL_FILE, json.dumps(conversations)]
-    done = assert_success(run_python(CHAT_SCRIPT, *words, cwd=tmp_path, env=OFFLINE))
-    meta = read_meta(find_checkpoint(real_run / "run"))
-    tokenizer = tokenizer_from_json(meta["tokenizer"])
-    encoded = [encode_chat(tokenizer, message, system) for message, system in pairs]
-    assert [ids for ids, _ in encoded] == json.loads(done.stdout)
-    assert all(stop == {2} for _, stop in encoded)
+        turns.append({"role": "user", "content": message})
+        words = {"add_generation_prompt": True, "return_dict": False}
+        expected = theirs.apply_chat_template(turns, **words)
+        assert encode_chat(tokenizer, message, system) == (expected, {2})
 
 
 def test_it_answers_a_question_and_stops(real_run):
@@ -126,7 +76,24 @@ def test_it_answers_a_question_and_stops(real_run):
     assert run_script("sample.py", real_run / "run", *words) == "The capital of France is Paris.\n"
 
 
+@torch.no_grad()
+def their_loss(model, ids, length):
+    """Nats per token in windows of a length, the last of which overlaps the one before."""
+    n_scored = len(ids) - 1
+    total, scored = 0.0, 0
+    for end in [*range(length, n_scored, length), n_scored]:
+        x = ids[end - length : end + 1]
+        new = end - scored
+        hidden = model.model(x[None, :-1])[0][0, -new:]
+        for part, targets in zip(hidden.split(1024), x[-new:].split(1024), strict=True):
+            logits = model.lm_head(part).double()
+            total += F.cross_entropy(logits, targets, reduction="sum").item()
+        scored = end
+    return total / n_scored
+
+
 def test_loss_and_bits_per_byte_are_those_of_transformers(real_run, tmp_path):
+    """It reads the GGUF file itself, and the tokenizers package the exported tokenizer.json."""
     text = Path(os.environ.get("NANOLONG_TEXT", tmp_path / "text.txt"))
     if "NANOLONG_TEXT" not in os.environ:
         text.write_bytes(Path(_pydecimal.__file__).read_bytes()[:64000])
@@ -135,29 +102,19 @@ def test_loss_and_bits_per_byte_are_those_of_transformers(real_run, tmp_path):
     words += [f"--lengths={','.join(map(str, LENGTHS))}", "--dtype=float32", f"--device={DEVICE}"]
     run_script("evaluate.py", real_run / "run", *words, f"--json={tmp_path}/records.json")
     records = json.loads((tmp_path / "records.json").read_text())
-
-    words = [REAL_FILE, real_run / "exported" / "tokenizer.json", text]
-    words += [json.dumps(LENGTHS), "answers.json"]
-    assert_success(run_python(SCRIPT, *words, cwd=tmp_path, env=OFFLINE))
-    answers = json.loads((tmp_path / "answers.json").read_text())
-    for record in records:
-        theirs = answers[str(record["length"])]
-        nats = record["loss"] * record["tokens"]
-        bits = nats / record["bytes"] / math.log(2)
-        expected = theirs * record["tokens"] / answers["bytes"] / math.log(2)
-        print(
-            f"{record['tokens']} tokens at {record['length']}: perplexity "
-            f"{math.exp(record['loss']):.6f}, transformers {math.exp(theirs):.6f}; bits per byte "
-            f"{bits:.6f}, transformers {expected:.6f}"
-        )
-        assert record["bytes"] == answers["bytes"]
-        assert bits == pytest.approx(expected, abs=1e-4)
-        assert math.exp(record["loss"]) == pytest.approx(math.exp(theirs), rel=1e-4)
     assert [record["length"] for record in records] == list(LENGTHS)
 
-
-def test_the_exported_tokenizer_files_are_there(real_run):
-    names = {file.name for file in Path(real_run / "exported").iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= names
-    settings = json.loads((real_run / "exported" / "tokenizer_config.json").read_text())
-    assert "<|im_start|>" in settings["chat_template"]
+    package = tokenizers.Tokenizer.from_file(str(real_run / "exported" / "tokenizer.json"))
+    content = text.read_bytes().decode()
+    encoding = package.encode(content, add_special_tokens=False)
+    # those of all tokens but the first, which nothing predicts
+    n_bytes = len(content[encoding.offsets[1][0] :].encode())
+    file = Path(REAL_FILE)
+    options = {"gguf_file": file.name, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, **options).eval()
+    for record in records:
+        expected = their_loss(model, torch.tensor(encoding.ids), record["length"])
+        print(f"{record['tokens']} tokens at {record['length']}: {record['loss']:.6f} nats, ")
+        print(f"transformers {expected:.6f}; {n_bytes} bytes")
+        assert (record["bytes"], record["tokens"]) == (n_bytes, len(encoding.ids) - 1)
+        assert record["loss"] == pytest.approx(expected, abs=1e-4)

@@ -2,26 +2,21 @@
 
 import argparse
 import ast
-import bisect
-import collections
 import functools
 import inspect
-import itertools
 import json
-import keyword
 import os
 import subprocess
 import sys
 
 import pytest
-import regex
 import tiktoken
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from data.tokenizer import byte_level_alphabet, train_bpe
+from data.tokenizer import train_bpe
 from nanolong.errors import UserError
 
 TEXT = "def f(x):\n    return 'naïve ☃' * x\n" * 40
@@ -168,12 +163,6 @@ def test_streamed_text_holds_back_incomplete_characters():
 # Byte-level BPE that is trained here
 
 
-# as GPT-2 splits text
-PIECES = regex.compile(
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
-
-
 def source_of(*modules):
     return [inspect.getsource(module) for module in modules]
 
@@ -182,46 +171,6 @@ def source_of(*modules):
 def trained_bpe(vocab_size=600):
     pytest.importorskip("tokenizers")
     return train_bpe(source_of(argparse, ast), vocab_size)
-
-
-def merge_pair(tokens, pair):
-    """Join a pair of tokens wherever it occurs, from the left."""
-    merged = []
-    for token in tokens:
-        if merged and (merged[-1], token) == pair:
-            merged[-1] += token
-            # a pair of equal tokens does not overlap itself
-            token = b""
-        merged.append(token)
-    return tuple(token for token in merged if token)
-
-
-def count_pairs(words):
-    counts = collections.Counter()
-    for tokens, n in words.items():
-        for pair in itertools.pairwise(tokens):
-            counts[pair] += n
-    return counts
-
-
-def test_bpe_merges_the_pair_that_occurs_most():
-    """At every step, counted again over all words of the text."""
-    pytest.importorskip("tokenizers")
-    texts = source_of(keyword, bisect)
-    tokenizer = train_bpe(texts, 10_000)
-    spec = json.loads(tokenizer.files["tokenizer.json"])
-    byte_of = byte_level_alphabet()
-    words = collections.Counter()
-    for text in texts:
-        words.update(tuple(bytes([b]) for b in piece.encode()) for piece in PIECES.findall(text))
-    for merge in spec["model"]["merges"]:
-        pair = tuple(bytes(byte_of[character] for character in token) for token in merge)
-        counts = count_pairs(words)
-        assert counts[pair] == max(counts.values()) >= 2
-        words = {merge_pair(tokens, pair): n for tokens, n in words.items()}
-    # all that can be learned
-    assert max(count_pairs(words).values()) == 1
-    assert tokenizer.vocab_size == 257 + len(spec["model"]["merges"]) == len(spec["model"]["vocab"])
 
 
 def test_bpe_is_the_same_in_every_process(tmp_path):

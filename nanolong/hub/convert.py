@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from nanolong import parallel
 from nanolong.errors import UserError, require
 from nanolong.hub.families import ACTIVATIONS, FAMILIES, FIELDS, head_dim, tensor_layout
-from nanolong.hub.rope import OPTIONS, read_rope, write_rope
+from nanolong.hub.rope import OPTIONS, by_kind, read_rope, write_rope
 
 # Settings that an export computes or may leave out. Every other one has a value that its family
 # names, or its default: a new one is refused until an export computes it.
@@ -42,6 +42,14 @@ def import_model(GPT, c, tensors, lengths=(), context_length=0):
     settings = read_settings(c, family, stored, lengths)
     if context_length:
         settings |= change_length(c, settings, context_length)
+    length = settings["block_size"]
+    original = (settings.get("extension") or {}).get("original_length", length)
+    require(
+        min(original, length) >= 1 and length < 1 << 31,
+        f"the context length would be {length} tokens, and {original} before RoPE was scaled: give "
+        "--context_length=N, or download config.json again",
+    )
+    # the tensors become its parameters, so that no second copy of them is made
     model = parallel.build_without_weights(GPT, GPT.config_class(**settings))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if settings["tie_embeddings"]:
@@ -57,7 +65,10 @@ def import_model(GPT, c, tensors, lengths=(), context_length=0):
             f"{name} has values that are not finite, so the model computes nothing: download it "
             "again, or choose another checkpoint",
         )
-        weights |= zip(ours, x.split([shapes[n][0] for n in ours]), strict=True)
+        # fused matrices have the rows of several of ours
+        n_rows = [shapes[one][0] for one in ours]
+        for one, part in zip(ours, x.split(n_rows), strict=True):
+            weights[one] = part
     require(
         not stored,
         f"there is no parameter here for {', '.join(list(stored)[:3])}: choose another checkpoint",
@@ -82,20 +93,14 @@ def fold_bloom(stored, c):
 def read_settings(c, family, stored, lengths):
     """Return the settings of GPTConfig for a config; a model has the biases that are stored."""
     fields = FIELDS | family.fields
+    # what a family always has, then what its config says
     settings = {ours: choices[0] for ours, choices in family.has.items()}
     for ours, theirs in fields.items():
         value = getattr(c, theirs, None) if theirs else None
         if value is not None:
             settings[ours] = value
     if fields["mlp"]:
-        names = {name: mlp for mlp in reversed(family.has["mlp"]) for name in ACTIVATIONS[mlp]}
-        named = settings["mlp"]
-        require(
-            named in names,
-            f"{fields['mlp']} is {named!r}, and only {', '.join(names)} are computed here: choose "
-            "another checkpoint",
-        )
-        settings["mlp"] = names[named]
+        settings["mlp"] = read_activation(family, fields["mlp"], settings["mlp"])
     settings.setdefault("mlp_dim", 4 * c.hidden_size)
     settings.setdefault("block_size", 2048)
     settings["head_dim"] = settings.get("head_dim") or head_dim(c)
@@ -114,6 +119,19 @@ def read_settings(c, family, stored, lengths):
     return settings | family.read(c)
 
 
+def read_activation(family, field, name):
+    """Return the setting mlp of an activation function's name. Raises UserError."""
+    names = []
+    for mlp in family.has["mlp"]:
+        if name in ACTIVATIONS[mlp]:
+            return mlp
+        names += ACTIVATIONS[mlp]
+    raise UserError(
+        f"{field} is {name!r}, and only {', '.join(names)} are computed here: choose another "
+        "checkpoint"
+    )
+
+
 def check_config(c):
     """Refuse a config that transformers computes and we do not, before it is computed."""
     family = FAMILIES[c.model_type]
@@ -124,10 +142,9 @@ def check_config(c):
     )
     window = getattr(c, "sliding_window", None) or 0
     require(window >= 0, f"sliding_window is {window}, and has to be above 0: download it again")
-    parameters = getattr(c, "rope_parameters", None) or {}
-    kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     known = family.rope_types or OPTIONS
-    for kind in [p.get("rope_type", "default") for p in kinds]:
+    for p in by_kind(getattr(c, "rope_parameters", None)):
+        kind = p.get("rope_type", "default")
         require(kind in known, f"rope_type {kind!r} is not one of: {', '.join(known)}")
 
 
@@ -166,8 +183,12 @@ def read_layers(c, family, lengths):
     if not any(uses_rope):
         settings |= {"pos": "nope", "extension": None}
         uses_rope = [1] * n_layer
-    letters = ["NSFW"[2 * bool(r) + w] for r, w in zip(uses_rope, uses_window, strict=True)]
-    word = "".join(letters)
+    word = ""
+    for has_rope, has_window in zip(uses_rope, uses_window, strict=True):
+        if has_rope:
+            word += "W" if has_window else "F"
+        else:
+            word += "S" if has_window else "N"
     # the shortest beginning that gives the word when it is repeated
     period = next(n for n in range(1, n_layer + 1) if word.startswith(word[n:]))
     return settings | {"layer_pattern": word[:period]}
@@ -233,9 +254,12 @@ def find_obstacles(model, name, family):
         is_near = type(value) is float and math.isclose(value, choices[0], rel_tol=1e-6)
         if value not in choices and not is_near:
             found[f"--{setting}={value}"] = f"--{setting}={choices[0]}"
-    kinds = {config.layer_kind(i) for i in range(config.n_layer)}
-    if not has_positions(config):
-        kinds = {{"F": "N", "W": "S"}.get(kind, kind) for kind in kinds}
+    # kinds of layers, whatever their order; DroPE's layers have no positions
+    without_positions = {"F": "N", "W": "S"}
+    kinds = set()
+    for layer in range(config.n_layer):
+        kind = config.layer_kind(layer)
+        kinds.add(kind if has_positions(config) else without_positions.get(kind, kind))
     if not any(kinds <= set(pattern) for pattern in family.patterns):
         needed = " or ".join(family.patterns)
         found[f"layers of the kinds {''.join(sorted(kinds))}"] = f"--layer_pattern={needed}"

@@ -98,10 +98,10 @@ def head_dim(c):
     return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
 
-def tensor_layout(family, n_layer, names):
+def tensor_layout(family, n_layer, names=None):
     """Yield (their name, ours that it holds, Fold) of all tensors of a model.
 
-    names: of our parameters; what is not among them, such as a bias, is left out.
+    names: of our parameters, if known; what is not among them, such as a bias, is left out.
     """
     places = [("", "", family.top)]
     places += [(f"{family.prefix}{i}.", f"blocks.{i}.", family.layer) for i in range(n_layer)]
@@ -110,7 +110,7 @@ def tensor_layout(family, n_layer, names):
             # the empty kind: a tensor that is no weight or bias of a module
             for kind in (".weight", ".bias", ""):
                 ours = [f"{our_prefix}{name}{kind}" for name in held.split()]
-                if ours[0] in names:
+                if names is None or ours[0] in names:
                     yield f"{their_prefix}{module}{kind}", ours, family.folds.get(module, Fold())
 
 

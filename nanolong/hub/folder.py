@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from nanolong.errors import UserError, require
 from nanolong.hub.families import FAMILIES
-from nanolong.hub.rope import KEYS
+from nanolong.hub.rope import KEYS, by_kind
 from nanolong.hub.verify import as_user_error
 from nanolong.tokenizer_files import FILES
 
@@ -82,8 +82,8 @@ def read_folder(folder):
     check_model_type(folder, text.get("model_type"))
     with as_user_error(folder / "config.json"):
         c = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tensors = read_tensors(folder)
-        c, tensors = text_half(c, tensors)
+    with as_user_error(folder):
+        c, tensors = text_half(c, read_tensors(folder))
         # checked first: an absurd number of layers takes long to build even without memory
         require(
             c.num_hidden_layers <= len(tensors),
@@ -125,9 +125,8 @@ def fields_not_read(values, c):
     names = [name for name, x in values.items() if x and name not in known]
     names = [name for name in names if re.search("rope|rotary|attn|attention|window|softcap", name)]
     for field in ("rope_scaling", "rope_parameters"):
-        rope = values.get(field) or {}
-        kinds = [x for x in rope.values() if isinstance(x, dict)] or [rope]
-        names += [f"{field}.{name}" for kind in kinds for name in kind if name not in KEYS]
+        for kind in by_kind(values.get(field)):
+            names += [f"{field}.{name}" for name in kind if name not in KEYS]
     names = [str(name) for name in dict.fromkeys(names) if not str(name).endswith("truncate")]
     return (f"not read: {', '.join(names)}",) if names else ()
 
@@ -241,7 +240,7 @@ def write_folder(folder, theirs, ids):
 def add_older_fields(values):
     """Return the fields of a config.json, with RoPE's of transformers 4, which mlx-lm reads."""
     rope = values.get("rope_parameters") or {}
-    full = rope.get("full_attention", rope)
+    full = by_kind(rope)[0]
     outside = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     older = {key: full[key] for key in outside if key in full}
     if values["model_type"] == "gpt_neox":

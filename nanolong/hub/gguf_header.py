@@ -62,12 +62,16 @@ class Header:
         if kind == STRING:
             return self.text()
         if kind == ARRAY:
-            kind, n = self.number("I"), self.number("Q")
-            texts = kind == STRING
-            return [self.text() for _ in range(n)] if texts else list(self.take(NUMBERS[kind], n))
+            kind = self.number("I")
+            n = self.number("Q")
+            if kind == STRING:
+                return [self.text() for _ in range(n)]
+            return list(self.take(NUMBERS[kind], n))
         value = self.number(NUMBERS[kind])
-        # 1e-05 is stored as 9.999999747378752e-06
-        return float(str(np.float32(value))) if kind == FLOAT32 else value
+        if kind == FLOAT32:
+            # 1e-05 is stored as 9.999999747378752e-06
+            value = float(str(np.float32(value)))
+        return value
 
     def tensor(self, name):
         """Return the Place of a tensor, whose offset counts from the first of all."""
@@ -81,7 +85,9 @@ class Header:
 
     def parse(self, file_size):
         """Return (metadata, tensors: name -> Place)."""
-        magic, version = self.take("s", 4)[0], self.number("I")
+        magic = self.take("s", 4)[0]
+        # of a file of the other byte order the version is a large number
+        version = self.number("I")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError("it does not begin as one of version 2 or 3 does")
         n_tensors, n_values = self.take("Q", 2)
@@ -92,6 +98,7 @@ class Header:
         for _ in range(n_tensors):
             name = self.new_name(tensors)
             tensors[name] = self.tensor(name)
+        # the values of tensors follow the header, each at a multiple of the alignment
         alignment = metadata.get("general.alignment", 32)
         start = end = -(-self.position // alignment) * alignment
         for name, place in sorted(tensors.items(), key=lambda item: item[1].offset):

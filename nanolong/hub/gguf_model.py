@@ -51,12 +51,7 @@ def swap_pairs(x, n, m):
 def find_names(arch, n_layer):
     """Return (their name, its name in a GGUF file) of all tensors that a model can have."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layer)
-
-    class All:
-        def __contains__(self, name):
-            return True
-
-    for theirs, *_ in tensor_layout(FAMILIES[arch], n_layer, All()):
+    for theirs, *_ in tensor_layout(FAMILIES[arch], n_layer):
         name = names.get_name(theirs, (".weight", ".bias"))
         if name is not None:
             yield theirs, name
@@ -121,12 +116,13 @@ def read_own(file, metadata, arch):
     head = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
     own.setdefault("rope.dimension_count", head)
     plain = {"attention.value_length": head, "rope.dimension_count": head, "attention.causal": True}
-    wrong = [key for key, x in plain.items() if own.get(key, x) != x]
-    wrong += [
-        key
-        for key, x in own.items()
-        if x and key not in FIELDS.keys() | plain.keys() and not key.startswith(OTHERS)
-    ]
+    wrong = []
+    for key, x in own.items():
+        is_known = not x or key in FIELDS or key.startswith(OTHERS)
+        if key in plain:
+            is_known = x == plain[key]
+        if not is_known:
+            wrong.append(key)
     if arch != "llama" and own.get("attention.sliding_window"):
         # which layers have the window is not in the metadata
         wrong.append("attention.sliding_window")

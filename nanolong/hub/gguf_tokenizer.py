@@ -175,13 +175,10 @@ def empty_bpe(pre_tokenizer, ids=None, merges=None):
 # Writing
 
 
-def tokenizer_metadata(tokenizer, vocab_size, adds_bos, name=None):
-    """Return the metadata of an ImportedTokenizer, for a model of so many ids. Raises UserError.
-
-    name: of the pre-tokenizer, if the files cannot say it.
-    """
+def tokenizer_metadata(tokenizer, vocab_size, adds_bos):
+    """Return the metadata of an ImportedTokenizer, for a model of so many ids. Raises UserError."""
     spec = json.loads(tokenizer.package.to_str())
-    name = name or pre_tokenizer_name(spec)
+    name = pre_tokenizer_name(spec)
     merges = spec["model"].get("merges")
     if name is None or not merges:  # llama.cpp wants some
         raise UserError(

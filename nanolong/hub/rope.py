@@ -29,6 +29,13 @@ KEYS = {
     *(name for names in OPTIONS.values() for name in names),
 }
 
+
+def by_kind(parameters):
+    """Return the dicts of rope_parameters: one for each kind of layer, full first, or for all."""
+    kinds = [value for _, value in sorted((parameters or {}).items()) if isinstance(value, dict)]
+    return kinds or [parameters or {}]
+
+
 # -----------------------------------------------------------------------------
 # Reading
 
@@ -40,7 +47,7 @@ def read_rope(c, family, uses_window, lengths):
     lengths: context lengths in tokens that other fields and files say.
     """
     parameters = c.rope_parameters
-    if not any(isinstance(value, dict) for value in parameters.values()):
+    if by_kind(parameters) == [parameters]:
         return read_parameters(c, parameters, None, family, lengths)
     found = {}
     for kind in ("full_attention", "sliding_attention"):

@@ -1,70 +1,31 @@
-"""The tokenizer files of a Hugging Face folder: read for an import, and written for an export."""
+"""The tokenizer files that an export writes to a folder, or turns into the metadata of a GGUF."""
 
 import json
-import re
 
 from data.tokenizer import (
-    BPETokenizer,
     ByteTokenizer,
-    CharTokenizer,
     ImportedTokenizer,
     byte_level_alphabet,
     load_tokenizer_json,
-    rust_errors,
-    same_vocabulary,
 )
 from nanolong import tokenizer_files
-from nanolong.errors import require
 
-# Words, code, many scripts, composed and decomposed characters, joined emoji, control characters,
-# and every kind of white space.
-SAMPLE = (
-    "The quick brown fox can't jump 3.14159 times over 1,024 lazy dogs' backs; it'll try, "
-    "won't it?\n\n\tdef f(x, *, y=None):\n        return {'a': [x ** 2, -y]}  # tail   \n\r\n"
-    "Fünf Größen, naïve café, Ærøskøbing; Ελληνικά, Русский текст, עברית, العربية, हिन्दी, "
-    "中文字符, 日本語のテキスト, 한국어. ½ ² Ⅻ ١٢٣ 🙂👩‍👩‍👧 e\u0301   \u00a0\u3000aaaaaaa     "
-    "\n   \n<b>&amp;</b> http://x.org/?q=%20#1 \x00\x01\x7f\u2581 WON'T 12345678 \ufeff"
+NOT_WRITTEN = (
+    "no tokenizer is written, because only one of bytes and a tokenizer.json are: the export works "
+    "on token ids (for text, give --tokenizer=DIR of the tokenizer.json of this vocabulary)"
 )
 
 
-def sample_text(tokenizer) -> str:
-    """Return a text that a tokenizer can encode, for comparisons."""
-    if isinstance(tokenizer, CharTokenizer):
-        return tokenizer.characters
-    return SAMPLE
+def make_exported(tokenizer, adds_bos: bool, length: int):
+    """Return a tokenizer with the files that are written, or None for characters and tiktoken's.
 
-
-def read_tokenizer(folder, model_config, vocab_size: int, named=False):
-    """Read the tokenizer of a Hugging Face folder, for a model with so many ids.
-
-    named: whether the user has named the folder for its tokenizer, which then has to be there.
-    Returns the tokenizer or None, the id that starts every text or None, and a note for the user
-    that may be empty. Raises UserError if a file is damaged or belongs to another model.
+    adds_bos: whether bos is put before every text. length: the model's context length.
     """
-    require(
-        (folder / "tokenizer.json").is_file() or not named,
-        f"there is no {folder / 'tokenizer.json'}: give --tokenizer the folder of this model's",
-    )
-    if not (folder / "tokenizer.json").is_file():
-        note = f"there is no tokenizer.json in {folder}: the model works on token ids only"
-        if (folder / "tokenizer.model").is_file():
-            note += " (for text, let transformers write one from tokenizer.model)"
-        return None, None, note
-    return *tokenizer_files.read_tokenizer(folder, model_config, vocab_size), ""
-
-
-# -----------------------------------------------------------------------------
-# Writing
-
-
-def make_exported(tokenizer, adds_bos: bool, length: int) -> ImportedTokenizer:
-    """Return a tokenizer with the files that it came with, or those of one of our own.
-
-    adds_bos: whether bos is put before every text. length: the model's context length. Raises
-    UserError if a tokenizer.json would encode text otherwise than the tokenizer.
-    """
+    if isinstance(tokenizer, ByteTokenizer):
+        files = {"tokenizer.json": build_byte_level(tokenizer).to_str().encode()}
+        tokenizer = ImportedTokenizer(files, tokenizer.bos)
     if not isinstance(tokenizer, ImportedTokenizer):
-        tokenizer = build_tokenizer(tokenizer)
+        return None
     if "tokenizer_config.json" in tokenizer.files:
         return tokenizer
     text = tokenizer.text
@@ -89,70 +50,17 @@ def make_exported(tokenizer, adds_bos: bool, length: int) -> ImportedTokenizer:
     )
 
 
-def build_tokenizer(tokenizer):
-    """Return the ImportedTokenizer that does what a tokenizer of our own does, or raise UserError.
+def build_byte_level(tokenizer):
+    """Return the tokenizers.Tokenizer of a ByteTokenizer."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    It is compared on a text, on each character of it, and on what must not become a special token.
-    """
-    problem = "no tokenizer.json can be made that encodes text as this vocabulary does"
-    remedy = "give --tokenizer=DIR with tokenizer files of your own"
-    text = sample_text(tokenizer)
-    texts = [text, text[::-1], *text]
-    if not isinstance(tokenizer, CharTokenizer):
-        texts += [text.replace(" ", "\n"), *tokenizer.special_tokens]
-    with rust_errors(problem, remedy):
-        files = {"tokenizer.json": build_package(tokenizer).to_str().encode()}
-        built = ImportedTokenizer(files, tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
-        alike = all(tokenizer.encode(x) == built.encode(x) for x in texts)
-    require(alike and same_vocabulary(tokenizer, built), f"{problem}: {remedy}")
-    return built
-
-
-def build_package(tokenizer):
-    """Return the tokenizers.Tokenizer of a ByteTokenizer, CharTokenizer or BPETokenizer."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    # Special tokens are in the models' vocabularies too: an added token that is not would get the
-    # next free id, not its own.
+    # an added token that is not in the vocabulary too would get the next free id
     special = tokenizer.special_tokens
-    steps = [pre_tokenizers.ByteLevel(False, use_regex=False)]
-    decoder = decoders.ByteLevel()
-    if isinstance(tokenizer, CharTokenizer):
-        model = models.WordLevel(tokenizer.ids | special, unk_token="<unk>")
-        steps = [pre_tokenizers.Split(tokenizers.Regex("(?m:.)"), "isolated")]
-        decoder = decoders.Fuse()
-    elif isinstance(tokenizer, ByteTokenizer):
-        model = models.BPE(byte_level_alphabet() | special, [])
-    elif isinstance(tokenizer, BPETokenizer):
-        vocab, merges = bpe_vocabulary(tokenizer.encoding._mergeable_ranks)
-        # a piece of text that is a token is not split into bytes
-        model = models.BPE(vocab | special, merges, ignore_merges=True)
-        # the package's regular expressions take the + of {1,3}+ for another repetition
-        pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", tokenizer.encoding._pat_str)
-        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"))
-    built = tokenizers.Tokenizer(model)
-    built.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
-    built.decoder = decoder
-    names = sorted(special, key=special.get)
-    built.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
+    built = Tokenizer(models.BPE(byte_level_alphabet() | special, []))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens([AddedToken(name, normalized=False) for name in special])
     return built
-
-
-def bpe_vocabulary(ranks):
-    """Return (vocabulary, merges) of byte-level BPE from tiktoken's ranks of tokens."""
-    character_of = {byte: character for character, byte in byte_level_alphabet().items()}
-    text = {token: "".join(character_of[byte] for byte in token) for token in ranks}
-    # every pair of tokens that makes a token, in the order of ranks
-    merges = []
-    for token, rank in ranks.items():
-        for i in range(1, len(token)):
-            left = token[:i]
-            right = token[i:]
-            if left in ranks and right in ranks:
-                merges.append((rank, ranks[left], ranks[right], left, right))
-    pairs = [(text[left], text[right]) for *_, left, right in sorted(merges)]
-    return {text[token]: rank for token, rank in ranks.items()}, pairs
 
 
 def put_first(package, i):

@@ -5,15 +5,26 @@ from pathlib import Path
 
 import torch
 
-from data import ImportedTokenizer, tokenizer_from_json
-from nanolong import run
-from nanolong.errors import UserError, require
+from data import tokenizer_from_json
+from nanolong import run, tokenizer_files
+from nanolong.errors import require
 from nanolong.hub import gguf_model, gguf_tokenizer, nanogpt
 from nanolong.hub.convert import check_config, export_model, import_model
 from nanolong.hub.folder import find_folder, read_folder, whole, write_folder
-from nanolong.hub.tokenizer import make_exported, read_tokenizer, sample_text
+from nanolong.hub.rope import by_kind
+from nanolong.hub.tokenizer import NOT_WRITTEN, make_exported
 from nanolong.hub.verify import as_user_error, compare, load_theirs
 from nanolong.tokenizer_files import FILES
+
+# Words, code, many scripts, composed and decomposed characters, joined emoji, control characters,
+# and every kind of white space.
+SAMPLE = (
+    "The quick brown fox can't jump 3.14159 times over 1,024 lazy dogs' backs; it'll try, "
+    "won't it?\n\n\tdef f(x, *, y=None):\n        return {'a': [x ** 2, -y]}  # tail   \n\r\n"
+    "Fünf Größen, naïve café, Ærøskøbing; Ελληνικά, Русский текст, עברית, العربية, हिन्दी, "
+    "中文字符, 日本語のテキスト, 한국어. ½ ² Ⅻ ١٢٣ 🙂👩‍👩‍👧 e\u0301   \u00a0\u3000aaaaaaa     "
+    "\n   \n<b>&amp;</b> http://x.org/?q=%20#1 \x00\x01\x7f\u2581 WON'T 12345678 \ufeff"
+)
 
 # -----------------------------------------------------------------------------
 # Import
@@ -62,8 +73,18 @@ def import_to(GPT, source, target, store="auto", tokenizer="", verify=True, cont
 def open_source(source):
     """Return where a model is on this machine, and its Source."""
     path = Path(source)
-    if path.suffix.lower() == ".gguf":
+    start = b""
+    if path.is_file():
+        with open(path, "rb") as stream:
+            start = stream.read(4)
+    # ollama's files have no suffix
+    if start == b"GGUF" or path.suffix.lower() == ".gguf":
         return path, gguf_model.read_gguf(path)
+    require(
+        not path.is_file() or path.suffix.lower() not in (".safetensors", ".json", ".bin"),
+        f"{path} is one file of a checkpoint, and its config.json and tokenizer are needed too: "
+        f"give the folder that holds them all, such as {path.resolve().parent}",
+    )
     if path.is_file() or path.suffix == ".pt":
         return path, nanogpt.read_checkpoint(path)
     folder = find_folder(source)
@@ -81,12 +102,17 @@ def open_tokenizer(place, found, named, vocab_size):
     if not named and place.is_file():
         return None, None, nanogpt.TOKENIZER_NOTE
     folder = Path(named or place)
-    tokenizer, bos, note = read_tokenizer(folder, ids, vocab_size, bool(named))
+    if not named and not (folder / "tokenizer.json").is_file():
+        note = f"there is no tokenizer.json in {folder}: the model works on token ids only"
+        if (folder / "tokenizer.model").is_file():
+            note += " (for text, let transformers write one from tokenizer.model)"
+        return None, None, note
+    tokenizer, bos = tokenizer_files.read_tokenizer(folder, ids, vocab_size)
     if found.metadata:
         gguf_tokenizer.check_same_tokens(place, found.metadata, folder, tokenizer.package)
         if bos is None:
             bos = gguf_tokenizer.first_token(place, found.metadata, vocab_size)
-    return tokenizer, bos, note
+    return tokenizer, bos, ""
 
 
 def stored_weights(model, store):
@@ -117,13 +143,6 @@ def print_summary(folder, model):
     if extension:
         text += f" (originally {config.original_length}, {extension['method']}, "
         text += f"factor {extension['factor']:g})"
-    layers = range(config.n_layer)
-    if config.window:
-        n_window = sum(config.uses_window(layer) for layer in layers)
-        text += f"; window {config.window} in {n_window} of {config.n_layer} layers"
-    n_without = sum(not config.uses_positions(layer) for layer in layers)
-    if n_without:
-        text += f"; {n_without} layers without positions"
     print(text)
     if extension and extension["method"] == "dynamic-ntk":
         print(
@@ -170,11 +189,11 @@ def export_to(model, target, verify=True, tokenizer_from="", store="auto"):
         del theirs
         for name, content in files.items():
             (part / name).write_bytes(content)
-        rope = getattr(c, "rope_parameters", None) or {}
-        kind = rope.get("full_attention", rope).get("rope_type")
-        text = f"{target}: {c.model_type}{f', rope_type {kind}' if kind else ''}"
-        text += f", {model.config.block_size} tokens, {str(dtype).removeprefix('torch.')}"
-        print(text + ("" if files else "; no tokenizer: the checkpoint has none"))
+        kind = by_kind(getattr(c, "rope_parameters", None))[0].get("rope_type", "none")
+        text = f"{target}: {c.model_type}, rope_type {kind}, {model.config.block_size} tokens, "
+        print(text + str(dtype).removeprefix("torch."))
+        if not files:
+            print(f"note: {NOT_WRITTEN}" if tokenizer else "note: the checkpoint has no tokenizer")
         report = []
         if verify:
             # what was written is read again
@@ -208,32 +227,22 @@ def exported_files(model, tokenizer, tokenizer_from):
             "that the model was imported from",
         )
         return {name: file.read_bytes() for name, file in files.items()}
-    if tokenizer is None:
-        return {}
     adds_bos = model.meta.get("bos") is not None
-    return make_exported(tokenizer, adds_bos, model.config.block_size).files
+    exported = make_exported(tokenizer, adds_bos, model.config.block_size)
+    return exported.files if exported else {}
 
 
 def compare_text(folder, tokenizer):
-    """Return whether transformers encodes a text as our tokenizer does.
-
-    Raises UserError for a tokenizer that we have written ourselves, if it does not.
-    """
+    """Return whether transformers encodes a text as our tokenizer does."""
     from transformers import AutoTokenizer
 
-    text = sample_text(tokenizer)
     with as_user_error(folder):
         theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        ids = theirs(text, add_special_tokens=False)["input_ids"]
-    if ids == tokenizer.encode(text):
+        ids = theirs(SAMPLE, add_special_tokens=False)["input_ids"]
+    if ids == tokenizer.encode(SAMPLE):
         return "text is encoded alike"
     # the files of an import are what they were
-    if isinstance(tokenizer, ImportedTokenizer):
-        return "its class of this tokenizer encodes text otherwise than tokenizer.json"
-    raise UserError(
-        "transformers encodes text otherwise by the tokenizer that was written, and nothing is "
-        "kept: give --tokenizer=DIR with the original files, or report it"
-    )
+    return "its class of this tokenizer encodes text otherwise than tokenizer.json"
 
 
 # what mlx-lm 0.32.2 computes as transformers does: without a window, only with RoPE that is not
@@ -245,8 +254,7 @@ MLX_LM_WINDOW = {"olmo3", "gemma3_text", "exaone4"}
 
 def note_clients(c, config):
     """Print whether mlx-lm may compute otherwise: it reads fewer fields, and says nothing."""
-    rope = getattr(c, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
+    rope = by_kind(getattr(c, "rope_parameters", None))[0]
     kind = rope.get("rope_type", "default")
     known = MLX_LM | MLX_LM_WINDOW | (MLX_LM_PLAIN if kind == "default" else set())
     is_read = c.model_type in (MLX_LM_WINDOW if config.window else known)
@@ -284,15 +292,14 @@ def gguf_metadata(model, tokenizer_from):
     tokenizer = tokenizer_from_json(model.meta.get("tokenizer"))
     bos = model.meta.get("bos")
     size = model.config.vocab_size
-    if tokenizer_from == "none" or not (tokenizer or tokenizer_from):
-        print("note: the file has no tokenizer: only token ids work")
-        metadata = {"tokenizer.ggml.model": "none"}
-        if bos is not None:
-            metadata |= {"tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.add_bos_token": True}
-        return metadata
-    if tokenizer_from:
-        tokenizer, _, _ = read_tokenizer(Path(tokenizer_from), {}, size, named=True)
-    exported = make_exported(tokenizer, bos is not None, model.config.block_size)
-    is_gpt2 = getattr(getattr(tokenizer, "encoding", None), "name", "") == "gpt2"
-    name = "gpt-2" if is_gpt2 else None
-    return gguf_tokenizer.tokenizer_metadata(exported, size, bos is not None, name)
+    if tokenizer_from and tokenizer_from != "none":
+        tokenizer, _ = tokenizer_files.read_tokenizer(Path(tokenizer_from), {}, size)
+    adds_bos = bos is not None
+    exported = make_exported(tokenizer, adds_bos, model.config.block_size)
+    if exported and tokenizer_from != "none":
+        return gguf_tokenizer.tokenizer_metadata(exported, size, adds_bos)
+    print("note: the file has no tokenizer: only token ids work")
+    metadata = {"tokenizer.ggml.model": "none"}
+    if adds_bos:
+        metadata |= {"tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.add_bos_token": True}
+    return metadata

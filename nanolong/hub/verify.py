@@ -89,11 +89,14 @@ def compare(model, theirs):
     config = model.config
     tokens = torch.arange(min(N_TOKENS, config.block_size))
     passes = [(model, theirs, tokens)]
-    first = [*{config.layer_kind(i): i for i in reversed(range(config.n_layer))}.values()]
+    kinds = [config.layer_kind(layer) for layer in range(config.n_layer)]
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     far = far_positions(config, has_window=False)
     if config.window:
-        # a short window shows which layers have it, and none hides a key at positions with gaps
-        plans = [(range(config.n_layer), N_TOKENS // 2, tokens), (first, 4 * MAX_POSITION, far)]
+        # a short window shows which layers have it
+        plans = [(range(config.n_layer), N_TOKENS // 2, tokens)]
+        # a long one hides no key at positions with gaps
+        plans.append((first, 4 * MAX_POSITION, far))
         plans.append((first, 0, far_positions(config, has_window=True)))
     else:
         plans = [(first, 0, far)]
