@@ -330,6 +330,11 @@ def test_keys_far_apart_in_memory(rng):
         far = memory.as_strided((1, 1, T, 16), (0, 0, stride, 1)).copy_(near_T)
         for attention, queries in ((flash.attention, q_T), (decode.attention, q[:, :, :1])):
             assert torch.equal(attention(queries, far, far), attention(queries, near_T, near_T))
+    # nine query heads that share a key head, the last one at 2^31
+    q_heads = torch.randn(1, 9, 1, 16).half()
+    far = memory.as_strided((1, 9, 1, 16), (0, 1 << 28, 16, 1)).copy_(q_heads)
+    k = near[:, :, :40]
+    assert torch.equal(decode.attention(far, k, k), decode.attention(q_heads, k, k))
 
 
 # -----------------------------------------------------------------------------
