@@ -1277,7 +1277,7 @@ def needs_grad(tensors):
 def require(holds, problem, *values):
     """Raise ValueError unless it holds. problem: a sentence, with {} for each value."""
     if not holds:
-        raise ValueError(f"attention: {problem.format(*values)}")
+        raise ValueError(problem.format(*values))
 
 
 def prepare(q, k, v, bias, relative, positions, docs, scale):
