@@ -65,7 +65,8 @@ def _split_kernel(
     b = (tl.program_id(2) // call.Tq).to(tl.int64)
     t = tl.program_id(2) % call.Tq
     i = Tk - call.Tq + t
-    r = tl.arange(0, ROWS)
+    # int64: a head index times its stride can pass 2^31
+    r = tl.arange(0, ROWS).to(tl.int64)
     c = tl.arange(0, BN)
 
     # a row for each head, with what its bias needs

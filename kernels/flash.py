@@ -760,10 +760,10 @@ TILES = {
     ("sm_80", 64): ((128, 32, 4, 3), (128, 64, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_80", 128): ((64, 64, 4, 2), (128, 32, 8, 3), (16, 128, 8, 2), (64, 64, 4, 2)),
     ("sm_90", 64): ((128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2)),
-    ("sm_90", 128): ((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2)),
-    ("small", 64): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1), (32, 32, 4, 2)),
+    ("sm_90", 128): ((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2)),
+    ("small", 64): ((64, 64, 4, 2), (64, 32, 8, 2), (32, 64, 4, 1), (32, 32, 4, 2)),
     ("small", 128): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 2)),
-    ("vectors", 64): ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+    ("vectors", 64): ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 3), (32, 32, 4, 2)),
     ("vectors", 128): ((32, 32, 8, 1), (16, 16, 8, 1), (32, 32, 8, 2), (16, 16, 8, 1)),
 }
 SWEEP_PROGRAMS = 512  # about so many, if the tiles allow: a diagonal is split to get there
@@ -1110,10 +1110,10 @@ def _attention_backward(
         total = dlse.sum((0, 2)) / LOG2E
     else:
         total = (dlse[..., None] * qr.float()).sum((0, 2)) * scale
-    sum_by_distance(dbias, by_distance, total, is_reached, d0, BM, causal)
+    sum_by_distance(dbias, by_distance, total, is_reached, d0, BM)
     if rel_v is not None:
         total = dout.float().sum((0, 2))  # a row of P sums to 1
-        sum_by_distance(drel_v, v_by_distance, total, is_reached, d0, BM, causal)
+        sum_by_distance(drel_v, v_by_distance, total, is_reached, d0, BM)
     return grads
 
 
@@ -1167,7 +1167,7 @@ def reaches_last_entry(call, segments):
     return call.Tk >= call.m and not is_near
 
 
-def sum_by_distance(grad, partial, total, is_reached, d0, BM, causal):
+def sum_by_distance(grad, partial, total, is_reached, d0, BM):
     """Write the gradient of a table or of vectors into grad (H or 1, m, ...).
 
     partial (splits, H, diagonals, 2 BM, ...): the sums of the sweep, by distance from d0 on, where
@@ -1179,22 +1179,13 @@ def sum_by_distance(grad, partial, total, is_reached, d0, BM, causal):
     by_distance = partial.new_zeros(heads, (diagonals + 1) * BM, *channels)
     by_distance[:, :-BM] += partial[:, :, :BM].flatten(1, 2)
     by_distance[:, BM:] += partial[:, :, BM:].flatten(1, 2)
-    # the distances from 0 up, and the first of them
-    sides = [(by_distance[:, max(0, -d0) :], max(0, d0))]
-    if not causal:
-        # the keys after the query: the distances from -1 down
-        after = by_distance[:, : max(0, -d0)].flip(1)
-        sides.append((after, max(1, 1 - d0 - by_distance.shape[1])))
+    distance = (d0 + torch.arange(by_distance.shape[1], device=grad.device)).abs()
     sums = partial.new_zeros(heads, *grad.shape[1:])
-    for side, start in sides:
-        inside = min(side.shape[1], max(0, grad.shape[1] - 1 - start))
-        sums[:, start : start + inside] += side[:, :inside]
-    rest = total - sums.sum(1)
-    if isinstance(is_reached, bool):  # not copied to the device, which would wait for it
-        rest = rest if is_reached else torch.zeros_like(rest)
-    else:
-        rest = torch.where(is_reached, rest, 0.0)
-    sums[:, -1] = rest
+    # At most two numbers meet in an entry, a key's before and one's after the query, so that their
+    # order does not matter. The last entry is written below.
+    sums.index_add_(1, distance.clamp(max=grad.shape[1] - 1), by_distance)
+    sums[:, -1] = 0
+    sums[:, -1] = (total - sums.sum(1)) * is_reached
     grad.copy_(sums if len(grad) == heads else sums.sum(0, keepdim=True))
 
 
@@ -1277,7 +1268,7 @@ def needs_grad(tensors):
 def require(holds, problem, *values):
     """Raise ValueError unless it holds. problem: a sentence, with {} for each value."""
     if not holds:
-        raise ValueError(f"attention: {problem.format(*values)}")
+        raise ValueError(problem.format(*values))
 
 
 def prepare(q, k, v, bias, relative, positions, docs, scale):

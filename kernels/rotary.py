@@ -1,6 +1,6 @@
 """Rotary position embedding in Triton: queries and keys in one launch, forward and backward.
 
-Imports only torch and triton: copy this file into your project.
+Shares with flash.py how a tensor is described: copy both into your project.
 
 The formula (RoFormer, arXiv 2104.09864, in the half-split layout of GPT-NeoX and Llama): of the D
 channels of a head the first R are rotated, channel c < R/2 together with channel c + R/2, by the
@@ -18,35 +18,24 @@ The arithmetic is float32 whatever the dtype: in bfloat16, cos and sin would no 
 positions apart.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from .flash import DTYPES, as_rows, require
+
 GROUP = tl.constexpr(4)  # heads of a program
 
 
-class Heads(NamedTuple):
-    """A tensor (batch, head, token, channel) in memory; its channels are next to each other."""
-
-    ptr: Any
-    b: Any  # strides
-    h: Any
-    t: Any
-    n: int  # heads
-
-
 @triton.jit
-def _rotate_heads(x, y, b, first, t, cos, sin, T, D: tl.constexpr, HALF: tl.constexpr):
-    """Rotate heads first .. first + GROUP - 1 of x into y: tokens t, by their cos and sin."""
+def _rotate_heads(x, y, b, first, n, t, cos, sin, T, D: tl.constexpr, HALF: tl.constexpr):
+    """Rotate heads first .. first + GROUP - 1 of n of x into y: tokens t, by their cos and sin."""
     c = tl.arange(0, cos.shape[1])[None, :]
     dtype = y.ptr.dtype.element_ty
     for i in tl.static_range(GROUP):
         # int64: a head index times its stride can pass 2^31
         h = (first + i).to(tl.int64)
-        mask = ((t < T) & (h < x.n))[:, None]
+        mask = ((t < T) & (h < n))[:, None]
         source = x.ptr + b * x.b + h * x.h + t[:, None] * x.t
         target = y.ptr + b * y.b + h * y.h + t[:, None] * y.t
         # the two halves that are rotated with each other, each a contiguous run
@@ -64,7 +53,7 @@ def _rotate_heads(x, y, b, first, t, cos, sin, T, D: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def _rotate_kernel(
-    Q, K, Q_OUT, K_OUT, COS, SIN, T,
+    Q, K, Q_OUT, K_OUT, COS, SIN, H, HK, T,
     D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, BT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -85,18 +74,12 @@ def _rotate_kernel(
     if INVERSE:
         sin = -sin
     # first the groups of query heads, then those of key heads
-    q_groups = tl.cdiv(Q.n, GROUP)
+    q_groups = tl.cdiv(H, GROUP)
     if group < q_groups:
-        _rotate_heads(Q, Q_OUT, b, group * GROUP, t, cos, sin, T, D, HALF)
+        _rotate_heads(Q, Q_OUT, b, group * GROUP, H, t, cos, sin, T, D, HALF)
     else:
-        _rotate_heads(K, K_OUT, b, (group - q_groups) * GROUP, t, cos, sin, T, D, HALF)
-
-
-def heads_of(x):
-    """Heads of a tensor (B, H, T, D), or of a table (T, R/2) or (B, T, R/2)."""
-    if x.dim() == 4:
-        return Heads(x, *x.stride()[:3], x.shape[1])
-    return Heads(x, x.stride(0) if x.dim() == 3 else 0, 0, x.stride(-2), 1)
+        first = (group - q_groups) * GROUP
+        _rotate_heads(K, K_OUT, b, first, HK, t, cos, sin, T, D, HALF)
 
 
 def empty_outputs(q, k):
@@ -114,15 +97,15 @@ def _rope(
     half = cos.shape[-1]
     if not (B and T and D):
         return q_out, k_out
-    cos, sin = (x if x.stride(-1) == 1 or half == 1 else x.contiguous() for x in (cos, sin))
-    if cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
+    # tables of one head, the same for all sequences or not
+    tables = (x.contiguous().expand(B, T, half)[:, None] for x in (cos, sin))
     # a tile of 4 KiB of bfloat16: each thread loads and stores 16 bytes at a time
     BT = max(1, 2048 // triton.next_power_of_2(D))
-    groups = triton.cdiv(H, GROUP.value) + triton.cdiv(k.shape[1], GROUP.value)
+    HK = k.shape[1]
+    groups = triton.cdiv(H, GROUP.value) + triton.cdiv(HK, GROUP.value)
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
         _rotate_kernel[triton.cdiv(T, BT), groups, B](
-            *map(heads_of, (q, k, q_out, k_out, cos, sin)), T,
+            *map(as_rows, (q, k, q_out, k_out, *tables)), H, HK, T,
             D=D, HALF=half, HALF_P2=triton.next_power_of_2(max(half, 1)), BT=BT,
             INVERSE=inverse, num_warps=4,
         )  # fmt: skip
@@ -159,20 +142,18 @@ def rope(q, k, cos, sin):
     """
     B, _, T, D = q.shape
     half = cos.shape[-1]
-    fits = q.dtype in DTYPES and k.dtype == q.dtype
-    expected = "float16, bfloat16 or float32, the same for both"
-    require(fits, "q is {}, k {}: use " + expected, q.dtype, k.dtype)
+    require(
+        q.dtype in DTYPES and k.dtype == q.dtype,
+        "q is {}, k {}: use float16, bfloat16 or float32, the same for both",
+        *(q.dtype, k.dtype),
+    )
     fits = all(x.dtype == torch.float32 and not x.requires_grad for x in (cos, sin))
     require(fits, "cos and sin do not fit: use float32 tables without gradient")
     fits = cos.shape == sin.shape and cos.shape in ((T, half), (B, T, half)) and 2 * half <= D
-    fits = fits and k.shape[0] == B and k.shape[2:] == (T, D)
-    expected = "q (B, H, T, D), k (B, Hk, T, D), tables (T, R/2) or (B, T, R/2) with R <= D"
-    shapes = (q.shape, k.shape, cos.shape, sin.shape)
-    require(fits, "q, k, cos and sin {}, {}, {}, {} do not fit: use " + expected, *shapes)
+    require(
+        fits and k.shape[0] == B and k.shape[2:] == (T, D),
+        "q, k, cos and sin {}, {}, {}, {} do not fit: use q (B, H, T, D), k (B, Hk, T, D), tables "
+        "(T, R/2) or (B, T, R/2) with R <= D",
+        *(q.shape, k.shape, cos.shape, sin.shape),
+    )
     return _rope(q, k, cos, sin, False)
-
-
-def require(holds, problem, *values):
-    """Raise ValueError unless it holds. problem: a sentence, with {} for each value."""
-    if not holds:
-        raise ValueError(f"rope: {problem.format(*values)}")

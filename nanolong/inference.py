@@ -116,9 +116,6 @@ def generate(
     require(0 < top_p <= 1, f"top_p={top_p} is a probability: give one above 0 and at most 1")
     prompts = read_prompts(model, tokens)
     check_request(model, [len(prompt) for prompt in prompts], max_new_tokens)
-    n = len(generator) if isinstance(generator, list | tuple) else len(prompts)
-    problem = f"there are {n} generators for {len(prompts)} prompts"
-    require(n == len(prompts), f"{problem}: give one for each, or a single one")
     sampling = (temperature, top_k, top_p, generator, min_p)
     return generate_tokens(model, prompts, max_new_tokens, sampling, compiled)
 
@@ -237,22 +234,13 @@ def sample_token(logits, temperature, top_k, top_p, generator, min_p=0.0):
 
 def read_prompts(model, tokens):
     """The prompts that generate() was given: int64 tensors (T,) on the model's device."""
-    wanted = "give token ids, an int64 tensor (B, T), or a list of prompts (T,)"
+    prompts = [torch.as_tensor(prompt) for prompt in tokens]
     vocab_size = model.config.vocab_size
-    prompts = []
-    try:
-        is_list = isinstance(tokens, list | tuple)
-        for prompt in tokens if is_list else torch.atleast_1d(torch.as_tensor(tokens)):
-            prompts.append(torch.as_tensor(prompt))
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"tokens are no token ids ({reason}): {wanted}") from None
-    for i, prompt in enumerate(prompts):
-        is_integer = prompt.dtype in (torch.int64, torch.int32) or not prompt.numel()
+    for prompt in prompts:
         require(
-            prompt.dim() == 1 and is_integer,
-            f"a prompt has the shape {tuple(prompt.shape)} and {prompt.dtype}: {wanted}; a single "
-            "one is tokens[None] or [tokens]",
+            prompt.dim() == 1 and not (prompt.is_floating_point() and prompt.numel()),
+            f"a prompt has the shape {tuple(prompt.shape)} and {prompt.dtype}: give token ids, an "
+            "int64 tensor (B, T), or a list of prompts (T,)",
         )
         outside = prompt[(prompt < 0) | (prompt >= vocab_size)].tolist()
         require(
@@ -260,8 +248,7 @@ def read_prompts(model, tokens):
             f"token {outside[:1]} is outside the model's vocabulary of {vocab_size}: encode the "
             "prompt with the model's tokenizer",
         )
-        prompts[i] = prompt.to(model.embed.weight.device, torch.int64)
-    return prompts
+    return [prompt.to(model.embed.weight.device, torch.int64) for prompt in prompts]
 
 
 def check_request(model, lengths, max_new_tokens):

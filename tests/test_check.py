@@ -141,7 +141,7 @@ def not_a_number(q, k, v, options):
     [
         (wrong_scale, "the gradient of "),
         (not_a_number, " differs by nan, and "),
-        (too_large, "off: RuntimeError: out of resource: shared memory; using plain PyTorch\n"),
+        (too_large, "off: RuntimeError: out of resource: shared memory; using plain PyTorch, "),
     ],
 )
 def test_a_fault_turns_all_kernels_off(fault, words, fakes, capfd):
@@ -164,16 +164,6 @@ def test_what_is_not_checked_is_trusted(fakes, monkeypatch, capfd):
         monkeypatch.setenv("NANOLONG_CHECK", setting)
         assert check.choose_kernels(make_model(), CPU, torch.float32) == "triton, not checked"
     assert kernels.triton_runs(CPU) and capfd.readouterr().err == ""
-
-
-def test_a_gpu_that_no_longer_works_is_said(monkeypatch):
-    def is_lost(*arguments):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(check, "compare", is_lost)
-    monkeypatch.setattr(torch.cuda, "synchronize", is_lost)
-    with pytest.raises(RuntimeError, match="illegal memory.*start again with NANOLONG_REFERENCE=1"):
-        check.find_fault(None, torch.device("cuda"), None, False, False)
 
 
 TWO_PROCESSES = """

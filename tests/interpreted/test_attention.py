@@ -15,17 +15,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import (
-    attention_errors,
+    LAYOUTS,
+    bias_arguments,
+    bias_leaves,
     case_name,
-    clipped_tail_error,
     error,
     in_levels,
     mask_options,
     pairwise_cases,
     random_inputs,
+    random_layout,
     small_case,
-    table_gradient_errors,
-    valid_length_errors,
 )
 
 import kernels
@@ -37,19 +37,20 @@ FACTORS = {
     "T": (1, 17, 63, 64, 65, 130),
     "cached": (0, 1, 37),
     "heads": ((1, 1), (3, 3), (6, 6), (12, 12), (4, 1)),
-    "D": (16, 40, 64, 80, 128),
+    "D": (7, 16, 40, 64, 128),
     "m": ("1", "5", "T", "more"),
     "bias": ("none", "slopes", "table", "shaw", "xl"),
     "mask": ("causal", "window", "sinks", "docs", "positions", "all keys"),
-    "gradient": ("whole", "expanded", "transposed", "sliced"),
+    "layout": LAYOUTS,
+    "gradient": (*LAYOUTS, "constant"),
     "dtype": ("float32", "float16", "bfloat16"),
 }
-PAIRWISE = list(pairwise_cases(FACTORS))
 N_PAIRWISE = 14  # with --all; the first cases have the most new pairs
+ROUNDING = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 # Every kind of bias with several masks and dtypes. 3 queries: the decoding kernel, too.
 SMALL_CASES = [
-    small_case(mask="causal", gradient="expanded"),
+    small_case(mask="causal", gradient="constant"),
     small_case(mask="sinks", dtype="bfloat16", gradient="transposed"),
     small_case(mask="positions", T=3),
     small_case(bias="slopes", mask="window", gradient="sliced"),
@@ -86,14 +87,52 @@ def gradients(loss, leaves, bias=None):
 # Against float64
 
 
-def check(comparisons):
-    for name, found, bound in comparisons:
-        assert found <= bound, (name, found, bound)
-
-
 def check_case(case):
-    """Compare outputs, log-sum-exps and every gradient with float64."""
-    check(attention_errors(case, flash.attention, decode.attention))
+    """Compare outputs, log-sum-exps and every gradient of a case with float64.
+
+    The error may be twice that of the same formula in PyTorch at that dtype, and a rounding. Few
+    queries are also decoded.
+    """
+    leaves, build, options = random_inputs(**case)
+    dtype = leaves[0].dtype
+    dy = random_layout(case["gradient"], *leaves[0].shape, dtype)
+    dlse = torch.randn(dy.shape[:3]) * (dtype == torch.float32)
+
+    def compute(attention, dtype):
+        copies = leaves
+        if attention is reference.attention:
+            copies = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        arguments, bias = build(*copies)
+        outputs = attention(*arguments, **bias, **options, return_lse=True)
+        out_grads = (dy.to(dtype), dlse.to(outputs[1].dtype))
+        grads = torch.autograd.grad(outputs, copies, out_grads, allow_unused=case["bias"] == "xl")
+        return [*outputs, *grads]
+
+    exact = compute(reference.attention, torch.float64)
+    plain = compute(reference.attention, dtype)
+    found = compute(flash.attention, dtype)
+    assert found[0].dtype == dtype and found[0].shape == dy.shape
+    # A gradient of few numbers, each a sum of large terms of both signs: its size tells little of
+    # what was rounded.
+    cancels = dtype == torch.float32 and (case["m"] == "1" or case["bias"] == "slopes")
+    names = ("y", "lse", "q", "k", "v", "bias", "bias", "bias")
+    for name, x, by_pytorch, expected in zip(names, found, plain, exact, strict=False):
+        cancels_here = cancels and name == "bias"
+        bound = 2 * error(by_pytorch, expected) + ROUNDING[dtype] * (100 if cancels_here else 1)
+        size = expected.numel() ** 0.5
+        is_zero = float(expected.norm()) <= 1e-3 * size
+        if is_zero and (dtype != torch.float32 or cancels_here):  # there is only rounding
+            share = 1e-4 if dtype == torch.float32 else 0.1
+            assert float((x - expected).norm()) <= share * size, name
+        else:
+            assert error(x, expected) <= bound, name
+
+    if len(dy[0, 0]) <= 17:
+        arguments, bias = build(*leaves)
+        with torch.no_grad():
+            decoded = decode.attention(*arguments, **bias, **options, return_lse=True)
+        for x, by_pytorch, expected in zip(decoded, plain, exact, strict=False):
+            assert error(x, expected) <= 2 * error(by_pytorch, expected) + ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=case_name)
@@ -106,24 +145,13 @@ def test_small_cases_against_float64(case, rng, monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    in_levels(ONE_ENTRY_CASES, n_fast=1, n_slow=2) + in_levels(PAIRWISE, 0, N_PAIRWISE),
+    in_levels(ONE_ENTRY_CASES, n_fast=1, n_slow=2)
+    + in_levels(pairwise_cases(FACTORS), 0, N_PAIRWISE),
     ids=case_name,
 )
 def test_more_cases_against_float64(case, rng):
     random.seed(int(rng.integers(1 << 30)))
     check_case(case)
-
-
-@pytest.mark.parametrize("part", in_levels(range(10), n_fast=0, n_slow=1))
-def test_random_cases_against_float64(part, rng):
-    """Cases sampled from the full product."""
-    random.seed(int(rng.integers(1 << 30)))
-    for _ in range(10):
-        case = {name: random.choice(values) for name, values in FACTORS.items()}
-        case["T"] = random.randint(1, 140)
-        case["D"] = random.randint(1, 130)
-        print(case)
-        check_case(case)
 
 
 TILES = [("table", 16, 64), ("shaw", 64, 64), ("none", 64, 16), ("slopes", 16, 64)]
@@ -144,17 +172,39 @@ def test_tiles_of_any_size(bias, BM, BN, rng, monkeypatch):
         check_case(small_case(T=100, cached=37, m=m, bias=bias, mask=mask))
 
 
-@slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("m", [5, 100])
-def test_table_gradient_sums_to_zero(dtype, m, rng):
-    check(table_gradient_errors(flash.attention, 100, 16, m, dtype))
-
-
 @pytest.mark.parametrize("vectors", [False, pytest.param(True, marks=slow)])
 def test_delta_is_corrected(vectors, rng):
-    T = 500 if vectors else 200
-    check([clipped_tail_error(flash.attention, H=1, T=T, D=16, vectors=vectors)])
+    """The gradient of the last entries of a table of zeros, or of vectors, at half precision.
+
+    From an output rounded to 16 bits, delta would have an error that thousands of terms add up. The
+    gradient has less than a third of what would come of it.
+    """
+    T, D = (500 if vectors else 200), 16
+    q, k, v = (torch.randn(2, 1, T, D).half().requires_grad_() for _ in range(3))
+    v = v + 4  # an output far from zero is rounded coarsely
+    dy = torch.randn(2, 1, T, D).half()
+    bias = (torch.zeros(1, 8, D) if vectors else torch.zeros(1, 8)).requires_grad_()
+
+    def as_arguments(x):
+        return {"relative": (x, None, None)} if vectors else {"bias": x}
+
+    (grad,) = torch.autograd.grad(flash.attention(q, k, v, **as_arguments(bias)), bias, dy)
+    wide_q, wide_k, wide_v = (x.detach().double() for x in (q, k, v))
+    wide = as_arguments(bias.double())
+    y, lse = reference.attention(wide_q, wide_k, wide_v, **wide, return_lse=True)
+    (expected,) = torch.autograd.grad(y, bias, dy.double())
+
+    # what rounding the output does to delta, and from there to the gradient
+    y, lse = y.detach(), lse.detach()
+    delta_error = ((y.half().double() - y) * dy.double()).sum(-1)
+    scores = wide_q @ wide_k.mT / D**0.5
+    clipped = torch.ones(T, T).tril(-7).double()
+    clipped_mass = ((scores.tril() - lse[..., None]).exp() * clipped).sum(-1)
+    uncorrected = delta_error * clipped_mass
+    if vectors:
+        uncorrected = uncorrected[..., None] * wide_q / D**0.5
+    uncorrected = uncorrected.sum((0, 2))
+    assert (grad[:, -1] - expected[:, -1]).norm() <= 0.3 * uncorrected.norm()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +212,28 @@ def test_delta_is_corrected(vectors, rng):
     in_levels(itertools.product((37, 1, 149, 150), ("all", "none", "sinks")), n_fast=1, n_slow=2),
 )
 def test_decoding_with_a_valid_length(n, mask, rng):
-    check(valid_length_errors(decode.attention, mask, n, torch.float32))
+    """A tensor: later keys do not exist, whatever is in their memory. all: documents, too."""
+    capacity = 150
+    q = torch.randn(2, 4, 1, 16)
+    k, v = (torch.randn(2, 2, n, 16) for _ in range(2))
+    cache = [F.pad(x, (0, 0, 0, capacity - n), value=math.nan) for x in (k, v)]
+    index = torch.arange(capacity)
+    options = {} if mask == "none" else {"window": 16, "sinks": 2}
+    per_key = {}
+    if mask == "all":
+        per_key["docs"] = (20 - index).clamp(min=0).expand(2, capacity)
+        per_key["positions"] = torch.stack(((index - 20).clamp(min=0), index))
+    shorter = {name: x[:, :n] for name, x in per_key.items()}
+    wide = [x.double() for x in (q, k, v)]
+    length = {"length": torch.tensor([n]), "return_lse": True}
+    for bias in ("none", "slopes", "table", "shaw", "xl"):
+        leaves = bias_leaves(bias, 4, 30 if bias == "shaw" else capacity, 16, torch.float32)
+        terms = bias_arguments(bias, leaves)
+        found = decode.attention(q, *cache, **terms, **options, **per_key, **length)
+        terms = bias_arguments(bias, [x.double() for x in leaves])
+        exact = reference.attention(*wide, **terms, **options, **shorter, return_lse=True)
+        for x, expected in zip(found, exact, strict=True):
+            assert error(x, expected) <= 1e-6, bias
 
 
 @pytest.mark.parametrize("document_length", [300, 120])
@@ -254,7 +325,7 @@ def test_an_optimizer_leaves_entries_that_no_pair_reaches(bias, case, rng):
     docs = torch.stack((docs[0], docs[1] + 100))
     docs[1, 20 : 20 + length] = 9
     options = {**options, "docs": docs} if length else options
-    leaves, build, _ = random_inputs(90, 0, (1, 1), 16, "40", bias, "causal", "float32", B=2)
+    leaves, build, _ = random_inputs(**small_case(T=90, cached=0, m="40", bias=bias, B=2))
     tables = leaves[3:5] if bias == "shaw" else leaves[3:4]
     before = [x.detach().clone() for x in tables]
     (q, k, v), terms = build(*leaves)
@@ -273,36 +344,21 @@ def test_an_optimizer_leaves_entries_that_no_pair_reaches(bias, case, rng):
 @pytest.mark.parametrize(
     "bias", in_levels(("table", "xl", "shaw", "slopes", "none"), n_fast=0, n_slow=2)
 )
-def test_packed_documents_equal_separate_ones(bias, rng):
-    """Three documents in one row equal the three alone, forward and backward.
-
-    The same call gives the same bits, and what comes later in the text changes nothing.
-    """
-    leaves, build, _ = random_inputs(130, 0, (4, 2), 16, "5", bias, "causal", "float32", B=1)
+def test_the_same_call_gives_the_same_bits(bias, rng):
+    """And what comes later in the text changes nothing."""
+    case = small_case(T=130, cached=0, heads=(4, 2), bias=bias, mask="docs")
+    leaves, build, options = random_inputs(**case)
     (q, k, v), terms = build(*leaves)
-    docs = torch.tensor([[7] * 40 + [2] * 33 + [5] * 57])
-    packed = flash.attention(q, k, v, **terms, docs=docs)
-    parts = []
-    for a, b in ((0, 40), (40, 73), (73, 130)):
-        parts.append(flash.attention(*(x[:, :, a:b] for x in (q, k, v)), **terms))
-    separate = torch.cat(parts, 2)
-    assert error(packed, separate.double()) < 1e-6
-    grads = gradients(packed, leaves, bias)
-    for a, b in zip(grads, gradients(separate, leaves, bias), strict=True):
-        # the gradient of a slope is a sum of thousands of numbers of both signs
-        assert error(a, b.double()) < (3e-6 if a.dim() == 4 else 5e-5)
-
-    again = flash.attention(q, k, v, **terms, docs=docs)
-    assert torch.equal(packed, again)
-    for a, b in zip(grads, gradients(again, leaves, bias), strict=True):
-        assert torch.equal(a, b)
-
-    before = flash.attention(q, k, v, **terms)
+    results = []
+    for _ in range(2):
+        y = flash.attention(q, k, v, **terms, **options)
+        results.append([y, *gradients(y, leaves, bias)])
+    assert all(map(torch.equal, *results))
     with torch.no_grad():
         k[:, :, 90:] = math.nan
         v[:, :, 90:] = math.inf
-    after = flash.attention(q, k, v, **terms)
-    assert torch.equal(after[:, :, :64], before[:, :, :64])  # tiles of 32
+    y = flash.attention(q, k, v, **terms, **options)
+    assert torch.equal(y[:, :, :64], results[0][0][:, :, :64])  # tiles of 32
 
 
 # -----------------------------------------------------------------------------
@@ -330,6 +386,11 @@ def test_keys_far_apart_in_memory(rng):
         far = memory.as_strided((1, 1, T, 16), (0, 0, stride, 1)).copy_(near_T)
         for attention, queries in ((flash.attention, q_T), (decode.attention, q[:, :, :1])):
             assert torch.equal(attention(queries, far, far), attention(queries, near_T, near_T))
+    # nine query heads that share a key head, the last one at 2^31
+    q_heads = torch.randn(1, 9, 1, 16).half()
+    far = memory.as_strided((1, 9, 1, 16), (0, 1 << 28, 16, 1)).copy_(q_heads)
+    k = near[:, :, :40]
+    assert torch.equal(decode.attention(far, k, k), decode.attention(q_heads, k, k))
 
 
 # -----------------------------------------------------------------------------
