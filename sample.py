@@ -108,7 +108,7 @@ def main(argv=None):
     # Choose how to compute.
     dtype = choose_dtype(cfg, model, device)
     devices.set_weights_dtype(model, cfg.weights, dtype)
-    compiled = devices.pick_compile(cfg.compile, device, flops=0)
+    compiled = devices.pick_compile(cfg.compile, device, pays=False)
     model.to(device)
     check.choose_kernels(model, device, dtype)
 

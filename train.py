@@ -312,7 +312,7 @@ def train(model: GPT, cfg: TrainConfig, train_length: int = 0, max_position: int
             run.check_unused(cfg.out_dir)
         # the data, what `auto` means, and how far training is
         dataset = open_dataset(model, cfg, train_length)
-        cfg = parallel.decide_auto(cfg, device, devices.flops_of_run(model, cfg, train_length))
+        cfg = parallel.decide_auto(model, cfg, train_length, device)
         run.check_same(model, cfg, dataset)
         state = restore_state(model, cfg)
 

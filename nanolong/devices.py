@@ -32,10 +32,6 @@ PEAK_FLOPS = {
     "MI300X": 1307e12,
 }
 
-# Floating-point operations of a run on a CPU that repay torch.compile: two cores computed 1e11 a
-# second, a fifth faster when compiled, and took 40 s to compile (experiments/results/cpu).
-WORTH_COMPILING = 2e13
-
 
 def pick_device(name):
     """The torch.device for "auto" or for a name, tried out: of several processes each has its GPU.
@@ -122,18 +118,24 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype)
 
 
-def repays_compilation(device, flops):
-    """Whether a run of so many floating-point operations saves the minute that compiling takes."""
-    return device.type != "cpu" or flops >= WORTH_COMPILING
+def compilation_pays(model, cfg, length, device):
+    """Whether torch.compile saves more time in a run, of a TrainConfig, than it takes itself.
+
+    By steps and sizes, and no clock, so that all processes and a resumed run decide alike. On two
+    cores, compiling took 4 to 8 s a layer; a step then saved 4 ms a layer, and 2 ms for each 1e9
+    floating-point operations of a layer (experiments/results/cpu/train.md).
+    """
+    tokens = cfg.gradient_accumulation_steps * cfg.batch_size * length
+    flops = tokens * flops_per_token(model, length) / len(model.blocks)
+    return device.type != "cpu" or cfg.max_iters * (0.004 + 2e-12 * flops) >= 8
 
 
-def pick_compile(wanted, device, flops):
+def pick_compile(wanted, device, pays):
     """Whether to use torch.compile. Raises UserError if it is wanted and cannot work.
 
-    wanted: True, False or None for auto: on a GPU, and on a CPU in a run of many floating-point
-    operations. Their number, and no clock, decides: so all processes and a resumed run agree.
+    wanted: True, False, or None for auto, which is `pays`.
     """
-    if wanted is False or wanted is None and not repays_compilation(device, flops):
+    if wanted is False or wanted is None and not pays:
         return False
     compilers = ((os.environ.get("CXX") or "g++").split()[0], "clang++", "cl")
     lacks = None
@@ -178,12 +180,6 @@ def flops_per_token(model, length):
         visible = min(length, layer.window + layer.sinks) if layer.window else length
         flops += 12 * visible * layer.o.in_features
     return flops
-
-
-def flops_of_run(model, cfg, length):
-    """Count the floating-point operations of a run, of a TrainConfig, on sequences of a length."""
-    tokens = cfg.max_iters * cfg.gradient_accumulation_steps * cfg.batch_size * length
-    return tokens * flops_per_token(model, length)
 
 
 def peak_flops(device):

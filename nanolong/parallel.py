@@ -88,13 +88,11 @@ def sum_over_processes(x, device=None):
     return x
 
 
-def decide_auto(cfg, device, flops):
-    """A TrainConfig with the dtype and compilation that `auto` means on the first process.
-
-    flops: of the run, by devices.flops_of_run().
-    """
+def decide_auto(model, cfg, length, device):
+    """A TrainConfig with the dtype and compilation that `auto` means on the first process."""
     dtype = str(devices.pick_dtype(cfg.dtype, device)).removeprefix("torch.")
-    compiles = devices.pick_compile(cfg.compile, device, flops)
+    pays = devices.compilation_pays(model, cfg, length, device)
+    compiles = devices.pick_compile(cfg.compile, device, pays)
     dtype, compiles = broadcast((dtype, compiles))
     return replace(cfg, dtype=dtype, compile=compiles)
 

@@ -112,13 +112,10 @@ def print_header(batches, state):
         f"{batches.tokens_per_step:,} tokens per step"
     )
     processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"
-    flops = devices.flops_of_run(model, cfg, batches.train_length)
-    if cfg.compile:
-        mode = "compiled (the first step takes about a minute)"
-    elif devices.repays_compilation(batches.device, flops):
-        mode = "not compiled"
-    else:
-        mode = "not compiled (which a run this short would not repay)"
+    mode = "compiled (the first step takes up to a minute)" if cfg.compile else "not compiled"
+    pays = devices.compilation_pays(model, cfg, batches.train_length, batches.device)
+    if not (cfg.compile or pays):
+        mode += ": it would take longer than it saves"
     where = f"{processes}, {devices.device_name(batches.device)}"
     print(f"on: {where}, {cfg.dtype}, attention by {state.kernels}, {mode}")
     T = cfg.eval_length or model.config.block_size

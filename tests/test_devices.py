@@ -1,5 +1,6 @@
 """Devices, dtypes and compilation."""
 
+import math
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from conftest import assert_success, run_python
 from nanolong import devices
 from nanolong.errors import UserError
 from nanolong.evaluation import provenance
+from train import TrainConfig
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -68,22 +70,36 @@ def test_dtype_follows_the_device(monkeypatch):
 
 
 def test_compilation_is_used_where_it_pays_and_refused_where_it_cannot_work(monkeypatch):
-    assert not devices.pick_compile(False, CPU, 1e15)
-    assert not devices.pick_compile(None, CPU, 1e13)
-    assert not devices.pick_compile(None, MPS, 1e15)
+    assert not devices.pick_compile(False, CPU, True)
+    assert not devices.pick_compile(None, CPU, False)
+    assert not devices.pick_compile(None, MPS, True)
     with pytest.raises(UserError, match="another device than mps"):
-        devices.pick_compile(True, MPS, 1e15)
+        devices.pick_compile(True, MPS, False)
     found = {"compiler": None}
     monkeypatch.setattr(devices.shutil, "which", lambda name: found["compiler"])
     monkeypatch.setattr(devices.Path, "is_file", lambda path: True)
-    assert not devices.pick_compile(None, CPU, 1e14)
+    assert not devices.pick_compile(None, CPU, True)
     with pytest.raises(UserError, match="--compile needs a C.. compiler"):
-        devices.pick_compile(True, CPU, 0)
+        devices.pick_compile(True, CPU, False)
     found["compiler"] = "/usr/bin/g++"
-    assert devices.pick_compile(True, CPU, 0) and devices.pick_compile(None, CPU, 1e14)
+    assert devices.pick_compile(True, CPU, False) and devices.pick_compile(None, CPU, True)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install triton"):
-        devices.pick_compile(True, GPU, 0)
+        devices.pick_compile(True, GPU, False)
+
+
+def test_compilation_pays_by_steps_and_size(make):
+    def pays(steps, n_embd, device=CPU):
+        model = make(n_embd=n_embd, n_layer=2)
+        cfg = TrainConfig(max_iters=steps, batch_size=8, gradient_accumulation_steps=2)
+        return devices.compilation_pays(model, cfg, 32, device)
+
+    # of a step, 6 products a weight and token, and attention's, in half of the model's layers
+    flops = devices.flops_per_token(make(n_embd=256, n_layer=2), 32) * 512 / 2
+    limit = math.ceil(8 / (0.004 + 2e-12 * flops))
+    assert 1000 < limit < 2000 and [pays(n, 256) for n in (limit - 1, limit)] == [False, True]
+    assert not pays(limit, 32) and pays(2000, 32)
+    assert pays(1, 32, GPU)
 
 
 def test_peak_flops_of_known_gpus(monkeypatch):
