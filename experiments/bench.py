@@ -371,6 +371,7 @@ def time_sampling(cfg, device):
         prompts = torch.randint(model.config.vocab_size, (batch_size, 64), device=device)
         # float32, and what sample.py would take
         for dtype in dict.fromkeys((torch.float32, pick_dtype("auto", device))):
+            torch.compiler.reset()
             generators = sampling_generators(model, prompts, dtype)
             greedy = [run(max_new_tokens=12, top_k=1)[:, -12:].cpu() for run in generators.values()]
             same = all(torch.equal(tokens, greedy[0]) for tokens in greedy)

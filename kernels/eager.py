@@ -147,18 +147,20 @@ def _rotate(x, cos, sin):
     The result lies in memory as x does, which is (B, T, H, D) in a model.
     """
     half = cos.shape[-1]
-    x, cos, sin = (y.transpose(1, 2) for y in (x, cos, sin))
+    R = 2 * half
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    a, b, rest = wide.tensor_split((half, 2 * half), -1)
     if torch.compiler.is_compiling():  # it fuses these operators
-        y = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-    else:
-        y = torch.empty_like(wide)
-        first, second, others = y.tensor_split((half, 2 * half), -1)
-        torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=second).addcmul_(a, sin)
-        others.copy_(rest)
-    return y.to(x.dtype).transpose(1, 2)
+        wide, cos, sin = (y.transpose(1, 2) for y in (wide, cos, sin))
+        a, b = wide[..., :half], wide[..., half:R]
+        y = torch.cat((a * cos - b * sin, b * cos + a * sin, wide[..., R:]), -1)
+        return y.to(x.dtype).transpose(1, 2)
+    a, b = wide[..., :half], wide[..., half:R]
+    y = torch.empty_like(wide)
+    torch.mul(a, cos, out=y[..., :half]).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=y[..., half:R]).addcmul_(a, sin)
+    if R < x.shape[-1]:
+        y[..., R:] = wide[..., R:]
+    return y.to(x.dtype)
 
 
 # -----------------------------------------------------------------------------
