@@ -51,6 +51,7 @@ class BenchConfig:
     nanogpt: str = ""  # train: a checkout in which data/shakespeare_char/prepare.py has run
     rounds: int = 5  # turns of each implementation
     steps: int = 100  # train: timed steps of the smallest model; larger ones take fewer, at least 2
+    shapes: tuple[str, ...] = ()  # train: of characters, demo and GPT-2; default: all there are
     dtypes: tuple[str, ...] = ()  # train: default: float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     out_dir: str = ""  # default: out/bench/DEVICE
@@ -261,8 +262,11 @@ def time_training(cfg, device):
     require(file.is_file(), f"{file} is missing: {repair}")
     rows = []
     dtypes = cfg.dtypes or ("bfloat16" if device.type == "cuda" else "float32",)
-    shapes = SHAPES[device.type].items()
-    for (name, (*sizes, fewer)), dtype in itertools.product(shapes, dtypes):
+    shapes = SHAPES[device.type]
+    unknown = set(cfg.shapes) - set(shapes)
+    require(not unknown, f"--shapes has others than {', '.join(shapes)}: give these")
+    for name, dtype in itertools.product(cfg.shapes or shapes, dtypes):
+        *sizes, fewer = shapes[name]
         shape = dict(zip(SIZES, sizes, strict=True))
         work = (shape["batch_size"] * shape["block_size"], "tokens/s")
         steps = max(2, cfg.steps // fewer)
