@@ -69,20 +69,18 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        # the inverse root mean square
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        unit = x * inverse
-        ctx.save_for_backward(unit, weight, inverse)
-        return unit * weight
+        y, inverse = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        unit, weight, inverse = ctx.saved_tensors
+        x, weight, inverse = ctx.saved_tensors
+        unit = x * inverse
         product = grad * unit
         # what grad * weight has along x changes nothing
-        along = (product @ weight).div_(unit.shape[-1]).unsqueeze(-1)
+        along = (product @ weight).div_(x.shape[-1]).unsqueeze(-1)
         dx = (grad * weight).addcmul_(unit, along, value=-1).mul_(inverse)
         return dx, product.flatten(0, -2).sum(0), None
 
@@ -152,7 +150,8 @@ def _rotate(x, cos, sin):
     if torch.compiler.is_compiling():  # it fuses these operators
         wide, cos, sin = (y.transpose(1, 2) for y in (wide, cos, sin))
         a, b = wide[..., :half], wide[..., half:R]
-        y = torch.cat((a * cos - b * sin, b * cos + a * sin, wide[..., R:]), -1)
+        first = torch.addcmul(a * cos, b, sin, value=-1)
+        y = torch.cat((first, torch.addcmul(b * cos, a, sin), wide[..., R:]), -1)
         return y.to(x.dtype).transpose(1, 2)
     a, b = wide[..., :half], wide[..., half:R]
     y = torch.empty_like(wide)

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong import entry, parallel
+from nanolong import entry, optim, parallel
 from nanolong.errors import UserError, note, require
 from nanolong.strict_json import from_json, to_json
 
@@ -373,7 +373,7 @@ def load_optimizers(model, optimizers, folder):
     names = {p: name for name, p in model.named_parameters()}
     places = {}
     for optimizer in optimizers:
-        is_muon = isinstance(optimizer, torch.optim.Muon)
+        is_muon = isinstance(optimizer, optim.Muon)
         moments = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq", "step")
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             places |= {f"{names[p]}.{moment}": (optimizer, p, moment) for moment in moments}

@@ -315,7 +315,7 @@ def train_in_chunks(model, tokens, max_scores, monkeypatch):
 @pytest.mark.parametrize("pos", ["rope", "kerple", "shaw"])
 def test_attention_in_chunks_keeps_no_scores_for_the_backward_pass(pos, make, monkeypatch):
     """It keeps as little as fused attention, whatever the number of queries at a time."""
-    T = 80
+    T = 160
     tokens = torch.randint(0, 50, (1, T))
     _, fused = train_in_chunks(make(pos="nope", block_size=T), tokens, 1 << 24, monkeypatch)
     scores = 2 * T * T * 4  # bytes of float32 (T, T), one in each of two layers

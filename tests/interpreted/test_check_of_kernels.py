@@ -23,6 +23,12 @@ def make_model(pos, settings):
     return GPT(GPTConfig(pos=pos, n_head=2, n_kv_head=1, head_dim=16, **settings))
 
 
+@pytest.fixture(autouse=True)
+def leave_triton_on():
+    yield
+    kernels.use_triton(True)
+
+
 @pytest.mark.parametrize("pos, settings, dtype", in_levels(CASES, n_fast=1, n_slow=1), ids=str)
 def test_kernels_pass_with_half_of_what_is_allowed(pos, settings, dtype):
     model = make_model(pos, settings)
