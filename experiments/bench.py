@@ -352,7 +352,7 @@ def time_program(root, settings):
 # -----------------------------------------------------------------------------
 # Sampling
 
-LARGE = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304}
+LARGE = dict(zip(SIZES, GPT2, strict=False), vocab_size=50304)
 SMOLLM2 = {"n_layer": 30, "n_head": 9, "n_kv_head": 3, "n_embd": 576, "mlp_dim": 1536}
 SMOLLM2 |= {"block_size": 1024, "vocab_size": 49152}
 MODELS = {

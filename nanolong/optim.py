@@ -51,10 +51,10 @@ def make_optimizers(model, cfg):
     )
     if not use_muon:
         return [adamw]
-    device = matrices[0].device
-    dtype = devices.pick_dtype("auto", device)
-    is_fast = dtype == torch.bfloat16  # else it takes twice float32's time on a CPU, or more
-    return [adamw, Muon(matrices, cfg.weight_decay, dtype if is_fast else torch.float32)]
+    # as --dtype=auto: without native bfloat16 its products can take twice float32's time and more
+    has_bfloat16 = devices.pick_dtype("auto", matrices[0].device) == torch.bfloat16
+    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+    return [adamw, Muon(matrices, cfg.weight_decay, dtype)]
 
 
 class Muon(torch.optim.Optimizer):
