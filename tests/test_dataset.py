@@ -1,7 +1,5 @@
 """Token files, sequences, batches, skip-wise training, documents, texts and datasets."""
 
-import gzip
-import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -201,44 +199,6 @@ def test_an_epoch_visits_every_sequence_once(sizes, length, has_bos):
                 starts.append(int(split.sequence_at(*place, length)[1][0]) - (not has_bos))
             assert len(set(starts)) == n
             assert len({start % 100 % length for start in starts}) == 1
-
-
-# Three files of documents of 0 to 96 tokens. The digests are those of batches 0, 5 and 4000 of
-# commit 3955a76: (bos, what is selected) -> digests.
-GOLDEN = {
-    (False, "plain"): ["3350bf4eacb4ec83", "0c7f98e44eaf2686", "436ce702c3a51688"],
-    (False, "min_doc"): ["8e008da7503c8ea3", "a89238b21ff34769", "0ee11692553f6f0b"],
-    (False, "separate"): ["362c12d32029e9f4", "4db49d69b959d4aa", "071c4bbe8380f4cf"],
-    (False, "pose"): ["2abba143c9060747", "3179e1656121c560", "b24dd08333dae6fa"],
-    (True, "plain"): ["5dd52fb4bc6f5f53", "39a6e2bf1cb156aa", "bd424d13a500d354"],
-    (True, "min_doc"): ["86b969b95e0983a9", "48d7e24c2ce964c7", "c4ce306487577e0e"],
-    (True, "separate"): ["ab18ad0afecf79b1", "532797f9e6bfe86e", "8b82977ff689f4bf"],
-    (True, "pose"): ["899e1b60f0dae916", "62faaedd7948b993", "ec400dd0e33f46c6"],
-}
-SELECTIONS = {"min_doc": {"min_doc": 40}, "separate": {"separate": True}}
-
-
-@pytest.mark.parametrize("bos, case", GOLDEN)
-def test_batches_are_those_of_before(bos, case, tmp_path):
-    def documents(first, n):
-        ids = []
-        for i in range(first, first + n):
-            ids += [60, *[(i * i + j * 7) % 60 for j in range(i % 97)]]
-        return ids
-
-    for name, what in {"a_train": (0, 300), "b_train": (5, 2), "c_train": (300, 90)}.items():
-        data.write_tokens(tmp_path / f"{name}.bin", documents(*what), 61)
-    data.write_tokens(tmp_path / "val.bin", documents(7, 40), 61)
-    meta = {"tokenizer": None, "vocab_size": 61, "bos": 60, "bos_default": bos}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    dataset = data.Dataset(str(tmp_path))
-    dataset.select(**SELECTIONS.get(case, {}))
-    found = []
-    for index in (0, 5, 4000):
-        parts = dataset.batch(index, 4, 32, 1337, 200 if case == "pose" else 0)
-        parts = [b"-" if part is None else part.tobytes() for part in parts]
-        found.append(hashlib.sha256(b"".join(parts)).hexdigest()[:16])
-    assert found == GOLDEN[bos, case]
 
 
 def test_batches_depend_on_seed_and_index_alone(text_data):
@@ -445,25 +405,6 @@ def test_bos_needs_a_dataset_that_has_one(tmp_path):
     assert data.Dataset(marked, bos=False).separator == 4
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("my.txt", "my.txt --name=my"),
-        ("some books/a text.txt", "'some books/a text.txt' --name=a-text"),
-    ],
-)
-def test_a_text_in_place_of_a_dataset_is_refused_with_the_command(
-    text, words, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / text).parent.mkdir(exist_ok=True)
-    (tmp_path / text).write_text("a text")
-    with pytest.raises(UserError) as error:
-        data.Dataset(text)
-    command = f"prepare it with python data/prepare.py {words}"
-    assert str(error.value) == f"{text} is a text, not a dataset: {command}"
-
-
 def test_a_model_of_another_vocabulary_is_refused(tmp_path):
     abc = data.CharTokenizer("abc")
     dataset = data.Dataset(make_dataset(tmp_path / "mine", [0, 1, 2], 3, tokenizer=abc))
@@ -485,54 +426,3 @@ def test_only_scored_targets_count_as_bytes(tmp_path):
 
 # -----------------------------------------------------------------------------
 # Texts
-
-
-def lowercase_tokenizer():
-    """A tokenizer of words that a normalizer writes in small letters, without their accents."""
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    normalizers = tokenizers.normalizers
-    steps = [normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
-    made.normalizer = normalizers.Sequence(steps)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, initial_alphabet=sorted(alphabet))
-    made.train_from_iterator([], trainer)
-    files = {"tokenizer.json": made.to_str().encode()}
-    return data.ImportedTokenizer(files, None, None, made.get_vocab_size())
-
-
-def test_bytes_are_those_of_the_file(tmp_path):
-    """Where the tokenizer drops accents, its tokens stand for fewer."""
-    content = "Ça, c’est déjà l’été.\r\n".encode() * 20
-    (tmp_path / "t.txt").write_bytes(content)
-    tokenizer = lowercase_tokenizer()
-    text = data.TextFile(tmp_path / "t.txt", tokenizer, tokenizer.vocab_size, None)
-    ids = text.val.tokens[0]
-    assert tokenizer.decode(ids) == "ca, c’est deja l’ete.\r\n".encode() * 20
-    assert text.count_bytes(ids) == pytest.approx(len(content), rel=1e-12)
-    as_bytes = data.TextFile(tmp_path / "t.txt", data.ByteTokenizer(), 257, 256)
-    assert as_bytes.count_bytes(as_bytes.val.tokens[0]) == len(content)
-    # a text is its tokens and its bytes
-    assert as_bytes.hash != text.hash
-    (tmp_path / "u.txt").write_bytes(content.upper())
-    other = data.TextFile(tmp_path / "u.txt", tokenizer, tokenizer.vocab_size, None)
-    assert np.array_equal(other.val.tokens[0], ids) and other.hash != text.hash
-
-
-@pytest.mark.parametrize(
-    "content, reason",
-    [
-        (b"", "empty"),
-        # always the same bytes, which name the test in every process
-        (gzip.compress(b"some text " * 99, mtime=0), "compressed: unpack it first"),
-        ("some text ".encode("utf-16"), "UTF-16"),
-        ("some text ".encode("utf-16-le"), "UTF-16"),
-        ("some text ".encode("utf-16-be") * 99, "UTF-16"),
-    ],
-)
-def test_a_file_that_is_no_text_is_refused(content, reason, tmp_path):
-    (tmp_path / "t.txt").write_bytes(content)
-    with pytest.raises(UserError, match=f"t.txt is {reason}"):
-        data.TextFile(tmp_path / "t.txt", data.ByteTokenizer(), 257, 256)

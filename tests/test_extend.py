@@ -29,7 +29,7 @@ import extend
 import rope_scaling
 import train
 from model import GPT, GPTConfig
-from nanolong.run import list_steps, read_meta, save_model
+from nanolong.run import list_steps, read_meta
 
 SETTINGS = {**SMALLEST, "batch_size": 4, "max_iters": 2, "eval_iters": 1}
 TEXT = (ROOT / "LICENSE").read_bytes()
@@ -394,36 +394,6 @@ def test_make_stages_trains_at_three_lengths(call, text_data, tmp_path):
 # Resuming.
 
 
-@pytest.mark.parametrize("max_iters", [0, 3])
-def test_a_resumed_extension_has_the_same_bits(max_iters, trained, extend_run, tmp_path):
-    """As one that was not stopped: before the first step, or before its last checkpoint."""
-    words = ["--method=pi", "--factor=2", "--eval_interval=2"]
-    once, run = tmp_path / "once", tmp_path / "extended"
-    assert_success(extend_run(trained, *words, "--max_iters=3", f"--out_dir={once}"))
-    assert_success(extend_run(trained, *words, f"--max_iters={max_iters}"))
-    if max_iters:
-        shutil.rmtree(newest(run))
-    assert_success(extend_run(trained, *words, "--init_from=resume", "--max_iters=3"))
-    assert newest(run).name == "step-000003"
-    assert_same_bits(run, once)
-    meta, expected = read_meta(newest(run)), read_meta(newest(once))
-    for name in ("parent", "pretraining_tokens", "tokens"):
-        assert meta[name] == expected[name]
-
-
-@pytest.mark.parametrize("max_iters", [0, 4])
-def test_resuming_without_more_steps_changes_nothing(max_iters, trained, extend_run, tmp_path):
-    """A first checkpoint that has been pruned is not written again."""
-    words = ["--factor=2", "--eval_interval=1"]
-    assert_success(extend_run(trained, *words, f"--max_iters={max_iters}"))
-    before = list_steps(tmp_path / "extended")
-    assert (before[0].name == "step-000000") == (max_iters == 0)
-    meta = (before[-1] / "meta.json").stat().st_mtime_ns
-    assert_success(extend_run(trained, *words, "--max_iters=0", "--init_from=resume"))
-    assert list_steps(tmp_path / "extended") == before
-    assert (before[-1] / "meta.json").stat().st_mtime_ns == meta
-
-
 def test_resuming_with_another_extension_is_refused(trained, extend_run, tmp_path):
     """The factor is that of the last extension; a run that was made from another has its own."""
     by2 = tmp_path / "by2"
@@ -494,18 +464,3 @@ def test_a_scale_is_fitted_on_training_sequences(save_run, extend_run, text_data
     words = ["--method=scale", "--factor=1", "--max_iters=0", f"--dataset={text_data}"]
     assert_success(extend_run(save_run(pos="nope"), *words))
     assert files == {"train.bin"}
-
-
-@pytest.mark.parametrize(
-    "pos, method, dtype", [("rope", "yarn", torch.bfloat16), ("learned", "pi", torch.float32)]
-)
-def test_weights_are_stored_as_those_of_the_parent_if_that_is_exact(
-    pos, method, dtype, make, extend_run, tmp_path
-):
-    """An interpolated table would be rounded."""
-    model = make(pos=pos, vocab_size=257)
-    model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256, "step": 1}
-    save_model(model, tmp_path / "run/step-000001", torch.bfloat16)
-    words = [f"--method={method}", "--factor=2", "--max_iters=0"]
-    assert_success(extend_run(tmp_path / "run", *words))
-    assert GPT.load(tmp_path / "extended").stored_dtype == dtype

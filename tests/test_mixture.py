@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from conftest import (
     SMALLEST,
     TINY,
     assert_refused,
-    assert_same_bits,
     assert_success,
     logged,
     newest,
@@ -175,27 +173,6 @@ def test_a_mixture_is_printed_and_recorded(mixture, short, text_data, call, tmp_
 # Guarantees.
 
 
-def test_resuming_a_mixture_is_bit_exact(mixture, call, tmp_path):
-    words = ["train.py", *TINY, f"--dataset={mixture}", "--gradient_accumulation_steps=2"]
-    whole, part = tmp_path / "a", tmp_path / "b"
-    assert_success(call(*words, f"--out_dir={whole}"))
-    assert_success(call(*words, f"--out_dir={part}"))
-    shutil.rmtree(newest(part))
-    assert_success(call(*words, f"--out_dir={part}", "--init_from=resume"))
-    assert_same_bits(whole, part)
-
-
-@pytest.mark.slow
-def test_two_processes_train_on_a_mixture_as_one(mixture, run, tmp_path):
-    words = ["train.py", *TINY, "--gradient_accumulation_steps=4", f"--dataset={mixture}"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert_success(run(*words, f"--out_dir={one}"))
-    assert_success(run(*words, f"--out_dir={two}", processes=2))
-    for name, count in (("loss", 8), ("loss_text", 8), ("loss_short", 8), ("val_loss_short", 3)):
-        assert len(logged(one, name)) == count
-        assert logged(one, name) == pytest.approx(logged(two, name), abs=1e-5, rel=0)
-
-
 def test_a_run_goes_on_with_other_fractions_but_not_with_other_texts(mixture, call, tmp_path):
     out = ["train.py", f"--out_dir={tmp_path}/run"]
     assert_success(call(*out, *TINY, f"--dataset={mixture}"))
@@ -298,48 +275,6 @@ def test_a_mixture_is_extended_with_documents_apart(mixture, short, text_data, c
     assert meta["train"]["separate_docs"] is None and meta["train"]["dataset"] == mixture
     assert "30% of the training tokens are in documents of at least 64 tokens" in done.stdout
     assert {"val_loss_text", "val_loss_short"} <= logged(extended)[0].keys()
-
-
-def test_documents_are_kept_apart_where_they_are_known(
-    text_data, character_data, call, tmp_path, monkeypatch
-):
-    kept_apart = []
-    real = GPT.forward
-
-    def forward(model, *args, **settings):
-        if model.training:
-            kept_apart.append(settings["docs"] is not None)
-        return real(model, *args, **settings)
-
-    monkeypatch.setattr(GPT, "forward", forward)
-    for dataset, words, expected in (
-        (text_data, [], True),
-        (text_data, ["--separate_docs=false"], False),
-        (character_data, [], False),
-    ):
-        out = tmp_path / f"{dataset.name}{len(words)}"
-        train_words = [
-            *TINY,
-            "--max_iters=1",
-            "--warmup_iters=1",
-            f"--dataset={dataset}",
-            f"--out_dir={out}",
-        ]
-        assert_success(call("train.py", *train_words))
-        assert not any(kept_apart)
-        kept_apart.clear()
-        words = [
-            out,
-            "--factor=2",
-            "--max_iters=1",
-            "--warmup_iters=1",
-            "--device=cpu",
-            "--max_tokens=256",
-            *words,
-        ]
-        assert_success(call("extend.py", *words, f"--out_dir={out}-extended"))
-        assert kept_apart and all(apart == expected for apart in kept_apart)
-        kept_apart.clear()
 
 
 @torch.no_grad()

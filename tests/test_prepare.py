@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import http.server
-import importlib.util
 import json
 import re
 import subprocess
@@ -36,23 +35,6 @@ def data_folder(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(data.token_files, "HERE", folder)
     return folder
-
-
-def test_a_file_is_encoded_by_gpt2(tmp_path, data_folder):
-    try:
-        data.BPETokenizer.named("gpt2")
-    except UserError as error:
-        if "could not be downloaded" not in str(error):
-            raise
-        pytest.skip(str(error))
-    (tmp_path / "t.txt").write_text(TEXT)
-    folder = prepare_text(tmp_path / "t.txt", "mine", tokenizer=find_tokenizer("gpt2"))
-    dataset = data.Dataset(folder)
-    assert (dataset.vocab_size, dataset.bos) == (50257, None)
-    assert data.Dataset(folder, bos=True).bos == 50256
-    first, *ids = dataset.train.tokens[0].tolist()
-    assert first == 50256
-    assert dataset.tokenizer.decode(ids) == TEXT[: int(len(TEXT) * 0.9)].encode()
 
 
 def test_texts_are_read_as_they_are(tmp_path, data_folder):
@@ -482,17 +464,3 @@ def test_prepare_runs_as_a_script_from_anywhere(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no file or folder gone.txt:")
-
-
-@pytest.mark.parametrize("name, quoted", [("mine", "mine"), ("my text", "'my text'")])
-def test_the_command_to_train_can_be_pasted(name, quoted, call, tmp_path, data_folder):
-    (tmp_path / "t.txt").write_bytes(TEXT.encode())
-    done = assert_success(call("data/prepare.py", tmp_path / "t.txt", f"--name={name}"))
-    assert done.stdout.endswith(f"train on it with python train.py --dataset={quoted}\n")
-
-
-def test_no_module_of_data_has_the_name_of_an_installed_package():
-    # run as a script, prepare.py has data/ first on sys.path
-    for file in DATA.glob("*.py"):
-        if file.stem != "__init__":
-            assert importlib.util.find_spec(file.stem) is None, file

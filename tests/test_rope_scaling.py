@@ -6,7 +6,7 @@ import pytest
 import reference
 import rope_formulas
 import torch
-from conftest import BUILT_IN, OFFLINE, ROOT, assert_success, run_python
+from conftest import OFFLINE, ROOT, assert_success, run_python
 
 import rope_scaling
 from model import GPT, POSITIONS, GPTConfig
@@ -320,18 +320,6 @@ def test_extended_learned_embeddings_come_back_from_a_checkpoint(make, tmp_path)
     assert loaded.pos.table.shape == (120, 32)
     assert loaded.pos.table.requires_grad
     assert torch.allclose(loaded.pos.table[::2], model.pos.table, atol=1e-7)
-
-
-INTERPOLATING = [pos for pos in BUILT_IN if "pi" in POSITIONS[pos].methods]
-
-
-@pytest.mark.parametrize("factor", [1.1, 3.3])
-@pytest.mark.parametrize("pos", [pos for pos in INTERPOLATING if not POSITIONS[pos].bounded])
-@torch.no_grad()
-def test_interpolation_divides_distances_by_a_fraction_too(pos, factor, make):
-    model = build(make, {"pos": pos}, "pi", factor, {})
-    tokens = torch.randint(0, 50, (1, 90))
-    assert_close(model(tokens), reference.logits(model, tokens))
 
 
 # -----------------------------------------------------------------------------

@@ -113,30 +113,6 @@ def test_every_scheme_is_extended_by_a_method_of_its_own(pos, call, text_data, t
 
 
 @pytest.mark.parametrize(
-    "words, length", [(["--pose=true"], 32), (["--method=drope"], 32), ([], 64)]
-)
-def test_pose_and_drope_train_at_the_original_length(words, length, call, trained, tmp_path):
-    out = tmp_path / "longer"
-    extend = ["extend.py", trained, "--factor=2", *words, f"--out_dir={out}"]
-    assert_success(call(*extend, "--max_iters=3"))
-    meta = read_meta(newest(out))
-    assert meta["config"]["block_size"] == 64
-    sequences = meta["train"]["batch_size"] * meta["train"]["gradient_accumulation_steps"]
-    assert sequences == 4 * 32 // length  # the tokens of a step stay the same
-    assert meta["tokens"] == 3 * 128
-    if "--method=drope" in words:
-        assert_success(call(*extend, "--init_from=resume", "--max_iters=4"))
-
-
-def test_data_settings_of_training_go_through_the_shell(call, text_data, tmp_path):
-    words = ["--tasks=niah:0.3", "--separate_docs=true"]
-    out = [f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
-    assert_success(call("train.py", *TINY, *words, *out))
-    words = ["--pos=nope", "--min_doc=1000", f"--dataset={text_data}", f"--out_dir={tmp_path}/nope"]
-    assert_success(call("train.py", *TINY, *words))
-
-
-@pytest.mark.parametrize(
     "words",
     [
         "--layer_pattern=WN --window=8 --sinks=2",
@@ -159,15 +135,6 @@ def test_the_checkpoint_remembers_the_architecture(words, call, text_data, tmp_p
     if words == "--random_positions=100":
         done = call("extend.py", out, "--factor=2", f"--out_dir={tmp_path}/x")
         assert_refused(done, "--random_positions")
-
-
-def test_a_fine_tuning_is_resumed_by_extend_only(call, trained, tmp_path):
-    """train.py would train on sequences of another length."""
-    pose = tmp_path / "pose"
-    words = ["--factor=4", "--pose=true", "--max_iters=2", f"--out_dir={pose}"]
-    assert_success(call("extend.py", trained, *words))
-    done = call("train.py", "--init_from=resume", f"--out_dir={pose}")
-    assert_refused(done, "extend.py")
 
 
 # -----------------------------------------------------------------------------

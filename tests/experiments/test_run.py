@@ -1,6 +1,5 @@
 """The runner of experiments: claims, what is refused, what is kept, what is run again."""
 
-import errno
 import json
 import math
 import os
@@ -10,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from boards import make_board
 from conftest import ROOT, assert_refused, newest, wait_for
-from published import RESULTS, judge_all, make_board, read
 from safetensors.torch import load_file
 
 from experiments import board, run
@@ -138,14 +137,6 @@ def test_what_is_unknown_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_ends_the_experiment_in_one_sentence(run_mine, monkeypatch):
-    def write(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/experiments/mine.json")
-
-    monkeypatch.setattr(run, "write_json", write)
-    assert_refused(run_mine(MINE, "--arms=rope"), "mine.json", "No space left on device")
-
-
 def test_a_stop_in_the_last_step_or_its_evaluation_is_a_stop(run_mine, tmp_path, monkeypatch):
     """The checkpoint is that of the last step then, and the log has no validation loss of it."""
     done = run_mine(MINE, "--arms=rope")
@@ -233,51 +224,10 @@ def test_differences_are_paired_by_seed_and_a_number_may_be_a_side():
     assert measured.cell("nope", "chunked", "L") == "not finite"
 
 
-# -----------------------------------------------------------------------------
-# The committed results through the tables and claims.
-
-
-def loss_rows(records):
-    return [
-        [r["checkpoint"], r["seed"], r["protocol"], r["length"], r.get("loss", "refused")]
-        for r in records
-    ]
-
-
-def published_claims(*pages):
-    """What follows the text of each claim in Markdown pages, such as "+0.1 ± 0.0, < 0: pass"."""
-    lines = [line for page in pages for line in (RESULTS / page).read_text().splitlines()]
-    return [line for line in lines if re.match(r"- .*: (pass|FAIL.*)$", line)]
-
-
-def test_the_leaderboards_claims_have_their_published_verdicts():
-    verdicts = judge_all("leaderboard", loss_rows(read("leaderboard")["records"]))
-    page = (RESULTS / "claims.md").read_text().partition("## The leaderboard")[2]
-    published = published_claims("leaderboard.md")
-    published += [line for line in page.splitlines() if line.startswith("- ")]
-    expected = [line.rpartition(": ")[2] for line in published]
-    # "alibi below sinusoidal" and "rope below alibi" stand there twice
-    del expected[30], expected[17]
-    assert list(verdicts.values()) == expected
-
-
-RECIPES = {"stages": (3, 6), "drope": (7, 10), "mixtures": (0, 3)}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_recipes_claims_have_their_published_verdicts(name):
-    rows = []
-    for record in read("recipes")["records"]:
-        arm = record["variant"].removesuffix(" long").replace("YaRN,", "yarn").lower()
-        arm = arm.replace(" %", "%").replace(" ", "-")
-        for measure, value in record.items():
-            if record["part"] == name and re.fullmatch(r"\d+", measure):
-                rows.append([arm, record["seed"], "last-quarter", 64 * int(measure), value])
-            elif record["part"] == name == "mixtures" and measure in ("short", "long"):
-                length = {"short": 64, "long": 512}[measure]
-                rows.append([arm, record["seed"], f"{measure} last-quarter", length, value])
-    published = [line.rpartition(": ")[2] for line in published_claims("recipes.md")]
-    assert list(judge_all(name, rows).values()) == published[slice(*RECIPES[name])]
+@pytest.mark.parametrize("name", run.available())
+def test_the_claims_of_every_experiment_are_about_what_it_measures(name):
+    for budget in ("cpu", "try"):
+        run.check_claims(run.load_experiment(name, run.RunConfig(budget=budget)))
 
 
 def test_the_example_of_the_docs_states_an_experiment(tmp_path, monkeypatch):
