@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from conftest import TINY, assert_refused, assert_success, logged
+from conftest import TINY, assert_success, logged
 from matplotlib.figure import Figure
 
 
@@ -55,24 +55,6 @@ def test_the_curves_are_the_losses_of_the_logs(call, write_log, figures, tmp_pat
         str(second): ([5], [6.0]),
         f"{second}, validation": ([], []),
     }
-
-
-def test_evaluate_says_what_it_cannot_plot(call, write_log, tmp_path, monkeypatch):
-    run = write_log({"step": 1, "loss": 1.0})
-    empty = write_log(name="empty")
-    file = f"--curves={tmp_path}/curves.png"
-    for words, phrase in (
-        ([file], "give at least one run folder"),
-        ([file, tmp_path / "none"], "none has logged no training step: "),
-        ([file, empty], "empty has logged no training step: "),
-        (["--curves=a.jpg", run], "--curves=a.jpg: end it in .png"),
-        ([file, "--json=a.json", run], "measures nothing: leave --plot, --json and --report out"),
-    ):
-        assert_refused(call("evaluate.py", *words), phrase)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = call("evaluate.py", file, run)
-    assert done.returncode == 1 and "install matplotlib" in done.stdout
-    assert not (tmp_path / "curves.png").exists()
 
 
 @pytest.fixture

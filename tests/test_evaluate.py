@@ -2,14 +2,13 @@
 
 import json
 import math
-import types
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_refused, assert_success
 from test_hf_tokenizer import PADDED_VOCAB_SIZE, import_tokenizer
-from test_loss import losses_of, make_split
+from test_loss import losses_of
 
 import data
 import evaluate
@@ -71,17 +70,6 @@ def test_what_cannot_be_measured_is_refused_in_its_record(make, text_data):
     assert list(beyond) == ["checkpoint", "task", "protocol", "length", "refused"]
     assert "--pos=learned" in beyond["refused"]
     assert "--max_tokens" in too_long["refused"]
-
-
-def test_protocols_of_the_same_sequences_share_their_forward_passes():
-    protocols = ("chunked", "token-aligned", "position", "sliding", "last-quarter")
-    assert scoring.group_protocols(protocols, 0, (24, 48)) == [
-        (["chunked", "position", "last-quarter"], {}),
-        (["token-aligned"], {"stride": 12}),
-        (["sliding"], {"stride": 256}),
-    ]
-    assert scoring.group_protocols(["token-aligned"], 15, (24, 48))[0][1] == {"stride": 12}
-    assert scoring.group_protocols(["sliding"], 15, (24, 48))[0][1] == {"stride": 15}
 
 
 # -----------------------------------------------------------------------------
@@ -182,17 +170,6 @@ def test_bytes_are_those_of_the_file_if_a_normalizer_changes_it(make, tmp_path, 
     assert record["bytes"] == round(sum(row[2] for row in record["by_sequence"]))
 
 
-def test_what_was_scored_is_said(text_file, tmp_path):
-    """Tokens, sequences of the longest length, files and a hash: of each text once."""
-    text = data.TextFile(text_file, data.ByteTokenizer(), 257, 256)
-    five = types.SimpleNamespace(name="five", val=make_split(tmp_path, files=5), hash="2c3d")
-    scored = f"96 of {len(TEXT.encode())} tokens of {text_file} (sequences: 2, files: 1)"
-    assert scoring.describe_scored({"x": text, "y": text, "w": five}, (24, 48, 960), 99) == [
-        f"{scored}, data {text.hash}",
-        "96 of 4,900 tokens of five (sequences: 2, files: 2), data 2c3d",
-    ]
-
-
 def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call, tmp_path):
     run = imported("gpt2")
     empty, short, binary = (tmp_path / name for name in ("empty.txt", "short.txt", "binary"))
@@ -202,9 +179,7 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
     make().save(tmp_path / "nameless/step-000001")
     for checkpoint, words, phrases in (
         (run, [f"--text={text_file}", "--dataset=x"], ("--text and --dataset",)),
-        (run, [f"--text={text_file}", "--task=needle"], ("--text is of --task=loss",)),
         (run, [f"--text={tmp_path}/gone.txt"], ("gone.txt cannot be used", "No such file")),
-        (run, [f"--text={tmp_path}"], (f"{tmp_path} cannot be used", "directory")),
         (run, [f"--text={empty}"], ("empty.txt is empty",)),
         (run, [f"--text={short}"], ("short.txt holds", "sequence of 24", "--lengths")),
         (run, [f"--text={binary}"], ("cannot encode the text", "no UTF-8")),
@@ -269,31 +244,6 @@ def test_records_say_what_they_came_from(runs, call, text_data, tmp_path):
             assert record["commit"] == current_commit()
 
 
-@pytest.mark.parametrize(
-    "lengths, max_tokens, few",
-    [("24,48,96", 480, "96"), ("24,240", 480, "240"), ("24,48", 480, ""), ("96", 96, "")],
-)
-def test_lengths_of_few_sequences_are_not_compared_without_a_note(
-    lengths, max_tokens, few, runs, call
-):
-    """Of last-quarter each length scores other text; chunked and token-aligned the same."""
-    words = [runs[0], f"--lengths={lengths}", f"--max_tokens={max_tokens}"]
-    done = assert_success(call("evaluate.py", *words, "--protocol=last-quarter"))
-    assert (f"few sequences at {few} tokens, and each length" in done.stdout) == bool(few)
-    done = call("evaluate.py", *words, "--protocol=chunked,token-aligned")
-    assert "few sequences" not in done.stdout
-
-
-def test_by_default_lengths_are_compared_on_the_same_tokens_too(runs, call):
-    """Of a single length there is nothing to align, unless that is asked for."""
-    aligned = "token-aligned (the same tokens at every length)"
-    for words, is_aligned in (("24,48", True), ("24", False)):
-        done = call("evaluate.py", runs[0], f"--lengths={words}", "--max_tokens=960")
-        assert (aligned in assert_success(done).stdout) == is_aligned
-    done = call("evaluate.py", runs[0], "--lengths=24", "--protocol=token-aligned")
-    assert aligned in assert_success(done).stdout
-
-
 def test_a_loss_that_is_no_number_is_said_to_be(runs, call, tmp_path):
     """A checkpoint whose weights are NaN; the standard of JSON has no NaN."""
     rope = runs[0]
@@ -318,11 +268,6 @@ def test_nothing_measured_is_an_error(runs, call, tmp_path):
     assert_refused(done, "nothing could be measured: --pos=learned has no embedding")
     records = json.loads((tmp_path / "a.json").read_text())
     assert all("refused" in record for record in records) and "refused" in done.stdout
-
-
-def test_a_mixture_is_no_text_to_score(save_run, call, text_data):
-    run = save_run("run", {"dataset": f"{text_data}:0.5,python:0.5"})
-    assert_refused(call("evaluate.py", run), f"give --dataset={text_data} or --dataset=python")
 
 
 def test_the_cost_grows_with_the_length(runs, call, tmp_path):

@@ -1,13 +1,9 @@
 """An evaluation goes on after it was stopped, and measures again what depends on something else."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from conftest import ROOT, assert_refused, assert_success
+from conftest import assert_refused, assert_success
 
 import evaluate
 from model import GPT
@@ -84,25 +80,6 @@ def test_a_stopped_evaluation_goes_on_with_the_same_records(
     assert json.loads(file.read_text()) == expected
 
 
-@pytest.mark.slow
-def test_after_kill_9_the_file_is_whole(runs, call, tmp_path):
-    file = tmp_path / "a.json"
-    words = ["--lengths=24,48,96,192", "--protocol=sliding", "--stride=4", "--max_tokens=3840"]
-    words += [f"--json={file}", "--device=cpu"]
-    process = subprocess.Popen([sys.executable, ROOT / "evaluate.py", *runs, *words])
-    while not file.is_file() or file.read_text().count("\n") < 4:  # two records
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    records = json.loads(file.read_text())
-    assert [record["length"] for record in records][:2] == [24, 48] and len(records) < 8
-    done = assert_success(call("evaluate.py", *runs, *words))
-    assert f"reused: {len(records)} of 8 " in done.stdout
-    for old, new in zip(records, json.loads(file.read_text()), strict=False):
-        assert {**new, "difference": None} == {**old, "difference": None}
-
-
 def save_again(run, change, step="step-000001"):
     """Save a run's model after a change of it, under the same name."""
     model = GPT.load(run)
@@ -170,14 +147,3 @@ def test_a_file_of_another_kind_is_not_overwritten(runs, call, measured, tmp_pat
         file.write_text(content)
         assert_refused(call(*words), f"{file} holds something else than records")
         assert file.read_text() == content and not measured
-
-
-def test_links_and_devices_are_written_not_replaced(runs, call, tmp_path):
-    words = ["evaluate.py", runs[0], "--lengths=24", "--max_tokens=48"]
-    (tmp_path / "link.json").symlink_to(tmp_path / "a.json")
-    (tmp_path / "null").symlink_to("/dev/null")
-    for name in ("link.json", "null"):
-        assert_success(call(*words, f"--json={tmp_path / name}"))
-        assert (tmp_path / name).is_symlink()
-    assert len(json.loads((tmp_path / "a.json").read_text())) == 2
-    assert not (tmp_path / "null").is_file()
