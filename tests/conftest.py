@@ -205,30 +205,31 @@ def call(monkeypatch, capfd):
     return call
 
 
+def write_dataset(folder, train_ids, val_ids=None, **meta):
+    """A dataset folder of these tokens, of bytes with <bos> unless meta says otherwise."""
+    folder.mkdir(parents=True)
+    defaults = {"tokenizer": {"kind": "bytes"}, "vocab_size": 257, "bos": 256, "bos_default": True}
+    meta = {**defaults, **meta}
+    for split, ids in (("train", train_ids), ("val", train_ids if val_ids is None else val_ids)):
+        data.write_tokens(folder / f"{split}.bin", ids, meta["vocab_size"])
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory):
     """A dataset folder of real text as bytes with <bos>: four standard modules, 300 kB."""
-    folder = tmp_path_factory.mktemp("data") / "text"
-    folder.mkdir()
     modules = [inspect.getsource(m).encode() for m in (argparse, ast, typing, inspect)]
-    for split, documents in (("train", modules[:3]), ("val", modules[3:])):
-        tokens = [token for document in documents for token in (256, *document)]
-        data.write_tokens(folder / f"{split}.bin", tokens, 257)
-    meta = {"tokenizer": {"kind": "bytes"}, "vocab_size": 257, "bos": 256, "bos_default": True}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
+    train_ids = [token for module in modules[:3] for token in (256, *module)]
+    return write_dataset(tmp_path_factory.mktemp("data") / "text", train_ids, [256, *modules[3]])
 
 
 @pytest.fixture
 def character_data(tmp_path):
     """A dataset folder of three characters, without <bos>."""
-    folder = tmp_path / "characters"
-    folder.mkdir()
-    for split in ("train", "val"):
-        data.write_tokens(folder / f"{split}.bin", [0, 1, 2] * 200, 3)
     meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "vocab_size": 3}
-    (folder / "meta.json").write_text(json.dumps({**meta, "bos": None, "bos_default": False}))
-    return folder
+    meta |= {"bos": None, "bos_default": False}
+    return write_dataset(tmp_path / "characters", [0, 1, 2] * 200, **meta)
 
 
 @pytest.fixture

@@ -282,27 +282,3 @@ def test_the_cost_grows_with_the_length(runs, call, tmp_path):
     assert all(record["tokens_per_second"] > 0 for record in costs[:3])
     assert f"{runs[0]}: seconds of prefill" in done.stdout and "table: MB of cache" in done.stdout
     assert np.all(["refused" in record for record in costs[3:]])
-
-
-def test_a_checkpoint_that_was_pruned_while_it_was_read_is_looked_for_again(
-    runs, call, monkeypatch, tmp_path
-):
-    """As by a run that goes on; a step that is named is not replaced by another."""
-    rope = runs[0]
-    model = GPT.load(rope)
-    model.meta.pop("checksums")
-    original = evaluate.run.read_meta
-
-    def pruned(folder):
-        if folder.name == "step-000001" and folder.exists():
-            model.save(rope / "step-000002")
-            folder.rename(tmp_path / "pruned")
-        return original(folder)
-
-    monkeypatch.setattr(evaluate.run, "read_meta", pruned)
-    words = ["--lengths=24", "--max_tokens=48", f"--json={tmp_path}/a.json"]
-    assert_success(call("evaluate.py", rope, *words))
-    (record, _) = json.loads((tmp_path / "a.json").read_text())
-    assert record["folder"] == str(rope / "step-000002")
-    done = call("evaluate.py", rope / "step-000001", *words)
-    assert_refused(done, "there is no checkpoint in", "the steps in")

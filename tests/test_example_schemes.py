@@ -76,6 +76,7 @@ def test_a_scheme_goes_from_training_to_sampling(name, call, text_data, tmp_path
     window = ["--layer_pattern=WF", "--window=8"] if name == "two_bases" else []
     call_anew("train.py", *TINY, *window, data, f"--out_dir={run}")
     extend = ["extend.py", run, "--factor=4", "--method=dynamic-ntk", "--max_iters=2", data]
+    extend += ["--max_tokens=512"]
     # one state for the whole text cannot leave other documents out
     extend += ["--separate_docs=false"] if name == "linear_attention" else []
     call_anew(*extend, f"--out_dir={extended}")

@@ -6,9 +6,7 @@ test_scripts.py, what is refused in test_refusals.py.
 
 import json
 import math
-import shlex
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -158,18 +156,6 @@ def test_the_report_compares_with_the_parent_on_a_text(trained, extend_run, no_d
                 assert f"({changes.mean():+.3f} ± {half_width:.3f})" in part
 
 
-def test_fine_tuning_is_measured_before_and_after(trained, extend_run, tmp_path):
-    done = assert_success(extend_run(trained, "--max_iters=1", "--factor=2"))
-    assert done.stdout.count("loss at 32 tokens") == 2
-    before, after = (part.split("\n")[0] for part in done.stdout.split("loss at 64 tokens")[1:])
-    assert before != after and before.split(" -> ")[0] == after.split(" -> ")[0]
-    short = tmp_path / "short.txt"
-    short.write_bytes(TEXT[:63])
-    words = ["--max_iters=0", "--factor=2", f"--text={short}", f"--out_dir={tmp_path}/short"]
-    assert "loss at 64 tokens" in assert_success(extend_run(trained, *words)).stdout
-    assert_refused(extend_run(trained, f"--text={tmp_path}/gone.txt", "--overwrite"), "gone.txt")
-
-
 # -----------------------------------------------------------------------------
 # PoSE, and the tokens of a step.
 
@@ -196,6 +182,23 @@ def test_pose_trains_on_windows_with_positions_in_the_extended_length(
     assert (positions[:, 0] == 0).all()
     assert ((np.diff(positions) > 1).sum(1) <= 1).all()
     assert 32 < positions.max() < 128
+
+
+@pytest.mark.parametrize("words, is_apart", [([], True), (["--separate_docs=false"], False)])
+def test_fine_tuning_keeps_documents_apart_by_default(
+    words, is_apart, trained, extend_run, monkeypatch
+):
+    seen = []
+    real = GPT.forward
+
+    def forward(model, *args, **settings):
+        if model.training:
+            seen.append(settings["docs"] is not None)
+        return real(model, *args, **settings)
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    assert_success(extend_run(trained, "--factor=2", "--max_iters=1", "--eval_iters=1", *words))
+    assert set(seen) == {is_apart}
 
 
 def test_settings_that_are_inherited(trained):
@@ -328,7 +331,7 @@ def test_a_stage_keeps_the_schedule_and_changes_the_length(call, text_data, tmp_
     """Steps, tokens and learning rates go on; sequences are longer, and as many tokens a step."""
     whole, first = train_stages(call, text_data, tmp_path)
     second, third = tmp_path / "second", tmp_path / "third"
-    keep = ["--keep_optimizer=true", "--device=cpu"]
+    keep = ["--keep_optimizer=true", "--max_tokens=512", "--device=cpu"]
     words = [*keep, "--factor=4", "--train_length=64", "--stop_at=6", f"--out_dir={second}"]
     assert_success(call("extend.py", first, *words))
     assert_success(call("extend.py", second, *keep, "--factor=1", f"--out_dir={third}"))
@@ -364,30 +367,6 @@ def test_the_table_and_the_training_have_lengths_of_their_own(trained, extend_ru
     model = GPT.load(tmp_path / "extended")
     inv_freq, _ = rope_scaling.yarn(10000.0, 8, 32, 32.0)
     torch.testing.assert_close(model.pos.inv_freq.double(), inv_freq)
-
-
-def test_make_stages_trains_at_three_lengths(call, text_data, tmp_path):
-    """The commands of the Makefile, on a tiny model of 8 tokens and 40 steps."""
-    # this test may itself be run by make, which says then which folder it enters
-    words = ["make", "--no-print-directory", "-n", "-o", ".venv/demo", "stages"]
-    words += ["PY=python", f"STAGES={tmp_path}"]
-    printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    commands = shlex.split(printed.replace("\\\n", " ").replace("\n", " ;\n"))
-    tiny = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8", "--eval_iters=1"]
-    stops = iter([["--max_iters=40", "--stop_at=36", *tiny], ["--stop_at=38"], []])
-    while ";" in commands:
-        end = commands.index(";")
-        _, script, *words = commands[:end]
-        commands = commands[end + 1 :]
-        if script == "evaluate.py":
-            words += ["--lengths=8,32,128"]
-        else:
-            words += [*next(stops), "--device=cpu", f"--dataset={text_data}"]
-        assert_success(call(script, *words))
-    steps = [newest(tmp_path / name).name for name in ("256", "1024", "4096")]
-    assert steps == ["step-000036", "step-000038", "step-000040"]
-    lengths = [GPT.load(tmp_path / name).config.block_size for name in ("256", "1024", "4096")]
-    assert lengths == [8, 32, 128]
 
 
 # -----------------------------------------------------------------------------
@@ -427,28 +406,6 @@ def test_which_settings_are_taken_over(trained):
         saved = extend.inherited_settings(meta, {"train_length": 32, **words})
         assert {name for name, x in saved.items() if x == "unlike"} == set(names.split())
     assert saved["learning_rate"] == rate
-
-
-def test_reports_are_at_the_original_length_and_the_one_that_is_asked(
-    save_run, extend_run, tmp_path, monkeypatch
-):
-    """Of a model that is extended twice; tokens before the first extension are remembered."""
-    asked = []
-    monkeypatch.setattr(
-        extend.loss, "describe_change", lambda *args: asked.append(args[3:5]) or "a loss"
-    )
-    run = save_run(meta={"tokens": 1000})
-    again = tmp_path / "again"
-    text = f"--text={ROOT / 'LICENSE'}"
-    assert_success(extend_run(run, "--factor=2", "--max_iters=0"))
-    words = ["--factor=2", "--max_iters=0", text, "--max_tokens=960", "--eval_length=72"]
-    # the tokens of the fine-tuning that a run between has had are not of pretraining
-    model = GPT.load(tmp_path / "extended")
-    model.meta["tokens"] = 50
-    model.save(tmp_path / "between/step-000001")
-    assert_success(extend_run(tmp_path / "between", *words, f"--out_dir={again}"))
-    assert asked == [(24, 960), (72, 960)]
-    assert GPT.load(again).meta["pretraining_tokens"] == 1000
 
 
 def test_a_scale_is_fitted_on_training_sequences(save_run, extend_run, text_data, monkeypatch):

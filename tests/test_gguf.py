@@ -407,16 +407,10 @@ Q = "blk.0.attn_q.weight"
 # what is done to the bytes of a whole file, and a part of the message
 DAMAGED = {
     "no GGUF": (lambda data: b"PK" + data[2:], "is not a whole GGUF file"),
-    "the other byte order": (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "version 2 or 3"),
-    "a huge number of values": (lambda data: data[:16] + HUGE + data[24:], "not a whole GGUF"),
     "a huge text": (with_key("x", 8, HUGE), "ends within its header"),
     "a huge list": (with_key("x", 9, struct.pack("<I", 0) + HUGE), "ends within its header"),
-    "a huge list of texts": (with_key("x", 9, struct.pack("<I", 8) + HUGE), "not a whole GGUF"),
-    "a list of lists": (with_key("x", 9, struct.pack("<IQ", 9, 1)), "(9)"),
     "text that is no UTF-8": (with_key("x", 8, struct.pack("<Q", 1) + b"\xff"), "utf-8"),
     "a key twice": (with_key("general.type", 7, b"\1"), "twice"),
-    "no alignment": (with_key("general.alignment", 4, b"\0\0\0\0"), "not a whole GGUF"),
-    "a tensor of no size": (with_place(Q, (64, 0)), "has the shape (64, 0)"),
     "a tensor of a huge size": (with_place(Q, (1 << 40, 1 << 40)), "not a whole GGUF"),
     "a tensor beyond the end": (with_place(Q, offset=1 << 50), "before its tensors do"),
     "tensors that overlap": (with_place(Q, offset=0), "overlaps"),
@@ -454,22 +448,6 @@ def test_a_file_may_end_anywhere(whole_file, tmp_path):
             read_header(file)
 
 
-def test_changed_bytes_of_the_header_are_no_crash(whole_file, tmp_path, rng):
-    """A file with some other bytes is imported, or refused in one sentence."""
-    file = tmp_path / "model.gguf"
-    header_bytes = whole_file.index(b"blk.1.ffn_down.weight")
-    for i in range(40):
-        data = bytearray(whole_file)
-        for position in rng.integers(header_bytes, size=rng.integers(1, 4)):
-            data[position] = rng.integers(256)
-        file.write_bytes(data)
-        try:
-            quietly(import_to, GPT, str(file), tmp_path / str(i), verify=False)
-        except UserError as error:
-            assert len(str(error).splitlines()) == 1
-            assert not (tmp_path / str(i)).exists()
-
-
 def with_tensor(name, *shape, kind="F32"):
     """A function for edit: add or replace a tensor, of zeros; without a shape there is none."""
 
@@ -496,32 +474,17 @@ def with_nan(writer, tensors):
 # one of MODELS, what is done to it, and a part of the message
 UNSUITABLE = [
     ("llama", metadata({"general.architecture": "gemma"}), "not one of: llama, qwen2"),
-    ("llama", metadata({"general.type": "adapter"}), "not one of"),
     ("llama", metadata({"split.count": 3}), "is a part of a model"),
     ("llama", metadata({"llama.expert_count": 8}), "expert_count=8"),
-    ("llama", metadata({"llama.attention.causal": False}), "attention.causal=False"),
-    ("llama", metadata({"llama.attention.head_count_kv": [2, 1]}), "differs from layer to layer"),
-    ("llama", metadata({"llama.attention.head_count": 0}), "ZeroDivisionError"),
     ("llama", metadata({"llama.rope.dimension_count": 8}), "dimension_count=8"),
     ("qwen2", metadata({"qwen2.attention.sliding_window": 32}), "sliding_window=32"),
-    ("llama", metadata({"llama.block_count": 1 << 20}), "has not all of its tensors"),
-    ("llama", metadata({"llama.block_count": 1}), "no parameter here for blk.1."),
     ("llama", metadata({"llama.block_count": 3}), "there is no model.layers.2."),
-    ("llama", metadata({"llama.embedding_length": "64"}), "cannot be used"),
-    ("llama", metadata({"llama.context_length": None}), "context_length"),
     ("llama", metadata({"llama.vocab_size": 1000}), "describes"),
-    ("llama", metadata({"llama.rope.scaling.type": "su"}), "'su'"),
-    ("llama-yarn", metadata({"llama.rope.scaling.factor": 0.5}), "is 0.5, and it is at least 1"),
     ("llama-yarn", metadata({"llama.rope.scaling.yarn_ext_factor": 0.5}), "yarn_ext_factor"),
-    ("llama-yarn", metadata({"llama.rope.scaling.yarn_log_multiplier": 1.0}), "log_multiplier"),
     ("llama-q8-linear", metadata({"llama.rope.scaling.attn_factor": 2.0}), "attn_factor"),
     ("llama-llama3", metadata({"llama.rope.scaling.factor": 2.0}), "rope_freqs.weight has no"),
-    ("llama-llama3", with_tensor("rope_freqs.weight", 8), "long_factor"),
-    ("llama-llama3", with_tensor("rope_freqs.weight", 4), "tables rope_freqs.weight has no"),
     ("llama-longrope", without_tensor("rope_factors_long.weight"), "rope_factors_short.weight has"),
-    ("smollm3", with_tensor("rope_freqs.weight", 8), "no parameter here for rope_freqs.weight"),
     ("llama", without_tensor("blk.1.ffn_up.weight"), "is no model.layers.1.mlp.up_proj.weight"),
-    ("llama", with_tensor("blk.0.attn_q.bias", 64), "layers.0.self_attn.q_proj.bias missing"),
     ("llama", with_tensor("blk.0.attn_k.weight", 64, 64), "cannot be used"),
     ("llama", with_tensor("blk.0.attn_k.weight", 32, 64, kind="Q8_1"), "of the type Q8_1"),
     ("llama", with_nan, "mlp.up_proj.weight has values that are not"),

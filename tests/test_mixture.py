@@ -1,6 +1,5 @@
 """Mixtures of datasets: their batches, losses and guarantees, and what is refused."""
 
-import json
 import math
 
 import numpy as np
@@ -13,6 +12,7 @@ from conftest import (
     assert_success,
     logged,
     newest,
+    write_dataset,
 )
 
 import data
@@ -20,17 +20,6 @@ import train
 from model import GPT, GPTConfig
 from nanolong.errors import UserError
 from nanolong.run import read_meta
-
-
-def write_dataset(folder, train_ids, val_ids, **meta):
-    """A dataset folder of these tokens; bytes with <bos> unless meta says otherwise."""
-    folder.mkdir(parents=True)
-    defaults = {"tokenizer": {"kind": "bytes"}, "vocab_size": 257, "bos": 256, "bos_default": True}
-    meta = {**defaults, **meta}
-    data.write_tokens(folder / "train.bin", train_ids, meta["vocab_size"])
-    data.write_tokens(folder / "val.bin", val_ids, meta["vocab_size"])
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
 
 
 @pytest.fixture
@@ -155,18 +144,14 @@ def test_validation_losses_of_each_dataset_are_logged(mixture, text_data, short,
     assert evaluation["val_bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
-def test_a_mixture_is_printed_and_recorded(mixture, short, text_data, call, tmp_path):
+def test_a_mixture_is_recorded_with_its_tokens(mixture, short, text_data, call, tmp_path):
     words = ["train.py", *TINY, f"--dataset={mixture}", f"--out_dir={tmp_path}/run"]
     printed = assert_success(call(*words, "--gradient_accumulation_steps=4")).stdout
     assert f"data: {text_data}, 1,229 tokens" in printed  # 0.3 of 8 x 4 x 4 x 32
     assert f"data: {short}, 2,867 tokens (0.47 epochs); validation on 8 of" in printed
-    last = [row for row in logged(tmp_path / "run") if "val_loss" in row][-1]
-    for name in ("val_loss_text", "val_loss_short"):
-        assert f"{name.removeprefix('val_loss_')} {last[name]:.4f}" in printed
     meta = read_meta(newest(tmp_path / "run"))
     assert meta["dataset"] == mixture
-    hashes = [data.Dataset(name).hash for name in (text_data, short)]
-    assert meta["data_hash"] == ",".join(hashes)
+    assert meta["data_hash"] == ",".join(data.Dataset(name).hash for name in (text_data, short))
 
 
 # -----------------------------------------------------------------------------
@@ -189,20 +174,13 @@ def test_a_run_goes_on_with_other_fractions_but_not_with_other_texts(mixture, ca
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("text:0.3,short:0.6", "add up to 0.9"),
-        ("short:0.5", "add up to 0.5"),
-        ("text:1.5,short:0.5", "with a fraction above 0 and at most 1"),
         ("text:nan,short:1", "with a fraction above 0 and at most 1"),
-        ("text:0.5,short", "with a fraction above 0 and at most 1"),
         ("short:0.5,a/short:0.5", "has two folders of the same name"),
-        ("short:0.5,short:0.5", "give each name once"),
-        ("nowhere:0.5,short:0.5", "there is no dataset 'nowhere'"),
         ("text,short", "with a fraction above 0 and at most 1"),
         ("wider:0.5,short:0.5", "short has a vocabulary of 257 and wider one of 300"),
         ("letters:0.5,short:0.5", "dataset short has other tokens than letters"),
         ("unmarked:0.5,short:0.5", "start with tokens None and None, those of short with 256"),
         ("quiet:0.5,short:0.5", "start with tokens 256 and None, those of short with 256 and 256"),
-        ("empty:0.5,short:0.5", "empty/train.bin is truncated .0 bytes"),
         ("brief:0.5,short:0.5", "brief/train.bin holds 5 tokens, too few"),
     ],
 )
@@ -218,8 +196,6 @@ def test_mixtures_that_cannot_be_are_refused(
     write_dataset(tmp_path / "unmarked", ids[1:], ids[1:], bos=None, bos_default=False)
     write_dataset(tmp_path / "quiet", ids, ids, bos_default=False)
     write_dataset(tmp_path / "brief", ids[:5], ids)
-    write_dataset(tmp_path / "empty", ids, ids)
-    (tmp_path / "empty" / "train.bin").write_bytes(b"")
     (tmp_path / "text").symlink_to(text_data)
     monkeypatch.chdir(tmp_path)
     cfg = train.TrainConfig(dataset=words, out_dir=str(tmp_path / "run"), **SMALLEST)

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Operators, assert_success, logged, newest, run_python
+from conftest import ROOT, Operators, assert_success, newest, run_python
 from safetensors import safe_open
 
 import data
@@ -56,17 +56,6 @@ def test_schemes_share_every_other_initial_weight():
         assert others.keys() == weights[0].keys()
         for name, p in others.items():
             assert torch.equal(p, weights[0][name]), name
-
-
-QKV = {"attention.q", "attention.k", "attention.v"}
-BIASED = {"none": set(), "qkv": QKV, "all": QKV | {"attention.o", "mlp.gate", "mlp.up", "mlp.down"}}
-
-
-@pytest.mark.parametrize("bias, with_bias", BIASED.items())
-def test_bias_chooses_the_linear_layers_that_have_one(bias, with_bias, make):
-    names = {name for name, _ in make(bias=bias, n_layer=1).named_parameters()}
-    biased = {name.removesuffix(".bias") for name in names if name.endswith(".bias")}
-    assert biased == {f"blocks.0.{layer}" for layer in with_bias}
 
 
 def test_gpt2s_sizes_give_124_million_parameters():
@@ -281,16 +270,6 @@ def test_checkpointing_recomputes_blocks_and_keeps_every_bit(pos, make):
             assert sum("dot_product" in name for name in names) == 2
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_run_with_checkpointing_logs_the_same_losses(call, text_data, tmp_path):
-    logs = []
-    for name in ("false", "true"):
-        words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / name}", "--dropout=0.2"]
-        more = ["--gradient_accumulation_steps=2", f"--checkpoint_activations={name}"]
-        assert_success(call("train.py", *words, "--max_iters=4", *more))
-        logs.append([logged(tmp_path / name, key) for key in ("loss", "val_loss")])
-    assert logs[0] == logs[1] and len(logs[0][0]) > 2
 
 
 def train_in_chunks(model, tokens, max_scores, monkeypatch):

@@ -1,7 +1,6 @@
 """What README.md and docs/ say is true: the code runs, files, settings and presets exist."""
 
 import re
-import tomllib
 from dataclasses import fields
 
 import pytest
@@ -154,17 +153,6 @@ def test_the_documents_know_every_scheme_and_method():
             assert f"`{option}" in extension, (method, option)
 
 
-def test_contributing_names_the_pages_that_list_schemes_and_methods():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    sections = {section.split("\n")[0]: section for section in text.split("\n## ")}
-    for title, page in (
-        ("Add a position scheme", "docs/schemes.md"),
-        ("Add an extension method of RoPE", "docs/extension.md"),
-    ):
-        (step,) = re.findall(r"^\d\. Add a line to[^.]*\.md`[^.]*\.md`", sections[title], re.M)
-        assert f"`{page}`" in step and "`README.md`" in step, title
-
-
 def test_settings_in_the_text_exist():
     known = set()
     for config in (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig):
@@ -180,17 +168,3 @@ def test_settings_in_the_text_exist():
     for page in PAGES:
         for setting in re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text(encoding="utf-8")):
             assert setting in known, f"{page.name}: --{setting}"
-
-
-def test_presets_hold_settings_that_differ_from_the_defaults():
-    training_defaults = {}
-    for config in (GPTConfig, TrainConfig):
-        training_defaults |= {field.name: field.default for field in fields(config)}
-    extension_defaults = {field.name: field.default for field in fields(ExtendConfig)}
-    training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    for preset in sorted((ROOT / "config").glob("*.toml")):
-        assert f"`{preset.name}`" in training, preset.name
-        extends = preset.stem in ("finetune_public", "smollm2_64k", "llama3_128k")
-        defaults = extension_defaults if extends else training_defaults
-        for name in tomllib.loads(preset.read_text(encoding="utf-8")):
-            assert name in defaults, f"{preset.name}: {name}"

@@ -10,8 +10,7 @@ import pytest
 from conftest import assert_success
 from matplotlib.figure import Figure
 
-from model import GPT
-from nanolong.evaluation import figures, provenance, report
+from nanolong.evaluation import figures, report
 from nanolong.evaluation.tables import Table, loss_table, refusals, tables_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028"
@@ -144,15 +143,6 @@ def test_the_curves_of_a_figure_are_the_losses():
     assert (band.min(), band.max()) == pytest.approx((0.98, 2.02))
 
 
-def test_heatmaps_show_what_was_right_by_depth_or_kind():
-    records = [asked("a", 64, 0.25), asked("a", 128, None), asked("b", 64, 0.5, kind="vt")]
-    figure = figures.heatmap_figure("a.png", records)
-    (a, b) = (axis for axis in figure.axes if axis.get_title())
-    assert [text.get_text() for text in a.texts] == ["0.25"]
-    assert [text.get_text() for text in b.texts] == ["0.50"]
-    assert [text.get_text() for text in a.get_yticklabels()] == ["niah", "vt"]
-
-
 # -----------------------------------------------------------------------------
 # The report
 
@@ -237,18 +227,6 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
         assert word not in source.replace(HOSTILE, ""), word
     policy = next(found["content"] for _, found in page.elements if "http-equiv" in found)
     assert policy == ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'")
-
-
-def test_a_checkpoint_is_described_by_its_settings(save_run):
-    folder = save_run(meta={"tokens": 12345, "dataset": "python"}, window=7, sinks=2)
-    model = GPT.load(folder)
-    facts = provenance.describe_checkpoint(model)
-    n_parameters = sum(p.numel() for p in model.parameters())
-    assert facts["parameters"] == f"{n_parameters:,}" and facts["trained tokens"] == "12,345"
-    assert "window 7, sinks 2" in facts["other settings"]
-    assert facts["weights"] == model.meta["checksums"]["model.safetensors"][:16]
-    model.extend("pi", 4.0)
-    assert provenance.describe_checkpoint(model)["extension"] == "pi, factor 4"
 
 
 def test_the_report_shows_what_was_measured(runs, call, tmp_path, monkeypatch):

@@ -1,12 +1,10 @@
 """Context extension: published numbers, the papers' formulas, transformers, caches, checkpoints."""
 
-import json
-
 import pytest
 import reference
 import rope_formulas
 import torch
-from conftest import OFFLINE, ROOT, assert_success, run_python
+from conftest import ROOT
 
 import rope_scaling
 from model import GPT, POSITIONS, GPTConfig
@@ -128,64 +126,6 @@ def test_frequencies_match_the_papers(method, size):
 
 # -----------------------------------------------------------------------------
 # The functions of transformers, in a process outside the project.
-
-SAME_METHODS = [  # our method and its options, transformers' rope_type and its parameters
-    ("pi", {}, "linear", {}),
-    ("yarn", {}, "yarn", {}),
-    ("yarn", {"truncate": False}, "yarn", {"truncate": False}),
-    ("yarn", BETAS, "yarn", BETAS),
-    ("ntk-parts", {"ramp": "paper"}, "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 32.0}),
-    ("llama3", {}, "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
-    ("dynamic-ntk", {}, "dynamic", {}),
-]
-
-COMPUTE_IN_TRANSFORMERS = """
-import json
-import sys
-
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-results = []
-for kind, base, dim, original_length, factor, length, parameters in json.load(sys.stdin):
-    # two kinds take the original length from max_position_embeddings
-    if kind in ("linear", "dynamic"):
-        max_positions = original_length
-    else:
-        max_positions = int(original_length * factor)
-        parameters["original_max_position_embeddings"] = original_length
-    parameters.update(rope_type=kind, rope_theta=base, factor=factor)
-    config = LlamaConfig(
-        hidden_size=2 * dim,
-        num_attention_heads=2,
-        head_dim=dim,
-        max_position_embeddings=max_positions,
-        rope_parameters=parameters,
-    )
-    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
-    results.append([inv_freq.double().tolist(), float(attention_factor)])
-print(json.dumps(results))
-"""
-
-
-def test_frequencies_match_transformers(tmp_path):
-    cases = []
-    for size in SIZES:
-        tables = needed_options("longrope", size[1] // 2)
-        for same in [*SAME_METHODS, ("longrope", tables, "longrope", tables)]:
-            cases.append((size, 3 * size[2], *same))
-        cases.append((size, size[2] // 2, "longrope", tables, "longrope", tables))
-    requests = [(kind, *size, length, theirs) for size, length, _, _, kind, theirs in cases]
-    options = {"cwd": tmp_path, "env": OFFLINE, "input": json.dumps(requests)}
-    done = assert_success(run_python(COMPUTE_IN_TRANSFORMERS, **options))
-    results = json.loads(done.stdout.splitlines()[-1])
-    for case, (expected, expected_factor) in zip(cases, results, strict=True):
-        size, length, method, options, _, _ = case
-        if "length" in OPTIONS[method]:
-            options = {**options, "length": length}
-        inv_freq, attention_factor = METHODS[method](*size, **options)
-        assert inv_freq.tolist() == pytest.approx(expected, rel=2e-5), case
-        assert attention_factor == pytest.approx(expected_factor, rel=1e-9), case
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import ROOT, assert_refused, run_python
 
-from data.prepare import PrepareConfig
 from extend import ExtendConfig
 from model import GPTConfig
 from nanolong import errors, settings
@@ -105,13 +104,6 @@ def test_presets_stack_flags_win_and_defaults_come_last(tmp_path):
 def test_what_is_no_setting_or_value_is_refused(words, message):
     with pytest.raises(UserError, match=message):
         parse(*words.split())
-
-
-def test_the_vocabulary_is_a_setting_of_prepare_alone():
-    """That of a model is its dataset's."""
-    with pytest.raises(UserError, match="no setting 'vocab_size'"):
-        settings.parse(config=GPTConfig, argv=["--vocab_size=300"])
-    assert settings.parse(cfg=PrepareConfig, argv=["--vocab_size=300"]).cfg.vocab_size == 300
 
 
 @pytest.mark.parametrize("text", ["width = ", "width = 'x'", "colour = 1"])

@@ -2,16 +2,13 @@
 
 import json
 import math
-import os
 import re
-import signal
 import subprocess
 import sys
 
 import pytest
 from boards import make_board
-from conftest import ROOT, assert_refused, newest, wait_for
-from safetensors.torch import load_file
+from conftest import ROOT, assert_refused
 
 from experiments import board, run
 
@@ -147,38 +144,6 @@ def test_a_stop_in_the_last_step_or_its_evaluation_is_a_stop(run_mine, tmp_path,
     monkeypatch.setattr(run, "call", lambda *_: log.write_text("".join(rows[:-1])))
     with pytest.raises(KeyboardInterrupt):
         run.run(log.parent, "train", None, [])
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_command_loses_at_most_that_command(tmp_path, text_data):
-    text = MINE.replace("--max_iters=6", "--max_iters=400")
-    (tmp_path / "mine.py").write_text(text)
-    words = ["mine.py", f"--dataset={text_data}", "--seeds=1", "--device=cpu", "--arms=rope"]
-    command = [sys.executable, str(ROOT / "experiments/run.py"), *words]
-
-    def weights():
-        (folder,) = (tmp_path / "out/experiments").glob("train-*/")
-        return newest(folder).name, load_file(newest(folder) / "model.safetensors")
-
-    def has_begun():
-        logs = list((tmp_path / "out/experiments").glob("train-*/log.jsonl"))
-        return logs and len(logs[0].read_text().splitlines()) > 20
-
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    wait_for(has_begun, process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors == "stopped: the same command goes on from here\n"
-    stopped_at, _ = weights()
-    assert "step-000000" < stopped_at < "step-000400"
-    assert not (tmp_path / "out/experiments/mine.json").exists()
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    resumed = weights()
-    os.rename(tmp_path / "out", tmp_path / "before")
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    name, whole = weights()
-    assert resumed[0] == name == "step-000400"
-    assert all(tensor.equal(resumed[1][key]) for key, tensor in whole.items())
 
 
 # -----------------------------------------------------------------------------
