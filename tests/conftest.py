@@ -54,10 +54,22 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: only with --all")
     config.addinivalue_line("markers", "exhaustive: only with --exhaustive")
     config.option.all |= config.option.exhaustive
+    # workers and child processes inherit it
+    os.environ.setdefault("NANOLONG_SEED", str(int.from_bytes(os.urandom(4), "little")))
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        import hypothesis.core
+
+        hypothesis.core.global_force_seed = int(os.environ["NANOLONG_SEED"])
     try:
         load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
     except UserError as error:
         raise pytest.UsageError(f"NANOLONG_ENTRY: {error}") from None
+
+
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed"):
+        seed = os.environ["NANOLONG_SEED"]
+        terminalreporter.write_line(f"NANOLONG_SEED={seed} in front of the command replays it")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -257,11 +269,10 @@ def entries_do_not_stay():
     POSITIONS.update(before)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def rng():
-    """A NumPy generator with a fresh seed, which is printed when a test fails."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    print("seed", seed)
+    """A NumPy generator; PyTorch's has the same seed, which is another in every session."""
+    seed = int(os.environ["NANOLONG_SEED"])
     torch.manual_seed(seed)
     return np.random.default_rng(seed)
 

@@ -1,7 +1,6 @@
 """Training curves: what is read from log.jsonl, what is plotted of it, and by which commands."""
 
 import json
-import sys
 
 import pytest
 from conftest import TINY, assert_success, logged
@@ -74,19 +73,3 @@ def test_a_finished_run_and_its_extension_are_plotted(call, words, figures, tmp_
         lines = lines_of(figures[str(run / "curve.png")])
         assert lines[run.name][1] == logged(run, "loss")
         assert lines[f"{run.name}, validation"][1] == logged(run, "val_loss")
-
-
-def test_a_finished_run_never_fails_for_its_plot(call, words, tmp_path, monkeypatch):
-    file = tmp_path / "run/curve.png"
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
-        done = assert_success(call(*words, "--max_iters=1", "--warmup_iters=1"))
-    assert f"note: {file} is not written: install matplotlib" in done.stdout
-
-    def fail(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", fail)
-    done = assert_success(call(*words, "--max_iters=2", "--init_from=resume"))
-    assert f"note: {file} is not written: [Errno 28] No space left" in done.stderr
-    assert "a sample:" in done.stdout and not file.exists()

@@ -13,7 +13,7 @@ from test_loss import losses_of
 import data
 import evaluate
 from model import GPT
-from nanolong.evaluation import loss, scoring
+from nanolong.evaluation import loss
 from nanolong.evaluation.provenance import current_commit
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
@@ -192,39 +192,8 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
     assert not (tmp_path / "a.json").exists()
 
 
-def test_the_text_of_a_report_is_the_first_long_sequence(make, text_data):
-    """Its losses are those of that sequence; a length that the model cannot compute is skipped."""
-    model, text = text_model(make, text_data, pos="learned"), data.Dataset(str(text_data))
-    cfg = evaluate.EvaluateConfig(lengths=(12, 24, 48), max_tokens=960)
-    found = scoring.text_losses(model, text, cfg, torch.float32)
-    x, y = loss.read_sequences(text.val, 24, loss.find_sequences(text.val, 24, 960)[:1])
-    scored = y[0] >= 0  # <bos> is not
-    expected = losses_of(model, x[0], y[0].clamp(min=0))[scored].tolist()
-    assert found["about"] == f"{len(expected)} tokens of a context of 24, from val.bin, token 0"
-    assert found["losses"] == pytest.approx(expected, abs=0.0051)
-    assert "".join(found["tokens"]) == text.tokenizer.decode(y[0][scored].tolist()).decode()
-
-
 # -----------------------------------------------------------------------------
 # The command line
-
-
-def test_command_line_writes_tables_json_and_figure(runs, call, tmp_path):
-    rope, learned, _ = runs
-    words = [rope, f"table={learned}", "--protocol=chunked,position,token-aligned", "--stride=8"]
-    words += ["--max_tokens=480", "--json=new/a.json", "--plot=new/a.png"]
-    done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
-    records = json.loads((tmp_path / "new/a.json").read_text())
-    assert {record["checkpoint"] for record in records} == {str(rope), "table"}
-    # by default 1, 2, 4 and 8 times the shortest original context length
-    assert {record["length"] for record in records} == {24, 48, 96, 192}
-    for record in records:
-        assert ("refused" in record) == (record["checkpoint"] == "table" and record["length"] > 24)
-    # all lengths score the same span, in which a <bos> is no target
-    chunked = [record for record in records if record["protocol"] == "chunked"]
-    assert {record["tokens"] for record in chunked if "tokens" in record} == {383}
-    assert "scored: 384 of " in done.stdout and "position, nats per token" in done.stdout
-    assert (tmp_path / "new/a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_records_say_what_they_came_from(runs, call, text_data, tmp_path):

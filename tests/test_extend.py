@@ -4,7 +4,6 @@ The methods are tested in test_rope_scaling.py, the path from training to sampli
 test_scripts.py, what is refused in test_refusals.py.
 """
 
-import json
 import math
 import shutil
 
@@ -112,12 +111,6 @@ def test_an_extension_is_named_after_its_run_method_and_factor(save_run, call):
     done = assert_success(call("extend.py", *again))
     assert "context length: 96 -> 192 tokens, originally 24 (ntk)" in done.stdout
     assert list_steps(f"{run}-ntk8")
-    for options, suffix in (
-        ("beta_fast=16,ramp=paper", "beta_fast=16-ramp=paper"),
-        ("a/b.json", "b"),
-    ):
-        name = extend.default_out_dir("out/rope", {"options": options}, None)
-        assert name == f"out/rope-yarn4-{suffix}"
 
 
 # -----------------------------------------------------------------------------
@@ -224,15 +217,6 @@ def test_settings_that_are_inherited(trained):
     saved = extend.inherited_settings(meta, {})
     assert (saved["batch_size"], saved["gradient_accumulation_steps"]) == (1, 2)
     assert saved["eval_iters"] == 16
-
-
-def test_options_are_numbers_booleans_or_text(tmp_path):
-    options = extend.read_options("ramp=paper,beta_fast=16,truncate=True")
-    assert options == {"ramp": "paper", "beta_fast": 16.0, "truncate": True}
-    assert extend.read_options("") == {}
-    file = tmp_path / "options.json"
-    file.write_text(json.dumps({"long_factor": [1.0, 2.0]}))
-    assert extend.read_options(str(file)) == {"long_factor": [1.0, 2.0]}
 
 
 # -----------------------------------------------------------------------------

@@ -256,18 +256,6 @@ def write(name, text):
     return lambda place: (place / name).write_text(text)
 
 
-def point_to(file):
-    """An index in place of the one file, which is renamed."""
-
-    def edit(place):
-        (place / "model.safetensors").rename(place / "model-1.safetensors")
-        names = load_file(place / "model-1.safetensors")
-        index = {"weight_map": dict.fromkeys(names, file)}
-        (place / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    return edit
-
-
 def cut_file(place):
     file = place / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -285,7 +273,6 @@ def rope(kind, **values):
     return change(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **values})
 
 
-LEAVES = "is no safetensors file of this folder"
 HOSTILE = {
     "another family": (change(model_type="falcon"), "'falcon', which is not one of: llama"),
     "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
@@ -307,7 +294,6 @@ HOSTILE = {
     "a file cut off": (cut_file, "is not a whole safetensors file"),
     "a huge header": (huge_header, "is not a whole safetensors file"),
     "a pickle": (leave_pickle, "pytorch_model.bin, a pickle, which can run any program"),
-    "an index that leaves": (point_to("../secret.safetensors"), LEAVES),
     "a damaged tokenizer": (write("tokenizer.json", "{"), "tokenizer.json is damaged"),
 }
 

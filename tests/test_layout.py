@@ -10,8 +10,6 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from conftest import ROOT
 
-from model import POSITIONS
-
 PACKAGES = ("nanolong", "kernels", "data", "experiments")
 
 
@@ -145,26 +143,6 @@ def test_there_is_no_import_cycle():
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_every_script_first_checks_the_version_of_python():
-    """Before it, only modules are imported that an old Python has."""
-    old_modules = set(sys.stdlib_module_names) - {"tomllib"}
-    for file in MODULES.values():
-        text = file.read_text(encoding="utf-8")
-        if "run_main(" not in text or (ROOT / "nanolong") in file.parents:
-            continue
-        before, check, _ = text.partition("\nfrom nanolong import settings")
-        imported = {name.split(".")[0] for name in imports(file, node=ast.parse(before))}
-        assert check and imported <= old_modules, path_of(file)
-
-
-def test_the_transformer_names_no_scheme():
-    for node in parse(ROOT / "model.py").body:
-        if getattr(node, "name", "") in ("Attention", "Block"):
-            constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-            assert not [value for value in constants if value in POSITIONS], node.name
-            assert ".pos ==" not in ast.unparse(node), node.name
-
-
 def test_nothing_unpickles_or_evaluates_text():
     for file in MODULES.values():
         assert not imports(file) & {"pickle", "marshal", "shelve", "dill"}, file
@@ -179,17 +157,6 @@ def test_nothing_unpickles_or_evaluates_text():
 
 # -----------------------------------------------------------------------------
 # Sizes.
-
-
-def test_functions_are_short():
-    """At most 60 lines; in kernels/, 100, kernels apart."""
-    for file in MODULES.values():
-        limit = 100 if path_of(file).startswith("kernels/") else 60
-        for node in ast.walk(parse(file)):
-            if isinstance(node, ast.FunctionDef):
-                is_kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
-                is_short = node.end_lineno - node.lineno < limit
-                assert is_kernel or is_short, f"{path_of(file)}: {node.name}"
 
 
 # -----------------------------------------------------------------------------

@@ -205,22 +205,6 @@ def test_mixtures_that_cannot_be_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_names_with_colons_are_datasets(short, tmp_path, monkeypatch):
-    ids = [256, *b"some text " * 20]
-    single = write_dataset(tmp_path / "d:0.5", ids, ids)
-    assert isinstance(data.open_dataset(str(single)), data.Dataset)
-    assert data.open_dataset(str(single)).labels == ()
-    mixed = data.open_dataset(f"{single}:0.25,{short}:0.75")
-    assert (mixed.labels, mixed.fractions) == (("d:0.5", "short"), (0.25, 0.75))
-    assert data.short_name(mixed.name) == "d:0.5+short"
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out").mkdir()
-    assert data.short_name("d:0.5") == "d:0.5"
-    assert train.run_defaults({"dataset": "d:0.5:0.25,short:0.75"}, [])["out_dir"] == (
-        "out/d:0.5+short-rope"
-    )
-
-
 # -----------------------------------------------------------------------------
 # Evaluating and extending what was trained on a mixture.
 

@@ -198,34 +198,6 @@ def test_bfloat16_weights_compute_what_float32_ones_do_under_autocast(settings, 
 
 
 @pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["--dtype=bfloat16"], torch.bfloat16),
-        (["--dtype=float32"], torch.float32),
-        (["--dtype=bfloat16", "--weights=float32"], torch.float32),
-    ],
-    ids=str,
-)
-def test_sample_and_evaluate_take_the_weights_that_are_asked_for(
-    words, expected, loaded, call, tmp_path, text_data, monkeypatch
-):
-    loaded(pos="rope")
-    dtypes = set()
-    hidden_states = GPT.hidden_states
-
-    def record(self, *args, **options):
-        dtypes.add(self.embed.weight.dtype)
-        return hidden_states(self, *args, **options)
-
-    monkeypatch.setattr(GPT, "hidden_states", record)
-    words = [tmp_path / "run", "--device=cpu", *words]
-    assert_success(call("sample.py", *words, "--start=a", "--max_new_tokens=4"))
-    settings = ["--lengths=16", "--max_tokens=64", f"--dataset={text_data}"]
-    assert_success(call("evaluate.py", *words, *settings))
-    assert dtypes == {expected}
-
-
-@pytest.mark.parametrize(
     "pos, method, stored", [("rope", "yarn", "BF16"), ("learned", "pi", "F32")]
 )
 def test_an_extended_copy_is_stored_as_its_parent(pos, method, stored, loaded, call, tmp_path):

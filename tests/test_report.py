@@ -82,20 +82,6 @@ def test_losses_have_a_row_for_each_checkpoint_and_a_column_for_each_length():
     assert row[1] == "1.250 ± 0.020"
 
 
-def test_positions_are_those_of_the_longest_sequences():
-    """A refusal stands for all parts."""
-    records = []
-    for name, length in (("a", 64), ("a", 128), ("b", 64)):
-        for start in (0, length // 2):
-            part = {"position": [start, start + length // 2]}
-            records.append(loss(name, length, length / 64, "position", **part))
-    records.append(loss("b", 128, "too long", "position"))
-    (table,) = tables_of(records)
-    assert table.title.endswith("in sequences of 128 tokens") and table.header == ["", "a", "b"]
-    assert [row[0] for row in table.rows] == ["up to 64", "up to 128"]
-    assert [row[1:] for row in table.rows] == [["2.000 ± 0.020", "refused"]] * 2
-
-
 def test_retrieval_and_costs_have_a_row_for_each_measure():
     records = [asked("a", 64, 0.25), asked("a", 128, None), asked("b", 64, 0.5, **APART)]
     records += [asked("b", 128, 1.0, **NEAR)]
@@ -230,14 +216,13 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
 
 
 def test_the_report_shows_what_was_measured(runs, call, tmp_path, monkeypatch):
-    """Every loss and gain of the JSON is on the page, with its interval; so is the text.
-
-    Without --task there are only losses, by position as well.
-    """
-    rope, learned, _ = runs
-    words = [rope, f"table={learned}", "--max_tokens=960", "--trials=5", "--lengths=24,96"]
+    """Every loss and gain of the JSON, with its interval; without matplotlib there are tables."""
+    monkeypatch.setattr(Figure, "savefig", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = [runs[0], f"table={runs[1]}", "--max_tokens=960", "--trials=5", "--lengths=24,96"]
     words += ["--report=a/r.html", "--json=a/r.json", "--task=loss,ruler"]
-    assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    assert "install matplotlib" in done.stdout
     page = Page(tmp_path / "a/r.html")
     records = json.loads((tmp_path / "a/r.json").read_text())
     assert {record["task"] for record in records} == {"loss", "ruler"}
@@ -249,13 +234,3 @@ def test_the_report_shows_what_was_measured(runs, call, tmp_path, monkeypatch):
         elif record["protocol"] != "position" or record["length"] == 96:
             assert any(text.startswith(f"{record['loss']:.3f} ± ") for text in page.cells)
     assert len(json.loads(page.scripts[0])) == 2
-
-    # what is given is measured, and without matplotlib there are tables
-    monkeypatch.setattr(Figure, "savefig", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = [rope, "--lengths=24,48", "--report=b.html", "--json=b.json", "--max_tokens=48"]
-    done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
-    protocols = {record["protocol"] for record in json.loads((tmp_path / "b.json").read_text())}
-    assert protocols == {"chunked", "last-quarter", "token-aligned", "position"}
-    assert "Retrieval" not in Page(tmp_path / "b.html").text
-    assert "install matplotlib" in done.stdout

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import shutil
 
 import pytest
@@ -61,18 +60,6 @@ def test_the_prompt_may_come_from_a_file(call, save_run, tmp_path):
     words = ["--start=FILE:prompt.txt", f"--out_dir={save_run()}", "--max_new_tokens=3"]
     done = assert_success(call("sample.py", *words, cwd=tmp_path))
     assert done.stdout.startswith("café \ufffd <|endoftext|>")
-
-
-def test_beyond_the_context_length_a_note_says_how_to_extend_it(call, save_run, tmp_path):
-    """Of the newest run, which is used without a folder. ALiBi needs no extension."""
-    for name, seconds in (("out/a run", 2), ("out/deep/b", 1)):
-        meta = save_run(name) / "step-000001/meta.json"
-        os.utime(meta, (10**9 + seconds, 10**9 + seconds))
-    assert "extend.py" not in call("sample.py", "--max_new_tokens=23", cwd=tmp_path).stderr
-    done = assert_success(call("sample.py", "--max_new_tokens=60"))  # and <bos>: 61 tokens
-    assert "python extend.py 'out/a run' --method=yarn --factor=3" in done.stderr
-    alibi = call("sample.py", save_run("alibi", pos="alibi"), "--max_new_tokens=60")
-    assert "61 tokens" in alibi.stderr and "extend.py" not in alibi.stderr
 
 
 # -----------------------------------------------------------------------------

@@ -128,16 +128,6 @@ def test_a_sample_consists_of_the_letters_of_the_text(letters, call):
     assert set(done.stdout.strip()) <= set("ACGT")
 
 
-def test_vocabularies_of_one_size_are_distinguished_by_their_text(letters, call, tmp_path):
-    run, _ = letters
-    other = write_letters(tmp_path / "wxyz", "WXYZ")
-    expected = ("has other tokens than", "--tokenizer=RUN")
-    assert_refused(call("evaluate.py", run, f"--dataset={other}"), *expected)
-    words = [f"--dataset={other}", "--max_iters=1", f"--out_dir={tmp_path}/x"]
-    assert_refused(call("extend.py", run, *words), *expected)
-    assert not (tmp_path / "x").exists()
-
-
 def test_bare_token_files_do_not_erase_the_tokenizer(letters, call, tmp_path):
     run, _ = letters
     bare = write_letters(tmp_path / "bare", "ACGT", tokenizer=False)
@@ -148,16 +138,6 @@ def test_bare_token_files_do_not_erase_the_tokenizer(letters, call, tmp_path):
 
 # -----------------------------------------------------------------------------
 # The machine.
-
-
-def test_a_reader_that_closes_the_pipe_leaves_no_traceback(trained):
-    """python sample.py | head -c 1"""
-    words = command_of("sample.py", trained, "--max_new_tokens=300")
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.read(1)
-    process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
-    process.wait(60)
 
 
 HIDE_TRITON = """

@@ -197,22 +197,6 @@ def test_muon_is_pytorchs_in_bfloat16_and_nearer_the_formula_in_float32(rng):
 # Out of memory, and the speed.
 
 
-def test_the_first_step_which_compiles_is_not_in_the_speed(cfg, monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    seconds = iter([60.0, *[2.0] * 5])
-
-    def forward_backward(*args):
-        clock.now += next(seconds)
-        return real(*args)
-
-    real = train.forward_backward
-    monkeypatch.setattr(train.progress.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(train, "forward_backward", forward_backward)
-    settings = cfg(max_iters=6, log_interval=3)
-    train.train(tiny(), settings)
-    assert logged(settings.out_dir, "tokens_per_second") == [16, 16]  # 2 sequences of 16 in 2 s
-
-
 # -----------------------------------------------------------------------------
 # Guarantee 4: nothing that is not finite is kept.
 
