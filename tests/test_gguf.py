@@ -41,13 +41,6 @@ YARN = {"rope_type": "yarn", "factor": 2.0, **HALF}
 YARN_OPTIONS = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7, 1.9],
-    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.0],
-    "attention_factor": 1.2,
-    **HALF,
-}
 UNTIED = {"tie_word_embeddings": False}
 # name -> model_type, quantisation, RoPE, and what its config has other than SHAPE
 MODELS = {
@@ -56,7 +49,6 @@ MODELS = {
     "llama-q8-linear": ("llama", "Q8_0", LINEAR, {}),
     "llama-yarn": ("llama", "Q8_0", YARN, {}),
     "llama-llama3": ("llama", "F32", LLAMA3, {"max_position_embeddings": 1 << 16}),
-    "llama-longrope": ("llama", "F32", LONGROPE, {}),
     "mistral-window": ("mistral", "BF16", {}, {"sliding_window": 21}),
     "qwen2": ("qwen2", "F32", {}, {}),
     "qwen2-q4-yarn": ("qwen2", "Q4_1", YARN_OPTIONS, {}),
@@ -90,14 +82,12 @@ def write_metadata(writer, c):
         writer.add_sliding_window(c.sliding_window)
     rope = c.rope_parameters
     rope_type = rope["rope_type"]
-    if rope_type in ("linear", "yarn", "longrope"):
+    if rope_type in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope_type))
     if rope_type in ("linear", "yarn"):
         writer.add_rope_scaling_factor(rope["factor"])
-    if rope_type in ("yarn", "longrope"):
+    if rope_type == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if rope_type == "longrope":
-        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
     if rope_type == "yarn" and "beta_fast" in rope:
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
@@ -107,10 +97,6 @@ def write_metadata(writer, c):
 def rope_tables(c):
     """The tables that divide RoPE's frequencies; llama3's as the converter computes it."""
     rope = c.rope_parameters
-    if rope["rope_type"] == "longrope":
-        return {
-            f"rope_factors_{x}.weight": torch.tensor(rope[f"{x}_factor"]) for x in ("long", "short")
-        }
     if rope["rope_type"] != "llama3":
         return {}
     table = []
@@ -200,7 +186,7 @@ def test_logits_agree_with_transformers(name, tmp_path):
     (tmp_path / "model.gguf").rename(tmp_path / "model")
     model, _ = imported(tmp_path / "model", tmp_path)
     assert (our_logits(model, TOKENS) - expected).abs().max() < 1e-5
-    if name in ("llama-longrope", "mistral-window", "qwen2-q4-yarn"):
+    if name in ("mistral-window", "qwen2-q4-yarn"):
         return
     model = GPT.load(tmp_path / "run-model", dtype=None)
     quietly(export_to, model, tmp_path / "again.gguf")
@@ -473,7 +459,6 @@ UNSUITABLE = [
     ("llama-yarn", metadata({"llama.rope.scaling.yarn_ext_factor": 0.5}), "yarn_ext_factor"),
     ("llama-q8-linear", metadata({"llama.rope.scaling.attn_factor": 2.0}), "attn_factor"),
     ("llama-llama3", metadata({"llama.rope.scaling.factor": 2.0}), "rope_freqs.weight has no"),
-    ("llama-longrope", without_tensor("rope_factors_long.weight"), "rope_factors_short.weight has"),
     ("llama", without_tensor("blk.1.ffn_up.weight"), "is no model.layers.1.mlp.up_proj.weight"),
     ("llama", with_tensor("blk.0.attn_k.weight", 64, 64), "cannot be used"),
     ("llama", with_tensor("blk.0.attn_k.weight", 32, 64, kind="Q8_1"), "of the type Q8_1"),

