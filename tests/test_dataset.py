@@ -394,7 +394,3 @@ def test_only_scored_targets_count_as_bytes(tmp_path):
     assert dataset.count_bytes(np.array([1, -1, 0])) == 4
     unknown = data.Dataset(make_dataset(tmp_path / "unknown", [0, 1, 0], 2))
     assert unknown.count_bytes(np.array([1, -1, 0])) is None
-
-
-# -----------------------------------------------------------------------------
-# Texts

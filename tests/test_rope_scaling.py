@@ -125,10 +125,6 @@ def test_frequencies_match_the_papers(method, size):
 
 
 # -----------------------------------------------------------------------------
-# The functions of transformers, in a process outside the project.
-
-
-# -----------------------------------------------------------------------------
 # Extended models, of 24 tokens at first. test_reference.py compares all methods with the formulas.
 
 

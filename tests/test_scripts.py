@@ -1,45 +1,21 @@
-"""The scripts as a user meets them: errors in one line, and the path from training to sampling."""
+"""The scripts as a user meets them: the path from training to sampling, and the machine."""
 
 import json
-import shutil
-import subprocess
 
 import pytest
 from conftest import (
     TINY,
     assert_refused,
-    assert_same_bits,
     assert_success,
-    command_of,
     logged,
     newest,
     run_python,
     write_dataset,
 )
 
+import data
 from model import POSITIONS
 from nanolong.run import read_meta
-
-PNG = b"\x89PNG"
-
-
-def train_in_a_process(*words):
-    command = command_of("train.py", *TINY, *words)
-    done = assert_success(subprocess.run(command, capture_output=True, text=True))
-    assert "a sample:" in done.stdout
-
-
-@pytest.fixture(scope="module")
-def trained(text_data, tmp_path_factory):
-    """The run folder of a tiny RoPE model."""
-    out = tmp_path_factory.mktemp("runs") / "rope"
-    train_in_a_process(f"--dataset={text_data}", f"--out_dir={out}")
-    return out
-
-
-# -----------------------------------------------------------------------------
-# Errors.
-
 
 # -----------------------------------------------------------------------------
 # The path from training to sampling.
@@ -79,61 +55,18 @@ def test_every_scheme_goes_from_training_to_sampling(pos, call, text_data, tmp_p
     assert_success(call("sample.py", longer, "--max_new_tokens=40"))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--layer_pattern=WN --window=8 --sinks=2",
-        "--random_positions=100",
-        "--norm=layernorm --mlp=gelu --bias=all",
-    ],
-)
-def test_the_checkpoint_remembers_the_architecture(words, call, text_data, tmp_path):
-    """Resuming, sampling and evaluating need no flags."""
-    out = tmp_path / "run"
-    flags = [*words.split(), f"--dataset={text_data}", f"--out_dir={out}"]
-    assert_success(call("train.py", *TINY, *flags))
-    cut = shutil.copytree(out, tmp_path / "cut")
-    shutil.rmtree(newest(cut))
-    assert_success(call("train.py", f"--out_dir={cut}", "--init_from=resume"))
-    assert_same_bits(cut, out)
-    assert_success(call("sample.py", out, "--max_new_tokens=50"))
-    if words == "--random_positions=100":
-        done = call("extend.py", out, "--factor=2", f"--out_dir={tmp_path}/x")
-        assert_refused(done, "--random_positions")
-
-
-# -----------------------------------------------------------------------------
-# Which run, and whose tokens.
-
-
-def write_letters(folder, characters, tokenizer=True):
-    """A dataset of these characters; without a tokenizer, bare token files."""
-    ids = [i * i % len(characters) for i in range(400)]
-    spec = {"kind": "char", "characters": characters, "bos": False} if tokenizer else None
-    meta = {"tokenizer": spec, "vocab_size": len(characters), "bos": None, "bos_default": False}
-    return write_dataset(folder, ids, ids[:200], **meta)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory):
-    """(run folder, dataset) of a model of the letters ACGT, which has no newline to start with."""
-    folder = tmp_path_factory.mktemp("letters")
-    dataset = write_letters(folder / "acgt", "ACGT")
-    train_in_a_process(f"--dataset={dataset}", f"--out_dir={folder}/run")
-    return folder / "run", dataset
-
-
-def test_a_sample_consists_of_the_letters_of_the_text(letters, call):
-    done = assert_success(call("sample.py", letters[0], "--max_new_tokens=5"))
+def test_bare_token_files_do_not_erase_the_tokenizer(call, save_run, tmp_path):
+    """Of a model of the letters ACGT, which has no newline to start with."""
+    spec = data.CharTokenizer("ACGT").to_json()
+    run = save_run(meta={"tokenizer": spec, "bos": None}, vocab_size=4)
+    done = assert_success(call("sample.py", run, "--max_new_tokens=5"))
     assert set(done.stdout.strip()) <= set("ACGT")
-
-
-def test_bare_token_files_do_not_erase_the_tokenizer(letters, call, tmp_path):
-    run, _ = letters
-    bare = write_letters(tmp_path / "bare", "ACGT", tokenizer=False)
-    words = [f"--dataset={bare}", "--max_iters=1", "--factor=2", f"--out_dir={tmp_path}/y"]
+    meta = {"tokenizer": None, "vocab_size": 4, "bos": None, "bos_default": False}
+    bare = write_dataset(tmp_path / "bare", [i * i % 4 for i in range(400)], **meta)
+    words = [f"--dataset={bare}", "--learning_rate=1e-3", "--max_iters=1", "--warmup_iters=1"]
+    words += ["--factor=2", "--eval_iters=1", f"--out_dir={tmp_path}/longer"]
     assert_success(call("extend.py", run, *words))
-    assert read_meta(newest(tmp_path / "y"))["tokenizer"]["characters"] == "ACGT"
+    assert read_meta(newest(tmp_path / "longer"))["tokenizer"] == spec
 
 
 # -----------------------------------------------------------------------------

@@ -190,14 +190,6 @@ def test_muon_is_pytorchs_in_bfloat16_and_nearer_the_formula_in_float32(rng):
 
 
 # -----------------------------------------------------------------------------
-# The loop: one read a step, batches prepared ahead.
-
-
-# -----------------------------------------------------------------------------
-# Out of memory, and the speed.
-
-
-# -----------------------------------------------------------------------------
 # Guarantee 4: nothing that is not finite is kept.
 
 
