@@ -1,4 +1,4 @@
-"""Token files, sequences, batches, skip-wise training, documents, texts and datasets."""
+"""Token files, sequences, batches, skip-wise training, documents and datasets."""
 
 import json
 import tempfile

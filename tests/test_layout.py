@@ -1,4 +1,4 @@
-"""Rules about the code base itself: who imports whom, how long functions are, what is installed."""
+"""Rules about the code base itself: who imports whom, and what is installed."""
 
 import ast
 import functools

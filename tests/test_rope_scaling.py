@@ -1,4 +1,4 @@
-"""Context extension: published numbers, the papers' formulas, transformers, caches, checkpoints."""
+"""Context extension: published numbers, the papers' formulas, replaced attention, graphs."""
 
 import pytest
 import reference

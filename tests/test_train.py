@@ -1,4 +1,4 @@
-"""Training: the update, the loop, and its guarantees with real processes and real signals."""
+"""Training: the update, what is not finite, and which checkpoints are kept."""
 
 import json
 import signal
