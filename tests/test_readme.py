@@ -72,6 +72,7 @@ def reader(tmp_path, text_data, save_run, monkeypatch):
     monkeypatch.setattr(data.token_files, "HERE", tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "data").mkdir()
     scheme = re.search(r"```python\n(class .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
     (tmp_path / "my_scheme.py").write_text(f"import torch\nfrom model import NoPE\n\n{scheme}")
 

@@ -32,11 +32,11 @@ def test_every_scheme_goes_from_training_to_sampling(pos, call, text_data, tmp_p
     losses = logged(out, "val_loss")
     assert losses[-1] < losses[0]
     bounded = POSITIONS[pos].bounded
-    beyond = call("sample.py", out, "--max_new_tokens=60")
+    beyond = call("sample.py", out, "--max_new_tokens=60", "--stop_at_eos=false")
     if bounded:
         assert_refused(beyond, "--max_new_tokens=32")
     else:
-        assert len(assert_success(beyond).stdout) > 50
+        assert len(assert_success(beyond).stdout) > 15
 
     file = tmp_path / "records.json"
     protocols = "--protocol=chunked,sliding,token-aligned"
