@@ -85,7 +85,7 @@ def tokens_of_text(rng, n, vocab_size):
     st.sampled_from([70, 257, 4096, 50257, 65536, 100000, 128256, 200000]),
     st.sampled_from(["<u4", "<i4", "<i8"]),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_files_without_a_header_that_are_not_uint16_are_refused(seed, n, vocab_size, dtype):
     """Those that are uint16 are read."""
     ids = tokens_of_text(np.random.default_rng(seed), n, vocab_size)
