@@ -196,6 +196,12 @@ def test_a_text_that_cannot_be_scored_is_refused(imported, make, text_file, call
 # The command line
 
 
+def test_lengths_are_by_default_multiples_of_the_shortest_original_one(runs, call, tmp_path):
+    words = [runs[0], runs[2], "--max_tokens=480", "--protocol=chunked"]
+    records, _ = records_of(call, tmp_path, *words)
+    assert [record["length"] for record in records] == [24, 48, 96, 192] * 2
+
+
 def test_records_say_what_they_came_from(runs, call, text_data, tmp_path):
     rope = runs[0]
     model = GPT.load(rope)

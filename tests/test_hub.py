@@ -102,13 +102,9 @@ def hf(tmp_path):
     def write(family="llama", rope="default", config=None, tensors=None, **changes):
         place = tmp_path / "hf"
         make_theirs(family, rope, **changes).save_pretrained(place)
-        if config is not None:
-            values = json.loads((place / "config.json").read_text()) | config
-            (place / "config.json").write_text(json.dumps(values))
+        edit_config(place, config or {})
         if tensors is not None:
-            stored = load_file(place / "model.safetensors")
-            tensors(stored)
-            save_file(stored, place / "model.safetensors", {"format": "pt"})
+            edit_tensors(tensors)(place)
         return place
 
     return write

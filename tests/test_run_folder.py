@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -256,3 +257,14 @@ def test_signals_are_noted_once_and_handlers_restored(capfd):
         assert stop
     assert capfd.readouterr().err.count("stopping after this step") == 1
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_signal_in_earnest_ends_the_process():
+    code = (
+        "import os, signal, time\nfrom nanolong.run import StopSignals\n"
+        "with StopSignals():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(1.1)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(9)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert done.returncode == -signal.SIGTERM and time.monotonic() - start < 60
