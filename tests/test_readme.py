@@ -74,7 +74,9 @@ def reader(tmp_path, text_data, save_run, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "data").mkdir()
     scheme = re.search(r"```python\n(class .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    (tmp_path / "my_scheme.py").write_text(f"import torch\nfrom model import NoPE\n\n{scheme}")
+    imports = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+    imports += "from model import POSITIONS, NoPE\n\n\n"
+    (tmp_path / "my_scheme.py").write_text(imports + scheme)
 
     def provide(words):
         presets = [ROOT / "config" / Path(word).name for word in words if word.endswith(".toml")]
@@ -106,11 +108,11 @@ def run_command(script, words, call, reader):
     """Run a command of the project at the sizes of SHORT; stages end after 4, 6 and 8 steps."""
     reader(words)
     short = list(SHORT.get(script, []))
-    if "--task" in " ".join(words):
-        short += ["--lengths=128,160", "--trials=2"]
-    if "--max_iters=0" in words:
-        short.remove("--max_iters=2")
-    if "--keep_optimizer=true" in words:
+    if "--task=" in " ".join(words):
+        short = ["--lengths=128,160", "--trials=2"]
+    if script == "extend.py" and any(word.endswith(".toml") for word in words):
+        short += ["--train_length=64", "--eval_length=64"]
+    if {"--max_iters=0", "--keep_optimizer=true"} & {*words}:
         short = short[2:]
     if "--stop_at" in " ".join(words):
         short.append("--stop_at=4" if script == "train.py" else "--stop_at=6")
