@@ -4,7 +4,6 @@
 # make kernels-all every case of the kernels' tests: run it when kernels/ changes
 # make lint        check format and style
 # make lines       the lines that each part has and may have
-# make golden OLD=PATH   compare with another checkout of nanoLong, bit for bit
 # make bench       benchmarks of the operators
 # make aot         the kernels compiled for four architectures: registers, spills, shared memory
 # make gpu-check   on a GPU: checks of the kernels in eight minutes, and a report to send us
@@ -31,7 +30,7 @@ PUBLIC ?= out/smollm2
 # where it is there, the slow tests use it
 export NANOLONG_SMOLLM2 ?= $(wildcard $(SMOLLM2))
 
-.PHONY: demo stages test test-all kernels-all lint lines golden bench aot gpu-check smollm2 public
+.PHONY: demo stages test test-all kernels-all lint lines bench aot gpu-check smollm2 public
 
 demo: .venv/demo
 	$(PY) train.py config/demo.toml --out_dir=$(DEMO)/rope $(call RESUME,$(DEMO)/rope)
@@ -74,9 +73,6 @@ lint: .venv/test
 
 lines: .venv/demo
 	$(PY) tests/lines.py
-
-golden: .venv/test
-	$(PY) tests/golden.py $(OLD) .
 
 bench: .venv/demo
 	$(PY) experiments/bench.py

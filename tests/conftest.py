@@ -54,10 +54,22 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: only with --all")
     config.addinivalue_line("markers", "exhaustive: only with --exhaustive")
     config.option.all |= config.option.exhaustive
+    # workers and child processes inherit it
+    os.environ.setdefault("NANOLONG_SEED", str(int.from_bytes(os.urandom(4), "little")))
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        import hypothesis.core
+
+        hypothesis.core.global_force_seed = int(os.environ["NANOLONG_SEED"])
     try:
         load_entries(filter(None, os.environ.get("NANOLONG_ENTRY", "").split(",")), POSITIONS)
     except UserError as error:
         raise pytest.UsageError(f"NANOLONG_ENTRY: {error}") from None
+
+
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed"):
+        seed = os.environ["NANOLONG_SEED"]
+        terminalreporter.write_line(f"NANOLONG_SEED={seed} in front of the command replays it")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -205,30 +217,31 @@ def call(monkeypatch, capfd):
     return call
 
 
+def write_dataset(folder, train_ids, val_ids=None, **meta):
+    """A dataset folder of these tokens, of bytes with <bos> unless meta says otherwise."""
+    folder.mkdir(parents=True)
+    defaults = {"tokenizer": {"kind": "bytes"}, "vocab_size": 257, "bos": 256, "bos_default": True}
+    meta = {**defaults, **meta}
+    for split, ids in (("train", train_ids), ("val", train_ids if val_ids is None else val_ids)):
+        data.write_tokens(folder / f"{split}.bin", ids, meta["vocab_size"])
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory):
     """A dataset folder of real text as bytes with <bos>: four standard modules, 300 kB."""
-    folder = tmp_path_factory.mktemp("data") / "text"
-    folder.mkdir()
     modules = [inspect.getsource(m).encode() for m in (argparse, ast, typing, inspect)]
-    for split, documents in (("train", modules[:3]), ("val", modules[3:])):
-        tokens = [token for document in documents for token in (256, *document)]
-        data.write_tokens(folder / f"{split}.bin", tokens, 257)
-    meta = {"tokenizer": {"kind": "bytes"}, "vocab_size": 257, "bos": 256, "bos_default": True}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
+    train_ids = [token for module in modules[:3] for token in (256, *module)]
+    return write_dataset(tmp_path_factory.mktemp("data") / "text", train_ids, [256, *modules[3]])
 
 
 @pytest.fixture
 def character_data(tmp_path):
     """A dataset folder of three characters, without <bos>."""
-    folder = tmp_path / "characters"
-    folder.mkdir()
-    for split in ("train", "val"):
-        data.write_tokens(folder / f"{split}.bin", [0, 1, 2] * 200, 3)
     meta = {"tokenizer": data.CharTokenizer("abc").to_json(), "vocab_size": 3}
-    (folder / "meta.json").write_text(json.dumps({**meta, "bos": None, "bos_default": False}))
-    return folder
+    meta |= {"bos": None, "bos_default": False}
+    return write_dataset(tmp_path / "characters", [0, 1, 2] * 200, **meta)
 
 
 @pytest.fixture
@@ -256,11 +269,10 @@ def entries_do_not_stay():
     POSITIONS.update(before)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def rng():
-    """A NumPy generator with a fresh seed, which is printed when a test fails."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    print("seed", seed)
+    """A NumPy generator; PyTorch's has the same seed, which is another in every session."""
+    seed = int(os.environ["NANOLONG_SEED"])
     torch.manual_seed(seed)
     return np.random.default_rng(seed)
 

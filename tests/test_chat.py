@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from conftest import assert_refused
 from test_hf_tokenizer import HARD_TEXTS, train_byte_level
 
 import data
@@ -209,26 +208,3 @@ def test_the_answer_alone_is_printed_up_to_its_end(call, instruct_run, folders, 
     assert done.stderr.startswith("note: '<|end|>' in the prompt is encoded as plain text")
     assert done.stderr.endswith("give the message alone, and --chat\n")
     assert not call("sample.py", instruct_run, "--start=a", *short).stderr
-
-
-def test_a_special_token_of_a_model_without_a_template_is_noted(call, make, tmp_path):
-    model = make(vocab_size=257)
-    model.meta = {"tokenizer": data.ByteTokenizer().to_json(), "bos": 256, "step": 1}
-    model.save(tmp_path / "run" / "step-000001")
-    done = call("sample.py", tmp_path / "run", "--start=<bos>a", "--max_new_tokens=1")
-    note = "note: '<bos>' in the prompt is encoded as plain text, not as a special token\n"
-    assert done.stderr == note
-    assert_refused(call("sample.py", tmp_path / "run", "--start=a", "--chat"), "no chat template")
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--chat"], "--chat needs a user's message: give --start=TEXT"),
-        (["--start=a", "--system=b"], "--system is part of a conversation: give --chat too"),
-    ],
-)
-def test_a_conversation_is_given_whole(words, message, call):
-    done = call("sample.py", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1

@@ -8,11 +8,10 @@ import importlib.util
 import json
 import os
 
-import interchange
 import pytest
 import torch
 from conftest import OFFLINE, assert_success, run_python
-from interchange import make_ours, make_theirs, our_logits, quietly
+from interchange import make_theirs, our_logits, quietly
 from safetensors.torch import load_file
 
 from data import tokenizer_from_json
@@ -86,42 +85,6 @@ def test_mlx_lm_computes_a_family_alike(family, tmp_path):
         expected[str(place / "exported")] = our_logits(GPT.load(place / "run"), TOKENS)
     for folder, logits in compare_with_mlx(expected, tmp_path).items():
         assert (logits - expected[folder]).abs().max() < FAMILIES[family], folder
-
-
-OLMO3 = {**interchange.OLMO3, "rope_local_base": 0.0, "n_layer": 6}
-GEMMA3 = {**interchange.GEMMA3, "n_layer": 6, "rope_local_base": 500.0}
-# settings, method, whether mlx-lm computes the same, or a line says that it does not
-OURS = {
-    "Olmo 3, yarn": ({**OLMO3, "layer_pattern": "WWWF"}, ("yarn", {}), True),
-    "Olmo 3, an irregular pattern": ({**OLMO3, "layer_pattern": "FWWFWF"}, ("yarn", {}), True),
-    "Olmo 3, two bases": ({**OLMO3, "rope_local_base": 500.0}, None, False),
-    "Gemma 3, linear": ({**GEMMA3, "layer_pattern": "WWWWWF"}, ("pi", {}), True),
-    "Gemma 3, every third": ({**GEMMA3, "layer_pattern": "WWF"}, ("yarn", {}), True),
-    "Gemma 3, an irregular pattern": ({**GEMMA3, "layer_pattern": "FWWFWF"}, None, False),
-    "a window": ({"window": 21}, None, False),
-    "yarn without rounding": ({"head_dim": 16}, ("yarn", {"truncate": False}), False),
-    **{method: ({}, (method, {}), True) for method in ("pi", "ntk", "ntk-parts", "llama3")},
-    "resonance": ({}, ("resonance", {}), True),
-    "scores times 1.3": ({"attn_scale": 1.3}, ("yarn", {"attention_factor": 1.2}), True),
-}
-
-
-@needs_mlx
-def test_mlx_lm_computes_our_models_alike_or_a_line_says_so(tmp_path):
-    expected = {}
-    says_same = {}
-    for number, (name, (settings, extension, is_same)) in enumerate(OURS.items()):
-        model = make_ours(settings, extension, seed=number)
-        folder = str(tmp_path / str(number))
-        text = quietly(export_to, model, folder)
-        assert ("note: mlx-lm has no" in text) == (not is_same), name
-        expected[folder] = our_logits(model, TOKENS)
-        says_same[folder] = name, is_same
-    for folder, logits in compare_with_mlx(expected, tmp_path).items():
-        name, is_same = says_same[folder]
-        difference = (logits - expected[folder]).abs().max() / expected[folder].abs().max()
-        limit = 1e-2 if name.startswith("Gemma") else 2e-5
-        assert (difference < limit) == is_same, (name, difference)
 
 
 # -----------------------------------------------------------------------------

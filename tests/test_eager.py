@@ -363,59 +363,6 @@ def test_few_rows_are_multiplied_alike(shape, bias):
     assert torch.equal(kernels.linear(x, weight, b), F.linear(x, weight, b))  # with a graph
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("n_chunks, is_unrolled", [(16, True), (80, False)])
-def test_loss_of_many_chunks_is_not_unrolled(n_chunks, is_unrolled, reduction, monkeypatch):
-    """A compiled graph would repeat every chunk; many chunks are one operator in it."""
-    monkeypatch.setattr(eager, "_chunks", small_chunks(2))
-    torch._dynamo.reset()
-    graph_sizes = []  # with the graphs of an autograd function, which are parts of the others
-    n = 2 * n_chunks
-    x = torch.randn(n, 8, requires_grad=True)
-    weight = torch.randn(30, 8, requires_grad=True)
-    targets = torch.randint(0, 30, (n,))
-
-    def loss_of(x):
-        return eager.linear_cross_entropy(x * 2, weight, targets, reduction).square().sum()
-
-    def backend(graph, inputs):
-        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-        graph_sizes.append(sum(len(part.graph.nodes) for part in parts))
-        return graph.forward
-
-    loss = torch.compile(loss_of, fullgraph=True, backend=backend)(x)
-    grads = torch.autograd.grad(loss, (x, weight))
-    expected = loss_of(x)
-    expected_grads = torch.autograd.grad(expected, (x, weight))
-    assert torch.equal(loss, expected)
-    assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
-    assert len(graph_sizes) == 1
-    assert (graph_sizes[0] > 100) == is_unrolled
-
-
-def test_the_compiled_loss_does_not_scatter():
-    """With deterministic algorithms, as in training, a GPU would sort for it, in every chunk."""
-    from functorch.compile import make_boxed_func  # they import the compiler
-    from torch._dynamo.backends.common import aot_autograd
-
-    torch._dynamo.reset()
-    operators = set()
-
-    def record(graph, inputs):
-        operators.update(str(node.target) for node in graph.graph.nodes)
-        return make_boxed_func(graph.forward)
-
-    x = torch.randn(9, 8, requires_grad=True)
-    weight = torch.randn(30, 8, requires_grad=True)
-    targets = torch.randint(-1, 30, (9,))
-    compiled = torch.compile(eager.linear_cross_entropy, backend=aot_autograd(fw_compiler=record))
-    gradients = torch.autograd.grad(compiled(x, weight, targets), (x, weight))
-    expected = torch.autograd.grad(eager.linear_cross_entropy(x, weight, targets), (x, weight))
-    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-    assert "aten.exp.default" in operators
-    assert not any("scatter" in name or "index_put" in name for name in operators)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("n,vocab", [(1, 2), (37, 11), (300, 257)])
 def test_linear_cross_entropy_matches_float64(n, vocab, reduction, monkeypatch, rng):

@@ -2,15 +2,13 @@
 
 import json
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
-from conftest import ROOT, run_python
+from conftest import ROOT
 
 matplotlib.use("Agg")
 
@@ -60,27 +58,3 @@ def test_notebooks_run(notebook, text_data, tmp_path, monkeypatch, entries_do_no
         exec(code, {})
     plt.close("all")
     assert len(shown) == code.count("plt.show()") and all(shown)
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="there is no git")
-def test_a_notebook_that_is_alone_fetches_the_repository(tmp_path):
-    """From the address in its first cell, which is the same in all notebooks."""
-    first_cells = {"".join(code_cells(notebook)[0]["source"]) for notebook in NOTEBOOKS}
-    assert len(first_cells) == 1
-    code = first_cells.pop() + "\nprint(root)"
-    alone = tmp_path / "elsewhere" / "downloads"
-    alone.mkdir(parents=True)
-    done = run_python(code.replace('REPOSITORY = "', 'REPOSITORY = ""  # "'), cwd=alone)
-    assert "put the address of its repository into REPOSITORY" in done.stderr
-
-    source = tmp_path / "source"
-    source.mkdir()
-    shutil.copy(ROOT / "model.py", source)
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(source)]
-    for words in (["init", "-q"], ["add", "model.py"], ["commit", "-q", "-m", "x"]):
-        subprocess.run([*git, *words], check=True)
-    code = re.sub('REPOSITORY = ".*?"', f"REPOSITORY = {source.as_uri()!r}", code)
-    for _ in range(2):  # the second time it is there
-        done = run_python(code, cwd=alone)
-        assert done.stdout.strip() == str(alone / "nanoLong"), done.stderr
-        assert (alone / "nanoLong" / "model.py").is_file()

@@ -41,14 +41,6 @@ YARN = {"rope_type": "yarn", "factor": 2.0, **HALF}
 YARN_OPTIONS = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
-LLAMA3_OF_64 = {**LLAMA3, "original_max_position_embeddings": LENGTH, "rope_theta": 1e4}
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7, 1.9],
-    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.0],
-    "attention_factor": 1.2,
-    **HALF,
-}
 UNTIED = {"tie_word_embeddings": False}
 # name -> model_type, quantisation, RoPE, and what its config has other than SHAPE
 MODELS = {
@@ -57,10 +49,7 @@ MODELS = {
     "llama-q8-linear": ("llama", "Q8_0", LINEAR, {}),
     "llama-yarn": ("llama", "Q8_0", YARN, {}),
     "llama-llama3": ("llama", "F32", LLAMA3, {"max_position_embeddings": 1 << 16}),
-    "llama-llama3-of-64": ("llama", "F32", LLAMA3_OF_64, {}),
-    "llama-longrope": ("llama", "F32", LONGROPE, {}),
     "mistral-window": ("mistral", "BF16", {}, {"sliding_window": 21}),
-    "mistral-no-window": ("mistral", "F16", {}, {}),
     "qwen2": ("qwen2", "F32", {}, {}),
     "qwen2-q4-yarn": ("qwen2", "Q4_1", YARN_OPTIONS, {}),
     "qwen3-q8-wide-heads": ("qwen3", "Q8_0", {}, {"head_dim": 128, **UNTIED}),
@@ -93,14 +82,12 @@ def write_metadata(writer, c):
         writer.add_sliding_window(c.sliding_window)
     rope = c.rope_parameters
     rope_type = rope["rope_type"]
-    if rope_type in ("linear", "yarn", "longrope"):
+    if rope_type in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope_type))
     if rope_type in ("linear", "yarn"):
         writer.add_rope_scaling_factor(rope["factor"])
-    if rope_type in ("yarn", "longrope"):
+    if rope_type == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if rope_type == "longrope":
-        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
     if rope_type == "yarn" and "beta_fast" in rope:
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
@@ -110,10 +97,6 @@ def write_metadata(writer, c):
 def rope_tables(c):
     """The tables that divide RoPE's frequencies; llama3's as the converter computes it."""
     rope = c.rope_parameters
-    if rope["rope_type"] == "longrope":
-        return {
-            f"rope_factors_{x}.weight": torch.tensor(rope[f"{x}_factor"]) for x in ("long", "short")
-        }
     if rope["rope_type"] != "llama3":
         return {}
     table = []
@@ -203,21 +186,19 @@ def test_logits_agree_with_transformers(name, tmp_path):
     (tmp_path / "model.gguf").rename(tmp_path / "model")
     model, _ = imported(tmp_path / "model", tmp_path)
     assert (our_logits(model, TOKENS) - expected).abs().max() < 1e-5
-    if name in ("llama-longrope", "mistral-window", "qwen2-q4-yarn"):
+    if name in ("mistral-window", "qwen2-q4-yarn"):
         return
     model = GPT.load(tmp_path / "run-model", dtype=None)
     quietly(export_to, model, tmp_path / "again.gguf")
     again, _ = imported(tmp_path / "again.gguf", tmp_path)
     assert (our_logits(again, TOKENS) - expected).abs().max() < 1e-5
-    if name != "llama-llama3-of-64":  # what is a longrope there is a llama3 by its length here
-        assert again.config.block_size == model.config.block_size
+    assert again.config.block_size == model.config.block_size
 
 
 @pytest.mark.parametrize(
     "scaling, method, original_length, length, options",
     [
         ({"type": "linear", "factor": 2.0}, "pi", 32, 64, {}),
-        ({"type": "linear", "factor": 2.0, "original_context_length": 64}, "pi", 64, 128, {}),
         ({"type": "yarn", "factor": 4.0, "original_context_length": 16}, "yarn", 16, 64, {}),
         (
             {"type": "yarn", "factor": 4.0, "original_context_length": 16, "attn_factor": 2.0},
@@ -244,7 +225,6 @@ def test_rope_scaling_is_read_as_llama_cpp_reads_it(
 # -----------------------------------------------------------------------------
 # Export
 
-LONG = {"long_factor": [1.0, 2.0, 3.5, 4.0]}
 # settings, extension, and the architecture and method that come back
 EXPORTS = {
     "qwen2": ({"bias": "qkv"}, None, "qwen2", None),
@@ -252,13 +232,10 @@ EXPORTS = {
     "smollm3": ({"n_layer": 4, "layer_pattern": "FFFN"}, ("pi", {}), "smollm3", "pi"),
     "scaled scores": ({"attn_scale": 1.3}, ("yarn", {}), "llama", "yarn"),
     "the fastest pairs": ({"p_rope": 0.5}, None, "llama", "longrope"),
-    "ntk": ({}, ("ntk", {}), "llama", None),
     "ntk-parts": ({}, ("ntk-parts", {}), "llama", "yarn"),
-    "yarn, other factor": ({}, ("yarn", {"attention_factor": 1.0}), "llama", "yarn"),
     # its longest wavelengths are beyond the 64 tokens, so that other betas are other frequencies
     "yarn, paper's ramp": ({}, ("yarn", {"ramp": "paper"}), "llama", "longrope"),
     "llama3": ({}, ("llama3", {}), "llama", "llama3"),
-    "longrope": ({}, ("longrope", LONG), "llama", "longrope"),
     "resonance": ({}, ("resonance", {}), "llama", "longrope"),
 }
 
@@ -407,19 +384,12 @@ Q = "blk.0.attn_q.weight"
 # what is done to the bytes of a whole file, and a part of the message
 DAMAGED = {
     "no GGUF": (lambda data: b"PK" + data[2:], "is not a whole GGUF file"),
-    "the other byte order": (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "version 2 or 3"),
-    "a huge number of values": (lambda data: data[:16] + HUGE + data[24:], "not a whole GGUF"),
     "a huge text": (with_key("x", 8, HUGE), "ends within its header"),
     "a huge list": (with_key("x", 9, struct.pack("<I", 0) + HUGE), "ends within its header"),
-    "a huge list of texts": (with_key("x", 9, struct.pack("<I", 8) + HUGE), "not a whole GGUF"),
-    "a list of lists": (with_key("x", 9, struct.pack("<IQ", 9, 1)), "(9)"),
     "text that is no UTF-8": (with_key("x", 8, struct.pack("<Q", 1) + b"\xff"), "utf-8"),
     "a key twice": (with_key("general.type", 7, b"\1"), "twice"),
-    "no alignment": (with_key("general.alignment", 4, b"\0\0\0\0"), "not a whole GGUF"),
-    "a tensor of no size": (with_place(Q, (64, 0)), "has the shape (64, 0)"),
     "a tensor of a huge size": (with_place(Q, (1 << 40, 1 << 40)), "not a whole GGUF"),
     "a tensor beyond the end": (with_place(Q, offset=1 << 50), "before its tensors do"),
-    "tensors that overlap": (with_place(Q, offset=0), "overlaps"),
     "a tensor of an unknown type": (with_place(Q, kind=9999), "9999"),
     "rows of no whole blocks": (with_place(Q, (48, 64), 8), "of type Q8_0"),
 }
@@ -454,22 +424,6 @@ def test_a_file_may_end_anywhere(whole_file, tmp_path):
             read_header(file)
 
 
-def test_changed_bytes_of_the_header_are_no_crash(whole_file, tmp_path, rng):
-    """A file with some other bytes is imported, or refused in one sentence."""
-    file = tmp_path / "model.gguf"
-    header_bytes = whole_file.index(b"blk.1.ffn_down.weight")
-    for i in range(40):
-        data = bytearray(whole_file)
-        for position in rng.integers(header_bytes, size=rng.integers(1, 4)):
-            data[position] = rng.integers(256)
-        file.write_bytes(data)
-        try:
-            quietly(import_to, GPT, str(file), tmp_path / str(i), verify=False)
-        except UserError as error:
-            assert len(str(error).splitlines()) == 1
-            assert not (tmp_path / str(i)).exists()
-
-
 def with_tensor(name, *shape, kind="F32"):
     """A function for edit: add or replace a tensor, of zeros; without a shape there is none."""
 
@@ -496,32 +450,16 @@ def with_nan(writer, tensors):
 # one of MODELS, what is done to it, and a part of the message
 UNSUITABLE = [
     ("llama", metadata({"general.architecture": "gemma"}), "not one of: llama, qwen2"),
-    ("llama", metadata({"general.type": "adapter"}), "not one of"),
     ("llama", metadata({"split.count": 3}), "is a part of a model"),
     ("llama", metadata({"llama.expert_count": 8}), "expert_count=8"),
-    ("llama", metadata({"llama.attention.causal": False}), "attention.causal=False"),
-    ("llama", metadata({"llama.attention.head_count_kv": [2, 1]}), "differs from layer to layer"),
-    ("llama", metadata({"llama.attention.head_count": 0}), "ZeroDivisionError"),
     ("llama", metadata({"llama.rope.dimension_count": 8}), "dimension_count=8"),
     ("qwen2", metadata({"qwen2.attention.sliding_window": 32}), "sliding_window=32"),
-    ("llama", metadata({"llama.block_count": 1 << 20}), "has not all of its tensors"),
-    ("llama", metadata({"llama.block_count": 1}), "no parameter here for blk.1."),
     ("llama", metadata({"llama.block_count": 3}), "there is no model.layers.2."),
-    ("llama", metadata({"llama.embedding_length": "64"}), "cannot be used"),
-    ("llama", metadata({"llama.context_length": None}), "context_length"),
     ("llama", metadata({"llama.vocab_size": 1000}), "describes"),
-    ("llama", metadata({"llama.rope.scaling.type": "su"}), "'su'"),
-    ("llama-yarn", metadata({"llama.rope.scaling.factor": 0.5}), "is 0.5, and it is at least 1"),
     ("llama-yarn", metadata({"llama.rope.scaling.yarn_ext_factor": 0.5}), "yarn_ext_factor"),
-    ("llama-yarn", metadata({"llama.rope.scaling.yarn_log_multiplier": 1.0}), "log_multiplier"),
     ("llama-q8-linear", metadata({"llama.rope.scaling.attn_factor": 2.0}), "attn_factor"),
     ("llama-llama3", metadata({"llama.rope.scaling.factor": 2.0}), "rope_freqs.weight has no"),
-    ("llama-llama3", with_tensor("rope_freqs.weight", 8), "long_factor"),
-    ("llama-llama3", with_tensor("rope_freqs.weight", 4), "tables rope_freqs.weight has no"),
-    ("llama-longrope", without_tensor("rope_factors_long.weight"), "rope_factors_short.weight has"),
-    ("smollm3", with_tensor("rope_freqs.weight", 8), "no parameter here for rope_freqs.weight"),
     ("llama", without_tensor("blk.1.ffn_up.weight"), "is no model.layers.1.mlp.up_proj.weight"),
-    ("llama", with_tensor("blk.0.attn_q.bias", 64), "layers.0.self_attn.q_proj.bias missing"),
     ("llama", with_tensor("blk.0.attn_k.weight", 64, 64), "cannot be used"),
     ("llama", with_tensor("blk.0.attn_k.weight", 32, 64, kind="Q8_1"), "of the type Q8_1"),
     ("llama", with_nan, "mlp.up_proj.weight has values that are not"),

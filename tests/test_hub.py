@@ -23,7 +23,7 @@ from interchange import (
 from safetensors.torch import load_file, save_file
 
 from data import CharTokenizer
-from model import GPT, GPTConfig
+from model import GPT
 from nanolong.errors import UserError
 from nanolong.hub import convert, transfer, verify
 from nanolong.hub.families import FAMILIES
@@ -102,13 +102,9 @@ def hf(tmp_path):
     def write(family="llama", rope="default", config=None, tensors=None, **changes):
         place = tmp_path / "hf"
         make_theirs(family, rope, **changes).save_pretrained(place)
-        if config is not None:
-            values = json.loads((place / "config.json").read_text()) | config
-            (place / "config.json").write_text(json.dumps(values))
+        edit_config(place, config or {})
         if tensors is not None:
-            stored = load_file(place / "model.safetensors")
-            tensors(stored)
-            save_file(stored, place / "model.safetensors", {"format": "pt"})
+            edit_tensors(tensors)(place)
         return place
 
     return write
@@ -138,47 +134,6 @@ def test_a_fault_is_noticed(name, hf, tmp_path):
         verify.compare(model, theirs)
 
 
-def test_a_window_in_another_layer_is_noticed(hf):
-    """Also in the last one, by a window of more tokens than the whole models compute."""
-    types = ["full_attention", "sliding_attention", "sliding_attention"]
-    theirs = load_folder(hf("qwen3", sliding_window=50, use_sliding_window=True, layer_types=types))
-    model = convert.import_model(GPT, theirs.config, theirs.state_dict())
-    verify.compare(model, theirs)
-    model.config.layer_pattern = "FWF"
-    model.blocks[2].attention.window = 0
-    with pytest.raises(UserError, match="transformers computes other logits"):
-        verify.compare(model, theirs)
-
-
-def test_the_comparison_takes_little_memory_and_changes_nothing(hf):
-    """bfloat16 weights are shared with transformers' model, and computed in float32."""
-    plain = load_folder(hf())
-    stored = {name: x.bfloat16() for name, x in plain.state_dict().items()}
-    stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
-    theirs = verify.load_theirs(plain.config, stored)
-    model = convert.import_model(GPT, theirs.config, stored)
-    assert (
-        model.blocks[0].mlp.up.weight.data_ptr()
-        == stored["model.layers.0.mlp.up_proj.weight"].data_ptr()
-    )
-    report = verify.compare(model, theirs)
-    assert all(float(line.split(": ")[-1]) < 1e-4 for line in report)
-    assert model.blocks[0].mlp.up.weight.dtype == torch.bfloat16
-    assert "3 of 3 layers, 33 tokens to position 33" in report[0]
-    assert "1 of 3 layers" in report[1] and f"to position {2 * LENGTH}" in report[1]
-
-
-def test_without_verification_a_line_says_so(hf, tmp_path, call):
-    done = assert_success(call("hf.py", "import", hf(), tmp_path / "run", "--verify=false"))
-    assert "not verified: its logits were not compared" in done.stdout
-    done = assert_success(
-        call("hf.py", "export", tmp_path / "run", tmp_path / "out", "--verify=false")
-    )
-    assert "not verified" in done.stdout
-    done = assert_success(call("hf.py", "export", tmp_path / "run", tmp_path / "verified"))
-    assert "verified: largest logit difference from transformers" in done.stdout
-
-
 # -----------------------------------------------------------------------------
 # What a file means
 
@@ -198,18 +153,13 @@ KNOWN = {"original_max_position_embeddings": 64}
     "rope, config, model_max_length, context_length, lengths",
     [
         (LINEAR, {}, None, 0, (64, 256)),
-        (LINEAR, {"max_sequence_length": 1024}, None, 0, (256, 1024)),
         (LINEAR, {}, 1024, 0, (256, 1024)),
-        (LINEAR, {}, 256, 0, (64, 256)),
         (LINEAR, {}, 10**30, 0, (64, 256)),
         (LINEAR, {}, None, 1024, (256, 1024)),
-        ({**LINEAR, **KNOWN}, {}, 1024, 0, (64, 256)),
         ({**LINEAR, **KNOWN}, {}, None, 512, (64, 512)),
         ({**YARN, "original_max_position_embeddings": 128}, {}, None, 0, (128, 512)),
-        ({**YARN, **KNOWN}, {}, None, 0, (64, 256)),
         (YARN, {}, None, 0, (256, 1024)),
         (LINEAR, {"tokenizer_model_max_length": 1024}, None, 0, (256, 1024)),
-        ({**LLAMA3, "original_max_position_embeddings": 32.0}, {}, None, 0, (32, 256)),
         ({**LLAMA3, "original_max_position_embeddings": 256}, {}, None, 0, (256, 1024)),
         ({"rope_type": "default", "rope_theta": 1e4}, {}, 4096, 0, (256, 256)),
         ({"rope_type": "default", "rope_theta": 1e4}, {}, None, 4096, (4096, 4096)),
@@ -245,14 +195,6 @@ def test_a_head_of_its_own_stays(hf, tmp_path):
     assert (model(TOKENS) - load_folder(place)(TOKENS).logits).abs().max() < 1e-4
 
 
-def test_an_equal_head_and_a_head_alone_are_tied(hf, tmp_path):
-    def rename(stored):
-        stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
-
-    model, text = imported(hf(tensors=rename), tmp_path)
-    assert model.config.tie_embeddings and "the head is" not in text
-
-
 def test_fields_that_are_not_read_are_named(hf, tmp_path):
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [2, 2]}
     config = {"rope_scaling": rope, "attn_logit_softcapping": 50.0, "rope_interleaved": False}
@@ -260,14 +202,6 @@ def test_fields_that_are_not_read_are_named(hf, tmp_path):
     _, text = imported(place, tmp_path)
     names = "attn_logit_softcapping, rope_scaling.mrope_section"
     assert f"note: not read: {names}\n" in text
-
-
-def test_old_names_of_tensors_are_read(hf, tmp_path):
-    def rename(stored):
-        assert "embed_out.weight" in stored  # transformers writes the old name itself
-        stored["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(2)
-
-    imported(hf("gpt_neox", tensors=rename), tmp_path)
 
 
 def test_bfloat16_is_kept(hf, tmp_path):
@@ -318,18 +252,6 @@ def write(name, text):
     return lambda place: (place / name).write_text(text)
 
 
-def point_to(file):
-    """An index in place of the one file, which is renamed."""
-
-    def edit(place):
-        (place / "model.safetensors").rename(place / "model-1.safetensors")
-        names = load_file(place / "model-1.safetensors")
-        index = {"weight_map": dict.fromkeys(names, file)}
-        (place / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    return edit
-
-
 def cut_file(place):
     file = place / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -343,60 +265,31 @@ def leave_pickle(place):
     (place / "model.safetensors").rename(place / "pytorch_model.bin")
 
 
-def leave_shard(place):
-    (place / "model.safetensors").rename(place / "model-00001-of-00002.safetensors")
-
-
 def rope(kind, **values):
     return change(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **values})
 
 
-SMALL = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
-LEAVES = "is no safetensors file of this folder"
 HOSTILE = {
     "another family": (change(model_type="falcon"), "'falcon', which is not one of: llama"),
     "quantized": (change(quantization_config={"bits": 4}), "is quantized"),
     "an adapter": (write("adapter_config.json", "{}"), "holds an adapter (LoRA)"),
-    "no JSON": (write("config.json", "{"), "config.json is no JSON"),
-    "a deep JSON": (write("config.json", "[" * 10**6), "config.json is no JSON"),
+    "no JSON": (write("config.json", "[" * 10**6), "config.json is no JSON"),
     "text as a number": (change(hidden_size="48"), "config.json cannot be used"),
-    "a negative size": (change(hidden_size=-48), "cannot be used"),
-    "many layers": (change(num_hidden_layers=60000), "says 60000 layers, and there are 29 tensors"),
     "a huge vocabulary": (change(vocab_size=1 << 40), "describes 52,776"),
-    "other shapes": (change(intermediate_size=79), "cannot be used"),
-    "one layer less": (change(num_hidden_layers=2), "missing, or too many"),
     "a bias": (change(attention_bias=True), "config.json describes"),
     "an activation": (change(hidden_act="relu"), "hidden_act is 'relu', and only"),
-    "half a head": (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "a RoPE type": (rope("spiral"), "'spiral'"),
-    "a small factor": (rope("yarn", factor=0.5), "is 0.5, and it is at least 1"),
     "a huge factor": (rope("linear", factor=1e9), "and 0 before RoPE was scaled"),
-    "a huge length": (change(max_position_embeddings=1 << 60), "would be 1152921504606846976"),
-    "text as a factor": (rope("linear", factor="4"), "cannot be used"),
-    "short tables": (rope("longrope", short_factor=[1.0], long_factor=[1.0]), "error"),
     "a Mamba layer": (change(layer_types=["mamba"] * 3), "not computed here"),
     "weights that overflow": (edit_tensors(set_huge), "its logits are not finite"),
-    "NaN in the config": (change(rms_norm_eps=math.nan), "error"),
     "NaN weights": (edit_tensors(set_nan), "model.norm.weight has values that are not finite"),
-    "a missing tensor": (
-        edit_tensors(lambda s: s.pop("model.norm.weight")),
-        "there is no model.norm.weight",
-    ),
     "a tensor too many": (
         edit_tensors(lambda s: s.update({"model.x": torch.ones(3)})),
         "model.x missing, or too many",
     ),
-    "integers": (
-        edit_tensors(lambda s: s.update({"model.norm.weight": torch.ones(48).int()})),
-        "is of dtype torch.int32",
-    ),
     "a file cut off": (cut_file, "is not a whole safetensors file"),
     "a huge header": (huge_header, "is not a whole safetensors file"),
     "a pickle": (leave_pickle, "pytorch_model.bin, a pickle, which can run any program"),
-    "a shard": (leave_shard, "no model.safetensors.index.json"),
-    "an index that leaves": (point_to("../secret.safetensors"), LEAVES),
-    "an index of nothing": (point_to("model-2.safetensors"), "is not a whole safetensors file"),
-    "another tokenizer": (write("tokenizer.json", json.dumps(SMALL)), "belongs to another model"),
     "a damaged tokenizer": (write("tokenizer.json", "{"), "tokenizer.json is damaged"),
 }
 
@@ -433,26 +326,15 @@ def test_a_run_and_an_export_are_not_written_over(hf, tmp_path, call):
     "words, phrase",
     [
         (["import", "a"], "needs a direction and two paths"),
-        (["import", "a", "b", "--best"], "--best is not for import"),
         (["export", "a", "b", "--context_length=5"], "--context_length is not for export"),
         (["import", "a", "b", "--store=q8_0"], "--store=q8_0 is for export"),
-        (["export", "a", "b", "--store=q8_0"], "--store is for import and for GGUF"),
         (["import", "nowhere", "b"], "there is no folder or file nowhere"),
-        (["import", "no/where/at/all", "b"], "there is no folder or file no/where"),
-        (["import", "model.gguf", "b"], "there is no file model.gguf"),
         (["import", "ckpt.pt", "b"], "there is no file ckpt.pt"),
         (["export", "nowhere", "b"], "there is no checkpoint in nowhere"),
     ],
 )
 def test_a_wrong_command_is_refused(words, phrase, call, tmp_path):
     assert_refused(call("hf.py", *words, cwd=tmp_path), phrase)
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "pytorch_model.bin"])
-def test_one_file_of_a_folder_is_refused(file, tmp_path, call):
-    (tmp_path / file).write_bytes(b"{}")
-    done = call("hf.py", "import", file, "run", cwd=tmp_path)
-    assert_refused(done, "is one file of a checkpoint", "give the folder that holds them all")
 
 
 # -----------------------------------------------------------------------------
@@ -477,17 +359,6 @@ def test_a_hub_id_is_downloaded(hf, tmp_path, monkeypatch):
     assert {"*.json", "*.safetensors", "*.jinja", "tokenizer.model"} <= {*allowed}
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allowed)
     assert asked[0][1]["ignore_patterns"] == ["*/*", "consolidated*"]
-
-
-def test_a_failed_download_is_one_sentence(tmp_path, monkeypatch, call):
-    import huggingface_hub
-
-    def fail(name, **options):
-        raise ConnectionError("401 Client\nError")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    done = call("hf.py", "import", "ORG/gated", tmp_path / "run")
-    assert_refused(done, "cannot be downloaded", "401 Client Error", "HF_TOKEN")
 
 
 @pytest.mark.parametrize("bias, compiled", [(False, True), (True, False)])
@@ -543,34 +414,26 @@ def exported_config(settings, extension, tmp_path):
 
 def test_older_fields_are_written(tmp_path):
     """transformers 4 and mlx-lm read these, and no rope_parameters."""
-    config, text = exported_config({}, ("yarn", {}), tmp_path)
+    config, text = exported_config({}, ("yarn", {}), tmp_path / "yarn")
     assert config["rope_scaling"] == {"type": "yarn", **config["rope_parameters"]}
     assert config["rope_scaling"]["original_max_position_embeddings"] == LENGTH
     assert config["rope_theta"] == 10000.0 and config["torch_dtype"] == "float32"
     assert "mlx-lm" not in text
-
-
-def test_older_fields_of_layers_of_two_kinds_are_written(tmp_path):
-    config, text = exported_config(interchange.OLMO3, ("yarn", {}), tmp_path)
+    config, text = exported_config(interchange.OLMO3, ("yarn", {}), tmp_path / "olmo3")
     assert config["rope_scaling"]["factor"] == 4.0 and config["rope_scaling"]["type"] == "yarn"
     assert config["rope_local_base_freq"] == 500.0
     assert "note: mlx-lm has no olmo3 like this" in text  # it has one base
+    config, _ = exported_config({"rope_fraction": 0.5, "bias": "none"}, None, tmp_path / "half")
+    assert config["rope_scaling"] is None and config["partial_rotary_factor"] == 0.5
 
 
-@pytest.mark.parametrize("pattern, period", [("WWF", 3), ("WF", 2), ("WFF", None), ("FW", None)])
+@pytest.mark.parametrize("pattern, period", [("WWF", 3), ("WFF", None)])
 def test_the_pattern_of_gemma_is_written(pattern, period, tmp_path):
     settings = {**interchange.GEMMA3, "layer_pattern": pattern}
     config, text = exported_config(settings, ("pi", {}), tmp_path)
     assert config.get("sliding_window_pattern") == period
     assert config["rope_scaling"]["type"] == "linear" and config["rope_scaling"]["factor"] == 4.0
     assert ("mlx-lm has no gemma3_text like this" in text) == (period is None)
-
-
-def test_plain_rope_is_written_for_older_programs(tmp_path):
-    config, _ = exported_config(interchange.OURS["rope"][0], None, tmp_path)
-    assert config["rope_scaling"] is None and config["rope_theta"] == 10000.0
-    config, _ = exported_config({"rope_fraction": 0.5, "bias": "none"}, None, tmp_path / "half")
-    assert config["partial_rotary_factor"] == 0.5
 
 
 def test_nothing_is_left_of_a_failed_export(tmp_path, monkeypatch):
@@ -600,14 +463,3 @@ def test_train_and_sample_do_not_import_transformers():
     code = "import train, sample, evaluate, sys\n"
     code += "print({'transformers', 'nanolong.hub'} & {*sys.modules})"
     assert assert_success(run_python(code)).stdout == "set()\n"
-
-
-def test_a_setting_that_no_family_has_is_refused(tmp_path):
-    """Each setting of GPTConfig is one that an export computes, or that has its default."""
-    model = make_ours({}, None)
-    for name, value in (("dropout", 0.5), ("sinks", 3), ("random_positions", 99)):
-        other = GPTConfig(**{**vars(model.config), name: value})
-        model.config = other
-        missing = convert.find_obstacles(model, "llama", FAMILIES["llama"])
-        assert bool(missing) == (name != "dropout"), name
-        model.config = make_ours({}, None).config

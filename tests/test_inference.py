@@ -1,9 +1,7 @@
 """Fast generation. Cached and greedy texts of all kinds of models are in test_reference.py."""
 
 import functools
-import gc
 import warnings
-import weakref
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch._dynamo  # it copies torch.compiler.is_compiling, which a test replaces
 
-import kernels
 from model import POSITIONS, ContextLengthWarning
 from nanolong import inference
 from nanolong.devices import compile_model
@@ -45,21 +42,6 @@ def prefill(model, tokens, capacity, mask=()):
     cache = KVCache(capacity)
     model(tokens, **{x: mask[x][:, : tokens.shape[1]] for x in mask}, cache=cache)
     return cache
-
-
-@pytest.mark.parametrize("capacity, sizes", [(0, [3, 6, 12, 24, 48]), (10, [10, 20, 40])])
-@torch.no_grad()
-def test_the_memory_of_a_cache_doubles_when_it_is_full(capacity, sizes, make):
-    model = make(pos="t5", block_size=64)
-    tokens = torch.randint(0, 50, (1, 40))
-    cache = KVCache(capacity)
-    found = set()
-    parts = []
-    for part in tokens.split([3, *[1] * 37], 1):
-        parts.append(model(part, cache=cache))
-        found |= {cache.keys[1].shape[2], cache.values[1].shape[2]}
-    assert sorted(found) == sizes
-    assert torch.allclose(torch.cat(parts, 1), model(tokens), atol=1e-4)
 
 
 @pytest.mark.parametrize("pos", ["rope", "alibi", *EMBEDDED])
@@ -133,29 +115,16 @@ def test_the_warning_beyond_the_context_is_shown_once(steps, make):
         assert [warning.category for warning in caught] == [ContextLengthWarning] * expected
 
 
-def test_decoding_does_not_use_the_deterministic_algorithms_of_training(steps, make):
-    """With them, on a GPU, index_copy_() sorts its indices: ten more kernels a layer and token."""
-    model = make(pos="rope")
-    mode, inside = torch.get_deterministic_debug_mode, []
-    model.head.register_forward_hook(lambda *args: inside.append(mode()))
-    torch.set_deterministic_debug_mode(1)
-    try:
-        between = [mode() for _ in model.generate([[1, 2]], 4)]
-    finally:
-        torch.set_deterministic_debug_mode(0)
-    assert (inside, between) == ([0] * 4, [1] * 4)
-
-
 @pytest.mark.parametrize(
     "temperature, top_k, top_p",
-    [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.6), (1.3, 7, 0.5), (1.0, 99, 1.0), (0.5, 1, 1.0)],
+    [(0.7, 5, 1.0), (1.0, 0, 0.6), (1.3, 7, 0.5), (1.0, 99, 1.0), (0.5, 1, 1.0)],
 )
 @torch.no_grad()
 def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p, make, rng):
     """Only those that top_k and top_p keep; the distribution is written out in float64."""
     model = make(seed=int(rng.integers(1000)), vocab_size=30, n_layer=1)
     model.head.weight *= 3
-    n = 20000
+    n = 8000
     p = (model(torch.tensor([[7]]))[0, 0].double() / temperature).softmax(-1).tolist()
     order = sorted(range(30), key=lambda token: -p[token])
     expected = torch.zeros(30, dtype=torch.float64)
@@ -206,63 +175,17 @@ def test_steps_of_fixed_shape_have_the_logits_of_one_forward_pass(
         assert cache.keys[0].data_ptr() == address
 
 
-# -----------------------------------------------------------------------------
-# CUDA graphs, without a GPU: what surrounds the capture.
-
-
-@pytest.fixture
-def restored_streams(monkeypatch):
-    """Replace what a capture uses of torch.cuda. Returns the list of streams that are set."""
-    for name in ("CUDAGraph", "Stream", "current_stream", "graph", "stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    streams = []
-    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-    monkeypatch.setattr(kernels, "triton_runs", lambda device: True)
-    return streams
-
-
 @torch.no_grad()
-def test_a_captured_step_owns_what_it_reads(restored_streams, make, monkeypatch):
-    """A graph reads the cast weights where they lie in memory, so they must live as long as it."""
-    weights = []
-    real = torch.func.functional_call
-
-    def functional_call(model, given, *args, **options):
-        weights[:] = [weakref.ref(weight) for weight in given.values()]
-        return real(model, given, *args, **options)
-
-    monkeypatch.setattr(torch.func, "functional_call", functional_call)
+def test_no_graph_is_captured_of_a_method_whose_tables_change(make, monkeypatch):
+    """It would keep those of its first step; decoding goes on with a cache of growing length."""
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "set_stream", MagicMock())
     model = make(pos="rope")
-    with torch.autocast("cpu", torch.bfloat16):
-        cache = prefill(model, torch.tensor([[1, 2, 3]]), 20)
-        step = inference.capture_graph(model, cache, None, None, False)
-    gc.collect()
-    assert step and weights and all(weight() is not None for weight in weights)
-    # Warming up and capturing have left the cache before its first step.
-    assert (cache.write_index.item(), cache.valid_length.item()) == (3, 4)
-    assert restored_streams == []
-
-
-@pytest.mark.parametrize("obstacle", ["plain PyTorch", "tables change", "stream is capturing$"])
-@torch.no_grad()
-def test_where_no_graph_can_be_captured_decoding_goes_on(
-    obstacle, restored_streams, make, monkeypatch
-):
-    """With a warning, the stream of before and a cache of growing length."""
-    model = make(pos="rope")
-    if obstacle == "plain PyTorch":
-        monkeypatch.setattr(kernels, "triton_runs", lambda device: False)
-    elif obstacle == "tables change":
-        model.extend("dynamic-ntk", 2)
-    else:
-        error = RuntimeError("operation not permitted when stream is capturing\nand more lines")
-        monkeypatch.setattr(torch.cuda, "graph", MagicMock(side_effect=error))
+    model.extend("dynamic-ntk", 2)
     tokens = torch.randint(0, 50, (1, 10))
     cache = prefill(model, tokens[:, :9], 20)
-    positions = cache.pos
-    with pytest.warns(UserWarning, match=obstacle):
+    with pytest.warns(UserWarning, match="tables change"):
         assert inference.capture_graph(model, cache, None, None, False) is None
-    assert len(restored_streams) == 1 and cache.pos is positions
     assert torch.allclose(model(tokens[:, 9:], cache=cache), model(tokens)[:, -1:], atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Rules about the code base itself: who imports whom, sizes, words, and what is in the checkout."""
+"""Rules about the code base itself: who imports whom, and what is installed."""
 
 import ast
 import functools
@@ -10,33 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from conftest import ROOT
 
-from model import POSITIONS
-
 PACKAGES = ("nanolong", "kernels", "data", "experiments")
-# as in .gitignore
-NOT_OURS = ".git .venv .venv-cuda out exported wandb uv.lock __pycache__ .pytest_cache .hypothesis"
-NOT_OURS = {*NOT_OURS.split(), ".ruff_cache"}
-
-MAX_COLUMNS = 100
-MAX_FUNCTION_LINES = 60
-MAX_TEST_LINES = 100  # of functions in tests/, and of those in kernels/ that are no kernels
-
-
-@functools.cache
-def files_under(folder):
-    """All files of the project in a folder, sorted, without prepared datasets."""
-    files = []
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            files.append(path)
-        elif path.name not in NOT_OURS and folder != ROOT / "data":
-            files += files_under(path)
-    return files
-
-
-def project_files(*suffixes):
-    """The files of the project whose names end in one of these; "": those without a suffix."""
-    return [file for file in files_under(ROOT) if file.suffix in suffixes]
 
 
 def path_of(file):
@@ -59,8 +33,8 @@ def module_name(file):
 
 MODULES = {
     module_name(file): file
-    for file in project_files(".py")
-    if file.parent == ROOT or path_of(file).split("/")[0] in PACKAGES
+    for pattern in ("*.py", *(f"{package}/**/*.py" for package in PACKAGES))
+    for file in sorted(ROOT.glob(pattern))
 }
 
 
@@ -169,26 +143,6 @@ def test_there_is_no_import_cycle():
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_every_script_first_checks_the_version_of_python():
-    """Before it, only modules are imported that an old Python has."""
-    old_modules = set(sys.stdlib_module_names) - {"tomllib"}
-    for file in MODULES.values():
-        text = file.read_text(encoding="utf-8")
-        if "run_main(" not in text or (ROOT / "nanolong") in file.parents:
-            continue
-        before, check, _ = text.partition("\nfrom nanolong import settings")
-        imported = {name.split(".")[0] for name in imports(file, node=ast.parse(before))}
-        assert check and imported <= old_modules, path_of(file)
-
-
-def test_the_transformer_names_no_scheme():
-    for node in parse(ROOT / "model.py").body:
-        if getattr(node, "name", "") in ("Attention", "Block"):
-            constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-            assert not [value for value in constants if value in POSITIONS], node.name
-            assert ".pos ==" not in ast.unparse(node), node.name
-
-
 def test_nothing_unpickles_or_evaluates_text():
     for file in MODULES.values():
         assert not imports(file) & {"pickle", "marshal", "shelve", "dill"}, file
@@ -199,98 +153,6 @@ def test_nothing_unpickles_or_evaluates_text():
                 # nanoGPT's ckpt.pt: tensors, numbers and texts alone
                 settings = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 assert called != "torch.load" or settings["weights_only"] == "True", file
-
-
-# -----------------------------------------------------------------------------
-# Sizes.
-
-
-def lines_left_alone(tree, lines):
-    """The numbers of the lines that `# fmt: skip` leaves to their author."""
-    numbers = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.stmt):
-            continue
-        last = node.end_lineno
-        if hasattr(node, "body"):  # of a function its signature
-            last = node.body[0].lineno - 1
-        if any("# fmt: skip" in line for line in lines[node.lineno - 1 : last]):
-            numbers |= set(range(node.lineno, last + 1))
-    return numbers
-
-
-def test_lines_have_at_most_100_columns():
-    violations = []
-    for file in project_files(".py", ".toml"):
-        lines = file.read_text(encoding="utf-8").splitlines()
-        skipped = lines_left_alone(parse(file), lines) if file.suffix == ".py" else set()
-        for number, line in enumerate(lines, start=1):
-            if len(line) > MAX_COLUMNS and "http" not in line and number not in skipped:
-                violations.append(f"{path_of(file)}:{number}: {len(line)} columns")
-    assert not violations
-
-
-def test_functions_are_short():
-    for file in project_files(".py"):
-        folder = path_of(file).split("/")[0]
-        limit = MAX_TEST_LINES if folder in ("tests", "kernels") else MAX_FUNCTION_LINES
-        for node in ast.walk(parse(file)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                is_kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
-                is_short = node.end_lineno - node.lineno < limit
-                assert is_kernel or is_short, f"{path_of(file)}: {node.name}"
-
-
-def test_no_large_file_is_in_the_checkout():
-    for file in files_under(ROOT):
-        assert file.stat().st_size < 1_000_000 or file.suffix == ".png", path_of(file)
-
-
-# -----------------------------------------------------------------------------
-# Words.
-
-ANY_WORD = None
-ALLOWED_WORDS = {
-    "tests/private_words.txt": ANY_WORD,
-    "tests/test_layout.py": ANY_WORD,  # tests whether they are found
-    "CHANGELOG.md": ANY_WORD,  # says what was renamed
-    # commands of the commits that measured
-    "experiments/results/README.md": {"tests/torture"},
-    "experiments/results/trust.md": {"tests/torture"},
-}
-
-
-@functools.cache
-def private_words():
-    """One regular expression of all lines of tests/private_words.txt."""
-    words, others = [], []
-    for line in (ROOT / "tests" / "private_words.txt").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            # A phrase may run over the end of a line, also of a comment.
-            phrase = line.replace(" ", r"\s+(?:#\s*)?")
-            if line[-1].isalnum() or line[-1] in ")?":
-                phrase += r"(?![\w-])"
-            (words if line[0].isalnum() else others).append(phrase)
-    return re.compile(rf"(?<![\w/-])(?=\w)(?:{'|'.join(words)})|{'|'.join(others)}")
-
-
-def test_private_words_are_found():
-    """Whole words only, also over the end of a line."""
-    text = "a trained\n    # length, restretch, stretched, by hand; by hand-made, nanolong/stretch"
-    found = [match[0] for match in private_words().finditer(text)]
-    assert found == ["trained\n    # length", "stretched", "by hand"]
-
-
-def test_no_private_words():
-    violations = []
-    for file in project_files(".py", ".md", ".toml", ".cff", ".yml", ".txt", ""):
-        allowed = ALLOWED_WORDS.get(path_of(file), set())
-        text = "" if allowed is ANY_WORD else file.read_text(encoding="utf-8")
-        for match in private_words().finditer(text):
-            if match[0] not in allowed:
-                number = text.count("\n", 0, match.start()) + 1
-                violations.append(f"{path_of(file)}:{number}: {match[0]}")
-    assert not violations
 
 
 # -----------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 layers, bfloat16 weights, memory, torch.compile, and model.py in another project.
 """
 
-import json
 import math
-import runpy
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Operators, assert_success, logged, newest, run_python
+from conftest import ROOT, Operators, assert_success, newest, run_python
 from safetensors import safe_open
 
 import data
@@ -56,17 +54,6 @@ def test_schemes_share_every_other_initial_weight():
         assert others.keys() == weights[0].keys()
         for name, p in others.items():
             assert torch.equal(p, weights[0][name]), name
-
-
-QKV = {"attention.q", "attention.k", "attention.v"}
-BIASED = {"none": set(), "qkv": QKV, "all": QKV | {"attention.o", "mlp.gate", "mlp.up", "mlp.down"}}
-
-
-@pytest.mark.parametrize("bias, with_bias", BIASED.items())
-def test_bias_chooses_the_linear_layers_that_have_one(bias, with_bias, make):
-    names = {name for name, _ in make(bias=bias, n_layer=1).named_parameters()}
-    biased = {name.removesuffix(".bias") for name in names if name.endswith(".bias")}
-    assert biased == {f"blocks.0.{layer}" for layer in with_bias}
 
 
 def test_gpt2s_sizes_give_124_million_parameters():
@@ -209,34 +196,6 @@ def test_bfloat16_weights_compute_what_float32_ones_do_under_autocast(settings, 
 
 
 @pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["--dtype=bfloat16"], torch.bfloat16),
-        (["--dtype=float32"], torch.float32),
-        (["--dtype=bfloat16", "--weights=float32"], torch.float32),
-    ],
-    ids=str,
-)
-def test_sample_and_evaluate_take_the_weights_that_are_asked_for(
-    words, expected, loaded, call, tmp_path, text_data, monkeypatch
-):
-    loaded(pos="rope")
-    dtypes = set()
-    hidden_states = GPT.hidden_states
-
-    def record(self, *args, **options):
-        dtypes.add(self.embed.weight.dtype)
-        return hidden_states(self, *args, **options)
-
-    monkeypatch.setattr(GPT, "hidden_states", record)
-    words = [tmp_path / "run", "--device=cpu", *words]
-    assert_success(call("sample.py", *words, "--start=a", "--max_new_tokens=4"))
-    settings = ["--lengths=16", "--max_tokens=64", f"--dataset={text_data}"]
-    assert_success(call("evaluate.py", *words, *settings))
-    assert dtypes == {expected}
-
-
-@pytest.mark.parametrize(
     "pos, method, stored", [("rope", "yarn", "BF16"), ("learned", "pi", "F32")]
 )
 def test_an_extended_copy_is_stored_as_its_parent(pos, method, stored, loaded, call, tmp_path):
@@ -281,16 +240,6 @@ def test_checkpointing_recomputes_blocks_and_keeps_every_bit(pos, make):
             assert sum("dot_product" in name for name in names) == 2
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_run_with_checkpointing_logs_the_same_losses(call, text_data, tmp_path):
-    logs = []
-    for name in ("false", "true"):
-        words = [*TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / name}", "--dropout=0.2"]
-        more = ["--gradient_accumulation_steps=2", f"--checkpoint_activations={name}"]
-        assert_success(call("train.py", *words, "--max_iters=4", *more))
-        logs.append([logged(tmp_path / name, key) for key in ("loss", "val_loss")])
-    assert logs[0] == logs[1] and len(logs[0][0]) > 2
 
 
 def train_in_chunks(model, tokens, max_scores, monkeypatch):
@@ -368,32 +317,24 @@ def test_the_compiled_model_is_one_graph_with_the_same_gradients(settings, make)
 
 
 TRAIN_AND_GENERATE = """
+import sys
 import torch
 from model import GPT, GPTConfig
 
-torch.manual_seed(0)
 model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50))
 tokens = torch.randint(0, 50, (2, 12))
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
 losses = []
 for step in range(3):
+    optimizer.zero_grad()
     loss = model(tokens[:, :-1], tokens[:, 1:])
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    with torch.no_grad():
-        for p, gradient in zip(model.parameters(), gradients, strict=True):
-            p -= 0.5 * gradient
+    loss.backward()
+    optimizer.step()
     losses.append(loss.item())
 model.extend("yarn", 2)
-generated = [token.flatten().tolist() for token in model.generate(tokens, 10, temperature=0)]
-best = model(tokens[:1])[0, -1].topk(3).indices.tolist()
-many = next(model.generate(tokens[:1].expand(500, -1), 1, temperature=5.0, top_k=3))
-sampled = sorted(set(many.flatten().tolist())) == sorted(best)
-"""
-PRINT_RESULTS = """
-import json
-import sys
-
-imported = sorted({"data", "transformers", "triton"} & set(sys.modules))
-print(json.dumps([losses, generated, sampled, imported]))
+text = torch.cat(list(model.generate(tokens, 10, temperature=0)), 1)
+others = {"data", "transformers", "triton"} & {*sys.modules}
+print(losses[-1] < losses[0], tuple(text.shape), others)
 """
 
 
@@ -406,13 +347,5 @@ def test_model_py_works_when_copied_into_another_project(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=ignore)
-    (tmp_path / "here.py").write_text(TRAIN_AND_GENERATE)
-    there = TRAIN_AND_GENERATE + PRINT_RESULTS
-    done = run_python(there, cwd=tmp_path, env={"PYTHONPATH": ""})
-    assert (done.returncode, done.stderr) == (0, "")
-    losses, generated, sampled, imported = json.loads(done.stdout)
-    assert sampled and imported == []
-    here = runpy.run_path(str(tmp_path / "here.py"))
-    assert losses == pytest.approx(here["losses"], rel=1e-6)
-    assert losses[-1] < losses[0]
-    assert generated == here["generated"] and here["sampled"]
+    done = run_python(TRAIN_AND_GENERATE, cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert (done.stdout, done.stderr) == ("True (2, 10) set()\n", "")

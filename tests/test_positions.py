@@ -51,14 +51,6 @@ def test_t5_buckets_match_t5s_own_function():
     assert len(bucket) == 114  # constant from 113 on
 
 
-def test_sandwich_matches_its_formula():
-    bias = make_scheme("sandwich", n_head=8, n_embd=64).bias(4097, 0)
-    numbers = [0, -1.4466, -22.3407, -42.4357, -67.2693]
-    assert bias[0, [0, 1, 16, 256, 4096]].tolist() == pytest.approx(numbers, abs=1e-4)
-    for head in range(8):  # head h, counted from 1, is multiplied by 8 / (8 h)
-        assert torch.allclose(bias[head] * (head + 1), bias[0])
-
-
 def test_kerple_starts_from_uniform_samples_with_finite_gradients():
     torch.manual_seed(0)
     logarithmic = make_scheme("kerple", n_head=1000, head_dim=8)

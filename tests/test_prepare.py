@@ -3,19 +3,17 @@
 import gzip
 import hashlib
 import http.server
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 import threading
 import tracemalloc
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_refused, assert_success
+from conftest import assert_refused, assert_success, content
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,23 +34,6 @@ def data_folder(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(data.token_files, "HERE", folder)
     return folder
-
-
-def test_a_file_is_encoded_by_gpt2(tmp_path, data_folder):
-    try:
-        data.BPETokenizer.named("gpt2")
-    except UserError as error:
-        if "could not be downloaded" not in str(error):
-            raise
-        pytest.skip(str(error))
-    (tmp_path / "t.txt").write_text(TEXT)
-    folder = prepare_text(tmp_path / "t.txt", "mine", tokenizer=find_tokenizer("gpt2"))
-    dataset = data.Dataset(folder)
-    assert (dataset.vocab_size, dataset.bos) == (50257, None)
-    assert data.Dataset(folder, bos=True).bos == 50256
-    first, *ids = dataset.train.tokens[0].tolist()
-    assert first == 50256
-    assert dataset.tokenizer.decode(ids) == TEXT[: int(len(TEXT) * 0.9)].encode()
 
 
 def test_texts_are_read_as_they_are(tmp_path, data_folder):
@@ -101,12 +82,12 @@ def test_parts_encode_to_what_the_whole_does(text, size, added_bytes):
     assert ids == (tokenizer.encode(text) if text else [])
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "char", "bpe"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, data_folder, monkeypatch):
-    monkeypatch.setattr(texts, "PART", 1 << 16)
+    monkeypatch.setattr(texts, "PART", 1 << 14)
     peaks = []
     for n in (4, 16):
-        lines = (f"line {i * i} of the text: {TEXT[:60]}\n" for i in range(n * 10_000))
+        lines = (f"line {i * i} of the text: {TEXT[:60]}\n" for i in range(n * 1_000))
         (tmp_path / "t.txt").write_text("".join(lines))
         tracemalloc.start()
         prepare_text(tmp_path / "t.txt", f"of-{n}", tokenizer=tokenizer)
@@ -184,14 +165,10 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path, data_folder, capsys):
     [
         ("a.txt", gzip.compress(TEXT.encode(), mtime=0), "compressed: unpack it first"),
         ("a.txt", TEXT.encode("utf-16"), "UTF-16: convert it first"),
-        ("a.txt", TEXT.encode("utf-16-be"), "UTF-16: convert it first"),
-        ("a.txt", b"", "empty: give a text"),
         ("a.txt", TEXT.encode("latin-1", "replace"), "not UTF-8: convert it"),
         ("a.jsonl", b'{"text": "a"}\n{"messages": []}', 'JSON without a "text" in line 2'),
-        ("a.jsonl", b'{"text": ["a"]}', 'JSON without a "text" in line 1'),
         ("a.jsonl", b'{"text": "\\ud800"}', 'JSON without a "text" in line 1'),
         ("a.jsonl", b'{"text": "a"', 'JSON without a "text" in line 1'),
-        ("a.jsonl", b"[]", 'JSON without a "text" in line 1'),
     ],
 )
 def test_what_is_no_text_is_told(name, content, reason, tmp_path, data_folder, call):
@@ -253,23 +230,6 @@ def test_bpe_learns_from_the_training_text_alone(tmp_path, data_folder, capsys):
     assert file.encode(TEXT).ids == tokenizer.encode(TEXT)
 
 
-def test_documents_in_bpe_are_separated(tmp_path, data_folder):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "src").mkdir()
-    for name in "abc":
-        (tmp_path / "src" / name).write_text(TEXT + f"{name}<|endoftext|>\r\n" * 20, newline="")
-    folder = prepare_text(tmp_path / "src", "mine", tokenizer="bpe", vocab_size=280)
-    dataset = data.Dataset(folder, bos=True)
-    assert (dataset.vocab_size, dataset.bos, data.Dataset(folder).bos) == (280, 0, None)
-    tokens = np.asarray(dataset.train.tokens[0])
-    assert np.flatnonzero(tokens == 0).size == 3 and tokens[0] == 0
-    dataset.select(separate=True)
-    assert dataset.document_ids(tokens[None])[0, [0, -1]].tolist() == [1, 3]
-    text = "".join(TEXT + f"{name}<|endoftext|>\r\n" * 20 for name in "abc")
-    both = np.concatenate((tokens, dataset.val.tokens[0]))
-    assert dataset.count_bytes(both) == len(text.encode())
-
-
 def write_tokenizer_json(folder, special, settings=None):
     """Byte-level BPE of 260 tokens and more, by the tokenizers package itself."""
     from test_hf_tokenizer import train_byte_level  # it skips without tokenizers
@@ -307,86 +267,35 @@ def test_the_tokenizer_can_be_a_tokenizer_json(
     for file in (tmp_path / "tok").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
 
-    # its folder, and a dataset that has it
-    for name, place in (("two", tmp_path / "tok"), ("three", folder)):
-        other = prepare_text(tmp_path / "t.txt", name, tokenizer=find_tokenizer(str(place)))
-        assert data.Dataset(other).hash == dataset.hash
-    # a file of another name comes without the files next to it
-    (tmp_path / "tok" / "my.json").write_bytes((tmp_path / "tok/tokenizer.json").read_bytes())
-    tokenizer = find_tokenizer(str(tmp_path / "tok/my.json"))
-    alone = prepare_text(tmp_path / "t.txt", "four", tokenizer=tokenizer)
-    names = {file.name for file in alone.iterdir()}
-    assert names == {"tokenizer.json", "meta.json", "train.bin", "val.bin"}
-
-
-def test_any_bytes_of_a_single_file_are_prepared_as_bytes(tmp_path, data_folder):
-    content = bytes(range(256)) * 9
-    (tmp_path / "t.bin").write_bytes(content)
-    dataset = data.Dataset(prepare_text(tmp_path / "t.bin", "raw"))
-    found = [tokens for split in (dataset.train, dataset.val) for tokens in split.tokens[0][1:]]
-    assert bytes(int(i) for i in found) == content
-
-
-def test_a_dataset_is_not_overwritten(tmp_path, data_folder):
-    (tmp_path / "t.txt").write_text(TEXT)
-    folder = prepare_text(tmp_path / "t.txt", "mine")
-    before = (folder / "train.bin").read_bytes()
-    with pytest.raises(UserError, match="exists already"):
-        prepare_text(tmp_path / "t.txt", "mine", tokenizer="char")
-    assert (folder / "train.bin").read_bytes() == before
+    # the same as its folder
+    other = prepare_text(tmp_path / "t.txt", "two", tokenizer=find_tokenizer(str(tmp_path / "tok")))
+    assert data.Dataset(other).hash == dataset.hash
 
 
 @pytest.mark.parametrize(
-    "file, options, message",
+    "words, message",
     [
-        ("empty", {}, "no text"),
-        ("short.txt", {}, "too little text for train.bin"),
-        ("gone.txt", {}, "no file"),
-        ("good.txt", {"val_fraction": 0.0}, "is no fraction: give 0.1"),
-        ("good.txt", {"tokenizer": "bpe", "vocab_size": 256}, "at least 257"),
-        ("good.txt", {"tokenizer": "bpe", "vocab_size": 0}, "at least 257"),
-        ("good.txt", {"tokenizer": "bpe", "vocab_size": 1 << 30}, "at most 1048576"),
-        ("good.txt", {"name": "../x"}, "--name"),
-        ("good.txt", {"name": ".x"}, "--name"),
+        ("empty --name=x", "no text"),
+        ("short.txt --name=x", "too little text for train.bin"),
+        ("gone.txt --name=x", "no file"),
+        ("good.txt --name=x --val_fraction=0", "is no fraction: give 0.1"),
+        ("good.txt --name=x --tokenizer=bpe --vocab_size=256", "at least 257"),
+        ("good.txt --name=x --vocab_size=512", "give --tokenizer=bpe too"),
+        ("good.txt --name=../x", "--name"),
+        ("good.txt --name=mine", "exists already"),
+        ("good.txt --name=x --tokenizer=gpt7", "gpt7"),
+        ("good.txt --name=x --tokenizer=damaged.json", "damaged.json: tokenizer.json is damaged"),
     ],
 )
-def test_a_refusal_leaves_nothing(file, options, message, tmp_path, data_folder, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_refusal_leaves_nothing(words, message, tmp_path, data_folder, call):
     (tmp_path / "short.txt").write_bytes(b"a")
     (tmp_path / "good.txt").write_text(TEXT)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=message):
-        prepare_text(tmp_path / file, **{"name": "x", **options})
-    assert not list(data_folder.iterdir())
-
-
-@pytest.mark.parametrize(
-    "tokenizer, message",
-    [
-        ("gpt7", "gpt7"),
-        ("gone.json", "no file gone.json"),
-        ("damaged.json", "damaged.json: tokenizer.json is damaged"),
-        ("untrained.json", "has no tokens: train it first"),
-        ("bytes --vocab_size=512", "give --tokenizer=bpe too"),
-    ],
-)
-def test_a_tokenizer_that_cannot_be_is_refused(tokenizer, message, tmp_path, data_folder, call):
     (tmp_path / "damaged.json").write_text("{")
-    untrained = {"type": "BPE", "vocab": {}, "merges": []}
-    (tmp_path / "untrained.json").write_text(json.dumps({"model": untrained}))
-    (tmp_path / "t.txt").write_text(TEXT)
-    words = f"--name=x --tokenizer={tokenizer}".split()
-    done = call("data/prepare.py", tmp_path / "t.txt", *words, cwd=tmp_path)
-    assert_refused(done, message)
-    assert not list(data_folder.iterdir())
-
-
-def test_bpe_without_its_package_says_what_to_install(tmp_path, data_folder, monkeypatch):
-    (tmp_path / "t.txt").write_text(TEXT)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install -r requirements-hf.txt"):
-        prepare_text(tmp_path / "t.txt", "mine", tokenizer="bpe")
-    assert not list(data_folder.iterdir())
+    (tmp_path / "empty").mkdir()
+    prepare_text(tmp_path / "good.txt", "mine")
+    before = content(data_folder)
+    assert_refused(call("data/prepare.py", *words.split(), cwd=tmp_path), message)
+    assert content(data_folder) == before
 
 
 def test_a_failure_in_the_middle_leaves_nothing(tmp_path, data_folder, monkeypatch):
@@ -415,18 +324,6 @@ def test_the_standard_library_is_a_dataset(data_folder):
 
 # -----------------------------------------------------------------------------
 # Downloads
-
-
-@pytest.mark.parametrize(
-    "name, url", [("shakespeare", "tinyshakespeare"), ("fineweb10B", "fineweb_val")]
-)
-def test_a_failed_download_says_what_to_do(name, url, data_folder, monkeypatch):
-    def no_network(*arguments, **options):
-        raise OSError("Network is unreachable")
-
-    monkeypatch.setattr(urllib.request, "urlopen", no_network)
-    with pytest.raises(UserError, match=f"{url}.*unreachable.*download it manually"):
-        prepare(name)
 
 
 def test_a_downloaded_text_that_is_another_is_refused(data_folder, monkeypatch):
@@ -482,17 +379,3 @@ def test_prepare_runs_as_a_script_from_anywhere(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no file or folder gone.txt:")
-
-
-@pytest.mark.parametrize("name, quoted", [("mine", "mine"), ("my text", "'my text'")])
-def test_the_command_to_train_can_be_pasted(name, quoted, call, tmp_path, data_folder):
-    (tmp_path / "t.txt").write_bytes(TEXT.encode())
-    done = assert_success(call("data/prepare.py", tmp_path / "t.txt", f"--name={name}"))
-    assert done.stdout.endswith(f"train on it with python train.py --dataset={quoted}\n")
-
-
-def test_no_module_of_data_has_the_name_of_an_installed_package():
-    # run as a script, prepare.py has data/ first on sys.path
-    for file in DATA.glob("*.py"):
-        if file.stem != "__init__":
-            assert importlib.util.find_spec(file.stem) is None, file

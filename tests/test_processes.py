@@ -9,7 +9,6 @@ import time
 
 import conftest
 import pytest
-import torch
 from conftest import (
     ROOT,
     TINY,
@@ -259,13 +258,3 @@ def test_a_process_of_an_evaluation_without_its_share_is_refused(save_run, run):
     text = ["--text=tests/test_model.py", "--max_tokens=256", "--lengths=128"]
     done = run("evaluate.py", save_run(block_size=128), *text, processes=2)
     assert done.returncode and "give --sequence_parallel=2" in done.stderr
-
-
-def test_constants_stay_with_a_model_without_weights(make):
-    """The tables of a scheme, which no checkpoint has, are there in every process."""
-    from nanolong.parallel import build_without_weights
-
-    model = make(pos="rope")
-    empty = build_without_weights(GPT, model.config)
-    assert all(p.is_meta for p in empty.parameters())
-    assert torch.equal(empty.pos.inv_freq, model.pos.inv_freq)

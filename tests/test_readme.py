@@ -1,138 +1,198 @@
-"""What README.md and docs/ say is true: the code runs, files, settings and presets exist."""
+"""What README.md, CONTRIBUTING.md and docs/*.md say is true: commands and code run, files exist.
+
+Commands run as they are typed, those of a page in their order, in a folder of their own. SHORT is
+added to what is typed, and wins. Files, runs and datasets that a command reads, and that no command
+before it has made, are made here. NOT_RUN says which commands do not run, and why: their flags are
+checked nevertheless.
+"""
 
 import re
+import shlex
+import shutil
+import subprocess
 import tomllib
-from dataclasses import fields
+from pathlib import Path
 
 import pytest
-import torch
 from conftest import BUILT_IN, ROOT, TINY, assert_success
 
+import data
 import model as model_module
-from evaluate import EvaluateConfig
-from experiments.run import RunConfig
-from extend import ExtendConfig
-from model import GPT, GPTConfig
-from nanolong.errors import UserError
-from nanolong.inference import KVCache
+from nanolong import settings
 from rope_scaling import METHODS, OPTIONS
-from sample import SampleConfig
-from train import TrainConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("config", "data", "docs", "examples", "experiments", "kernels", "nanolong")
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+# -----------------------------------------------------------------------------
+# Commands and code.
+
+# a part of a command -> why it does not run
+NOT_RUN = {
+    "torchrun": "it takes several GPUs: test_processes.py runs two and four processes",
+    "--dataset=python": "it takes minutes: test_prepare.py prepares it",
+    "--dataset=fineweb10B": "it downloads 200 MB and more",
+    "--dataset=shakespeare": "it downloads a text",
+    "experiments/": "it takes minutes: tests/experiments run the runner",
+    "hf.py import": "it needs a public checkpoint: test_hub.py and test_gguf.py write such files",
+    "--chat": "it needs a chat template: test_chat.py has some",
+}
+SHORT = {
+    "train.py": [*TINY, "--n_kv_head=0"],
+    "extend.py": "--max_iters=2 --warmup_iters=1 --max_tokens=512 --eval_iters=1".split(),
+    "evaluate.py": ["--lengths=32,64", "--max_tokens=256"],
+    "sample.py": ["--max_new_tokens=4"],
+}
+
+
+def commands_of(text):
+    """The commands in blocks of code: without comments, a line that goes on is one."""
+    commands = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M):
+        if language in ("", "sh", "bash", "shell"):
+            lines = block.replace("\\\n", " ").splitlines()
+            found = (re.sub(r"\s#.*", "", line).strip().removeprefix("$ ") for line in lines)
+            commands += [
+                line for line in found if re.match(r"([A-Z_]+=\S+ )*(python|torchrun) ", line)
+            ]
+    return commands
+
+
+def script_of(words):
+    """The script of a command, which may stand behind torchrun and its flags; None: another's."""
+    scripts = (word for word in words if word.endswith(".py") and (ROOT / word).is_file())
+    return next(scripts, None)
 
 
 @pytest.fixture
-def log_bias(entries_do_not_stay):
-    """The scheme of the README, in POSITIONS for one test."""
-    code = re.search(r"```python\n(class .*?)```", README, re.S)[1]
-    assert len([line for line in code.splitlines() if line.strip()]) < 20
-    names = dict(vars(model_module))
-    exec(code, names)
-    return names["LogBias"]
-
-
-def test_the_scheme_of_the_readme_trains_caches_extends_and_reloads(log_bias, tmp_path):
-    torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": 50}
-    model = GPT(GPTConfig(pos="log", **shape))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.3)
-    tokens = torch.randint(0, 50, (2, 20))
-    model(tokens, tokens).backward()
-    assert model.pos.rate.grad.abs().min() > 0
-
-    whole = model(tokens)
-    cache = KVCache()
-    parts = [model(part, cache=cache) for part in tokens.split([12, 1, 7], 1)]
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
-
-    model.extend("none", 2)
-    with pytest.raises(UserError, match="use --method=none"):
-        model.extend("yarn", 2)
-    model.save(tmp_path / "step-000000")
-    again = GPT.load(tmp_path)
-    assert torch.equal(again(tokens), whole)
-    assert again.config.block_size == 64
-
-
-def test_the_library_example_of_the_readme_runs(tmp_path, monkeypatch, capsys):
-    code = re.search(r"```python\n(import torch.*?)```", README, re.S)[1]
+def reader(tmp_path, text_data, save_run, monkeypatch):
+    """The folder of somebody who reads a page: a function that makes what a command reads."""
+    monkeypatch.setattr(data.token_files, "HERE", tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(code, names)
-    model = names["model"]
-    assert model.config.block_size == 256  # 64, extended four times
-    assert model.embed.weight.grad.abs().sum() > 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("tensor([6.28")
-    assert re.search(r"dtype=torch.float64\) \[\d+, ", printed)
-    again = GPT.load("out/mine")
-    assert torch.equal(again.rope_wavelengths(), model.rope_wavelengths())
-    assert torch.equal(again(names["tokens"]), model(names["tokens"]))
-
-
-@pytest.mark.usefixtures("entries_do_not_stay")
-def test_the_blocks_of_the_page_on_python_run(call, text_data, tmp_path, capfd):
-    """One after the other, with a run of another shape than the page's."""
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
-    assert len(blocks) == page.count("```") // 2 == 7
-    words = [*TINY, "--block_size=256", f"--dataset={text_data}", "--out_dir=out/rope"]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    assert_success(call("train.py", *words, cwd=tmp_path))
-    capfd.readouterr()
-    names = {}
-    printed = []
-    for block in blocks:
+    (tmp_path / "data").mkdir()
+    scheme = re.search(r"```python\n(class .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    imports = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+    imports += "from model import POSITIONS, NoPE\n\n\n"
+    (tmp_path / "my_scheme.py").write_text(imports + scheme)
+
+    def provide(words):
+        presets = [ROOT / "config" / Path(word).name for word in words if word.endswith(".toml")]
+        read = [tomllib.loads(preset.read_text(encoding="utf-8")) for preset in presets]
+        named = [f"--dataset={values['dataset']}" for values in read if "dataset" in values]
+        for word in ["--dataset=python", *named, *words]:
+            name, _, value = word.partition("=")
+            path = Path((value or name).removeprefix("FILE:").removeprefix("@"))
+            if name == "--dataset":
+                for part in value.split(","):
+                    if not (tmp_path / "data" / part.partition(":")[0]).exists():
+                        shutil.copytree(text_data, tmp_path / "data" / part.partition(":")[0])
+            elif path.exists() or name in ("--out_dir", "--plot", "--json", "--report", "--name"):
+                continue
+            elif path.suffix == ".txt":
+                path.write_text(README)
+            elif word.endswith("/") and not word.startswith("export"):
+                shutil.copytree(ROOT / "docs", path)
+            elif value.startswith("out/") or word.startswith("out/"):
+                trained = {"batch_size": 4, "gradient_accumulation_steps": 1, "eval_iters": 1}
+                trained |= {"dataset": str(text_data), "learning_rate": 1e-3}
+                meta = {"dataset": str(text_data), "train": trained}
+                shutil.copytree(save_run(f"made/{path.name}", meta, block_size=32), path)
+
+    return provide
+
+
+def run_command(script, words, call, reader):
+    """Run a command of the project at the sizes of SHORT; stages end after 4, 6 and 8 steps."""
+    reader(words)
+    short = list(SHORT.get(script, []))
+    if "--task=" in " ".join(words):
+        short = ["--lengths=128,160", "--trials=2"]
+    if script == "extend.py" and any(word.endswith(".toml") for word in words):
+        short += ["--train_length=64", "--eval_length=64"]
+    if {"--max_iters=0", "--keep_optimizer=true"} & {*words}:
+        short = short[2:]
+    if "--stop_at" in " ".join(words):
+        short.append("--stop_at=4" if script == "train.py" else "--stop_at=6")
+    if script in ("train.py", "extend.py"):
+        short += ["--overwrite"] * ("--init_from=resume" not in words)
+    if script in SHORT:
+        short.append("--device=cpu")
+    assert_success(call(script, *words, *short))
+
+
+@each_page
+def test_the_commands_of_a_page_run_as_they_are_typed(page, call, reader):
+    for command in commands_of(page.read_text(encoding="utf-8")):
+        words = shlex.split(command)
+        script = script_of(words)
+        if script is None:
+            assert "python -m" in command, f"{command}: no script of this project"
+            continue
+        words = words[words.index(script) + 1 :]
+        known = settings.help_of(ROOT / script)
+        for name in re.findall(r"--(\w+)", " ".join(words)):
+            assert f"  --{name}=" in known, f"{command}: {script} has no --{name}"
+        if not any(part in command for part in NOT_RUN):
+            run_command(script, words, call, reader)
+
+
+@pytest.mark.parametrize("target", ["demo", "stages"])
+def test_the_commands_of_make_run(target, call, reader):
+    # this test may itself be run by make, which says then which folder it enters
+    command = ["make", "--no-print-directory", "-n", "-o", ".venv/demo", target, "PY=python"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for line in printed.replace("\\\n", " ").splitlines():
+        _, script, *words = shlex.split(line)
+        run_command(script, words, call, reader)
+
+
+def test_the_targets_that_pages_name_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.M):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+@each_page
+@pytest.mark.usefixtures("entries_do_not_stay")
+def test_the_python_of_a_page_runs(page, reader):
+    """One block after the other; a class that stands alone has the names of model.py."""
+    names = dict(vars(model_module))
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M):
+        reader(re.findall('"(out/rope)"', block))
         exec(block, names)
-        printed.append(capfd.readouterr().out)
-
-    model, tokens, ids, text = (names[name] for name in ("model", "tokens", "ids", "text"))
-    assert printed[0] == text + "\n" and ids == [256, *text.encode()]
-    mean = model(tokens[:, :-1], tokens[:, 1:])
-    assert torch.allclose(names["losses"].mean(), mean, rtol=1e-5)
-    assert len(printed[1].splitlines()) == len(text)
-    final = names["final"]
-    assert torch.equal(model.head(final), model(tokens))
-    assert torch.allclose(model.norm(names["states"][-1]), final)
-    maps = names["maps"]
-    assert [tuple(p.shape) for p in maps] == [(1, 2, len(ids), len(ids))] * 2
-    assert (maps[1].sum(-1) - 1).abs().max() < 1e-5
-    assert len(printed[4]) > 1
-    measured = [line.rpartition(" ")[0] for line in printed[5].splitlines()]
-    assert measured == ["rope 256", "rope 1024", "YaRN 256", "YaRN 1024"]
-    assert GPT.load("out/rope-yarn4-zero").config.block_size == 1024
-    for pos in ("p_rope", "slow_rope"):
-        assert GPT.load(f"out/{pos}").config.pos == pos
-    assert GPT.load("out/p_rope").pos.inv_freq.tolist()[6:] == [0, 0]
-    assert GPT.load("out/slow_rope").pos.inv_freq[0] == 0.5
 
 
-def test_the_readme_is_short():
-    lines = README.splitlines()
-    assert len(lines) <= 220
-    assert max(len(line) for line in lines) <= 110
-    assert f"`extend.py` has {len(METHODS)} methods for RoPE" in README
+# -----------------------------------------------------------------------------
+# Names.
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_links_lead_to_files(page):
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in link:
             assert (page.parent / link).exists(), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_files_named_in_text_exist(page):
     text = page.read_text(encoding="utf-8")
     paths = rf"`((?:{'|'.join(FOLDERS)}|tests)/[\w./-]*|\w+\.(?:py|txt|toml))`"
     for name in set(re.findall(paths, text)) - {"mine.py"}:  # a reader's own
         candidates = [ROOT / name, *(ROOT / folder / name for folder in FOLDERS)]
         assert any(path.exists() for path in candidates), name
+
+
+def test_tests_named_in_text_exist():
+    for page in [*PAGES, *(ROOT / "experiments" / "results").rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
+            assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
 
 
 def test_images_are_png():
@@ -154,43 +214,15 @@ def test_the_documents_know_every_scheme_and_method():
             assert f"`{option}" in extension, (method, option)
 
 
-def test_contributing_names_the_pages_that_list_schemes_and_methods():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    sections = {section.split("\n")[0]: section for section in text.split("\n## ")}
-    for title, page in (
-        ("Add a position scheme", "docs/schemes.md"),
-        ("Add an extension method of RoPE", "docs/extension.md"),
-    ):
-        (step,) = re.findall(r"^\d\. Add a line to[^.]*\.md`[^.]*\.md`", sections[title], re.M)
-        assert f"`{page}`" in step and "`README.md`" in step, title
-
-
 def test_settings_in_the_text_exist():
-    known = set()
-    for config in (GPTConfig, TrainConfig, ExtendConfig, EvaluateConfig, SampleConfig):
-        known |= {field.name for field in fields(config)}
-    known |= {field.name for field in fields(RunConfig)}
-    # of data/prepare.py, hf.py, experiments/bench.py, and torchrun, Slurm, pip and other clients
-    known |= {"name", "tokenizer", "shards", "val_fraction", "verify", "help", "nanogpt"}
-    known |= {"context_length"}
+    scripts = "train extend evaluate sample hf data/prepare experiments/run experiments/bench"
+    text = "".join(settings.help_of(ROOT / f"{script}.py") for script in scripts.split())
+    known = {"help", *re.findall(r"^  --(\w+)=", text, re.M)}
+    # of torchrun, Slurm, pip, make, pytest, jupyter and other clients
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_id", "rdzv_endpoint"}
-    known |= {"max-restarts", "index-url", "no-deps", "all", "check", "store"}
-    known |= {"to", "execute", "inplace"}  # of jupyter nbconvert
-    known |= {"nodes", "ntasks-per-node", "gpus-per-node", "model", "prompt", "outfile"}
+    known |= {"nodes", "ntasks-per-node", "gpus-per-node", "max-restarts", "index-url", "no-deps"}
+    known |= {"all", "check", "store", "to", "execute", "inplace", "model", "prompt", "outfile"}
+    known |= {"group", "seed", "exhaustive"}
     for page in PAGES:
         for setting in re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text(encoding="utf-8")):
             assert setting in known, f"{page.name}: --{setting}"
-
-
-def test_presets_hold_settings_that_differ_from_the_defaults():
-    training_defaults = {}
-    for config in (GPTConfig, TrainConfig):
-        training_defaults |= {field.name: field.default for field in fields(config)}
-    extension_defaults = {field.name: field.default for field in fields(ExtendConfig)}
-    training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    for preset in sorted((ROOT / "config").glob("*.toml")):
-        assert f"`{preset.name}`" in training, preset.name
-        extends = preset.stem in ("finetune_public", "smollm2_64k", "llama3_128k")
-        defaults = extension_defaults if extends else training_defaults
-        for name in tomllib.loads(preset.read_text(encoding="utf-8")):
-            assert name in defaults, f"{preset.name}: {name}"

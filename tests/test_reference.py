@@ -11,7 +11,7 @@ from conftest import BUILT_IN
 from model import GPT, POSITIONS, GPTConfig
 from nanolong.evaluation.attention_maps import attention_maps
 from nanolong.inference import KVCache
-from rope_scaling import METHODS
+from rope_scaling import ATTENTION, METHODS, OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::model.ContextLengthWarning")
 W = {"window": 6, "sinks": 2}
@@ -41,11 +41,15 @@ MODELS += [
 # models, and how each is extended: method, options
 EXTENDED = [(m, "pi", {}) for m in MODELS if "pi" in POSITIONS[m.get("pos", "rope")].methods]
 EXTENDED = [case for case in EXTENDED if case[0].get("pos", "rope") != "learned"]
-EXTENDED += [(W, x, {}) for x in ("none", "ntk", "yarn", "llama3", "dynamic-ntk")]
+TABLES = {"long_factor": [1.0, 1.37, 1.74, 2.11], "short_factor": [1.0, 1.01, 1.02, 1.03]}
+EXTENDED += [({}, x, TABLES if x == "longrope" else {}) for x in METHODS]
+EXTENDED += [(W, x, {}) for x in ("ntk", "yarn", "dynamic-ntk")]
 EXTENDED += [(LOCAL, x, {"layers": "all"}) for x in ("pi", "yarn", "dynamic-ntk")]
 EXTENDED += [({**W, "layer_pattern": "FW"}, x, {}) for x in ("yarn", "dynamic-ntk")]
 EXTENDED += [
     ({"p_rope": 0.5}, "yarn", {}),
+    ({"head_dim": 10, "rope_fraction": 0.6}, "dynamic-yarn", {}),
+    ({}, "dynamic-ntk", {"length": 48.0}),  # does not follow the text
     ({"score_scale": "logn"}, "dynamic-ntk", {}),
     ({"pos": "alibi"}, "dynamic-pi", {}),
     ({"pos": "xl", **W}, "clamp", {}),
@@ -60,8 +64,8 @@ KNOWN = [case for case in CASES if case[0].get("pos", "rope") in BUILT_IN]
 def takes_gaps(settings, method):
     """Whether any position ids can be given: a scheme by distance counts those between indices."""
     scheme = POSITIONS[settings.get("pos", "rope")]
-    is_dynamic = method is not None and method.startswith("dynamic")
-    return not (scheme.by_index or scheme.bounded or is_dynamic)
+    is_dynamic = method in ATTENTION or "length" in OPTIONS.get(method, ())
+    return not (scheme.by_index or scheme.bounded or is_dynamic or method == "dynamic-pi")
 
 
 def build(settings, method=None, options=None, seed=0):
@@ -72,10 +76,13 @@ def build(settings, method=None, options=None, seed=0):
         for name, p in model.named_parameters():
             p.normal_(0, 1.0 if name.startswith("pos.") else 0.3)
     if method:
-        model.extend(method, 1.4, **options)
+        first = method if settings.get("pos", "rope") != "rope" else "none"
+        layers = {name: x for name, x in options.items() if name == "layers"}
+        model.extend(first, 1.4, **(layers if first == "none" else options))
         options = {name: x for name, x in options.items() if name != "layers"}
         model.extend(method, 2.0, **options)  # of the same layers; the factors multiply
         assert model.config.block_size == 67  # 24 x 2.8
+        assert model.config.original_length == 24
     return model.eval()
 
 
@@ -98,10 +105,15 @@ def assert_close(found, expected, rel=2e-5):
 @pytest.mark.parametrize("settings, method, options", KNOWN, ids=str)
 @torch.no_grad()
 def test_the_logits_are_those_of_the_formulas(settings, method, options):
+    """Before and beyond the length, where dynamic tables step, and back: nothing is left over."""
     model = build(settings, method, options)
     tokens = torch.randint(0, 50, (2, beyond(model)))
+    for n in (5, 24, 31) if model.pos.is_dynamic else ():
+        assert_close(model(tokens[:, :n]), reference.logits(model, tokens[:, :n]))
     maps = []
     assert_close(model(tokens), reference.logits(model, tokens, maps=maps))
+    if method in ATTENTION:  # of which there are no maps
+        return
     for found, expected in zip(attention_maps(model, tokens), maps, strict=True):
         assert (found - expected).abs().max() < 1e-5
 
@@ -180,7 +192,7 @@ def test_loss_and_gradients_are_right(settings):
 def test_greedy_text_of_unequal_prompts_is_that_of_the_plain_loop(settings, method, options):
     model = build(settings, method, options)
     prompts = [torch.randint(0, 50, (n,)) for n in (5, 1, 9)]
-    if model.pos.is_dynamic:
+    if model.pos.is_dynamic or method in ATTENTION:
         prompts = prompts[:1]
     texts = torch.cat(list(model.generate(prompts, 6, temperature=0)), 1)
     for prompt, text in zip(prompts, texts, strict=True):

@@ -1,4 +1,4 @@
-"""Tables, figures and the report of records that are written out here."""
+"""Tables, figures and the report of records that are written out here; training curves."""
 
 import json
 import math
@@ -7,11 +7,10 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from conftest import assert_success
+from conftest import TINY, assert_success, logged
 from matplotlib.figure import Figure
 
-from model import GPT
-from nanolong.evaluation import figures, provenance, report
+from nanolong.evaluation import figures, report
 from nanolong.evaluation.tables import Table, loss_table, refusals, tables_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\" onfocus=alert(2) y='$x$&\u2028"
@@ -83,20 +82,6 @@ def test_losses_have_a_row_for_each_checkpoint_and_a_column_for_each_length():
     assert row[1] == "1.250 ± 0.020"
 
 
-def test_positions_are_those_of_the_longest_sequences():
-    """A refusal stands for all parts."""
-    records = []
-    for name, length in (("a", 64), ("a", 128), ("b", 64)):
-        for start in (0, length // 2):
-            part = {"position": [start, start + length // 2]}
-            records.append(loss(name, length, length / 64, "position", **part))
-    records.append(loss("b", 128, "too long", "position"))
-    (table,) = tables_of(records)
-    assert table.title.endswith("in sequences of 128 tokens") and table.header == ["", "a", "b"]
-    assert [row[0] for row in table.rows] == ["up to 64", "up to 128"]
-    assert [row[1:] for row in table.rows] == [["2.000 ± 0.020", "refused"]] * 2
-
-
 def test_retrieval_and_costs_have_a_row_for_each_measure():
     records = [asked("a", 64, 0.25), asked("a", 128, None), asked("b", 64, 0.5, **APART)]
     records += [asked("b", 128, 1.0, **NEAR)]
@@ -142,21 +127,6 @@ def test_the_curves_of_a_figure_are_the_losses():
     assert list(by_position.lines[0].get_xdata()) == [64, 128]
     band = by_length.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((0.98, 2.02))
-
-
-def test_heatmaps_show_what_was_right_by_depth_or_kind():
-    records = [asked("a", 64, 0.25), asked("a", 128, None), asked("b", 64, 0.5, kind="vt")]
-    figure = figures.heatmap_figure("a.png", records)
-    (a, b) = (axis for axis in figure.axes if axis.get_title())
-    assert [text.get_text() for text in a.texts] == ["0.25"]
-    assert [text.get_text() for text in b.texts] == ["0.50"]
-    assert [text.get_text() for text in a.get_yticklabels()] == ["niah", "vt"]
-
-
-def test_without_matplotlib_a_note_takes_the_place_of_a_figure(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert figures.loss_figure("a.png", [loss("a", 64, 1.0)], []) is None
-    assert "a.png is not written: install matplotlib" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------
@@ -220,9 +190,9 @@ def all_records(names):
 @pytest.mark.parametrize("n", [1, 9])
 def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     names = [f"{HOSTILE}{i}" for i in range(n)]
-    text = {"about": HOSTILE, "tokens": [HOSTILE, "\x00\ud800"], "losses": [0.5, 1.0]}
+    text = {"about": HOSTILE, "tokens": [HOSTILE, "\x00\ud800"], "losses": [0.5, math.nan]}
     texts = dict.fromkeys(names, text)
-    page = write(tmp_path, all_records(names), texts, names, [HOSTILE])
+    page = write(tmp_path, all_records(names), texts, names, [f"unequal steps {HOSTILE}"])
     tags = {tag for tag, _ in page.elements}
     assert "img" not in tags and "image" not in tags and len(page.scripts) == 2
     attributes = {name for _, found in page.elements for name in found}
@@ -236,7 +206,8 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     assert named <= {found["id"] for _, found in page.elements if "id" in found}
     assert f"{HOSTILE}0" in page.cells and f"{HOSTILE}\x00?" in page.text
     assert f"{HOSTILE}0" in page.drawn
-    assert json.loads(page.scripts[0]) == [text] * n
+    assert json.loads(page.scripts[0]) == [{**text, "losses": [0.5, None]}] * n
+    assert page.cells.count("1.000 ± 0.020*") == n and page.text.count("unequal steps") == 2
     source = (tmp_path / "report.html").read_text(encoding="utf-8")
     for word in ("https:", "@import", "fetch", "import(", "innerHTML", "eval("):
         assert word not in source.replace(HOSTILE, ""), word
@@ -244,56 +215,14 @@ def test_hostile_names_texts_and_tokens_are_shown_and_do_nothing(tmp_path, n):
     assert policy == ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'")
 
 
-def test_the_page_has_the_tables_figures_and_what_is_unequal(tmp_path):
-    text = {"about": "val.bin", "tokens": ["x", "y"], "losses": [1.5, math.nan]}
-    other = {**text, "tokens": ["xy"], "losses": [2.0]}
-    texts = {"a": text, "b": other, "c": {}}
-    page = write(tmp_path, all_records("ab"), texts, unequal=["unequal steps"])
-    assert page.cells.count("1.000 ± 0.020*") == 2 and "0.50 ± 0.10" in page.cells
-    assert page.text.count("unequal steps") == 2  # of the checkpoints, and below the asterisks
-    assert [tag for tag, _ in page.elements].count("svg") == 2
-    data = json.loads(page.scripts[0])
-    assert [entry["losses"] for entry in data] == [[1.5, None], [2.0]]
-    assert "refused: a at 128, b at 128: " in page.text
-
-    page = write(tmp_path, [loss("a", 64, 1.0)])
-    headings = [tag for tag, _ in page.elements if tag == "h2"]
-    assert len(headings) == 2 and len(page.scripts) == 1  # without a text there is none
-
-
-def test_eight_checkpoints_with_their_own_tokens_stay_below_a_megabyte(tmp_path, rng):
-    names = list("abcdefgh")
-    texts = {}
-    for name in names:
-        tokens = [f"{name}\u6f22{number:04d}" for number in rng.integers(0, 9999, 4096)]
-        losses = rng.uniform(0, 12, 4096).round(2).tolist()
-        texts[name] = {"about": "val.bin", "tokens": tokens, "losses": losses}
-    page = write(tmp_path, all_records(names), texts, names)
-    assert (tmp_path / "report.html").stat().st_size < 1e6
-    assert json.loads(page.scripts[0]) == list(texts.values())
-
-
-def test_a_checkpoint_is_described_by_its_settings(save_run):
-    folder = save_run(meta={"tokens": 12345, "dataset": "python"}, window=7, sinks=2)
-    model = GPT.load(folder)
-    facts = provenance.describe_checkpoint(model)
-    n_parameters = sum(p.numel() for p in model.parameters())
-    assert facts["parameters"] == f"{n_parameters:,}" and facts["trained tokens"] == "12,345"
-    assert "window 7, sinks 2" in facts["other settings"]
-    assert facts["weights"] == model.meta["checksums"]["model.safetensors"][:16]
-    model.extend("pi", 4.0)
-    assert provenance.describe_checkpoint(model)["extension"] == "pi, factor 4"
-
-
 def test_the_report_shows_what_was_measured(runs, call, tmp_path, monkeypatch):
-    """Every loss and gain of the JSON is on the page, with its interval; so is the text.
-
-    Without --task there are only losses, by position as well.
-    """
-    rope, learned, _ = runs
-    words = [rope, f"table={learned}", "--max_tokens=960", "--trials=5", "--lengths=24,96"]
+    """Every loss and gain of the JSON, with its interval; without matplotlib there are tables."""
+    monkeypatch.setattr(Figure, "savefig", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = [runs[0], f"table={runs[1]}", "--max_tokens=960", "--trials=5", "--lengths=24,96"]
     words += ["--report=a/r.html", "--json=a/r.json", "--task=loss,ruler"]
-    assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
+    assert "install matplotlib" in done.stdout
     page = Page(tmp_path / "a/r.html")
     records = json.loads((tmp_path / "a/r.json").read_text())
     assert {record["task"] for record in records} == {"loss", "ruler"}
@@ -306,12 +235,74 @@ def test_the_report_shows_what_was_measured(runs, call, tmp_path, monkeypatch):
             assert any(text.startswith(f"{record['loss']:.3f} ± ") for text in page.cells)
     assert len(json.loads(page.scripts[0])) == 2
 
-    # what is given is measured, and without matplotlib there are tables
-    monkeypatch.setattr(Figure, "savefig", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = [rope, "--lengths=24,48", "--report=b.html", "--json=b.json", "--max_tokens=48"]
-    done = assert_success(call("evaluate.py", *words, cwd=tmp_path))
-    protocols = {record["protocol"] for record in json.loads((tmp_path / "b.json").read_text())}
-    assert protocols == {"chunked", "last-quarter", "token-aligned", "position"}
-    assert "Retrieval" not in Page(tmp_path / "b.html").text
-    assert "install matplotlib" in done.stdout
+
+# -----------------------------------------------------------------------------
+# Training curves.
+
+
+@pytest.fixture
+def write_log(tmp_path):
+    """A function that writes a run folder with these rows, or lines of text, as its log."""
+
+    def write_log(*rows, name="run"):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+        return folder
+
+    return write_log
+
+
+@pytest.fixture
+def saved_axes(monkeypatch):
+    """The axes that are written, by the name of their file; they are written, too."""
+    saved = {}
+    save = Figure.savefig
+
+    def keep(figure, file, **options):
+        saved[str(file)] = figure.axes[0]
+        save(figure, file, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
+def lines_of(axis):
+    """Label -> (x, y) of the lines of an axis."""
+    return {line.get_label(): tuple(map(list, line.get_data())) for line in axis.lines}
+
+
+def test_the_curves_are_the_losses_of_the_logs(call, write_log, saved_axes, tmp_path):
+    """Of several rows of a step the last one counts, and damaged lines do not."""
+    rows = [{"step": 0, "val_loss": 5.0}, "{", "[1]", '{"loss": 1}', {"step": 5, "loss": None}]
+    rows += [{"step": 10, "loss": 4.5}, {"step": 10, "loss": 4.0}, {"step": 10, "val_loss": 3.5}]
+    first, second = write_log(*rows, name="a"), write_log({"step": 5, "loss": 6.0}, name="b")
+    file = tmp_path / "deep/curves.png"
+    done = assert_success(call("evaluate.py", f"A={first}", second, f"--curves={file}"))
+    assert done.stdout == f"wrote {file}\n" and file.read_bytes()[:4] == b"\x89PNG"
+    assert lines_of(saved_axes[str(file)]) == {
+        "A": ([10], [4.0]),
+        "A, validation": ([0, 10], [5.0, 3.5]),
+        str(second): ([5], [6.0]),
+        f"{second}, validation": ([], []),
+    }
+
+
+@pytest.fixture
+def words(text_data, tmp_path):
+    return ["train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path}/run"]
+
+
+def test_a_finished_run_and_its_extension_are_plotted(call, words, saved_axes, tmp_path):
+    assert "curve.png" not in assert_success(call(*words, "--max_iters=0")).stdout
+    done = assert_success(call(*words, "--max_iters=4", "--init_from=resume"))
+    assert f"wrote {tmp_path}/run/curve.png" in done.stdout
+    extended = tmp_path / "extended"
+    small = ["--factor=2", "--max_iters=2", "--eval_iters=1", "--max_tokens=512"]
+    small += ["--log_interval=1", f"--out_dir={extended}"]
+    assert_success(call("extend.py", tmp_path / "run", *small))
+    for run in (tmp_path / "run", extended):
+        lines = lines_of(saved_axes[str(run / "curve.png")])
+        assert lines[run.name][1] == logged(run, "loss")
+        assert lines[f"{run.name}, validation"][1] == logged(run, "val_loss")

@@ -107,17 +107,6 @@ def test_logits_that_are_no_numbers_are_no_answers():
     assert "accuracy" not in record and "--dtype=float32" in record["refused"]
 
 
-def test_models_that_never_saw_all_tasks_are_named_once(capsys):
-    models = {name: Oracle([]) for name in ("a", "b", "c")}
-    models["b"].meta["train"] = {"tasks": ["niah:0.2"]}
-    models["c"].meta["train"] = {"tasks": ["niah:0.2", "vt:0.2"]}
-    cfg = evaluate.EvaluateConfig(lengths=LENGTHS, ruler=("niah", "vt"))
-    retrieval.plan_retrieval("ruler", models, cfg)
-    said = capsys.readouterr().err
-    known = "not trained on niah, vt documents (train.py --tasks=niah:0.1"
-    assert said.startswith(f"note: a, b: {known}") and said.count("\n") == 1
-
-
 def test_retrieval_on_the_command_line(runs, call, make, tmp_path):
     """Differences are of the nats of the same prompts."""
     words = [runs[0], f"b={runs[2]}", "--task=ruler,needle", "--ruler=niah,multikey", "--depths=2"]

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import shutil
 
 import pytest
@@ -56,35 +55,11 @@ def test_sample_i_uses_seed_plus_i(call, save_run):
     assert second == text_of(call, run, "--seed=2").removesuffix("\n") != first
 
 
-def test_greedy_text_that_is_rounded_is_not_printed_without_a_note(call, save_run, monkeypatch):
-    """Other programs compute in float32. A user who samples, or who chose the dtype, knows."""
-    words = ["sample.py", save_run(), "--max_new_tokens=3", "--device=cpu"]
-    assert not call(*words, "--temperature=0").stderr  # a small model, in float32
-    monkeypatch.setattr("sample.MIN_PARAMETERS_BFLOAT16", 0)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    for greedy in ("--temperature=0", "--top_k=1"):
-        assert "--dtype=float32" in call(*words, greedy).stderr
-        assert not call(*words, greedy, "--dtype=bfloat16").stderr
-    assert not call(*words).stderr
-
-
 def test_the_prompt_may_come_from_a_file(call, save_run, tmp_path):
     (tmp_path / "prompt.txt").write_bytes(b"caf\xc3\xa9 \xff <|endoftext|>")
     words = ["--start=FILE:prompt.txt", f"--out_dir={save_run()}", "--max_new_tokens=3"]
     done = assert_success(call("sample.py", *words, cwd=tmp_path))
     assert done.stdout.startswith("café \ufffd <|endoftext|>")
-
-
-def test_beyond_the_context_length_a_note_says_how_to_extend_it(call, save_run, tmp_path):
-    """Of the newest run, which is used without a folder. ALiBi needs no extension."""
-    for name, seconds in (("out/a run", 2), ("out/deep/b", 1)):
-        meta = save_run(name) / "step-000001/meta.json"
-        os.utime(meta, (10**9 + seconds, 10**9 + seconds))
-    assert "extend.py" not in call("sample.py", "--max_new_tokens=23", cwd=tmp_path).stderr
-    done = assert_success(call("sample.py", "--max_new_tokens=60"))  # and <bos>: 61 tokens
-    assert "python extend.py 'out/a run' --method=yarn --factor=3" in done.stderr
-    alibi = call("sample.py", save_run("alibi", pos="alibi"), "--max_new_tokens=60")
-    assert "61 tokens" in alibi.stderr and "extend.py" not in alibi.stderr
 
 
 # -----------------------------------------------------------------------------
@@ -182,11 +157,3 @@ def test_logits_that_are_no_numbers_print_no_text(value, words, call, save_run):
     done = call("sample.py", run, "--start=if", "--max_new_tokens=4", *words.split())
     assert_refused(done, "the model's logits are not numbers: give --dtype=float32")
     assert not done.stdout
-
-
-def test_a_compilation_is_said_before_it_begins(call, save_run, monkeypatch):
-    monkeypatch.setattr("nanolong.devices.pick_compile", lambda wanted, *others, **named: wanted)
-    monkeypatch.setattr("model.GPT.generate", lambda *arguments: iter(()))
-    done = call("sample.py", save_run(), "--compile=true", "--max_new_tokens=9")
-    assert done.stderr.startswith("note: the first tokens take about a minute, to compile")
-    assert not call("sample.py", save_run("other"), "--max_new_tokens=9").stderr

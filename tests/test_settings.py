@@ -2,8 +2,6 @@
 
 import errno
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -12,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT, assert_refused, run_python
 
-from data.prepare import PrepareConfig
 from extend import ExtendConfig
 from model import GPTConfig
 from nanolong import errors, settings
@@ -107,13 +104,6 @@ def test_what_is_no_setting_or_value_is_refused(words, message):
         parse(*words.split())
 
 
-def test_the_vocabulary_is_a_setting_of_prepare_alone():
-    """That of a model is its dataset's."""
-    with pytest.raises(UserError, match="no setting 'vocab_size'"):
-        settings.parse(config=GPTConfig, argv=["--vocab_size=300"])
-    assert settings.parse(cfg=PrepareConfig, argv=["--vocab_size=300"]).cfg.vocab_size == 300
-
-
 @pytest.mark.parametrize("text", ["width = ", "width = 'x'", "colour = 1"])
 def test_a_bad_preset_is_named(text, tmp_path):
     (tmp_path / "bad.toml").write_text(text)
@@ -162,15 +152,6 @@ def test_help_is_printed_before_torch_is_imported(run):
     )
     done = run_python(code)
     assert done.returncode == 0 and "--block_size=256" in done.stdout and not done.stderr
-
-
-def test_help_ends_quietly_if_its_reader_does():
-    """As in python train.py --help | head."""
-    command = [sys.executable, "train.py", "--help"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    done = subprocess.Popen(command, cwd=ROOT, **pipes)
-    done.stdout.close()
-    assert done.stderr.read() == b"" and done.wait() == 0
 
 
 # -----------------------------------------------------------------------------

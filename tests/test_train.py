@@ -1,8 +1,7 @@
-"""Training: the update, the loop, and its guarantees with real processes and real signals."""
+"""Training: the update, what is not finite, and which checkpoints are kept."""
 
 import json
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,19 +18,14 @@ from conftest import (
     assert_success,
     logged,
     newest,
+    write_dataset,
 )
 
 import data
 import train
 from model import GPT, GPTConfig
-from nanolong.errors import UserError
 from nanolong.optim import Muon, get_lr, make_optimizers
 from nanolong.run import list_steps
-
-
-def last_step(folder):
-    """The last step whose training loss is logged."""
-    return max(row["step"] for row in logged(folder) if "loss" in row)
 
 
 @pytest.fixture
@@ -196,95 +190,6 @@ def test_muon_is_pytorchs_in_bfloat16_and_nearer_the_formula_in_float32(rng):
 
 
 # -----------------------------------------------------------------------------
-# The loop: one read a step, batches prepared ahead.
-
-
-@pytest.mark.parametrize(
-    "settings, factor", [({}, 1), ({"random_positions": 99}, 1), ({}, 4)], ids=str
-)
-def test_a_step_reads_one_value_from_the_device(settings, factor, cfg, monkeypatch):
-    """tolist() and item() wait for a GPU; a step calls one of them once, with PoSE too."""
-    model = tiny(**settings)
-    if factor > 1:
-        model.extend("pi", factor)
-    # reads on a CPU only
-    monkeypatch.setattr(GPT, "check_positions", lambda *args: 1)
-    reads = []
-    for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
-        original = getattr(torch.Tensor, name)
-
-        def counted(self, *args, original=original):
-            if threading.current_thread() is threading.main_thread():
-                reads.append(original.__name__)
-            return original(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
-    counts = []
-    real = train.forward_backward
-
-    def forward_backward(*args):
-        counts.append(len(reads))
-        return real(*args)
-
-    monkeypatch.setattr(train, "forward_backward", forward_backward)
-    run_settings = cfg(max_iters=6, eval_interval=100, optimizer="muon")
-    train.train(model, run_settings, 11, model.config.block_size if factor > 1 else 0)
-    per_step = [b - a for a, b in zip(counts[1:], counts[2:], strict=False)]
-    assert per_step == [1] * 4
-
-
-def test_positions_that_a_dataset_makes_are_checked(cfg, monkeypatch):
-    real = data.Dataset.batch
-
-    def batch(self, *args):
-        x, y, _, docs = real(self, *args)
-        return x, y, np.tile(np.arange(11) - 1, (len(x), 1)), docs
-
-    monkeypatch.setattr(data.Dataset, "batch", batch)
-    with pytest.raises(UserError, match="must not be negative"):
-        train.train(tiny(), cfg(max_iters=1), 11)
-
-
-# -----------------------------------------------------------------------------
-# Out of memory, and the speed.
-
-
-def out_of_memory(*args):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-
-def test_out_of_memory_names_what_to_lower(call, text_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "forward_backward", out_of_memory)
-    done = call("train.py", *TINY, f"--dataset={text_data}", f"--out_dir={tmp_path / 'run'}")
-    assert_refused(done, "out of memory: in training lower --batch_size", "--block_size")
-
-
-def test_other_errors_of_training_keep_their_traceback(cfg, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("shape mismatch")
-
-    monkeypatch.setattr(train, "forward_backward", fail)
-    with pytest.raises(RuntimeError, match="^shape mismatch$"):
-        train.train(tiny(), cfg())
-
-
-def test_the_first_step_which_compiles_is_not_in_the_speed(cfg, monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    seconds = iter([60.0, *[2.0] * 5])
-
-    def forward_backward(*args):
-        clock.now += next(seconds)
-        return real(*args)
-
-    real = train.forward_backward
-    monkeypatch.setattr(train.progress.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(train, "forward_backward", forward_backward)
-    settings = cfg(max_iters=6, log_interval=3)
-    train.train(tiny(), settings)
-    assert logged(settings.out_dir, "tokens_per_second") == [16, 16]  # 2 sequences of 16 in 2 s
-
-
-# -----------------------------------------------------------------------------
 # Guarantee 4: nothing that is not finite is kept.
 
 
@@ -422,15 +327,10 @@ def test_a_parameter_without_a_gradient_is_named(call, text_data, tmp_path):
 
 def test_a_step_weighs_its_micro_batches_by_their_scored_tokens(cfg, tmp_path):
     """In one micro-batch most targets are <bos>, which is not scored: its gradient counts less."""
-    folder = tmp_path / "data"
-    folder.mkdir()
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, 4000)
     tokens[:2000][rng.random(2000) < 0.8] = 256
-    for split in ("train", "val"):
-        data.write_tokens(folder / f"{split}.bin", tokens, 257)
-    meta = {"tokenizer": {"kind": "bytes"}, "vocab_size": 257, "bos": 256, "bos_default": True}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    folder = write_dataset(tmp_path / "data", tokens)
     model = tiny()
     model.blocks[0].mlp.down.weight.data.normal_(0, 0.3)
     steps = {"gradient_accumulation_steps": 4, "max_iters": 1, "grad_clip": 0.0}
@@ -448,13 +348,9 @@ def test_a_step_weighs_its_micro_batches_by_their_scored_tokens(cfg, tmp_path):
 
 def test_the_losses_of_the_debug_preset_are_these(call, tmp_path):
     """As they were at 2026-11-25, for a text that follows a rule."""
-    folder = tmp_path / "data"
-    folder.mkdir()
     index = np.arange(20000)
-    for split, factor in (("train", 7), ("val", 11)):
-        data.write_tokens(folder / f"{split}.bin", index * index * factor // 64 % 57, 257)
-    meta = {"tokenizer": {"kind": "bytes"}, "vocab_size": 257, "bos": 256, "bos_default": True}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    splits = (index * index * factor // 64 % 57 for factor in (7, 11))
+    folder = write_dataset(tmp_path / "data", *splits)
     words = [f"--dataset={folder}", f"--out_dir={tmp_path}/run", "--device=cpu", "--dtype=float32"]
     assert_success(call("train.py", "config/debug.toml", *words))
     assert logged(tmp_path / "run", "val_loss") == pytest.approx([5.5453, 4.8322, 4.5412], rel=1e-3)
@@ -526,19 +422,3 @@ def test_bos_documents_and_tasks_are_those_of_the_settings(cfg, text_data):
     batches = train.Batches(whole, model, cfg(tasks=("niah:1",)), 64, 0, 0)
     rows = batches.ready[0]["tokens"].numpy()
     assert all(b" is " in bytes(row[row < 256].tolist()) for row in rows)
-
-
-def test_a_stop_signal_ends_the_run_after_the_step(cfg, monkeypatch):
-    """Not only at the next evaluation, which gives up, too."""
-    real = train.forward_backward
-
-    def forward_backward(forward, batches, state):
-        if state.step == 1:
-            signal.raise_signal(signal.SIGTERM)
-        return real(forward, batches, state)
-
-    monkeypatch.setattr(train, "forward_backward", forward_backward)
-    settings = cfg(max_iters=6, eval_interval=6)
-    result = train.train(tiny(), settings)
-    assert (result["stopped"], result["last_step"]) == (True, 2)
-    assert newest(settings.out_dir).name == "step-000002"

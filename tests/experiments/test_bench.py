@@ -3,14 +3,9 @@
 import json
 
 import torch
-from conftest import assert_refused, assert_success
+from conftest import assert_success
 
 from experiments import bench
-
-NANOGPT = """import model, experiments.bench as bench
-GPT = model.GPT
-def GPTConfig(dropout, bias, **sizes): return model.GPTConfig(**sizes, **bench.LIKE_NANOGPT)"""
-STEPS = "for i in range(9): print(f'iter {i}: loss 1.0, time {i:.2f}ms, mfu -100.00%')"
 
 
 def test_ratios_are_of_pairs_and_a_failure_has_its_reason():
@@ -37,19 +32,3 @@ def test_operators_are_reported_as_gpu_check_reads_them(call, monkeypatch, tmp_p
     assert fields <= set(rows[0]) and len(rows) == 2 * 2 * (2 + 2 * 5 + 2)
     report = (tmp_path / "bench.md").read_text()
     assert all(word in report for word in ("commit ", " thread", " torch ", "avx2 ", "amx_bf16 "))
-
-
-def test_training_is_compared_with_a_checkout_of_nanogpt(call, monkeypatch, tmp_path):
-    train = ["experiments/bench.py", "train", "--device=cpu"]
-    assert_refused(call(*train), "--nanogpt=PATH")
-    (tmp_path / "data/shakespeare_char").mkdir(parents=True)
-    for file, text in {"data/shakespeare_char/val": "", "model": NANOGPT, "train": STEPS}.items():
-        (tmp_path / file).with_suffix(".py" if text else ".bin").write_text(text)
-    monkeypatch.setattr(bench, "ROOT", tmp_path / "absent")  # of our train.py
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setattr(bench, "SHAPES", {"cpu": {"characters": (1, 2, 8, 8, 2, 1)}})
-    assert_success(call(*train, "--nanogpt=.", "--steps=2", cwd=tmp_path))
-    rows = json.loads((tmp_path / "out/bench/cpu/train.json").read_text())["rows"]
-    assert [len(row["times"]) for row in rows] == [2, 2, 2, 5, 0, 0, 5, 0, 0] * 2
-    assert rows[3]["ms"] == 6.5 and "No such file" in rows[4]["note"]
-    assert 1 < rows[6]["ms"] < 60_000  # starting Python takes some time

@@ -1,10 +1,7 @@
 """A memory of detached hidden states: as one long text forward, and an end of gradients."""
 
-from statistics import fmean
-
 import pytest
 import torch
-from published import judge_all, read
 
 from experiments.recurrence import SCHEMES, forward
 
@@ -29,21 +26,3 @@ def test_gradients_end_at_the_memory(make):
     (gradient,) = torch.autograd.grad(logits.square().sum(), model.embed.weight)
     assert (gradient[:8] == 0).all()
     assert (gradient[20:28] != 0).all()
-
-
-def test_committed_verdicts_are_those_of_the_claims():
-    rows = []
-    for record in read("recurrence")["records"]:
-        kind = {"streams": "none", "memory-1": "memory"}.get(record["mode"])
-        if kind is None:
-            continue
-        arm = [f"{record['pos']}/{kind}", record["seed"]]
-        for i, n in enumerate(record["evaluated"]):
-            groups = record["by_position"][i]  # 8 of 8 tokens each
-            early, late = fmean(groups[:2]), fmean(groups[-2:])
-            rows.append([*arm, "loss", 64 * (1 + n), record["losses"][i]])
-            rows.append([*arm, "early - late", 64 * (1 + n), early - late])
-    verdicts = [v.removeprefix("FAIL ") for v in judge_all("recurrence", rows).values()]
-    assert verdicts[:3] == ["(not separated)", "pass", "(not separated)"]  # xl, alibi, rope
-    assert verdicts[3:6] == ["pass"] * 3
-    assert verdicts[6:] == ["(not separated)", *["(contradicted)"] * 5]

@@ -1,18 +1,14 @@
 """The runner of experiments: claims, what is refused, what is kept, what is run again."""
 
-import errno
 import json
 import math
-import os
 import re
-import signal
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, assert_refused, newest, wait_for
-from published import RESULTS, judge_all, make_board, read
-from safetensors.torch import load_file
+from boards import make_board
+from conftest import ROOT, assert_refused
 
 from experiments import board, run
 
@@ -138,14 +134,6 @@ def test_what_is_unknown_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_ends_the_experiment_in_one_sentence(run_mine, monkeypatch):
-    def write(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/experiments/mine.json")
-
-    monkeypatch.setattr(run, "write_json", write)
-    assert_refused(run_mine(MINE, "--arms=rope"), "mine.json", "No space left on device")
-
-
 def test_a_stop_in_the_last_step_or_its_evaluation_is_a_stop(run_mine, tmp_path, monkeypatch):
     """The checkpoint is that of the last step then, and the log has no validation loss of it."""
     done = run_mine(MINE, "--arms=rope")
@@ -156,38 +144,6 @@ def test_a_stop_in_the_last_step_or_its_evaluation_is_a_stop(run_mine, tmp_path,
     monkeypatch.setattr(run, "call", lambda *_: log.write_text("".join(rows[:-1])))
     with pytest.raises(KeyboardInterrupt):
         run.run(log.parent, "train", None, [])
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_command_loses_at_most_that_command(tmp_path, text_data):
-    text = MINE.replace("--max_iters=6", "--max_iters=400")
-    (tmp_path / "mine.py").write_text(text)
-    words = ["mine.py", f"--dataset={text_data}", "--seeds=1", "--device=cpu", "--arms=rope"]
-    command = [sys.executable, str(ROOT / "experiments/run.py"), *words]
-
-    def weights():
-        (folder,) = (tmp_path / "out/experiments").glob("train-*/")
-        return newest(folder).name, load_file(newest(folder) / "model.safetensors")
-
-    def has_begun():
-        logs = list((tmp_path / "out/experiments").glob("train-*/log.jsonl"))
-        return logs and len(logs[0].read_text().splitlines()) > 20
-
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    wait_for(has_begun, process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors == "stopped: the same command goes on from here\n"
-    stopped_at, _ = weights()
-    assert "step-000000" < stopped_at < "step-000400"
-    assert not (tmp_path / "out/experiments/mine.json").exists()
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    resumed = weights()
-    os.rename(tmp_path / "out", tmp_path / "before")
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    name, whole = weights()
-    assert resumed[0] == name == "step-000400"
-    assert all(tensor.equal(resumed[1][key]) for key, tensor in whole.items())
 
 
 # -----------------------------------------------------------------------------
@@ -233,51 +189,10 @@ def test_differences_are_paired_by_seed_and_a_number_may_be_a_side():
     assert measured.cell("nope", "chunked", "L") == "not finite"
 
 
-# -----------------------------------------------------------------------------
-# The committed results through the tables and claims.
-
-
-def loss_rows(records):
-    return [
-        [r["checkpoint"], r["seed"], r["protocol"], r["length"], r.get("loss", "refused")]
-        for r in records
-    ]
-
-
-def published_claims(*pages):
-    """What follows the text of each claim in Markdown pages, such as "+0.1 ± 0.0, < 0: pass"."""
-    lines = [line for page in pages for line in (RESULTS / page).read_text().splitlines()]
-    return [line for line in lines if re.match(r"- .*: (pass|FAIL.*)$", line)]
-
-
-def test_the_leaderboards_claims_have_their_published_verdicts():
-    verdicts = judge_all("leaderboard", loss_rows(read("leaderboard")["records"]))
-    page = (RESULTS / "claims.md").read_text().partition("## The leaderboard")[2]
-    published = published_claims("leaderboard.md")
-    published += [line for line in page.splitlines() if line.startswith("- ")]
-    expected = [line.rpartition(": ")[2] for line in published]
-    # "alibi below sinusoidal" and "rope below alibi" stand there twice
-    del expected[30], expected[17]
-    assert list(verdicts.values()) == expected
-
-
-RECIPES = {"stages": (3, 6), "drope": (7, 10), "mixtures": (0, 3)}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_recipes_claims_have_their_published_verdicts(name):
-    rows = []
-    for record in read("recipes")["records"]:
-        arm = record["variant"].removesuffix(" long").replace("YaRN,", "yarn").lower()
-        arm = arm.replace(" %", "%").replace(" ", "-")
-        for measure, value in record.items():
-            if record["part"] == name and re.fullmatch(r"\d+", measure):
-                rows.append([arm, record["seed"], "last-quarter", 64 * int(measure), value])
-            elif record["part"] == name == "mixtures" and measure in ("short", "long"):
-                length = {"short": 64, "long": 512}[measure]
-                rows.append([arm, record["seed"], f"{measure} last-quarter", length, value])
-    published = [line.rpartition(": ")[2] for line in published_claims("recipes.md")]
-    assert list(judge_all(name, rows).values()) == published[slice(*RECIPES[name])]
+@pytest.mark.parametrize("name", run.available())
+def test_the_claims_of_every_experiment_are_about_what_it_measures(name):
+    for budget in ("cpu", "try"):
+        run.check_claims(run.load_experiment(name, run.RunConfig(budget=budget)))
 
 
 def test_the_example_of_the_docs_states_an_experiment(tmp_path, monkeypatch):
