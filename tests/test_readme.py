@@ -21,6 +21,8 @@ from train import TrainConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = ("README.md", "results/README.md", "results/negative.md")
+RESULTS = [ROOT / "experiments" / name for name in RESULTS]
 FOLDERS = ("config", "data", "docs", "examples", "experiments", "kernels", "nanolong")
 
 
@@ -111,16 +113,29 @@ def test_the_blocks_of_the_page_on_python_run(call, text_data, tmp_path, capfd):
 
 def test_the_readme_is_short():
     lines = README.splitlines()
-    assert len(lines) <= 220
+    assert len(lines) <= 180
     assert max(len(line) for line in lines) <= 110
     assert f"`extend.py` has {len(METHODS)} methods for RoPE" in README
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+def test_the_docs_are_short():
+    assert sum(len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES[2:]) <= 900
+
+
+def anchors_of(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
         if "://" not in link:
-            assert (page.parent / link).exists(), link
+            target = page.parent / name if name else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors_of(target), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
