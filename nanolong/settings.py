@@ -113,7 +113,8 @@ def read_preset(word):
 
 
 def preset_names():
-    return ", ".join(sorted(file.name for file in CONFIG.glob("*.toml")))
+    files = sorted(CONFIG.rglob("*.toml"))
+    return ", ".join(file.relative_to(CONFIG).as_posix() for file in files)
 
 
 def convert(name, value, hints, where="the earlier run"):

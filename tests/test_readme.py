@@ -23,6 +23,8 @@ from rope_scaling import METHODS, OPTIONS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = ("README.md", "results/README.md", "results/negative.md")
+RESULTS = [ROOT / "experiments" / name for name in RESULTS]
 FOLDERS = ("config", "data", "docs", "examples", "experiments", "kernels", "nanolong")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -79,7 +81,7 @@ def reader(tmp_path, text_data, save_run, monkeypatch):
     (tmp_path / "my_scheme.py").write_text(imports + scheme)
 
     def provide(words):
-        presets = [ROOT / "config" / Path(word).name for word in words if word.endswith(".toml")]
+        presets = [ROOT / word for word in words if word.endswith(".toml")]
         read = [tomllib.loads(preset.read_text(encoding="utf-8")) for preset in presets]
         named = [f"--dataset={values['dataset']}" for values in read if "dataset" in values]
         for word in ["--dataset=python", *named, *words]:
@@ -172,11 +174,31 @@ def test_the_python_of_a_page_runs(page, reader):
 # Names.
 
 
-@each_page
-def test_links_lead_to_files(page):
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+def test_the_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 180
+    assert max(len(line) for line in lines) <= 110
+    assert f"`extend.py` has {len(METHODS)} methods for RoPE" in README
+
+
+def test_the_docs_are_short():
+    assert sum(len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES[2:]) <= 900
+
+
+def anchors_of(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
         if "://" not in link:
-            assert (page.parent / link).exists(), link
+            target = page.parent / name if name else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors_of(target), link
 
 
 @each_page
@@ -226,3 +248,14 @@ def test_settings_in_the_text_exist():
     for page in PAGES:
         for setting in re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text(encoding="utf-8")):
             assert setting in known, f"{page.name}: --{setting}"
+
+
+def test_presets_have_settings_that_exist_and_are_listed():
+    training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    text = "".join(settings.help_of(ROOT / script) for script in ("train.py", "extend.py"))
+    known = set(re.findall(r"^  --(\w+)=", text, re.M))
+    for preset in sorted((ROOT / "config").rglob("*.toml")):
+        name = preset.relative_to(ROOT / "config").as_posix()
+        assert f"`{name}`" in training, name
+        unknown = tomllib.loads(preset.read_text(encoding="utf-8")).keys() - known
+        assert not unknown, f"{name}: {unknown}"
