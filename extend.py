@@ -26,7 +26,7 @@ import data
 import rope_scaling
 from kernels import check
 from model import GPT, POSITIONS, GPTConfig, NoPE
-from nanolong import devices, entry, parallel, run
+from nanolong import devices, entry, lora, parallel, run
 from nanolong.errors import UserError, require, run_main
 from nanolong.evaluation import loss, scoring
 from train import TrainConfig, TrainState, train_and_sample
@@ -46,6 +46,12 @@ class ExtendConfig(TrainConfig):
     # tokens of a training sequence; 0: the extended context length, or with PoSE the original one
     train_length: int = 0
     keep_optimizer: bool = False  # go on with the run's optimizer, step, schedule and max_iters
+    # train updates of this rank of attention's matrices, which a checkpoint has merged into its
+    # weights (LoRA); 0: train all weights
+    lora: int = 0
+    lora_alpha: float = 0.0  # an update is multiplied by alpha / rank; 0: alpha is twice the rank
+    # norms, embeddings (those of tokens, and the weights of the position scheme): trained besides
+    lora_also: tuple[Literal["norms", "embeddings"], ...] = ()
     text: str = ""  # evaluate on this text file, not on the dataset's validation set
     max_tokens: int = 65536  # length of the text that the reports before and after score
     # [data]
@@ -63,6 +69,14 @@ class ExtendConfig(TrainConfig):
     # [system]
     out_dir: str = ""  # the new run folder; by default RUN-<method><factor>
 
+    def __post_init__(self):
+        super().__post_init__()
+        is_used = self.lora or not (self.lora_alpha or self.lora_also)
+        require(is_used, "--lora_alpha and --lora_also are settings of LoRA: give --lora=RANK too")
+        fits = self.parallel == "ddp" and self.optimizer == "adamw"
+        problem = "--lora trains by AdamW, with whole matrices in every process"
+        require(fits or not self.lora, f"{problem}: give --optimizer=adamw and --parallel=ddp")
+
 
 # What the fine-tuning takes over from the training; extend.py has its own defaults for the rest.
 INHERITED = (
@@ -73,7 +87,10 @@ INHERITED = (
 KEPT = (
     *("max_iters", "learning_rate", "min_lr", "warmup_iters", "weight_decay"),
     *("min_doc", "separate_docs", "eval_interval", "eval_length", "compile"),
+    *("lora", "lora_alpha", "lora_also"),
 )
+# of a run that has no such settings in its meta.json
+NO_LORA = {"lora": 0, "lora_alpha": 0.0, "lora_also": []}
 
 
 def run_defaults(given, paths):
@@ -115,6 +132,8 @@ def inherited_settings(meta, given):
         return {"bos": meta.get("bos") is not None}
     names = INHERITED + (KEPT if given.get("keep_optimizer") else ())
     saved = {name: trained[name] for name in names if name in trained}
+    if given.get("lora"):
+        saved["optimizer"] = "adamw"
     # The first fine-tuning takes 0.3 of the training's learning rate, later ones keep theirs.
     scale = 1 if "method" in trained else 0.3
     saved.setdefault("learning_rate", trained["learning_rate"] * scale)
@@ -214,6 +233,7 @@ def extend_model(model, cfg):
         require(has_state, f"{model.folder} has no optimizer's state to keep: {advice}")
         problem = f"{model.folder} has taken all {cfg.last_step} steps"
         require(meta["step"] < cfg.last_step, f"{problem}: raise --max_iters, or {advice}")
+        check_same(model.folder, meta["train"], vars(cfg), NO_LORA, advice)
     else:
         pretraining_tokens = pretraining_tokens or meta.get("tokens", 0)
     inherited = ("bos", "tokenizer", "dataset", "data_hash", "code", "family")
@@ -224,13 +244,21 @@ def extend_model(model, cfg):
     }
 
 
-def check_same(model, cfg, path):
+def check_same_run(model, cfg, path):
     """Raise UserError if the run to resume was made from another parent, or by other settings."""
     saved = {**model.meta["train"], "RUN": Path(model.meta["parent"]).parent.name}
     asked = {**vars(cfg), "RUN": run.find_checkpoint(path).parent.name}
-    for name in ("RUN", "method", "factor", "options", "layers"):
-        problem = f"{model.folder} was made with {name}={saved[name]}, not {asked[name]}"
-        require(saved[name] == asked[name], f"{problem}: give that, or another --out_dir")
+    names = ("RUN", "method", "factor", "options", "layers", *NO_LORA)
+    check_same(model.folder, saved, asked, names, "another --out_dir")
+
+
+def check_same(folder, saved, asked, names, remedy):
+    """Raise UserError if some settings of a run, those of its meta.json, are not the given ones."""
+    saved = {**NO_LORA, **saved}
+    asked = {**asked, "lora_also": list(asked["lora_also"])}  # as JSON has it
+    for name in names:
+        problem = f"{folder} was made with {name}={saved[name]}, not {asked[name]}"
+        require(saved[name] == asked[name], f"{problem}: give that, or {remedy}")
 
 
 def save_extended(model, cfg):
@@ -326,7 +354,7 @@ def main(argv=None):
         model = GPT.load(cfg.out_dir if cfg.resumes else args.paths[0], weights=weights)
         check.choose_kernels(model, device, devices.pick_dtype(cfg.dtype, device))
         if cfg.resumes:
-            check_same(model, cfg, args.paths[0])
+            check_same_run(model, cfg, args.paths[0])
         else:
             run.check_settings(model, args)
             extend_model(model, cfg)
@@ -343,6 +371,9 @@ def main(argv=None):
             return 0
         config = model.config
         length = sequence_length(vars(cfg), config.original_length, config.block_size)
+        if cfg.lora:
+            alpha = cfg.lora_alpha or 2 * cfg.lora
+            lora.add_updates(model, cfg.lora, alpha, cfg.lora_also, cfg.seed)
         status = train_and_sample(model, cfg, length, config.block_size if cfg.pose else 0)
         # Evaluate.
         if rank == 0 and status == 0:

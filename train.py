@@ -394,8 +394,7 @@ def fit(forward, optimizers, batches, state, stop, shown):
 
 def save(model, optimizers, state, cfg, dataset):
     """Save a checkpoint of this step; processes wait for each other."""
-    moments = run.optimizer_tensors(model, optimizers)
-    tensors = {"model": dict(model.named_parameters()), "optim": moments}
+    tensors = {"optim": run.optimizer_tensors(model, optimizers)}
     run.save_step(model, tensors, cfg, dataset, **asdict(state))
 
 

@@ -24,11 +24,11 @@ def get_lr(cfg, step):
 
 
 def make_optimizers(model, cfg):
-    """One or two optimizers whose groups hold every parameter exactly once.
+    """One or two optimizers whose groups hold every trained parameter exactly once.
 
     Norms, biases and a scheme's own parameters have no weight decay.
     """
-    params = dict(model.named_parameters())
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices, embeddings, others = [], [], []
     for name, p in params.items():
         if name.startswith(("embed.", "head.")):
@@ -108,8 +108,8 @@ def orthogonalize(x):
 
 
 def gradients(model):
-    """The gradients of all parameters. Raises UserError for a parameter that has none."""
-    grads = {name: p.grad for name, p in model.named_parameters()}
+    """The gradients of all trained parameters. Raises UserError for one that has none."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     for name, grad in grads.items():
         if grad is None:
             raise UserError(

@@ -107,8 +107,10 @@ def print_header(batches, state):
     extension = model.config.extension
     extended = f", extended by {extension['method']} x {extension['factor']:g}" if extension else ""
     n_parameters = sum(p.numel() for p in model.parameters())
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = f" ({n_trained:,} trained)" if n_trained < n_parameters else ""
     print(
-        f"model: {model.config.pos}{extended}, {n_parameters / 1e6:.2f} M parameters, "
+        f"model: {model.config.pos}{extended}, {n_parameters / 1e6:.2f} M parameters{trained}, "
         f"{batches.tokens_per_step:,} tokens per step"
     )
     processes = "1 process" if world == 1 else f"{world} processes ({cfg.parallel})"

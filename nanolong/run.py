@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from nanolong import entry, optim, parallel
+from nanolong import entry, lora, optim, parallel
 from nanolong.errors import UserError, note, require
 from nanolong.strict_json import from_json, to_json
 
@@ -45,9 +45,10 @@ FORMAT = 3  # of checkpoints, in meta.json
 def save_step(model, tensors, cfg, dataset, **state):
     """Write a checkpoint of training, in the first process, and remove those that are not kept.
 
-    tensors: file stem -> {name: tensor}, whole or in shards; cfg: a TrainConfig; state: step,
-    tokens and what else is to be restored.
+    tensors: file stem -> {name: tensor}, whole or in shards, besides the weights; cfg: a
+    TrainConfig; state: step, tokens and what else is to be restored.
     """
+    tensors = {"model": lora.merged_weights(model), **tensors}
     if parallel.is_sharded(model):
         tensors = {stem: parallel.gather(part) for stem, part in tensors.items()}
     if parallel.rank_and_world()[0] == 0:
@@ -75,8 +76,7 @@ def save_model(model, folder, dtype=torch.float32, tensors=None, **meta):
     default the model's parameters as model.safetensors; meta: what JSON can hold. What the model
     was loaded with, model.meta, is kept.
     """
-    weights = dict(model.named_parameters())  # a tied head occurs once
-    tensors = {"model": weights, **(tensors or {})}
+    tensors = {"model": lora.merged_weights(model), **(tensors or {})}
     tensors["model"] = {name: x.detach().to(dtype) for name, x in tensors["model"].items()}
     meta = {"code": hash_code(model), **model.meta, **meta, "config": asdict(model.config)}
     write_checkpoint(folder, tensors, meta)
@@ -358,9 +358,9 @@ def note_other_code(folder, trained_with, now):
 
 
 def optimizer_tensors(model, optimizers):
-    """The optimizers' state as <parameter>.<moment> -> tensor."""
+    """The optimizers' state as <parameter>.<moment> -> tensor, and what LoRA has merged."""
     names = {p: name for name, p in model.named_parameters()}
-    tensors = {}
+    tensors = lora.factors(model)
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
             tensors |= {f"{names[p]}.{moment}": x.detach() for moment, x in state.items()}
@@ -370,6 +370,9 @@ def optimizer_tensors(model, optimizers):
 def load_optimizers(model, optimizers, folder):
     """Put the tensors of optim.safetensors back. Raises UserError if they do not fit."""
     tensors = read_tensors(folder, "optim", read_meta(folder))
+    for name, p in lora.factors(model).items():
+        if name in tensors:  # an extension that was not trained has none
+            p.copy_(tensors.pop(name))
     names = {p: name for name, p in model.named_parameters()}
     places = {}
     for optimizer in optimizers:

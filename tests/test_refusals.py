@@ -96,6 +96,11 @@ EXTENDING = [
     ("RUN --factor=2 --train_length=65", "the 64 extended tokens"),
     ("RUN --dataset=LETTERS", "vocabulary of 3"),
     ("RUN --init_from=RUN", "is for train.py"),
+    ("RUN --lora=4 --parallel=fsdp", "give --optimizer=adamw and --parallel=ddp"),
+    ("RUN --lora=4 --optimizer=muon", "give --optimizer=adamw and --parallel=ddp"),
+    ("RUN --lora=4 --lora_also=heads", "lora_also is one of norms, embeddings"),
+    ("RUN --lora_also=norms", "give --lora=RANK too"),
+    ("RUN --lora=4 --keep_optimizer=true --max_iters=9", "lora=0, not 4", "--keep_optimizer out"),
 ]
 OTHERS = [
     ("sample.py", "out/never-made", "train one by python train.py"),
