@@ -96,10 +96,10 @@ def test_one_layer_has_the_golden_numbers(case):
 
 @pytest.fixture
 def build(make):
-    """A model in float64 of three layers with grouped queries, whose weights are all random."""
+    """A model in float64 with grouped queries, whose weights are all random."""
 
-    def build(pos, **settings):
-        model = make(pos=pos, n_layer=3, n_kv_head=2, **settings).double()
+    def build(pos, n_layer=3, **settings):
+        model = make(pos=pos, n_layer=n_layer, n_kv_head=2, **settings).double()
         with torch.no_grad():
             for p in model.pos.parameters():
                 p.mul_(0.3)
@@ -147,7 +147,7 @@ def test_a_text_is_the_same_however_it_is_given(pos, settings, build):
 @torch.no_grad()
 def test_steps_of_fixed_shape_in_one_graph_compute_the_same(pos, build):
     """Also of a row that is padded, and after a rewind."""
-    model = build(pos)
+    model = build(pos, n_layer=2)
     tokens = torch.randint(0, 50, (2, 30))
     count = torch.arange(32) - torch.tensor([[6], [0]])
     mask = {"positions": count.clamp(min=0), "docs": (-count).clamp(min=0)}
@@ -186,8 +186,8 @@ def test_gradients_are_central_differences(pos, build):
 
 
 @pytest.mark.parametrize("pos", SCHEMES)
-def test_checkpointing_and_a_graph_change_no_bit(pos, build):
-    model = build(pos)
+def test_checkpointing_changes_no_bit_and_the_model_is_one_graph(pos, build):
+    model = build(pos, n_layer=2)
     tokens, targets = torch.randint(0, 50, (2, 2, 24)).unbind()
 
     def results(forward):
@@ -200,8 +200,9 @@ def test_checkpointing_and_a_graph_change_no_bit(pos, build):
     torch._dynamo.reset()
     compiled = results(torch.compile(model, backend="aot_eager", fullgraph=True))
     model.activation_checkpointing = True
-    for found in (compiled, results(model)):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for a, b, c in zip(expected, results(model), compiled, strict=True):
+        assert torch.equal(a, b)
+        assert torch.allclose(a, c, rtol=1e-9, atol=1e-11)  # norms are other operators there
 
 
 # -----------------------------------------------------------------------------

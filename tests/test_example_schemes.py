@@ -1,4 +1,7 @@
-"""The position schemes of examples/schemes: their numbers, and each from training to sampling."""
+"""The position schemes of examples/schemes: their numbers, and each from training to sampling.
+
+The numbers of schemes that read the text are in test_content.py.
+"""
 
 import json
 import math
@@ -89,7 +92,9 @@ def test_a_scheme_goes_from_training_to_sampling(name, call, text_data, tmp_path
     data = f"--dataset={text_data}"
     window = ["--layer_pattern=WF", "--window=8"] if name == "two_bases" else []
     call_anew("train.py", *TINY, *window, data, f"--out_dir={run}")
-    extend = ["extend.py", run, "--factor=4", "--method=dynamic-ntk", "--max_iters=2", data]
+    methods = POSITIONS[name].methods
+    method = next(m for m in ("dynamic-ntk", "pi", "none") if m in methods)
+    extend = ["extend.py", run, "--factor=4", f"--method={method}", "--max_iters=2", data]
     # one state for the whole text cannot leave other documents out
     extend += ["--separate_docs=false"] if name == "linear_attention" else []
     call_anew(*extend, f"--out_dir={extended}")
